@@ -1,0 +1,233 @@
+"""The machines: identical devices in a hierarchy of levels, such as node, rack, cluster.
+
+Devices are numbered so that neighbours share the innermost level::
+
+    summit:2x4      level 1 (network)   [            card            ] [            card            ]
+                    level 0 (NVLink)    [ 0      1      2      3     ] [ 4      5      6      7     ]
+
+Inside the innermost group every device has a link of its own, in each direction. From level 1 on, what
+joins two groups is a network card per group that all its devices share, in each direction.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+GB = 10**9
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What connects two devices: bytes per second, seconds before the first byte, level in the hierarchy."""
+
+    bandwidth: float
+    latency_s: float
+    level: int = 0
+
+    def seconds(self, nbytes: float) -> float:
+        """Time of one transfer that has the link to itself."""
+        return self.latency_s + nbytes / self.bandwidth
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """One level of the hierarchy: ``size`` members of the level below, and what connects them."""
+
+    name: str
+    size: int
+    bandwidth: float
+    latency_s: float
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise ValueError(f"level {self.name} has size {self.size}; at least 1 is needed")
+        if not (self.bandwidth > 0 and math.isfinite(self.bandwidth)):
+            raise ValueError(
+                f"level {self.name} has bandwidth {self.bandwidth} bytes/s; it must be positive and finite"
+            )
+        if not (self.latency_s >= 0 and math.isfinite(self.latency_s)):
+            raise ValueError(f"level {self.name} has latency {self.latency_s} s; it must not be negative")
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Identical devices in a hierarchy.
+
+    Attributes:
+        name: what the user called it, such as ``summit:8x4``.
+        device: kind of device, a key of ``profile.estimate.DEVICES`` or free text.
+        memory_bytes: memory of each device.
+        levels: innermost first; the product of the sizes is the number of devices.
+        cores: processor cores that the devices share where they are processes on one machine; 0 where each
+            device computes on its own.
+    """
+
+    name: str
+    device: str
+    memory_bytes: int
+    levels: tuple[Level, ...]
+    cores: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.levels:
+            raise ValueError(f"cluster {self.name} has no levels")
+        if self.memory_bytes <= 0:
+            raise ValueError(f"cluster {self.name} has {self.memory_bytes} bytes of memory per device")
+
+    @cached_property
+    def num_devices(self) -> int:
+        """Number of devices."""
+        return math.prod(level.size for level in self.levels)
+
+    @cached_property
+    def group_sizes(self) -> tuple[int, ...]:
+        """Devices in one group of each level, innermost first."""
+        return tuple(
+            math.prod(level.size for level in self.levels[: i + 1]) for i in range(len(self.levels))
+        )
+
+    def link(self, a: int, b: int) -> Link:
+        """The slowest link on the way between two devices."""
+        level = 0
+        while a // self.group_sizes[level] != b // self.group_sizes[level]:
+            level += 1
+        return self.level_link(level)
+
+    def level_link(self, level: int) -> Link:
+        """The slowest link on a way that climbs to this level."""
+        on_the_way = self.levels[: level + 1]
+        return Link(
+            bandwidth=min(each.bandwidth for each in on_the_way),
+            latency_s=max(each.latency_s for each in on_the_way),
+            level=level,
+        )
+
+    def slowest_link(self, devices: Iterable[int]) -> Link:
+        """The slowest link among a set of devices."""
+        chosen = sorted(devices)
+        return self.link(chosen[0], chosen[-1])
+
+    def ports(self, a: int, b: int) -> tuple[tuple[str, int, int], ...]:
+        """What a transfer from a to b occupies: ("out" or "in", level, group) for each port on the way.
+
+        At level 0 the port belongs to the device; at level i to the group of level i - 1.
+        """
+        occupied = [("out", 0, a), ("in", 0, b)]
+        for level in range(1, self.link(a, b).level + 1):
+            size = self.group_sizes[level - 1]
+            occupied += [("out", level, a // size), ("in", level, b // size)]
+        return tuple(occupied)
+
+    @staticmethod
+    def preset(text: str) -> Cluster:
+        """A cluster by name, such as ``local:4`` or ``summit:8x4``; ``PRESETS`` has them all.
+
+        Raises:
+            ValueError: if the name or its numbers are unknown; the message lists the presets.
+        """
+        match = re.fullmatch(r"([a-z0-9-]+):(\d{1,6})(?:x(\d{1,6}))?", text)
+        sizes = [int(n) for n in match.groups()[1:] if n is not None] if match else []
+        if match is None or match[1] not in PRESETS or len(sizes) != PRESETS[match[1]][1] or 0 in sizes:
+            raise ValueError(
+                f"unknown cluster {text!r}; write a JSON file or one of {', '.join(sorted(_USAGE))}, "
+                "with numbers of at least 1 for N, NODES and DEVICES"
+            )
+        build, _ = PRESETS[match[1]]
+        return build(text, sizes)
+
+
+def _local(name: str, sizes: list[int]) -> Cluster:
+    # Loopback Gloo, measured on two cores: about 1 GB/s and 200 us for a small message.
+    return Cluster(
+        name,
+        device="cpu",
+        memory_bytes=_host_memory_bytes() // sizes[0],
+        levels=(Level("host", sizes[0], bandwidth=1.0 * GB, latency_s=200e-6),),
+        cores=os.cpu_count() or 1,
+    )
+
+
+def _host_memory_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _summit(name: str, sizes: list[int]) -> Cluster:
+    # GraphPipe, section 7: V100 with 16 GB on NVLink, 100 Gb/s InfiniBand between the nodes. NVLink 2.0 between
+    # two V100 of a Summit node is 2 bricks of 25 GB/s, here at the usual 0.9 of it.
+    return Cluster(
+        name,
+        device="v100",
+        memory_bytes=16 * GIB,
+        levels=(
+            Level("node", sizes[1], bandwidth=45 * GB, latency_s=5e-6),
+            Level("network", sizes[0], bandwidth=12.5 * GB, latency_s=10e-6),
+        ),
+    )
+
+
+def _dapple_a(name: str, sizes: list[int]) -> Cluster:
+    # DAPPLE, section 6.1: servers of 8 V100 (16 GB) on NVLink, 25 Gb/s Ethernet between them.
+    return Cluster(
+        name,
+        device="v100",
+        memory_bytes=16 * GIB,
+        levels=(
+            Level("node", sizes[1], bandwidth=45 * GB, latency_s=5e-6),
+            Level("network", sizes[0], bandwidth=25 / 8 * GB, latency_s=30e-6),
+        ),
+    )
+
+
+def _flat(gigabits: float) -> Callable[[str, list[int]], Cluster]:
+    def build(name: str, sizes: list[int]) -> Cluster:
+        # DAPPLE, section 6.1: one V100 (16 GB) per server.
+        return Cluster(
+            name,
+            device="v100",
+            memory_bytes=16 * GIB,
+            levels=(
+                Level("node", 1, bandwidth=45 * GB, latency_s=5e-6),
+                Level("network", sizes[0], bandwidth=gigabits / 8 * GB, latency_s=30e-6),
+            ),
+        )
+
+    return build
+
+
+def _dgx_h100(name: str, sizes: list[int]) -> Cluster:
+    # NVIDIA's data sheet: 8 H100 with 80 GB, 450 GB/s of NVLink each way, 8 network cards of 400 Gb/s per node.
+    return Cluster(
+        name,
+        device="h100",
+        memory_bytes=80 * GB,
+        levels=(
+            Level("node", sizes[1], bandwidth=450 * GB, latency_s=5e-6),
+            Level("network", sizes[0], bandwidth=400 * GB, latency_s=10e-6),
+        ),
+    )
+
+
+PRESETS: dict[str, tuple[Callable[[str, list[int]], Cluster], int]] = {
+    "local": (_local, 1),
+    "summit": (_summit, 2),
+    "dapple-a": (_dapple_a, 2),
+    "dapple-b": (_flat(25), 1),
+    "dapple-c": (_flat(10), 1),
+    "dgx-h100": (_dgx_h100, 2),
+}
+"""Name -> (builder, how many numbers follow the colon)."""
+
+_USAGE = {
+    "local:N",
+    "summit:NODESxDEVICES",
+    "dapple-a:NODESxDEVICES",
+    "dapple-b:N",
+    "dapple-c:N",
+    "dgx-h100:NODESxDEVICES",
+}

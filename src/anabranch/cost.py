@@ -1,0 +1,186 @@
+"""What a stage, a transfer, an all-reduce and a device's memory cost. No search in here.
+
+Everything is in seconds, bytes and samples. With n = b / d samples on each of d replicas:
+
+    forward   sum over operators of forward_s(n)            (linear between measured sample counts)
+    backward  sum over operators of backward_s(n)           (+ the forward once more with recomputation)
+    transfer  latency + bytes / bandwidth                   of the slowest link on the way
+    allreduce 2 (d-1)/d * bytes / bandwidth + 2 (d-1) * latency         (ring)
+    memory    parameters * (1 + 1 + optimizer + extra versions) + in flight * n * kept bytes + buffers
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from anabranch.cluster import Cluster, Link
+from anabranch.errors import ProfileError
+from anabranch.graph.opgraph import BATCH, OpGraph
+from anabranch.profile.profile import Profile
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Prices stages of one model on one cluster.
+
+    Attributes:
+        profile: seconds and bytes of the operators.
+        cluster: links and memory.
+        optimizer_factor: optimizer state in bytes per byte of trainable parameter (Adam 2, SGD with momentum 1).
+        receive_slots: receives posted ahead per channel, beyond the micro-batches in flight.
+    """
+
+    profile: Profile
+    cluster: Cluster
+    optimizer_factor: float = 2.0
+    receive_slots: int = 1
+    _tables: dict[float, tuple[NDArray[np.float64], NDArray[np.float64]]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    @property
+    def graph(self) -> OpGraph:
+        """The operators that are priced."""
+        return self.profile.graph
+
+    def covers(self, samples: float) -> bool:
+        """Whether the profile can price this sample count (a proportional one prices any)."""
+        measured = self.profile.samples
+        return samples > 0 and (self.profile.proportional or measured[0] <= samples <= measured[-1])
+
+    def op_seconds(self, samples: float) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Forward and backward seconds of every operator for this many samples on one device.
+
+        Raises:
+            ProfileError: outside the measured range.
+        """
+        if samples not in self._tables:
+            self._tables[samples] = self._interpolate(samples)
+        return self._tables[samples]
+
+    def _interpolate(self, samples: float) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        measured = self.profile.samples
+        if not self.covers(samples):
+            raise ProfileError(
+                f"the profile ({self.profile.origin}) says nothing about {samples:g} samples on one device; "
+                f"profile again with a range that includes it, or choose a micro-batch size and a number "
+                f"of replicas that give between {measured[0]} and {measured[-1]} samples"
+            )
+        forward = np.array([cost.forward_s for cost in self.profile.costs])
+        backward = np.array([cost.backward_s for cost in self.profile.costs])
+        if self.profile.proportional:
+            scale = samples / measured[0]
+            return forward[:, 0] * scale, backward[:, 0] * scale
+        right = bisect_left(measured, samples)
+        if measured[right] == samples:
+            return forward[:, right], backward[:, right]
+        low, high = measured[right - 1], measured[right]
+        t = (samples - low) / (high - low)
+        return (
+            forward[:, right - 1] * (1 - t) + forward[:, right] * t,
+            backward[:, right - 1] * (1 - t) + backward[:, right] * t,
+        )
+
+    def forward_s(self, ops: Iterable[int], samples: float) -> float:
+        """Forward seconds of a set of operators for ``samples`` on one device; 0 for no samples."""
+        return float(self.op_seconds(samples)[0][list(ops)].sum()) if samples else 0.0
+
+    def backward_s(self, ops: Iterable[int], samples: float, *, recompute: bool = False) -> float:
+        """Backward seconds, likewise; recomputation adds the forward once more."""
+        if not samples:
+            return 0.0
+        chosen = list(ops)
+        seconds = float(self.op_seconds(samples)[1][chosen].sum())
+        return seconds + self.forward_s(chosen, samples) if recompute else seconds
+
+    def crossing(self, source: int, target: int) -> tuple[int, ...]:
+        """Indices of the values made in one set of operators and read in another (bit masks)."""
+        return tuple(
+            i
+            for i, value in enumerate(self.graph.values)
+            if value.producer != BATCH
+            and source >> value.producer & 1
+            and any(target >> consumer & 1 for consumer in value.consumers)
+        )
+
+    def forward_bytes(self, values: Iterable[int], samples: float) -> float:
+        """Bytes that flow forward for this many samples."""
+        return sum(self.graph.values[i].size(samples) for i in values)
+
+    def backward_bytes(self, values: Iterable[int], samples: float) -> float:
+        """Bytes of gradient that flow back for this many samples."""
+        return sum(self.graph.values[i].size(samples) for i in values if self.graph.values[i].grad)
+
+    def transfer_s(self, nbytes: float, link: Link) -> float:
+        """Seconds of one message over the slowest link on its way."""
+        return link.seconds(nbytes)
+
+    def allreduce_s(self, nbytes: float, devices: Sequence[int]) -> float:
+        """Seconds of a ring all-reduce over these devices, on the slowest link among them."""
+        d = len(devices)
+        if d == 1 or nbytes == 0:
+            return 0.0
+        link = self.cluster.slowest_link(devices)
+        return 2 * (d - 1) / d * nbytes / link.bandwidth + 2 * (d - 1) * link.latency_s
+
+    def parameter_bytes(self, ops: Iterable[int], *, trainable: bool = False) -> int:
+        """Bytes of the parameters that a set of operators reads, each counted once."""
+        names = {name for i in ops for name in self.graph.ops[i].parameters}
+        return sum(
+            parameter.nbytes
+            for parameter in self.graph.parameters
+            if parameter.name in names and (parameter.trainable or not trainable)
+        )
+
+    def device_bytes(
+        self,
+        ops: Iterable[int],
+        *,
+        microbatch_size: int,
+        replicas: int,
+        in_flight: int,
+        recompute: bool = False,
+        versions: int = 1,
+    ) -> float:
+        """Peak bytes on each device of a stage.
+
+        Args:
+            ops: the stage's operators.
+            microbatch_size: samples of one micro-batch, over all replicas.
+            replicas: devices that share each micro-batch.
+            in_flight: micro-batches between their forward and their backward.
+            recompute: keep only what enters the stage, and the inside of one micro-batch at a time.
+            versions: weight versions that the policy keeps.
+        """
+        chosen = sorted(ops)
+        samples = microbatch_size / replicas
+        weights = self.parameter_bytes(chosen)
+        trainable = self.parameter_bytes(chosen, trainable=True)
+        state = weights * versions + trainable * (1 + self.optimizer_factor)
+        kept = sum(self.profile.costs[i].kept_bytes for i in chosen) * samples
+        entering, leaving, gradients = self.boundary_bytes(chosen, samples)
+        inside = kept if recompute else in_flight * kept
+        # In flight: what entered is held until the backward. Posted ahead: further receives of each kind.
+        return state + inside + in_flight * entering + self.receive_slots * (entering + gradients)
+
+    def boundary_bytes(self, ops: Iterable[int], samples: float) -> tuple[float, float, float]:
+        """Bytes that enter a set of operators, leave it, and come back to it as gradients of what left."""
+        mask = 0
+        for i in ops:
+            mask |= 1 << i
+        entering = leaving = gradients = 0.0
+        for value in self.graph.values:
+            if value.producer == BATCH:
+                continue
+            inside = mask >> value.producer & 1
+            if not inside and any(mask >> c & 1 for c in value.consumers):
+                entering += value.size(samples)
+            elif inside and any(not mask >> c & 1 for c in value.consumers):
+                leaving += value.size(samples)
+                gradients += value.size(samples) if value.grad else 0.0
+        return entering, leaving, gradients

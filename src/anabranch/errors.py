@@ -1,0 +1,65 @@
+"""Every exception that anabranch raises on purpose.
+
+AnabranchError
+ +-- CaptureError            the model could not be turned into a graph of operators
+ +-- FileFormatError         a profile, cluster, plan or checkpoint file is broken
+ +-- ProfileError            a profile cannot answer what it was asked (sample count never measured)
+ +-- InfeasiblePlanError     no plan fits the devices
+ +-- InvalidPlanError        a plan breaks one of the conditions C1-C4 or a memory limit
+ +-- InvalidScheduleError    an order of actions that no device could execute
+ |    +-- DeadlockError      every device waits for another
+ +-- DataError               a data set is missing, damaged, or raised while it was read
+ +-- TrainingError           the run itself cannot go on
+      +-- StageFailedError   one rank failed; the others were stopped
+      +-- NonFiniteError     the loss became NaN or infinite
+
+A wrong argument in a call is a plain ``ValueError`` or ``TypeError``.
+"""
+
+
+class AnabranchError(Exception):
+    """Base class. The message is one paragraph: what, where, the numbers, a way on."""
+
+
+class CaptureError(AnabranchError):
+    """The model could not be turned into a graph of operators."""
+
+
+class FileFormatError(AnabranchError):
+    """A profile, cluster, plan or checkpoint file is broken; the message names file, key and value."""
+
+
+class ProfileError(AnabranchError):
+    """A profile cannot answer what it was asked."""
+
+
+class InfeasiblePlanError(AnabranchError):
+    """No plan fits the devices; the message says what would."""
+
+
+class InvalidPlanError(AnabranchError):
+    """A plan breaks one of the conditions C1-C4 or a memory limit."""
+
+
+class InvalidScheduleError(AnabranchError):
+    """An order of actions that no device could execute."""
+
+
+class DeadlockError(InvalidScheduleError):
+    """Every unfinished device waits for another."""
+
+
+class DataError(AnabranchError):
+    """A data set is missing, damaged, or raised while it was read."""
+
+
+class TrainingError(AnabranchError):
+    """The run itself cannot go on."""
+
+
+class StageFailedError(TrainingError):
+    """One rank failed; the others were stopped."""
+
+
+class NonFiniteError(TrainingError):
+    """The loss became NaN or infinite."""

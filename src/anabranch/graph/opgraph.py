@@ -1,0 +1,192 @@
+"""The model as planners see it: operators and the values that flow between them.
+
+An operator is a convex group of tensor operations, named after the module that they come from. A value is
+one tensor: made by one operator (or part of the batch), read by any number of operators. Values rather than
+pairwise edges, because a tensor that two operators of one stage read crosses to that stage once.
+
+            +--> text.0 --> text.1 --+
+    batch --+                        +--> head --> loss
+            +--> image.0 -> image.1 -+
+
+Sets of operators are integer bit masks in the hot paths (bit i is operator i) and tuples of names at the edge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+
+BATCH = -1
+"""The producer of a value that is part of the batch: it is at hand on every device, never sent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A parameter under the model's own name. Operators that name the same one are tied."""
+
+    name: str
+    nbytes: int
+    trainable: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One operator.
+
+    Attributes:
+        name: unique in the graph.
+        parameters: names of the parameters that it reads.
+        kind: what to call it in a report, such as ``Linear``.
+    """
+
+    name: str
+    parameters: tuple[str, ...] = ()
+    kind: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """One tensor that operators exchange.
+
+    Attributes:
+        producer: index of the operator that makes it, or ``BATCH``.
+        consumers: indices of the operators that read it, ascending, each larger than the producer.
+        nbytes: bytes for one sample; for a value without a batch dimension, bytes in all.
+        batched: has a batch dimension, so that it is sliced by samples.
+        grad: a gradient of the same size flows back.
+        name: for messages; the name of a batch entry where the producer is ``BATCH``.
+    """
+
+    producer: int
+    consumers: tuple[int, ...]
+    nbytes: int
+    batched: bool = True
+    grad: bool = True
+    name: str = ""
+
+    def size(self, samples: float) -> float:
+        """Bytes of the value for that many samples."""
+        return self.nbytes * samples if self.batched else self.nbytes
+
+
+@dataclass(frozen=True)
+class OpGraph:
+    """Operators in topological order, the values between them, and the parameters they share.
+
+    Raises:
+        ValueError: if a name occurs twice, a value runs against the order, or an operator names a
+            parameter that is not listed.
+    """
+
+    ops: tuple[Op, ...]
+    values: tuple[Value, ...]
+    parameters: tuple[Parameter, ...] = ()
+    name: str = field(default="", compare=False)
+
+    def __post_init__(self) -> None:
+        if not self.ops:
+            raise ValueError("a graph needs at least one operator")
+        if len(self.index) != len(self.ops):
+            twice = [op.name for i, op in enumerate(self.ops) if self.index[op.name] != i]
+            raise ValueError(f"operator names occur more than once: {', '.join(sorted(set(twice)))}")
+        known = {parameter.name for parameter in self.parameters}
+        if len(known) != len(self.parameters):
+            raise ValueError("a parameter is listed more than once")
+        for op in self.ops:
+            for name in op.parameters:
+                if name not in known:
+                    raise ValueError(f"operator {op.name} reads parameter {name}, which is not listed")
+        for value in self.values:
+            if value.nbytes < 0 or not BATCH <= value.producer < len(self.ops):
+                raise ValueError(f"value {value.name or value} has a negative size or no producer")
+            if list(value.consumers) != sorted(set(value.consumers)):
+                raise ValueError(f"consumers of value {value.name or value} are not ascending")
+            if value.consumers and not value.producer < value.consumers[0]:
+                raise ValueError(f"value {value.name or value} runs against the topological order")
+            if value.consumers and value.consumers[-1] >= len(self.ops):
+                raise ValueError(f"value {value.name or value} has a consumer that does not exist")
+
+    def __len__(self) -> int:
+        return len(self.ops)
+
+    @cached_property
+    def index(self) -> dict[str, int]:
+        """Operator name -> position in the topological order."""
+        return {op.name: i for i, op in enumerate(self.ops)}
+
+    @cached_property
+    def edges(self) -> tuple[tuple[int, int], ...]:
+        """Pairs (producer, consumer), each once, sorted; the batch makes none."""
+        pairs = {(v.producer, c) for v in self.values if v.producer != BATCH for c in v.consumers}
+        return tuple(sorted(pairs))
+
+    @cached_property
+    def successors(self) -> tuple[int, ...]:
+        """Per operator, the bit mask of the operators that read a value of it."""
+        masks = [0] * len(self.ops)
+        for a, b in self.edges:
+            masks[a] |= 1 << b
+        return tuple(masks)
+
+    @cached_property
+    def predecessors(self) -> tuple[int, ...]:
+        """Per operator, the bit mask of the operators whose values it reads."""
+        masks = [0] * len(self.ops)
+        for a, b in self.edges:
+            masks[b] |= 1 << a
+        return tuple(masks)
+
+    @cached_property
+    def descendants(self) -> tuple[int, ...]:
+        """Per operator, the bit mask of everything that depends on it, itself left out."""
+        masks = [0] * len(self.ops)
+        for i in reversed(range(len(self.ops))):
+            for j in bits(self.successors[i]):
+                masks[i] |= masks[j] | 1 << j
+        return tuple(masks)
+
+    @cached_property
+    def ancestors(self) -> tuple[int, ...]:
+        """Per operator, the bit mask of everything that it depends on, itself left out."""
+        masks = [0] * len(self.ops)
+        for i in range(len(self.ops)):
+            for j in bits(self.predecessors[i]):
+                masks[i] |= masks[j] | 1 << j
+        return tuple(masks)
+
+    @cached_property
+    def parameter_bytes(self) -> dict[str, int]:
+        """Parameter name -> bytes."""
+        return {parameter.name: parameter.nbytes for parameter in self.parameters}
+
+    def mask(self, names: Iterable[str]) -> int:
+        """Bit mask of the named operators.
+
+        Raises:
+            KeyError: for a name that the graph does not have.
+        """
+        result = 0
+        for name in names:
+            result |= 1 << self.index[name]
+        return result
+
+    def names(self, mask: int) -> tuple[str, ...]:
+        """Names of the operators in a bit mask, in topological order."""
+        return tuple(self.ops[i].name for i in bits(mask))
+
+    def is_convex(self, mask: int) -> bool:
+        """Whether no path leaves the set and comes back."""
+        below = above = 0
+        for i in bits(mask):
+            below |= self.descendants[i]
+            above |= self.ancestors[i]
+        return not below & above & ~mask
+
+
+def bits(mask: int) -> Iterator[int]:
+    """Positions of the set bits, ascending."""
+    while mask:
+        low = mask & -mask
+        yield low.bit_length() - 1
+        mask ^= low

@@ -1,0 +1,202 @@
+"""Stage, StageGraph and Plan: what planners propose and everything after them executes.
+
+Samples of one batch are numbered 0 .. batch_size - 1. Micro-batch i of a stage with micro-batch size b holds samples
+i*b up to (i+1)*b, the last one what is left. Each of its d replicas holds an equal slice. All dependencies between
+stages follow from these intervals: a micro-batch needs whatever micro-batches of its predecessors it overlaps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One stage.
+
+    Attributes:
+        operators: names, in topological order.
+        devices: replicas; each micro-batch is split evenly over them.
+        microbatch_size: samples of one micro-batch, over all replicas.
+        k: forwards and backwards alternate in groups of k micro-batches (kFkB).
+        in_flight: micro-batches between forward and backward at most (the warm-up of the schedule); 0 until a
+            schedule rule has decided.
+        recompute: keep only what enters the stage and run the forward again in the backward.
+    """
+
+    operators: tuple[str, ...]
+    devices: tuple[int, ...]
+    microbatch_size: int
+    k: int = 1
+    in_flight: int = 0
+    recompute: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.operators:
+            raise ValueError("a stage needs at least one operator")
+        if not self.devices or len(set(self.devices)) != len(self.devices):
+            raise ValueError(f"a stage has the devices {self.devices}; at least one is needed, each once")
+        if self.microbatch_size < 1 or self.k < 1 or self.in_flight < 0:
+            raise ValueError(
+                f"micro-batch size {self.microbatch_size}, k {self.k} and in flight {self.in_flight} "
+                "must be at least 1, 1 and 0"
+            )
+
+    @property
+    def replicas(self) -> int:
+        """Number of devices that share each micro-batch."""
+        return len(self.devices)
+
+
+@dataclass(frozen=True)
+class StageGraph:
+    """Stages in topological order and the edges between them.
+
+    Attributes:
+        stages: in topological order.
+        edges: pairs of stage indices, sorted, each from a lower to a higher index.
+        batch_size: samples of one step.
+    """
+
+    stages: tuple[Stage, ...]
+    edges: tuple[tuple[int, int], ...]
+    batch_size: int
+
+    def __post_init__(self) -> None:
+        if not self.stages or self.batch_size < 1:
+            raise ValueError("a stage graph needs a stage and a batch of at least one sample")
+        if list(self.edges) != sorted(set(self.edges)):
+            raise ValueError("stage edges are not sorted, or one occurs twice")
+        for x, y in self.edges:
+            if not 0 <= x < y < len(self.stages):
+                raise ValueError(f"stage edge {x} -> {y} does not run from a lower to a higher stage")
+
+    def __len__(self) -> int:
+        return len(self.stages)
+
+    @cached_property
+    def predecessors(self) -> tuple[tuple[int, ...], ...]:
+        """Per stage, the stages it receives from."""
+        return tuple(tuple(x for x, y in self.edges if y == s) for s in range(len(self)))
+
+    @cached_property
+    def successors(self) -> tuple[tuple[int, ...], ...]:
+        """Per stage, the stages it sends to."""
+        return tuple(tuple(y for x, y in self.edges if x == s) for s in range(len(self)))
+
+    @cached_property
+    def height(self) -> tuple[int, ...]:
+        """Per stage, its longest distance to a sink, in edges."""
+        result = [0] * len(self)
+        for s in reversed(range(len(self))):
+            result[s] = max((result[y] + 1 for y in self.successors[s]), default=0)
+        return tuple(result)
+
+    @cached_property
+    def depth(self) -> int:
+        """Stages on the longest path."""
+        return max(self.height) + 1
+
+    @cached_property
+    def devices(self) -> tuple[int, ...]:
+        """All devices, ascending."""
+        return tuple(sorted({device for stage in self.stages for device in stage.devices}))
+
+    def num_microbatches(self, stage: int) -> int:
+        """Micro-batches of a stage in one step, the short last one included."""
+        return -(-self.batch_size // self.stages[stage].microbatch_size)
+
+    def interval(self, stage: int, microbatch: int) -> tuple[int, int]:
+        """Samples [start, stop) of one micro-batch."""
+        size = self.stages[stage].microbatch_size
+        return microbatch * size, min((microbatch + 1) * size, self.batch_size)
+
+    def slice(self, stage: int, microbatch: int, replica: int) -> tuple[int, int]:
+        """Samples [start, stop) of one micro-batch that one replica holds; may be empty."""
+        start, stop = self.interval(stage, microbatch)
+        return split_evenly(start, stop, self.stages[stage].replicas)[replica]
+
+
+def split_evenly(start: int, stop: int, parts: int) -> list[tuple[int, int]]:
+    """Cut [start, stop) into intervals whose lengths differ by at most one."""
+    size = stop - start
+    cuts = [start + size * i // parts for i in range(parts + 1)]
+    return [(cuts[i], cuts[i + 1]) for i in range(parts)]
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What the simulator says about a plan.
+
+    Attributes:
+        step_s: seconds of one synchronous step.
+        bottleneck_s_per_sample: slowest stage's compute seconds per sample.
+        bubble: share of device time that is not compute.
+        device_peak_bytes: per device of the plan, ascending, peak bytes.
+    """
+
+    step_s: float
+    bottleneck_s_per_sample: float
+    bubble: float
+    device_peak_bytes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A stage graph with its schedule, where it came from and what it should cost.
+
+    Attributes:
+        stage_graph: stages with their in-flight counts decided.
+        schedule: key of ``schedule.SCHEDULES``; with the in-flight counts it determines every action.
+        planner: key of ``planner.PLANNERS``.
+        model: what was planned, as the user wrote it.
+        cluster: name of the cluster.
+        profile: the origin of the costs.
+        search_s: seconds the planner took; ``simulate_s``: seconds spent on judging its proposals.
+        predicted: the simulator's figures.
+    """
+
+    stage_graph: StageGraph
+    schedule: str
+    planner: str
+    model: str
+    cluster: str
+    profile: str
+    search_s: float
+    simulate_s: float
+    predicted: Prediction
+    notes: Sequence[str] = field(default=())
+
+    def summary(self) -> str:
+        """A table of the stages and the predicted figures, as plain text."""
+        graph = self.stage_graph
+        samples_per_s = graph.batch_size / self.predicted.step_s
+        lines = [
+            f"{len(graph)} stages on {len(graph.devices)} devices, depth {graph.depth}, "
+            f"{self.schedule}, batch {graph.batch_size}",
+            f"step {self.predicted.step_s * 1e3:.3g} ms, {samples_per_s:.4g} samples/s, "
+            f"bubble {self.predicted.bubble:.1%}, "
+            f"peak {max(self.predicted.device_peak_bytes) / 2**30:.3g} GiB ({self.profile})",
+        ]
+        for s, stage in enumerate(graph.stages):
+            first, last = stage.operators[0], stage.operators[-1]
+            span = first if first == last else f"{first} .. {last}"
+            after = ", ".join(map(str, graph.predecessors[s])) or "-"
+            lines.append(
+                f"  stage {s:2d}  after {after:8s}  devices {_ranges(stage.devices):10s}  "
+                f"micro-batch {stage.microbatch_size:4d}  in flight {stage.in_flight:3d}  "
+                f"{len(stage.operators):3d} operators: {span}"
+            )
+        return "\n".join(lines)
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    parts: list[list[int]] = []
+    for n in sorted(numbers):
+        if parts and parts[-1][1] == n - 1:
+            parts[-1][1] = n
+        else:
+            parts.append([n, n])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)

@@ -1,0 +1,72 @@
+"""Seconds and bytes of every operator on one kind of device, measured or estimated."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from anabranch.graph.opgraph import OpGraph
+
+
+@dataclass(frozen=True, slots=True)
+class OpCost:
+    """What one operator costs.
+
+    Attributes:
+        forward_s: seconds of the forward pass, one figure per sample count of the profile.
+        backward_s: seconds of the backward pass, likewise.
+        kept_bytes: bytes per sample that it keeps between its forward and its backward: what autograd
+            saves inside it, and those of its own outputs that anyone saves. What it saves of another operator's
+            output belongs to that operator.
+    """
+
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+    kept_bytes: int
+
+
+@dataclass(frozen=True)
+class Profile:
+    """The costs of every operator of a graph.
+
+    Attributes:
+        graph: the operators, in the order of ``costs``.
+        samples: the sample counts that were measured, ascending.
+        costs: one entry per operator.
+        device: what it was measured on or estimated for.
+        source: ``measured``, ``estimated`` or ``imported``.
+        proportional: measured at one size only (PipeDream's and DAPPLE's files): times are taken as
+            proportional to samples.
+
+    Raises:
+        ValueError: if lengths differ or a figure is negative or not finite.
+    """
+
+    graph: OpGraph
+    samples: tuple[int, ...]
+    costs: tuple[OpCost, ...]
+    device: str
+    source: str
+    proportional: bool = False
+
+    def __post_init__(self) -> None:
+        if len(self.costs) != len(self.graph):
+            raise ValueError(f"{len(self.costs)} costs for {len(self.graph)} operators")
+        if not self.samples or list(self.samples) != sorted(set(self.samples)) or self.samples[0] < 1:
+            raise ValueError(f"sample counts {self.samples} are not ascending from at least 1")
+        if self.proportional and len(self.samples) != 1:
+            raise ValueError("a proportional profile has exactly one sample count")
+        for op, cost in zip(self.graph.ops, self.costs, strict=True):
+            if not len(cost.forward_s) == len(cost.backward_s) == len(self.samples):
+                raise ValueError(f"operator {op.name} lacks a time for one of {self.samples} samples")
+            for seconds in (*cost.forward_s, *cost.backward_s):
+                if not (seconds >= 0 and math.isfinite(seconds)):
+                    raise ValueError(f"operator {op.name} has a time of {seconds} s")
+            if cost.kept_bytes < 0:
+                raise ValueError(f"operator {op.name} keeps {cost.kept_bytes} bytes")
+
+    @property
+    def origin(self) -> str:
+        """One line for every output that rests on this profile."""
+        how = f"{self.source}, {self.device}, at {', '.join(map(str, self.samples))} samples"
+        return f"{how}; taken as proportional to samples" if self.proportional else how
