@@ -1,0 +1,53 @@
+"""Workload: everything that training needs besides a plan, and how a name on the command line becomes one.
+
+The module returns its loss, so labels and inputs are ordinary inputs that enter at whichever stage needs them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+Batch = Any
+"""A tensor, or a tuple, list or dict (also nested) of tensors; dimension 0 of each is samples. A dict is passed to the
+module as keyword arguments, a tuple or list as positional ones."""
+
+NamedParameters = list[tuple[str, nn.Parameter]]
+
+
+def adamw(parameters: NamedParameters) -> torch.optim.Optimizer:
+    """The default optimizer recipe."""
+    return torch.optim.AdamW(parameters, lr=1e-3)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model with its data and optimizer recipe.
+
+    Attributes:
+        module: its forward returns the loss: a scalar tensor, or an object or mapping with a scalar ``loss`` (as Hugging
+            Face models return); further scalar entries of a mapping are metrics. Loss and metrics are means over samples.
+        example: a batch of at least two samples, as the data yields them; sizes of further dimensions are fixed by it.
+        data: (batch size, epoch) -> training batches of one epoch, the same on every rank.
+        eval_data: batch size -> held-out batches.
+        optimizer: named parameters -> optimizer; any ``torch.optim`` class with its options bound serves. Each rank calls it
+            with the parameters of its own stages.
+        scheduler: optimizer -> learning-rate scheduler, stepped once a step.
+        clip_norm: largest global gradient norm, over all stages.
+        chance: metric -> what guessing would give, for reports.
+        name: what the user called it.
+    """
+
+    module: nn.Module
+    example: Batch
+    data: Callable[[int, int], Iterable[Batch]] | None = None
+    eval_data: Callable[[int], Iterable[Batch]] | None = None
+    optimizer: Callable[[NamedParameters], torch.optim.Optimizer] = adamw
+    scheduler: Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler] | None = None
+    clip_norm: float | None = None
+    chance: Mapping[str, float] = field(default_factory=dict)
+    name: str = ""
