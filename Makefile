@@ -1,0 +1,44 @@
+# Every target works on a fresh machine with Python 3.11+ and git; each installs what it needs first.
+PYTHON ?= python3
+BIN := .venv/bin
+# One thread per rank: processes, not threads, are what runs in parallel here.
+export OMP_NUM_THREADS := 1
+
+.PHONY: install demo test check bench docs clean
+
+install: .venv/.installed
+
+.venv/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[data]" --group dev
+	touch $@
+
+# The demo needs none of the test tools, so that a newcomer waits less.
+.venv/.runnable:
+	test -e .venv/.installed || $(PYTHON) -m venv .venv
+	test -e .venv/.installed || $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[data]"
+	touch $@
+
+demo: .venv/.runnable
+	$(BIN)/anabranch demo
+
+test: install
+	$(BIN)/python -m pytest
+
+check: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/codespell src tests docs examples benchmarks README.md CHANGELOG.md CONTRIBUTING.md
+
+bench: install
+	$(BIN)/python -m benchmarks.planners
+	$(BIN)/python -m benchmarks.runtime
+
+docs: install
+	$(BIN)/python -m pip install --quiet --group docs
+	$(BIN)/sphinx-build -W --keep-going -b html docs docs/_build/html
+
+clean:
+	rm -rf .venv build dist docs/_build runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,69 @@
+"""Train any PyTorch model as a pipeline whose stages form a graph.
+
+The public names load on first use, so that ``import anabranch`` and planning on a saved profile never import torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from anabranch.cluster import Cluster as Cluster
+    from anabranch.errors import AnabranchError as AnabranchError
+    from anabranch.files import load_cluster as load_cluster
+    from anabranch.files import load_plan as load_plan
+    from anabranch.files import load_profile as load_profile
+    from anabranch.files import save_cluster as save_cluster
+    from anabranch.files import save_plan as save_plan
+    from anabranch.files import save_profile as save_profile
+    from anabranch.graph.capture import capture as capture
+    from anabranch.launch import run as run
+    from anabranch.planner.stages import Plan as Plan
+    from anabranch.profile.estimate import estimate as estimate
+    from anabranch.profile.measure import measure as measure
+    from anabranch.profile.profile import Profile as Profile
+    from anabranch.runtime.pipeline import Pipeline as Pipeline
+    from anabranch.runtime.verify import verify as verify
+    from anabranch.solve import plan as plan
+    from anabranch.solve import simulate as simulate
+    from anabranch.timeline import Timeline as Timeline
+    from anabranch.workload import Workload as Workload
+
+_HOME = {
+    "AnabranchError": "errors",
+    "Cluster": "cluster",
+    "Pipeline": "runtime.pipeline",
+    "Plan": "planner.stages",
+    "Profile": "profile.profile",
+    "Timeline": "timeline",
+    "Workload": "workload",
+    "capture": "graph.capture",
+    "estimate": "profile.estimate",
+    "load_cluster": "files",
+    "load_plan": "files",
+    "load_profile": "files",
+    "measure": "profile.measure",
+    "plan": "solve",
+    "run": "launch",
+    "save_cluster": "files",
+    "save_plan": "files",
+    "save_profile": "files",
+    "simulate": "solve",
+    "verify": "runtime.verify",
+}
+"""Public name -> the module that defines it."""
+
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'anabranch' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"anabranch.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOME])
