@@ -52,7 +52,9 @@ class Level:
                 f"level {self.name} has bandwidth {self.bandwidth} bytes/s; it must be positive and finite"
             )
         if not (self.latency_s >= 0 and math.isfinite(self.latency_s)):
-            raise ValueError(f"level {self.name} has latency {self.latency_s} s; it must not be negative")
+            raise ValueError(
+                f"level {self.name} has latency {self.latency_s} s; it must not be negative"
+            )
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,9 @@ class Cluster:
         if not self.levels:
             raise ValueError(f"cluster {self.name} has no levels")
         if self.memory_bytes <= 0:
-            raise ValueError(f"cluster {self.name} has {self.memory_bytes} bytes of memory per device")
+            raise ValueError(
+                f"cluster {self.name} has {self.memory_bytes} bytes of memory per device"
+            )
 
     @cached_property
     def num_devices(self) -> int:
@@ -133,7 +137,12 @@ class Cluster:
         """
         match = re.fullmatch(r"([a-z0-9-]+):(\d{1,6})(?:x(\d{1,6}))?", text)
         sizes = [int(n) for n in match.groups()[1:] if n is not None] if match else []
-        if match is None or match[1] not in PRESETS or len(sizes) != PRESETS[match[1]][1] or 0 in sizes:
+        if (
+            match is None
+            or match[1] not in PRESETS
+            or len(sizes) != PRESETS[match[1]][1]
+            or 0 in sizes
+        ):
             raise ValueError(
                 f"unknown cluster {text!r}; write a JSON file or one of {', '.join(sorted(_USAGE))}, "
                 "with numbers of at least 1 for N, NODES and DEVICES"

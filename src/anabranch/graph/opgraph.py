@@ -83,6 +83,7 @@ class OpGraph:
     values: tuple[Value, ...]
     parameters: tuple[Parameter, ...] = ()
     name: str = field(default="", compare=False)
+    granularity: str = field(default="layer", compare=False)
 
     def __post_init__(self) -> None:
         if not self.ops:

@@ -8,7 +8,7 @@ stages follow from these intervals: a micro-batch needs whatever micro-batches o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 
@@ -156,6 +156,8 @@ class Plan:
         profile: the origin of the costs.
         search_s: seconds the planner took; ``simulate_s``: seconds spent on judging its proposals.
         predicted: the simulator's figures.
+        granularity: how the model was captured; a run captures it the same way, so operator names agree.
+        notes: what a reader of the figures should know.
     """
 
     stage_graph: StageGraph
@@ -167,7 +169,8 @@ class Plan:
     search_s: float
     simulate_s: float
     predicted: Prediction
-    notes: Sequence[str] = field(default=())
+    granularity: str = "layer"
+    notes: tuple[str, ...] = ()
 
     def summary(self) -> str:
         """A table of the stages and the predicted figures, as plain text."""

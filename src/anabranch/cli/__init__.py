@@ -1,0 +1,43 @@
+"""The command line: read files, call one public function, write files, print.
+
+Everything heavy is imported inside the verbs, so ``anabranch --help`` answers at once and planning on a saved
+profile never loads torch.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import typer
+
+from anabranch.cli import planning, training
+from anabranch.cli.output import print_json
+from anabranch.errors import AnabranchError
+
+app = typer.Typer(
+    name="anabranch",
+    help="Train any PyTorch model as a pipeline whose stages form a graph.\n\n"
+    "MODEL is a built-in name (see `anabranch models`), `package.module:function` that returns "
+    "an anabranch.Workload, or, where only planning is asked, a profile file.\n\n"
+    "Start with `anabranch demo`; then `profile`, `plan`, `verify` and `train` your own model.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    rich_markup_mode="markdown",
+)
+for _verb in (*planning.VERBS, *training.VERBS):
+    app.command()(_verb)
+
+
+def main() -> None:
+    """Entry point: exit code 0 on success, 1 on an anabranch error, 2 on wrong usage."""
+    try:
+        app()
+    except AnabranchError as error:
+        if os.environ.get("ANABRANCH_DEBUG"):
+            raise
+        if "--json" in sys.argv:
+            print_json({"error": type(error).__name__, "message": str(error)})
+        typer.secho(f"{type(error).__name__}: {error}", err=True, fg="red")
+        raise SystemExit(1) from None

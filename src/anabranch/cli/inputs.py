@@ -1,0 +1,130 @@
+"""From what the user typed to workloads, profiles, clusters and plans."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import typer
+
+from anabranch.cli.options import Preset
+from anabranch.cli.output import progress_bar
+from anabranch.errors import InfeasiblePlanError
+
+if TYPE_CHECKING:
+    from anabranch.cluster import Cluster
+    from anabranch.planner.stages import Plan
+    from anabranch.profile.profile import Profile
+    from anabranch.workload import Workload
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model as the user named it: MODEL with its preset and options, or a profile file."""
+
+    model: str
+    preset: Preset = Preset.published
+    options: Mapping[str, str] = field(default_factory=dict)
+    granularity: str = "layer"
+
+    @property
+    def is_file(self) -> bool:
+        """Whether MODEL is a profile file."""
+        return self.model.endswith(".json") or Path(self.model).is_file()
+
+    def workload(self, *, meta: bool = False) -> Workload:
+        """The workload; ``meta`` builds it without memory for its parameters, for planning."""
+        from anabranch.workload import resolve
+
+        if self.is_file:
+            raise typer.BadParameter(
+                f"{self.model} is a profile; this needs the model itself, by name or package.module:function"
+            )
+        return usage(resolve, self.model, preset=self.preset.value, options=self.options, meta=meta)
+
+    def profile(
+        self, device: str, batch_size: int, samples: tuple[int, ...] | None = None
+    ) -> Profile:
+        """The profile file as it is; otherwise the model captured, then measured or estimated."""
+        if self.is_file:
+            from anabranch.files import load_profile
+
+            if self.options:
+                raise typer.BadParameter(
+                    f"{self.model} is a profile; model options ({', '.join(self.options)}) do nothing"
+                )
+            return load_profile(Path(self.model))
+        from anabranch.graph.capture import capture
+
+        measured = device.split(":")[0] in ("cpu", "cuda")
+        workload = self.workload(meta=not measured)
+        counts = samples or powers_of_two(batch_size)
+        captured = capture(workload.module, workload.example, granularity=self.granularity)
+        if measured:
+            from anabranch.profile.measure import measure
+
+            with progress_bar(f"measuring {self.model} on {device}") as progress:
+                return measure(captured, counts, device=device, progress=progress)
+        from anabranch.profile.estimate import estimate
+
+        return usage(estimate, captured, device, counts)
+
+
+def read_cluster(text: str) -> Cluster:
+    """A preset or a cluster file."""
+    from anabranch.files import load_cluster
+
+    return usage(load_cluster, text)
+
+
+def try_plan(*args: Any, **options: Any) -> Plan | str:
+    """A plan, or the reason why there is none."""
+    from anabranch.solve import plan
+
+    try:
+        return plan(*args, **options)
+    except InfeasiblePlanError as error:
+        return str(error)
+
+
+def split_output(values: list[str] | None) -> tuple[dict[str, str], Path | None]:
+    """Tell ``-o layers=8`` (an option of the model) from ``-o plan.json`` (a file)."""
+    options: dict[str, str] = {}
+    file: Path | None = None
+    for value in values or []:
+        key, equals, rest = value.partition("=")
+        if equals and key.replace("-", "_").isidentifier():
+            options[key.replace("-", "_")] = rest
+        elif file is not None:
+            raise typer.BadParameter(f"two output files: {file} and {value}")
+        else:
+            file = Path(value)
+    return options, file
+
+
+def powers_of_two(largest: int) -> tuple[int, ...]:
+    """1, 2, 4 ... and ``largest`` itself."""
+    return tuple(sorted({1 << i for i in range(largest.bit_length())} | {largest}))
+
+
+def parse_counts(text: str) -> tuple[int, ...]:
+    """Sample counts such as ``1,2,4,8``."""
+    try:
+        counts = tuple(sorted({int(part) for part in text.split(",")}))
+    except ValueError:
+        raise typer.BadParameter(f"--samples {text}: write whole numbers such as 1,2,4,8") from None
+    if counts[0] < 1:
+        raise typer.BadParameter(f"--samples {text}: sample counts start at 1")
+    return counts
+
+
+def usage(function: Callable[..., _T], *args: Any, **options: Any) -> _T:
+    """Call with what the user typed; a ValueError about it is wrong usage (exit code 2)."""
+    try:
+        return function(*args, **options)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None

@@ -1,0 +1,56 @@
+"""The arguments and options that several verbs share, each declared once."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+
+# The tables of planners and schedules, spelled out so that --help needs no import; a test holds them together.
+Planner = StrEnum("Planner", ["graphpipe", "sequential", "data-parallel", "even", "exhaustive"])
+Schedule = StrEnum("Schedule", ["auto", "gpipe", "1f1b", "1f1b-deep"])
+Granularity = StrEnum("Granularity", ["operator", "layer", "block"])
+Preset = StrEnum("Preset", ["published", "small"])
+
+Model = Annotated[
+    str, typer.Argument(metavar="MODEL", help="Built-in name or package.module:function.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
+Output = Annotated[
+    list[str] | None,
+    typer.Option(
+        "-o",
+        "--output",
+        "--option",
+        help="A file to write, or, with an equals sign, an option of the model (-o layers=8). Repeatable.",
+    ),
+]
+ClusterName = Annotated[
+    str, typer.Option("--cluster", help="Preset such as local:4 or summit:8x4, or a JSON file.")
+]
+BatchSize = Annotated[int, typer.Option("--batch-size", min=1, help="Samples of one step.")]
+MicrobatchSize = Annotated[
+    int | None, typer.Option(min=1, help="Fix the micro-batch size; by default it is searched.")
+]
+Device = Annotated[
+    str | None,
+    typer.Option(
+        help="cpu or cuda: measure here; v100, a100 or h100: estimate. By default, the cluster's kind."
+    ),
+]
+GranularityOption = Annotated[
+    Granularity, typer.Option("--granularity", help="How coarse operators are.")
+]
+ScheduleOption = Annotated[
+    Schedule, typer.Option("--schedule", help="auto lets the simulator choose.")
+]
+PresetOption = Annotated[
+    Preset,
+    typer.Option(
+        "--preset", help="Size of a built-in model: as published, or small enough for a CPU."
+    ),
+]
+MaxReplicas = Annotated[
+    int | None, typer.Option(min=1, help="At most this many data-parallel replicas per stage.")
+]

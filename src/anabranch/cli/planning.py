@@ -1,0 +1,394 @@
+"""The verbs that plan and predict: profile, plan, compare, check, simulate."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from anabranch.cli.inputs import Source, parse_counts, read_cluster, split_output, try_plan
+from anabranch.cli.options import (
+    AsJson,
+    BatchSize,
+    ClusterName,
+    Device,
+    Granularity,
+    GranularityOption,
+    MaxReplicas,
+    MicrobatchSize,
+    Model,
+    Output,
+    Planner,
+    Preset,
+    PresetOption,
+    Schedule,
+    ScheduleOption,
+)
+from anabranch.cli.output import print_json, print_table
+
+if TYPE_CHECKING:
+    from anabranch.cluster import Cluster
+    from anabranch.planner.stages import Plan
+    from anabranch.profile.profile import Profile
+
+
+def profile(
+    model: Model,
+    device: Device = "cpu",
+    samples: Annotated[
+        str | None,
+        typer.Option(
+            help="Sample counts, such as 1,2,4 [default: powers of two up to --batch-size]."
+        ),
+    ] = None,
+    batch_size: BatchSize = 32,
+    output: Output = None,
+    preset: PresetOption = Preset.published,
+    granularity: GranularityOption = Granularity.layer,
+    as_json: AsJson = False,
+) -> None:
+    """Measure the operators of MODEL here, or estimate them for another device.
+
+    Example: `anabranch profile mmt --device v100 --batch-size 512 -o mmt-v100.json`
+    """
+    options, file = split_output(output)
+    source = Source(model, preset, options, granularity.value)
+    result = source.profile(device or "cpu", batch_size, parse_counts(samples) if samples else None)
+    if file is not None:
+        from anabranch.files import save_profile
+
+        save_profile(result, file)
+    forward = sum(cost.forward_s[-1] for cost in result.costs)
+    backward = sum(cost.backward_s[-1] for cost in result.costs)
+    parameter_bytes = sum(result.graph.parameter_bytes.values())
+    if as_json:
+        print_json(
+            {
+                "model": model,
+                "operators": len(result.graph),
+                "samples": list(result.samples),
+                "forward_s": forward,
+                "backward_s": backward,
+                "parameter_bytes": parameter_bytes,
+                "source": result.source,
+                "device": result.device,
+                "file": str(file) if file else None,
+            }
+        )
+        return
+    rows = [
+        [
+            op.name,
+            op.kind,
+            f"{cost.forward_s[-1] * 1e3:.3f}",
+            f"{cost.backward_s[-1] * 1e3:.3f}",
+            f"{cost.kept_bytes / 1024:.1f}",
+        ]
+        for op, cost in zip(result.graph.ops, result.costs, strict=True)
+    ]
+    columns = ["operator", "kind", "forward ms", "backward ms", "kept KiB/sample"]
+    print_table(f"{model}: {result.origin}", columns, rows)
+    typer.echo(
+        f"{len(rows)} operators, {parameter_bytes / 2**20:.1f} MiB of parameters; with {result.samples[-1]} samples "
+        f"forward {forward * 1e3:.2f} ms, backward {backward * 1e3:.2f} ms"
+    )
+    _say_written(file)
+
+
+def plan(
+    model: Model,
+    cluster: ClusterName,
+    batch_size: BatchSize,
+    planner: Annotated[Planner, typer.Option(help="How to search.")] = Planner.graphpipe,
+    microbatch_size: MicrobatchSize = None,
+    schedule: ScheduleOption = Schedule.auto,
+    max_replicas: MaxReplicas = None,
+    device: Device = None,
+    output: Output = None,
+    preset: PresetOption = Preset.published,
+    granularity: GranularityOption = Granularity.layer,
+    baselines: Annotated[
+        bool, typer.Option(help="Also plan the sequential baselines, to compare with.")
+    ] = True,
+    as_json: AsJson = False,
+) -> None:
+    """Find stages, devices, micro-batches and a schedule for MODEL or a profile file.
+
+    Example: `anabranch plan mmt --cluster summit:8x4 --batch-size 512 --device v100 -o plan.json`
+    """
+    from anabranch.files import plan_to_dict, save_plan
+    from anabranch.solve import plan as search
+
+    options, file = split_output(output)
+    machines = read_cluster(cluster)
+    source = Source(model, preset, options, granularity.value)
+    costs = source.profile(device or machines.device, batch_size)
+    found = search(
+        costs,
+        machines,
+        batch_size,
+        planner=planner.value,
+        microbatch_size=microbatch_size,
+        schedule=schedule.value,
+        max_replicas=max_replicas,
+        model=model,
+    )
+    others = {}
+    if baselines and planner is Planner.graphpipe:
+        others = find_baselines(costs, machines, found, microbatch_size, schedule, max_replicas)
+    if file is not None:
+        save_plan(found, file)
+    if as_json:
+        document = plan_to_dict(found)
+        document["baselines"] = {
+            name: _plan_or_error(name, other) for name, other in others.items()
+        }
+        document["gain"] = {
+            name: other.predicted.step_s / found.predicted.step_s
+            for name, other in others.items()
+            if not isinstance(other, str)
+        }
+        print_json(document)
+        return
+    typer.echo(found.summary())
+    typer.echo(
+        f"found in {found.search_s:.3f} s of search and {found.simulate_s:.3f} s of simulation"
+    )
+    for name, other in others.items():
+        typer.echo(against(name, other, found))
+    _say_written(file)
+
+
+def compare(
+    model: Model,
+    cluster: ClusterName,
+    batch_size: BatchSize,
+    microbatch_size: MicrobatchSize = None,
+    schedule: ScheduleOption = Schedule.auto,
+    max_replicas: MaxReplicas = None,
+    device: Device = None,
+    output: Output = None,
+    preset: PresetOption = Preset.published,
+    granularity: GranularityOption = Granularity.layer,
+    as_json: AsJson = False,
+) -> None:
+    """Every planner side by side on the same profile, judged by the same simulator.
+
+    Example: `anabranch compare dlrm --cluster summit:4x4 --batch-size 1024`
+    """
+    options, _ = split_output(output)
+    machines = read_cluster(cluster)
+    source = Source(model, preset, options, granularity.value)
+    costs = source.profile(device or machines.device, batch_size)
+    found = {
+        planner.value: try_plan(
+            costs,
+            machines,
+            batch_size,
+            planner=planner.value,
+            microbatch_size=microbatch_size,
+            schedule=schedule.value,
+            max_replicas=max_replicas,
+            model=model,
+        )
+        for planner in Planner
+    }
+    if as_json:
+        plans = [_plan_or_error(name, each) for name, each in found.items()]
+        print_json(
+            {
+                "model": model,
+                "cluster": cluster,
+                "batch_size": batch_size,
+                "profile": costs.origin,
+                "plans": plans,
+            }
+        )
+        return
+    fastest = min(
+        (p.predicted.step_s for p in found.values() if not isinstance(p, str)), default=0.0
+    )
+    columns = [
+        "planner",
+        "step ms",
+        "over best",
+        "samples/s",
+        "us/sample",
+        "bubble",
+        "depth",
+        "peak GiB",
+    ]
+    columns += ["schedule", "search s"]
+    rows = [
+        _compare_row(name, each, fastest)
+        for name, each in found.items()
+        if not isinstance(each, str)
+    ]
+    print_table(f"{model} on {cluster}, batch {batch_size} ({costs.origin})", columns, rows)
+    for name, each in found.items():
+        if isinstance(each, str):
+            typer.echo(f"{name}: {each}")
+
+
+def check(
+    plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.")],
+    model: Annotated[
+        str | None, typer.Argument(help="The model or profile that it is for.")
+    ] = None,
+    cluster: Annotated[
+        str | None, typer.Option(help="Where it shall run [default: the plan's cluster].")
+    ] = None,
+    device: Device = None,
+    output: Output = None,
+    preset: PresetOption = Preset.published,
+    as_json: AsJson = False,
+) -> None:
+    """Is PLAN valid? Structure and schedule alone or, with MODEL, also conditions C1-C4 and memory.
+
+    Exits with 1 if the plan has a problem.
+    """
+    from anabranch.files import load_plan
+    from anabranch.solve import check_plan
+
+    loaded = load_plan(plan_file)
+    costs = machines = None
+    if model is not None:
+        options, _ = split_output(output)
+        machines = read_cluster(cluster or loaded.cluster)
+        source = Source(model, preset, options, loaded.granularity)
+        costs = source.profile(device or machines.device, loaded.stage_graph.batch_size)
+    problems = check_plan(loaded, costs, machines)
+    if as_json:
+        print_json({"valid": not problems, "problems": problems})
+    else:
+        typer.echo("\n".join(problems) or f"{plan_file} is valid")
+    if problems:
+        raise typer.Exit(1)
+
+
+def simulate(
+    plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.")],
+    model: Annotated[
+        str | None,
+        typer.Argument(help="The model or profile that it is for [default: the plan's]."),
+    ] = None,
+    cluster: Annotated[str | None, typer.Option(help="Another cluster than the plan's.")] = None,
+    schedule: Annotated[
+        Schedule | None, typer.Option(help="Another schedule than the plan's.")
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="Write a trace for Perfetto or chrome://tracing.")
+    ] = None,
+    report: Annotated[Path | None, typer.Option(help="Write a self-contained HTML page.")] = None,
+    device: Device = None,
+    output: Output = None,
+    preset: PresetOption = Preset.published,
+    as_json: AsJson = False,
+) -> None:
+    """Predict the timeline of one step of PLAN."""
+    from anabranch.files import load_plan
+    from anabranch.solve import simulate as predict
+
+    loaded = load_plan(plan_file)
+    batch_size = loaded.stage_graph.batch_size
+    options, _ = split_output(output)
+    machines = read_cluster(cluster or loaded.cluster)
+    source = Source(model or loaded.model, preset, options, loaded.granularity)
+    costs = source.profile(device or machines.device, batch_size)
+    timeline = predict(loaded, costs, machines, schedule=schedule.value if schedule else None)
+    if trace is not None:
+        from anabranch.report.chrome import trace as to_trace
+
+        trace.write_text(json.dumps(to_trace(timeline, loaded.stage_graph)))
+    if report is not None:
+        from anabranch.report.html import page
+
+        report.write_text(page(loaded, [("predicted", timeline)]))
+    if as_json:
+        print_json(
+            {
+                "step_s": timeline.step_s,
+                "bubble": timeline.bubble,
+                "device_peak_bytes": [timeline.peak_bytes[d] for d in timeline.devices],
+                "samples_per_s": batch_size / timeline.step_s,
+                "profile": costs.origin,
+                "trace": str(trace) if trace else None,
+                "report": str(report) if report else None,
+            }
+        )
+        return
+    typer.echo(
+        f"step {timeline.step_s * 1e3:.2f} ms, {batch_size / timeline.step_s:.4g} samples/s, bubble "
+        f"{timeline.bubble:.1%}, peak {max(timeline.peak_bytes.values()) / 2**30:.3f} GiB ({costs.origin})"
+    )
+    _say_written(trace)
+    _say_written(report)
+
+
+VERBS: tuple[Callable[..., None], ...] = (profile, plan, compare, check, simulate)
+
+
+def find_baselines(
+    costs: Profile,
+    cluster: Cluster,
+    found: Plan,
+    microbatch_size: int | None,
+    schedule: Schedule,
+    max_replicas: int | None,
+) -> dict[str, Plan | str]:
+    """The strongest sequential plan (same freedom as ours), and the straight one without replicas."""
+
+    def sequential(most: int | None) -> Plan | str:
+        return try_plan(
+            costs,
+            cluster,
+            found.stage_graph.batch_size,
+            planner="sequential",
+            microbatch_size=microbatch_size,
+            schedule=schedule.value,
+            max_replicas=most,
+            model=found.model,
+        )
+
+    return {"sequential": sequential(max_replicas), "straight sequential": sequential(1)}
+
+
+def against(name: str, other: Plan | str, ours: Plan) -> str:
+    """One line that compares a baseline with our plan."""
+    if isinstance(other, str):
+        return f"against {name}: none, {other}"
+    gain = other.predicted.step_s / ours.predicted.step_s
+    return (
+        f"against {name} ({other.predicted.step_s * 1e3:.2f} ms, depth {other.stage_graph.depth}, "
+        f"micro-batch {other.stage_graph.stages[0].microbatch_size}, {other.schedule}): {gain:.2f}x"
+    )
+
+
+def _plan_or_error(name: str, found: Plan | str) -> dict[str, Any]:
+    from anabranch.files import plan_to_dict
+
+    return {"planner": name, "error": found} if isinstance(found, str) else plan_to_dict(found)
+
+
+def _compare_row(name: str, found: Plan, fastest: float) -> list[str]:
+    p = found.predicted
+    return [
+        name,
+        f"{p.step_s * 1e3:.2f}",
+        f"{p.step_s / fastest:.2f}",
+        f"{found.stage_graph.batch_size / p.step_s:.1f}",
+        f"{p.bottleneck_s_per_sample * 1e6:.1f}",
+        f"{p.bubble:.1%}",
+        str(found.stage_graph.depth),
+        f"{max(p.device_peak_bytes) / 2**30:.2f}",
+        found.schedule,
+        f"{found.search_s:.3f}",
+    ]
+
+
+def _say_written(path: Path | None) -> None:
+    if path is not None:
+        typer.echo(f"written to {path}")

@@ -1,0 +1,166 @@
+"""Which rows a timeline has and which boxes lie in them, in seconds; nothing here draws.
+
+Rows are in the order of the branches, so that the devices of one tower lie together::
+
+    device 0 . stage 0   text       [F0][F1]......[B0][B1]
+    device 2 . stage 2   text           [F0][F1][B0]..[B1]
+
+    device 1 . stage 1   image      [F0][F1]......[B0][B1]
+
+A step of thousands of micro-batches has more actions than a screen has pixels: neighbours that are narrower than
+a pixel are drawn as one box in which every kind fills its share of the height, so that areas stay true.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from anabranch.planner.stages import StageGraph
+from anabranch.report.names import branches
+from anabranch.schedule.schedule import Kind
+from anabranch.timeline import Span, Timeline
+
+MERGED_PIXELS = 3
+"""Widest box that several actions are drawn as; wider would hide the bubbles between them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One device: its stages (usually one), and the branch that the first of them is in."""
+
+    device: int
+    stages: tuple[int, ...]
+    branch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """One action, or several that are too narrow to be seen apart."""
+
+    start: float
+    end: float
+    spans: tuple[Span, ...]
+
+    def shares(self) -> dict[Kind, float]:
+        """Kind -> share of the compute time in the box."""
+        seconds: dict[Kind, float] = {}
+        for span in sorted(self.spans, key=lambda span: span.action.kind.value != Kind.FORWARD):
+            kind = span.action.kind
+            seconds[kind] = seconds.get(kind, 0.0) + span.end - span.start
+        whole = sum(seconds.values())
+        return {k: s / whole if whole else 1 / len(seconds) for k, s in seconds.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A message by both ends; the two spans may be the same interval."""
+
+    sent: Span
+    received: Span
+
+    @property
+    def start(self) -> float:
+        """When it left."""
+        return self.sent.start
+
+    @property
+    def end(self) -> float:
+        """When it had arrived; never before it left, even if two clocks disagree."""
+        return max(self.received.end, self.sent.start)
+
+    @property
+    def is_forward(self) -> bool:
+        """Whether it carries activations."""
+        return self.sent.action.kind is Kind.SEND_FORWARD
+
+
+def rows(timeline: Timeline, graph: StageGraph) -> list[Row]:
+    """One row per device, the devices of a branch together.
+
+    The timeline itself says what ran where; the graph adds the devices that have not done anything.
+    """
+    stages: dict[int, set[int]] = {device: set() for device in timeline.devices}
+    for s, stage in enumerate(graph.stages):
+        for device in stage.devices:
+            if device in stages:
+                stages[device].add(s)
+    for span in timeline.spans:
+        stages[span.device].add(span.action.stage)
+    branch = branches(graph)
+    found = []
+    for device, of_device in stages.items():
+        known = [branch[s] for s in sorted(of_device) if s < len(branch)]
+        found.append(Row(device, tuple(sorted(of_device)), known[0] if known else len(graph)))
+    return sorted(found, key=lambda row: (row.branch, row.stages, row.device))
+
+
+def by_device(timeline: Timeline) -> dict[int, list[Span]]:
+    """Device -> its compute, by start."""
+    result: dict[int, list[Span]] = {device: [] for device in timeline.devices}
+    for span in timeline.spans:
+        if span.action.kind.is_compute:
+            result[span.device].append(span)
+    for spans in result.values():
+        spans.sort(key=lambda span: (span.start, span.end))
+    return result
+
+
+def boxes(spans: Iterable[Span], pixel_s: float) -> Iterator[Box]:
+    """Boxes for the actions of one device, which are sorted by start.
+
+    Args:
+        spans: of one device.
+        pixel_s: seconds that one pixel is wide.
+    """
+    run: list[Span] = []
+    for span in spans:
+        narrow = span.end - span.start < pixel_s
+        fits = (
+            run
+            and span.start - run[-1].end < pixel_s
+            and span.end - run[0].start < MERGED_PIXELS * pixel_s
+        )
+        if run and not (narrow and fits):
+            yield _box(run)
+            run = []
+        if narrow:
+            run.append(span)
+        else:
+            yield _box([span])
+    if run:
+        yield _box(run)
+
+
+def _box(spans: Sequence[Span]) -> Box:
+    return Box(spans[0].start, max(span.end for span in spans), tuple(spans))
+
+
+def messages(timeline: Timeline) -> list[Message]:
+    """Every message of which both ends were recorded, in the order of the sends."""
+    receives: dict[tuple[object, ...], list[Span]] = {}
+    for span in timeline.spans:
+        action = span.action
+        if action.kind in (Kind.RECEIVE_FORWARD, Kind.RECEIVE_BACKWARD):
+            ends = action.peer_stage, action.stage, action.peer, span.device
+            key = (action.kind.value[1:], *ends, action.start, action.stop)
+            receives.setdefault(key, []).append(span)
+    found = []
+    for span in timeline.spans:
+        action = span.action
+        if action.kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD):
+            ends = action.stage, action.peer_stage, span.device, action.peer
+            matching = receives.get((action.kind.value[1:], *ends, action.start, action.stop))
+            if matching:
+                found.append(Message(span, matching.pop(0)))
+    return sorted(found, key=lambda m: (m.start, m.end, m.sent.device, m.received.device))
+
+
+def medians(timeline: Timeline) -> Mapping[tuple[int, Kind], float]:
+    """(stage, kind of compute) -> median seconds of one such action."""
+    seconds: dict[tuple[int, Kind], list[float]] = {}
+    for span in timeline.spans:
+        if span.action.kind.is_compute:
+            key = span.action.stage, span.action.kind
+            seconds.setdefault(key, []).append(span.end - span.start)
+    return {key: sorted(values)[len(values) // 2] for key, values in seconds.items()}

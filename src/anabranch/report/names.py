@@ -1,0 +1,74 @@
+"""Short names of stages for pictures: what a reader needs to tell the branches apart."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from anabranch.planner.stages import Stage, StageGraph
+
+
+def shared_prefix(names: Sequence[str]) -> str:
+    """The leading dotted components that all names share, with the dot; it tells nothing and can go.
+
+    At least one component of every name stays.
+    """
+    split = [name.split(".") for name in names]
+    prefix = []
+    for parts in zip(*(parts[:-1] for parts in split), strict=False):
+        if len(set(parts)) > 1:
+            break
+        prefix.append(parts[0])
+    return "".join(f"{part}." for part in prefix)
+
+
+def graph_prefix(graph: StageGraph) -> str:
+    """What all operators of a stage graph share at the front of their names."""
+    return shared_prefix([name for stage in graph.stages for name in stage.operators])
+
+
+def ends(stage: Stage, prefix: str) -> tuple[str, str]:
+    """First and last operator of a stage, without the prefix."""
+    return stage.operators[0].removeprefix(prefix), stage.operators[-1].removeprefix(prefix)
+
+
+def operators(stage: Stage, prefix: str) -> str:
+    """The operators of a stage in one line, ``first .. last``."""
+    first, last = ends(stage, prefix)
+    return first if len(stage.operators) == 1 else f"{first} .. {last}"
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Numbers with runs drawn together, such as ``0-3,6``."""
+    runs: list[list[int]] = []
+    for n in sorted(numbers):
+        if runs and runs[-1][1] == n - 1:
+            runs[-1][1] = n
+        else:
+            runs.append([n, n])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+
+
+def devices(stage: Stage) -> str:
+    """``device 3`` or ``devices 0-3``."""
+    return f"device{'s' if stage.replicas > 1 else ''} {ranges(stage.devices)}"
+
+
+def branches(graph: StageGraph) -> tuple[int, ...]:
+    """Per stage, the number of its branch: a longest run of stages without a fork or a join in between.
+
+    Numbered by their first stages::
+
+        0 -> 1 -> 2 --+
+                      +--> 5        (0, 0, 0, 1, 1, 2)
+             3 -> 4 --+
+    """
+    result: list[int] = []
+    count = 0
+    for s in range(len(graph)):
+        before = graph.predecessors[s]
+        if len(before) == 1 and len(graph.successors[before[0]]) == 1:
+            result.append(result[before[0]])
+        else:
+            result.append(count)
+            count += 1
+    return tuple(result)

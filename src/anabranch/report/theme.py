@@ -1,0 +1,193 @@
+"""What every picture shares: colours for light and dark, type, number formats, axis ticks, the SVG frame.
+
+A picture may end up in a README, in a page, or in a viewer that knows no CSS variables, so a standalone picture carries
+plain rules for both colour schemes and paints its own background. Forward is blue and backward orange, which
+stay apart in every common form of colour blindness and in grey (blue is the darker one in light mode).
+"""
+
+from __future__ import annotations
+
+import html
+import math
+from dataclasses import dataclass, field
+
+FONT = 'system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif'
+
+LIGHT = {
+    "paper": "#ffffff",
+    "ink": "#1c2530",
+    "muted": "#566272",
+    "rule": "#dbe1e9",
+    "lane": "#f0f3f7",
+    "card": "#f7f9fb",
+    "edge": "#8794a5",
+    "forward": "#2f6fd0",
+    "forward-ink": "#ffffff",
+    "backward": "#f2a23a",
+    "backward-ink": "#3a2000",
+    "weight": "#f4dc85",
+    "weight-ink": "#3d3000",
+    "wire-forward": "#7fa6e3",
+    "wire-backward": "#e0a55a",
+    "end": "#b3261e",
+}
+DARK = {
+    "paper": "#11161d",
+    "ink": "#e6ecf3",
+    "muted": "#9aa7b7",
+    "rule": "#2a3441",
+    "lane": "#1a212b",
+    "card": "#171e27",
+    "edge": "#77869a",
+    "forward": "#5c9cf5",
+    "forward-ink": "#04142c",
+    "backward": "#eda644",
+    "backward-ink": "#2b1700",
+    "weight": "#d8c672",
+    "weight-ink": "#2a2200",
+    "wire-forward": "#456fae",
+    "wire-backward": "#94703a",
+    "end": "#ff8a80",
+}
+
+_RULES = """\
+.ab text{{font-family:{font};fill:{ink}}}
+.ab .paper{{fill:{paper}}} .ab .muted{{fill:{muted}}} .ab .lane{{fill:{lane}}} .ab .card{{fill:{card};stroke:{rule}}}
+.ab .rule{{stroke:{rule};fill:none}} .ab .edge{{stroke:{edge};fill:none}} .ab .tip{{fill:{edge}}}
+.ab .f{{fill:{forward}}} .ab .b{{fill:{backward}}} .ab .w{{fill:{weight}}}
+.ab text.tf{{fill:{forward-ink}}} .ab text.tb{{fill:{backward-ink}}} .ab text.tw{{fill:{weight-ink}}}
+.ab .wf{{stroke:{wire-forward};fill:none}} .ab .wb{{stroke:{wire-backward};fill:none}}
+.ab .hf{{fill:{wire-forward}}} .ab .hb{{fill:{wire-backward}}}
+.ab .end{{stroke:{end}}} .ab text.end{{fill:{end};stroke:none}}
+.ab .area{{fill:{forward};fill-opacity:.28;stroke:{forward}}} .ab .line0{{stroke:{forward};fill:none}}
+.ab .line1{{stroke:{backward};fill:none}} .ab .faint{{stroke-opacity:.35}} .ab .bold{{font-weight:600}}
+.ab .num{{text-anchor:middle;font-variant-numeric:tabular-nums}} .ab .right{{text-anchor:end}} .ab .mid{{text-anchor:middle}}"""
+
+
+def style() -> str:
+    """The style rules of all pictures, for light and dark."""
+    light = _RULES.format(font=FONT, **LIGHT)
+    dark = _RULES.format(font=FONT, **DARK)
+    return f"{light}\n@media (prefers-color-scheme:dark){{\n{dark}\n}}"
+
+
+@dataclass
+class Drawing:
+    """One picture while it is drawn: pieces of SVG in painting order.
+
+    Attributes:
+        width: in pixels.
+        height: in pixels.
+        title: one sentence for a screen reader.
+        body: what has been painted.
+        attributes: further attributes of the svg element, already escaped.
+    """
+
+    width: float
+    height: float
+    title: str
+    body: list[str] = field(default_factory=list)
+    attributes: str = ""
+
+    def add(self, *pieces: str) -> None:
+        """Paint on top of what is there."""
+        self.body.extend(pieces)
+
+    def svg(self, *, standalone: bool = True) -> str:
+        """The svg element; standalone, it brings its style rules and its background."""
+        size = f'width="{num(self.width)}" height="{num(self.height)}"'
+        head = [
+            f'<svg xmlns="http://www.w3.org/2000/svg" class="ab" {size} '
+            f'viewBox="0 0 {num(self.width)} {num(self.height)}" role="img"{self.attributes}>',
+            f"<title>{escape(self.title)}</title>",
+        ]
+        if standalone:
+            head.append(f"<style>{html.escape(style(), quote=False)}</style>")
+            head.append(rect("paper", 0, 0, self.width, self.height, radius=10))
+        return "\n".join([*head, *self.body, "</svg>\n"])
+
+
+def escape(value: object) -> str:
+    """Text for an element or a quoted attribute; characters that XML 1.0 forbids become U+FFFD."""
+    clean = "".join(c if _is_xml(c) else "\ufffd" for c in str(value))
+    return html.escape(clean, quote=True)
+
+
+def _is_xml(char: str) -> bool:
+    code = ord(char)
+    return code >= 0x20 and not 0xD800 <= code <= 0xDFFF and code not in (0xFFFE, 0xFFFF) or char in "\t\n\r"
+
+
+def num(value: float) -> str:
+    """A coordinate: two decimals at most."""
+    text = f"{value:.2f}".rstrip("0").rstrip(".")
+    return "0" if text == "-0" else text
+
+
+def rect(
+    css: str, x: float, y: float, width: float, height: float, *, radius: float = 0, extra: str = ""
+) -> str:
+    """A rectangle."""
+    corner = f' rx="{num(radius)}"' if radius else ""
+    place = f'x="{num(x)}" y="{num(y)}" width="{num(width)}" height="{num(height)}"'
+    return f'<rect class="{css}" {place}{corner}{extra}/>'
+
+
+def text(css: str, x: float, y: float, size: float, content: object) -> str:
+    """A line of text that starts, ends or is centred at x, by its class; escaped here."""
+    return f'<text class="{css}" x="{num(x)}" y="{num(y)}" font-size="{num(size)}">{escape(content)}</text>'
+
+
+def text_width(content: str, size: float) -> float:
+    """Pixels that a line needs at most in the usual sans-serif fonts (DejaVu Sans is the widest of them)."""
+    wide = sum(c in "mwMW@%" for c in content)
+    slim = sum(c in "iljft.,:;|'!()[] " for c in content)
+    return size * (0.635 * (len(content) - wide - slim) + 0.95 * wide + 0.39 * slim)
+
+
+def shorten(content: str, size: float, width: float) -> str:
+    """Cut out the middle of a line that does not fit; both ends of an operator's name tell something."""
+    if text_width(content, size) <= width:
+        return content
+    keep = len(content) - 1
+    while keep > 2:
+        keep -= 1
+        head = keep // 2
+        short = f"{content[:head]}\u2026{content[len(content) - (keep - head) :]}"
+        if text_width(short, size) <= width:
+            return short
+    return "\u2026"
+
+
+def ticks(low: float, high: float, about: int) -> list[float]:
+    """Round numbers (1, 2 or 5 times a power of ten) from low to high, about so many."""
+    if not high > low:
+        return [low]
+    raw = (high - low) / max(about, 1)
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(f * power for f in (1.0, 2.0, 5.0, 10.0) if f * power >= raw * 0.999)
+    first = math.ceil(low / step - 1e-9)
+    last = math.floor(high / step + 1e-9)
+    return [k * step for k in range(first, last + 1)]
+
+
+def milliseconds(seconds: float) -> str:
+    """A duration in milliseconds, three significant digits, such as ``12.3 ms``."""
+    return f"{significant(seconds * 1e3)} ms"
+
+
+def significant(value: float) -> str:
+    """Three significant digits without an exponent; thousands get commas."""
+    if value == 0 or not math.isfinite(value):
+        return "0" if value == 0 else str(value)
+    digits = max(0, 2 - math.floor(math.log10(abs(value))))
+    rounded = f"{value:,.{min(digits, 12)}f}"
+    return rounded.rstrip("0").rstrip(".") if "." in rounded else rounded
+
+
+def size(nbytes: float) -> str:
+    """Bytes in the unit that fits, such as ``1.5 GiB``."""
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if abs(nbytes) >= scale:
+            return f"{significant(nbytes / scale)} {unit}"
+    return f"{significant(nbytes)} B"
