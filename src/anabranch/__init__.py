@@ -1,6 +1,7 @@
 """Train any PyTorch model as a pipeline whose stages form a graph.
 
-The public names load on first use, so that ``import anabranch`` and planning on a saved profile never import torch.
+The public names load on first use, so that ``import anabranch`` and planning on a saved profile
+never import torch.
 """
 
 from __future__ import annotations

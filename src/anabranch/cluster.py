@@ -2,11 +2,11 @@
 
 Devices are numbered so that neighbours share the innermost level::
 
-    summit:2x4      level 1 (network)   [            card            ] [            card            ]
-                    level 0 (NVLink)    [ 0      1      2      3     ] [ 4      5      6      7     ]
+    summit:2x4    level 1 (network)   [           card           ] [           card           ]
+                  level 0 (NVLink)    [ 0      1      2      3   ] [ 4      5      6      7   ]
 
-Inside the innermost group every device has a link of its own, in each direction. From level 1 on, what
-joins two groups is a network card per group that all its devices share, in each direction.
+Inside the innermost group every device has a link of its own, in each direction. From level 1 on,
+what joins two groups is a network card per group that all its devices share, in each direction.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ GIB = 2**30
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What connects two devices: bytes per second, seconds before the first byte, level in the hierarchy."""
+    """What connects two devices: bytes/s, seconds before the first byte, level in the hierarchy."""
 
     bandwidth: float
     latency_s: float
@@ -49,7 +49,8 @@ class Level:
             raise ValueError(f"level {self.name} has size {self.size}; at least 1 is needed")
         if not (self.bandwidth > 0 and math.isfinite(self.bandwidth)):
             raise ValueError(
-                f"level {self.name} has bandwidth {self.bandwidth} bytes/s; it must be positive and finite"
+                f"level {self.name} has bandwidth {self.bandwidth} bytes/s; "
+                "it must be positive and finite"
             )
         if not (self.latency_s >= 0 and math.isfinite(self.latency_s)):
             raise ValueError(
@@ -66,8 +67,8 @@ class Cluster:
         device: kind of device, a key of ``profile.estimate.DEVICES`` or free text.
         memory_bytes: memory of each device.
         levels: innermost first; the product of the sizes is the number of devices.
-        cores: processor cores that the devices share where they are processes on one machine; 0 where each
-            device computes on its own.
+        cores: processor cores that the devices share where they are processes on one machine; 0
+            where each device computes on its own.
     """
 
     name: str
@@ -97,7 +98,16 @@ class Cluster:
         )
 
     def link(self, a: int, b: int) -> Link:
-        """The slowest link on the way between two devices."""
+        """The slowest link on the way between two devices.
+
+        Raises:
+            ValueError: if the cluster has no such device.
+        """
+        if not (0 <= a < self.num_devices and 0 <= b < self.num_devices):
+            raise ValueError(
+                f"no link from device {a} to device {b}: cluster {self.name} has the devices "
+                f"0 to {self.num_devices - 1}"
+            )
         level = 0
         while a // self.group_sizes[level] != b // self.group_sizes[level]:
             level += 1
@@ -118,7 +128,7 @@ class Cluster:
         return self.link(chosen[0], chosen[-1])
 
     def ports(self, a: int, b: int) -> tuple[tuple[str, int, int], ...]:
-        """What a transfer from a to b occupies: ("out" or "in", level, group) for each port on the way.
+        """What a transfer from a to b occupies: ("out" or "in", level, group) per port on the way.
 
         At level 0 the port belongs to the device; at level i to the group of level i - 1.
         """
@@ -144,8 +154,8 @@ class Cluster:
             or 0 in sizes
         ):
             raise ValueError(
-                f"unknown cluster {text!r}; write a JSON file or one of {', '.join(sorted(_USAGE))}, "
-                "with numbers of at least 1 for N, NODES and DEVICES"
+                f"unknown cluster {text!r}; write a JSON file or one of "
+                f"{', '.join(sorted(_USAGE))}, with numbers of at least 1 for N, NODES and DEVICES"
             )
         build, _ = PRESETS[match[1]]
         return build(text, sizes)
@@ -167,8 +177,8 @@ def _host_memory_bytes() -> int:
 
 
 def _summit(name: str, sizes: list[int]) -> Cluster:
-    # GraphPipe, section 7: V100 with 16 GB on NVLink, 100 Gb/s InfiniBand between the nodes. NVLink 2.0 between
-    # two V100 of a Summit node is 2 bricks of 25 GB/s, here at the usual 0.9 of it.
+    # GraphPipe, section 7: V100 with 16 GB on NVLink, 100 Gb/s InfiniBand between the nodes. NVLink
+    # 2.0 between two V100 of a Summit node is 2 bricks of 25 GB/s, here at the usual 0.9 of it.
     return Cluster(
         name,
         device="v100",
@@ -210,7 +220,8 @@ def _flat(gigabits: float) -> Callable[[str, list[int]], Cluster]:
 
 
 def _dgx_h100(name: str, sizes: list[int]) -> Cluster:
-    # NVIDIA's data sheet: 8 H100 with 80 GB, 450 GB/s of NVLink each way, 8 network cards of 400 Gb/s per node.
+    # NVIDIA's data sheet: 8 H100 with 80 GB, 450 GB/s of NVLink each way, 8 network cards of 400
+    # Gb/s per node.
     return Cluster(
         name,
         device="h100",

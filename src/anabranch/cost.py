@@ -3,10 +3,10 @@
 Everything is in seconds, bytes and samples. With n = b / d samples on each of d replicas:
 
     forward   sum over operators of forward_s(n)            (linear between measured sample counts)
-    backward  sum over operators of backward_s(n)           (+ the forward once more with recomputation)
-    transfer  latency + bytes / bandwidth                   of the slowest link on the way
-    allreduce 2 (d-1)/d * bytes / bandwidth + 2 (d-1) * latency         (ring)
-    memory    parameters * (1 + 1 + optimizer + extra versions) + in flight * n * kept bytes + buffers
+    backward  sum over operators of backward_s(n)           (+ the forward once more with
+    recomputation) transfer  latency + bytes / bandwidth                   of the slowest link on
+    the way allreduce 2 (d-1)/d * bytes / bandwidth + 2 (d-1) * latency         (ring) memory
+    parameters * (1 + 1 + optimizer + extra versions) + in flight * n * kept bytes + buffers
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ class CostModel:
     Attributes:
         profile: seconds and bytes of the operators.
         cluster: links and memory.
-        optimizer_factor: optimizer state in bytes per byte of trainable parameter (Adam 2, SGD with momentum 1).
+        optimizer_factor: optimizer state in bytes per byte of trainable parameter (Adam 2, SGD with
+            momentum 1).
         receive_slots: receives posted ahead per channel, beyond the micro-batches in flight.
     """
 
@@ -165,11 +166,14 @@ class CostModel:
         kept = sum(self.profile.costs[i].kept_bytes for i in chosen) * samples
         entering, leaving, gradients = self.boundary_bytes(chosen, samples)
         inside = kept if recompute else in_flight * kept
-        # In flight: what entered is held until the backward. Posted ahead: further receives of each kind.
+        # In flight: what entered is held until the backward. Posted ahead: further receives of each
+        # kind.
         return state + inside + in_flight * entering + self.receive_slots * (entering + gradients)
 
     def boundary_bytes(self, ops: Iterable[int], samples: float) -> tuple[float, float, float]:
-        """Bytes that enter a set of operators, leave it, and come back to it as gradients of what left."""
+        """Bytes that enter a set of operators, leave it, and come back to it as gradients of what
+        left.
+        """
         mask = 0
         for i in ops:
             mask |= 1 << i

@@ -26,7 +26,8 @@ class CaptureError(AnabranchError):
 
 
 class FileFormatError(AnabranchError):
-    """A profile, cluster, plan or checkpoint file is broken; the message names file, key and value."""
+    """A profile, cluster, plan or checkpoint file is broken; the message names file, key and value.
+    """
 
 
 class ProfileError(AnabranchError):

@@ -1,7 +1,8 @@
 """Profiles, clusters and plans as JSON files.
 
-What a reader may believe about a file is written down here as pydantic models; the core types behind them stay
-plain dataclasses. Units are part of the key names. Operators go by name, so a file can be read and edited:
+What a reader may believe about a file is written down here as pydantic models; the core types
+behind them stay plain dataclasses. Units are part of the key names. Operators go by name, so a file
+can be read and edited by people:
 
     {
       "schema": "anabranch.cluster/1",
@@ -50,7 +51,7 @@ def save_profile(profile: Profile, path: Path_) -> None:
     """Write a profile file.
 
     Raises:
-        FileFormatError: if it cannot be written, or could not be read again (a name with a line break in it).
+        FileFormatError: if it cannot be written, or could not be read again.
     """
     _save(path, _ProfileFile, profile_to_dict(profile))
 
@@ -78,7 +79,7 @@ def load_cluster(text: Path_) -> Cluster:
 
     Raises:
         FileFormatError: naming file, key and value.
-        ValueError: if the text is neither a file nor the name of a preset; the message lists the presets.
+        ValueError: if the text is neither a file nor the name of a preset; the message lists them.
     """
     path = Path(text)
     looks_like_a_file = path.suffix == ".json" or os.sep in os.fspath(text)
@@ -204,7 +205,8 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
 
 
 def _check_text(text: str) -> str:
-    # Escape sequences and line breaks would reach terminals and reports; half a surrogate pair cannot be encoded.
+    # Escape sequences and line breaks would reach terminals and reports; half a surrogate pair
+    # cannot be encoded.
     if not text.isprintable():
         raise ValueError("it should not contain control characters")
     return text
@@ -332,7 +334,7 @@ def _save(path: Path_, model: type[_Strict], document: Mapping[str, Any]) -> Non
 
 
 def _build(path: Path_, build: Callable[[_File], _Core], file: _File) -> _Core:
-    """From the validated document to the core type, whose own conditions are the last ones to hold."""
+    """From the validated document to the core type, whose own conditions come last."""
     try:
         return build(file)
     except ValueError as error:

@@ -1,8 +1,9 @@
 """One JSON document per file: read with suspicion, written whole or not at all.
 
-Files come from other people and other machines. So reading refuses what JSON lets pass (a key twice, NaN,
-a number of 400 digits, another kind of document) and says where: file, key path, value, what was expected.
-Writing goes to a temporary file beside the target, which then takes its place, so a crash leaves the old one.
+Files come from other people and other machines. So reading refuses what JSON lets pass (a key
+twice, NaN, a number of 400 digits, another kind of document) and says where: file, key path, value,
+what was expected. Writing goes to a temporary file beside the target, which then takes its place,
+so a crash leaves the old one.
 """
 
 from __future__ import annotations
@@ -93,9 +94,7 @@ def explain(error: ValidationError) -> str:
     if first["type"] == "missing":
         return f"key {where} is missing{more}"
     if first["type"] == "extra_forbidden":
-        return (
-            f"unknown key {where}; it is misspelt, or written by another version of anabranch{more}"
-        )
+        return f"unknown key {where}; misspelt, or written by another version of anabranch{more}"
     expected = first["msg"].removeprefix("Value error, ").replace("Input should be", "it should be")
     return f"{where or 'the document'} is {_shown(first['input'])}; {expected}{more}"
 
@@ -118,7 +117,7 @@ def _read_text(path: Path) -> str:
         raise FileFormatError(f"{str(path)!r} cannot be read: {error}") from None
     if len(data) > LARGEST_FILE:
         raise FileFormatError(
-            f"{path} has more than {LARGEST_FILE} bytes; no such file is that large"
+            f"{path} has more than {LARGEST_FILE} bytes, too many to be one of ours"
         )
     try:
         return data.decode("utf-8-sig")
@@ -150,10 +149,10 @@ class _Object(dict[str, Any]):
 
     def __init__(self, pairs: list[tuple[str, Any]]) -> None:
         super().__init__(pairs)
-        keys = [key for key, _ in pairs]
-        self.twin = next(
-            (key for i, key in enumerate(keys) if len(self) < len(keys) and key in keys[:i]), None
-        )
+        self.twin: str | None = None
+        if len(self) < len(pairs):
+            keys = [key for key, _ in pairs]
+            self.twin = next(key for i, key in enumerate(keys) if key in keys[:i])
 
 
 def _refuse_twins(value: Any, path: tuple[int | str, ...], where: str) -> None:

@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-# The tables of planners and schedules, spelled out so that --help needs no import; a test holds them together.
+# The tables of planners and schedules, spelled out so that --help needs no import; a test holds
+# them together.
 Planner = StrEnum("Planner", ["graphpipe", "sequential", "data-parallel", "even", "exhaustive"])
 Schedule = StrEnum("Schedule", ["auto", "gpipe", "1f1b", "1f1b-deep"])
 Granularity = StrEnum("Granularity", ["operator", "layer", "block"])

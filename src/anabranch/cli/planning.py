@@ -92,8 +92,8 @@ def profile(
     columns = ["operator", "kind", "forward ms", "backward ms", "kept KiB/sample"]
     print_table(f"{model}: {result.origin}", columns, rows)
     typer.echo(
-        f"{len(rows)} operators, {parameter_bytes / 2**20:.1f} MiB of parameters; with {result.samples[-1]} samples "
-        f"forward {forward * 1e3:.2f} ms, backward {backward * 1e3:.2f} ms"
+        f"{len(rows)} operators, {parameter_bytes / 2**20:.1f} MiB of parameters; "
+        f"with {result.samples[-1]} samples forward {forward * 1e3:.2f} ms, backward {backward * 1e3:.2f} ms"
     )
     _say_written(file)
 
@@ -321,8 +321,9 @@ def simulate(
         )
         return
     typer.echo(
-        f"step {timeline.step_s * 1e3:.2f} ms, {batch_size / timeline.step_s:.4g} samples/s, bubble "
-        f"{timeline.bubble:.1%}, peak {max(timeline.peak_bytes.values()) / 2**30:.3f} GiB ({costs.origin})"
+        f"step {timeline.step_s * 1e3:.2f} ms, {batch_size / timeline.step_s:.4g} samples/s, "
+        f"bubble {timeline.bubble:.1%}, peak {max(timeline.peak_bytes.values()) / 2**30:.3f} GiB "
+        f"({costs.origin})"
     )
     _say_written(trace)
     _say_written(report)
@@ -339,7 +340,7 @@ def find_baselines(
     schedule: Schedule,
     max_replicas: int | None,
 ) -> dict[str, Plan | str]:
-    """The strongest sequential plan (same freedom as ours), and the straight one without replicas."""
+    """The strongest sequential plan (as free as ours), and the straight one without replicas."""
 
     def sequential(most: int | None) -> Plan | str:
         return try_plan(

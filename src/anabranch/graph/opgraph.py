@@ -1,14 +1,16 @@
 """The model as planners see it: operators and the values that flow between them.
 
-An operator is a convex group of tensor operations, named after the module that they come from. A value is
-one tensor: made by one operator (or part of the batch), read by any number of operators. Values rather than
-pairwise edges, because a tensor that two operators of one stage read crosses to that stage once.
+An operator is a convex group of tensor operations, named after the module that they come from. A
+value is one tensor: made by one operator (or part of the batch), read by any number of operators.
+Values rather than pairwise edges, because a tensor that two operators of one stage read crosses to
+that stage once.
 
             +--> text.0 --> text.1 --+
     batch --+                        +--> head --> loss
             +--> image.0 -> image.1 -+
 
-Sets of operators are integer bit masks in the hot paths (bit i is operator i) and tuples of names at the edge.
+Sets of operators are integer bit masks in the hot paths (bit i is operator i) and tuples of names
+at the edge.
 """
 
 from __future__ import annotations
@@ -90,21 +92,23 @@ class OpGraph:
             raise ValueError("a graph needs at least one operator")
         if len(self.index) != len(self.ops):
             twice = [op.name for i, op in enumerate(self.ops) if self.index[op.name] != i]
-            raise ValueError(f"operator names occur more than once: {', '.join(sorted(set(twice)))}")
+            raise ValueError(
+                f"operator names occur more than once: {', '.join(sorted(set(twice)))}"
+            )
         known = {parameter.name for parameter in self.parameters}
         if len(known) != len(self.parameters):
             raise ValueError("a parameter is listed more than once")
         for op in self.ops:
             for name in op.parameters:
                 if name not in known:
-                    raise ValueError(f"operator {op.name} reads parameter {name}, which is not listed")
+                    raise ValueError(f"{op.name} reads parameter {name}, which is not listed")
         for value in self.values:
             if value.nbytes < 0 or not BATCH <= value.producer < len(self.ops):
-                raise ValueError(f"value {value.name or value} has a negative size or no producer")
+                raise ValueError(f"value {value.name or value} has no size or no producer")
             if list(value.consumers) != sorted(set(value.consumers)):
                 raise ValueError(f"consumers of value {value.name or value} are not ascending")
             if value.consumers and not value.producer < value.consumers[0]:
-                raise ValueError(f"value {value.name or value} runs against the topological order")
+                raise ValueError(f"value {value.name or value} runs against the order")
             if value.consumers and value.consumers[-1] >= len(self.ops):
                 raise ValueError(f"value {value.name or value} has a consumer that does not exist")
 

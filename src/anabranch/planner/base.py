@@ -12,9 +12,10 @@ from anabranch.planner.stages import StageGraph
 class Planner(Protocol):
     """Proposes stage graphs for a model on a cluster, best first by its own objective.
 
-    A proposal uses every device of ``cost.cluster``, passes ``planner.check`` and leaves ``in_flight`` to
-    the schedule. ``anabranch.solve.plan`` schedules and simulates the proposals and keeps the best. Being a function
-    of its arguments alone, a planner proposes the same list each time.
+    A proposal uses every device of ``cost.cluster``, passes ``planner.check`` and leaves
+    ``in_flight`` to the schedule. ``anabranch.solve.plan`` schedules and simulates the proposals
+    and keeps the best. Being a function of its arguments alone, a planner proposes the same list
+    each time.
     """
 
     def __call__(

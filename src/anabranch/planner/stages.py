@@ -1,8 +1,9 @@
 """Stage, StageGraph and Plan: what planners propose and everything after them executes.
 
-Samples of one batch are numbered 0 .. batch_size - 1. Micro-batch i of a stage with micro-batch size b holds samples
-i*b up to (i+1)*b, the last one what is left. Each of its d replicas holds an equal slice. All dependencies between
-stages follow from these intervals: a micro-batch needs whatever micro-batches of its predecessors it overlaps.
+Samples of one batch are numbered 0 .. batch_size - 1. Micro-batch i of a stage with micro-batch
+size b holds samples i*b up to (i+1)*b, the last one what is left. Each of its d replicas holds an
+equal slice. All dependencies between stages follow from these intervals: a micro-batch needs
+whatever micro-batches of its predecessors it overlaps.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ class Stage:
         devices: replicas; each micro-batch is split evenly over them.
         microbatch_size: samples of one micro-batch, over all replicas.
         k: forwards and backwards alternate in groups of k micro-batches (kFkB).
-        in_flight: micro-batches between forward and backward at most (the warm-up of the schedule); 0 until a
-            schedule rule has decided.
+        in_flight: micro-batches between forward and backward at most (the warm-up of the schedule);
+            0 until a schedule rule has decided.
         recompute: keep only what enters the stage and run the forward again in the backward.
     """
 
@@ -37,11 +38,11 @@ class Stage:
         if not self.operators:
             raise ValueError("a stage needs at least one operator")
         if not self.devices or len(set(self.devices)) != len(self.devices):
-            raise ValueError(f"a stage has the devices {self.devices}; at least one is needed, each once")
+            raise ValueError(f"a stage needs devices, each once; it has {self.devices}")
         if self.microbatch_size < 1 or self.k < 1 or self.in_flight < 0:
             raise ValueError(
-                f"micro-batch size {self.microbatch_size}, k {self.k} and in flight {self.in_flight} "
-                "must be at least 1, 1 and 0"
+                f"micro-batch size {self.microbatch_size}, k {self.k} and in flight "
+                f"{self.in_flight} must be at least 1, 1 and 0"
             )
 
     @property
@@ -71,7 +72,9 @@ class StageGraph:
             raise ValueError("stage edges are not sorted, or one occurs twice")
         for x, y in self.edges:
             if not 0 <= x < y < len(self.stages):
-                raise ValueError(f"stage edge {x} -> {y} does not run from a lower to a higher stage")
+                raise ValueError(
+                    f"stage edge {x} -> {y} does not run from a lower to a higher stage"
+                )
 
     def __len__(self) -> int:
         return len(self.stages)
@@ -149,14 +152,16 @@ class Plan:
 
     Attributes:
         stage_graph: stages with their in-flight counts decided.
-        schedule: key of ``schedule.SCHEDULES``; with the in-flight counts it determines every action.
+        schedule: key of ``schedule.SCHEDULES``; with the in-flight counts it determines every
+            action.
         planner: key of ``planner.PLANNERS``.
         model: what was planned, as the user wrote it.
         cluster: name of the cluster.
         profile: the origin of the costs.
         search_s: seconds the planner took; ``simulate_s``: seconds spent on judging its proposals.
         predicted: the simulator's figures.
-        granularity: how the model was captured; a run captures it the same way, so operator names agree.
+        granularity: how the model was captured; a run captures it the same way, so operator names
+            agree.
         notes: what a reader of the figures should know.
     """
 

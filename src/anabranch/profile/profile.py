@@ -15,9 +15,9 @@ class OpCost:
     Attributes:
         forward_s: seconds of the forward pass, one figure per sample count of the profile.
         backward_s: seconds of the backward pass, likewise.
-        kept_bytes: bytes per sample that it keeps between its forward and its backward: what autograd
-            saves inside it, and those of its own outputs that anyone saves. What it saves of another operator's
-            output belongs to that operator.
+        kept_bytes: bytes per sample that it keeps between its forward and its backward: what
+            autograd saves inside it, and those of its own outputs that anyone saves. What it saves
+            of another operator's output belongs to that operator.
     """
 
     forward_s: tuple[float, ...]
@@ -52,13 +52,19 @@ class Profile:
     def __post_init__(self) -> None:
         if len(self.costs) != len(self.graph):
             raise ValueError(f"{len(self.costs)} costs for {len(self.graph)} operators")
-        if not self.samples or list(self.samples) != sorted(set(self.samples)) or self.samples[0] < 1:
+        if (
+            not self.samples
+            or list(self.samples) != sorted(set(self.samples))
+            or self.samples[0] < 1
+        ):
             raise ValueError(f"sample counts {self.samples} are not ascending from at least 1")
         if self.proportional and len(self.samples) != 1:
             raise ValueError("a proportional profile has exactly one sample count")
         for op, cost in zip(self.graph.ops, self.costs, strict=True):
             if not len(cost.forward_s) == len(cost.backward_s) == len(self.samples):
-                raise ValueError(f"operator {op.name} lacks a time for one of {self.samples} samples")
+                raise ValueError(
+                    f"operator {op.name} lacks a time for one of {self.samples} samples"
+                )
             for seconds in (*cost.forward_s, *cost.backward_s):
                 if not (seconds >= 0 and math.isfinite(seconds)):
                     raise ValueError(f"operator {op.name} has a time of {seconds} s")

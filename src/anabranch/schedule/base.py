@@ -11,9 +11,9 @@ from anabranch.schedule.schedule import Schedule
 class ScheduleRule(Protocol):
     """Decides the order of the micro-batches of every stage.
 
-    A rule is a pure function in two parts: ``warm_up`` gives the stage graph with every stage's ``in_flight`` set,
-    ``order`` turns those counts into one list of compute actions per device. Messages are put in by
-    ``schedule.lower``.
+    A rule is a pure function in two parts: ``warm_up`` gives the stage graph with every stage's
+    ``in_flight`` set, ``order`` turns those counts into one list of compute actions per device.
+    Messages are put in by ``schedule.lower``.
     """
 
     def warm_up(self, graph: StageGraph) -> StageGraph:

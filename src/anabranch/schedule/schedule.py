@@ -2,11 +2,12 @@
 
 Text form, as in ``2F0``: stage 2, forward, micro-batch 0. After lowering there are also messages::
 
-    0F0  0SF0>1@1[0:4]    stage 0 forwards micro-batch 0 and sends samples 0-3 of it to stage 1 on device 1
-    1RF0<0@0[0:4] 1F0   stage 1 receives them for its own micro-batch 0, then forwards it
+    0F0  0SF0>1@1[0:4]    stage 0 forwards micro-batch 0 and sends samples 0-3 of it to stage 1 on
+    device 1 1RF0<0@0[0:4] 1F0   stage 1 receives them for its own micro-batch 0, then forwards it
     1SB0>0@0[0:4] 0RB0<1@1[0:4]   the gradients of the same samples, on their way back
 
-A message is known by (stages, direction, samples, devices), so both ends know shapes and order before the first step.
+A message is known by (stages, direction, samples, devices), so both ends know shapes and order
+before the first step.
 """
 
 from __future__ import annotations
@@ -94,7 +95,8 @@ class Schedule:
 
     Attributes:
         actions: device -> what it does, in order; a device may hold several stages.
-        slots: receives that may be posted ahead per channel (one direction of one stage edge between two devices).
+        slots: receives that may be posted ahead per channel (one direction of one stage edge
+            between two devices).
     """
 
     actions: Mapping[int, tuple[Action, ...]]

@@ -1,0 +1,403 @@
+"""Timelines as a picture: one row per device, time from left to right, several steps on one axis.
+
+    predicted   step 12.3 ms . bubble 24%
+    device 0 . stage 0   [0][1][2]......[0][1][2]
+    device 1 . stage 1      [0][1][2][0][1][2]
+    measured    step 13.1 ms . bubble 29%
+    ...
+    |----|----|----|----|----|----|----|----|---- ms
+
+The page redraws the boxes when it zooms, by the same rules and with the geometry that ``arrange`` decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from anabranch.planner.stages import StageGraph
+from anabranch.report import lanes, names
+from anabranch.report.theme import (
+    Drawing,
+    escape,
+    milliseconds,
+    num,
+    rect,
+    shorten,
+    significant,
+    text,
+    text_width,
+    ticks,
+)
+from anabranch.schedule.schedule import Kind
+from anabranch.timeline import Timeline
+
+MARGIN = 22.0
+LABEL = 12.0
+MARK = 3.0
+"""Height of the marks below a row that show messages where arrows would be too many."""
+
+MOST_ARROWS = 240
+MOST_ROWS_WITH_ARROWS = 16
+SLOTS = 3, 4
+"""Gaps between rows, and between branches, in pixels where rows are low; high rows have more."""
+
+CSS = {Kind.FORWARD: "f", Kind.BACKWARD: "b", Kind.INPUT_GRADIENT: "b", Kind.WEIGHT_GRADIENT: "w"}
+"""Kind of compute -> its class in the style rules."""
+
+Graphs = StageGraph | Sequence[StageGraph]
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One timeline in its place.
+
+    Attributes:
+        title: what the caller calls it.
+        timeline: what is drawn.
+        graph: the stages that it executed.
+        rows: from top to bottom.
+        tops: top of each row.
+        row_height: of each row, with the marks below the boxes.
+        has_arrows: messages are arrows between rows; otherwise marks below the boxes.
+        heading: baseline of the heading.
+        bottom: lower end of the last row.
+    """
+
+    title: str
+    timeline: Timeline
+    graph: StageGraph
+    rows: tuple[lanes.Row, ...]
+    tops: tuple[float, ...]
+    row_height: float
+    has_arrows: bool
+    heading: float
+    bottom: float
+
+    @property
+    def box_height(self) -> float:
+        """What is left for the boxes."""
+        return self.row_height if self.has_arrows else self.row_height - MARK
+
+
+@dataclass(frozen=True)
+class Layout:
+    """All panels on their common axis.
+
+    Attributes:
+        panels: from top to bottom.
+        left: where time 0 is; right: where ``horizon_s`` is.
+        horizon_s: the longest step.
+        axis: the line of the axis.
+        width, height: of the whole picture.
+    """
+
+    panels: tuple[Panel, ...]
+    left: float
+    right: float
+    horizon_s: float
+    axis: float
+    width: float
+    height: float
+
+    def x(self, seconds: float) -> float:
+        """Where a time is."""
+        return self.left + seconds * (self.right - self.left) / self.horizon_s
+
+    @property
+    def pixel_s(self) -> float:
+        """Seconds that a pixel is wide."""
+        return self.horizon_s / (self.right - self.left)
+
+
+def timeline_svg(
+    timelines: Sequence[tuple[str, Timeline]], graph: Graphs, *, width: float = 1200
+) -> str:
+    """Draw timelines one above the other on a common axis, as an SVG document.
+
+    Args:
+        timelines: headings and timelines, from top to bottom.
+        graph: the stages that all of them executed, or one stage graph for each.
+        width: of the picture in pixels, at least 480; the height follows from the number of devices.
+
+    Raises:
+        ValueError: without a timeline, or if graphs and timelines differ in number.
+    """
+    return paint(arrange(timelines, graph, width=width)).svg()
+
+
+def arrange(
+    timelines: Sequence[tuple[str, Timeline]], graph: Graphs, *, width: float = 1200
+) -> Layout:
+    """Decide where everything goes; see ``timeline_svg``."""
+    graphs = [graph] * len(timelines) if isinstance(graph, StageGraph) else list(graph)
+    if not timelines or len(graphs) != len(timelines) or width < 480:
+        raise ValueError(
+            f"{len(timelines)} timelines, {len(graphs)} stage graphs and a width of {width:g} pixels; "
+            "needed are at least one timeline, as many stage graphs, and 480 pixels"
+        )
+    longest = max(len(timeline.devices) for _, timeline in timelines)
+    all_rows = [lanes.rows(t, g) for (_, t), g in zip(timelines, graphs, strict=True)]
+    top = 56.0
+    panels = []
+    for (title, timeline), each, rows in zip(timelines, graphs, all_rows, strict=True):
+        panel = _panel(title, timeline, each, rows, top, longest)
+        panels.append(panel)
+        top = panel.bottom + 26
+    left = MARGIN + min(_label_width(panels), 0.3 * width) + 12
+    horizon = max(max(t.step_s, t.makespan_s) for _, t in timelines) or 1e-9
+    axis = panels[-1].bottom + 10
+    return Layout(tuple(panels), left, width - MARGIN - 6, horizon, axis, width, axis + 44)
+
+
+def _panel(
+    title: str, timeline: Timeline, graph: StageGraph, rows: list[lanes.Row], top: float, longest: int
+) -> Panel:
+    height, gap, branch_gap = _row_sizes(longest)
+    few = sum(not span.action.kind.is_compute for span in timeline.spans) <= 2 * MOST_ARROWS
+    heading = top + 14
+    y = heading + 14
+    tops = []
+    for i, row in enumerate(rows):
+        if i:
+            y += branch_gap if row.branch != rows[i - 1].branch else gap
+        tops.append(y)
+        y += height
+    has_arrows = few and len(rows) <= MOST_ROWS_WITH_ARROWS
+    return Panel(title, timeline, graph, tuple(rows), tuple(tops), height, has_arrows, heading, y)
+
+
+def _row_sizes(rows: int) -> tuple[float, float, float]:
+    """Height of a row, gap to the next, gap to the next branch."""
+    for most, sizes in (
+        (8, (34.0, 8.0, 18.0)),
+        (16, (24.0, 6.0, 13.0)),
+        (32, (17.0, 3.0, 9.0)),
+        (64, (12.0, 2.0, 6.0)),
+        (128, (9.0, 1.0, 4.0)),
+    ):
+        if rows <= most:
+            return sizes
+    return 6.0, 1.0, 3.0
+
+
+def _label_width(panels: Sequence[Panel]) -> float:
+    widest = 100.0
+    for panel in panels:
+        for row in panel.rows:
+            first, second = _labels(panel, row)
+            widest = max(widest, text_width(first, _label_size(panel)))
+            if panel.row_height >= 30:
+                widest = max(widest, text_width(second, LABEL - 1.5))
+    return widest
+
+
+def _label_size(panel: Panel) -> float:
+    return min(LABEL, max(panel.row_height - 1, 7.5))
+
+
+def _labels(panel: Panel, row: lanes.Row) -> tuple[str, str]:
+    """What stands before a row: device and stage, and the operators of the stage."""
+    which = names.ranges(row.stages)
+    stage = f" \u00b7 stage{'s' if len(row.stages) > 1 else ''} {which}" if row.stages else ""
+    prefix = names.graph_prefix(panel.graph)
+    known = [s for s in row.stages if s < len(panel.graph)]
+    described = (names.operators(panel.graph.stages[s], prefix) for s in known)
+    return f"device {row.device}{stage}", "; ".join(described)
+
+
+def paint(layout: Layout) -> Drawing:
+    """The picture of a layout."""
+    titles = ", ".join(panel.title for panel in layout.panels)
+    drawing = Drawing(layout.width, layout.height, f"Timeline of one training step: {titles}")
+    _paint_legend(drawing, layout)
+    drawing.add(*_axis(layout))
+    merged = total = 0
+    for i, panel in enumerate(layout.panels):
+        _paint_frame(drawing, layout, panel)
+        drawing.add(f'<g class="panel" data-panel="{i}">')
+        drawing.add(*_messages(layout, panel))
+        spans = lanes.by_device(panel.timeline)
+        for row, top in zip(panel.rows, panel.tops, strict=True):
+            for box in lanes.boxes(spans[row.device], layout.pixel_s):
+                drawing.add(*_box(layout, panel, box, top))
+                total += len(box.spans)
+                merged += len(box.spans) if len(box.spans) > 1 else 0
+        drawing.add("</g>")
+    if merged:
+        said = (
+            f"{merged:,} of {total:,} actions are narrower than a pixel; neighbours are drawn together, "
+            "each kind with its share of the height"
+        )
+        drawing.add(text("muted note", MARGIN, layout.height - 8, 10.5, said))
+    return drawing
+
+
+def _paint_legend(drawing: Drawing, layout: Layout) -> None:
+    kinds = {s.action.kind for p in layout.panels for s in p.timeline.spans}
+    entries = [("f", "forward"), ("b", "backward")]
+    if Kind.WEIGHT_GRADIENT in kinds:
+        entries = [("f", "forward"), ("b", "input gradient"), ("w", "weight gradient")]
+    entries.append(("lane", "waiting"))
+    if any(_tail(layout, panel) for panel in layout.panels):
+        entries.append(("hf", "all-reduce and update"))
+    x = MARGIN
+    for css, label in entries:
+        drawing.add(rect(css, x, 22, 16, 12, radius=2.5), text("", x + 22, 32, LABEL, label))
+        x += 22 + text_width(label, LABEL) + 14
+    if any(not kind.is_compute for kind in kinds):
+        drawing.add(f'<path class="wf" stroke-width="1.6" d="M{num(x)} 25h18"/>')
+        drawing.add(f'<path class="wb" stroke-width="1.6" d="M{num(x)} 31h18"/>')
+        label = "messages between devices"
+        drawing.add(text("", x + 24, 32, LABEL, label))
+        x += 24 + text_width(label, LABEL) + 14
+    said = "number: micro-batch"
+    if x + text_width(said, LABEL) < layout.right:
+        drawing.add(text("muted right", layout.right, 32, LABEL, said))
+
+
+def _axis(layout: Layout) -> list[str]:
+    pieces = ['<g class="axis">']
+    top = layout.panels[0].tops[0] if layout.panels[0].tops else layout.axis
+    for seconds in ticks(0.0, layout.horizon_s * 1e3, round((layout.right - layout.left) / 90)):
+        x = num(layout.x(seconds / 1e3))
+        pieces.append(f'<path class="rule" d="M{x} {num(top - 4)}V{num(layout.axis + 4)}"/>')
+        label = significant(seconds)
+        pieces.append(text("muted num", float(x), layout.axis + 18, 11, label))
+    pieces.append(text("muted right", layout.left - 12, layout.axis + 18, 11, "time in ms"))
+    pieces.append("</g>")
+    return pieces
+
+
+def _paint_frame(drawing: Drawing, layout: Layout, panel: Panel) -> None:
+    """Heading, row labels, empty rows, and the end of the step."""
+    timeline = panel.timeline
+    facts = f"step {milliseconds(timeline.step_s)} \u00b7 bubble {timeline.bubble:.1%}"
+    drawing.add(
+        f'<text x="{num(MARGIN)}" y="{num(panel.heading)}" font-size="14"><tspan class="bold">'
+        f'{escape(panel.title)}</tspan><tspan class="muted" dx="14">{facts}</tspan></text>'
+    )
+    end = max(timeline.step_s, timeline.makespan_s)
+    every = 1 if panel.row_height >= 9 else 4
+    for i, (row, top) in enumerate(zip(panel.rows, panel.tops, strict=True)):
+        wide = layout.x(end) - layout.left
+        drawing.add(rect("lane", layout.left, top, wide, panel.row_height, radius=2))
+        if i % every == 0:
+            drawing.add(*_row_label(layout, panel, row, top))
+    for first, last in _branch_runs(panel):
+        reach = panel.tops[last] + panel.row_height - panel.tops[first]
+        drawing.add(rect("tip", layout.left - 7, panel.tops[first], 2, reach, radius=1))
+    if tail := _tail(layout, panel):
+        for top in panel.tops:
+            x = layout.x(timeline.makespan_s)
+            drawing.add(rect("hf tail", x, top, tail, panel.row_height, extra=' fill-opacity=".35"'))
+    x = num(layout.x(timeline.step_s))
+    drawing.add(
+        f'<path class="end" stroke-width="1.5" stroke-dasharray="4 3" '
+        f'd="M{x} {num(panel.tops[0] - 5)}V{num(panel.bottom + 5)}"/>'
+    )
+
+
+def _row_label(layout: Layout, panel: Panel, row: lanes.Row, top: float) -> list[str]:
+    first, second = _labels(panel, row)
+    room = layout.left - 12 - MARGIN
+    size = _label_size(panel)
+    middle = top + panel.row_height / 2
+    if panel.row_height < 30 or not second:
+        return [text("right", layout.left - 12, middle + size * 0.36, size, shorten(first, size, room))]
+    small = LABEL - 1.5
+    return [
+        text("right", layout.left - 12, middle - 2, size, shorten(first, size, room)),
+        text("muted right", layout.left - 12, middle + 12, small, shorten(second, small, room)),
+    ]
+
+
+def _branch_runs(panel: Panel) -> list[tuple[int, int]]:
+    """First and last row of every branch, if there are several branches."""
+    runs: list[tuple[int, int]] = []
+    for i, row in enumerate(panel.rows):
+        if i and row.branch == panel.rows[i - 1].branch:
+            runs[-1] = (runs[-1][0], i)
+        else:
+            runs.append((i, i))
+    return runs if len(runs) > 1 else []
+
+
+def _tail(layout: Layout, panel: Panel) -> float:
+    """Pixels between the last action and the end of the step, 0 if they cannot be seen."""
+    pixels = layout.x(panel.timeline.step_s) - layout.x(panel.timeline.makespan_s)
+    return pixels if pixels >= 2 else 0.0
+
+
+def _box(layout: Layout, panel: Panel, box: lanes.Box, top: float) -> list[str]:
+    x = layout.x(box.start)
+    width = max(layout.x(box.end) - x, 0.4)
+    gap = 0.5 if width > 4 else 0.0
+    count = f' data-n="{len(box.spans)}"'
+    if len(box.spans) == 1:
+        action = box.spans[0].action
+        css = CSS[action.kind]
+        corner = 2.0 if width > 6 else 0.0
+        pieces = [rect(css, x, top, width - gap, panel.box_height, radius=corner, extra=count)]
+        label, size = str(action.microbatch), min(12.0, panel.box_height - 3)
+        if size >= 8 and text_width(label, size) + 3 <= width:
+            baseline = top + panel.box_height / 2 + size * 0.36
+            pieces.append(text(f"num t{css}", x + (width - gap) / 2, baseline, size, label))
+        return pieces
+    pieces = []
+    for kind, share in box.shares().items():
+        tall = panel.box_height * share
+        pieces.append(rect(CSS[kind], x, top, width, tall, extra=count))
+        top += tall
+        count = ""
+    return pieces
+
+
+def _messages(layout: Layout, panel: Panel) -> list[str]:
+    if panel.has_arrows:
+        return _arrows(layout, panel)
+    return _marks(layout, panel)
+
+
+def _arrows(layout: Layout, panel: Panel) -> list[str]:
+    """A curve from row to row; forward messages are curves of one colour, backward ones of the other."""
+    top_of = {row.device: top for row, top in zip(panel.rows, panel.tops, strict=True)}
+    pieces = []
+    for message in lanes.messages(panel.timeline):
+        a, b = top_of[message.sent.device], top_of[message.received.device]
+        y1, y2 = (a + panel.row_height, b) if a < b else (a, b + panel.row_height)
+        x1, x2 = layout.x(message.start), layout.x(message.end)
+        css = "f" if message.is_forward else "b"
+        tip = 4.5 if a < b else -4.5
+        bend = (y2 - tip - y1) / 2
+        curve = (
+            f"M{num(x1)} {num(y1)}C{num(x1)} {num(y1 + bend)} {num(x2)} {num(y1 + bend)} "
+            f"{num(x2)} {num(y2 - tip)}"
+        )
+        pieces.append(f'<path class="w{css}" stroke-width="1.3" d="{curve}"/>')
+        pieces.append(f'<path class="h{css}" d="M{num(x2)} {num(y2)}l-2.6 {num(-tip)}h5.2z"/>')
+    return pieces
+
+
+def _marks(layout: Layout, panel: Panel) -> list[str]:
+    """Thin lines below the boxes of the sender while its messages are on the way."""
+    pieces = []
+    for row, top in zip(panel.rows, panel.tops, strict=True):
+        y = top + panel.row_height - MARK + 0.75
+        for kind, css in ((Kind.SEND_FORWARD, "hf"), (Kind.SEND_BACKWARD, "hb")):
+            for start, end in _joined(panel.timeline, row.device, kind, layout.pixel_s):
+                x = layout.x(start)
+                pieces.append(rect(css, x, y, max(layout.x(end) - x, 0.5), MARK - 1))
+    return pieces
+
+
+def _joined(timeline: Timeline, device: int, kind: Kind, pixel_s: float) -> list[tuple[float, float]]:
+    """When a device was sending, with pauses of less than a pixel left out."""
+    result: list[tuple[float, float]] = []
+    for span in timeline.spans:
+        if span.device == device and span.action.kind is kind:
+            if result and span.start - result[-1][1] < pixel_s:
+                result[-1] = (result[-1][0], max(result[-1][1], span.end))
+            else:
+                result.append((span.start, span.end))
+    return result

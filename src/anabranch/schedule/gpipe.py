@@ -1,0 +1,44 @@
+"""GPipe: all forwards, then all backwards.
+
+On a chain of three equal stages, with four micro-batches::
+
+    stage 0   0 1 2 3 . . . . 0 1 2 3
+    stage 1     0 1 2 3 . . 0 1 2 3
+    stage 2       0 1 2 3 0 1 2 3
+
+The bubble is that of 1F1B; every stage holds all micro-batches.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from anabranch.planner.stages import StageGraph
+from anabranch.schedule.kfkb import alternate, per_device, require_in_flight
+from anabranch.schedule.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class GPipe:
+    """All forwards, then all backwards, on any stage graph.
+
+    Backwards run in the order of the forwards (C4), not reversed as in the GPipe paper, so that gradients add up in one order
+    under every schedule.
+    """
+
+    def warm_up(self, graph: StageGraph) -> StageGraph:
+        """Every stage holds all of its micro-batches."""
+        stages = (
+            replace(stage, in_flight=graph.num_microbatches(s)) for s, stage in enumerate(graph.stages)
+        )
+        return replace(graph, stages=tuple(stages))
+
+    def order(self, graph: StageGraph) -> Schedule:
+        """All forwards, then all backwards, whatever k is.
+
+        Raises:
+            InvalidScheduleError: if a stage has no in-flight count, or counts rise along an edge.
+        """
+        require_in_flight(graph)
+        counts = [graph.num_microbatches(s) for s in range(len(graph))]
+        return per_device(graph, [alternate(s, m, m, m) for s, m in enumerate(counts)])

@@ -1,0 +1,140 @@
+"""kFkB: warm up with some forwards, then alternate k backwards and k forwards, then drain.
+
+1F1B is k = 1. On a chain of four equal stages with minimal warm-up (GraphPipe, section 6)::
+
+    stage 0   0 1 2 3 . . . 0 4 1 5 2 . 3 . 4 . 5        in flight 4
+    stage 1     0 1 2 . . 0 3 1 4 2 5 3 . 4 . 5          in flight 3
+    stage 2       0 1 . 0 2 1 3 2 4 3 5 4 . 5            in flight 2
+    stage 3         0 0 1 1 2 2 3 3 4 4 5 5              in flight 1
+
+What follows a stage decides how many micro-batches it must hold: a stage needs one group more than its successor
+holds, and the largest over several successors. So on a graph the longest distance to a sink counts, not the number
+of stages. All counting is in samples, because micro-batch sizes may differ from stage to stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from anabranch.errors import InvalidScheduleError
+from anabranch.planner.stages import StageGraph
+from anabranch.schedule.schedule import Action, Kind, Schedule
+
+
+@dataclass(frozen=True)
+class KFKB:
+    """kFkB on a stage graph; every stage has its own k and micro-batch size.
+
+    With one micro-batch size and k = 1, a stage at longest distance h to a sink holds ``h + 1`` micro-batches
+    for ``per_hop = 1`` (GraphPipe, Table 2; DAPPLE's policy PA on a chain) and ``2h + 1`` for ``per_hop = 2``
+    (DAPPLE's policy PB): twice the headroom, which hides transfers behind compute.
+
+    Attributes:
+        per_hop: how many times the increase from Table 2 is taken along each stage edge.
+    """
+
+    per_hop: int = 1
+
+    def warm_up(self, graph: StageGraph) -> StageGraph:
+        """Set ``in_flight`` of every stage, never more than it has micro-batches."""
+        held = [0] * len(graph)  # samples
+        stages = list(graph.stages)
+        for s in reversed(range(len(graph))):
+            b, k = stages[s].microbatch_size, stages[s].k
+            samples = k * b
+            for y in graph.successors[s]:
+                after = stages[y]
+                least = in_flight_samples(k, b, after.k, after.microbatch_size, held[y])
+                samples = max(samples, held[y] + self.per_hop * (least - held[y]))
+            # Table 2 takes its numbers to divide one another; where they do not, whole micro-batches.
+            count = min(-(-samples // b), graph.num_microbatches(s))
+            held[s] = count * b
+            stages[s] = replace(stages[s], in_flight=count)
+        return replace(graph, stages=tuple(stages))
+
+    def order(self, graph: StageGraph) -> Schedule:
+        """Every backward as early as the counts allow.
+
+        Raises:
+            InvalidScheduleError: if a stage has no count, one too small for its k, or counts rise along an edge.
+        """
+        require_in_flight(graph)
+        orders = []
+        for s, stage in enumerate(graph.stages):
+            num_microbatches = graph.num_microbatches(s)
+            if stage.in_flight < min(stage.k, num_microbatches):
+                raise InvalidScheduleError(
+                    f"stage {s} alternates groups of {stage.k} micro-batches but may hold only "
+                    f"{stage.in_flight}; set its in_flight to at least {min(stage.k, num_microbatches)}"
+                )
+            orders.append(alternate(s, num_microbatches, stage.in_flight, stage.k))
+        return per_device(graph, orders)
+
+
+def in_flight_samples(k_x: int, b_x: int, k_y: int, b_y: int, held: int) -> int:
+    """Samples that stage x must hold so that stage y, which follows it and holds ``held``, never starves.
+
+    GraphPipe, appendix A.1, Table 2 (ComputeInFlight); x forwards groups of k_x micro-batches of b_x samples.
+    """
+    x, y, largest = k_x * b_x, k_y * b_y, max(b_x, b_y)
+    if x < b_y:
+        return held + b_y
+    if y < b_x:
+        return held + x - y + b_x
+    if x < y:
+        return held + (largest if largest == x else 2 * largest)
+    if x == y:
+        return held + (y if largest == y else 2 * largest)
+    return held + (x if largest == y else x - y + 2 * largest)
+
+
+def alternate(stage: int, num_microbatches: int, in_flight: int, k: int) -> tuple[Action, ...]:
+    """The compute actions of one stage: ``in_flight`` forwards, then k backwards and k forwards in turn."""
+    forwards = [Action(stage, Kind.FORWARD, i) for i in range(num_microbatches)]
+    backwards = [Action(stage, Kind.BACKWARD, i) for i in range(num_microbatches)]
+    result = forwards[:in_flight]
+    for done in range(0, num_microbatches, k):
+        result += backwards[done : done + k]
+        result += forwards[in_flight + done : in_flight + done + k]
+    return tuple(result)
+
+
+def require_in_flight(graph: StageGraph) -> None:
+    """Check what every order rests on: counts are decided and never rise along a stage edge, in samples.
+
+    If y runs more samples forward than x does before either has run one backward, y waits for x to go on and x waits for
+    y's gradients.
+
+    Raises:
+        InvalidScheduleError: naming the stage or the edge.
+    """
+    for s, stage in enumerate(graph.stages):
+        if stage.in_flight == 0:
+            raise InvalidScheduleError(f"stage {s} has no in-flight count; let warm_up of a schedule rule decide it")
+    held = [min(stage.in_flight * stage.microbatch_size, graph.batch_size) for stage in graph.stages]
+    for x, y in graph.edges:
+        if held[x] < held[y]:
+            raise InvalidScheduleError(
+                f"the warm-up rises along stage edge {x} -> {y}: stage {x} runs {held[x]} samples forward before its "
+                f"first backward, stage {y} runs {held[y]}, so each would wait for the other; set in_flight of "
+                f"stage {x} to at least {-(-held[y] // graph.stages[x].microbatch_size)}"
+            )
+
+
+def per_device(graph: StageGraph, orders: Sequence[tuple[Action, ...]]) -> Schedule:
+    """One list of actions per stage, given to each of its replicas.
+
+    Raises:
+        InvalidScheduleError: if a device holds two stages, whose actions these rules cannot interleave.
+    """
+    actions: dict[int, tuple[Action, ...]] = {}
+    for s, stage in enumerate(graph.stages):
+        for device in stage.devices:
+            if device in actions:
+                raise InvalidScheduleError(
+                    f"device {device} holds stage {s} and stage {actions[device][0].stage}; this schedule takes one "
+                    "stage per device"
+                )
+            actions[device] = orders[s]
+    return Schedule(actions)
