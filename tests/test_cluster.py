@@ -86,7 +86,7 @@ def test_devices_of_a_node_share_its_card() -> None:
 
 @given(st.data())
 def test_properties_of_links(data: st.DataObject) -> None:
-    """Links are symmetric, and climbing higher is never faster: to the neighbour is the best link."""
+    """Links are symmetric, and none is better than the one to the neighbour."""
     sizes = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
     levels = tuple(
         Level(

@@ -349,7 +349,12 @@ def _exists(path: Path) -> bool:
 
 
 def _to_profile(file: _ProfileFile) -> Profile:
-    index = {op.name: i for i, op in enumerate(file.operators)}
+    index: dict[str, int] = {}
+    for i, op in enumerate(file.operators):
+        if index.setdefault(op.name, i) != i:
+            raise ValueError(
+                f'operators[{i}].name is "{op.name}", and so is operators[{index[op.name]}].name'
+            )
 
     def find(name: str, where: str) -> int:
         if name not in index:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 
 from anabranch.report.theme import (
     Drawing,
-    milliseconds,
     num,
     rect,
     significant,
@@ -18,85 +18,165 @@ from anabranch.report.theme import (
 )
 from anabranch.timeline import Timeline
 
-Points = Sequence[tuple[float, float]]
-
 MARGIN = 22.0
+TOP = 30.0
 
 
-def memory_svg(timelines: Sequence[tuple[str, Timeline]], *, width: float = 1200) -> Drawing | None:
+def memory_chart(
+    timelines: Sequence[tuple[str, Timeline]], *, width: float = 1200
+) -> Drawing | None:
     """Memory in use over the step, a row per device on one scale; None if nobody recorded any.
 
-    The first timeline is an area, the others are lines over it.
+    The first timeline that has memory is an area, the second a line over it; further ones are left out.
     """
-    known = [(title, t) for title, t in timelines if any(t.memory.values())]
+    known = [(title, t) for title, t in timelines if any(t.memory.values())][:2]
     if not known:
         return None
     devices = sorted({device for _, t in known for device in t.memory})
     horizon = max(max(t.step_s, t.makespan_s) for _, t in known) or 1e-9
     most = max(peak for _, t in known for peak in t.peak_bytes.values()) or 1
-    row = 46.0 if len(devices) <= 8 else 30.0 if len(devices) <= 32 else 16.0
-    left, right = MARGIN + 76, width - MARGIN - 140
-    drawing = Drawing(width, 30 + row * len(devices) + 36, "Memory of every device over the step")
-    _series_legend(drawing, [title for title, _ in known], left)
+    row = 44.0 if len(devices) <= 8 else 28.0 if len(devices) <= 32 else 16.0
+    label = min(12.0, row - 5)
+    left, right = MARGIN + 84, width - MARGIN - 190
+    bottom = TOP + row * len(devices)
+    drawing = Drawing(width, bottom + 30, "Memory of every device over the step")
+    _legend(drawing, [title for title, _ in known], left)
+    for time in ticks(0.0, horizon * 1e3, round((right - left) / 100)):
+        x = left + time / 1e3 / horizon * (right - left)
+        drawing.add(f'<path class="rule" d="M{num(x)} {num(TOP)}V{num(bottom + 4)}"/>')
+        drawing.add(text("muted num", x, bottom + 18, 11, significant(time)))
+    drawing.add(text("muted right", left - 10, bottom + 18, 11, "time in ms"))
     for i, device in enumerate(devices):
-        base = 30 + row * (i + 1)
-        label = min(12.0, row - 4)
+        base = TOP + row * (i + 1)
+        middle = base - row / 2 + 2 + label * 0.36
         drawing.add(rect("lane", left, base - row + 4, right - left, row - 4, radius=2))
-        drawing.add(text("right", left - 10, base - row / 2 + 6, label, f"device {device}"))
+        drawing.add(text("right", left - 10, middle, label, f"device {device}"))
         for k, (_, timeline) in enumerate(known):
-            points = _steps(timeline.memory.get(device, ()), horizon, right - left)
-            tall = (row - 8) / most
-            drawing.add(*_memory_line(points, left, right, base, tall, filled=k == 0, css=k))
-        peaks = " / ".join(size(t.peak_bytes.get(device, 0)) for _, t in known)
-        drawing.add(text("muted", right + 10, base - row / 2 + 6, label, f"peak {peaks}"))
-    _time_axis(drawing, left, right, 30 + row * len(devices), horizon)
+            end = left + max(timeline.step_s, timeline.makespan_s) / horizon * (right - left)
+            scale = (right - left) / horizon
+            steps = [(left + t * scale, b) for t, b in timeline.memory.get(device, ())]
+            drawing.add(*_staircase(thin(steps), end, base, (row - 8) / most, filled=k == 0))
+        peaks = " \u00b7 ".join(size(t.peak_bytes.get(device, 0)) for _, t in known)
+        drawing.add(text("muted", right + 10, middle, label, f"peak {peaks}"))
     return drawing
 
 
-def _series_legend(drawing: Drawing, titles: Sequence[str], x: float) -> None:
+def _legend(drawing: Drawing, titles: Sequence[str], x: float) -> None:
     for k, title in enumerate(titles):
-        css = "area" if k == 0 else f"line{min(k, 1)}"
-        drawing.add(rect(css, x, 8, 16, 10, radius=2), text("", x + 22, 17, 12, title))
+        drawing.add(rect("area" if k == 0 else "line1", x, 9, 16, 10, radius=2))
+        drawing.add(text("", x + 22, 18, 12, title))
         x += 22 + text_width(title, 12) + 18
 
 
-def _steps(samples: Sequence[tuple[float, int]], horizon: float, pixels: float) -> list[tuple[float, int]]:
-    """At most one change per pixel: the largest in it, so that no peak is lost."""
-    kept: list[tuple[float, int]] = []
-    pixel = horizon / pixels
-    column = -1
-    for time, nbytes in samples:
-        here = int(time / pixel)
-        if here == column and nbytes <= kept[-1][1]:
-            continue
-        if here == column:
-            kept[-1] = (kept[-1][0], nbytes)
-        else:
-            kept.append((time, nbytes))
-            column = here
-    # What was skipped in a column may be the level that lasts; it then starts one pixel later.
-    return _with_lasting_levels(kept, samples, pixel)
+def thin(steps: Sequence[tuple[float, int]]) -> list[tuple[float, int]]:
+    """Of a staircase in pixels keep two steps per pixel: the highest in it, so that no peak is lost, and the last."""
+    columns: dict[int, list[tuple[float, int]]] = {}
+    for x, level in steps:
+        columns.setdefault(math.floor(x), []).append((x, level))
+    kept = []
+    for column in columns.values():
+        highest = max(column, key=lambda step: step[1])
+        kept.append(highest)
+        if column[-1][1] != highest[1]:
+            kept.append(column[-1])
+    return kept
 
 
-def _with_lasting_levels(
-    kept: list[tuple[float, int]], samples: Sequence[tuple[float, int]], pixel: float
-) -> list[tuple[float, int]]:
-    last_in = {int(time / pixel): nbytes for time, nbytes in samples}
+def _staircase(
+    steps: Sequence[tuple[float, int]], end: float, base: float, scale: float, *, filled: bool
+) -> list[str]:
+    if not steps:
+        return []
+    path = f"M{num(steps[0][0])} {num(base - steps[0][1] * scale)}"
+    for x, level in steps[1:]:
+        path += f"H{num(x)}V{num(base - level * scale)}"
+    path += f"H{num(end)}"
+    if filled:
+        path += f"V{num(base)}H{num(steps[0][0])}Z"
+        return [f'<path class="area" stroke-width="1" d="{path}"/>']
+    return [f'<path class="line1" stroke-width="1.5" d="{path}"/>']
+
+
+def curve_chart(
+    name: str, values: Sequence[float], *, width: float = 1200, height: float = 260
+) -> Drawing:
+    """A figure over the training steps, with its running mean where there are many; gaps where it is not finite."""
+    drawing = Drawing(width, height, f"{name} over the training steps")
+    finite = [v for v in values if math.isfinite(v)]
+    low, high = (min(finite), max(finite)) if finite else (0.0, 1.0)
+    pad = (high - low) * 0.06 or abs(high) * 0.1 or 1.0
+    low, high = (0.0 if 0 <= low < 0.4 * high else low - pad), high + pad
+    left, right, top, bottom = MARGIN + 50, width - MARGIN, 16.0, height - 34
+    last = max(len(values) - 1, 1)
+
+    def x(step: float) -> float:
+        return left + (step - 1) / last * (right - left)
+
+    def y(value: float) -> float:
+        return bottom - (value - low) / (high - low) * (bottom - top)
+
+    for level in ticks(low, high, 5):
+        drawing.add(f'<path class="rule" d="M{num(left)} {num(y(level))}H{num(right)}"/>')
+        drawing.add(text("muted right", left - 8, y(level) + 4, 11, significant(level)))
+    for step in _step_ticks(len(values), round((right - left) / 90)):
+        drawing.add(text("muted num", x(step), bottom + 18, 11, f"{step:,}"))
+    drawing.add(text("muted right", left - 8, bottom + 18, 11, "step"))
+    raw = [(x(i + 1), y(v) if math.isfinite(v) else math.nan) for i, v in enumerate(values)]
+    many = len(finite) > 60
+    drawing.add(_polyline(raw, "line0 faint" if many else "line0", 1.0 if many else 1.8))
+    if many:
+        smooth = _running_mean(values, len(values) // 40)
+        drawing.add(_polyline([(x(i + 1), y(v)) for i, v in enumerate(smooth)], "line0", 2.0))
+    return drawing
+
+
+def _step_ticks(steps: int, about: int) -> list[int]:
+    whole = [round(t) for t in ticks(0, steps, about) if t == round(t) and t >= 1]
+    return sorted({1, *(t for t in whole if t > steps / max(about, 1) / 2)}) if steps else []
+
+
+def _running_mean(values: Sequence[float], window: int) -> list[float]:
+    """Exponential mean of about so many values, started at the first; what is not finite is passed over."""
+    weight = 2 / (window + 1)
+    mean = next((v for v in values if math.isfinite(v)), 0.0)
     result = []
-    for i, (time, nbytes) in enumerate(kept):
-        result.append((time, nbytes))
-        column = int(time / pixel)
-        following = kept[i + 1][0] if i + 1 < len(kept) else math.inf
-        after = (column + 1) * pixel
-        if last_in[column] != nbytes and after < following:
-            result.append((after, last_in[column]))
+    for value in values:
+        if math.isfinite(value):
+            mean += weight * (value - mean)
+        result.append(mean)
     return result
 
 
-def _memory_line(
-    points: Points, left: float, right: float, base: float, tall: float, *, filled: bool, css: int
-) -> list[str]:
-    if not points:
-        return []
-    horizon = right - left
-    raise NotImplementedError(horizon)
+def _polyline(points: Sequence[tuple[float, float]], css: str, stroke: float) -> str:
+    """A path broken where y is NaN; a lone point becomes a dot."""
+    points = _extremes(points)
+    path = ""
+    pen_down = False
+    for (x, y), (_, following) in pairwise([*points, (0.0, math.nan)]):
+        if math.isnan(y):
+            pen_down = False
+            continue
+        path += f"{'L' if pen_down else 'M'}{num(x)} {num(y)}"
+        if not pen_down and math.isnan(following):
+            path += "h.01"
+        pen_down = True
+    return (
+        f'<path class="{css}" stroke-width="{num(stroke)}" stroke-linejoin="round" '
+        f'stroke-linecap="round" d="{path}"/>'
+    )
+
+
+def _extremes(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Where several points share a pixel column, the lowest and the highest of them, in their order."""
+    columns: dict[int, list[tuple[float, float]]] = {}
+    for point in points:
+        columns.setdefault(math.floor(point[0]), []).append(point)
+    kept = []
+    for column in columns.values():
+        real = [p for p in column if not math.isnan(p[1])]
+        if len(column) <= 2 or not real:
+            kept += column
+        else:
+            both = {min(real, key=lambda p: p[1]), max(real, key=lambda p: p[1])}
+            kept += sorted(both)
+    return kept

@@ -151,7 +151,12 @@ def arrange(
 
 
 def _panel(
-    title: str, timeline: Timeline, graph: StageGraph, rows: list[lanes.Row], top: float, longest: int
+    title: str,
+    timeline: Timeline,
+    graph: StageGraph,
+    rows: list[lanes.Row],
+    top: float,
+    longest: int,
 ) -> Panel:
     height, gap, branch_gap = _row_sizes(longest)
     few = sum(not span.action.kind.is_compute for span in timeline.spans) <= 2 * MOST_ARROWS
@@ -290,7 +295,9 @@ def _paint_frame(drawing: Drawing, layout: Layout, panel: Panel) -> None:
     if tail := _tail(layout, panel):
         for top in panel.tops:
             x = layout.x(timeline.makespan_s)
-            drawing.add(rect("hf tail", x, top, tail, panel.row_height, extra=' fill-opacity=".35"'))
+            drawing.add(
+                rect("hf tail", x, top, tail, panel.row_height, extra=' fill-opacity=".35"')
+            )
     x = num(layout.x(timeline.step_s))
     drawing.add(
         f'<path class="end" stroke-width="1.5" stroke-dasharray="4 3" '
@@ -304,7 +311,9 @@ def _row_label(layout: Layout, panel: Panel, row: lanes.Row, top: float) -> list
     size = _label_size(panel)
     middle = top + panel.row_height / 2
     if panel.row_height < 30 or not second:
-        return [text("right", layout.left - 12, middle + size * 0.36, size, shorten(first, size, room))]
+        return [
+            text("right", layout.left - 12, middle + size * 0.36, size, shorten(first, size, room))
+        ]
     small = LABEL - 1.5
     return [
         text("right", layout.left - 12, middle - 2, size, shorten(first, size, room)),
@@ -391,7 +400,9 @@ def _marks(layout: Layout, panel: Panel) -> list[str]:
     return pieces
 
 
-def _joined(timeline: Timeline, device: int, kind: Kind, pixel_s: float) -> list[tuple[float, float]]:
+def _joined(
+    timeline: Timeline, device: int, kind: Kind, pixel_s: float
+) -> list[tuple[float, float]]:
     """When a device was sending, with pauses of less than a pixel left out."""
     result: list[tuple[float, float]] = []
     for span in timeline.spans:

@@ -115,7 +115,12 @@ def escape(value: object) -> str:
 
 def _is_xml(char: str) -> bool:
     code = ord(char)
-    return code >= 0x20 and not 0xD800 <= code <= 0xDFFF and code not in (0xFFFE, 0xFFFF) or char in "\t\n\r"
+    return (
+        code >= 0x20
+        and not 0xD800 <= code <= 0xDFFF
+        and code not in (0xFFFE, 0xFFFF)
+        or char in "\t\n\r"
+    )
 
 
 def num(value: float) -> str:

@@ -22,14 +22,15 @@ from anabranch.schedule.schedule import Schedule
 class GPipe:
     """All forwards, then all backwards, on any stage graph.
 
-    Backwards run in the order of the forwards (C4), not reversed as in the GPipe paper, so that gradients add up in one order
-    under every schedule.
+    Backwards run in the order of the forwards (C4), not reversed as in the GPipe paper, so that
+    gradients add up in one order under every schedule.
     """
 
     def warm_up(self, graph: StageGraph) -> StageGraph:
         """Every stage holds all of its micro-batches."""
         stages = (
-            replace(stage, in_flight=graph.num_microbatches(s)) for s, stage in enumerate(graph.stages)
+            replace(stage, in_flight=graph.num_microbatches(s))
+            for s, stage in enumerate(graph.stages)
         )
         return replace(graph, stages=tuple(stages))
 

@@ -7,9 +7,10 @@
     stage 2       0 1 . 0 2 1 3 2 4 3 5 4 . 5            in flight 2
     stage 3         0 0 1 1 2 2 3 3 4 4 5 5              in flight 1
 
-What follows a stage decides how many micro-batches it must hold: a stage needs one group more than its successor
-holds, and the largest over several successors. So on a graph the longest distance to a sink counts, not the number
-of stages. All counting is in samples, because micro-batch sizes may differ from stage to stage.
+What follows a stage decides how many micro-batches it must hold: a stage needs one group more than
+its successor holds, and the largest over several successors. So on a graph the longest distance to
+a sink counts, not the number of stages. All counting is in samples, because micro-batch sizes may
+differ from stage to stage.
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ from anabranch.schedule.schedule import Action, Kind, Schedule
 class KFKB:
     """kFkB on a stage graph; every stage has its own k and micro-batch size.
 
-    With one micro-batch size and k = 1, a stage at longest distance h to a sink holds ``h + 1`` micro-batches
-    for ``per_hop = 1`` (GraphPipe, Table 2; DAPPLE's policy PA on a chain) and ``2h + 1`` for ``per_hop = 2``
-    (DAPPLE's policy PB): twice the headroom, which hides transfers behind compute.
+    With one micro-batch size and k = 1, a stage at longest distance h to a sink holds ``h + 1``
+    micro-batches for ``per_hop = 1`` (GraphPipe, Table 2; DAPPLE's policy PA on a chain) and ``2h +
+    1`` for ``per_hop = 2`` (DAPPLE's policy PB): twice the headroom, which hides transfers behind
+    compute.
 
     Attributes:
         per_hop: how many times the increase from Table 2 is taken along each stage edge.
@@ -47,7 +49,8 @@ class KFKB:
                 after = stages[y]
                 least = in_flight_samples(k, b, after.k, after.microbatch_size, held[y])
                 samples = max(samples, held[y] + self.per_hop * (least - held[y]))
-            # Table 2 takes its numbers to divide one another; where they do not, whole micro-batches.
+            # Table 2 takes its numbers to divide one another; where they do not, whole micro-
+            # batches.
             count = min(-(-samples // b), graph.num_microbatches(s))
             held[s] = count * b
             stages[s] = replace(stages[s], in_flight=count)
@@ -57,7 +60,8 @@ class KFKB:
         """Every backward as early as the counts allow.
 
         Raises:
-            InvalidScheduleError: if a stage has no count, one too small for its k, or counts rise along an edge.
+            InvalidScheduleError: if a stage has no count, one too small for its k, or counts rise
+                along an edge.
         """
         require_in_flight(graph)
         orders = []
@@ -73,9 +77,11 @@ class KFKB:
 
 
 def in_flight_samples(k_x: int, b_x: int, k_y: int, b_y: int, held: int) -> int:
-    """Samples that stage x must hold so that stage y, which follows it and holds ``held``, never starves.
+    """Samples that stage x must hold so that stage y, which follows it and holds ``held``, never
+    starves.
 
-    GraphPipe, appendix A.1, Table 2 (ComputeInFlight); x forwards groups of k_x micro-batches of b_x samples.
+    GraphPipe, appendix A.1, Table 2 (ComputeInFlight); x forwards groups of k_x micro-batches of
+    b_x samples.
     """
     x, y, largest = k_x * b_x, k_y * b_y, max(b_x, b_y)
     if x < b_y:
@@ -101,18 +107,23 @@ def alternate(stage: int, num_microbatches: int, in_flight: int, k: int) -> tupl
 
 
 def require_in_flight(graph: StageGraph) -> None:
-    """Check what every order rests on: counts are decided and never rise along a stage edge, in samples.
+    """Check what every order rests on: counts are decided and never rise along a stage edge, in
+    samples.
 
-    If y runs more samples forward than x does before either has run one backward, y waits for x to go on and x waits for
-    y's gradients.
+    If y runs more samples forward than x does before either has run one backward, y waits for x to
+    go on and x waits for y's gradients.
 
     Raises:
         InvalidScheduleError: naming the stage or the edge.
     """
     for s, stage in enumerate(graph.stages):
         if stage.in_flight == 0:
-            raise InvalidScheduleError(f"stage {s} has no in-flight count; let warm_up of a schedule rule decide it")
-    held = [min(stage.in_flight * stage.microbatch_size, graph.batch_size) for stage in graph.stages]
+            raise InvalidScheduleError(
+                f"stage {s} has no in-flight count; let warm_up of a schedule rule decide it"
+            )
+    held = [
+        min(stage.in_flight * stage.microbatch_size, graph.batch_size) for stage in graph.stages
+    ]
     for x, y in graph.edges:
         if held[x] < held[y]:
             raise InvalidScheduleError(
@@ -126,7 +137,8 @@ def per_device(graph: StageGraph, orders: Sequence[tuple[Action, ...]]) -> Sched
     """One list of actions per stage, given to each of its replicas.
 
     Raises:
-        InvalidScheduleError: if a device holds two stages, whose actions these rules cannot interleave.
+        InvalidScheduleError: if a device holds two stages, whose actions these rules cannot
+            interleave.
     """
     actions: dict[int, tuple[Action, ...]] = {}
     for s, stage in enumerate(graph.stages):

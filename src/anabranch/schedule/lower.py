@@ -1,14 +1,16 @@
 """Lowering: compute only -> with sends and receives.
 
-What flows between two replicas is the intersection of what one makes and what the other needs. Replicas hold equal slices of
-a micro-batch, so with 8 samples, stage 0 on one device in micro-batches of 4, stage 1 on two devices in micro-batches of 8::
+What flows between two replicas is the intersection of what one makes and what the other needs.
+Replicas hold equal slices of a micro-batch, so with 8 samples, stage 0 on one device in
+micro-batches of 4, stage 1 on two devices in micro-batches of 8::
 
     stage 0, device 0   [ F0: 0 1 2 3 ][ F1: 4 5 6 7 ]
     stage 1, device 1   [ F0: 0 1 2 3 ]                      0SF0>1@1[0:4]
     stage 1, device 2                  [ F0: 4 5 6 7 ]       0SF1>1@2[4:8]
 
-This one rule covers unequal replicas, unequal micro-batch sizes and a short last micro-batch. Gradients of the same samples
-flow back. A replica whose slice is empty has no messages; its compute stays in the list and costs nothing.
+This one rule covers unequal replicas, unequal micro-batch sizes and a short last micro-batch.
+Gradients of the same samples flow back. A replica whose slice is empty has no messages; its compute
+stays in the list and costs nothing.
 """
 
 from __future__ import annotations
@@ -40,12 +42,14 @@ def lower(
     gradient_edges: Collection[tuple[int, int]] | None = None,
     data_edges: Collection[tuple[int, int]] | None = None,
 ) -> Schedule:
-    """Put in sends and receives: a receive right before the compute that needs it, a send right after its compute.
+    """Put in sends and receives: a receive right before the compute that needs it, a send right
+    after its compute.
 
     Args:
         schedule: compute actions only.
         graph: stages, devices and sample intervals.
-        gradient_edges: stage edges that carry gradients back; by default every edge that carries data.
+        gradient_edges: stage edges that carry gradients back; by default every edge that carries
+            data.
         data_edges: stage edges that carry data; by default all. The others only order the stages.
 
     Raises:
@@ -64,7 +68,9 @@ def lower(
             before[b, y, True, j].append(Action(y, Kind.RECEIVE_FORWARD, j, x, a, start, stop))
             if back:
                 after[b, y, False, j].append(Action(y, Kind.SEND_BACKWARD, j, x, a, start, stop))
-                before[a, x, False, i].append(Action(x, Kind.RECEIVE_BACKWARD, i, y, b, start, stop))
+                before[a, x, False, i].append(
+                    Action(x, Kind.RECEIVE_BACKWARD, i, y, b, start, stop)
+                )
     lowered = {}
     for device, actions in schedule.actions.items():
         result: list[Action] = []
@@ -126,5 +132,7 @@ def data_and_gradient_edges(
 ) -> tuple[frozenset[tuple[int, int]], frozenset[tuple[int, int]]]:
     """The stage edges that carry a value, and those of them that carry a gradient back."""
     carried = edge_values(graph, model)
-    gradients = {edge for edge, values in carried.items() if any(model.values[v].grad for v in values)}
+    gradients = {
+        edge for edge, values in carried.items() if any(model.values[v].grad for v in values)
+    }
     return frozenset(carried), frozenset(gradients)

@@ -109,7 +109,8 @@ class Schedule:
 
     def __str__(self) -> str:
         return "\n".join(
-            f"{device}: {' '.join(map(str, actions))}" for device, actions in sorted(self.actions.items())
+            f"{device}: {' '.join(map(str, actions))}"
+            for device, actions in sorted(self.actions.items())
         )
 
     @staticmethod

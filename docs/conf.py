@@ -1,0 +1,12 @@
+"""Sphinx configuration."""
+
+project = "anabranch"
+author = "the anabranch developers"
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+myst_enable_extensions = ["colon_fence", "dollarmath"]
+exclude_patterns = ["_build"]
+html_theme = "alabaster"
+html_static_path: list[str] = []
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+nitpicky = False

@@ -1,0 +1,149 @@
+"""A timeline in the format of chrome://tracing and ui.perfetto.dev.
+
+One process per device; its threads are compute and messages (as many as overlap, for the slices of a
+thread must nest); an arrow per message from send to receive; a counter for the memory in use. The format is Google's "Trace Event
+Format": a JSON object of events, times in microseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from anabranch.planner.stages import StageGraph
+from anabranch.report import lanes, names
+from anabranch.schedule.schedule import Action, Kind
+from anabranch.timeline import Span, Timeline
+
+Event = dict[str, Any]
+
+COMPUTE_THREAD = 1
+FIRST_MESSAGE_THREAD = 2
+
+_NAMES = {
+    Kind.FORWARD: "forward",
+    Kind.BACKWARD: "backward",
+    Kind.INPUT_GRADIENT: "input gradient",
+    Kind.WEIGHT_GRADIENT: "weight gradient",
+    Kind.SEND_FORWARD: "send forward",
+    Kind.RECEIVE_FORWARD: "receive forward",
+    Kind.SEND_BACKWARD: "send backward",
+    Kind.RECEIVE_BACKWARD: "receive backward",
+}
+
+
+def trace(timeline: Timeline, graph: StageGraph) -> dict[str, Any]:
+    """The timeline as a trace, ready for ``json.dump``.
+
+    Args:
+        timeline: what happened; negative times are left as they are.
+        graph: the stages that it executed, for the names.
+    """
+    events: list[Event] = []
+    threads: dict[Span, int] = {}
+    for order, row in enumerate(lanes.rows(timeline, graph)):
+        compute = [s for s in _of(timeline, row.device) if s.action.kind.is_compute]
+        messages = [s for s in _of(timeline, row.device) if not s.action.kind.is_compute]
+        threads |= {span: COMPUTE_THREAD + 1000 * lane for span, lane in _without_overlap(compute)}
+        threads |= {span: FIRST_MESSAGE_THREAD + lane for span, lane in _without_overlap(messages)}
+        used = {threads[span] for span in (*compute, *messages)}
+        events += _metadata(row, order, sorted(used | {COMPUTE_THREAD}))
+    events += [_slice(span, thread, graph) for span, thread in threads.items()]
+    events += _flows(timeline, threads)
+    events += _memory(timeline)
+    facts = {"source": timeline.source, "step_s": timeline.step_s, "bubble": timeline.bubble}
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": facts}
+
+
+def _of(timeline: Timeline, device: int) -> list[Span]:
+    return [span for span in timeline.spans if span.device == device]
+
+
+def _without_overlap(spans: Iterable[Span]) -> list[tuple[Span, int]]:
+    """Every span with the first lane that is free at its start."""
+    free_at: list[float] = []
+    placed = []
+    for span in sorted(spans, key=lambda span: (span.start, span.end)):
+        lane = next((i for i, t in enumerate(free_at) if t <= span.start), len(free_at))
+        if lane == len(free_at):
+            free_at.append(span.end)
+        free_at[lane] = span.end
+        placed.append((span, lane))
+    return placed
+
+
+def _metadata(row: lanes.Row, order: int, threads: Iterable[int]) -> list[Event]:
+    plural = "s" if len(row.stages) > 1 else ""
+    stage = f" \u00b7 stage{plural} {names.ranges(row.stages)}" if row.stages else ""
+    events = [
+        _about(row.device, 0, "process_name", name=f"device {row.device}{stage}"),
+        _about(row.device, 0, "process_sort_index", sort_index=order),
+    ]
+    for thread in threads:
+        kind = "compute" if thread % 1000 == COMPUTE_THREAD else "messages"
+        events.append(_about(row.device, thread, "thread_name", name=kind))
+        events.append(_about(row.device, thread, "thread_sort_index", sort_index=thread))
+    return events
+
+
+def _about(device: int, thread: int, what: str, **args: object) -> Event:
+    return {"ph": "M", "pid": device, "tid": thread, "name": what, "args": args}
+
+
+def _slice(span: Span, thread: int, graph: StageGraph) -> Event:
+    action = span.action
+    return {
+        "ph": "X",
+        "pid": span.device,
+        "tid": thread,
+        # Viewers colour by the name without its numbers, so that all forwards look alike.
+        "name": f"{_NAMES[action.kind]} {action.microbatch}",
+        "cat": "compute" if action.kind.is_compute else "message",
+        "ts": span.start * 1e6,
+        "dur": max(span.end - span.start, 0.0) * 1e6,
+        "args": _details(action, graph),
+    }
+
+
+def _details(action: Action, graph: StageGraph) -> dict[str, Any]:
+    details: dict[str, Any] = {
+        "action": str(action),
+        "stage": action.stage,
+        "microbatch": action.microbatch,
+    }
+    if not action.kind.is_compute:
+        peer = {"peer_stage": action.peer_stage, "peer_device": action.peer}
+        return details | peer | {"samples": [action.start, action.stop]}
+    if action.stage < len(graph):
+        details["samples"] = list(graph.interval(action.stage, action.microbatch))
+        details["operators"] = names.operators(graph.stages[action.stage], "")
+    return details
+
+
+def _flows(timeline: Timeline, threads: dict[Span, int]) -> list[Event]:
+    events = []
+    for number, message in enumerate(lanes.messages(timeline)):
+        sent, received = message.sent, message.received
+        name = "activations" if message.is_forward else "gradients"
+        common = {"cat": "message", "name": name, "id": number}
+        # A receive may have been posted before the send began; an arrow must not run backwards.
+        arrival = max(sent.start, received.start)
+        start = {"ph": "s", "pid": sent.device, "tid": threads[sent], "ts": sent.start * 1e6}
+        end = {"ph": "f", "bp": "e", "pid": received.device, "tid": threads[received]}
+        events += [common | start, common | end | {"ts": arrival * 1e6}]
+    return events
+
+
+def _memory(timeline: Timeline) -> list[Event]:
+    return [
+        {
+            "ph": "C",
+            "pid": device,
+            "tid": 0,
+            "name": "memory",
+            "ts": t * 1e6,
+            "args": {"bytes": nbytes},
+        }
+        for device, samples in sorted(timeline.memory.items())
+        for t, nbytes in samples
+    ]

@@ -1,0 +1,283 @@
+"""Can every device get through its list? Order, pairing, number in flight, freedom from deadlock.
+
+The transport that the proof is about:
+
+- a channel is one direction of one stage edge between two devices; its messages arrive in the order
+  they were sent;
+- a device waits in line for a receive, and for nothing else: sends are handed over and never waited
+  for;
+- receives are posted ahead, for the next ``slots`` micro-batches of the receiver, and a message
+  moves once it has been sent and its receive is posted.
+
+With at least one slot the receive that a device waits for is always posted, so a message that was
+sent arrives: slots delay messages, they never block one for good. What is left to prove is that the
+lists have no cycle of devices that wait for each other's sends. Running the lists once, without a
+clock, decides it, because running one action never takes away what another one waits for: any order
+of running them gets equally far.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+
+from anabranch.errors import DeadlockError, InvalidScheduleError
+from anabranch.planner.stages import StageGraph
+from anabranch.schedule.lower import lower, messages
+from anabranch.schedule.schedule import Action, Kind, Schedule
+
+Channel = tuple[int, int, int, int, bool]
+"""Sending stage, receiving stage, sending device, receiving device, whether it goes forward."""
+
+_SENDS = frozenset((Kind.SEND_FORWARD, Kind.SEND_BACKWARD))
+_FORWARD = frozenset((Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD))
+
+
+def check(schedule: Schedule, graph: StageGraph) -> None:
+    """Prove that a schedule can be executed; one without messages is lowered first.
+
+    Linear in the number of actions.
+
+    Args:
+        schedule: what every device does.
+        graph: stages with their in-flight counts decided.
+
+    Raises:
+        InvalidScheduleError: if actions are missing, out of order (C4), not paired, or too many
+            micro-batches are in flight.
+        DeadlockError: if devices wait for each other; the message shows what each waits for.
+    """
+    if not schedule.is_lowered:
+        schedule = lower(schedule, graph)
+    if schedule.slots < 1:
+        raise InvalidScheduleError(
+            f"the schedule posts {schedule.slots} receives per channel; at least 1 is needed"
+        )
+    _check_devices(schedule, graph)
+    for device, actions in schedule.actions.items():
+        _check_order(device, actions, graph)
+    _check_pairs(schedule, graph)
+    _check_deadlock(schedule, graph)
+
+
+def channel(action: Action, device: int) -> Channel:
+    """The channel of a message, seen from the device at either end."""
+    forward = action.kind in _FORWARD
+    if action.kind in _SENDS:
+        return action.stage, action.peer_stage, device, action.peer, forward
+    return action.peer_stage, action.stage, action.peer, device, forward
+
+
+def show(actions: Sequence[Action], position: int, *, around: int = 4) -> str:
+    """A stretch of a device's list with one action marked, as in ``0F0 >>0RB0<1@1[0:4]<< 0B0``."""
+    first, last = max(position - around, 0), position + around + 1
+    words = [
+        f">>{action}<<" if i == position else str(action)
+        for i, action in enumerate(actions[first:last], first)
+    ]
+    return " ".join(["..."] * (first > 0) + words + ["..."] * (last < len(actions)))
+
+
+def describe_deadlock(schedule: Schedule, graph: StageGraph, positions: Mapping[int, int]) -> str:
+    """What each unfinished device waits for, given where each stands in its list."""
+    lines = ["the schedule deadlocks; every unfinished device waits for another:"]
+    for device, at in sorted(positions.items()):
+        actions = schedule.actions[device]
+        if at == len(actions):
+            continue
+        action = actions[at]
+        what = "samples" if action.kind is Kind.RECEIVE_FORWARD else "the gradient of samples"
+        lines.append(
+            f"  device {device}, step {at + 1} of {len(actions)}, waits for {what} {action.start} to "
+            f"{action.stop - 1} from stage {action.peer_stage} on device {action.peer}: {show(actions, at)}"
+        )
+    held = _warm_up_samples(schedule, graph)
+    lines += [
+        f"The warm-up rises along stage edge {x} -> {y}: {held[x]} samples forward before the first backward of "
+        f"stage {x}, {held[y]} of stage {y}; give stage {x} at least as many."
+        for x, y in graph.edges
+        if held[x] < held[y]
+    ]
+    return "\n".join(lines)
+
+
+def _warm_up_samples(schedule: Schedule, graph: StageGraph) -> list[int]:
+    held = []
+    for s, stage in enumerate(graph.stages):
+        count = 0
+        for action in schedule.actions[stage.devices[0]]:
+            if action.stage == s and action.kind.is_compute:
+                if action.kind is not Kind.FORWARD:
+                    break
+                count += 1
+        held.append(min(count * stage.microbatch_size, graph.batch_size))
+    return held
+
+
+def _check_devices(schedule: Schedule, graph: StageGraph) -> None:
+    missing = set(graph.devices) ^ set(schedule.actions)
+    if missing:
+        raise InvalidScheduleError(
+            f"the schedule has actions for devices {sorted(schedule.actions)}, but the stages are on devices "
+            f"{list(graph.devices)}"
+        )
+
+
+def _check_order(device: int, actions: Sequence[Action], graph: StageGraph) -> None:
+    """C4, number in flight and completeness of the stages on one device."""
+    done: Counter[tuple[int, Kind]] = Counter()
+    mine = {s for s, stage in enumerate(graph.stages) if device in stage.devices}
+    split = {a.stage for a in actions if a.kind in (Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)}
+    for at, action in enumerate(actions):
+        if action.stage not in mine:
+            problem: str | None = f"stage {action.stage} is not on this device"
+        elif action.kind.is_compute:
+            problem = _compute_problem(action, done, split, graph)
+            done[action.stage, action.kind] += 1
+        else:
+            problem = _message_problem(action, done, split)
+        if problem:
+            raise InvalidScheduleError(
+                f"device {device}, step {at + 1} of {len(actions)}: {problem}: {show(actions, at)}"
+            )
+    for s in mine:
+        for kind in _stage_kinds(s in split):
+            if done[s, kind] != graph.num_microbatches(s):
+                raise InvalidScheduleError(
+                    f"device {device} runs {done[s, kind]} of the {graph.num_microbatches(s)} micro-batches of "
+                    f"stage {s} through {kind.name.lower()}"
+                )
+
+
+def _stage_kinds(split: bool) -> tuple[Kind, ...]:
+    backward = (Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT) if split else (Kind.BACKWARD,)
+    return (Kind.FORWARD, *backward)
+
+
+def _compute_problem(
+    action: Action, done: Counter[tuple[int, Kind]], split: set[int], graph: StageGraph
+) -> str | None:
+    s, kind, i = action.stage, action.kind, action.microbatch
+    order = _stage_kinds(s in split)
+    if kind not in order:
+        return f"stage {s} has its backwards both whole and in two halves"
+    expected = done[s, kind]
+    if i != expected:
+        return f"micro-batch {i} where micro-batch {expected} is next"
+    if i >= graph.num_microbatches(s):
+        return f"stage {s} has only {graph.num_microbatches(s)} micro-batches"
+    if kind is not Kind.FORWARD:
+        before = order[order.index(kind) - 1]
+        return None if i < done[s, before] else f"it comes before {before.name.lower()} {i}"
+    in_flight = expected + 1 - done[s, order[-1]]
+    limit = graph.stages[s].in_flight
+    if in_flight > limit:
+        return f"{in_flight} micro-batches of stage {s} are in flight; its limit is {limit}"
+    return None
+
+
+def _message_problem(
+    action: Action, done: Counter[tuple[int, Kind]], split: set[int]
+) -> str | None:
+    """A send follows the compute that made it, a receive comes before the compute that needs it."""
+    backward = Kind.INPUT_GRADIENT if action.stage in split else Kind.BACKWARD
+    compute = Kind.FORWARD if action.kind in _FORWARD else backward
+    computed = action.microbatch < done[action.stage, compute]
+    if action.kind in _SENDS and not computed:
+        return f"it sends before {compute.name.lower()} {action.microbatch}"
+    if action.kind not in _SENDS and computed:
+        return f"it receives after {compute.name.lower()} {action.microbatch}"
+    return None
+
+
+def _check_pairs(schedule: Schedule, graph: StageGraph) -> None:
+    """Every channel carries, at both ends and in one order, what the sample intervals say."""
+    sent: dict[Channel, list[tuple[int, int, int]]] = defaultdict(list)
+    received: dict[Channel, list[tuple[int, int, int]]] = defaultdict(list)
+    carried = set()
+    for device, actions in schedule.actions.items():
+        for action in actions:
+            if not action.kind.is_compute:
+                key = channel(action, device)
+                carried.add((key[0], key[1], key[4]))
+                ends = sent if action.kind in _SENDS else received
+                ends[key].append((action.microbatch, action.start, action.stop))
+    expect_sent, expect_received = _expected(graph, carried)
+    for key in dict.fromkeys((*sent, *received, *expect_sent)):
+        for what, actual, expected in (
+            ("sends", sent[key], expect_sent[key]),
+            ("receives", received[key], expect_received[key]),
+        ):
+            if actual != expected:
+                raise InvalidScheduleError(_pair_problem(key, what, actual, expected))
+
+
+def _expected(
+    graph: StageGraph, carried: set[tuple[int, int, bool]]
+) -> tuple[dict[Channel, list[tuple[int, int, int]]], dict[Channel, list[tuple[int, int, int]]]]:
+    sent: dict[Channel, list[tuple[int, int, int]]] = defaultdict(list)
+    received: dict[Channel, list[tuple[int, int, int]]] = defaultdict(list)
+    for x, y in graph.edges:
+        forward, back = (x, y, True) in carried, (y, x, False) in carried
+        for i, a, j, b, start, stop in messages(graph, x, y) if forward or back else ():
+            if forward:
+                sent[x, y, a, b, True].append((i, start, stop))
+                received[x, y, a, b, True].append((j, start, stop))
+            if back:
+                sent[y, x, b, a, False].append((j, start, stop))
+                received[y, x, b, a, False].append((i, start, stop))
+    return sent, received
+
+
+def _pair_problem(
+    key: Channel,
+    what: str,
+    actual: Sequence[tuple[int, int, int]],
+    expected: Sequence[tuple[int, int, int]],
+) -> str:
+    source, target, a, b, forward = key
+    at = next(
+        (i for i, pair in enumerate(zip(actual, expected, strict=False)) if pair[0] != pair[1]),
+        min(len(actual), len(expected)),
+    )
+
+    def text(items: Sequence[tuple[int, int, int]]) -> str:
+        if at >= len(items):
+            return "nothing"
+        microbatch, start, stop = items[at]
+        return f"samples {start} to {stop - 1} of micro-batch {microbatch}"
+
+    return (
+        f"{'activations' if forward else 'gradients'} from stage {source} on device {a} to stage {target} on device "
+        f"{b}: among the {what}, message {at + 1} is {text(actual)}; the sample intervals ask for {text(expected)}"
+    )
+
+
+def _check_deadlock(schedule: Schedule, graph: StageGraph) -> None:
+    """Run the lists without a clock until nobody can go on."""
+    sent: dict[Channel, int] = defaultdict(int)
+    received: dict[Channel, int] = defaultdict(int)
+    waiting: dict[Channel, int] = {}
+    positions = dict.fromkeys(schedule.actions, 0)
+    runnable = list(schedule.actions)
+    while runnable:
+        device = runnable.pop()
+        actions = schedule.actions[device]
+        at = positions[device]
+        while at < len(actions):
+            action = actions[at]
+            if not action.kind.is_compute:
+                key = channel(action, device)
+                if action.kind in _SENDS:
+                    sent[key] += 1
+                    if key in waiting:
+                        runnable.append(waiting.pop(key))
+                elif received[key] < sent[key]:
+                    received[key] += 1
+                else:
+                    waiting[key] = device
+                    break
+            at += 1
+        positions[device] = at
+    if any(at < len(schedule.actions[device]) for device, at in positions.items()):
+        raise DeadlockError(describe_deadlock(schedule, graph, positions))

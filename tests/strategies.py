@@ -1,0 +1,123 @@
+"""Hypothesis strategies that several tests share."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from anabranch.cluster import Cluster, Level
+from anabranch.graph.opgraph import BATCH, Op, OpGraph, Parameter, Value
+from anabranch.planner.stages import Plan, Prediction, Stage, StageGraph
+from anabranch.profile.profile import OpCost, Profile
+
+SECONDS = st.floats(0, 1e3)
+
+
+@st.composite
+def op_graphs(draw: st.DrawFn, max_ops: int = 6) -> OpGraph:
+    """Any directed acyclic graph: values run from one operator (or the batch) to later ones."""
+    n = draw(st.integers(1, max_ops))
+    parameters = tuple(
+        Parameter(f"p{i}", draw(st.integers(0, 2**40)), draw(st.booleans()))
+        for i in range(draw(st.integers(0, 3)))
+    )
+    names = [p.name for p in parameters]
+    ops = tuple(
+        Op(
+            f"op{i}",
+            tuple(n for n in names if draw(st.booleans())),
+            draw(st.sampled_from(["", "Linear"])),
+        )
+        for i in range(n)
+    )
+    values = []
+    for i in range(draw(st.integers(0, 2 * n))):
+        producer = draw(st.integers(BATCH, n - 1))
+        consumers = tuple(c for c in range(producer + 1, n) if draw(st.booleans()))
+        size = draw(st.integers(0, 2**40))
+        values.append(
+            Value(producer, consumers, size, draw(st.booleans()), draw(st.booleans()), f"v{i}")
+        )
+    return OpGraph(ops, tuple(values), parameters, name=draw(st.sampled_from(["", "a model"])))
+
+
+@st.composite
+def profiles(draw: st.DrawFn) -> Profile:
+    """Any profile of any graph."""
+    graph = draw(op_graphs())
+    samples = tuple(sorted(draw(st.sets(st.integers(1, 64), min_size=1, max_size=3))))
+    times = st.tuples(*[SECONDS] * len(samples))
+    costs = tuple(OpCost(draw(times), draw(times), draw(st.integers(0, 2**40))) for _ in graph.ops)
+    return Profile(
+        graph,
+        samples,
+        costs,
+        device=draw(st.sampled_from(["cpu", "v100"])),
+        source=draw(st.sampled_from(["measured", "estimated", "imported"])),
+        proportional=len(samples) == 1 and draw(st.booleans()),
+    )
+
+
+@st.composite
+def clusters(draw: st.DrawFn) -> Cluster:
+    """Any cluster of up to 64 devices."""
+    levels = tuple(
+        Level(
+            f"level {i}",
+            draw(st.integers(1, 4)),
+            bandwidth=draw(st.floats(1.0, 1e15)),
+            latency_s=draw(st.floats(0, 1)),
+        )
+        for i in range(draw(st.integers(1, 3)))
+    )
+    memory = draw(st.integers(1, 2**50))
+    return Cluster("drawn", "v100", memory, levels, cores=draw(st.integers(0, 64)))
+
+
+@st.composite
+def stage_graphs(draw: st.DrawFn, max_stages: int = 4, max_replicas: int = 2) -> StageGraph:
+    """Any directed acyclic graph of stages with replicas, on devices 0, 1, 2 ..."""
+    n = draw(st.integers(1, max_stages))
+    batch_size = draw(st.integers(1, 64))
+    stages: list[Stage] = []
+    devices = 0
+    for s in range(n):
+        replicas = draw(st.integers(1, max_replicas))
+        stages.append(
+            Stage(
+                operators=tuple(f"op{s}.{i}" for i in range(draw(st.integers(1, 3)))),
+                devices=tuple(range(devices, devices + replicas)),
+                microbatch_size=draw(st.integers(1, batch_size)),
+                k=draw(st.integers(1, 2)),
+                in_flight=draw(st.integers(0, 8)),
+                recompute=draw(st.booleans()),
+            )
+        )
+        devices += replicas
+    pairs = [(x, y) for y in range(n) for x in range(y)]
+    edges = tuple(sorted(pair for pair in pairs if draw(st.booleans())))
+    return StageGraph(tuple(stages), edges, batch_size)
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    """Any plan, as a file may hold it: nothing says that its stages fit a model."""
+    graph = draw(stage_graphs())
+    predicted = Prediction(
+        step_s=draw(st.floats(1e-9, 1e6)),
+        bottleneck_s_per_sample=draw(SECONDS),
+        bubble=draw(st.floats(0, 1)),
+        device_peak_bytes=tuple(draw(st.integers(0, 2**50)) for _ in graph.devices),
+    )
+    return Plan(
+        graph,
+        schedule=draw(st.sampled_from(["gpipe", "1f1b", "1f1b-deep"])),
+        planner="graphpipe",
+        model=draw(st.sampled_from(["mmt", "package.module:function", "folder/profile.json"])),
+        cluster="summit:8x4",
+        profile="estimated, v100, at 1, 2 samples",
+        search_s=draw(SECONDS),
+        simulate_s=draw(SECONDS),
+        predicted=predicted,
+        granularity=draw(st.sampled_from(["operator", "layer", "block"])),
+        notes=tuple(draw(st.lists(st.sampled_from(["a note", "größer"]), max_size=2))),
+    )
