@@ -62,6 +62,8 @@ def gpt2() -> Built:
         embd_pdrop=0.0,
         attn_pdrop=0.0,
         use_cache=False,
+        bos_token_id=0,
+        eos_token_id=0,
     )
     tokens = torch.randint(0, 60, (SAMPLES, 8))
     return GPT2LMHeadModel(config).train(), {"input_ids": tokens, "labels": tokens}
@@ -79,6 +81,7 @@ def t5() -> Built:
         dropout_rate=0.0,
         use_cache=False,
         tie_word_embeddings=True,
+        decoder_start_token_id=0,
     )
     source, target = torch.randint(0, 60, (SAMPLES, 8)), torch.randint(1, 60, (SAMPLES, 6))
     return T5ForConditionalGeneration(config).train(), {"input_ids": source, "labels": target}

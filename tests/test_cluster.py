@@ -63,7 +63,7 @@ def test_ports() -> None:
 
     Device 1 (node 0, rack 0) to device 14 (node 3, rack 1)::
 
-        device 1 -> card of node 0 -> card of rack 0 -> card of rack 1 -> card of node 3 -> device 14
+        device 1 -> node 0 -> rack 0 -> rack 1 -> node 3 -> device 14
     """
     assert RACKS.ports(1, 2) == (("out", 0, 1), ("in", 0, 2))
     assert RACKS.ports(1, 14) == (

@@ -2,11 +2,12 @@
 
 Everything is in seconds, bytes and samples. With n = b / d samples on each of d replicas:
 
-    forward   sum over operators of forward_s(n)            (linear between measured sample counts)
-    backward  sum over operators of backward_s(n)           (+ the forward once more with
-    recomputation) transfer  latency + bytes / bandwidth                   of the slowest link on
-    the way allreduce 2 (d-1)/d * bytes / bandwidth + 2 (d-1) * latency         (ring) memory
-    parameters * (1 + 1 + optimizer + extra versions) + in flight * n * kept bytes + buffers
+    forward    sum over operators of forward_s(n)           (linear between measured sample counts)
+    backward   sum over operators of backward_s(n)          (+ the forward again with recomputation)
+    transfer   latency + bytes / bandwidth                  of the slowest link on the way
+    allreduce  2 (d-1)/d * bytes / bandwidth + 2 (d-1) * latency        (ring)
+    memory     parameters * versions + trainable parameters * (1 + optimizer)
+               + in flight * n * kept bytes + what enters, for as long as it is held
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
 from anabranch.cluster import Cluster, Link
 from anabranch.errors import ProfileError
-from anabranch.graph.opgraph import BATCH, OpGraph
+from anabranch.graph.opgraph import BATCH, OpGraph, Parameter, bits
 from anabranch.profile.profile import Profile
 
 
@@ -72,8 +74,7 @@ class CostModel:
                 f"profile again with a range that includes it, or choose a micro-batch size and a number "
                 f"of replicas that give between {measured[0]} and {measured[-1]} samples"
             )
-        forward = np.array([cost.forward_s for cost in self.profile.costs])
-        backward = np.array([cost.backward_s for cost in self.profile.costs])
+        forward, backward = self._measured_s
         if self.profile.proportional:
             scale = samples / measured[0]
             return forward[:, 0] * scale, backward[:, 0] * scale
@@ -99,14 +100,45 @@ class CostModel:
         seconds = float(self.op_seconds(samples)[1][chosen].sum())
         return seconds + self.forward_s(chosen, samples) if recompute else seconds
 
+    @cached_property
+    def _measured_s(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        forward = np.array([cost.forward_s for cost in self.profile.costs])
+        backward = np.array([cost.backward_s for cost in self.profile.costs])
+        return forward, backward
+
+    @cached_property
+    def kept_bytes(self) -> NDArray[np.float64]:
+        """Bytes that each operator keeps for its backward, per sample."""
+        return np.array([cost.kept_bytes for cost in self.profile.costs], dtype=np.float64)
+
+    @cached_property
+    def readers(self) -> tuple[int, ...]:
+        """Per value, the bit mask of the operators that read it."""
+        return tuple(sum(1 << consumer for consumer in v.consumers) for v in self.graph.values)
+
+    @cached_property
+    def made(self) -> tuple[tuple[int, ...], ...]:
+        """Per operator, the values that it makes and another reads."""
+        result: list[list[int]] = [[] for _ in self.graph.ops]
+        for i, value in enumerate(self.graph.values):
+            if value.producer != BATCH and value.consumers:
+                result[value.producer].append(i)
+        return tuple(map(tuple, result))
+
+    @cached_property
+    def read(self) -> tuple[tuple[int, ...], ...]:
+        """Per operator, the values that it reads from another; the batch is at hand everywhere."""
+        result: list[list[int]] = [[] for _ in self.graph.ops]
+        for i, value in enumerate(self.graph.values):
+            if value.producer != BATCH:
+                for consumer in value.consumers:
+                    result[consumer].append(i)
+        return tuple(map(tuple, result))
+
     def crossing(self, source: int, target: int) -> tuple[int, ...]:
         """Indices of the values made in one set of operators and read in another (bit masks)."""
         return tuple(
-            i
-            for i, value in enumerate(self.graph.values)
-            if value.producer != BATCH
-            and source >> value.producer & 1
-            and any(target >> consumer & 1 for consumer in value.consumers)
+            sorted(i for op in bits(source) for i in self.made[op] if self.readers[i] & target)
         )
 
     def forward_bytes(self, values: Iterable[int], samples: float) -> float:
@@ -131,12 +163,16 @@ class CostModel:
 
     def parameter_bytes(self, ops: Iterable[int], *, trainable: bool = False) -> int:
         """Bytes of the parameters that a set of operators reads, each counted once."""
-        names = {name for i in ops for name in self.graph.ops[i].parameters}
+        parameters = self._parameters
         return sum(
-            parameter.nbytes
-            for parameter in self.graph.parameters
-            if parameter.name in names and (parameter.trainable or not trainable)
+            parameters[name].nbytes
+            for name in {name for i in ops for name in self.graph.ops[i].parameters}
+            if parameters[name].trainable or not trainable
         )
+
+    @cached_property
+    def _parameters(self) -> dict[str, Parameter]:
+        return {parameter.name: parameter for parameter in self.graph.parameters}
 
     def device_bytes(
         self,
@@ -163,8 +199,8 @@ class CostModel:
         weights = self.parameter_bytes(chosen)
         trainable = self.parameter_bytes(chosen, trainable=True)
         state = weights * versions + trainable * (1 + self.optimizer_factor)
-        kept = sum(self.profile.costs[i].kept_bytes for i in chosen) * samples
-        entering, leaving, gradients = self.boundary_bytes(chosen, samples)
+        kept = float(self.kept_bytes[chosen].sum()) * samples
+        entering, _, gradients = self.boundary_bytes(chosen, samples)
         inside = kept if recompute else in_flight * kept
         # In flight: what entered is held until the backward. Posted ahead: further receives of each
         # kind.
@@ -174,17 +210,17 @@ class CostModel:
         """Bytes that enter a set of operators, leave it, and come back to it as gradients of what
         left.
         """
+        chosen = list(ops)
         mask = 0
-        for i in ops:
+        for i in chosen:
             mask |= 1 << i
+        values = self.graph.values
         entering = leaving = gradients = 0.0
-        for value in self.graph.values:
-            if value.producer == BATCH:
-                continue
-            inside = mask >> value.producer & 1
-            if not inside and any(mask >> c & 1 for c in value.consumers):
-                entering += value.size(samples)
-            elif inside and any(not mask >> c & 1 for c in value.consumers):
-                leaving += value.size(samples)
-                gradients += value.size(samples) if value.grad else 0.0
+        for i in {i for op in chosen for i in self.read[op]}:
+            if not mask >> values[i].producer & 1:
+                entering += values[i].size(samples)
+        for i in (i for op in chosen for i in self.made[op]):
+            if self.readers[i] & ~mask:
+                leaving += values[i].size(samples)
+                gradients += values[i].size(samples) if values[i].grad else 0.0
         return entering, leaving, gradients

@@ -7,8 +7,8 @@ each layer in between, so no edge ever crosses a node::
     [  a  ] --> [  b  ] --> [  c  ] --> [  e  ]
     [  d  ] -------------------------->        the edge d -> e keeps a lane in layers 1 and 2
 
-The order within a layer comes from barycentre sweeps, kept when they cross fewer edges (Sugiyama, Tagawa, Toda 1981); heights from
-repeated isotonic regression: as near to the neighbours' mean as the order and the gaps allow (the pools of adjacent violators).
+The order within a layer comes from barycentre sweeps, kept when they cross fewer edges (Sugiyama, Tagawa, Toda 1981). Heights: every
+chain is pulled to the mean of its neighbours, then what is too close is pushed apart.
 """
 
 from __future__ import annotations
@@ -18,8 +18,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 SWEEPS = 24
+ROUNDS = 30
 LANE = 8.0
 """Height of the lane of a passing edge."""
+
+DIRECT = 4.0
+"""Pull of an edge between neighbouring layers; one that passes layers pulls with 1."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,7 @@ def layered(
     graph = _Expanded(layer, edges)
     order = _fewest_crossings(graph)
     sizes = [node_height if v < num_nodes else LANE for v in range(graph.size)]
-    y = _heights(graph, order, sizes, num_nodes, gap)
+    y = _heights(graph, order, sizes, gap)
     top = min(y[v] - sizes[v] / 2 for v in range(graph.size))
     bottom = max(y[v] + sizes[v] / 2 for v in range(graph.size))
     routes = {edge: tuple(y[v] - top for v in path) for edge, path in graph.paths.items()}
@@ -110,9 +114,7 @@ def _fewest_crossings(graph: _Expanded) -> list[list[int]]:
 def _depth_first(graph: _Expanded) -> list[list[int]]:
     """The layers in the order in which a walk from the sources meets them: branches start out side by side."""
     rank: dict[int, int] = {}
-    stack = [v for v in reversed(graph.layers[0])]
-    others = [v for layer in graph.layers[1:] for v in layer if not graph.before[v]]
-    stack = [*reversed(others), *stack]
+    stack = list(reversed(graph.layers[0]))
     while stack:
         v = stack.pop()
         if v not in rank:
@@ -143,53 +145,94 @@ def _crossings(graph: _Expanded, order: Sequence[Sequence[int]]) -> int:
 
 
 def _heights(
-    graph: _Expanded,
-    order: Sequence[Sequence[int]],
-    sizes: Sequence[float],
-    num_nodes: int,
-    gap: float,
+    graph: _Expanded, order: Sequence[Sequence[int]], sizes: Sequence[float], gap: float
 ) -> list[float]:
-    y = [0.0] * graph.size
-    for layer in order:
-        offsets = _offsets(layer, sizes, gap)
-        for v, offset in zip(layer, offsets, strict=True):
-            y[v] = offset - offsets[-1] / 2
-    for sweep in range(SWEEPS):
-        sides = (graph.before,) if sweep % 3 == 0 else (graph.after,) if sweep % 3 == 1 else None
-        for layer in order if sweep % 2 == 0 else reversed(order):
-            wanted = []
-            for v in layer:
-                around = [w for side in sides or (graph.before, graph.after) for w in side[v]]
-                wanted.append(sum(y[w] for w in around) / len(around) if around else y[v])
-            weights = [1.0 if v < num_nodes else 4.0 for v in layer]
-            _settle(layer, wanted, weights, _offsets(layer, sizes, gap), y)
-    return y
+    """Middles of all nodes. A chain without fork or join shares one height, so that it is drawn straight."""
+    above = [
+        (v, w, (sizes[v] + sizes[w]) / 2 + gap) for layer in order for v, w in pairwise(layer)
+    ]
+    chain = _chains(graph)
+    if _ranks(chain, above) is None:
+        chain = list(range(graph.size))  # two chains that cross cannot both be straight
+    ranks = _ranks(chain, above)
+    assert ranks is not None, "the order within the layers is not acyclic"
+    apart: dict[tuple[int, int], float] = {}
+    for v, w, distance in above:
+        pair = chain[v], chain[w]
+        apart[pair] = max(apart.get(pair, 0.0), distance)
+    pairs = sorted(apart, key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
+    y = _pushed_down(dict.fromkeys(chain, 0.0), pairs, apart)
+    around = _neighbours(graph, chain)
+    for _ in range(SWEEPS):
+        for c in sorted(y, key=lambda c: ranks[c]):
+            if around[c]:
+                weight = sum(around[c].values())
+                y[c] = sum(y[other] * w for other, w in around[c].items()) / weight
+        _push_apart(y, pairs, apart)
+    y = _pushed_down(y, pairs, apart)
+    return [y[c] for c in chain]
 
 
-def _offsets(layer: Sequence[int], sizes: Sequence[float], gap: float) -> list[float]:
-    """Middles of the nodes if they were stacked with just the gaps between them, from 0."""
-    result = [0.0]
-    for v, w in pairwise(layer):
-        result.append(result[-1] + (sizes[v] + sizes[w]) / 2 + gap)
+def _chains(graph: _Expanded) -> list[int]:
+    """Per node, the first node of its chain."""
+    first = list(range(graph.size))
+    for layer in graph.layers:
+        for v in layer:
+            if len(graph.before[v]) == 1 and len(graph.after[graph.before[v][0]]) == 1:
+                first[v] = first[graph.before[v][0]]
+    return first
+
+
+def _ranks(chain: Sequence[int], above: Sequence[tuple[int, int, float]]) -> dict[int, int] | None:
+    """Chain -> its place from top to bottom; None if some chain had to be above and below another."""
+    below: dict[int, set[int]] = {c: set() for c in chain}
+    waiting = dict.fromkeys(chain, 0)
+    for v, w, _ in above:
+        if chain[w] not in below[chain[v]]:
+            below[chain[v]].add(chain[w])
+            waiting[chain[w]] += 1
+    ready = [c for c, count in waiting.items() if count == 0]
+    ranks: dict[int, int] = {}
+    while ready:
+        c = ready.pop()
+        ranks[c] = len(ranks)
+        for other in sorted(below[c]):
+            waiting[other] -= 1
+            if waiting[other] == 0:
+                ready.append(other)
+    return ranks if len(ranks) == len(waiting) else None
+
+
+def _neighbours(graph: _Expanded, chain: Sequence[int]) -> dict[int, dict[int, float]]:
+    """Chain -> chains that it has an edge with, and how much it wants to be at their height."""
+    result: dict[int, dict[int, float]] = {c: {} for c in chain}
+    for path in graph.paths.values():
+        weight = DIRECT if len(path) == 2 else 1.0
+        for v, w in pairwise(path):
+            a, b = chain[v], chain[w]
+            if a != b:
+                result[a][b] = result[a].get(b, 0.0) + weight
+                result[b][a] = result[b].get(a, 0.0) + weight
     return result
 
 
-def _settle(
-    layer: Sequence[int],
-    wanted: Sequence[float],
-    weights: Sequence[float],
-    offsets: Sequence[float],
-    y: list[float],
+def _push_apart(
+    y: dict[int, float], pairs: Sequence[tuple[int, int]], apart: dict[tuple[int, int], float]
 ) -> None:
-    """Least squares towards the wanted heights under the least distances, which is isotonic regression of the differences."""
-    pools: list[tuple[float, float, int]] = []  # mean, weight, members
-    for want, weight, offset in zip(wanted, weights, offsets, strict=True):
-        mean, heavy, members = want - offset, weight, 1
-        while pools and pools[-1][0] > mean:
-            other, other_weight, count = pools.pop()
-            mean = (mean * heavy + other * other_weight) / (heavy + other_weight)
-            heavy, members = heavy + other_weight, members + count
-        pools.append((mean, heavy, members))
-    shifts = [mean for mean, _, members in pools for _ in range(members)]
-    for v, shift, offset in zip(layer, shifts, offsets, strict=True):
-        y[v] = shift + offset
+    """Move what is too close, both by the same amount, until little is left of it."""
+    for turn in range(ROUNDS):
+        for a, b in pairs if turn % 2 == 0 else reversed(pairs):
+            missing = apart[a, b] - (y[b] - y[a])
+            if missing > 0:
+                y[a] -= missing / 2
+                y[b] += missing / 2
+
+
+def _pushed_down(
+    y: dict[int, float], pairs: Sequence[tuple[int, int]], apart: dict[tuple[int, int], float]
+) -> dict[int, float]:
+    """Move down what is still too close; the pairs are sorted from top to bottom."""
+    result = dict(y)
+    for a, b in pairs:
+        result[b] = max(result[b], result[a] + apart[a, b])
+    return result

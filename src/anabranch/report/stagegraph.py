@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 from anabranch.planner.stages import Plan, Stage, StageGraph
@@ -11,11 +11,13 @@ from anabranch.report.layered import layered
 from anabranch.report.theme import Drawing, escape, num, rect, shorten, text
 
 BOX_WIDTH = 196.0
-BOX_HEIGHT = 84.0
+BOX_HEIGHT = 98.0
 COLUMN_GAP = 54.0
 ROW_GAP = 18.0
 MARGIN = 22.0
 SMALL = 11.0
+
+Edge = tuple[int, int]
 
 
 def stage_graph_svg(plan: Plan) -> str:
@@ -34,11 +36,10 @@ def draw(graph: StageGraph) -> Drawing:
     count = f"{len(graph)} stage{'s' if len(graph) > 1 else ''}"
     title = f"Stage graph: {count}, {graph.depth} on the longest path"
     drawing = Drawing(width, place.height + 2 * MARGIN, title)
-    ports = _ports(graph, place.y)
-    for (a, b), heights in place.routes.items():
-        out, into = ports[a, b]
-        levels = [heights[0] + out, *heights[1:-1], heights[-1] + into]
-        drawing.add(*_edge([MARGIN + y for y in levels], place.layer[a]))
+    leaving, entering = _ports(graph, place.routes)
+    for edge, heights in place.routes.items():
+        levels = [heights[0] + leaving[edge], *heights[1:-1], heights[-1] + entering[edge]]
+        drawing.add(*_edge([MARGIN + y for y in levels], place.layer[edge[0]]))
     prefix = names.graph_prefix(graph)
     for s, stage in enumerate(graph.stages):
         x = _column(place.layer[s])
@@ -50,18 +51,21 @@ def _column(layer: int) -> float:
     return MARGIN + layer * (BOX_WIDTH + COLUMN_GAP)
 
 
-def _ports(graph: StageGraph, y: Sequence[float]) -> dict[tuple[int, int], tuple[float, float]]:
-    """Edge -> where it leaves and enters, relative to the middles; spread so that a join shows every edge."""
-    result: dict[tuple[int, int], tuple[float, float]] = {}
-    leave, enter = {}, {}
+def _ports(
+    graph: StageGraph, routes: Mapping[Edge, Sequence[float]]
+) -> tuple[dict[Edge, float], dict[Edge, float]]:
+    """Edge -> where it leaves its source and where it enters its target, relative to their middles.
+
+    Spread, so that a join shows every edge, in the order in which they come, so that they do not cross.
+    """
+    leaving: dict[Edge, float] = {}
+    entering: dict[Edge, float] = {}
     for s in range(len(graph)):
-        for n, other in enumerate(sorted(graph.successors[s], key=lambda t: (y[t], t))):
-            leave[s, other] = _spread(n, len(graph.successors[s]))
-        for n, other in enumerate(sorted(graph.predecessors[s], key=lambda t: (y[t], t))):
-            enter[other, s] = _spread(n, len(graph.predecessors[s]))
-    for edge in graph.edges:
-        result[edge] = leave[edge], enter[edge]
-    return result
+        out = sorted((routes[s, t][1], t) for t in graph.successors[s])
+        into = sorted((routes[t, s][-2], t) for t in graph.predecessors[s])
+        leaving |= {(s, t): _spread(n, len(out)) for n, (_, t) in enumerate(out)}
+        entering |= {(t, s): _spread(n, len(into)) for n, (_, t) in enumerate(into)}
+    return leaving, entering
 
 
 def _spread(n: int, count: int) -> float:
@@ -90,34 +94,29 @@ def _edge(levels: Sequence[float], layer: int) -> list[str]:
 
 
 def _stage_box(number: int, stage: Stage, prefix: str, x: float, y: float) -> list[str]:
-    inner = BOX_WIDTH - 26
+    room = BOX_WIDTH - 26
     first, last = names.ends(stage, prefix)
     count = len(stage.operators)
     devices = names.devices(stage)
-    more = "".join(
-        [
-            f" \u00b7 k {stage.k}" if stage.k > 1 else "",
-            " \u00b7 recompute" if stage.recompute else "",
-        ]
-    )
-    shape = f"micro-batch {stage.microbatch_size} \u00b7 {stage.in_flight} in flight{more}"
-    listing = "\n".join(stage.operators)
-    right = x + BOX_WIDTH - 12
-    return [
-        f"<g><title>{escape(f'stage {number} on {devices}: {listing}')}</title>",
-        rect("card", x, y, BOX_WIDTH, BOX_HEIGHT, radius=8, extra=' stroke-width="1.2"'),
-        rect("f", x, y + 10, 3.5, BOX_HEIGHT - 20, radius=1.75),
-        text("bold", x + 14, y + 21, 13, f"stage {number}"),
-        text("right", right, y + 21, SMALL + 0.5, shorten(devices, SMALL + 0.5, inner - 66)),
-        text("", x + 14, y + 39, SMALL, shorten(first, SMALL, inner)),
-        text("", x + 14, y + 54, SMALL, _second_line(last, count, inner)),
-        text("muted", x + 14, y + 72, SMALL, shorten(shape, SMALL, inner + 6)),
-        "</g>",
+    operators = [first] if count == 1 else [first, f".. {last}"]
+    facts = [
+        f"{count} operator{'s' if count > 1 else ''} \u00b7 micro-batch {stage.microbatch_size}",
+        f"{stage.in_flight} in flight"
+        + (f" \u00b7 k {stage.k}" if stage.k > 1 else "")
+        + (" \u00b7 recompute" if stage.recompute else ""),
     ]
-
-
-def _second_line(last: str, count: int, room: float) -> str:
-    if count == 1:
-        return ""
-    tail = f" ({count} operators)" if count > 2 else ""
-    return shorten(f".. {last}", SMALL, room - 6.2 * len(tail)) + tail
+    listing = escape(f"stage {number} on {devices}: " + ", ".join(stage.operators))
+    head = 64 if number < 100 else 72
+    pieces = [
+        f"<g><title>{listing}</title>",
+        rect("card", x, y, BOX_WIDTH, BOX_HEIGHT, radius=8, extra=' stroke-width="1.2"'),
+        rect("f", x, y + 12, 3.5, BOX_HEIGHT - 24, radius=1.75),
+        text("bold", x + 14, y + 21, 13, f"stage {number}"),
+        text("right", x + BOX_WIDTH - 12, y + 21, SMALL, shorten(devices, SMALL, room - head)),
+    ]
+    middle = y + 46 if count == 1 else y + 39
+    for i, line in enumerate(operators):
+        pieces.append(text("", x + 14, middle + 15 * i, SMALL, shorten(line, SMALL, room)))
+    for i, line in enumerate(facts):
+        pieces.append(text("muted", x + 14, y + 73 + 15 * i, SMALL, shorten(line, SMALL, room + 8)))
+    return [*pieces, "</g>"]

@@ -88,13 +88,14 @@ def describe_deadlock(schedule: Schedule, graph: StageGraph, positions: Mapping[
         action = actions[at]
         what = "samples" if action.kind is Kind.RECEIVE_FORWARD else "the gradient of samples"
         lines.append(
-            f"  device {device}, step {at + 1} of {len(actions)}, waits for {what} {action.start} to "
-            f"{action.stop - 1} from stage {action.peer_stage} on device {action.peer}: {show(actions, at)}"
+            f"  device {device}, step {at + 1} of {len(actions)}, waits for {what} {action.start} "
+            f"to {action.stop - 1} from stage {action.peer_stage} on device {action.peer}: "
+            f"{show(actions, at)}"
         )
     held = _warm_up_samples(schedule, graph)
     lines += [
-        f"The warm-up rises along stage edge {x} -> {y}: {held[x]} samples forward before the first backward of "
-        f"stage {x}, {held[y]} of stage {y}; give stage {x} at least as many."
+        f"The warm-up rises along stage edge {x} -> {y}: {held[x]} samples forward before the "
+        f"first backward of stage {x}, {held[y]} of stage {y}; give stage {x} at least as many."
         for x, y in graph.edges
         if held[x] < held[y]
     ]
@@ -118,8 +119,8 @@ def _check_devices(schedule: Schedule, graph: StageGraph) -> None:
     missing = set(graph.devices) ^ set(schedule.actions)
     if missing:
         raise InvalidScheduleError(
-            f"the schedule has actions for devices {sorted(schedule.actions)}, but the stages are on devices "
-            f"{list(graph.devices)}"
+            f"the schedule has actions for devices {sorted(schedule.actions)}, but the stages are "
+            f"on devices {list(graph.devices)}"
         )
 
 
@@ -144,8 +145,8 @@ def _check_order(device: int, actions: Sequence[Action], graph: StageGraph) -> N
         for kind in _stage_kinds(s in split):
             if done[s, kind] != graph.num_microbatches(s):
                 raise InvalidScheduleError(
-                    f"device {device} runs {done[s, kind]} of the {graph.num_microbatches(s)} micro-batches of "
-                    f"stage {s} through {kind.name.lower()}"
+                    f"device {device} runs {done[s, kind]} of the {graph.num_microbatches(s)} "
+                    f"micro-batches of stage {s} through {kind.name.lower()}"
                 )
 
 
@@ -248,8 +249,9 @@ def _pair_problem(
         return f"samples {start} to {stop - 1} of micro-batch {microbatch}"
 
     return (
-        f"{'activations' if forward else 'gradients'} from stage {source} on device {a} to stage {target} on device "
-        f"{b}: among the {what}, message {at + 1} is {text(actual)}; the sample intervals ask for {text(expected)}"
+        f"{'activations' if forward else 'gradients'} from stage {source} on device {a} to stage "
+        f"{target} on device {b}: among the {what}, message {at + 1} is {text(actual)}; the sample "
+        f"intervals ask for {text(expected)}"
     )
 
 

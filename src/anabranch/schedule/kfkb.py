@@ -70,7 +70,8 @@ class KFKB:
             if stage.in_flight < min(stage.k, num_microbatches):
                 raise InvalidScheduleError(
                     f"stage {s} alternates groups of {stage.k} micro-batches but may hold only "
-                    f"{stage.in_flight}; set its in_flight to at least {min(stage.k, num_microbatches)}"
+                    f"{stage.in_flight}; set its in_flight to at least "
+                    f"{min(stage.k, num_microbatches)}"
                 )
             orders.append(alternate(s, num_microbatches, stage.in_flight, stage.k))
         return per_device(graph, orders)
@@ -96,7 +97,7 @@ def in_flight_samples(k_x: int, b_x: int, k_y: int, b_y: int, held: int) -> int:
 
 
 def alternate(stage: int, num_microbatches: int, in_flight: int, k: int) -> tuple[Action, ...]:
-    """The compute actions of one stage: ``in_flight`` forwards, then k backwards and k forwards in turn."""
+    """Compute of one stage: ``in_flight`` forwards, then k backwards and k forwards in turn."""
     forwards = [Action(stage, Kind.FORWARD, i) for i in range(num_microbatches)]
     backwards = [Action(stage, Kind.BACKWARD, i) for i in range(num_microbatches)]
     result = forwards[:in_flight]
@@ -127,9 +128,10 @@ def require_in_flight(graph: StageGraph) -> None:
     for x, y in graph.edges:
         if held[x] < held[y]:
             raise InvalidScheduleError(
-                f"the warm-up rises along stage edge {x} -> {y}: stage {x} runs {held[x]} samples forward before its "
-                f"first backward, stage {y} runs {held[y]}, so each would wait for the other; set in_flight of "
-                f"stage {x} to at least {-(-held[y] // graph.stages[x].microbatch_size)}"
+                f"the warm-up rises along stage edge {x} -> {y}: stage {x} runs {held[x]} samples "
+                f"forward before its first backward, stage {y} runs {held[y]}, so each would wait "
+                f"for the other; set in_flight of stage {x} to at least "
+                f"{-(-held[y] // graph.stages[x].microbatch_size)}"
             )
 
 
@@ -145,8 +147,8 @@ def per_device(graph: StageGraph, orders: Sequence[tuple[Action, ...]]) -> Sched
         for device in stage.devices:
             if device in actions:
                 raise InvalidScheduleError(
-                    f"device {device} holds stage {s} and stage {actions[device][0].stage}; this schedule takes one "
-                    "stage per device"
+                    f"device {device} holds stage {s} and stage {actions[device][0].stage}; this "
+                    "schedule takes one stage per device"
                 )
             actions[device] = orders[s]
     return Schedule(actions)

@@ -88,7 +88,7 @@ def lower(
 
 
 def messages(graph: StageGraph, x: int, y: int) -> Iterator[Message]:
-    """What flows along stage edge x -> y, ascending in samples; nothing between a device and itself."""
+    """What flows along stage edge x -> y, ascending; nothing between a device and itself."""
     made, needed = _slices(graph, x), _slices(graph, y)
     a = b = 0
     while a < len(made) and b < len(needed):
@@ -100,7 +100,7 @@ def messages(graph: StageGraph, x: int, y: int) -> Iterator[Message]:
 
 
 def _slices(graph: StageGraph, stage: int) -> list[tuple[int, int, int, int]]:
-    """(start, stop, micro-batch, device) of everything one stage holds; the slices tile the batch."""
+    """(start, stop, micro-batch, device) of all that one stage holds; they tile the batch."""
     devices = graph.stages[stage].devices
     return [
         (start, stop, i, device)

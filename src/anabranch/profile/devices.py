@@ -1,0 +1,126 @@
+"""Data sheets of GPUs, and how long a kernel takes on one: a roofline with a utilisation curve.
+
+    seconds = launch + max( compute, bytes / (bandwidth * share that kernels reach) )
+
+A matrix product C[m, n] = A[m, k] B[k, n] is cut into tiles of C, one for each processor at a time:
+
+         n                    132 tiles on 80 processors take two waves, the second one half empty;
+      +--+--+--+              8 tiles on 80 processors leave 72 idle, unless k is split as well
+    m |  |  |  |  <- waves    or the tiles are smaller, which each do less work per byte they load.
+      +--+--+--+
+
+The libraries pick the best tile, so does this. Numbers are the vendors' dense peaks; the shares of them
+are what well tuned kernels reach.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from anabranch.cluster import GB, GIB
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class DeviceSheet:
+    """What a data sheet says about one kind of GPU.
+
+    Attributes:
+        name: as in ``Cluster.device``.
+        flops: operations per second (a multiplication and an addition are two) by number format:
+            torch's names, and ``tf32`` for float32 tensors on tensor cores.
+        bandwidth: bytes per second of its memory.
+        memory_bytes: size of its memory.
+        processors: streaming multiprocessors.
+        launch_s: seconds that each kernel takes at least, on top of its work, in a full queue.
+    """
+
+    name: str
+    flops: Mapping[str, float]
+    bandwidth: float
+    memory_bytes: int
+    processors: int
+    launch_s: float
+
+    def kernel_s(self, nbytes: Floats, compute_s: Floats, launches: Floats) -> Floats:
+        """Seconds of kernels that move so many bytes, compute so long, and are launched so often."""
+        return launches * self.launch_s + np.maximum(compute_s, nbytes / self.effective_bandwidth)
+
+    def matmul_s(self, m: Floats, n: Floats, k: Floats, batch: Floats, precision: str) -> Floats:
+        """Seconds of compute of batched matrix products; 0 where a size is 0.
+
+        Never falls when a size grows: each choice of tile and split does not, nor does their minimum.
+        """
+        per_processor = self.flops[precision] / self.processors * _REACHED[precision]
+        best = np.full(np.shape(m), np.inf)
+        for rows, columns, share in _TILES:
+            tiles = np.ceil(m / rows) * np.ceil(n / columns) * batch
+            for split in _SPLITS:
+                depth = np.maximum(np.ceil(k / split), _SHALLOWEST)
+                waves = np.ceil(tiles * split / self.processors)
+                seconds = waves * (2 * rows * columns * depth) / (per_processor * share)
+                if split > 1:  # the parts of the sum are written and read once more
+                    seconds = seconds + 2 * 4 * split * m * n * batch / self.effective_bandwidth
+                best = np.minimum(best, seconds)
+        return np.where(m * n * k * batch > 0, best, 0.0)
+
+    @property
+    def effective_bandwidth(self) -> float:
+        """Bytes per second that a plain copy reaches."""
+        return 0.82 * self.bandwidth
+
+
+_REACHED = {"float64": 0.9, "float32": 0.9, "tf32": 0.75, "float16": 0.75, "bfloat16": 0.75}
+"""Share of the peak that large products reach; tensor cores are harder to feed."""
+
+_TILES = ((256, 128, 1.0), (128, 128, 0.97), (128, 64, 0.88), (64, 64, 0.75), (32, 32, 0.45))
+"""Rows, columns, and share of ``_REACHED``: smaller tiles load more bytes per operation."""
+
+_SPLITS = (1, 2, 4, 8, 16)
+_SHALLOWEST = 32
+"""A part of the inner dimension is at least this deep: starting and ending a tile costs about as much."""
+
+def _flops(float64: float, float32: float, **others: float) -> Mapping[str, float]:
+    # From TFLOP/s, as the data sheets print them.
+    peaks = {"float64": float64, "float32": float32, **others}
+    return {name: 1e12 * peak for name, peak in peaks.items()}
+
+
+DEVICES: Mapping[str, DeviceSheet] = {
+    sheet.name: sheet
+    for sheet in (
+        # Tesla V100 SXM2 16 GB. It has neither TF32 nor bfloat16: both run at the rate of float32.
+        DeviceSheet(
+            "v100",
+            flops=_flops(7.8, 15.7, tf32=15.7, float16=125, bfloat16=15.7),
+            bandwidth=900 * GB,
+            memory_bytes=16 * GIB,
+            processors=80,
+            launch_s=5e-6,
+        ),
+        # A100 SXM 80 GB.
+        DeviceSheet(
+            "a100",
+            flops=_flops(9.7, 19.5, tf32=156, float16=312, bfloat16=312),
+            bandwidth=2039 * GB,
+            memory_bytes=80 * GB,
+            processors=108,
+            launch_s=4e-6,
+        ),
+        # H100 SXM5 80 GB; the sheet's tensor core figures are with sparsity, twice these.
+        DeviceSheet(
+            "h100",
+            flops=_flops(34, 67, tf32=494.5, float16=989.5, bfloat16=989.5),
+            bandwidth=3350 * GB,
+            memory_bytes=80 * GB,
+            processors=132,
+            launch_s=3.5e-6,
+        ),
+    )
+}
+"""Kind of device, as in ``Cluster.device`` -> its data sheet."""

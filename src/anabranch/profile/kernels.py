@@ -1,0 +1,301 @@
+"""Which kernels an operator would launch on a GPU, forward and backward, without having one.
+
+The operator runs on meta tensors, which have shapes but no numbers, while a dispatch mode writes down
+every tensor operation that reaches the device: autograd itself supplies the backward, so no rule has to
+be repeated here. What a GPU would do differently from the meta device is put in by hand: attention and
+dropout run as the fused kernels that PyTorch has for GPUs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """One tensor operation on the device.
+
+    Attributes:
+        name: of the ATen operation.
+        nbytes: read and written.
+        products: matrix products in it, each (m, n, k, batch).
+        dtype: of the numbers that are multiplied.
+        launches: how many kernels it is made of.
+    """
+
+    name: str
+    nbytes: float
+    products: tuple[tuple[float, float, float, float], ...]
+    dtype: torch.dtype
+    launches: int = 1
+
+
+class Recorder(TorchDispatchMode):
+    """Collects the kernels of whatever runs under it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernels: list[Kernel] = []
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not _is_free(func):
+            inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+            outputs = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
+            self.kernels.append(_kernel(func, args, inputs, outputs))
+        return result
+
+
+def run(module: fx.GraphModule, tensors: Mapping[str, Tensor], inputs: Sequence[Tensor]) -> Any:
+    """Run a traced module on meta tensors, its attention and dropout as a GPU would.
+
+    Args:
+        module: a flat graph of ATen operations.
+        tensors: a meta tensor for each parameter and buffer that the graph reads, by its name there.
+        inputs: a meta tensor for each placeholder.
+    """
+    env: dict[fx.Node, Any] = {}
+    given = iter(inputs)
+    for node in module.graph.nodes:
+        if node.op == "placeholder":
+            env[node] = next(given)
+        elif node.op == "get_attr":
+            env[node] = tensors[node.target]
+        elif node.op == "output":
+            return fx.map_arg(node.args[0], env.__getitem__)
+        else:
+            args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
+            args, kwargs = tree_map(_to_meta, (args, kwargs))
+            function: Callable[..., Any] = _AS_ON_GPU.get(node.target, node.target)  # type: ignore[assignment]
+            env[node] = function(*args, **kwargs)
+    raise AssertionError("a traced graph ends with its output")
+
+
+@contextmanager
+def recorded() -> Iterator[list[Kernel]]:
+    """Yields a list to which the kernels of the body are added."""
+    with Recorder() as recorder:
+        yield recorder.kernels
+
+
+def _to_meta(value: Any) -> Any:
+    # torch.export writes the device that it saw into the program: arange(..., device="cpu").
+    return torch.device("meta") if isinstance(value, torch.device) else value
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    if query.dim() != 4:
+        return torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    if enable_gqa:
+        key = key.repeat_interleave(query.size(1) // key.size(1), 1)
+        value = value.repeat_interleave(query.size(1) // value.size(1), 1)
+    if attn_mask is not None:
+        if attn_mask.dtype == torch.bool:
+            attn_mask = attn_mask.to(query.dtype)
+        attn_mask = attn_mask.expand(*query.shape[:3], key.size(2))
+    keep_sums = any(t.requires_grad for t in (query, key, value))
+    output: Tensor = aten._scaled_dot_product_efficient_attention(
+        query, key, value, attn_mask, keep_sums, dropout_p, is_causal, scale=scale
+    )[0]
+    return output
+
+
+def _dropout(input: Tensor, p: float, train: bool) -> Tensor:
+    if not train or p == 0.0:
+        return aten.dropout(input, p, train)  # type: ignore[no-any-return]
+    return aten.native_dropout(input, p, train)[0]  # type: ignore[no-any-return]
+
+
+_AS_ON_GPU: dict[Any, Callable[..., Any]] = {
+    aten.scaled_dot_product_attention.default: _attention,
+    aten.dropout.default: _dropout,
+}
+
+_FREE = {
+    "detach",
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "new_empty",
+    "new_empty_strided",
+    "_unsafe_view",
+    "_reshape_alias",
+    "lift_fresh",
+    "resize_",
+}
+"""Operations that launch nothing, besides those that only return a view."""
+
+
+def _is_free(func: Any) -> bool:
+    if func._schema.name.removeprefix("aten::") in _FREE:
+        return True
+    returns = func._schema.returns
+    return bool(returns) and all(r.alias_info and not r.alias_info.is_write for r in returns)
+
+
+def _kernel(func: Any, args: tuple[Any, ...], inputs: list[Tensor], outputs: list[Tensor]) -> Kernel:
+    name = func._schema.name.removeprefix("aten::")
+    written = sum(_nbytes(t) for t in outputs)
+    if name in _LOOKUPS:
+        nbytes = _LOOKUPS[name](inputs, outputs)
+    elif name in _WRITE_ONLY:
+        nbytes = written
+    elif name == "copy_":
+        nbytes = _nbytes(inputs[0]) + _nbytes(inputs[1])
+    else:
+        nbytes = written + sum(_nbytes(t) for t in inputs)
+    products = _PRODUCTS[name](args, outputs) if name in _PRODUCTS else ()
+    return Kernel(name, nbytes, products, _dtype(inputs, outputs), _LAUNCHES.get(name, 1))
+
+
+def _dtype(inputs: list[Tensor], outputs: list[Tensor]) -> torch.dtype:
+    floats = [t.dtype for t in (*outputs, *inputs) if t.is_floating_point()]
+    return floats[0] if floats else torch.float32
+
+
+def _nbytes(tensor: Tensor) -> float:
+    # An expanded dimension (stride 0) is in memory once.
+    count = tensor.element_size()
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        count *= size if stride or not size else 1
+    return count
+
+
+_WRITE_ONLY = {
+    "zero_",
+    "fill_",
+    "zeros",
+    "ones",
+    "full",
+    "zeros_like",
+    "ones_like",
+    "full_like",
+    "new_zeros",
+    "new_full",
+    "new_ones",
+    "arange",
+    "bernoulli_",
+    "uniform_",
+    "normal_",
+    "scalar_tensor",
+}
+
+# Table look-ups touch the rows that are asked for, not the whole table; their gradients are dense: the
+# whole table is written, then the rows of the samples are added (read and written).
+_LOOKUPS: dict[str, Callable[[list[Tensor], list[Tensor]], float]] = {
+    "embedding": lambda i, o: 2 * _nbytes(o[0]) + _nbytes(i[1]),
+    "index_select": lambda i, o: 2 * _nbytes(o[0]) + _nbytes(i[-1]),
+    "gather": lambda i, o: 2 * _nbytes(o[0]) + _nbytes(i[-1]),
+    "index": lambda i, o: 2 * _nbytes(o[0]) + sum(_nbytes(t) for t in i[1:]),
+    "_embedding_bag": lambda i, o: _rows(i[0], i[1]) + _nbytes(o[0]) + _nbytes(i[1]),
+    "_embedding_bag_forward_only": lambda i, o: _rows(i[0], i[1]) + _nbytes(o[0]) + _nbytes(i[1]),
+    "embedding_dense_backward": lambda i, o: _nbytes(o[0]) + 3 * _nbytes(i[0]),
+    "_embedding_bag_backward": lambda i, o: _nbytes(o[0]) + _nbytes(i[0]) + 2 * _rows(o[0], i[1]),
+    "_embedding_bag_dense_backward": lambda i, o: (
+        _nbytes(o[0]) + _nbytes(i[0]) + 2 * _rows(o[0], i[1])
+    ),
+}
+
+
+def _rows(table: Tensor, indices: Tensor) -> float:
+    return indices.numel() * table.shape[-1] * table.element_size()
+
+
+_LAUNCHES = {
+    "native_layer_norm_backward": 2,
+    "native_group_norm_backward": 3,
+    "native_batch_norm": 2,
+    "native_batch_norm_backward": 2,
+    "embedding_dense_backward": 4,  # sorts the indices
+    "_embedding_bag_backward": 4,
+    "_embedding_bag_dense_backward": 4,
+    "_scaled_dot_product_efficient_attention_backward": 3,
+    "convolution_backward": 2,
+}
+
+_Products = tuple[tuple[float, float, float, float], ...]
+
+
+def _mm(a: Tensor, b: Tensor) -> _Products:
+    batch = a.shape[0] if a.dim() == 3 else 1
+    return ((a.shape[-2], b.shape[-1], a.shape[-1], batch),)
+
+
+def _convolution(args: tuple[Any, ...], outputs: list[Tensor]) -> _Products:
+    # As an implicit product: output pixels x output channels, over input channels x filter.
+    x, weight, transposed, groups = args[0], args[1], args[6], args[8]
+    image = x if transposed else outputs[0]
+    pixels = image.numel() // image.shape[1]
+    return ((pixels, weight.shape[0] / groups, weight[0].numel(), groups),)
+
+
+def _convolution_backward(args: tuple[Any, ...], outputs: list[Tensor]) -> _Products:
+    grad, x, weight, transposed, groups, mask = (*args[:3], args[7], args[9], args[10])
+    image = x if transposed else grad
+    pixels = image.numel() // image.shape[1]
+    inner, channels = weight[0].numel(), weight.shape[0] / groups
+    products: _Products = ()
+    if mask[0]:
+        products += ((pixels, inner, channels, groups),)
+    if mask[1]:
+        products += ((channels, inner, pixels, groups),)
+    return products
+
+
+def _fused_attention(args: tuple[Any, ...], outputs: list[Tensor]) -> _Products:
+    # Scores and their product with the values; the processors share out blocks of queries.
+    query, key, value = args[:3]
+    heads = query.shape[0] * query.shape[1]
+    width = query.shape[-1] + value.shape[-1]
+    return ((query.shape[2], width / 2, 2 * key.shape[2], heads),)
+
+
+def _fused_attention_backward(args: tuple[Any, ...], outputs: list[Tensor]) -> _Products:
+    # Five products instead of two: the scores again, and four gradients.
+    query, key, value = args[1:4]
+    heads = query.shape[0] * query.shape[1]
+    width = query.shape[-1] + value.shape[-1]
+    return ((key.shape[2], width / 2, 5 * query.shape[2], heads),)
+
+
+_PRODUCTS: dict[str, Callable[[tuple[Any, ...], list[Tensor]], _Products]] = {
+    "mm": lambda a, o: _mm(a[0], a[1]),
+    "bmm": lambda a, o: _mm(a[0], a[1]),
+    "addmm": lambda a, o: _mm(a[1], a[2]),
+    "baddbmm": lambda a, o: _mm(a[1], a[2]),
+    "mv": lambda a, o: ((a[0].shape[0], 1, a[0].shape[1], 1),),
+    "addmv": lambda a, o: ((a[1].shape[0], 1, a[1].shape[1], 1),),
+    "convolution": _convolution,
+    "_convolution": _convolution,
+    "convolution_backward": _convolution_backward,
+    "_scaled_dot_product_efficient_attention": _fused_attention,
+    "_scaled_dot_product_efficient_attention_backward": _fused_attention_backward,
+}

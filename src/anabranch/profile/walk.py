@@ -1,0 +1,88 @@
+"""One training step, operator by operator: what both measuring and estimating watch.
+
+Every operator runs forward on the real outputs of those before it, then backward, in reverse, on the real
+gradients of those after it. Between operators the autograd graph is cut: a value is detached and becomes
+a leaf, whose ``grad`` collects the gradients of its readers, as at the border of a stage::
+
+    forward    op 0 --x--> | leaf x | --> op 1 --y--> | leaf y | --> loss
+    backward   op 0 <-- x.grad      <--   op 1 <-- y.grad       <--
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from anabranch.graph.capture import Captured
+from anabranch.graph.split import StageProgram, split
+
+Call = Callable[[int, StageProgram, Sequence[Tensor]], Sequence[Tensor]]
+
+
+class Observer(Protocol):
+    """Watches a walk."""
+
+    def forward(self, op: int) -> AbstractContextManager[Any]:
+        """Entered for the forward of one operator."""
+        ...
+
+    def made(self, op: int, outputs: Sequence[Tensor]) -> None:
+        """Told the outputs of an operator after its forward."""
+        ...
+
+    def backward(self, op: int) -> AbstractContextManager[Any]:
+        """Entered for the backward of one operator; left out where no gradient arrives."""
+        ...
+
+
+def programs(captured: Captured, samples: int) -> list[StageProgram]:
+    """One program per operator, in the order of the graph."""
+    cut = split(captured, [[op.name] for op in captured.graph.ops])
+    return [cut.program(i, samples) for i in range(len(captured.graph))]
+
+
+def walk(
+    steps: Sequence[StageProgram], batch: Mapping[str, Tensor], call: Call, observer: Observer
+) -> None:
+    """Run all operators forward, then backward.
+
+    Args:
+        steps: one program per operator.
+        batch: the batch's tensors by name.
+        call: (operator, its program, input tensors) -> what the program returns.
+        observer: told about everything.
+    """
+    leaves: dict[int, Tensor] = {}
+    to_do: list[tuple[list[Tensor], list[Tensor | None]]] = []
+    for op, step in enumerate(steps):
+        inputs = [leaves[port.value] for port in step.inputs]
+        inputs += [batch[name] for name in step.batch]
+        with observer.forward(op):
+            results = call(op, step, inputs)
+        observer.made(op, results)
+        # Several ports may carry one value; its gradient arrives once, at the leaf.
+        made = {port.value: t for port, t in zip(step.outputs, results, strict=False)}
+        leaves |= {v: t.detach().requires_grad_(t.requires_grad) for v, t in made.items()}
+        differentiable = [(t, leaves[v]) for v, t in made.items() if t.requires_grad]
+        roots = [t for t, _ in differentiable]
+        targets: list[Tensor | None] = [leaf for _, leaf in differentiable]
+        if step.has_loss:
+            roots.append(results[len(step.outputs)])
+            targets.append(None)
+        to_do.append((roots, targets))
+        del results, made, differentiable
+    while to_do:
+        roots, targets = to_do.pop()
+        grads = [leaf if leaf is None else leaf.grad for leaf in targets]
+        reached = [
+            (root, grad)
+            for root, grad, leaf in zip(roots, grads, targets, strict=True)
+            if grad is not None or leaf is None
+        ]
+        if reached:
+            with observer.backward(len(to_do)):
+                torch.autograd.backward(*map(list, zip(*reached, strict=True)))

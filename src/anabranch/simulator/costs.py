@@ -1,0 +1,259 @@
+"""What the simulator asks about a stage graph: seconds of compute, bytes of messages, memory.
+
+Two answers: ``ModelCosts`` prices the stages with a profile on a cluster, ``StageTimes`` has fixed seconds per
+stage and links that cost nothing, which makes a step the schedule's ideal for stage times that were measured.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple, Protocol
+
+from anabranch.cost import CostModel
+from anabranch.errors import InvalidPlanError
+from anabranch.planner.stages import StageGraph
+from anabranch.schedule.lower import edge_values
+
+Edges = frozenset[tuple[int, int]]
+
+
+class Route(NamedTuple):
+    """The way between two devices: bytes per second, seconds of latency, ports it occupies."""
+
+    bandwidth: float
+    latency_s: float
+    ports: tuple[tuple[str, int, int], ...]
+
+
+class AllReduce(NamedTuple):
+    """Gradients that devices sum up once all of these stages have run their last backward."""
+
+    stages: tuple[int, ...]
+    devices: tuple[int, ...]
+    nbytes: int
+    seconds: float
+    ports: tuple[tuple[str, int, int], ...]
+
+
+class StepCosts(Protocol):
+    """Prices of one stage graph. Samples are those of one device's slice of a micro-batch."""
+
+    @property
+    def cores(self) -> int:
+        """Processor cores that all devices share; 0 where each computes on its own."""
+        ...
+
+    @property
+    def data_edges(self) -> Edges | None:
+        """Stage edges that carry data; None for all."""
+        ...
+
+    @property
+    def gradient_edges(self) -> Edges | None:
+        """Stage edges that carry gradients back; None for all."""
+        ...
+
+    def compute_s(self, stage: int, samples: int) -> tuple[float, float]:
+        """Seconds of a forward and of a backward."""
+        ...
+
+    def message_bytes(self, source: int, target: int, samples: int) -> tuple[float, float]:
+        """Bytes along a stage edge, forward and back."""
+        ...
+
+    def route(self, a: int, b: int) -> Route:
+        """The way from device a to device b."""
+        ...
+
+    def all_reduces(self) -> Sequence[AllReduce]:
+        """What follows the last backwards."""
+        ...
+
+    def base_bytes(self, stage: int) -> float:
+        """Memory of each device of a stage with nothing in flight."""
+        ...
+
+    def flight_bytes(self, stage: int, samples: int) -> tuple[float, float]:
+        """Memory from a forward to the end of its backward, and during the backward on top of it."""
+        ...
+
+
+@dataclass(frozen=True)
+class ModelCosts:
+    """Prices from a profile and a cluster.
+
+    Raises:
+        InvalidPlanError: if the stages do not hold each operator of the model exactly once, or there are
+            devices that the cluster lacks.
+    """
+
+    graph: StageGraph
+    cost: CostModel
+    _routes: dict[tuple[int, int], Route] = field(default_factory=dict, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        names = [name for stage in self.graph.stages for name in stage.operators]
+        if len(names) != len(self.cost.graph) or set(names) != set(self.cost.graph.index):
+            wrong = sorted(set(names) ^ set(self.cost.graph.index)) or sorted(
+                {name for name in names if names.count(name) > 1}
+            )
+            raise InvalidPlanError(
+                f"the stages do not hold each operator of the model exactly once; see {wrong[0]!r} and "
+                f"{len(wrong) - 1} more; plan again for this model and granularity"
+            )
+        if self.graph.devices[-1] >= self.cost.cluster.num_devices:
+            raise InvalidPlanError(
+                f"the plan uses device {self.graph.devices[-1]}, but {self.cost.cluster.name} has "
+                f"{self.cost.cluster.num_devices} devices; plan for this cluster"
+            )
+
+    @cached_property
+    def _ops(self) -> tuple[tuple[int, ...], ...]:
+        index = self.cost.graph.index
+        return tuple(tuple(index[name] for name in stage.operators) for stage in self.graph.stages)
+
+    @cached_property
+    def _values(self) -> Mapping[tuple[int, int], tuple[int, ...]]:
+        return edge_values(self.graph, self.cost.graph)
+
+    @property
+    def cores(self) -> int:
+        """The cluster's."""
+        return self.cost.cluster.cores
+
+    @property
+    def data_edges(self) -> Edges:
+        """Pairs of stages where one reads a value of the other."""
+        return frozenset(self._values)
+
+    @property
+    def gradient_edges(self) -> Edges:
+        """Those whose values have gradients."""
+        values = self.cost.graph.values
+        return frozenset(e for e, indices in self._values.items() if any(values[i].grad for i in indices))
+
+    def compute_s(self, stage: int, samples: int) -> tuple[float, float]:
+        """From the profile, with recomputation where the stage asks for it."""
+        ops, recompute = self._ops[stage], self.graph.stages[stage].recompute
+        return (
+            self.cost.forward_s(ops, samples),
+            self.cost.backward_s(ops, samples, recompute=recompute),
+        )
+
+    def message_bytes(self, source: int, target: int, samples: int) -> tuple[float, float]:
+        """All values of the edge in one message; those without a batch dimension go with every one."""
+        values = self._values.get((source, target), ())
+        return self.cost.forward_bytes(values, samples), self.cost.backward_bytes(values, samples)
+
+    def route(self, a: int, b: int) -> Route:
+        """The slowest link on the way, and every port."""
+        if (a, b) not in self._routes:
+            link = self.cost.cluster.link(a, b)
+            self._routes[a, b] = Route(link.bandwidth, link.latency_s, self.cost.cluster.ports(a, b))
+        return self._routes[a, b]
+
+    def all_reduces(self) -> Sequence[AllReduce]:
+        """One per set of stages that read the same parameters: replicas, and holders of tied parameters.
+
+        Gradients of tied parameters are taken to be summed over all devices of all holders at once.
+        """
+        holders: dict[str, list[int]] = defaultdict(list)
+        for s, ops in enumerate(self._ops):
+            for name in {name for i in ops for name in self.cost.graph.ops[i].parameters}:
+                holders[name].append(s)
+        nbytes: dict[tuple[int, ...], int] = defaultdict(int)
+        for parameter in self.cost.graph.parameters:
+            if parameter.trainable and parameter.name in holders:
+                nbytes[tuple(holders[parameter.name])] += parameter.nbytes
+        result = []
+        for stages, size in sorted(nbytes.items()):
+            devices = tuple(sorted({d for s in stages for d in self.graph.stages[s].devices}))
+            if len(devices) > 1:
+                seconds = self.cost.allreduce_s(size, devices)
+                result.append(AllReduce(stages, devices, size, seconds, self._ring_ports(devices)))
+        return result
+
+    def _ring_ports(self, devices: tuple[int, ...]) -> tuple[tuple[str, int, int], ...]:
+        after = devices[1:] + devices[:1]
+        ports = (p for a, b in zip(devices, after, strict=True) for p in self.route(a, b).ports)
+        return tuple(dict.fromkeys(ports))
+
+    def base_bytes(self, stage: int) -> float:
+        """Weights, gradients, optimizer state and receive buffers."""
+        of = self.graph.stages[stage]
+        return self.cost.device_bytes(
+            self._ops[stage],
+            microbatch_size=of.microbatch_size,
+            replicas=of.replicas,
+            in_flight=0,
+        )
+
+    def flight_bytes(self, stage: int, samples: int) -> tuple[float, float]:
+        """What entered and what the operators keep; the latter only in the backward if recomputed."""
+        ops = self._ops[stage]
+        entering = self.cost.boundary_bytes(ops, samples)[0]
+        kept = sum(self.cost.profile.costs[i].kept_bytes for i in ops) * samples
+        return (entering, kept) if self.graph.stages[stage].recompute else (entering + kept, 0.0)
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """Seconds per stage, links that cost nothing, no memory.
+
+    Attributes:
+        forward_s: per stage, {samples of one device's slice: seconds}. A count that is missing is taken in
+            proportion to the nearest one.
+        backward_s: likewise.
+        cores: processor cores that all devices share; 0 where each computes on its own.
+        data_edges: stage edges that make their target wait; None for all.
+        gradient_edges: stage edges that make their source wait; None for all.
+    """
+
+    forward_s: Sequence[Mapping[int, float]]
+    backward_s: Sequence[Mapping[int, float]]
+    cores: int = 0
+    data_edges: Edges | None = None
+    gradient_edges: Edges | None = None
+
+    def __post_init__(self) -> None:
+        for what, stages in (("forward_s", self.forward_s), ("backward_s", self.backward_s)):
+            for s, seconds in enumerate(stages):
+                if not seconds or min(seconds) < 1:
+                    raise ValueError(f"{what} of stage {s} needs a time for at least one sample")
+
+    def compute_s(self, stage: int, samples: int) -> tuple[float, float]:
+        """The given seconds."""
+        return _at(self.forward_s[stage], samples), _at(self.backward_s[stage], samples)
+
+    def message_bytes(self, source: int, target: int, samples: int) -> tuple[float, float]:
+        """Nothing."""
+        return 0.0, 0.0
+
+    def route(self, a: int, b: int) -> Route:
+        """Free."""
+        return Route(math.inf, 0.0, ())
+
+    def all_reduces(self) -> Sequence[AllReduce]:
+        """None."""
+        return ()
+
+    def base_bytes(self, stage: int) -> float:
+        """Nothing."""
+        return 0.0
+
+    def flight_bytes(self, stage: int, samples: int) -> tuple[float, float]:
+        """Nothing."""
+        return 0.0, 0.0
+
+
+def _at(seconds: Mapping[int, float], samples: int) -> float:
+    if samples == 0:
+        return 0.0
+    if samples in seconds:
+        return seconds[samples]
+    nearest = min(seconds, key=lambda n: (abs(n - samples), n))
+    return seconds[nearest] * samples / nearest

@@ -1,0 +1,41 @@
+"""What loads what: planning never needs torch, and --help answers at once."""
+
+import subprocess
+import sys
+
+import pytest
+
+import anabranch
+
+
+def loaded_after(statement: str) -> set[str]:
+    """Top-level modules in a fresh interpreter after a statement."""
+    code = f"import sys\n{statement}\nprint(*sorted({{name.split('.')[0] for name in sys.modules}}))"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return set(run.stdout.split())
+
+
+@pytest.mark.parametrize(
+    "module",
+    ["anabranch", "anabranch.solve", "anabranch.files", "anabranch.report.html", "anabranch.cli"],
+)
+def test_planning_does_not_import_torch(module):
+    """torch takes seconds to import; whoever plans on a saved profile should not wait for it."""
+    assert "torch" not in loaded_after(f"import {module}")
+
+
+def test_the_command_line_imports_nothing_heavy():
+    """Each verb imports what it needs."""
+    assert not {"torch", "numpy", "pydantic", "rich"} & loaded_after("import anabranch.cli")
+
+
+def test_every_public_name_exists():
+    """The table in __init__ points at real definitions."""
+    for name in anabranch.__all__:
+        assert getattr(anabranch, name) is not None
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    """As for any module."""
+    with pytest.raises(AttributeError, match="no attribute 'pipeline'"):
+        getattr(anabranch, "pipeline")
