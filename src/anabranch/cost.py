@@ -70,9 +70,10 @@ class CostModel:
         measured = self.profile.samples
         if not self.covers(samples):
             raise ProfileError(
-                f"the profile ({self.profile.origin}) says nothing about {samples:g} samples on one device; "
-                f"profile again with a range that includes it, or choose a micro-batch size and a number "
-                f"of replicas that give between {measured[0]} and {measured[-1]} samples"
+                f"the profile ({self.profile.origin}) says nothing about {samples:g} samples on "
+                f"one device; profile again with a range that includes it, or choose a micro-batch "
+                f"size and a number of replicas that give between {measured[0]} and "
+                f"{measured[-1]} samples"
             )
         forward, backward = self._measured_s
         if self.profile.proportional:
@@ -163,7 +164,7 @@ class CostModel:
 
     def parameter_bytes(self, ops: Iterable[int], *, trainable: bool = False) -> int:
         """Bytes of the parameters that a set of operators reads, each counted once."""
-        parameters = self._parameters
+        parameters = self.parameters
         return sum(
             parameters[name].nbytes
             for name in {name for i in ops for name in self.graph.ops[i].parameters}
@@ -171,7 +172,8 @@ class CostModel:
         )
 
     @cached_property
-    def _parameters(self) -> dict[str, Parameter]:
+    def parameters(self) -> dict[str, Parameter]:
+        """The parameters by name."""
         return {parameter.name: parameter for parameter in self.graph.parameters}
 
     def device_bytes(

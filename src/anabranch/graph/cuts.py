@@ -1,7 +1,7 @@
 """Where a graph of operators may be cut: its decomposition into series and parallel parts.
 
-Chains are easy to plan and arbitrary graphs are not (7 branches of 4 operators have 78,000 downsets), so planners
-work on a tree::
+Chains are easy to plan and arbitrary graphs are not (7 branches of 4 operators have 78,000
+downsets), so planners work on a tree::
 
     a --> b1 --> b2 --+                     Series
       |               +--> d                +- Leaf a
@@ -10,15 +10,17 @@ work on a tree::
                                             |  +- Leaf c1
                                             +- Leaf d
 
-The decomposition is that of the partial order "depends on", as in Valdes, Tarjan and Lawler, "The recognition of
-series parallel digraphs" (1982). An edge that other edges imply (a mask that feeds every layer) is not seen in it, which
-is what a transitive reduction is for, and several sources or sinks need no virtual one.
+The decomposition is that of the partial order "depends on", as in Valdes, Tarjan and Lawler, "The
+recognition of series parallel digraphs" (1982). An edge that other edges imply (a mask that feeds
+every layer) is not seen in it, which is what a transitive reduction is for, and several sources
+or sinks need no virtual one.
 
-Two parts are in series if everything in the first precedes everything in the second, and parallel if nothing in
-one depends on the other. Where a part is neither (it holds an N: x1 -> y1, x1 -> y2, x2 -> y2), some order between
-operators that do not depend on each other is added: of the cuts at prefixes of a few topological orders, the one
-that orders the smallest share of the pairs it separates, then the same again on both sides. What is series-parallel
-inside a side is found there. Any plan for the graph with the added order is one for the graph without it.
+Two parts are in series if everything in the first precedes everything in the second, and parallel
+if nothing in one depends on the other. Where a part is neither (it holds an N: x1 -> y1, x1 ->
+y2, x2 -> y2), some order between operators that do not depend on each other is added: of the cuts
+at prefixes of a few topological orders, the one that orders the smallest share of the pairs it
+separates, then the same again on both sides. What is series-parallel inside a side is found
+there. Any plan for the graph with the added order is one for the graph without it.
 
 Time: O(n) operations on bit masks of n bits per level of the tree.
 """
@@ -27,6 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TypeAlias
 
 from anabranch.graph.opgraph import BATCH, OpGraph, bits
@@ -57,7 +60,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Parallel:
-    """Parts that do not depend on each other; at least two, in the order of their first operators."""
+    """At least two parts that do not depend on each other, in the order of first operators."""
 
     children: tuple[Node, ...]
 
@@ -69,8 +72,8 @@ def decompose(graph: OpGraph) -> Node:
     """Decompose a graph into series and parallel parts.
 
     Returns:
-        A tree whose leaves are all operators, each once. No ``Series`` holds a ``Series`` that is not forced,
-        and no ``Parallel`` a ``Parallel``.
+        A tree whose leaves are all operators, each once. No ``Series`` holds a ``Series`` that is
+        not forced, and no ``Parallel`` a ``Parallel``.
     """
     return _decompose(graph, (1 << len(graph)) - 1)
 
@@ -101,8 +104,8 @@ def signature(graph: OpGraph, node: Node, keys: Sequence[Hashable]) -> Hashable:
         keys: per operator of the graph, what it costs.
 
     Returns:
-        The shape of the part, the keys of its operators, and the sizes of the values that they read and make
-        with the places of both ends inside the part.
+        The shape of the part, the keys of its operators, and the sizes of the values that they
+        read and make with the places of both ends inside the part.
     """
     order = list(operators(node))
     place = {op: position for position, op in enumerate(order)}
@@ -147,7 +150,8 @@ def _decompose(graph: OpGraph, mask: int) -> Node:
 
 
 def _unforced(node: Node) -> tuple[Node, ...]:
-    # Series in series is one series; which part of it was forced does not matter to anyone further down.
+    # Series in series is one series; which part of it was forced does not matter to anyone
+    # further down.
     return node.children if isinstance(node, Series) else (node,)
 
 
@@ -169,8 +173,8 @@ def _components(graph: OpGraph, mask: int) -> list[int]:
 
 def _series(graph: OpGraph, mask: int) -> list[int]:
     """Parts of which each wholly precedes the next."""
-    # A cut before operator i is one if all that comes before it is an ancestor of all that does not. In any
-    # topological order, what wholly precedes the rest is a prefix.
+    # A cut before operator i is one if all that comes before it is an ancestor of all that does
+    # not. In any topological order, what wholly precedes the rest is a prefix.
     chosen = list(bits(mask))
     common = mask
     cuts = []
@@ -181,11 +185,11 @@ def _series(graph: OpGraph, mask: int) -> list[int]:
         if below and below & ~common == 0:
             cuts.append(below)
     prefixes = [0, *reversed(cuts), mask]
-    return [after & ~before for before, after in zip(prefixes, prefixes[1:], strict=False)]
+    return [after & ~before for before, after in pairwise(prefixes)]
 
 
 def _sparsest_cut(graph: OpGraph, mask: int) -> int:
-    """The prefix that orders the smallest share of independent pairs if it is put before the rest."""
+    """The prefix that, put before the rest, orders the smallest share of independent pairs."""
     size = mask.bit_count()
     best: tuple[float, int] | None = None
     result = 0
@@ -202,7 +206,7 @@ def _sparsest_cut(graph: OpGraph, mask: int) -> int:
 
 
 def _orders(graph: OpGraph, mask: int) -> Iterator[list[int]]:
-    """Topological orders of a part: as given, by longest way from a source, by longest way to a sink."""
+    """Topological orders: as given, by longest way from a source, by longest way to a sink."""
     chosen = list(bits(mask))
     yield chosen
     early: dict[int, int] = {}

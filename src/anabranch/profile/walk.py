@@ -20,7 +20,8 @@ from torch import Tensor
 from anabranch.graph.capture import Captured
 from anabranch.graph.split import StageProgram, split
 
-Call = Callable[[int, StageProgram, Sequence[Tensor]], Sequence[Tensor]]
+Step = StageProgram
+Call = Callable[[int, Sequence[Tensor]], Sequence[Tensor]]
 
 
 class Observer(Protocol):
@@ -39,30 +40,30 @@ class Observer(Protocol):
         ...
 
 
-def programs(captured: Captured, samples: int) -> list[StageProgram]:
+def steps(captured: Captured, samples: int) -> list[Step]:
     """One program per operator, in the order of the graph."""
     cut = split(captured, [[op.name] for op in captured.graph.ops])
     return [cut.program(i, samples) for i in range(len(captured.graph))]
 
 
 def walk(
-    steps: Sequence[StageProgram], batch: Mapping[str, Tensor], call: Call, observer: Observer
+    program: Sequence[Step], batch: Mapping[str, Tensor], call: Call, observer: Observer
 ) -> None:
     """Run all operators forward, then backward.
 
     Args:
-        steps: one program per operator.
+        program: one step per operator.
         batch: the batch's tensors by name.
-        call: (operator, its program, input tensors) -> what the program returns.
+        call: (operator, input tensors) -> what its program returns.
         observer: told about everything.
     """
     leaves: dict[int, Tensor] = {}
     to_do: list[tuple[list[Tensor], list[Tensor | None]]] = []
-    for op, step in enumerate(steps):
+    for op, step in enumerate(program):
         inputs = [leaves[port.value] for port in step.inputs]
         inputs += [batch[name] for name in step.batch]
         with observer.forward(op):
-            results = call(op, step, inputs)
+            results = call(op, inputs)
         observer.made(op, results)
         # Several ports may carry one value; its gradient arrives once, at the leaf.
         made = {port.value: t for port, t in zip(step.outputs, results, strict=False)}

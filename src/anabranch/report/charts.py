@@ -27,7 +27,8 @@ def memory_chart(
 ) -> Drawing | None:
     """Memory in use over the step, a row per device on one scale; None if nobody recorded any.
 
-    The first timeline that has memory is an area, the second a line over it; further ones are left out.
+    The first timeline that has memory is an area, the second a line over it; further ones are left
+    out.
     """
     known = [(title, t) for title, t in timelines if any(t.memory.values())][:2]
     if not known:
@@ -35,7 +36,7 @@ def memory_chart(
     devices = sorted({device for _, t in known for device in t.memory})
     horizon = max(max(t.step_s, t.makespan_s) for _, t in known) or 1e-9
     most = max(peak for _, t in known for peak in t.peak_bytes.values()) or 1
-    row = 44.0 if len(devices) <= 8 else 28.0 if len(devices) <= 32 else 16.0
+    row = 44.0 if len(devices) <= 8 else 30.0 if len(devices) <= 16 else 19.0
     label = min(12.0, row - 5)
     left, right = MARGIN + 84, width - MARGIN - 190
     bottom = TOP + row * len(devices)
@@ -69,7 +70,8 @@ def _legend(drawing: Drawing, titles: Sequence[str], x: float) -> None:
 
 
 def thin(steps: Sequence[tuple[float, int]]) -> list[tuple[float, int]]:
-    """Of a staircase in pixels keep two steps per pixel: the highest in it, so that no peak is lost, and the last."""
+    """Of a staircase in pixels keep two steps per pixel: the highest in it, so that no peak is
+    lost, and the last."""
     columns: dict[int, list[tuple[float, int]]] = {}
     for x, level in steps:
         columns.setdefault(math.floor(x), []).append((x, level))
@@ -100,7 +102,8 @@ def _staircase(
 def curve_chart(
     name: str, values: Sequence[float], *, width: float = 1200, height: float = 260
 ) -> Drawing:
-    """A figure over the training steps, with its running mean where there are many; gaps where it is not finite."""
+    """A figure over the training steps, with its running mean where there are many; gaps where it
+    is not finite."""
     drawing = Drawing(width, height, f"{name} over the training steps")
     finite = [v for v in values if math.isfinite(v)]
     low, high = (min(finite), max(finite)) if finite else (0.0, 1.0)
@@ -125,7 +128,7 @@ def curve_chart(
     many = len(finite) > 60
     drawing.add(_polyline(raw, "line0 faint" if many else "line0", 1.0 if many else 1.8))
     if many:
-        smooth = _running_mean(values, len(values) // 40)
+        smooth = _running_mean(values, len(values) // 60)
         drawing.add(_polyline([(x(i + 1), y(v)) for i, v in enumerate(smooth)], "line0", 2.0))
     return drawing
 
@@ -135,15 +138,20 @@ def _step_ticks(steps: int, about: int) -> list[int]:
     return sorted({1, *(t for t in whole if t > steps / max(about, 1) / 2)}) if steps else []
 
 
-def _running_mean(values: Sequence[float], window: int) -> list[float]:
-    """Exponential mean of about so many values, started at the first; what is not finite is passed over."""
-    weight = 2 / (window + 1)
-    mean = next((v for v in values if math.isfinite(v)), 0.0)
-    result = []
+def _running_mean(values: Sequence[float], reach: int) -> list[float]:
+    """Mean over so many values on either side, fewer at the ends; NaN where none is finite."""
+    sums, counts = [0.0], [0]
     for value in values:
-        if math.isfinite(value):
-            mean += weight * (value - mean)
-        result.append(mean)
+        finite = math.isfinite(value)
+        sums.append(sums[-1] + (value if finite else 0.0))
+        counts.append(counts[-1] + finite)
+    result = []
+    for i in range(len(values)):
+        # As far to the left as to the right, or the ends of a falling curve would be bent.
+        near = min(reach, i, len(values) - 1 - i)
+        low, high = i - near, i + near + 1
+        number = counts[high] - counts[low]
+        result.append((sums[high] - sums[low]) / number if number else math.nan)
     return result
 
 
@@ -167,7 +175,8 @@ def _polyline(points: Sequence[tuple[float, float]], css: str, stroke: float) ->
 
 
 def _extremes(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Where several points share a pixel column, the lowest and the highest of them, in their order."""
+    """Where several points share a pixel column, the lowest and the highest of them, in their
+    order."""
     columns: dict[int, list[tuple[float, float]]] = {}
     for point in points:
         columns.setdefault(math.floor(point[0]), []).append(point)

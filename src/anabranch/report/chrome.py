@@ -1,8 +1,8 @@
 """A timeline in the format of chrome://tracing and ui.perfetto.dev.
 
-One process per device; its threads are compute and messages (as many as overlap, for the slices of a
-thread must nest); an arrow per message from send to receive; a counter for the memory in use. The format is Google's "Trace Event
-Format": a JSON object of events, times in microseconds.
+One process per device; its threads are compute and messages (as many as overlap, for the slices of
+a thread must nest); an arrow per message from send to receive; a counter for the memory in use. The
+format is Google's "Trace Event Format": a JSON object of events, times in microseconds.
 """
 
 from __future__ import annotations

@@ -7,7 +7,8 @@
     ...
     |----|----|----|----|----|----|----|----|---- ms
 
-The page redraws the boxes when it zooms, by the same rules and with the geometry that ``arrange`` decides.
+The page redraws the boxes when it zooms, by the same rules and with the geometry that ``arrange``
+decides.
 """
 
 from __future__ import annotations
@@ -39,8 +40,7 @@ MARK = 3.0
 
 MOST_ARROWS = 240
 MOST_ROWS_WITH_ARROWS = 16
-SLOTS = 3, 4
-"""Gaps between rows, and between branches, in pixels where rows are low; high rows have more."""
+NUMBER_SIZES = 12.0, 10.0, 8.0
 
 CSS = {Kind.FORWARD: "f", Kind.BACKWARD: "b", Kind.INPUT_GRADIENT: "b", Kind.WEIGHT_GRADIENT: "w"}
 """Kind of compute -> its class in the style rules."""
@@ -118,7 +118,8 @@ def timeline_svg(
     Args:
         timelines: headings and timelines, from top to bottom.
         graph: the stages that all of them executed, or one stage graph for each.
-        width: of the picture in pixels, at least 480; the height follows from the number of devices.
+        width: of the picture in pixels, at least 480; the height follows from the number of
+            devices.
 
     Raises:
         ValueError: without a timeline, or if graphs and timelines differ in number.
@@ -221,14 +222,14 @@ def paint(layout: Layout) -> Drawing:
     for i, panel in enumerate(layout.panels):
         _paint_frame(drawing, layout, panel)
         drawing.add(f'<g class="panel" data-panel="{i}">')
-        drawing.add(*_messages(layout, panel))
+        drawing.add(*_empty_rows(layout, panel), *_messages(layout, panel))
         spans = lanes.by_device(panel.timeline)
         for row, top in zip(panel.rows, panel.tops, strict=True):
             for box in lanes.boxes(spans[row.device], layout.pixel_s):
                 drawing.add(*_box(layout, panel, box, top))
                 total += len(box.spans)
                 merged += len(box.spans) if len(box.spans) > 1 else 0
-        drawing.add("</g>")
+        drawing.add(_step_end(layout, panel), "</g>")
     if merged:
         said = (
             f"{merged:,} of {total:,} actions are narrower than a pixel; neighbours are drawn together, "
@@ -245,7 +246,7 @@ def _paint_legend(drawing: Drawing, layout: Layout) -> None:
         entries = [("f", "forward"), ("b", "input gradient"), ("w", "weight gradient")]
     entries.append(("lane", "waiting"))
     if any(_tail(layout, panel) for panel in layout.panels):
-        entries.append(("hf", "all-reduce and update"))
+        entries.append(("tail", "all-reduce and update"))
     x = MARGIN
     for css, label in entries:
         drawing.add(rect(css, x, 22, 16, 12, radius=2.5), text("", x + 22, 32, LABEL, label))
@@ -256,53 +257,58 @@ def _paint_legend(drawing: Drawing, layout: Layout) -> None:
         label = "messages between devices"
         drawing.add(text("", x + 24, 32, LABEL, label))
         x += 24 + text_width(label, LABEL) + 14
-    said = "number: micro-batch"
+    said = "numbers: micro-batches \u00b7 bubble: share of time without compute"
     if x + text_width(said, LABEL) < layout.right:
         drawing.add(text("muted right", layout.right, 32, LABEL, said))
 
 
 def _axis(layout: Layout) -> list[str]:
     pieces = ['<g class="axis">']
-    top = layout.panels[0].tops[0] if layout.panels[0].tops else layout.axis
-    for seconds in ticks(0.0, layout.horizon_s * 1e3, round((layout.right - layout.left) / 90)):
-        x = num(layout.x(seconds / 1e3))
-        pieces.append(f'<path class="rule" d="M{x} {num(top - 4)}V{num(layout.axis + 4)}"/>')
-        label = significant(seconds)
-        pieces.append(text("muted num", float(x), layout.axis + 18, 11, label))
-    pieces.append(text("muted right", layout.left - 12, layout.axis + 18, 11, "time in ms"))
-    pieces.append("</g>")
-    return pieces
+    for time in ticks(0.0, layout.horizon_s * 1e3, round((layout.right - layout.left) / 90)):
+        x = layout.x(time / 1e3)
+        lines = "".join(
+            f"M{num(x)} {num(p.tops[0] - 4)}V{num(p.bottom + 4)}" for p in layout.panels
+        )
+        pieces.append(f'<path class="rule" d="{lines}"/>')
+        pieces.append(text("muted num", x, layout.axis + 18, 11, significant(time)))
+    return [
+        *pieces,
+        "</g>",
+        text("muted right", layout.left - 12, layout.axis + 18, 11, "time in ms"),
+    ]
 
 
 def _paint_frame(drawing: Drawing, layout: Layout, panel: Panel) -> None:
-    """Heading, row labels, empty rows, and the end of the step."""
+    """What stays when the page zooms: heading, row labels, branches."""
     timeline = panel.timeline
     facts = f"step {milliseconds(timeline.step_s)} \u00b7 bubble {timeline.bubble:.1%}"
     drawing.add(
         f'<text x="{num(MARGIN)}" y="{num(panel.heading)}" font-size="14"><tspan class="bold">'
         f'{escape(panel.title)}</tspan><tspan class="muted" dx="14">{facts}</tspan></text>'
     )
-    end = max(timeline.step_s, timeline.makespan_s)
     every = 1 if panel.row_height >= 9 else 4
-    for i, (row, top) in enumerate(zip(panel.rows, panel.tops, strict=True)):
-        wide = layout.x(end) - layout.left
-        drawing.add(rect("lane", layout.left, top, wide, panel.row_height, radius=2))
-        if i % every == 0:
-            drawing.add(*_row_label(layout, panel, row, top))
+    for row, top in list(zip(panel.rows, panel.tops, strict=True))[::every]:
+        drawing.add(*_row_label(layout, panel, row, top))
     for first, last in _branch_runs(panel):
         reach = panel.tops[last] + panel.row_height - panel.tops[first]
         drawing.add(rect("tip", layout.left - 7, panel.tops[first], 2, reach, radius=1))
+
+
+def _empty_rows(layout: Layout, panel: Panel) -> list[str]:
+    wide = layout.x(max(panel.timeline.step_s, panel.timeline.makespan_s)) - layout.left
+    high = panel.row_height
+    pieces = [rect("lane", layout.left, top, wide, high, radius=2) for top in panel.tops]
     if tail := _tail(layout, panel):
-        for top in panel.tops:
-            x = layout.x(timeline.makespan_s)
-            drawing.add(
-                rect("hf tail", x, top, tail, panel.row_height, extra=' fill-opacity=".35"')
-            )
-    x = num(layout.x(timeline.step_s))
-    drawing.add(
-        f'<path class="end" stroke-width="1.5" stroke-dasharray="4 3" '
-        f'd="M{x} {num(panel.tops[0] - 5)}V{num(panel.bottom + 5)}"/>'
+        x = layout.x(panel.timeline.makespan_s)
+        pieces += [rect("tail", x, top, tail, high) for top in panel.tops]
+    return pieces
+
+
+def _step_end(layout: Layout, panel: Panel) -> str:
+    path = (
+        f"M{num(layout.x(panel.timeline.step_s))} {num(panel.tops[0] - 5)}V{num(panel.bottom + 5)}"
     )
+    return f'<path class="end" stroke-width="1.5" stroke-dasharray="4 3" d="{path}"/>'
 
 
 def _row_label(layout: Layout, panel: Panel, row: lanes.Row, top: float) -> list[str]:
@@ -314,10 +320,10 @@ def _row_label(layout: Layout, panel: Panel, row: lanes.Row, top: float) -> list
         return [
             text("right", layout.left - 12, middle + size * 0.36, size, shorten(first, size, room))
         ]
-    small = LABEL - 1.5
+    x, small = layout.left - 12, LABEL - 1.5
     return [
-        text("right", layout.left - 12, middle - 2, size, shorten(first, size, room)),
-        text("muted right", layout.left - 12, middle + 12, small, shorten(second, small, room)),
+        text("right", x, middle - 2, size, shorten(first, size, room)),
+        text("muted right", x, middle + 12, small, shorten(second, small, room)),
     ]
 
 
@@ -348,18 +354,28 @@ def _box(layout: Layout, panel: Panel, box: lanes.Box, top: float) -> list[str]:
         css = CSS[action.kind]
         corner = 2.0 if width > 6 else 0.0
         pieces = [rect(css, x, top, width - gap, panel.box_height, radius=corner, extra=count)]
-        label, size = str(action.microbatch), min(12.0, panel.box_height - 3)
-        if size >= 8 and text_width(label, size) + 3 <= width:
+        label = str(action.microbatch)
+        size = _number_size(label, width, panel.box_height)
+        if size:
             baseline = top + panel.box_height / 2 + size * 0.36
             pieces.append(text(f"num t{css}", x + (width - gap) / 2, baseline, size, label))
         return pieces
-    pieces = []
+    # Without smoothing, or hundreds of such boxes side by side show a pattern of seams.
+    pieces, sharp = [], ' shape-rendering="crispEdges"'
     for kind, share in box.shares().items():
         tall = panel.box_height * share
-        pieces.append(rect(CSS[kind], x, top, width, tall, extra=count))
+        pieces.append(rect(CSS[kind], x, top, width, tall, extra=sharp + count))
         top += tall
         count = ""
     return pieces
+
+
+def _number_size(label: str, width: float, height: float) -> float:
+    """Largest type in which a number fits into its box, 0 if none does."""
+    for size in NUMBER_SIZES:
+        if size + 2 <= height and text_width(label, size) + 3 <= width:
+            return size
+    return 0.0
 
 
 def _messages(layout: Layout, panel: Panel) -> list[str]:
@@ -369,7 +385,8 @@ def _messages(layout: Layout, panel: Panel) -> list[str]:
 
 
 def _arrows(layout: Layout, panel: Panel) -> list[str]:
-    """A curve from row to row; forward messages are curves of one colour, backward ones of the other."""
+    """A curve from row to row; forward messages are curves of one colour, backward ones of the
+    other."""
     top_of = {row.device: top for row, top in zip(panel.rows, panel.tops, strict=True)}
     pieces = []
     for message in lanes.messages(panel.timeline):

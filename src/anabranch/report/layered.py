@@ -1,14 +1,15 @@
 """Where to put the nodes of a layered graph and how to lead its edges: pure geometry.
 
-From left to right by longest distance from a source. An edge that spans several layers passes through a lane of its own in
-each layer in between, so no edge ever crosses a node::
+From left to right by longest distance from a source. An edge that spans several layers passes
+through a lane of its own in each layer in between, so no edge ever crosses a node::
 
     layer 0     layer 1     layer 2     layer 3
     [  a  ] --> [  b  ] --> [  c  ] --> [  e  ]
     [  d  ] -------------------------->        the edge d -> e keeps a lane in layers 1 and 2
 
-The order within a layer comes from barycentre sweeps, kept when they cross fewer edges (Sugiyama, Tagawa, Toda 1981). Heights: every
-chain is pulled to the mean of its neighbours, then what is too close is pushed apart.
+The order within a layer comes from barycentre sweeps, kept when they cross fewer edges (Sugiyama,
+Tagawa, Toda 1981). Heights: every chain is pulled to the mean of its neighbours, then what is too
+close is pushed apart.
 """
 
 from __future__ import annotations
@@ -67,9 +68,11 @@ def longest_distances(num_nodes: int, edges: Sequence[tuple[int, int]]) -> list[
 
 
 class _Expanded:
-    """The graph with a further node in every layer that an edge passes, so that edges join neighbouring layers.
+    """The graph with a further node in every layer that an edge passes, so that edges join
+    neighbouring layers.
 
-    Nodes below ``len(layer)`` are the given ones. ``before`` and ``after`` are the neighbours in adjacent layers.
+    Nodes below ``len(layer)`` are the given ones. ``before`` and ``after`` are the neighbours in
+    adjacent layers.
     """
 
     def __init__(self, layer: Sequence[int], edges: Sequence[tuple[int, int]]) -> None:
@@ -112,7 +115,8 @@ def _fewest_crossings(graph: _Expanded) -> list[list[int]]:
 
 
 def _depth_first(graph: _Expanded) -> list[list[int]]:
-    """The layers in the order in which a walk from the sources meets them: branches start out side by side."""
+    """The layers in the order in which a walk from the sources meets them: branches start out side
+    by side."""
     rank: dict[int, int] = {}
     stack = list(reversed(graph.layers[0]))
     while stack:
@@ -147,10 +151,9 @@ def _crossings(graph: _Expanded, order: Sequence[Sequence[int]]) -> int:
 def _heights(
     graph: _Expanded, order: Sequence[Sequence[int]], sizes: Sequence[float], gap: float
 ) -> list[float]:
-    """Middles of all nodes. A chain without fork or join shares one height, so that it is drawn straight."""
-    above = [
-        (v, w, (sizes[v] + sizes[w]) / 2 + gap) for layer in order for v, w in pairwise(layer)
-    ]
+    """Middles of all nodes. A chain without fork or join shares one height, so that it is drawn
+    straight."""
+    above = [(v, w, (sizes[v] + sizes[w]) / 2 + gap) for layer in order for v, w in pairwise(layer)]
     chain = _chains(graph)
     if _ranks(chain, above) is None:
         chain = list(range(graph.size))  # two chains that cross cannot both be straight
@@ -184,7 +187,8 @@ def _chains(graph: _Expanded) -> list[int]:
 
 
 def _ranks(chain: Sequence[int], above: Sequence[tuple[int, int, float]]) -> dict[int, int] | None:
-    """Chain -> its place from top to bottom; None if some chain had to be above and below another."""
+    """Chain -> its place from top to bottom; None if some chain had to be above and below
+    another."""
     below: dict[int, set[int]] = {c: set() for c in chain}
     waiting = dict.fromkeys(chain, 0)
     for v, w, _ in above:

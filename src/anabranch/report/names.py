@@ -8,7 +8,8 @@ from anabranch.planner.stages import Stage, StageGraph
 
 
 def shared_prefix(names: Sequence[str]) -> str:
-    """The leading dotted components that all names share, with the dot; it tells nothing and can go.
+    """The leading dotted components that all names share, with the dot; it tells nothing and can
+    go.
 
     At least one component of every name stays.
     """
@@ -54,7 +55,8 @@ def devices(stage: Stage) -> str:
 
 
 def branches(graph: StageGraph) -> tuple[int, ...]:
-    """Per stage, the number of its branch: a longest run of stages without a fork or a join in between.
+    """Per stage, the number of its branch: a longest run of stages without a fork or a join in
+    between.
 
     Numbered by their first stages::
 

@@ -1,4 +1,5 @@
-"""The stages of a plan as a picture: a box per stage, branches side by side, joins where they meet."""
+"""The stages of a plan as a picture: a box per stage, branches side by side, joins where they
+meet."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ Edge = tuple[int, int]
 
 
 def stage_graph_svg(plan: Plan) -> str:
-    """Draw the stages of a plan from left to right by longest distance from the source, as an SVG document.
+    """Draw the stages of a plan from left to right by longest distance from the source, as an SVG
+    document.
 
     Its size in pixels follows from the number of stages side by side and behind each other.
     """
@@ -56,7 +58,8 @@ def _ports(
 ) -> tuple[dict[Edge, float], dict[Edge, float]]:
     """Edge -> where it leaves its source and where it enters its target, relative to their middles.
 
-    Spread, so that a join shows every edge, in the order in which they come, so that they do not cross.
+    Spread, so that a join shows every edge, in the order in which they come, so that they do not
+    cross.
     """
     leaving: dict[Edge, float] = {}
     entering: dict[Edge, float] = {}
@@ -74,7 +77,8 @@ def _spread(n: int, count: int) -> float:
 
 
 def _edge(levels: Sequence[float], layer: int) -> list[str]:
-    """From the right side of a box, straight through the layers in between, to the left side of another."""
+    """From the right side of a box, straight through the layers in between, to the left side of
+    another."""
     x = _column(layer) + BOX_WIDTH
     path = f"M{num(x)} {num(levels[0])}"
     last = len(levels) - 2
@@ -84,7 +88,8 @@ def _edge(levels: Sequence[float], layer: int) -> list[str]:
         if abs(y1 - y2) < 0.05:
             path += f"H{num(x + reach)}"
         else:
-            path += f"C{num(x + bend)} {num(y1)} {num(x + reach - bend)} {num(y2)} {num(x + reach)} {num(y2)}"
+            path += f"C{num(x + bend)} {num(y1)} {num(x + reach - bend)} {num(y2)} {num(x + reach)}
+            {num(y2)}"
         x += COLUMN_GAP
         if i < last:
             path += f"H{num(x + BOX_WIDTH)}"

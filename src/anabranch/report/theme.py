@@ -1,8 +1,10 @@
-"""What every picture shares: colours for light and dark, type, number formats, axis ticks, the SVG frame.
+"""What every picture shares: colours for light and dark, type, number formats, axis ticks, the SVG
+frame.
 
-A picture may end up in a README, in a page, or in a viewer that knows no CSS variables, so a standalone picture carries
-plain rules for both colour schemes and paints its own background. Forward is blue and backward orange, which
-stay apart in every common form of colour blindness and in grey (blue is the darker one in light mode).
+A picture may end up in a README, in a page, or in a viewer that knows no CSS variables, so a
+standalone picture carries plain rules for both colour schemes and paints its own background.
+Forward is blue and backward orange, which stay apart in every common form of colour blindness and
+in grey (blue is the darker one in light mode).
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ LIGHT = {
     "ink": "#1c2530",
     "muted": "#566272",
     "rule": "#dbe1e9",
-    "lane": "#f0f3f7",
+    "lane": "#e9eef4",
     "card": "#f7f9fb",
     "edge": "#8794a5",
     "forward": "#2f6fd0",
@@ -29,6 +31,7 @@ LIGHT = {
     "weight-ink": "#3d3000",
     "wire-forward": "#7fa6e3",
     "wire-backward": "#e0a55a",
+    "tail": "#c9bfe3",
     "end": "#b3261e",
 }
 DARK = {
@@ -36,7 +39,7 @@ DARK = {
     "ink": "#e6ecf3",
     "muted": "#9aa7b7",
     "rule": "#2a3441",
-    "lane": "#1a212b",
+    "lane": "#1e2732",
     "card": "#171e27",
     "edge": "#77869a",
     "forward": "#5c9cf5",
@@ -47,6 +50,7 @@ DARK = {
     "weight-ink": "#2a2200",
     "wire-forward": "#456fae",
     "wire-backward": "#94703a",
+    "tail": "#4a4369",
     "end": "#ff8a80",
 }
 
@@ -57,11 +61,12 @@ _RULES = """\
 .ab .f{{fill:{forward}}} .ab .b{{fill:{backward}}} .ab .w{{fill:{weight}}}
 .ab text.tf{{fill:{forward-ink}}} .ab text.tb{{fill:{backward-ink}}} .ab text.tw{{fill:{weight-ink}}}
 .ab .wf{{stroke:{wire-forward};fill:none}} .ab .wb{{stroke:{wire-backward};fill:none}}
-.ab .hf{{fill:{wire-forward}}} .ab .hb{{fill:{wire-backward}}}
+.ab .tail{{fill:{tail}}} .ab .hf{{fill:{wire-forward}}} .ab .hb{{fill:{wire-backward}}}
 .ab .end{{stroke:{end}}} .ab text.end{{fill:{end};stroke:none}}
 .ab .area{{fill:{forward};fill-opacity:.28;stroke:{forward}}} .ab .line0{{stroke:{forward};fill:none}}
 .ab .line1{{stroke:{backward};fill:none}} .ab .faint{{stroke-opacity:.35}} .ab .bold{{font-weight:600}}
-.ab .num{{text-anchor:middle;font-variant-numeric:tabular-nums}} .ab .right{{text-anchor:end}} .ab .mid{{text-anchor:middle}}"""
+.ab .num{{text-anchor:middle;font-variant-numeric:tabular-nums}} .ab .right{{text-anchor:end}} .ab
+.mid{{text-anchor:middle}}"""
 
 
 def style() -> str:
@@ -144,14 +149,16 @@ def text(css: str, x: float, y: float, size: float, content: object) -> str:
 
 
 def text_width(content: str, size: float) -> float:
-    """Pixels that a line needs at most in the usual sans-serif fonts (DejaVu Sans is the widest of them)."""
+    """Pixels that a line needs at most in the usual sans-serif fonts (DejaVu Sans is the widest of
+    them)."""
     wide = sum(c in "mwMW@%" for c in content)
     slim = sum(c in "iljft.,:;|'!()[] " for c in content)
     return size * (0.635 * (len(content) - wide - slim) + 0.95 * wide + 0.39 * slim)
 
 
 def shorten(content: str, size: float, width: float) -> str:
-    """Cut out the middle of a line that does not fit; both ends of an operator's name tell something."""
+    """Cut out the middle of a line that does not fit; both ends of an operator's name tell
+    something."""
     if text_width(content, size) <= width:
         return content
     keep = len(content) - 1

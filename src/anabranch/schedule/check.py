@@ -132,7 +132,7 @@ def _check_order(device: int, actions: Sequence[Action], graph: StageGraph) -> N
     for at, action in enumerate(actions):
         if action.stage not in mine:
             problem: str | None = f"stage {action.stage} is not on this device"
-        elif action.kind.is_compute:
+        elif action.peer < 0:
             problem = _compute_problem(action, done, split, graph)
             done[action.stage, action.kind] += 1
         else:
@@ -198,7 +198,7 @@ def _check_pairs(schedule: Schedule, graph: StageGraph) -> None:
     carried = set()
     for device, actions in schedule.actions.items():
         for action in actions:
-            if not action.kind.is_compute:
+            if action.peer >= 0:
                 key = channel(action, device)
                 carried.add((key[0], key[1], key[4]))
                 ends = sent if action.kind in _SENDS else received
@@ -268,7 +268,7 @@ def _check_deadlock(schedule: Schedule, graph: StageGraph) -> None:
         at = positions[device]
         while at < len(actions):
             action = actions[at]
-            if not action.kind.is_compute:
+            if action.peer >= 0:
                 key = channel(action, device)
                 if action.kind in _SENDS:
                     sent[key] += 1

@@ -2,9 +2,9 @@
 
 On a chain of three equal stages, with four micro-batches::
 
-    stage 0   0 1 2 3 . . . . 0 1 2 3
-    stage 1     0 1 2 3 . . 0 1 2 3
-    stage 2       0 1 2 3 0 1 2 3
+    stage 0  F0 F1 F2 F3  .  .  .  . B0 B1 B2 B3
+    stage 1   . F0 F1 F2 F3  .  . B0 B1 B2 B3
+    stage 2   .  . F0 F1 F2 F3 B0 B1 B2 B3
 
 The bubble is that of 1F1B; every stage holds all micro-batches.
 """

@@ -2,10 +2,10 @@
 
 1F1B is k = 1. On a chain of four equal stages with minimal warm-up (GraphPipe, section 6)::
 
-    stage 0   0 1 2 3 . . . 0 4 1 5 2 . 3 . 4 . 5        in flight 4
-    stage 1     0 1 2 . . 0 3 1 4 2 5 3 . 4 . 5          in flight 3
-    stage 2       0 1 . 0 2 1 3 2 4 3 5 4 . 5            in flight 2
-    stage 3         0 0 1 1 2 2 3 3 4 4 5 5              in flight 1
+    stage 0  F0 F1 F2 F3  .  .  . B0 F4 B1 F5 B2  . B3  . B4  . B5    in flight 4
+    stage 1   . F0 F1 F2  .  . B0 F3 B1 F4 B2 F5 B3  . B4  . B5       in flight 3
+    stage 2   .  . F0 F1  . B0 F2 B1 F3 B2 F4 B3 F5 B4  . B5          in flight 2
+    stage 3   .  .  . F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5             in flight 1
 
 What follows a stage decides how many micro-batches it must hold: a stage needs one group more than
 its successor holds, and the largest over several successors. So on a graph the longest distance to

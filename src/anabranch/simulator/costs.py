@@ -1,7 +1,8 @@
 """What the simulator asks about a stage graph: seconds of compute, bytes of messages, memory.
 
-Two answers: ``ModelCosts`` prices the stages with a profile on a cluster, ``StageTimes`` has fixed seconds per
-stage and links that cost nothing, which makes a step the schedule's ideal for stage times that were measured.
+Two answers: ``ModelCosts`` prices the stages with a profile on a cluster, ``StageTimes`` has fixed
+seconds per stage and links that cost nothing, which makes a step the schedule's ideal for stage
+times that were measured.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ class StepCosts(Protocol):
         ...
 
     def flight_bytes(self, stage: int, samples: int) -> tuple[float, float]:
-        """Memory from a forward to the end of its backward, and during the backward on top of it."""
+        """Memory from a forward to the end of its backward, and on top during the backward."""
         ...
 
 
@@ -87,8 +88,8 @@ class ModelCosts:
     """Prices from a profile and a cluster.
 
     Raises:
-        InvalidPlanError: if the stages do not hold each operator of the model exactly once, or there are
-            devices that the cluster lacks.
+        InvalidPlanError: if the stages do not hold each operator of the model exactly once, or
+            there are devices that the cluster lacks.
     """
 
     graph: StageGraph
@@ -102,8 +103,8 @@ class ModelCosts:
                 {name for name in names if names.count(name) > 1}
             )
             raise InvalidPlanError(
-                f"the stages do not hold each operator of the model exactly once; see {wrong[0]!r} and "
-                f"{len(wrong) - 1} more; plan again for this model and granularity"
+                f"the stages do not hold each operator of the model exactly once; see {wrong[0]!r} "
+                f"and {len(wrong) - 1} more; plan again for this model and granularity"
             )
         if self.graph.devices[-1] >= self.cost.cluster.num_devices:
             raise InvalidPlanError(
@@ -134,7 +135,9 @@ class ModelCosts:
     def gradient_edges(self) -> Edges:
         """Those whose values have gradients."""
         values = self.cost.graph.values
-        return frozenset(e for e, indices in self._values.items() if any(values[i].grad for i in indices))
+        return frozenset(
+            e for e, indices in self._values.items() if any(values[i].grad for i in indices)
+        )
 
     def compute_s(self, stage: int, samples: int) -> tuple[float, float]:
         """From the profile, with recomputation where the stage asks for it."""
@@ -145,7 +148,7 @@ class ModelCosts:
         )
 
     def message_bytes(self, source: int, target: int, samples: int) -> tuple[float, float]:
-        """All values of the edge in one message; those without a batch dimension go with every one."""
+        """All values of the edge; those without a batch dimension go with every message."""
         values = self._values.get((source, target), ())
         return self.cost.forward_bytes(values, samples), self.cost.backward_bytes(values, samples)
 
@@ -153,11 +156,14 @@ class ModelCosts:
         """The slowest link on the way, and every port."""
         if (a, b) not in self._routes:
             link = self.cost.cluster.link(a, b)
-            self._routes[a, b] = Route(link.bandwidth, link.latency_s, self.cost.cluster.ports(a, b))
+            self._routes[a, b] = Route(
+                link.bandwidth, link.latency_s, self.cost.cluster.ports(a, b)
+            )
         return self._routes[a, b]
 
     def all_reduces(self) -> Sequence[AllReduce]:
-        """One per set of stages that read the same parameters: replicas, and holders of tied parameters.
+        """One per set of stages that read the same parameters: replicas, and holders of tied
+        parameters.
 
         Gradients of tied parameters are taken to be summed over all devices of all holders at once.
         """
@@ -187,13 +193,13 @@ class ModelCosts:
         of = self.graph.stages[stage]
         return self.cost.device_bytes(
             self._ops[stage],
-            microbatch_size=of.microbatch_size,
-            replicas=of.replicas,
+            microbatch_size=-(-of.microbatch_size // of.replicas),  # the largest slice
+            replicas=1,
             in_flight=0,
         )
 
     def flight_bytes(self, stage: int, samples: int) -> tuple[float, float]:
-        """What entered and what the operators keep; the latter only in the backward if recomputed."""
+        """What entered and what the operators keep, if recomputed only during the backward."""
         ops = self._ops[stage]
         entering = self.cost.boundary_bytes(ops, samples)[0]
         kept = sum(self.cost.profile.costs[i].kept_bytes for i in ops) * samples
@@ -205,8 +211,8 @@ class StageTimes:
     """Seconds per stage, links that cost nothing, no memory.
 
     Attributes:
-        forward_s: per stage, {samples of one device's slice: seconds}. A count that is missing is taken in
-            proportion to the nearest one.
+        forward_s: per stage, {samples of one device's slice: seconds}. A count that is missing is
+            taken in proportion to the nearest one.
         backward_s: likewise.
         cores: processor cores that all devices share; 0 where each computes on its own.
         data_edges: stage edges that make their target wait; None for all.

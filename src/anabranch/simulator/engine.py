@@ -42,9 +42,9 @@ class Engine:
 class SharedCores:
     """Jobs on a number of cores: with more jobs than cores, all run equally slowed.
 
-    A job that starts or ends changes the speed of every other. So jobs are kept by the work that one
-    running job will have done by its end, a clock that runs at the current speed, and only the job
-    that ends next has an event in the engine.
+    A job that starts or ends changes the speed of every other. So jobs are kept by the work that
+    one running job will have done by its end, a clock that runs at the current speed, and only the
+    job that ends next has an event in the engine.
     """
 
     def __init__(self, engine: Engine, cores: int) -> None:

@@ -1,0 +1,364 @@
+"""A captured forward pass as one flat list of tensor operations, specialised to a number of samples.
+
+An exported program has the batch size as a symbol, lifts parameters into arguments, folds ``no_grad`` regions
+into calls, and bakes devices in. ``lower`` undoes all of this::
+
+    p_weight, x: [s, 8]                             weight, x: [4, 8]
+    n   = sym_size(x, 0)                            y = linear(x, weight)
+    y   = linear(x, p_weight)              ->       z = view(y, [4, 2, 4])
+    z   = view(y, [n, 2, 4])                        d = detach(z)
+    w   = wrap_with_set_grad_enabled(f, z)          w = ...                the region's own operations
+
+so that every node is a call on tensors and constants, in the order of the user's program. Afterwards ``propagate`` runs
+it once on fake tensors: shapes, whether a gradient is needed and who shares storage are then facts, not guesses.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.node import map_aggregate
+
+PARAMETER, BUFFER, CONSTANT, BATCH_LEAF = "parameter", "buffer", "constant", "batch"
+
+# Mutate what their schema does not say: running mean and variance.
+_HIDDEN_WRITES = {
+    "aten::batch_norm": (3, 4),
+    "aten::instance_norm": (3, 4),
+    "aten::native_batch_norm": (3, 4),
+    "aten::cudnn_batch_norm": (3, 4),
+    "aten::miopen_batch_norm": (3, 4),
+}
+_CHECKS = {
+    "aten::_assert_tensor_metadata",
+    "aten::_assert_scalar",
+    "aten::sym_constrain_range",
+    "aten::sym_constrain_range_for_size",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a placeholder comes from: its kind (one of the constants above) and name there."""
+
+    kind: str
+    name: str
+
+
+@dataclass(frozen=True)
+class Program:
+    """The flat program for one number of samples.
+
+    Attributes:
+        samples: the size of dimension 0 of every batch leaf.
+        graph: placeholders, calls in program order, and an output ``(loss, *metrics)``. After ``propagate`` each
+            node has ``meta["val"]``, a fake tensor whose ``requires_grad`` is true to eager execution.
+        sources: placeholder -> where it comes from. A parameter shared under two names is one placeholder.
+        constants: tensors that the forward pass created from literals.
+        regions: sub-graphs that could not be made flat (autocast), by the name that a ``get_attr`` node has.
+    """
+
+    samples: int
+    graph: fx.Graph
+    sources: Mapping[fx.Node, Source]
+    constants: Mapping[str, torch.Tensor]
+    regions: Mapping[str, nn.Module] = field(default_factory=dict)
+
+    @property
+    def calls(self) -> list[fx.Node]:
+        """The operations in program order."""
+        return [node for node in self.graph.nodes if node.op == "call_function"]
+
+    @property
+    def outputs(self) -> tuple[fx.Node, ...]:
+        """The loss, then the metrics."""
+        return tuple(self.graph.output_node().args[0])  # type: ignore[arg-type]
+
+    def signature(self) -> list[tuple[str, str]]:
+        """What must not change with the number of samples: operation and module of every call."""
+        return [(str(node.target), frame(node)) for node in self.calls]
+
+
+def frame(node: fx.Node) -> str:
+    """Path of the innermost module that the node was called in; empty for the model itself."""
+    stack = node.meta.get("nn_module_stack")
+    if not stack:
+        return ""
+    path = str(next(reversed(stack.values()))[0])
+    path = path.partition("@")[0]  # a second call of one module is path@1
+    return path.removeprefix("module").removeprefix(".")
+
+
+def schema_name(node: fx.Node) -> str:
+    """Name of the called operation, such as ``aten::linear``."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is not None:
+        return str(schema.name)
+    return getattr(node.target, "__name__", str(node.target))
+
+
+def written(node: fx.Node) -> list[fx.Node]:
+    """Arguments that the call changes in place."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or node.op != "call_function":
+        return []
+    positions = set(_HIDDEN_WRITES.get(schema.name, ()))
+    names = set()
+    for i, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            positions.add(i)
+            names.add(argument.name)
+    chosen = [arg for i, arg in enumerate(node.args) if i in positions]
+    chosen += [arg for name, arg in node.kwargs.items() if name in names]
+    return [leaf for leaf in _leaves(chosen) if isinstance(leaf, fx.Node)]
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _leaves(each)
+    else:
+        yield value
+
+
+class Refused(Exception):
+    """The program cannot be specialised to this number of samples; it has to be exported for it."""
+
+
+def lower(
+    exported: torch.export.ExportedProgram,
+    samples: int,
+    *,
+    names: Mapping[str, str],
+    batch_names: list[str],
+    device: torch.device | None = None,
+) -> Program:
+    """Flatten an exported program for a number of samples.
+
+    Args:
+        exported: its forward takes the batch leaves and returns a dict, ``loss`` first.
+        samples: number of samples.
+        names: every name of a parameter or buffer in the exported module -> its first name in the user's.
+        batch_names: names of the batch leaves.
+        device: put constructed tensors here instead of where they were during the export.
+
+    Raises:
+        Refused: if the export fixed its batch size to another number.
+    """
+    builder = _Builder(_symbols(exported, samples), device)
+    kinds = torch.export.graph_signature.InputKind
+    batch = iter(batch_names)
+    nodes = iter(exported.graph.nodes)
+    for spec, node in zip(exported.graph_signature.input_specs, nodes, strict=False):
+        if spec.kind is kinds.PARAMETER or spec.kind is kinds.BUFFER:
+            kind = PARAMETER if spec.kind is kinds.PARAMETER else BUFFER
+            builder.placeholder(node, Source(kind, names[str(spec.target)]))
+        elif spec.kind is kinds.CONSTANT_TENSOR:
+            builder.placeholder(node, Source(CONSTANT, str(spec.target)))
+            builder.constants[str(spec.target)] = exported.constants[str(spec.target)]
+        else:
+            builder.placeholder(node, Source(BATCH_LEAF, next(batch)))
+    builder.body(exported.graph_module, exported.graph)
+    return builder.finish(samples)
+
+
+def _symbols(exported: torch.export.ExportedProgram, samples: int) -> dict[Any, int]:
+    """Every symbol that stands for the number of samples -> that number."""
+    kinds = torch.export.graph_signature.InputKind
+    known: dict[Any, int] = {}
+    for spec, node in zip(exported.graph_signature.input_specs, exported.graph.nodes, strict=False):
+        if spec.kind is not kinds.USER_INPUT:
+            continue
+        size = node.meta["val"].shape[0]
+        if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
+            known[size.node.expr] = samples
+        elif isinstance(size, torch.SymInt) and not size.node.expr.is_number:
+            raise Refused
+        elif int(size) != samples:
+            raise Refused
+    for symbol, bounds in exported.range_constraints.items():
+        # One sample is always excluded by the tracer, which treats it as a size of its own; operations are right for it.
+        if symbol in known and samples > 1 and not bounds.lower <= samples <= bounds.upper:
+            raise Refused
+    return known
+
+
+class _Builder:
+    def __init__(self, symbols: dict[Any, int], device: torch.device | None) -> None:
+        self.symbols = symbols
+        self.device = device
+        self.graph = fx.Graph()
+        self.env: dict[fx.Node, Any] = {}
+        self.sources: dict[fx.Node, Source] = {}
+        self.by_source: dict[Source, fx.Node] = {}
+        self.constants: dict[str, torch.Tensor] = {}
+        self.regions: dict[str, nn.Module] = {}
+
+    def placeholder(self, node: fx.Node, source: Source) -> None:
+        if source not in self.by_source:
+            new = self.graph.placeholder(node.name)
+            self.by_source[source] = new
+            self.sources[new] = source
+        self.env[node] = self.by_source[source]
+
+    def body(self, owner: nn.Module, graph: fx.Graph) -> Any:
+        """Copy the calls of a graph whose placeholders are already known; returns what it outputs."""
+        for node in graph.nodes:
+            if node.op == "call_function":
+                self.call(owner, node)
+            elif node.op == "get_attr":
+                self.env[node] = self.attribute(owner, node)
+            elif node.op == "output":
+                self.result = map_aggregate(node.args[0], self.value)
+        return self.result
+
+    def attribute(self, owner: nn.Module, node: fx.Node) -> Any:
+        found: Any = owner
+        for part in str(node.target).split("."):
+            found = getattr(found, part)
+        if isinstance(found, nn.Module):
+            return found  # the body of a region, resolved by the call that uses it
+        name = f"{node.target}_{len(self.constants)}"
+        self.constants[name] = found
+        new = self.graph.placeholder(node.name)
+        self.sources[new] = Source(CONSTANT, name)
+        return new
+
+    def value(self, argument: Any) -> Any:
+        if isinstance(argument, fx.Node):
+            return self.env[argument]
+        if isinstance(argument, torch.device) and self.device is not None:
+            return self.device
+        if isinstance(argument, torch.SymInt | torch.SymFloat | torch.SymBool):
+            return self.number(argument)
+        return argument
+
+    def number(self, symbolic: Any) -> Any:
+        """A symbolic number for this many samples, or None where it depends on the data."""
+        if not isinstance(symbolic, torch.SymInt | torch.SymFloat | torch.SymBool):
+            return symbolic
+        expression = symbolic.node.expr.xreplace(self.symbols)
+        if not getattr(expression, "free_symbols", None):
+            kind = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}[type(symbolic)]
+            return kind(expression)
+        return None
+
+    def call(self, owner: nn.Module, node: fx.Node) -> None:
+        value = node.meta.get("val")
+        if isinstance(value, int | float | bool | torch.SymInt | torch.SymFloat | torch.SymBool):
+            known = self.number(value)
+            if known is not None:
+                self.env[node] = known
+                return
+        if schema_name(node) in _CHECKS:
+            return
+        region = _region(node)
+        if region is not None:
+            self.inline(node, *region)
+            return
+        args = map_aggregate(node.args, self.value)
+        kwargs = map_aggregate(node.kwargs, self.value)
+        if node.target is operator.getitem and not isinstance(args[0], fx.Node):  # type: ignore[index]
+            self.env[node] = args[0][args[1]]  # type: ignore[index]
+            return
+        self.emit(node, args, kwargs)
+
+    def emit(self, node: fx.Node, args: Any, kwargs: Any) -> None:
+        args = map_aggregate(args, self.keep_region)
+        new = self.graph.create_node("call_function", node.target, args, kwargs, name=node.name)
+        for key in ("nn_module_stack", "stack_trace"):
+            if key in node.meta:
+                new.meta[key] = node.meta[key]
+        self.env[node] = new
+
+    def keep_region(self, argument: Any) -> Any:
+        if not isinstance(argument, nn.Module):
+            return argument
+        name = f"region_{len(self.regions)}"
+        self.regions[name] = argument
+        return self.graph.create_node("get_attr", name)
+
+    def inline(self, node: fx.Node, enabled: bool, arguments: tuple[Any, ...]) -> None:
+        """Without gradients means: on detached inputs. The storage stays shared, for operations in place."""
+        body, *inputs = map_aggregate(arguments, self.value)  # type: ignore[misc, union-attr]
+        places = [n for n in body.graph.nodes if n.op == "placeholder"]  # type: ignore[union-attr]
+        for place, given in zip(places, inputs, strict=True):
+            if isinstance(given, fx.Node) and not enabled:
+                call = self.graph.call_function(torch.ops.aten.detach.default, (given,))
+                call.meta["nn_module_stack"] = node.meta.get("nn_module_stack")
+                given = call
+            self.env[place] = given
+        self.env[node] = self.body(body, body.graph)  # type: ignore[union-attr, arg-type]
+
+    def finish(self, samples: int) -> Program:
+        outputs = self.result if isinstance(self.result, list | tuple) else (self.result,)
+        self.graph.output(tuple(outputs))
+        _to_front(self.graph)
+        _drop_dead(self.graph)
+        self.graph.lint()
+        return Program(
+            samples,
+            self.graph,
+            {node: source for node, source in self.sources.items() if not node._erased},
+            self.constants,
+            self.regions,
+        )
+
+
+def _region(node: fx.Node) -> tuple[bool, tuple[Any, ...]] | None:
+    if node.target is torch.ops.higher_order.wrap_with_set_grad_enabled:
+        return bool(node.args[0]), node.args[1:]
+    return None
+
+
+def _to_front(graph: fx.Graph) -> None:
+    first = next(iter(graph.nodes))
+    for node in list(graph.nodes):
+        if node.op == "placeholder" and node is not first:
+            first.prepend(node)
+
+
+def _drop_dead(graph: fx.Graph) -> None:
+    for node in reversed(list(graph.nodes)):
+        if node.op in ("call_function", "get_attr", "placeholder") and not node.users and not written(node):
+            graph.erase_node(node)
+            node._erased = True
+
+
+def propagate(program: Program, find: Callable[[Source], torch.Tensor]) -> None:
+    """Run the program on fake tensors: fills ``meta["val"]`` and ``meta["storage"]`` of every node.
+
+    Args:
+        program: a program without values.
+        find: source -> a tensor whose size, stride, dtype, device and need of a gradient are those of the placeholder.
+    """
+    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    mode.shape_env.allow_scalar_outputs = True  # type: ignore[union-attr]
+    mode.shape_env.allow_dynamic_output_shape_ops = True  # type: ignore[union-attr]
+    env: dict[fx.Node, Any] = {}
+    with mode, torch.enable_grad():
+        for node in program.graph.nodes:
+            if node.op == "placeholder":
+                like = find(program.sources[node])
+                env[node] = torch.empty_strided(
+                    like.size(), like.stride(), dtype=like.dtype, device=like.device
+                ).requires_grad_(like.requires_grad)
+            elif node.op == "get_attr":
+                env[node] = program.regions[str(node.target)]
+                continue
+            elif node.op == "call_function":
+                args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
+                env[node] = node.target(*args, **kwargs)
+            else:
+                continue
+            node.meta["val"] = env[node]
+            # All values are alive here, so addresses are unique.
+            if isinstance(env[node], torch.Tensor):
+                node.meta["storage"] = env[node].untyped_storage()._cdata

@@ -1,0 +1,206 @@
+"""Is this stage graph valid? Conditions C1 to C3 of GraphPipe, section 3, and memory.
+
+    C1  every operator is in exactly one stage, and no path leaves a stage and comes back to it
+    C2  an operator edge between two stages is a stage edge; there are no cycles
+    C3  device sets are disjoint, inside the cluster, and together all of it
+
+``StageGraph`` itself forbids edges from a later to an earlier stage, so a graph that has all its
+data edges is acyclic. Edges beyond those of the data are allowed: they order stages. C4, the
+order of micro-batches inside a stage, is for ``schedule.check``. Knows no planner.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from anabranch.cluster import GIB
+from anabranch.cost import CostModel
+from anabranch.errors import InvalidPlanError
+from anabranch.planner.stages import StageGraph
+
+_NAMED = 5
+"""Offenders that one sentence lists by name."""
+
+
+def check(graph: StageGraph, cost: CostModel) -> list[str]:
+    """Everything that is wrong with a stage graph, one sentence each; empty if it is valid.
+
+    Args:
+        graph: stages of the operators of ``cost.graph`` on the devices of ``cost.cluster``. A
+            stage whose
+            ``in_flight`` is 0 is held to the fewest micro-batches that any 1F1B schedule keeps.
+        cost: prices memory.
+    """
+    problems = _operators(graph, cost)
+    if problems:
+        # Without a partition the rest has no meaning.
+        return problems + _devices(graph, cost)
+    masks = [cost.graph.mask(stage.operators) for stage in graph.stages]
+    return [
+        *_convexity(graph, cost, masks),
+        *_edges(graph, cost, masks),
+        *_devices(graph, cost),
+        *_samples(graph, cost),
+        *_memory(graph, cost, masks),
+    ]
+
+
+def require(graph: StageGraph, cost: CostModel) -> None:
+    """Accept a valid stage graph in silence.
+
+    Raises:
+        InvalidPlanError: with everything that ``check`` found.
+    """
+    problems = check(graph, cost)
+    if problems:
+        raise InvalidPlanError("the plan is not valid: " + "; ".join(problems))
+
+
+def least_in_flight(graph: StageGraph) -> list[int]:
+    """Per stage, the fewest micro-batches in flight under 1F1B.
+
+    That is one more than the longest distance to a sink. Where micro-batch sizes or k differ, the same in samples: one larger group per edge
+    (GraphPipe, Table 2, rounded up).
+    """
+    held = [0] * len(graph)
+    for s in reversed(range(len(graph))):
+        group = graph.stages[s].k * graph.stages[s].microbatch_size
+        following = [(held[y], graph.stages[y]) for y in graph.successors[s]]
+        held[s] = max(
+            (samples + max(group, after.k * after.microbatch_size) for samples, after in following),
+            default=group,
+        )
+    return [
+        min(-(-held[s] // stage.microbatch_size), graph.num_microbatches(s))
+        for s, stage in enumerate(graph.stages)
+    ]
+
+
+def _operators(graph: StageGraph, cost: CostModel) -> list[str]:
+    known = cost.graph.index
+    count = Counter(name for stage in graph.stages for name in stage.operators)
+    unknown = sorted(name for name in count if name not in known)
+    twice = sorted(name for name, times in count.items() if times > 1)
+    missing = [op.name for op in cost.graph.ops if op.name not in count]
+    problems = []
+    if unknown:
+        problems.append(f"the model has no operators {_some(unknown)}")
+    if missing:
+        problems.append(f"C1: {len(missing)} operators are in no stage: {_some(missing)}")
+    problems += [f"C1: operator {name} is in {count[name]} stages" for name in twice[:_NAMED]]
+    return problems
+
+
+def _convexity(graph: StageGraph, cost: CostModel, masks: list[int]) -> list[str]:
+    problems = []
+    for s, mask in enumerate(masks):
+        if cost.graph.is_convex(mask):
+            continue
+        between = [
+            i
+            for i in range(len(cost.graph))
+            if not mask >> i & 1
+            and cost.graph.ancestors[i] & mask
+            and cost.graph.descendants[i] & mask
+        ]
+        names = [cost.graph.ops[i].name for i in between]
+        problems.append(
+            f"C1: stage {s} is not convex: a path leaves it and comes back through {_some(names)}"
+        )
+    return problems
+
+
+def _edges(graph: StageGraph, cost: CostModel, masks: list[int]) -> list[str]:
+    home = {name: s for s, stage in enumerate(graph.stages) for name in stage.operators}
+    ops = cost.graph.ops
+    present = set(graph.edges)
+    problems = []
+    for a, b in cost.graph.edges:
+        x, y = home[ops[a].name], home[ops[b].name]
+        if x == y or (x, y) in present:
+            continue
+        present.add((x, y))
+        what = f"{ops[b].name} in stage {y} reads from {ops[a].name} in stage {x}"
+        if x > y:
+            problems.append(f"C2: {what}, which comes later: stages are not in topological order")
+        else:
+            problems.append(f"C2: {what}, but there is no stage edge {x} -> {y}")
+    return problems
+
+
+def _devices(graph: StageGraph, cost: CostModel) -> list[str]:
+    total = cost.cluster.num_devices
+    holders: dict[int, list[int]] = {}
+    for s, stage in enumerate(graph.stages):
+        for device in stage.devices:
+            holders.setdefault(device, []).append(s)
+    problems = [
+        f"C3: device {device} holds the stages {', '.join(map(str, stages))}"
+        for device, stages in sorted(holders.items())
+        if len(stages) > 1
+    ]
+    outside = [device for device in holders if not 0 <= device < total]
+    idle = [device for device in range(total) if device not in holders]
+    if outside:
+        problems.append(
+            f"C3: cluster {cost.cluster.name} has the devices 0-{total - 1}, not {_some(outside)}"
+        )
+    if idle:
+        problems.append(f"C3: {len(idle)} of {total} devices hold no stage: {_some(idle)}")
+    return problems
+
+
+def _samples(graph: StageGraph, cost: CostModel) -> list[str]:
+    problems = []
+    for s, stage in enumerate(graph.stages):
+        size, replicas = stage.microbatch_size, stage.replicas
+        if size > graph.batch_size:
+            problems.append(
+                f"stage {s} has micro-batches of {size} samples, the batch only {graph.batch_size}"
+            )
+        if size < replicas:
+            problems.append(
+                f"stage {s} splits micro-batches of {size} samples over {replicas} devices, which "
+                f"leaves {replicas - size} of them without work"
+            )
+        elif not cost.covers(-(-size // replicas)):
+            problems.append(
+                f"stage {s} puts {-(-size // replicas)} samples on a device, which the profile "
+                f"({cost.profile.origin}) does not cover"
+            )
+    return problems
+
+
+def _memory(graph: StageGraph, cost: CostModel, masks: list[int]) -> list[str]:
+    limit = cost.cluster.memory_bytes
+    problems = []
+    for s, (stage, least) in enumerate(zip(graph.stages, least_in_flight(graph), strict=True)):
+        held = stage.in_flight or least
+        need = stage_bytes(graph, cost, s, in_flight=held)
+        if need > limit:
+            problems.append(
+                f"stage {s} needs {need / GIB:.2f} GiB on each device, with {held} micro-batches of "
+                f"{stage.microbatch_size} samples in flight on {stage.replicas} replicas; cluster "
+                f"{cost.cluster.name} has {limit / GIB:.2f} GiB: try a smaller micro-batch or "
+                "recompute"
+            )
+    return problems
+
+
+def stage_bytes(graph: StageGraph, cost: CostModel, s: int, *, in_flight: int) -> float:
+    """Peak bytes on the fullest device of a stage."""
+    stage = graph.stages[s]
+    largest_slice = -(-stage.microbatch_size // stage.replicas)
+    return cost.device_bytes(
+        [cost.graph.index[name] for name in stage.operators],
+        microbatch_size=largest_slice * stage.replicas,
+        replicas=stage.replicas,
+        in_flight=in_flight,
+        recompute=stage.recompute,
+    )
+
+
+def _some(names: Sequence[str | int]) -> str:
+    shown = ", ".join(map(str, names[:_NAMED]))
+    return shown if len(names) <= _NAMED else f"{shown} and {len(names) - _NAMED} more"

@@ -1,0 +1,134 @@
+"""What a planner minimises: the period of a stage, and whether it fits.
+
+For a stage on d replicas with micro-batches of b samples, n = b / d samples on each device, M =
+ceil(B / b) of them in a batch of B:
+
+    compute    forward and backward of its operators at n samples in         bytes of what enters
+    and of the gradients of what leaves, at n samples out        bytes of what leaves and of the
+    gradients of what enters, at n samples share(d)   seconds per byte on a device's way: at level
+    0 its own link; from level 1 on, min(d, g) replicas
+               share the network card of their group of g devices:   max over levels of min(d, g)
+               / bandwidth
+    allreduce  ring over d devices that are numbered in a row, of the trainable parameters
+
+    period  =  max(compute, in * share(d), out * share(d))  +  allreduce / M
+
+A value counts once in each direction however many stages read it. All that crosses the border of
+a stage is taken to leave its node, unless the whole cluster is one, and its card to be shared
+with nobody else's: true of a join that is spread over a node, pessimistic for neighbours inside
+one, optimistic for several joins in one. ``planner.estimate`` knows where the devices are and
+corrects both.
+
+Memory is that of ``CostModel.device_bytes`` with min(h + 1, M) micro-batches in flight, h the
+stage's height.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from anabranch.cost import CostModel
+
+UNBOUNDED = 1 << 20
+"""A height that no stage reaches."""
+
+Number = Any
+"""A float or an array of them."""
+
+
+@dataclass(frozen=True)
+class Prices:
+    """Periods and memory for one micro-batch size.
+
+    Attributes:
+        cost: prices the operators.
+        batch_size: samples of one step.
+        microbatch_size: samples of one micro-batch, over all replicas.
+        degrees: numbers of replicas that may be used, ascending.
+        memory_bytes: memory of each device.
+    """
+
+    cost: CostModel
+    batch_size: int
+    microbatch_size: int
+    degrees: tuple[int, ...]
+    memory_bytes: float
+
+    @cached_property
+    def num_microbatches(self) -> int:
+        """Micro-batches of one step."""
+        return -(-self.batch_size // self.microbatch_size)
+
+    def samples(self, degree: int) -> int:
+        """Samples on the fullest of ``degree`` replicas."""
+        return -(-self.microbatch_size // degree)
+
+    def share(self, degree: int) -> float:
+        """Seconds per byte that one of ``degree`` replicas sends or receives."""
+        return seconds_per_byte(self.cost, degree)
+
+    def allreduce_s(self, nbytes: Number, degree: int) -> Number:
+        """Seconds of the all-reduce over ``degree`` devices in a row, per micro-batch."""
+        if degree == 1:
+            return nbytes * 0.0
+        link = self.cost.cluster.slowest_link((0, min(degree, self.cost.cluster.num_devices) - 1))
+        ring = 2 * (degree - 1) / degree * nbytes / link.bandwidth
+        return (ring + 2 * (degree - 1) * link.latency_s * (nbytes > 0)) / self.num_microbatches
+
+    def period_s(
+        self, compute_s: Number, bytes_in: Number, bytes_out: Number, reduced: Number, degree: int
+    ) -> Number:
+        """Seconds from one micro-batch to the next; the formula at the head of this file."""
+        traffic = np.maximum(bytes_in, bytes_out) * self.share(degree)
+        return np.maximum(compute_s, traffic) + self.allreduce_s(reduced, degree)
+
+    def headroom(self, fixed: Number, per_microbatch: Number) -> Number:
+        """The largest height at which a stage fits; -1 where it fits at none.
+
+        Args:
+            fixed: bytes that do not depend on what is in flight.
+            per_microbatch: bytes of each micro-batch in flight.
+        """
+        free = self.memory_bytes - fixed
+        with np.errstate(divide="ignore", invalid="ignore"):
+            held = np.where(per_microbatch > 0, free // per_microbatch, UNBOUNDED)
+        held = np.where(free < 0, 0, held)
+        return np.where(
+            held >= self.num_microbatches, UNBOUNDED, np.minimum(held, UNBOUNDED) - 1
+        ).astype(np.int32)
+
+    def in_flight(self, height: Number) -> Number:
+        """Micro-batches between forward and backward at least."""
+        return np.minimum(height + 1, self.num_microbatches)
+
+
+def seconds_per_byte(cost: CostModel, degree: int) -> float:
+    """What one of ``degree`` replicas pays per byte that crosses the border of their stage."""
+    cluster = cost.cluster
+    worst = 1 / cluster.levels[0].bandwidth
+    for level in range(1, len(cluster.levels)):
+        group = cluster.group_sizes[level - 1]
+        if cluster.num_devices > group:
+            worst = max(worst, min(degree, group) / cluster.levels[level].bandwidth)
+    return worst
+
+
+def degrees(cost: CostModel, microbatch_size: int, limit: int) -> tuple[int, ...]:
+    """Powers of two up to ``limit`` that leave each replica a sample count in the profile."""
+    result = []
+    degree = 1
+    while degree <= min(limit, microbatch_size):
+        if cost.covers(-(-microbatch_size // degree)):
+            result.append(degree)
+        degree *= 2
+    return tuple(result)
+
+
+def microbatch_sizes(batch_size: int) -> tuple[int, ...]:
+    """Powers of two up to the batch, and the batch."""
+    sizes = {1 << i for i in range(batch_size.bit_length())} | {batch_size}
+    return tuple(sorted(size for size in sizes if size <= batch_size))

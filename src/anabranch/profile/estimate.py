@@ -1,0 +1,226 @@
+"""What every operator would cost on a GPU that is not here, from its data sheet.
+
+The operators run on meta tensors at two sample counts, which gives the kernels that they launch, forward
+and backward (``kernels``). The sizes of a kernel (bytes moved, rows of a matrix product) are affine
+functions of the samples, so two counts give them for every other; the data sheet turns sizes into seconds
+(``devices``). Nothing here has been measured: expect the right order of operators and about a third of
+error in absolute seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from anabranch.graph.capture import Captured
+from anabranch.profile.devices import DEVICES, DeviceSheet, Floats
+from anabranch.profile.kept import Kept, per_sample
+from anabranch.profile.kernels import Kernel, Recorder, run
+from anabranch.profile.profile import OpCost, Profile
+from anabranch.profile.walk import steps, walk
+
+Precision = Literal["float32", "tf32"]
+
+_FEW, _MANY = 2, 4
+"""The sample counts that are looked at. Not 1: a dimension of one sample may vanish."""
+
+
+def estimate(
+    captured: Captured,
+    device: str = "v100",
+    samples: Sequence[int] = (1, 2, 4, 8, 16, 32),
+    *,
+    precision: Precision = "float32",
+) -> Profile:
+    """Estimate the operators of a captured model.
+
+    Args:
+        captured: the model; one on the meta device will do.
+        device: a key of ``DEVICES``.
+        samples: sample counts; any number of them costs about the same.
+        precision: how matrix products of float32 tensors run. ``float32`` is PyTorch's default and what
+            the published pipeline systems used; ``tf32`` is what ``torch.set_float32_matmul_precision``
+            "high" gives on an A100 or H100.
+
+    Raises:
+        ValueError: for an unknown device or precision, or sample counts that are not positive.
+    """
+    if device not in DEVICES:
+        raise ValueError(f"no data sheet for {device!r}; there is one for {', '.join(DEVICES)}")
+    if precision not in ("float32", "tf32"):
+        raise ValueError(f"precision {precision!r} is neither float32 nor tf32")
+    counts = sorted(set(samples))
+    if not counts or counts[0] < 1:
+        raise ValueError(f"cannot estimate at {counts} samples")
+    few, many = _Trace.of(captured, _FEW), _Trace.of(captured, _MANY)
+    sheet = DEVICES[device]
+    if few.is_like(many):
+        sizes = [few.sizes.at(n, _FEW, many.sizes, _MANY) for n in counts]
+        layout = few
+        seconds = [layout.seconds(s, sheet, precision) for s in sizes]
+    else:  # the model does something else for other sample counts
+        traces = [_Trace.of(captured, n) for n in counts]
+        seconds = [trace.seconds(trace.sizes, sheet, precision) for trace in traces]
+    kept = per_sample(few.kept, many.kept, (_FEW, _MANY))
+    costs = tuple(
+        OpCost(
+            tuple(float(s[0, op]) for s in seconds), tuple(float(s[1, op]) for s in seconds), kept[op]
+        )
+        for op in range(len(captured.graph))
+    )
+    name = device if precision == "float32" else f"{device} ({precision})"
+    return Profile(captured.graph, tuple(counts), costs, device=name, source="estimated")
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """The sizes of all kernels at one sample count.
+
+    Attributes:
+        nbytes: per kernel.
+        products: per matrix product m, n, k, batch; shape (products, 4).
+    """
+
+    nbytes: Floats
+    products: Floats
+
+    def at(self, samples: int, own: int, other: _Sizes, others: int) -> _Sizes:
+        """The line through this and another count, at a third one."""
+        t = (samples - own) / (others - own)
+        return _Sizes(
+            np.maximum(self.nbytes + t * (other.nbytes - self.nbytes), 0),
+            np.maximum(self.products + t * (other.products - self.products), 0),
+        )
+
+
+@dataclass(frozen=True)
+class _Trace:
+    """All kernels of a step, flat: which operator and pass each belongs to, and their sizes.
+
+    Attributes:
+        kernels: in the order of the step.
+        passes: per kernel 0 (forward) or 1 (backward).
+        ops: per kernel its operator.
+        sizes: of the kernels.
+        kept: per operator, bytes kept for the backward.
+    """
+
+    kernels: tuple[Kernel, ...]
+    passes: tuple[int, ...]
+    ops: tuple[int, ...]
+    sizes: _Sizes
+    kept: tuple[int, ...]
+
+    @staticmethod
+    def of(captured: Captured, samples: int) -> _Trace:
+        program = steps(captured, samples)
+        state = _MetaState()
+        batch = {name: _meta(t) for name, t in captured.example_batch(samples).items()}
+        tensors = [state.of(step.module) for step in program]
+        at_hand = [t for each in tensors for t in each.values()]
+        watch = _Watch(Kept(len(program), [*at_hand, *batch.values()]))
+
+        def call(op: int, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+            result: Sequence[Tensor] = run(program[op].module, tensors[op], inputs)
+            return result
+
+        walk(program, batch, call, watch)
+        kernels = tuple(k for _, _, k in watch.seen)
+        products = [p for k in kernels for p in k.products]
+        return _Trace(
+            kernels,
+            tuple(p for p, _, _ in watch.seen),
+            tuple(op for _, op, _ in watch.seen),
+            _Sizes(
+                np.array([k.nbytes for k in kernels], dtype=np.float64),
+                np.array(products, dtype=np.float64).reshape(-1, 4),
+            ),
+            tuple(watch.kept.nbytes),
+        )
+
+    def is_like(self, other: _Trace) -> bool:
+        """Whether only the sizes differ."""
+
+        def kinds(trace: _Trace) -> list[object]:
+            return [(k.name, k.dtype, len(k.products), k.launches) for k in trace.kernels]
+
+        return (self.ops, self.passes, kinds(self)) == (other.ops, other.passes, kinds(other))
+
+    def seconds(self, sizes: _Sizes, sheet: DeviceSheet, precision: Precision) -> Floats:
+        """Forward and backward seconds per operator; shape (2, operators)."""
+        owner = np.repeat(np.arange(len(self.kernels)), [len(k.products) for k in self.kernels])
+        formats = np.array([_number_format(self.kernels[i].dtype, precision) for i in owner])
+        compute = np.zeros(len(self.kernels))
+        for each in set(formats.tolist()):
+            chosen = formats == each
+            m, n, k, batch = sizes.products[chosen].T
+            np.add.at(compute, owner[chosen], sheet.matmul_s(m, n, k, batch, each))
+        launches = np.array([k.launches for k in self.kernels], dtype=np.float64)
+        result = np.zeros((2, len(self.kept)))
+        each_s = sheet.kernel_s(sizes.nbytes, compute, launches)
+        np.add.at(result, (np.array(self.passes), np.array(self.ops)), each_s)
+        return result
+
+
+class _Watch:
+    """Observes kernels, and what is kept."""
+
+    def __init__(self, kept: Kept) -> None:
+        self.kept = kept
+        self.seen: list[tuple[int, int, Kernel]] = []
+
+    @contextmanager
+    def _recorded(self, which: int, op: int) -> Iterator[None]:
+        with Recorder() as recorder:
+            yield
+        self.seen += [(which, op, kernel) for kernel in recorder.kernels]
+
+    @contextmanager
+    def forward(self, op: int) -> Iterator[None]:
+        with self.kept.saving(op), self._recorded(0, op):
+            yield
+
+    def made(self, op: int, outputs: Sequence[Tensor]) -> None:
+        self.kept.made(op, outputs)
+
+    def backward(self, op: int) -> AbstractContextManager[None]:
+        return self._recorded(1, op)
+
+
+class _MetaState:
+    """Meta tensors in place of parameters and buffers, the same one wherever the same one is read."""
+
+    def __init__(self) -> None:
+        self._twins: dict[int, tuple[Any, Tensor]] = {}
+
+    def of(self, module: torch.nn.Module) -> dict[str, Tensor]:
+        named = [
+            *module.named_parameters(remove_duplicate=False),
+            *module.named_buffers(remove_duplicate=False),
+        ]
+        return {name: self._twin(tensor) for name, tensor in named}
+
+    def _twin(self, tensor: Tensor) -> Tensor:
+        if id(tensor) not in self._twins:
+            twin = _meta(tensor).requires_grad_(tensor.requires_grad)
+            if twin.requires_grad:
+                # Gradients are added to those of earlier micro-batches, which is a kernel too.
+                twin.grad = torch.empty_like(twin)
+            self._twins[id(tensor)] = tensor, twin  # keeps the tensor alive, and so its id
+        return self._twins[id(tensor)][1]
+
+
+def _meta(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(
+        tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"
+    )
+
+
+def _number_format(dtype: torch.dtype, precision: Precision) -> str:
+    return precision if dtype == torch.float32 else str(dtype).removeprefix("torch.")

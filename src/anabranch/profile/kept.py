@@ -1,0 +1,66 @@
+"""What autograd keeps between forward and backward, by the operator that made it.
+
+Counted in storages, since keeping a view keeps all of its storage, each once: two operators that save the
+same tensor share it. Parameters, buffers and the batch are at hand anyway and do not count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+
+class Kept:
+    """Attributes saved storages to operators; see ``OpCost.kept_bytes`` for the rule.
+
+    Attributes:
+        nbytes: per operator, bytes kept so far.
+    """
+
+    def __init__(self, num_ops: int, at_hand: Iterable[Tensor]) -> None:
+        self.nbytes = [0] * num_ops
+        # Storages are told apart by address, so each that was seen has to stay alive.
+        self._alive: list[torch.UntypedStorage] = []
+        self._maker: dict[int, int | None] = {}
+        self._counted: set[int] = set()
+        for tensor in at_hand:
+            self._claim(tensor, None)
+
+    def saving(self, op: int) -> torch.autograd.graph.saved_tensors_hooks:
+        """A context for the forward of one operator."""
+
+        def pack(tensor: Tensor) -> Tensor:
+            key = self._claim(tensor, op)
+            maker = self._maker[key]
+            if maker is not None and key not in self._counted:
+                self._counted.add(key)
+                self.nbytes[maker] += tensor.untyped_storage().nbytes()
+            return tensor
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+
+    def made(self, op: int, outputs: Sequence[Tensor]) -> None:
+        """The outputs of an operator are its own, unless they are views of something older."""
+        for tensor in outputs:
+            self._claim(tensor, op)
+
+    def _claim(self, tensor: Tensor, op: int | None) -> int:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._maker:
+            self._maker[key] = op
+            self._alive.append(storage)
+        return key
+
+
+def per_sample(few: Sequence[int], many: Sequence[int], samples: tuple[int, int]) -> list[int]:
+    """Bytes per sample, given the bytes at two sample counts.
+
+    What does not grow with the samples (a causal mask) drops out. Equal counts give the plain quotient.
+    """
+    low, high = samples
+    if low == high:
+        return [-(-b // high) for b in many]
+    return [max(0, -(-(b - a) // (high - low))) for a, b in zip(few, many, strict=True)]

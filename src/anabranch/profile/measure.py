@@ -1,0 +1,322 @@
+"""Time every operator, forward and backward apart, on a real device.
+
+One repeat is a training step in slow motion (``walk``): real activations, real gradients, which are added
+to those of earlier micro-batches, and caches as warm as in a step. The sample counts take turns, so that a
+busy moment of the machine hits them alike, and the median over the repeats drops it. Operators that are
+alike (the layers of a tower, the towers of a model) pool their repeats: less noise, and what is symmetrical
+stays so for the planner.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from anabranch.errors import ProfileError
+from anabranch.graph.capture import Captured
+from anabranch.profile.kept import Kept, per_sample
+from anabranch.profile.profile import OpCost, Profile
+from anabranch.profile.walk import Step, steps, walk
+
+Progress = Callable[[int, int], None]
+
+
+def measure(
+    captured: Captured,
+    samples: Sequence[int] = (1, 2, 4, 8, 16),
+    *,
+    device: str = "cpu",
+    repeats: int = 7,
+    warm_up: int = 2,
+    budget_s: float = 60.0,
+    threads: int | None = 1,
+    pool: bool = True,
+    progress: Progress | None = None,
+) -> Profile:
+    """Measure the operators of a captured model.
+
+    The user's model is left as it was: buffers, gradients and the random state come back.
+
+    Args:
+        captured: the model; its example batch is repeated or cut to each sample count.
+        samples: sample counts to measure.
+        device: ``cpu``, or ``cuda`` with an optional index; there, copies of the operators run.
+        repeats: timed steps per sample count.
+        warm_up: untimed steps before those, at least one.
+        budget_s: seconds for everything. When they are spent, fewer repeats have to do (at least one);
+            sample counts that would not fit at all are left out, with a warning.
+        threads: CPU threads, as many as each rank will have; ``None`` keeps PyTorch's setting.
+        pool: whether operators with the same operations and shapes share their repeats.
+        progress: called with (steps done, steps in all).
+
+    Raises:
+        ProfileError: if the model has no numbers to compute with (it was built on the meta device).
+        ValueError: for sample counts or repeats that are not positive, or another device.
+    """
+    counts = sorted(set(samples))
+    if not counts or counts[0] < 1 or repeats < 1 or warm_up < 1:
+        raise ValueError(f"cannot measure {repeats} repeats after {warm_up} at {counts} samples")
+    if torch.device(device).type not in ("cpu", "cuda"):
+        raise ValueError(f"cannot measure on {device}; cpu and cuda are possible")
+    if any(t.is_meta for t in captured.module.state_dict(keep_vars=True).values()):
+        raise ProfileError(
+            "the model was built on the meta device, which has no numbers to compute with; "
+            "build it on the CPU to measure it, or estimate it for a GPU"
+        )
+    with _left_as_it_was(captured.module), _threads(threads):
+        plan = _Repeats(warm_up, repeats, time.perf_counter() + budget_s, progress)
+        benches = plan.run(counts, lambda n: _Bench(captured, n, torch.device(device)))
+    return _profile(captured, benches, device, pool)
+
+
+class _Bench:
+    """The operators at one sample count, and the seconds that they have taken so far."""
+
+    def __init__(self, captured: Captured, samples: int, device: torch.device) -> None:
+        self.samples = samples
+        self.steps = steps(captured, samples)
+        self.batch = {n: t.to(device) for n, t in captured.example_batch(samples).items()}
+        self.modules = [_on(device, step.module) for step in self.steps]
+        self.clock = _CudaClock(device) if device.type == "cuda" else _Clock()
+        self.forward_s: list[list[float]] = [[] for _ in self.steps]
+        self.backward_s: list[list[float]] = [[] for _ in self.steps]
+        self.kept: list[int] = []
+
+    def first(self) -> None:
+        """The first step, which counts what autograd keeps."""
+        tensors = [t for m in self.modules for t in m.state_dict(keep_vars=True).values()]
+        watch = _Watch(Kept(len(self.steps), [*tensors, *self.batch.values()]))
+        walk(self.steps, self.batch, self._call, watch)
+        self.kept = watch.kept.nbytes
+
+    def timed(self, *, record: bool) -> None:
+        """One more step."""
+        self.clock.start(len(self.steps))
+        walk(self.steps, self.batch, self._call, self.clock)
+        forward, backward = self.clock.stop()
+        if record:
+            for all_s, s in zip(self.forward_s, forward, strict=True):
+                all_s.append(s)
+            for all_s, s in zip(self.backward_s, backward, strict=True):
+                all_s.append(s)
+
+    def _call(self, op: int, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        result: Sequence[Tensor] = self.modules[op](*inputs)
+        return result
+
+
+class _Repeats:
+    """Which sample count runs when, and when to stop."""
+
+    def __init__(
+        self, warm_up: int, repeats: int, deadline: float, progress: Progress | None
+    ) -> None:
+        self.warm_up, self.repeats = warm_up, repeats
+        self.deadline = deadline
+        self.progress = progress or (lambda done, total: None)
+
+    def run(self, counts: Sequence[int], bench: Callable[[int], _Bench]) -> list[_Bench]:
+        """Measure as many sample counts as the time allows, the smallest at least."""
+        benches: list[_Bench] = []
+        each = self.warm_up + self.repeats
+        step_s = 0.0
+        for n in counts:
+            # One step more than the warm-up; each grows at most with the samples.
+            expected = step_s * (self.warm_up + 1) * n / benches[-1].samples if benches else 0.0
+            if time.perf_counter() + expected > self.deadline and benches:
+                warnings.warn(
+                    f"{', '.join(map(str, counts[len(benches) :]))} samples were not measured, for "
+                    "want of time; raise the time budget or ask for smaller sample counts",
+                    stacklevel=3,
+                )
+                break
+            benches.append(bench(n))
+            benches[-1].first()
+            for _ in range(self.warm_up - 1):
+                benches[-1].timed(record=False)
+            start = time.perf_counter()
+            benches[-1].timed(record=True)
+            step_s = time.perf_counter() - start
+            self.progress(len(benches) * (self.warm_up + 1), len(counts) * each)
+        for r in range(1, self.repeats):
+            for i, each_bench in enumerate(benches):
+                if time.perf_counter() > self.deadline:
+                    return benches
+                each_bench.timed(record=True)
+                done = len(benches) * (self.warm_up + r) + i + 1
+                self.progress(done, len(benches) * each)
+        return benches
+
+
+class _Watch:
+    """Observes what is kept."""
+
+    def __init__(self, kept: Kept) -> None:
+        self.kept = kept
+
+    def forward(self, op: int) -> AbstractContextManager[Any]:
+        return self.kept.saving(op)
+
+    def made(self, op: int, outputs: Sequence[Tensor]) -> None:
+        self.kept.made(op, outputs)
+
+    def backward(self, op: int) -> AbstractContextManager[Any]:
+        return ExitStack()
+
+
+class _Clock:
+    """Observes seconds on the CPU."""
+
+    def start(self, num_ops: int) -> None:
+        self.forward_s = [0.0] * num_ops
+        self.backward_s = [0.0] * num_ops
+
+    @contextmanager
+    def forward(self, op: int) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.forward_s[op] = time.perf_counter() - start
+
+    @contextmanager
+    def backward(self, op: int) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.backward_s[op] = time.perf_counter() - start
+
+    def made(self, op: int, outputs: Sequence[Tensor]) -> None:
+        pass
+
+    def stop(self) -> tuple[list[float], list[float]]:
+        return self.forward_s, self.backward_s
+
+
+class _CudaClock(_Clock):
+    """Observes seconds on a GPU: events in its queue, read when it has caught up."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def start(self, num_ops: int) -> None:
+        super().start(num_ops)
+        self.events: list[tuple[list[float], int, torch.cuda.Event, torch.cuda.Event]] = []
+        torch.cuda.synchronize(self.device)
+
+    @contextmanager
+    def _between(self, seconds: list[float], op: int) -> Iterator[None]:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        stream = torch.cuda.current_stream(self.device)
+        start.record(stream)
+        yield
+        end.record(stream)
+        self.events.append((seconds, op, start, end))
+
+    def forward(self, op: int) -> AbstractContextManager[None]:
+        return self._between(self.forward_s, op)
+
+    def backward(self, op: int) -> AbstractContextManager[None]:
+        return self._between(self.backward_s, op)
+
+    def stop(self) -> tuple[list[float], list[float]]:
+        torch.cuda.synchronize(self.device)
+        for seconds, op, start, end in self.events:
+            seconds[op] = start.elapsed_time(end) / 1e3
+        return super().stop()
+
+
+def _profile(captured: Captured, benches: list[_Bench], device: str, pool: bool) -> Profile:
+    first, last = benches[0], benches[-1]
+    kept = per_sample(first.kept, last.kept, (first.samples, last.samples))
+    groups: dict[str, list[int]] = {}
+    for i, step in enumerate(first.steps):
+        groups.setdefault(_likeness(captured, step) if pool else str(i), []).append(i)
+    costs: dict[int, OpCost] = {}
+    for alike in groups.values():
+        forward = tuple(statistics.median(s for i in alike for s in b.forward_s[i]) for b in benches)
+        backward = tuple(
+            statistics.median(s for i in alike for s in b.backward_s[i]) for b in benches
+        )
+        costs |= {i: OpCost(forward, backward, kept[i]) for i in alike}
+    return Profile(
+        captured.graph,
+        tuple(b.samples for b in benches),
+        tuple(costs[i] for i in range(len(captured.graph))),
+        device=device,
+        source="measured",
+    )
+
+
+def _likeness(captured: Captured, step: Step) -> str:
+    """Equal for operators that do the same: operations, shapes, which tensors need a gradient."""
+    graph: fx.Graph = step.module.graph
+    number = {node: f"%{i}" for i, node in enumerate(graph.nodes)}
+    state = step.module.state_dict(keep_vars=True)
+    lines = [str([captured.graph.values[port.value].grad for port in step.inputs])]
+    for node in graph.nodes:
+        args = fx.map_arg((node.args, node.kwargs), number.__getitem__)
+        what: object = node.target
+        if node.op == "placeholder":
+            what = _shape(node.meta.get("val"))
+        elif node.op == "get_attr":
+            what = _shape(state.get(node.target))
+        lines.append(f"{node.op} {what} {args}")
+    return "\n".join(lines)
+
+
+def _shape(tensor: Any) -> str:
+    if not isinstance(tensor, Tensor):
+        return str(tensor)
+    return f"{tensor.dtype} {tuple(tensor.shape)} {tensor.requires_grad}"
+
+
+def _on(device: torch.device, module: fx.GraphModule) -> fx.GraphModule:
+    """The module itself on the CPU, a copy elsewhere."""
+    if device.type == "cpu":
+        return module
+    moved = copy.deepcopy(module)
+    for node in moved.graph.nodes:
+        # torch.export writes the device that it saw into the program: arange(..., device="cpu").
+        node.args, node.kwargs = torch.utils._pytree.tree_map(
+            lambda a: device if isinstance(a, torch.device) else a, (node.args, node.kwargs)
+        )
+    moved.recompile()
+    return moved.to(device)
+
+
+@contextmanager
+def _left_as_it_was(module: nn.Module) -> Iterator[None]:
+    buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    grads = [(parameter, parameter.grad) for parameter in module.parameters()]
+    for parameter, _ in grads:
+        parameter.grad = None
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        with torch.random.fork_rng(), torch.enable_grad():
+            yield
+    finally:
+        if collecting:
+            gc.enable()
+        for parameter, grad in grads:
+            parameter.grad = grad
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
+
+
+@contextmanager
+def _threads(threads: int | None) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,316 @@
+"""One page that shows a plan and its timelines: figures, stage graph, timelines, memory, loss,
+stages.
+
+The page is one file without a reference to any other, and a policy in its head forbids the browser
+to load one. All pictures are complete without the script, which adds zoom and tooltips.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from importlib import resources
+
+from anabranch.planner.stages import Plan, StageGraph
+from anabranch.report import charts, gantt, lanes, names, stagegraph, view
+from anabranch.report.theme import (
+    DARK,
+    FONT,
+    LIGHT,
+    Drawing,
+    escape,
+    milliseconds,
+    num,
+    significant,
+    size,
+    style,
+)
+from anabranch.schedule.schedule import Kind
+from anabranch.timeline import Timeline
+
+Metric = float | str | Sequence[float]
+
+WIDTH = 1236.0
+"""Of the pictures: what is left of the page at 1280 pixels."""
+
+NARROWEST = 760
+"""On a phone pictures scroll rather than shrink below this."""
+
+
+def page(
+    plan: Plan,
+    timelines: Sequence[tuple[str, Timeline]],
+    *,
+    losses: Sequence[float] | None = None,
+    metrics: Mapping[str, Metric] | None = None,
+    notes: Sequence[str] = (),
+    graphs: Sequence[StageGraph] | None = None,
+) -> str:
+    """Write the page.
+
+    Args:
+        plan: what is shown; its predicted figures head the page.
+        timelines: headings and timelines, drawn from top to bottom. The first whose source is
+            ``measured`` is set against the prediction.
+        losses: of the training steps, in order.
+        metrics: a number or a line of text becomes a headline figure, a sequence a curve over the
+            steps.
+        notes: remarks, one sentence each; those of the plan come first.
+        graphs: the stage graph of each timeline where they are not all the plan's, as when a page
+            compares two plans.
+
+    Raises:
+        ValueError: if graphs and timelines differ in number.
+    """
+    measured = next((t for _, t in timelines if t.source == "measured"), None)
+    title = f"{plan.model or 'model'} on {plan.cluster or 'devices'}"
+    curves: dict[str, Sequence[float]] = {"loss": losses} if losses else {}
+    facts: dict[str, float | str] = {}
+    for name, value in (metrics or {}).items():
+        if isinstance(value, str | int | float):
+            facts[name] = value
+        else:
+            curves[name] = value
+    parts = [
+        _header(plan, title),
+        _figures(_headline(plan, measured) + _of_training(losses, facts)),
+        _section("Stages", _picture(stagegraph.draw(plan.stage_graph), shrink=0.6)),
+    ]
+    script = ""
+    if timelines:
+        layout = gantt.arrange(timelines, graphs or plan.stage_graph, width=WIDTH)
+        parts.append(_timeline_section(layout))
+        script = _script(layout)
+    if memory := charts.memory_chart(timelines, width=WIDTH):
+        parts.append(_section("Memory of every device", _picture(memory)))
+    for name, values in curves.items():
+        chart = charts.curve_chart(name, list(values), width=WIDTH)
+        parts.append(_section(name.capitalize() if name == "loss" else name, _picture(chart)))
+    parts.append(_section("Stages in detail", _table(plan, timelines, graphs)))
+    parts += [_notes([*plan.notes, *notes]), _footer(plan)]
+    return _document(title, parts, script)
+
+
+def _document(title: str, parts: Iterable[str], script: str) -> str:
+    def variables(palette: Mapping[str, str], ground: str) -> str:
+        return (
+            "".join(f"--{name}:{colour};" for name, colour in palette.items())
+            + f"--ground:{ground}"
+        )
+
+    policy = (
+        "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
+    )
+    return "\n".join(
+        [
+            "<!DOCTYPE html>",
+            '<html lang="en"><head><meta charset="utf-8">',
+            f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            '<meta name="color-scheme" content="light dark">',
+            f"<title>{escape(title)} \u00b7 anabranch</title>",
+            f"<style>:root{{{variables(LIGHT, '#f4f6f9')};--font:{FONT}}}",
+            f"@media (prefers-color-scheme:dark){{:root{{{variables(DARK, '#0b0f14')}}}}}",
+            f"{_resource('page.css')}{style()}</style></head>",
+            "<body><main>",
+            *parts,
+            f'</main><div id="tip" role="status" hidden></div>{script}</body></html>\n',
+        ]
+    )
+
+
+def _resource(name: str) -> str:
+    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
+
+
+def _script(layout: gantt.Layout) -> str:
+    data = view.as_json(view.data(layout))
+    return (
+        f'<script type="application/json" id="timeline-data">{data}</script>\n'
+        f"<script>{_resource('page.js')}</script>"
+    )
+
+
+def _header(plan: Plan, title: str) -> str:
+    graph = plan.stage_graph
+    said = (
+        f"{plan.planner} planner, {plan.schedule} schedule, batch of {graph.batch_size:,} samples; "
+        f"costs: {plan.profile}"
+    )
+    return f"<header><h1>{escape(title)}</h1><p>{escape(said)}</p></header>"
+
+
+Figure = tuple[str, str, str]
+"""Name, value, and what else there is to say."""
+
+
+def _headline(plan: Plan, measured: Timeline | None) -> list[Figure]:
+    graph, predicted = plan.stage_graph, plan.predicted
+    per_s = graph.batch_size / predicted.step_s if predicted.step_s else 0.0
+    figures = [
+        ("predicted step", milliseconds(predicted.step_s), f"{significant(per_s)} samples/s")
+    ]
+    if measured is not None and measured.step_s:
+        per_s = graph.batch_size / measured.step_s
+        figures.append(
+            ("measured step", milliseconds(measured.step_s), f"{significant(per_s)} samples/s")
+        )
+        ratio = measured.step_s / predicted.step_s if predicted.step_s else math.inf
+        figures.append(
+            ("measured / predicted", f"{ratio:.2f}\u00d7", f"{ratio - 1:+.1%} of the step")
+        )
+    bubble = f"{predicted.bubble:.1%}"
+    also = f"measured {measured.bubble:.1%}" if measured else "share of time without compute"
+    peak = max(predicted.device_peak_bytes, default=0)
+    least = min(predicted.device_peak_bytes, default=0)
+    stages = f"{len(graph)} stage{'s' if len(graph) > 1 else ''} on {len(graph.devices)} devices"
+    return [
+        *figures,
+        ("bubble", bubble, also),
+        ("depth", str(graph.depth), stages),
+        ("peak memory", size(peak), f"fullest device; emptiest {size(least)}"),
+    ]
+
+
+def _of_training(losses: Sequence[float] | None, facts: Mapping[str, float | str]) -> list[Figure]:
+    figures: list[Figure] = []
+    if losses:
+        last, first = significant(losses[-1]), significant(losses[0])
+        figures.append(("loss", last, f"from {first}, {len(losses):,} steps"))
+    for name, value in facts.items():
+        shown = value if isinstance(value, str) else significant(value)
+        head, _, more = shown.partition(" (")
+        figures.append((name, head, more.removesuffix(")")))
+    return figures
+
+
+def _figures(figures: Sequence[Figure]) -> str:
+    cells = "".join(
+        f'<div class="figure"><dt>{escape(name)}</dt><dd><div class="value">{escape(value)}</div>'
+        f'<div class="more">{escape(more)}</div></dd></div>'
+        for name, value, more in figures
+    )
+    return f'<dl class="figures">{cells}</dl>'
+
+
+def _section(heading: str, content: str) -> str:
+    return f"<section><h2>{escape(heading)}</h2>{content}</section>"
+
+
+def _picture(drawing: Drawing, *, shrink: float | None = None) -> str:
+    """A picture as wide as the page allows; it scrolls rather than become unreadable."""
+    least = NARROWEST if shrink is None else drawing.width * shrink
+    drawing.attributes += (
+        f' style="width:{num(drawing.width)}px;max-width:100%;min-width:{num(least)}px"'
+    )
+    svg = drawing.svg(standalone=False)
+    return f'<div class="panel-box"><div class="scroll">{svg}</div></div>'
+
+
+def _timeline_section(layout: gantt.Layout) -> str:
+    buttons = "".join(
+        f'<button type="button" data-zoom="{name}" title="{title}"
+        aria-label="{title}">{face}</button>' for name, face, title in ( ("back", "\u2190",
+        "earlier"), ("on", "\u2192", "later"), ("out", "\u2212", "zoom out"), ("in", "+", "zoom
+        in"), ("all", "whole step", "show the whole step"), )
+    )
+    picture = _picture(gantt.paint(layout))
+    hint = (
+        "Point at a box for its action. Zoom with the buttons, a double click or Ctrl and the wheel; "
+        "drag to move. Devices of one branch stand together; branches run side by side."
+    )
+    return (
+        f'<section><h2>One training step <span id="zoom" hidden>{buttons}</span></h2>'
+        f'<div id="timeline" tabindex="0">{picture}</div><p class="hint">{hint}</p></section>'
+    )
+
+
+def _table(
+    plan: Plan, timelines: Sequence[tuple[str, Timeline]], graphs: Sequence[StageGraph] | None
+) -> str:
+    """Every stage of the plan, with the times of those timelines that executed this very plan."""
+    graph = plan.stage_graph
+    own = [
+        (title, t)
+        for (title, t), g in zip(timelines, graphs or [graph] * len(timelines), strict=True)
+        if g == graph
+    ]
+    times = [lanes.medians(t) for _, t in own]
+    which = " / ".join(title for title, _ in own)
+    heads = [("stage", ""), ("after", ""), ("devices", ""), ("micro-batch", ""), ("in flight", "")]
+    if times:
+        said = f"median per micro-batch: {which}"
+        heads += [
+            ("forward, ms", said),
+            ("backward, ms", said),
+            ("busy", f"share of the step: {which}"),
+        ]
+    head = "".join(f'<th title="{escape(more)}">{escape(name)}</th>' for name, more in heads)
+    head += '<th class="left">operators</th>'
+    prefix = names.graph_prefix(graph)
+    rows = []
+    for s, stage in enumerate(graph.stages):
+        after = names.ranges(graph.predecessors[s]) or "\u2013"
+        size_text = f"{stage.microbatch_size}" + (f", k {stage.k}" if stage.k > 1 else "")
+        flight = f"{stage.in_flight}" + (", recompute" if stage.recompute else "")
+        cells = [str(s), after, names.ranges(stage.devices), size_text, flight]
+        if times:
+            cells += _stage_times(s, stage.devices, [t for _, t in own], times)
+        row = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
+        rows.append(
+            f"<tr>{row}{_operators_cell(stage.operators, names.operators(stage, prefix))}</tr>"
+        )
+    body = "".join(rows)
+    return (
+        f'<div class="panel-box"><div class="scroll"><table><thead><tr>{head}</tr></thead>'
+        f"<tbody>{body}</tbody></table></div></div>"
+    )
+
+
+def _stage_times(
+    s: int,
+    devices: Sequence[int],
+    timelines: Sequence[Timeline],
+    times: Sequence[Mapping[tuple[int, Kind], float]],
+) -> list[str]:
+    def joined(values: Iterable[str]) -> str:
+        return " / ".join(values)
+
+    backward = []
+    for of_timeline in times:
+        kinds = (Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)
+        backward.append(sum(of_timeline.get((s, kind), 0.0) for kind in kinds))
+    busy = []
+    for timeline in timelines:
+        share = [timeline.busy_s.get(d, 0.0) for d in devices]
+        busy.append(sum(share) / (len(share) * timeline.step_s) if timeline.step_s else 0.0)
+    return [
+        joined(significant(t.get((s, Kind.FORWARD), 0.0) * 1e3) for t in times),
+        joined(significant(seconds * 1e3) for seconds in backward),
+        joined(f"{share:.0%}" for share in busy),
+    ]
+
+
+def _operators_cell(operators: Sequence[str], short: str) -> str:
+    if len(operators) == 1:
+        return f'<td class="left ops">{escape(short)}</td>'
+    items = "".join(f"<li>{escape(name)}</li>" for name in operators)
+    return (
+        f'<td class="left ops"><details><summary>{len(operators)}: {escape(short)}</summary>'
+        f"<ol>{items}</ol></details></td>"
+    )
+
+
+def _notes(notes: Sequence[str]) -> str:
+    if not notes:
+        return ""
+    items = "".join(f"<li>{escape(note)}</li>" for note in notes)
+    return _section("Notes", f'<ul class="notes">{items}</ul>')
+
+
+def _footer(plan: Plan) -> str:
+    said = (
+        f"anabranch \u00b7 search {milliseconds(plan.search_s)}, simulation {milliseconds(plan.simulate_s)} "
+        f"\u00b7 costs: {plan.profile}"
+    )
+    return f"<footer>{escape(said)}</footer>"

@@ -1,0 +1,94 @@
+"""What the page's script needs of the timelines: geometry of the picture, actions and messages.
+
+The script redraws the boxes by the rules of ``gantt`` when the reader zooms, and finds the action
+under the pointer.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from anabranch.report import gantt, lanes, names
+from anabranch.schedule.schedule import Kind
+
+KINDS = [kind for kind in Kind if kind.is_compute]
+
+
+def as_json(value: Any) -> str:
+    """JSON that can stand inside a script element: no character of it can end the element or start
+    a comment."""
+    text = json.dumps(value, ensure_ascii=True, separators=(",", ":"), allow_nan=False)
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def data(layout: gantt.Layout) -> dict[str, Any]:
+    """Everything that is drawn along the axis of time; times in microseconds."""
+    return {
+        "left": layout.left,
+        "right": layout.right,
+        "axis": layout.axis,
+        "horizon": _us(layout.horizon_s),
+        "mergedPixels": lanes.MERGED_PIXELS,
+        "mark": gantt.MARK,
+        "numberSizes": gantt.NUMBER_SIZES,
+        "kinds": [[gantt.CSS[kind], NAMES[kind]] for kind in KINDS],
+        "panels": [_panel(panel) for panel in layout.panels],
+    }
+
+
+NAMES = {
+    Kind.FORWARD: "forward",
+    Kind.BACKWARD: "backward",
+    Kind.INPUT_GRADIENT: "input gradient",
+    Kind.WEIGHT_GRADIENT: "weight gradient",
+}
+
+
+def _panel(panel: gantt.Panel) -> dict[str, Any]:
+    spans = lanes.by_device(panel.timeline)
+    row_of = {row.device: i for i, row in enumerate(panel.rows)}
+    prefix = names.graph_prefix(panel.graph)
+    return {
+        "title": panel.title,
+        "tops": [round(top, 2) for top in panel.tops],
+        "bottom": round(panel.bottom, 2),
+        "rowHeight": panel.row_height,
+        "boxHeight": panel.box_height,
+        "hasArrows": panel.has_arrows,
+        "step": _us(panel.timeline.step_s),
+        "makespan": _us(panel.timeline.makespan_s),
+        "devices": [row.device for row in panel.rows],
+        "operators": [names.operators(stage, prefix) for stage in panel.graph.stages],
+        "microbatchSize": [stage.microbatch_size for stage in panel.graph.stages],
+        "batchSize": panel.graph.batch_size,
+        # start, end, kind, stage, micro-batch
+        "rows": [
+            [
+                [
+                    _us(span.start),
+                    _us(span.end),
+                    KINDS.index(span.action.kind),
+                    span.action.stage,
+                    span.action.microbatch,
+                ]
+                for span in spans[row.device]
+            ]
+            for row in panel.rows
+        ],
+        # from row, to row, start, end, 1 for activations
+        "messages": [
+            [
+                row_of[message.sent.device],
+                row_of[message.received.device],
+                _us(message.start),
+                _us(message.end),
+                int(message.is_forward),
+            ]
+            for message in lanes.messages(panel.timeline)
+        ],
+    }
+
+
+def _us(seconds: float) -> float:
+    return round(seconds * 1e6, 3)

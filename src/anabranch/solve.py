@@ -1,0 +1,335 @@
+"""The one place that joins planner, schedule and simulator.
+
+A planner proposes stage graphs by its own objective. What counts is the step, so every proposal is scheduled,
+simulated and compared, and the figures of a plan are always the simulator's. Two bounds keep that cheap:
+
+- a step is at least what its busiest stage computes, plus the way to that stage and back from it. A
+  proposal whose bound is above the best step so far is not simulated. The bound is exact arithmetic, so
+  nothing is lost;
+- with many micro-batches the middle of a step repeats itself. A long step is first judged by two short ones and the
+  line through them, and simulated in full only if that comes within ``MARGIN`` of the best.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
+
+from anabranch.cluster import GIB, Cluster
+from anabranch.cost import CostModel
+from anabranch.errors import (
+    InfeasiblePlanError,
+    InvalidPlanError,
+    InvalidScheduleError,
+    ProfileError,
+)
+from anabranch.graph.opgraph import OpGraph
+from anabranch.planner import PLANNERS
+from anabranch.planner.base import Planner
+from anabranch.planner.check import check as check_stages
+from anabranch.planner.check import stage_bytes
+from anabranch.planner.stages import Plan, Prediction, StageGraph
+from anabranch.profile.profile import Profile
+from anabranch.schedule import SCHEDULES
+from anabranch.schedule.check import check as check_schedule
+from anabranch.schedule.lower import data_and_gradient_edges, lower
+from anabranch.schedule.schedule import Schedule
+from anabranch.simulator.costs import ModelCosts, StageTimes
+from anabranch.simulator.run import run, step_seconds
+from anabranch.timeline import Timeline
+
+AUTO = ("1f1b", "1f1b-deep")
+"""What ``schedule="auto"`` chooses from, least memory first. GPipe is never faster than 1F1B on the same plan."""
+
+MARGIN = 0.02
+"""How far the estimate of a long step may be off, as a share of it."""
+
+
+def plan(
+    profile: Profile,
+    cluster: Cluster,
+    batch_size: int,
+    *,
+    planner: str = "graphpipe",
+    microbatch_size: int | None = None,
+    schedule: str = "auto",
+    optimizer_factor: float = 2.0,
+    max_replicas: int | None = None,
+    model: str = "",
+) -> Plan:
+    """Find the stage graph and schedule with the shortest simulated step.
+
+    Args:
+        profile: seconds and bytes of the model's operators.
+        cluster: devices, links and memory.
+        batch_size: samples of one step.
+        planner: key of ``planner.PLANNERS``.
+        microbatch_size: only this size; by default every power of two that the profile covers.
+        schedule: key of ``schedule.SCHEDULES``, or ``auto``: per proposal the faster of 1F1B with minimal and
+            with deep warm-up, the minimal one where both take equally long.
+        optimizer_factor: optimizer state in bytes per byte of trainable parameter.
+        max_replicas: most devices of one stage.
+        model: what is planned, for the plan's reader.
+
+    Raises:
+        InfeasiblePlanError: if nothing fits the devices.
+        ValueError: for an unknown name or a number below 1.
+    """
+    _check_arguments(batch_size, planner, microbatch_size, schedule, max_replicas)
+    cost = CostModel(profile, cluster, optimizer_factor=optimizer_factor)
+    notes = ["times are taken as proportional to samples"] if profile.proportional else []
+    search, ignored = _planner(planner, max_replicas)
+    if ignored:
+        notes.append(f"planner {planner} has no limit on replicas; max_replicas={max_replicas} is ignored")
+    started = time.perf_counter()
+    proposals = list(search(cost, batch_size=batch_size, microbatch_size=microbatch_size))
+    searched = time.perf_counter()
+    best = _Judge(cost, AUTO if schedule == "auto" else (schedule,)).best(proposals, planner)
+    timeline = _verified_run(best.graph, best.schedule, cost)
+    finished = time.perf_counter()
+    return Plan(
+        stage_graph=best.graph,
+        schedule=best.schedule,
+        planner=planner,
+        model=model or profile.graph.name,
+        cluster=cluster.name,
+        profile=profile.origin,
+        search_s=searched - started,
+        simulate_s=finished - searched,
+        predicted=Prediction(
+            step_s=timeline.step_s,
+            bottleneck_s_per_sample=bottleneck_s_per_sample(best.graph, cost),
+            bubble=timeline.bubble,
+            device_peak_bytes=tuple(timeline.peak_bytes[d] for d in timeline.devices),
+        ),
+        notes=tuple(notes),
+    )
+
+
+def simulate(
+    plan_: Plan,
+    profile: Profile,
+    cluster: Cluster,
+    *,
+    schedule: str | None = None,
+    optimizer_factor: float = 2.0,
+) -> Timeline:
+    """Predict the timeline of one step of a plan.
+
+    Args:
+        plan_: any plan for the profile's model.
+        profile: seconds and bytes of the model's operators.
+        cluster: where it shall run; may be another one than it was planned for.
+        schedule: another schedule than the plan's, with that schedule's own in-flight counts; ``auto``
+            for the faster of those that ``plan`` chooses from.
+        optimizer_factor: optimizer state in bytes per byte of trainable parameter.
+
+    Raises:
+        InvalidPlanError: if the plan does not suit model and cluster; the message lists every problem.
+        InvalidScheduleError: if its in-flight counts cannot be scheduled.
+    """
+    cost = CostModel(profile, cluster, optimizer_factor=optimizer_factor)
+    graph, name = plan_.stage_graph, schedule or plan_.schedule
+    if name == "auto":
+        best = _Judge(cost, AUTO).best([graph], plan_.planner)
+        graph, name = best.graph, best.schedule
+    elif schedule is not None and schedule != plan_.schedule:
+        graph = _rule(name).warm_up(graph)
+    problems = check_stages(graph, cost)
+    if problems:
+        raise InvalidPlanError(
+            f"the plan does not suit {cluster.name}, or not this model: {'; '.join(problems)}"
+        )
+    return _verified_run(graph, name, cost)
+
+
+def check_plan(
+    plan_: Plan, profile: Profile | None = None, cluster: Cluster | None = None
+) -> list[str]:
+    """What is wrong with a plan, one line each: its schedule and, given both, C1-C4 and memory.
+
+    Raises:
+        ValueError: if only one of profile and cluster is given.
+    """
+    if (profile is None) != (cluster is None):
+        raise ValueError("conditions C1-C4 and memory need both a profile and a cluster")
+    problems = []
+    edges: dict[str, Any] = {}
+    if profile is not None and cluster is not None:
+        problems = check_stages(plan_.stage_graph, CostModel(profile, cluster))
+        if not problems:
+            data, gradients = data_and_gradient_edges(plan_.stage_graph, profile.graph)
+            edges = {"data_edges": data, "gradient_edges": gradients}
+    try:
+        order = _rule(plan_.schedule).order(plan_.stage_graph)
+        check_schedule(lower(order, plan_.stage_graph, **edges), plan_.stage_graph)
+    except (InvalidScheduleError, ValueError) as error:
+        problems.append(str(error))
+    return problems
+
+
+def ideal_step_s(
+    plan_: Plan,
+    forward_s: Sequence[Mapping[int, float]],
+    backward_s: Sequence[Mapping[int, float]],
+    *,
+    model: OpGraph | None = None,
+    cores: int = 0,
+) -> float:
+    """Seconds of a step whose links cost nothing: what the schedule allows for these stage times.
+
+    Args:
+        plan_: stages and schedule.
+        forward_s: per stage, {samples of one device's slice: seconds of a forward}.
+        backward_s: likewise.
+        model: tells stage edges that carry data or gradients from those that only order; by default all do.
+        cores: processor cores that all devices share; 0 where each computes on its own.
+    """
+    graph = plan_.stage_graph
+    data, gradients = data_and_gradient_edges(graph, model) if model is not None else (None, None)
+    times = StageTimes(forward_s, backward_s, cores, data, gradients)
+    return step_seconds(graph, _rule(plan_.schedule).order(graph), times)
+
+
+def bottleneck_s_per_sample(graph: StageGraph, cost: CostModel) -> float:
+    """Compute seconds per sample of the slowest stage, GraphPipe's TPS without communication."""
+
+    def seconds(s: int) -> float:
+        stage = graph.stages[s]
+        ops = [cost.graph.index[name] for name in stage.operators]
+        samples = stage.microbatch_size / stage.replicas
+        backward = cost.backward_s(ops, samples, recompute=stage.recompute)
+        return (cost.forward_s(ops, samples) + backward) / stage.microbatch_size
+
+    return max(seconds(s) for s in range(len(graph)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """A proposal with the in-flight counts of one schedule."""
+
+    graph: StageGraph
+    schedule: str
+    least_s: float
+    peak_bytes: float
+
+
+class _Judge:
+    """Picks the proposal with the shortest simulated step that fits memory."""
+
+    def __init__(self, cost: CostModel, schedules: Sequence[str]) -> None:
+        self._cost = cost
+        self._schedules = schedules
+
+    def best(self, proposals: Iterable[StageGraph], planner: str) -> _Candidate:
+        """The winner; with equal steps the one with less memory.
+
+        Raises:
+            InfeasiblePlanError: if none fits; the message has the least memory that would do.
+        """
+        rejected: list[str | float] = []
+        candidates = list(self._candidates(proposals, rejected))
+        if not candidates:
+            raise InfeasiblePlanError(self._why_none(rejected, planner))
+        best, best_s = candidates[0], math.inf
+        # Few micro-batches first: those steps are quick to simulate, and their results prune the rest.
+        for candidate in sorted(candidates, key=_num_actions):
+            if candidate.least_s > best_s:
+                continue
+            order = self._order(candidate.graph, candidate.schedule)
+            if self._estimate(candidate, order, best_s) * (1 - MARGIN) > best_s:
+                continue
+            seconds = step_seconds(candidate.graph, order, self._cost)
+            tie = math.isclose(seconds, best_s, rel_tol=1e-9)
+            if candidate.peak_bytes < best.peak_bytes if tie else seconds < best_s:
+                best, best_s = candidate, min(seconds, best_s)
+        return best
+
+    def _order(self, graph: StageGraph, schedule: str) -> Schedule:
+        return replace(_rule(schedule).order(graph), slots=self._cost.receive_slots)
+
+    def _candidates(
+        self, proposals: Iterable[StageGraph], rejected: list[str | float]
+    ) -> Iterator[_Candidate]:
+        """Proposals that fit; ``rejected`` gets the bytes, or the reason, of those that do not."""
+        for proposal in proposals:
+            seen: list[StageGraph] = []
+            for schedule in self._schedules:
+                graph = _rule(schedule).warm_up(proposal)
+                if graph in seen:
+                    continue
+                seen.append(graph)
+                stages = enumerate(graph.stages)
+                peak = max(
+                    stage_bytes(graph, self._cost, s, in_flight=stage.in_flight) for s, stage in stages
+                )
+                if peak > self._cost.cluster.memory_bytes:
+                    rejected.append(peak)
+                    continue
+                try:
+                    least = least_step_s(graph, ModelCosts(graph, self._cost))
+                except ProfileError as error:
+                    rejected.append(str(error))
+                    continue
+                yield _Candidate(graph, schedule, least, peak)
+
+    def _estimate(self, candidate: _Candidate, order: Schedule, best_s: float) -> float:
+        """Step seconds from two short batches and the line through them; 0 if the batch is short."""
+        graph = candidate.graph
+        unit = math.lcm(*(stage.k * stage.microbatch_size for stage in graph.stages))
+        held = max(stage.in_flight * stage.microbatch_size for stage in graph.stages)
+        first = 2 * -(-held // unit) + 8
+        second = first + 8
+        if not math.isfinite(best_s) or graph.batch_size < 2 * (first + second) * unit:
+            return 0.0
+        times = []
+        for units in (first, second):
+            short = replace(graph, batch_size=units * unit)
+            times.append(step_seconds(short, self._order(short, candidate.schedule), self._cost))
+        slope = (times[1] - times[0]) / (second - first)
+        return times[1] + slope * (graph.batch_size / unit - second)
+
+    def _why_none(self, rejected: Sequence[str | float], planner: str) -> str:
+        reasons = [reason for reason in rejected if isinstance(reason, str)]
+        sizes = [size for size in rejected if not isinstance(size, str)]
+        if not rejected:
+            return f"planner {planner} proposes nothing for {self._cost.cluster.name}"
+        if not sizes:
+            return f"no proposal of planner {planner} can be priced: {reasons[0]}"
+        return (
+            f"none of the {len(sizes)} proposals of planner {planner} fits {self._cost.cluster.name}: the smallest "
+            f"needs {min(sizes) / GIB:.2f} GiB on a device, which has "
+            f"{self._cost.cluster.memory_bytes / GIB:.2f} GiB; use devices with that much memory, more devices, "
+            "a smaller micro-batch or an optimizer with less state"
+        )
+
+
+def least_step_s(graph: StageGraph, costs: ModelCosts) -> float:
+    """A lower bound of the step under any schedule, in seconds.
+
+    The busiest stage works through its micro-batches. Before its first forward lies at least one forward of each
+    stage on the way to it, and after its last backward one backward of each stage on the way back and the all-reduce
+    of that stage. Messages are left out.
+    """
+    count = len(graph)
+    busy, first, last = [0.0] * count, [0.0] * count, [0.0] * count
+    for s in range(count):
+        m = graph.num_microbatches(s)
+        most = max(stop - start for start, stop in _slices(graph, s, 0))
+        final = max(stop - start for start, stop in _slices(graph, s, m - 1))
+        (forward, backward), (forward_z, backward_z) = costs.compute_s(s, most), costs.compute_s(s, final)
+        busy[s] = (m - 1) * (forward + backward) + forward_z + backward_z
+        first[s], last[s] = (forward, backward_z)
+    reduces = [0.0] * count
+    for work in costs.all_reduces():
+        for s in work.stages:
+            reduces[s] = max(reduces[s], work.seconds)
+    head, tail = [0.0] * count, reduces
+    for x, y in sorted(costs.data_edges):
+        head[y] = max(head[y], head[x] + first[x])
+    for x, y in sorted(costs.gradient_edges, reverse=True, key=lambda edge: edge[1]):
+        tail[y] = max(tail[y], last[x] + tail[x])
+    return max(head[s] + busy[s] + tail[s] for s in range(count))
