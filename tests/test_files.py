@@ -95,7 +95,9 @@ PLAN: dict[str, Any] = {
     "schema": "anabranch.plan/1",
     "planner": "graphpipe",
     "model": "two-branch",
+    "options": {"preset": "small"},
     "granularity": "layer",
+    "device": "cpu",
     "cluster": "local:4",
     "profile": "measured, cpu, at 1, 2 samples",
     "batch_size": 8,
@@ -206,6 +208,8 @@ def test_plan_by_eye(tmp_path: Path) -> None:
         search_s=0.25,
         simulate_s=0.5,
         predicted=Prediction(0.5, 0.05, 0.25, (100, 100, 300, 300)),
+        device="cpu",
+        options=(("preset", "small"),),
     )
 
 

@@ -173,7 +173,9 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
         "schema": PLAN,
         "planner": plan.planner,
         "model": plan.model,
+        "options": dict(plan.options),
         "granularity": plan.granularity,
+        "device": plan.device,
         "cluster": plan.cluster,
         "profile": plan.profile,
         "batch_size": graph.batch_size,
@@ -305,7 +307,9 @@ class _PlanFile(_Strict):
     schema_: Literal["anabranch.plan/1"] = Field(alias="schema")
     planner: _Text
     model: _Text
-    granularity: _Text
+    options: dict[_Text, _Text] = Field(default_factory=dict)
+    granularity: _Text = "layer"
+    device: _Text = ""
     cluster: _Text
     profile: _Text
     batch_size: _Samples
@@ -439,6 +443,8 @@ def _to_plan(file: _PlanFile) -> Plan:
             tuple(predicted.device_peak_bytes),
         ),
         granularity=file.granularity,
+        device=file.device,
+        options=tuple(file.options.items()),
         notes=tuple(file.notes),
     )
 

@@ -1,13 +1,15 @@
 """The one place that joins planner, schedule and simulator.
 
-A planner proposes stage graphs by its own objective. What counts is the step, so every proposal is scheduled,
-simulated and compared, and the figures of a plan are always the simulator's. Two bounds keep that cheap:
+A planner proposes stage graphs by its own objective. What counts is the step, so every proposal is
+scheduled, simulated and compared, and the figures of a plan are always the simulator's. Two bounds
+keep that cheap:
 
 - a step is at least what its busiest stage computes, plus the way to that stage and back from it. A
-  proposal whose bound is above the best step so far is not simulated. The bound is exact arithmetic, so
-  nothing is lost;
-- with many micro-batches the middle of a step repeats itself. A long step is first judged by two short ones and the
-  line through them, and simulated in full only if that comes within ``MARGIN`` of the best.
+  proposal whose bound is above the best step so far is not simulated. The bound is exact
+  arithmetic, so nothing is lost;
+- with many micro-batches the middle of a step repeats itself. A long step is first judged by two
+  short ones and the line through them, and simulated in full only if that comes within ``MARGIN``
+  of the best.
 """
 
 from __future__ import annotations
@@ -16,8 +18,9 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any
+from typing import Any, cast
 
+import anabranch.planner as planners
 from anabranch.cluster import GIB, Cluster
 from anabranch.cost import CostModel
 from anabranch.errors import (
@@ -27,22 +30,23 @@ from anabranch.errors import (
     ProfileError,
 )
 from anabranch.graph.opgraph import OpGraph
-from anabranch.planner import PLANNERS
 from anabranch.planner.base import Planner
 from anabranch.planner.check import check as check_stages
 from anabranch.planner.check import stage_bytes
 from anabranch.planner.stages import Plan, Prediction, StageGraph
 from anabranch.profile.profile import Profile
 from anabranch.schedule import SCHEDULES
+from anabranch.schedule.base import ScheduleRule
 from anabranch.schedule.check import check as check_schedule
 from anabranch.schedule.lower import data_and_gradient_edges, lower
 from anabranch.schedule.schedule import Schedule
+from anabranch.simulator.bound import least_step_s
 from anabranch.simulator.costs import ModelCosts, StageTimes
 from anabranch.simulator.run import run, step_seconds
 from anabranch.timeline import Timeline
 
 AUTO = ("1f1b", "1f1b-deep")
-"""What ``schedule="auto"`` chooses from, least memory first. GPipe is never faster than 1F1B on the same plan."""
+"""What ``schedule="auto"`` chooses from, least memory first. GPipe holds all micro-batches."""
 
 MARGIN = 0.02
 """How far the estimate of a long step may be off, as a share of it."""
@@ -68,8 +72,8 @@ def plan(
         batch_size: samples of one step.
         planner: key of ``planner.PLANNERS``.
         microbatch_size: only this size; by default every power of two that the profile covers.
-        schedule: key of ``schedule.SCHEDULES``, or ``auto``: per proposal the faster of 1F1B with minimal and
-            with deep warm-up, the minimal one where both take equally long.
+        schedule: key of ``schedule.SCHEDULES``, or ``auto``: per proposal the faster of 1F1B with
+            minimal and with deep warm-up, the minimal one where both take equally long.
         optimizer_factor: optimizer state in bytes per byte of trainable parameter.
         max_replicas: most devices of one stage.
         model: what is planned, for the plan's reader.
@@ -83,7 +87,7 @@ def plan(
     notes = ["times are taken as proportional to samples"] if profile.proportional else []
     search, ignored = _planner(planner, max_replicas)
     if ignored:
-        notes.append(f"planner {planner} has no limit on replicas; max_replicas={max_replicas} is ignored")
+        notes.append(f"planner {planner} has no limit on replicas; {max_replicas} is ignored")
     started = time.perf_counter()
     proposals = list(search(cost, batch_size=batch_size, microbatch_size=microbatch_size))
     searched = time.perf_counter()
@@ -123,12 +127,13 @@ def simulate(
         plan_: any plan for the profile's model.
         profile: seconds and bytes of the model's operators.
         cluster: where it shall run; may be another one than it was planned for.
-        schedule: another schedule than the plan's, with that schedule's own in-flight counts; ``auto``
-            for the faster of those that ``plan`` chooses from.
+        schedule: another schedule than the plan's, with that schedule's own in-flight counts;
+            ``auto`` for the faster of those that ``plan`` chooses from.
         optimizer_factor: optimizer state in bytes per byte of trainable parameter.
 
     Raises:
-        InvalidPlanError: if the plan does not suit model and cluster; the message lists every problem.
+        InvalidPlanError: if the plan does not suit model and cluster; the message lists every
+            problem.
         InvalidScheduleError: if its in-flight counts cannot be scheduled.
     """
     cost = CostModel(profile, cluster, optimizer_factor=optimizer_factor)
@@ -185,7 +190,8 @@ def ideal_step_s(
         plan_: stages and schedule.
         forward_s: per stage, {samples of one device's slice: seconds of a forward}.
         backward_s: likewise.
-        model: tells stage edges that carry data or gradients from those that only order; by default all do.
+        model: tells stage edges that carry data or gradients from those that only order; by default
+            all do.
         cores: processor cores that all devices share; 0 where each computes on its own.
     """
     graph = plan_.stage_graph
@@ -213,6 +219,7 @@ class _Candidate:
 
     graph: StageGraph
     schedule: str
+    costs: ModelCosts
     least_s: float
     peak_bytes: float
 
@@ -235,14 +242,15 @@ class _Judge:
         if not candidates:
             raise InfeasiblePlanError(self._why_none(rejected, planner))
         best, best_s = candidates[0], math.inf
-        # Few micro-batches first: those steps are quick to simulate, and their results prune the rest.
+        # Few micro-batches first: those steps are quick to simulate, and their results prune the
+        # rest.
         for candidate in sorted(candidates, key=_num_actions):
             if candidate.least_s > best_s:
                 continue
             order = self._order(candidate.graph, candidate.schedule)
             if self._estimate(candidate, order, best_s) * (1 - MARGIN) > best_s:
                 continue
-            seconds = step_seconds(candidate.graph, order, self._cost)
+            seconds = step_seconds(candidate.graph, order, candidate.costs)
             tie = math.isclose(seconds, best_s, rel_tol=1e-9)
             if candidate.peak_bytes < best.peak_bytes if tie else seconds < best_s:
                 best, best_s = candidate, min(seconds, best_s)
@@ -262,22 +270,23 @@ class _Judge:
                 if graph in seen:
                     continue
                 seen.append(graph)
-                stages = enumerate(graph.stages)
                 peak = max(
-                    stage_bytes(graph, self._cost, s, in_flight=stage.in_flight) for s, stage in stages
+                    stage_bytes(graph, self._cost, s, in_flight=stage.in_flight)
+                    for s, stage in enumerate(graph.stages)
                 )
                 if peak > self._cost.cluster.memory_bytes:
                     rejected.append(peak)
                     continue
+                costs = ModelCosts(graph, self._cost)
                 try:
-                    least = least_step_s(graph, ModelCosts(graph, self._cost))
+                    least = least_step_s(graph, costs)
                 except ProfileError as error:
                     rejected.append(str(error))
                     continue
-                yield _Candidate(graph, schedule, least, peak)
+                yield _Candidate(graph, schedule, costs, least, peak)
 
     def _estimate(self, candidate: _Candidate, order: Schedule, best_s: float) -> float:
-        """Step seconds from two short batches and the line through them; 0 if the batch is short."""
+        """Step seconds by the line through two short batches; 0 if the batch itself is short."""
         graph = candidate.graph
         unit = math.lcm(*(stage.k * stage.microbatch_size for stage in graph.stages))
         held = max(stage.in_flight * stage.microbatch_size for stage in graph.stages)
@@ -288,7 +297,9 @@ class _Judge:
         times = []
         for units in (first, second):
             short = replace(graph, batch_size=units * unit)
-            times.append(step_seconds(short, self._order(short, candidate.schedule), self._cost))
+            times.append(
+                step_seconds(short, self._order(short, candidate.schedule), candidate.costs)
+            )
         slope = (times[1] - times[0]) / (second - first)
         return times[1] + slope * (graph.batch_size / unit - second)
 
@@ -300,36 +311,61 @@ class _Judge:
         if not sizes:
             return f"no proposal of planner {planner} can be priced: {reasons[0]}"
         return (
-            f"none of the {len(sizes)} proposals of planner {planner} fits {self._cost.cluster.name}: the smallest "
-            f"needs {min(sizes) / GIB:.2f} GiB on a device, which has "
-            f"{self._cost.cluster.memory_bytes / GIB:.2f} GiB; use devices with that much memory, more devices, "
-            "a smaller micro-batch or an optimizer with less state"
+            f"none of the {len(sizes)} proposals of planner {planner} fits "
+            f"{self._cost.cluster.name}: the smallest needs {min(sizes) / GIB:.2f} GiB on a "
+            f"device, which has {self._cost.cluster.memory_bytes / GIB:.2f} GiB; use devices with "
+            "that much memory, more devices, a smaller micro-batch or an optimizer with less state"
         )
 
 
-def least_step_s(graph: StageGraph, costs: ModelCosts) -> float:
-    """A lower bound of the step under any schedule, in seconds.
+def _verified_run(graph: StageGraph, schedule: str, cost: CostModel) -> Timeline:
+    costs = ModelCosts(graph, cost)
+    order = replace(_rule(schedule).order(graph), slots=cost.receive_slots)
+    lowered = lower(order, graph, gradient_edges=costs.gradient_edges, data_edges=costs.data_edges)
+    check_schedule(lowered, graph)
+    return run(graph, lowered, costs)
 
-    The busiest stage works through its micro-batches. Before its first forward lies at least one forward of each
-    stage on the way to it, and after its last backward one backward of each stage on the way back and the all-reduce
-    of that stage. Messages are left out.
-    """
-    count = len(graph)
-    busy, first, last = [0.0] * count, [0.0] * count, [0.0] * count
-    for s in range(count):
-        m = graph.num_microbatches(s)
-        most = max(stop - start for start, stop in _slices(graph, s, 0))
-        final = max(stop - start for start, stop in _slices(graph, s, m - 1))
-        (forward, backward), (forward_z, backward_z) = costs.compute_s(s, most), costs.compute_s(s, final)
-        busy[s] = (m - 1) * (forward + backward) + forward_z + backward_z
-        first[s], last[s] = (forward, backward_z)
-    reduces = [0.0] * count
-    for work in costs.all_reduces():
-        for s in work.stages:
-            reduces[s] = max(reduces[s], work.seconds)
-    head, tail = [0.0] * count, reduces
-    for x, y in sorted(costs.data_edges):
-        head[y] = max(head[y], head[x] + first[x])
-    for x, y in sorted(costs.gradient_edges, reverse=True, key=lambda edge: edge[1]):
-        tail[y] = max(tail[y], last[x] + tail[x])
-    return max(head[s] + busy[s] + tail[s] for s in range(count))
+
+def _num_actions(candidate: _Candidate) -> int:
+    graph = candidate.graph
+    return sum(graph.num_microbatches(s) * stage.replicas for s, stage in enumerate(graph.stages))
+
+
+def _rule(name: str) -> ScheduleRule:
+    if name not in SCHEDULES:
+        raise ValueError(f"unknown schedule {name!r}; there are {', '.join(SCHEDULES)} and auto")
+    return SCHEDULES[name]()
+
+
+def _planner(name: str, max_replicas: int | None) -> tuple[Planner, bool]:
+    """The planner, and whether the limit on replicas had to be ignored."""
+    search = planners.PLANNERS[name]()
+    if max_replicas is None:
+        return search, False
+    if is_dataclass(search) and any(f.name == "max_replicas" for f in fields(search)):
+        return replace(cast(Any, search), max_replicas=max_replicas), False
+    return search, True
+
+
+def _check_arguments(
+    batch_size: int,
+    planner: str,
+    microbatch_size: int | None,
+    schedule: str,
+    max_replicas: int | None,
+) -> None:
+    if planner not in planners.PLANNERS:
+        raise ValueError(f"unknown planner {planner!r}; there are {', '.join(planners.PLANNERS)}")
+    if schedule != "auto":
+        _rule(schedule)
+    for what, number in (
+        ("batch size", batch_size),
+        ("micro-batch size", microbatch_size),
+        ("number of replicas", max_replicas),
+    ):
+        if number is not None and number < 1:
+            raise ValueError(f"the {what} is {number}; it must be at least 1")
+    if microbatch_size is not None and microbatch_size > batch_size:
+        raise ValueError(
+            f"the micro-batch size {microbatch_size} is larger than the batch size {batch_size}"
+        )

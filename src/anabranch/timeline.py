@@ -58,6 +58,25 @@ class Timeline:
         return 1 - sum(self.busy_s.values()) / whole if whole else 0.0
 
     @property
+    def device_bubble(self) -> dict[int, float]:
+        """Device -> share of the step in which it does not compute."""
+        return {d: 1 - s / self.step_s if self.step_s else 0.0 for d, s in self.busy_s.items()}
+
+    @property
     def peak_bytes(self) -> dict[int, int]:
         """Device -> most bytes in use at any time."""
         return {d: max((b for _, b in self.memory.get(d, ())), default=0) for d in self.devices}
+
+    def summary(self) -> str:
+        """The step and every device in a few lines of plain text."""
+        peak = self.peak_bytes
+        lines = [
+            f"{self.source} step {self.step_s * 1e3:.4g} ms on {len(self.devices)} devices, "
+            f"of which {self.makespan_s * 1e3:.4g} ms until the last action; bubble {self.bubble:.1%}"
+        ]
+        lines += [
+            f"  device {d:3d}  computes {self.busy_s[d] * 1e3:8.4g} ms  "
+            f"bubble {self.device_bubble[d]:6.1%}  peak {peak[d] / 2**30:.3f} GiB"
+            for d in self.devices
+        ]
+        return "\n".join(lines)

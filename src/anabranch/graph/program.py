@@ -329,7 +329,6 @@ def _drop_dead(graph: fx.Graph) -> None:
     for node in reversed(list(graph.nodes)):
         if node.op in ("call_function", "get_attr", "placeholder") and not node.users and not written(node):
             graph.erase_node(node)
-            node._erased = True
 
 
 def propagate(program: Program, find: Callable[[Source], torch.Tensor]) -> None:

@@ -29,7 +29,7 @@ Matrix = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that cross the border of every range: ``per_sample * samples + fixed``."""
+    """Bytes that cross the border of every range or cut: ``per_sample * samples + fixed``."""
 
     per_sample: Matrix
     fixed: Matrix
@@ -63,7 +63,8 @@ class Row:
 
     def compute_s(self, samples: float) -> NDArray[np.float64]:
         """Forward and backward seconds of the first j parts, for j = 0 .. size."""
-        return self._running(sum(self.cost.op_seconds(samples)))
+        forward, backward = self.cost.op_seconds(samples)
+        return self._running(forward + backward)
 
     @cached_property
     def kept_bytes(self) -> NDArray[np.float64]:
@@ -130,6 +131,26 @@ class Row:
             elif made >= 0:
                 total.add_made(value.nbytes, made, read[-1])
         return Traffic(per_sample.matrix(), fixed.matrix())
+
+    @cached_property
+    def sole_reads(self) -> Traffic:
+        """Per cut, what comes from outside and is read by nothing after the cut."""
+        return self._sole(gradients=False)
+
+    @cached_property
+    def sole_gradients(self) -> Traffic:
+        """Per cut, the gradients of ``sole_reads``."""
+        return self._sole(gradients=True)
+
+    def _sole(self, *, gradients: bool) -> Traffic:
+        sums = np.zeros((2, self.size + 1))
+        for i in self._values:
+            value = self.cost.graph.values[i]
+            if value.producer in self._place or (gradients and not value.grad):
+                continue
+            last = max(self._place.get(op, self.size) for op in value.consumers)
+            sums[0 if value.batched else 1, last + 1 :] += value.nbytes
+        return Traffic(sums[0], sums[1])
 
     @cached_property
     def _values(self) -> list[int]:

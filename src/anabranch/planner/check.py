@@ -60,8 +60,8 @@ def require(graph: StageGraph, cost: CostModel) -> None:
 def least_in_flight(graph: StageGraph) -> list[int]:
     """Per stage, the fewest micro-batches in flight under 1F1B.
 
-    That is one more than the longest distance to a sink. Where micro-batch sizes or k differ, the same in samples: one larger group per edge
-    (GraphPipe, Table 2, rounded up).
+    That is one more than the longest distance to a sink. Where micro-batch sizes or k differ, the
+    same in samples: one larger group per edge (GraphPipe, Table 2, rounded up).
     """
     held = [0] * len(graph)
     for s in reversed(range(len(graph))):
@@ -180,9 +180,9 @@ def _memory(graph: StageGraph, cost: CostModel, masks: list[int]) -> list[str]:
         need = stage_bytes(graph, cost, s, in_flight=held)
         if need > limit:
             problems.append(
-                f"stage {s} needs {need / GIB:.2f} GiB on each device, with {held} micro-batches of "
-                f"{stage.microbatch_size} samples in flight on {stage.replicas} replicas; cluster "
-                f"{cost.cluster.name} has {limit / GIB:.2f} GiB: try a smaller micro-batch or "
+                f"stage {s} needs {need / GIB:.2f} GiB on each device, with {held} micro-batches "
+                f"of {stage.microbatch_size} samples in flight on {stage.replicas} replicas; "
+                f"cluster {cost.cluster.name} has {limit / GIB:.2f} GiB: try a smaller micro-batch or "
                 "recompute"
             )
     return problems

@@ -71,13 +71,15 @@ class Prices:
         """Seconds per byte that one of ``degree`` replicas sends or receives."""
         return seconds_per_byte(self.cost, degree)
 
-    def allreduce_s(self, nbytes: Number, degree: int) -> Number:
+    def allreduce_s(self, nbytes: Number, degree: int, *, latency: bool = True) -> Number:
         """Seconds of the all-reduce over ``degree`` devices in a row, per micro-batch."""
         if degree == 1:
             return nbytes * 0.0
         link = self.cost.cluster.slowest_link((0, min(degree, self.cost.cluster.num_devices) - 1))
         ring = 2 * (degree - 1) / degree * nbytes / link.bandwidth
-        return (ring + 2 * (degree - 1) * link.latency_s * (nbytes > 0)) / self.num_microbatches
+        if latency:
+            ring = ring + 2 * (degree - 1) * link.latency_s * (nbytes > 0)
+        return ring / self.num_microbatches
 
     def period_s(
         self, compute_s: Number, bytes_in: Number, bytes_out: Number, reduced: Number, degree: int

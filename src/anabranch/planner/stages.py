@@ -160,8 +160,10 @@ class Plan:
         profile: the origin of the costs.
         search_s: seconds the planner took; ``simulate_s``: seconds spent on judging its proposals.
         predicted: the simulator's figures.
-        granularity: how the model was captured; a run captures it the same way, so operator names
-            agree.
+        granularity: how the model was captured; a run captures it the same way, so that operator
+            names agree.
+        device: what the profile was measured on or estimated for.
+        options: of the model, as (name, value) pairs; with ``model`` they build it again.
         notes: what a reader of the figures should know.
     """
 
@@ -175,6 +177,8 @@ class Plan:
     simulate_s: float
     predicted: Prediction
     granularity: str = "layer"
+    device: str = ""
+    options: tuple[tuple[str, str], ...] = ()
     notes: tuple[str, ...] = ()
 
     def summary(self) -> str:

@@ -1,10 +1,14 @@
 """Time every operator, forward and backward apart, on a real device.
 
-One repeat is a training step in slow motion (``walk``): real activations, real gradients, which are added
-to those of earlier micro-batches, and caches as warm as in a step. The sample counts take turns, so that a
-busy moment of the machine hits them alike, and the median over the repeats drops it. Operators that are
-alike (the layers of a tower, the towers of a model) pool their repeats: less noise, and what is symmetrical
-stays so for the planner.
+One repeat is a training step in slow motion (``walk``): real activations, real gradients, which are
+added to those of earlier micro-batches, and caches as warm as in a step. The sample counts take turns,
+so that a busy moment of the machine hits them alike, and the median over the repeats drops it. A turn
+starts with an untimed step, because the turn before has left other numbers in the caches. Operators
+that are alike (the layers of a tower, the towers of a model) pool their repeats: less noise, and what
+is symmetrical stays so for the planner.
+
+A stage enters autograd once for all its operators, here each operator does. So entering is timed as well,
+on an operator that does nothing, and taken off: the operators add up to the step.
 """
 
 from __future__ import annotations
@@ -35,8 +39,7 @@ def measure(
     samples: Sequence[int] = (1, 2, 4, 8, 16),
     *,
     device: str = "cpu",
-    repeats: int = 7,
-    warm_up: int = 2,
+    repeats: int = 9,
     budget_s: float = 60.0,
     threads: int | None = 1,
     pool: bool = True,
@@ -50,21 +53,20 @@ def measure(
         captured: the model; its example batch is repeated or cut to each sample count.
         samples: sample counts to measure.
         device: ``cpu``, or ``cuda`` with an optional index; there, copies of the operators run.
-        repeats: timed steps per sample count.
-        warm_up: untimed steps before those, at least one.
-        budget_s: seconds for everything. When they are spent, fewer repeats have to do (at least one);
-            sample counts that would not fit at all are left out, with a warning.
+        repeats: timed steps per sample count, besides a first one.
+        budget_s: seconds for everything. When they are spent, fewer repeats have to do; sample counts
+            that would not fit at all are left out, with a warning.
         threads: CPU threads, as many as each rank will have; ``None`` keeps PyTorch's setting.
         pool: whether operators with the same operations and shapes share their repeats.
-        progress: called with (steps done, steps in all).
+        progress: called with (turns done, turns in all).
 
     Raises:
         ProfileError: if the model has no numbers to compute with (it was built on the meta device).
         ValueError: for sample counts or repeats that are not positive, or another device.
     """
     counts = sorted(set(samples))
-    if not counts or counts[0] < 1 or repeats < 1 or warm_up < 1:
-        raise ValueError(f"cannot measure {repeats} repeats after {warm_up} at {counts} samples")
+    if not counts or counts[0] < 1 or repeats < 0:
+        raise ValueError(f"cannot measure {repeats} repeats at {counts} samples")
     if torch.device(device).type not in ("cpu", "cuda"):
         raise ValueError(f"cannot measure on {device}; cpu and cuda are possible")
     if any(t.is_meta for t in captured.module.state_dict(keep_vars=True).values()):
@@ -73,8 +75,8 @@ def measure(
             "build it on the CPU to measure it, or estimate it for a GPU"
         )
     with _left_as_it_was(captured.module), _threads(threads):
-        plan = _Repeats(warm_up, repeats, time.perf_counter() + budget_s, progress)
-        benches = plan.run(counts, lambda n: _Bench(captured, n, torch.device(device)))
+        turns = _Turns(repeats, time.perf_counter() + budget_s, progress)
+        benches = turns.run(counts, lambda n: _Bench(captured, n, torch.device(device)))
     return _profile(captured, benches, device, pool)
 
 
@@ -82,13 +84,14 @@ class _Bench:
     """The operators at one sample count, and the seconds that they have taken so far."""
 
     def __init__(self, captured: Captured, samples: int, device: torch.device) -> None:
-        self.samples = samples
+        self.samples, self.device = samples, device
         self.steps = steps(captured, samples)
         self.batch = {n: t.to(device) for n, t in captured.example_batch(samples).items()}
         self.modules = [_on(device, step.module) for step in self.steps]
         self.clock = _CudaClock(device) if device.type == "cuda" else _Clock()
         self.forward_s: list[list[float]] = [[] for _ in self.steps]
         self.backward_s: list[list[float]] = [[] for _ in self.steps]
+        self.entry_s: list[float] = []
         self.kept: list[int] = []
 
     def first(self) -> None:
@@ -98,41 +101,53 @@ class _Bench:
         walk(self.steps, self.batch, self._call, watch)
         self.kept = watch.kept.nbytes
 
-    def timed(self, *, record: bool) -> None:
-        """One more step."""
-        self.clock.start(len(self.steps))
-        walk(self.steps, self.batch, self._call, self.clock)
-        forward, backward = self.clock.stop()
-        if record:
-            for all_s, s in zip(self.forward_s, forward, strict=True):
-                all_s.append(s)
-            for all_s, s in zip(self.backward_s, backward, strict=True):
-                all_s.append(s)
+    def turn(self, repeats: int) -> None:
+        """One untimed step, then timed ones."""
+        for repeat in range(-1, repeats):
+            self.clock.start(len(self.steps) + 1)
+            walk(self.steps, self.batch, self._call, self.clock)
+            self._enter()
+            forward, backward = self.clock.stop()
+            if repeat >= 0:
+                self.entry_s.append(backward.pop())
+                for op in range(len(self.steps)):
+                    self.forward_s[op].append(forward[op])
+                    self.backward_s[op].append(backward[op])
+
+    def cost(self, alike: Sequence[int]) -> tuple[float, float]:
+        """Forward and backward seconds of operators that are alike."""
+        forward = statistics.median(s for op in alike for s in self.forward_s[op])
+        backward = statistics.median(s for op in alike for s in self.backward_s[op])
+        return forward, max(0.0, backward - statistics.median(self.entry_s))
 
     def _call(self, op: int, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        result: Sequence[Tensor] = self.modules[op](*inputs)
+        result: Sequence[Tensor] = self.modules[op].forward(*inputs)
         return result
 
+    def _enter(self) -> None:
+        leaf = torch.zeros((), device=self.device, requires_grad=True)
+        root, grad = leaf.view(()), torch.zeros_like(leaf)
+        with self.clock.backward(len(self.steps)):
+            torch.autograd.backward([root], [grad])
 
-class _Repeats:
+
+class _Turns:
     """Which sample count runs when, and when to stop."""
 
-    def __init__(
-        self, warm_up: int, repeats: int, deadline: float, progress: Progress | None
-    ) -> None:
-        self.warm_up, self.repeats = warm_up, repeats
+    def __init__(self, repeats: int, deadline: float, progress: Progress | None) -> None:
+        self.repeats = repeats
         self.deadline = deadline
         self.progress = progress or (lambda done, total: None)
 
     def run(self, counts: Sequence[int], bench: Callable[[int], _Bench]) -> list[_Bench]:
         """Measure as many sample counts as the time allows, the smallest at least."""
         benches: list[_Bench] = []
-        each = self.warm_up + self.repeats
+        turns = -(-self.repeats // _TURN)
         step_s = 0.0
         for n in counts:
-            # One step more than the warm-up; each grows at most with the samples.
-            expected = step_s * (self.warm_up + 1) * n / benches[-1].samples if benches else 0.0
-            if time.perf_counter() + expected > self.deadline and benches:
+            # Three steps have to fit; each takes longer at most as the samples grow.
+            expected = 3 * step_s * n / benches[-1].samples if benches else 0.0
+            if benches and time.perf_counter() + expected > self.deadline:
                 warnings.warn(
                     f"{', '.join(map(str, counts[len(benches) :]))} samples were not measured, for "
                     "want of time; raise the time budget or ask for smaller sample counts",
@@ -141,20 +156,21 @@ class _Repeats:
                 break
             benches.append(bench(n))
             benches[-1].first()
-            for _ in range(self.warm_up - 1):
-                benches[-1].timed(record=False)
             start = time.perf_counter()
-            benches[-1].timed(record=True)
-            step_s = time.perf_counter() - start
-            self.progress(len(benches) * (self.warm_up + 1), len(counts) * each)
-        for r in range(1, self.repeats):
-            for i, each_bench in enumerate(benches):
+            benches[-1].turn(1)
+            step_s = (time.perf_counter() - start) / 2
+            self.progress(len(benches), len(counts) * (1 + turns))
+        for turn in range(turns):
+            for i, each in enumerate(benches):
                 if time.perf_counter() > self.deadline:
                     return benches
-                each_bench.timed(record=True)
-                done = len(benches) * (self.warm_up + r) + i + 1
-                self.progress(done, len(benches) * each)
+                each.turn(_TURN)
+                self.progress(len(benches) * (turn + 1) + i + 1, len(benches) * (1 + turns))
         return benches
+
+
+_TURN = 3
+"""Timed steps in a row."""
 
 
 class _Watch:
@@ -240,10 +256,7 @@ def _profile(captured: Captured, benches: list[_Bench], device: str, pool: bool)
         groups.setdefault(_likeness(captured, step) if pool else str(i), []).append(i)
     costs: dict[int, OpCost] = {}
     for alike in groups.values():
-        forward = tuple(statistics.median(s for i in alike for s in b.forward_s[i]) for b in benches)
-        backward = tuple(
-            statistics.median(s for i in alike for s in b.backward_s[i]) for b in benches
-        )
+        forward, backward = zip(*(bench.cost(alike) for bench in benches), strict=True)
         costs |= {i: OpCost(forward, backward, kept[i]) for i in alike}
     return Profile(
         captured.graph,

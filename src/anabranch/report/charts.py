@@ -70,8 +70,7 @@ def _legend(drawing: Drawing, titles: Sequence[str], x: float) -> None:
 
 
 def thin(steps: Sequence[tuple[float, int]]) -> list[tuple[float, int]]:
-    """Of a staircase in pixels keep two steps per pixel: the highest in it, so that no peak is
-    lost, and the last."""
+    """Of a staircase in pixels, the highest step in each pixel, so none is lost, and the last."""
     columns: dict[int, list[tuple[float, int]]] = {}
     for x, level in steps:
         columns.setdefault(math.floor(x), []).append((x, level))
@@ -102,8 +101,7 @@ def _staircase(
 def curve_chart(
     name: str, values: Sequence[float], *, width: float = 1200, height: float = 260
 ) -> Drawing:
-    """A figure over the training steps, with its running mean where there are many; gaps where it
-    is not finite."""
+    """A figure over the training steps, with its running mean; broken where it is not finite."""
     drawing = Drawing(width, height, f"{name} over the training steps")
     finite = [v for v in values if math.isfinite(v)]
     low, high = (min(finite), max(finite)) if finite else (0.0, 1.0)
@@ -175,8 +173,7 @@ def _polyline(points: Sequence[tuple[float, float]], css: str, stroke: float) ->
 
 
 def _extremes(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Where several points share a pixel column, the lowest and the highest of them, in their
-    order."""
+    """Where points share a pixel column, the lowest and the highest of them, in their order."""
     columns: dict[int, list[tuple[float, float]]] = {}
     for point in points:
         columns.setdefault(math.floor(point[0]), []).append(point)

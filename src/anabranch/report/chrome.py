@@ -12,24 +12,13 @@ from typing import Any
 
 from anabranch.planner.stages import StageGraph
 from anabranch.report import lanes, names
-from anabranch.schedule.schedule import Action, Kind
+from anabranch.schedule.schedule import Action
 from anabranch.timeline import Span, Timeline
 
 Event = dict[str, Any]
 
 COMPUTE_THREAD = 1
 FIRST_MESSAGE_THREAD = 2
-
-_NAMES = {
-    Kind.FORWARD: "forward",
-    Kind.BACKWARD: "backward",
-    Kind.INPUT_GRADIENT: "input gradient",
-    Kind.WEIGHT_GRADIENT: "weight gradient",
-    Kind.SEND_FORWARD: "send forward",
-    Kind.RECEIVE_FORWARD: "receive forward",
-    Kind.SEND_BACKWARD: "send backward",
-    Kind.RECEIVE_BACKWARD: "receive backward",
-}
 
 
 def trace(timeline: Timeline, graph: StageGraph) -> dict[str, Any]:
@@ -97,7 +86,7 @@ def _slice(span: Span, thread: int, graph: StageGraph) -> Event:
         "pid": span.device,
         "tid": thread,
         # Viewers colour by the name without its numbers, so that all forwards look alike.
-        "name": f"{_NAMES[action.kind]} {action.microbatch}",
+        "name": f"{names.KINDS[action.kind]} {action.microbatch}",
         "cat": "compute" if action.kind.is_compute else "message",
         "ts": span.start * 1e6,
         "dur": max(span.end - span.start, 0.0) * 1e6,

@@ -7,17 +7,25 @@
     ...
     |----|----|----|----|----|----|----|----|---- ms
 
-The page redraws the boxes when it zooms, by the same rules and with the geometry that ``arrange``
-decides.
+The page's script redraws by the same rules what moves when the reader zooms.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from anabranch.planner.stages import StageGraph
-from anabranch.report import lanes, names
+from anabranch.report import lanes
+from anabranch.report.arrange import (
+    LABEL,
+    MARGIN,
+    MARK,
+    Graphs,
+    Layout,
+    Panel,
+    arrange,
+    label_size,
+    labels,
+)
 from anabranch.report.theme import (
     Drawing,
     escape,
@@ -33,81 +41,10 @@ from anabranch.report.theme import (
 from anabranch.schedule.schedule import Kind
 from anabranch.timeline import Timeline
 
-MARGIN = 22.0
-LABEL = 12.0
-MARK = 3.0
-"""Height of the marks below a row that show messages where arrows would be too many."""
-
-MOST_ARROWS = 240
-MOST_ROWS_WITH_ARROWS = 16
 NUMBER_SIZES = 12.0, 10.0, 8.0
 
 CSS = {Kind.FORWARD: "f", Kind.BACKWARD: "b", Kind.INPUT_GRADIENT: "b", Kind.WEIGHT_GRADIENT: "w"}
 """Kind of compute -> its class in the style rules."""
-
-Graphs = StageGraph | Sequence[StageGraph]
-
-
-@dataclass(frozen=True)
-class Panel:
-    """One timeline in its place.
-
-    Attributes:
-        title: what the caller calls it.
-        timeline: what is drawn.
-        graph: the stages that it executed.
-        rows: from top to bottom.
-        tops: top of each row.
-        row_height: of each row, with the marks below the boxes.
-        has_arrows: messages are arrows between rows; otherwise marks below the boxes.
-        heading: baseline of the heading.
-        bottom: lower end of the last row.
-    """
-
-    title: str
-    timeline: Timeline
-    graph: StageGraph
-    rows: tuple[lanes.Row, ...]
-    tops: tuple[float, ...]
-    row_height: float
-    has_arrows: bool
-    heading: float
-    bottom: float
-
-    @property
-    def box_height(self) -> float:
-        """What is left for the boxes."""
-        return self.row_height if self.has_arrows else self.row_height - MARK
-
-
-@dataclass(frozen=True)
-class Layout:
-    """All panels on their common axis.
-
-    Attributes:
-        panels: from top to bottom.
-        left: where time 0 is; right: where ``horizon_s`` is.
-        horizon_s: the longest step.
-        axis: the line of the axis.
-        width, height: of the whole picture.
-    """
-
-    panels: tuple[Panel, ...]
-    left: float
-    right: float
-    horizon_s: float
-    axis: float
-    width: float
-    height: float
-
-    def x(self, seconds: float) -> float:
-        """Where a time is."""
-        return self.left + seconds * (self.right - self.left) / self.horizon_s
-
-    @property
-    def pixel_s(self) -> float:
-        """Seconds that a pixel is wide."""
-        return self.horizon_s / (self.right - self.left)
 
 
 def timeline_svg(
@@ -127,91 +64,6 @@ def timeline_svg(
     return paint(arrange(timelines, graph, width=width)).svg()
 
 
-def arrange(
-    timelines: Sequence[tuple[str, Timeline]], graph: Graphs, *, width: float = 1200
-) -> Layout:
-    """Decide where everything goes; see ``timeline_svg``."""
-    graphs = [graph] * len(timelines) if isinstance(graph, StageGraph) else list(graph)
-    if not timelines or len(graphs) != len(timelines) or width < 480:
-        raise ValueError(
-            f"{len(timelines)} timelines, {len(graphs)} stage graphs and a width of {width:g} pixels; "
-            "needed are at least one timeline, as many stage graphs, and 480 pixels"
-        )
-    longest = max(len(timeline.devices) for _, timeline in timelines)
-    all_rows = [lanes.rows(t, g) for (_, t), g in zip(timelines, graphs, strict=True)]
-    top = 56.0
-    panels = []
-    for (title, timeline), each, rows in zip(timelines, graphs, all_rows, strict=True):
-        panel = _panel(title, timeline, each, rows, top, longest)
-        panels.append(panel)
-        top = panel.bottom + 26
-    left = MARGIN + min(_label_width(panels), 0.3 * width) + 12
-    horizon = max(max(t.step_s, t.makespan_s) for _, t in timelines) or 1e-9
-    axis = panels[-1].bottom + 10
-    return Layout(tuple(panels), left, width - MARGIN - 6, horizon, axis, width, axis + 44)
-
-
-def _panel(
-    title: str,
-    timeline: Timeline,
-    graph: StageGraph,
-    rows: list[lanes.Row],
-    top: float,
-    longest: int,
-) -> Panel:
-    height, gap, branch_gap = _row_sizes(longest)
-    few = sum(not span.action.kind.is_compute for span in timeline.spans) <= 2 * MOST_ARROWS
-    heading = top + 14
-    y = heading + 14
-    tops = []
-    for i, row in enumerate(rows):
-        if i:
-            y += branch_gap if row.branch != rows[i - 1].branch else gap
-        tops.append(y)
-        y += height
-    has_arrows = few and len(rows) <= MOST_ROWS_WITH_ARROWS
-    return Panel(title, timeline, graph, tuple(rows), tuple(tops), height, has_arrows, heading, y)
-
-
-def _row_sizes(rows: int) -> tuple[float, float, float]:
-    """Height of a row, gap to the next, gap to the next branch."""
-    for most, sizes in (
-        (8, (34.0, 8.0, 18.0)),
-        (16, (24.0, 6.0, 13.0)),
-        (32, (17.0, 3.0, 9.0)),
-        (64, (12.0, 2.0, 6.0)),
-        (128, (9.0, 1.0, 4.0)),
-    ):
-        if rows <= most:
-            return sizes
-    return 6.0, 1.0, 3.0
-
-
-def _label_width(panels: Sequence[Panel]) -> float:
-    widest = 100.0
-    for panel in panels:
-        for row in panel.rows:
-            first, second = _labels(panel, row)
-            widest = max(widest, text_width(first, _label_size(panel)))
-            if panel.row_height >= 30:
-                widest = max(widest, text_width(second, LABEL - 1.5))
-    return widest
-
-
-def _label_size(panel: Panel) -> float:
-    return min(LABEL, max(panel.row_height - 1, 7.5))
-
-
-def _labels(panel: Panel, row: lanes.Row) -> tuple[str, str]:
-    """What stands before a row: device and stage, and the operators of the stage."""
-    which = names.ranges(row.stages)
-    stage = f" \u00b7 stage{'s' if len(row.stages) > 1 else ''} {which}" if row.stages else ""
-    prefix = names.graph_prefix(panel.graph)
-    known = [s for s in row.stages if s < len(panel.graph)]
-    described = (names.operators(panel.graph.stages[s], prefix) for s in known)
-    return f"device {row.device}{stage}", "; ".join(described)
-
-
 def paint(layout: Layout) -> Drawing:
     """The picture of a layout."""
     titles = ", ".join(panel.title for panel in layout.panels)
@@ -224,16 +76,17 @@ def paint(layout: Layout) -> Drawing:
         drawing.add(f'<g class="panel" data-panel="{i}">')
         drawing.add(*_empty_rows(layout, panel), *_messages(layout, panel))
         spans = lanes.by_device(panel.timeline)
+        sizes = _number_sizes(layout, panel)
         for row, top in zip(panel.rows, panel.tops, strict=True):
             for box in lanes.boxes(spans[row.device], layout.pixel_s):
-                drawing.add(*_box(layout, panel, box, top))
+                drawing.add(*_box(layout, panel, box, top, sizes))
                 total += len(box.spans)
                 merged += len(box.spans) if len(box.spans) > 1 else 0
         drawing.add(_step_end(layout, panel), "</g>")
     if merged:
         said = (
-            f"{merged:,} of {total:,} actions are narrower than a pixel; neighbours are drawn together, "
-            "each kind with its share of the height"
+            f"{merged:,} of {total:,} actions are narrower than a pixel; "
+            "neighbours are drawn together, each kind with its share of the height"
         )
         drawing.add(text("muted note", MARGIN, layout.height - 8, 10.5, said))
     return drawing
@@ -312,9 +165,9 @@ def _step_end(layout: Layout, panel: Panel) -> str:
 
 
 def _row_label(layout: Layout, panel: Panel, row: lanes.Row, top: float) -> list[str]:
-    first, second = _labels(panel, row)
+    first, second = labels(panel, row)
     room = layout.left - 12 - MARGIN
-    size = _label_size(panel)
+    size = label_size(panel)
     middle = top + panel.row_height / 2
     if panel.row_height < 30 or not second:
         return [
@@ -344,7 +197,9 @@ def _tail(layout: Layout, panel: Panel) -> float:
     return pixels if pixels >= 2 else 0.0
 
 
-def _box(layout: Layout, panel: Panel, box: lanes.Box, top: float) -> list[str]:
+def _box(
+    layout: Layout, panel: Panel, box: lanes.Box, top: float, sizes: dict[Kind, float]
+) -> list[str]:
     x = layout.x(box.start)
     width = max(layout.x(box.end) - x, 0.4)
     gap = 0.5 if width > 4 else 0.0
@@ -355,8 +210,8 @@ def _box(layout: Layout, panel: Panel, box: lanes.Box, top: float) -> list[str]:
         corner = 2.0 if width > 6 else 0.0
         pieces = [rect(css, x, top, width - gap, panel.box_height, radius=corner, extra=count)]
         label = str(action.microbatch)
-        size = _number_size(label, width, panel.box_height)
-        if size:
+        size = sizes[action.kind]
+        if size and text_width(label, size) + 3 <= width:
             baseline = top + panel.box_height / 2 + size * 0.36
             pieces.append(text(f"num t{css}", x + (width - gap) / 2, baseline, size, label))
         return pieces
@@ -370,12 +225,21 @@ def _box(layout: Layout, panel: Panel, box: lanes.Box, top: float) -> list[str]:
     return pieces
 
 
-def _number_size(label: str, width: float, height: float) -> float:
-    """Largest type in which a number fits into its box, 0 if none does."""
-    for size in NUMBER_SIZES:
-        if size + 2 <= height and text_width(label, size) + 3 <= width:
-            return size
-    return 0.0
+def _number_sizes(layout: Layout, panel: Panel) -> dict[Kind, float]:
+    """Kind -> largest type in which every number fits into a typical box; 0 if none does.
+
+    One size for all, because a row in which some numbers are smaller or missing looks uneven.
+    """
+    result = {}
+    for kind, (seconds, digits) in lanes.typical(panel.timeline).items():
+        width = layout.x(seconds) - layout.x(0.0)
+        fitting = [
+            size
+            for size in NUMBER_SIZES
+            if size + 2 <= panel.box_height and text_width("0" * digits, size) + 3 <= width
+        ]
+        result[kind] = fitting[0] if fitting else 0.0
+    return result
 
 
 def _messages(layout: Layout, panel: Panel) -> list[str]:
@@ -385,8 +249,7 @@ def _messages(layout: Layout, panel: Panel) -> list[str]:
 
 
 def _arrows(layout: Layout, panel: Panel) -> list[str]:
-    """A curve from row to row; forward messages are curves of one colour, backward ones of the
-    other."""
+    """A curve from row to row for every message, one colour for each direction."""
     top_of = {row.device: top for row, top in zip(panel.rows, panel.tops, strict=True)}
     pieces = []
     for message in lanes.messages(panel.timeline):

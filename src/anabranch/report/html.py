@@ -1,5 +1,4 @@
-"""One page that shows a plan and its timelines: figures, stage graph, timelines, memory, loss,
-stages.
+"""One page that shows a plan and its timelines, in one file.
 
 The page is one file without a reference to any other, and a policy in its head forbids the browser
 to load one. All pictures are complete without the script, which adds zoom and tooltips.
@@ -12,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
 
 from anabranch.planner.stages import Plan, StageGraph
-from anabranch.report import charts, gantt, lanes, names, stagegraph, view
+from anabranch.report import arrange, charts, gantt, lanes, names, stagegraph, view
 from anabranch.report.theme import (
     DARK,
     FONT,
@@ -35,6 +34,15 @@ WIDTH = 1236.0
 
 NARROWEST = 760
 """On a phone pictures scroll rather than shrink below this."""
+
+BUTTONS = (
+    ("back", "\u2190", "earlier"),
+    ("on", "\u2192", "later"),
+    ("out", "\u2212", "zoom out"),
+    ("in", "+", "zoom in"),
+    ("all", "whole step", "show the whole step"),
+)
+"""What the script does, face, and what a screen reader says."""
 
 
 def page(
@@ -78,7 +86,7 @@ def page(
     ]
     script = ""
     if timelines:
-        layout = gantt.arrange(timelines, graphs or plan.stage_graph, width=WIDTH)
+        layout = arrange.arrange(timelines, graphs or plan.stage_graph, width=WIDTH)
         parts.append(_timeline_section(layout))
         script = _script(layout)
     if memory := charts.memory_chart(timelines, width=WIDTH):
@@ -123,7 +131,7 @@ def _resource(name: str) -> str:
     return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
 
 
-def _script(layout: gantt.Layout) -> str:
+def _script(layout: arrange.Layout) -> str:
     data = view.as_json(view.data(layout))
     return (
         f'<script type="application/json" id="timeline-data">{data}</script>\n'
@@ -207,17 +215,16 @@ def _picture(drawing: Drawing, *, shrink: float | None = None) -> str:
     return f'<div class="panel-box"><div class="scroll">{svg}</div></div>'
 
 
-def _timeline_section(layout: gantt.Layout) -> str:
+def _timeline_section(layout: arrange.Layout) -> str:
     buttons = "".join(
-        f'<button type="button" data-zoom="{name}" title="{title}"
-        aria-label="{title}">{face}</button>' for name, face, title in ( ("back", "\u2190",
-        "earlier"), ("on", "\u2192", "later"), ("out", "\u2212", "zoom out"), ("in", "+", "zoom
-        in"), ("all", "whole step", "show the whole step"), )
+        f'<button type="button" data-zoom="{name}" title="{said}" aria-label="{said}">'
+        f"{face}</button>"
+        for name, face, said in BUTTONS
     )
     picture = _picture(gantt.paint(layout))
     hint = (
-        "Point at a box for its action. Zoom with the buttons, a double click or Ctrl and the wheel; "
-        "drag to move. Devices of one branch stand together; branches run side by side."
+        "Point at a box for its action. Zoom with the buttons, a double click or Ctrl and the "
+        "wheel; drag to move. Devices of one branch stand together; branches run side by side."
     )
     return (
         f'<section><h2>One training step <span id="zoom" hidden>{buttons}</span></h2>'
@@ -309,8 +316,6 @@ def _notes(notes: Sequence[str]) -> str:
 
 
 def _footer(plan: Plan) -> str:
-    said = (
-        f"anabranch \u00b7 search {milliseconds(plan.search_s)}, simulation {milliseconds(plan.simulate_s)} "
-        f"\u00b7 costs: {plan.profile}"
-    )
+    search, simulate = milliseconds(plan.search_s), milliseconds(plan.simulate_s)
+    said = f"anabranch \u00b7 search {search}, simulation {simulate} \u00b7 costs: {plan.profile}"
     return f"<footer>{escape(said)}</footer>"

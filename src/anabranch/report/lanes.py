@@ -157,6 +157,18 @@ def messages(timeline: Timeline) -> list[Message]:
     return sorted(found, key=lambda m: (m.start, m.end, m.sent.device, m.received.device))
 
 
+def typical(timeline: Timeline) -> dict[Kind, tuple[float, int]]:
+    """Kind of compute -> median seconds of one action, and digits of the largest micro-batch."""
+    seconds: dict[Kind, list[float]] = {}
+    digits: dict[Kind, int] = {}
+    for span in timeline.spans:
+        kind = span.action.kind
+        if kind.is_compute:
+            seconds.setdefault(kind, []).append(span.end - span.start)
+            digits[kind] = max(digits.get(kind, 1), len(str(span.action.microbatch)))
+    return {k: (sorted(times)[len(times) // 2], digits[k]) for k, times in seconds.items()}
+
+
 def medians(timeline: Timeline) -> Mapping[tuple[int, Kind], float]:
     """(stage, kind of compute) -> median seconds of one such action."""
     seconds: dict[tuple[int, Kind], list[float]] = {}

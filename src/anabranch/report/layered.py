@@ -68,9 +68,9 @@ def longest_distances(num_nodes: int, edges: Sequence[tuple[int, int]]) -> list[
 
 
 class _Expanded:
-    """The graph with a further node in every layer that an edge passes, so that edges join
-    neighbouring layers.
+    """The graph with a further node in every layer that an edge passes.
 
+    So all edges join neighbouring layers.
     Nodes below ``len(layer)`` are the given ones. ``before`` and ``after`` are the neighbours in
     adjacent layers.
     """
@@ -115,8 +115,7 @@ def _fewest_crossings(graph: _Expanded) -> list[list[int]]:
 
 
 def _depth_first(graph: _Expanded) -> list[list[int]]:
-    """The layers in the order in which a walk from the sources meets them: branches start out side
-    by side."""
+    """The layers as a walk from the sources meets them: branches start out side by side."""
     rank: dict[int, int] = {}
     stack = list(reversed(graph.layers[0]))
     while stack:
@@ -151,8 +150,7 @@ def _crossings(graph: _Expanded, order: Sequence[Sequence[int]]) -> int:
 def _heights(
     graph: _Expanded, order: Sequence[Sequence[int]], sizes: Sequence[float], gap: float
 ) -> list[float]:
-    """Middles of all nodes. A chain without fork or join shares one height, so that it is drawn
-    straight."""
+    """Middles of all nodes; a chain without fork or join has one, so that it is drawn straight."""
     above = [(v, w, (sizes[v] + sizes[w]) / 2 + gap) for layer in order for v, w in pairwise(layer)]
     chain = _chains(graph)
     if _ranks(chain, above) is None:
@@ -187,8 +185,7 @@ def _chains(graph: _Expanded) -> list[int]:
 
 
 def _ranks(chain: Sequence[int], above: Sequence[tuple[int, int, float]]) -> dict[int, int] | None:
-    """Chain -> its place from top to bottom; None if some chain had to be above and below
-    another."""
+    """Chain -> its place from top to bottom; None if one had to be above and below another."""
     below: dict[int, set[int]] = {c: set() for c in chain}
     waiting = dict.fromkeys(chain, 0)
     for v, w, _ in above:

@@ -5,13 +5,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from anabranch.planner.stages import Stage, StageGraph
+from anabranch.schedule.schedule import Kind
+
+KINDS = {
+    Kind.FORWARD: "forward",
+    Kind.BACKWARD: "backward",
+    Kind.INPUT_GRADIENT: "input gradient",
+    Kind.WEIGHT_GRADIENT: "weight gradient",
+    Kind.SEND_FORWARD: "send forward",
+    Kind.RECEIVE_FORWARD: "receive forward",
+    Kind.SEND_BACKWARD: "send backward",
+    Kind.RECEIVE_BACKWARD: "receive backward",
+}
 
 
 def shared_prefix(names: Sequence[str]) -> str:
-    """The leading dotted components that all names share, with the dot; it tells nothing and can
-    go.
+    """The leading dotted components that all names share, with the dot; they tell nothing.
 
-    At least one component of every name stays.
+    At least one component of every name is left.
     """
     split = [name.split(".") for name in names]
     prefix = []
@@ -55,8 +66,7 @@ def devices(stage: Stage) -> str:
 
 
 def branches(graph: StageGraph) -> tuple[int, ...]:
-    """Per stage, the number of its branch: a longest run of stages without a fork or a join in
-    between.
+    """Per stage, the number of its branch: a run of stages without fork or join in between.
 
     Numbered by their first stages::
 

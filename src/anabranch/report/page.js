@@ -96,8 +96,8 @@
     const gap = width > 4 ? 0.5 : 0;
     out.push(rect(css, x1, top, width - gap, panel.boxHeight, width > 6 ? ' rx="2"' : ""));
     const label = String(microbatch);
-    const size = data.numberSizes.find((s) => s + 2 <= panel.boxHeight && label.length * s * 0.635 + 3 <= width);
-    if (!size) return;
+    const size = panel.numberSize[kind];
+    if (!size || label.length * size * 0.635 + 3 > width) return;
     const baseline = top + panel.boxHeight / 2 + size * 0.36;
     out.push(
       `<text class="num t${css}" x="${n(x1 + (width - gap) / 2)}" y="${n(baseline)}" font-size="${size}">${label}</text>`,
@@ -139,8 +139,15 @@
     flush();
   }
 
+  // One size of numbers for all boxes of a kind: the largest that fits a typical one.
+  function numberSize(panel, [duration, digits]) {
+    const width = (duration * (right - left)) / (to - from);
+    return data.numberSizes.find((s) => s + 2 <= panel.boxHeight && digits * s * 0.635 + 3 <= width);
+  }
+
   function drawPanel(panel) {
     const out = [];
+    panel.numberSize = panel.typical.map((kind) => numberSize(panel, kind));
     const end = Math.max(panel.step, panel.makespan);
     for (const top of panel.tops) {
       const wide = clamp(x(end), left, right) - left;

@@ -1,5 +1,4 @@
-"""The stages of a plan as a picture: a box per stage, branches side by side, joins where they
-meet."""
+"""The stages of a plan as a picture: a box per stage, branches side by side, joins visible."""
 
 from __future__ import annotations
 
@@ -22,10 +21,10 @@ Edge = tuple[int, int]
 
 
 def stage_graph_svg(plan: Plan) -> str:
-    """Draw the stages of a plan from left to right by longest distance from the source, as an SVG
-    document.
+    """Draw the stages of a plan, as an SVG document.
 
-    Its size in pixels follows from the number of stages side by side and behind each other.
+    From left to right by longest distance from a source. Its size in pixels follows from the
+    number of stages side by side and behind each other.
     """
     return draw(plan.stage_graph).svg()
 
@@ -77,8 +76,7 @@ def _spread(n: int, count: int) -> float:
 
 
 def _edge(levels: Sequence[float], layer: int) -> list[str]:
-    """From the right side of a box, straight through the layers in between, to the left side of
-    another."""
+    """From a box to another to its right, straight through the layers in between."""
     x = _column(layer) + BOX_WIDTH
     path = f"M{num(x)} {num(levels[0])}"
     last = len(levels) - 2
@@ -88,8 +86,8 @@ def _edge(levels: Sequence[float], layer: int) -> list[str]:
         if abs(y1 - y2) < 0.05:
             path += f"H{num(x + reach)}"
         else:
-            path += f"C{num(x + bend)} {num(y1)} {num(x + reach - bend)} {num(y2)} {num(x + reach)}
-            {num(y2)}"
+            path += f"C{num(x + bend)} {num(y1)} {num(x + reach - bend)} {num(y2)} "
+            path += f"{num(x + reach)} {num(y2)}"
         x += COLUMN_GAP
         if i < last:
             path += f"H{num(x + BOX_WIDTH)}"

@@ -1,5 +1,4 @@
-"""What every picture shares: colours for light and dark, type, number formats, axis ticks, the SVG
-frame.
+"""What all pictures share: colours for light and dark, type, number formats, ticks, the SVG frame.
 
 A picture may end up in a README, in a page, or in a viewer that knows no CSS variables, so a
 standalone picture carries plain rules for both colour schemes and paints its own background.
@@ -56,17 +55,33 @@ DARK = {
 
 _RULES = """\
 .ab text{{font-family:{font};fill:{ink}}}
-.ab .paper{{fill:{paper}}} .ab .muted{{fill:{muted}}} .ab .lane{{fill:{lane}}} .ab .card{{fill:{card};stroke:{rule}}}
-.ab .rule{{stroke:{rule};fill:none}} .ab .edge{{stroke:{edge};fill:none}} .ab .tip{{fill:{edge}}}
-.ab .f{{fill:{forward}}} .ab .b{{fill:{backward}}} .ab .w{{fill:{weight}}}
-.ab text.tf{{fill:{forward-ink}}} .ab text.tb{{fill:{backward-ink}}} .ab text.tw{{fill:{weight-ink}}}
-.ab .wf{{stroke:{wire-forward};fill:none}} .ab .wb{{stroke:{wire-backward};fill:none}}
-.ab .tail{{fill:{tail}}} .ab .hf{{fill:{wire-forward}}} .ab .hb{{fill:{wire-backward}}}
-.ab .end{{stroke:{end}}} .ab text.end{{fill:{end};stroke:none}}
-.ab .area{{fill:{forward};fill-opacity:.28;stroke:{forward}}} .ab .line0{{stroke:{forward};fill:none}}
-.ab .line1{{stroke:{backward};fill:none}} .ab .faint{{stroke-opacity:.35}} .ab .bold{{font-weight:600}}
-.ab .num{{text-anchor:middle;font-variant-numeric:tabular-nums}} .ab .right{{text-anchor:end}} .ab
-.mid{{text-anchor:middle}}"""
+.ab .paper{{fill:{paper}}}
+.ab .muted{{fill:{muted}}}
+.ab .lane{{fill:{lane}}}
+.ab .tail{{fill:{tail}}}
+.ab .card{{fill:{card};stroke:{rule}}}
+.ab .rule{{stroke:{rule};fill:none}}
+.ab .edge{{stroke:{edge};fill:none}}
+.ab .tip{{fill:{edge}}}
+.ab .end{{stroke:{end};fill:none}}
+.ab .f{{fill:{forward}}}
+.ab .b{{fill:{backward}}}
+.ab .w{{fill:{weight}}}
+.ab text.tf{{fill:{forward-ink}}}
+.ab text.tb{{fill:{backward-ink}}}
+.ab text.tw{{fill:{weight-ink}}}
+.ab .wf{{stroke:{wire-forward};fill:none}}
+.ab .wb{{stroke:{wire-backward};fill:none}}
+.ab .hf{{fill:{wire-forward}}}
+.ab .hb{{fill:{wire-backward}}}
+.ab .area{{fill:{forward};fill-opacity:.28;stroke:{forward}}}
+.ab .line0{{stroke:{forward};fill:none}}
+.ab .line1{{stroke:{backward};fill:none}}
+.ab .faint{{stroke-opacity:.35}}
+.ab .bold{{font-weight:600}}
+.ab .right{{text-anchor:end}}
+.ab .num{{text-anchor:middle;font-variant-numeric:tabular-nums}}"""
+"""Classes: f forward, b backward, w weight gradient; before them t for text, w wire, h its head."""
 
 
 def style() -> str:
@@ -120,12 +135,8 @@ def escape(value: object) -> str:
 
 def _is_xml(char: str) -> bool:
     code = ord(char)
-    return (
-        code >= 0x20
-        and not 0xD800 <= code <= 0xDFFF
-        and code not in (0xFFFE, 0xFFFF)
-        or char in "\t\n\r"
-    )
+    surrogate = 0xD800 <= code <= 0xDFFF
+    return char in "\t\n\r" or (code >= 0x20 and not surrogate and code not in (0xFFFE, 0xFFFF))
 
 
 def num(value: float) -> str:
@@ -145,20 +156,19 @@ def rect(
 
 def text(css: str, x: float, y: float, size: float, content: object) -> str:
     """A line of text that starts, ends or is centred at x, by its class; escaped here."""
-    return f'<text class="{css}" x="{num(x)}" y="{num(y)}" font-size="{num(size)}">{escape(content)}</text>'
+    place = f'x="{num(x)}" y="{num(y)}" font-size="{num(size)}"'
+    return f'<text class="{css}" {place}>{escape(content)}</text>'
 
 
 def text_width(content: str, size: float) -> float:
-    """Pixels that a line needs at most in the usual sans-serif fonts (DejaVu Sans is the widest of
-    them)."""
+    """Pixels that a line needs at most in the usual sans-serif fonts (DejaVu Sans is widest)."""
     wide = sum(c in "mwMW@%" for c in content)
     slim = sum(c in "iljft.,:;|'!()[] " for c in content)
     return size * (0.635 * (len(content) - wide - slim) + 0.95 * wide + 0.39 * slim)
 
 
 def shorten(content: str, size: float, width: float) -> str:
-    """Cut out the middle of a line that does not fit; both ends of an operator's name tell
-    something."""
+    """Cut out the middle of a line that does not fit; both ends of an operator's name matter."""
     if text_width(content, size) <= width:
         return content
     keep = len(content) - 1

@@ -9,20 +9,19 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from anabranch.report import gantt, lanes, names
+from anabranch.report import arrange, gantt, lanes, names
 from anabranch.schedule.schedule import Kind
 
 KINDS = [kind for kind in Kind if kind.is_compute]
 
 
 def as_json(value: Any) -> str:
-    """JSON that can stand inside a script element: no character of it can end the element or start
-    a comment."""
+    """JSON for a script element: nothing in it can end the element or start a comment."""
     text = json.dumps(value, ensure_ascii=True, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def data(layout: gantt.Layout) -> dict[str, Any]:
+def data(layout: arrange.Layout) -> dict[str, Any]:
     """Everything that is drawn along the axis of time; times in microseconds."""
     return {
         "left": layout.left,
@@ -30,25 +29,18 @@ def data(layout: gantt.Layout) -> dict[str, Any]:
         "axis": layout.axis,
         "horizon": _us(layout.horizon_s),
         "mergedPixels": lanes.MERGED_PIXELS,
-        "mark": gantt.MARK,
+        "mark": arrange.MARK,
         "numberSizes": gantt.NUMBER_SIZES,
-        "kinds": [[gantt.CSS[kind], NAMES[kind]] for kind in KINDS],
+        "kinds": [[gantt.CSS[kind], names.KINDS[kind]] for kind in KINDS],
         "panels": [_panel(panel) for panel in layout.panels],
     }
 
 
-NAMES = {
-    Kind.FORWARD: "forward",
-    Kind.BACKWARD: "backward",
-    Kind.INPUT_GRADIENT: "input gradient",
-    Kind.WEIGHT_GRADIENT: "weight gradient",
-}
-
-
-def _panel(panel: gantt.Panel) -> dict[str, Any]:
+def _panel(panel: arrange.Panel) -> dict[str, Any]:
     spans = lanes.by_device(panel.timeline)
     row_of = {row.device: i for i, row in enumerate(panel.rows)}
     prefix = names.graph_prefix(panel.graph)
+    typical = lanes.typical(panel.timeline)
     return {
         "title": panel.title,
         "tops": [round(top, 2) for top in panel.tops],
@@ -58,6 +50,8 @@ def _panel(panel: gantt.Panel) -> dict[str, Any]:
         "hasArrows": panel.has_arrows,
         "step": _us(panel.timeline.step_s),
         "makespan": _us(panel.timeline.makespan_s),
+        # per kind: median duration, digits of the largest micro-batch
+        "typical": [[_us(typical[k][0]), typical[k][1]] if k in typical else [0, 1] for k in KINDS],
         "devices": [row.device for row in panel.rows],
         "operators": [names.operators(stage, prefix) for stage in panel.graph.stages],
         "microbatchSize": [stage.microbatch_size for stage in panel.graph.stages],

@@ -1,0 +1,208 @@
+"""From a user's module to an exported program, or to an error that says where and why not.
+
+``torch.export`` is tried in three ways: without Python analysis and with a symbolic batch size, the same with
+the batch size fixed, and with full Python analysis. The first gives up on few models but has two silent traps: the
+backward of a custom ``autograd.Function`` is lost, because only its forward is traced, and ``torch.utils.checkpoint``
+disappears or, in its reentrant form, cuts off the gradients. Both are watched for while the forward runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import traceback
+import warnings
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import checkpoint
+
+from anabranch.errors import CaptureError
+
+
+class ReturnsLoss(nn.Module):
+    """The user's module with flat inputs and ``{"loss": scalar, **scalar metrics}`` as output."""
+
+    def __init__(self, module: nn.Module, rebuild: Any) -> None:
+        super().__init__()
+        self.module = module
+        self._rebuild = rebuild
+
+    def forward(self, *leaves: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Call the user's module on the batch that these leaves make."""
+        args, kwargs = self._rebuild(leaves)
+        return scalars(self.module(*args, **kwargs))
+
+
+def scalars(output: Any) -> dict[str, torch.Tensor]:
+    """The loss and the metrics in what a module returned.
+
+    Raises:
+        CaptureError: if there is no scalar loss.
+    """
+    entries = _entries(output)
+    loss = entries.get("loss")
+    if not isinstance(loss, torch.Tensor):
+        found = ", ".join(entries) or type(output).__name__
+        raise CaptureError(
+            f"the module's forward returned no loss, but {found}; it has to return a scalar tensor, or an "
+            "object or mapping with a scalar entry named loss (pass the labels in the batch)"
+        )
+    if loss.dim() != 0 or not loss.dtype.is_floating_point:
+        raise CaptureError(
+            f"the loss has shape {tuple(loss.shape)} and type {loss.dtype}, not that of a scalar; reduce it to a mean "
+            "over the samples, for example with loss.mean()"
+        )
+    metrics = {
+        name: value
+        for name, value in entries.items()
+        if name != "loss"
+        and isinstance(value, torch.Tensor)
+        and value.dim() == 0
+        and value.dtype.is_floating_point
+    }
+    return {"loss": loss, **metrics}
+
+
+def _entries(output: Any) -> dict[str, Any]:
+    if isinstance(output, torch.Tensor):
+        return {"loss": output}
+    if hasattr(output, "items"):
+        return {str(name): value for name, value in output.items()}
+    if hasattr(output, "_asdict"):
+        return dict(output._asdict())
+    return dict(getattr(output, "__dict__", {}))
+
+
+def export(
+    module: ReturnsLoss, leaves: list[torch.Tensor], *, dynamic: bool
+) -> torch.export.ExportedProgram:
+    """Export with a symbolic or a fixed number of samples.
+
+    Raises:
+        CaptureError: with the user's file and line, the cause and a remedy.
+    """
+    size = torch.export.Dim.AUTO if dynamic else None
+    shapes = (tuple({0: size} for _ in leaves),) if dynamic else None
+    failure: Exception | None = None
+    for strict in (False, True):
+        if strict and dynamic:
+            break
+        try:
+            with _quiet(), _watched(strict):
+                return torch.export.export(module, tuple(leaves), dynamic_shapes=shapes, strict=strict)
+        except CaptureError:
+            raise
+        except Exception as error:
+            # What the plain trace stumbled over is nearer to the user's code than what the analysis says.
+            failure = failure or error
+    if dynamic:
+        raise failure or AssertionError
+    raise _explained(module, failure or AssertionError()) from failure
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    names = ("torch.export", "torch._export", "torch.fx", "torch._dynamo", "torch.fx.experimental")
+    loggers = [logging.getLogger(name) for name in (*names, "torch.fx.experimental.symbolic_shapes")]
+    before = [logger.level for logger in loggers]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        # These two are ours or the user's to see.
+        warnings.filterwarnings("default", category=CaptureWarning)
+        try:
+            for logger in loggers:
+                logger.setLevel(logging.CRITICAL + 1)
+            yield
+        finally:
+            for logger, level in zip(loggers, before, strict=True):
+                logger.setLevel(level)
+
+
+class CaptureWarning(UserWarning):
+    """Something in the model is not carried over, and the gradients are not affected."""
+
+
+@contextlib.contextmanager
+def _watched(strict: bool) -> Iterator[None]:
+    """Refuse custom gradients and replace checkpoints by plain calls while a forward pass is traced."""
+    function = torch.autograd.Function
+    before = function.__dict__["apply"]
+    plain = checkpoint._checkpoint_without_reentrant_generator
+
+    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        if cls is checkpoint.CheckpointFunction:
+            _warn_checkpoint()
+            run, _, *inputs = args
+            return run(*inputs)
+        where = user_frame(traceback.extract_stack())
+        raise CaptureError(
+            f"{where} calls {cls.__name__}.apply, an autograd.Function: tracing sees its forward only, and "
+            "its backward would silently be replaced by that of the forward's operations; write it with tensor "
+            "operations, or as torch.library.custom_op with register_autograd, whose backward is kept"
+        )
+
+    def without_reentrant(*args: Any, **kwargs: Any) -> Any:
+        _warn_checkpoint()
+        return plain(*args, **kwargs)
+
+    if strict:
+        yield
+        return
+    function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
+    checkpoint._checkpoint_without_reentrant_generator = without_reentrant
+    try:
+        yield
+    finally:
+        function.apply = before  # type: ignore[method-assign]
+        checkpoint._checkpoint_without_reentrant_generator = plain
+
+
+def _warn_checkpoint() -> None:
+    where = user_frame(traceback.extract_stack())
+    warnings.warn(
+        f"{where} uses torch.utils.checkpoint, which is not carried over: gradients are the same, and whether a "
+        "stage computes its activations again is decided by the plan (recompute)",
+        CaptureWarning,
+        stacklevel=2,
+    )
+
+
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_PYTHON = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
+_OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
+
+
+def user_frame(stack: Iterable[traceback.FrameSummary]) -> str:
+    """File and line of the innermost frame that is neither torch's, nor the standard library's, nor ours."""
+    found = "the module's forward"
+    for each in stack:
+        name = os.path.abspath(each.filename)
+        library = name.startswith(_PYTHON) and "site-packages" not in name
+        if library or name.startswith((_TORCH, _OURS)) or each.filename.startswith("<"):
+            continue
+        found = f"{each.filename}:{each.lineno}"
+        if each.line:
+            found += f" ({each.line.strip()})"
+    return found
+
+
+def _explained(module: ReturnsLoss, error: Exception) -> CaptureError:
+    where = user_frame(traceback.extract_tb(error.__traceback__))
+    name = type(module.module).__name__
+    text = str(error)
+    first = next((line.strip() for line in text.splitlines() if line.strip()), "")
+    kind = type(error).__name__
+    if "DataDependent" in kind or "data-dependent" in text:
+        return CaptureError(
+            f"{name} cannot be captured: {where} needs the value of a tensor in Python, as a branch or a number that "
+            "depends on the data does, so the operations differ from batch to batch; use torch.where or torch.cond, or "
+            f"decide before the forward and pass the decision in the batch ({kind})"
+        )
+    return CaptureError(
+        f"{name} cannot be captured: {where} raised {kind}: {first}; if the same happens without anabranch, when the module "
+        "is called on the example batch, correct it there; otherwise write that line with tensor operations"
+    )

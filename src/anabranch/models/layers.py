@@ -1,0 +1,106 @@
+"""Layers that several built-in models share, written so that capture sees plain tensor operations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class Attention(nn.Module):
+    """Multi-head self-attention.
+
+    Args:
+        hidden: width of the sequence.
+        heads: must divide ``hidden``.
+        dropout: of the attention weights.
+        causal: whether a position sees only those before it.
+    """
+
+    def __init__(self, hidden: int, heads: int, dropout: float = 0.0, *, causal: bool = False):
+        super().__init__()
+        if hidden % heads:
+            raise ValueError(f"hidden={hidden} is not divisible by heads={heads}")
+        self.heads, self.dropout, self.causal = heads, dropout, causal
+        self.query = nn.Linear(hidden, hidden)
+        self.key = nn.Linear(hidden, hidden)
+        self.value = nn.Linear(hidden, hidden)
+        self.output = nn.Linear(hidden, hidden)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[samples, sequence, hidden] -> the same."""
+        attended = F.scaled_dot_product_attention(
+            self._by_head(self.query(x)),
+            self._by_head(self.key(x)),
+            self._by_head(self.value(x)),
+            dropout_p=self.dropout if self.training else 0.0,
+            is_causal=self.causal,
+        )
+        merged: torch.Tensor = self.output(attended.transpose(1, 2).flatten(2))
+        return merged
+
+    def _by_head(self, x: torch.Tensor) -> torch.Tensor:
+        return x.unflatten(2, (self.heads, -1)).transpose(1, 2)
+
+
+class TransformerLayer(nn.Module):
+    """Attention and a feed-forward part, each normalised first and added to what came in."""
+
+    def __init__(
+        self, hidden: int, heads: int, feedforward: int, dropout: float = 0.0, *, causal: bool = False
+    ):
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(hidden)
+        self.attention = Attention(hidden, heads, dropout, causal=causal)
+        self.feedforward_norm = nn.LayerNorm(hidden)
+        self.widen = nn.Linear(hidden, feedforward)
+        self.narrow = nn.Linear(feedforward, hidden)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[samples, sequence, hidden] -> the same."""
+        x = x + self.dropout(self.attention(self.attention_norm(x)))
+        inner = F.gelu(self.widen(self.feedforward_norm(x)))
+        return x + self.dropout(self.narrow(inner))
+
+
+class DenseLayer(nn.Linear):
+    """A linear layer with its ReLU and dropout: one module, so one operator.
+
+    Initialised as He et al. (2015) do for ReLU, so that deep stacks without normalisation learn.
+    """
+
+    def __init__(self, inputs: int, outputs: int, dropout: float = 0.0):
+        super().__init__(inputs, outputs)
+        self.dropout = dropout
+        nn.init.kaiming_uniform_(self.weight, nonlinearity="relu")
+        nn.init.zeros_(self.bias)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """[samples, inputs] -> [samples, outputs]."""
+        x = F.relu(super().forward(input))
+        return F.dropout(x, self.dropout, self.training) if self.dropout else x
+
+
+class FeedForward(nn.Module):
+    """A stack of dense layers; ``widths`` starts with that of the input."""
+
+    def __init__(self, widths: Sequence[int], dropout: float = 0.0):
+        super().__init__()
+        self.layers = nn.ModuleList(
+            DenseLayer(inputs, outputs, dropout) for inputs, outputs in pairwise(widths)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[samples, first width] -> [samples, last width]."""
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def accuracy(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Share of samples whose largest logit is the target; [samples, classes] and [samples]."""
+    return (logits.argmax(-1) == target).float().mean()

@@ -1,0 +1,62 @@
+"""Sizes of a built-in model: a frozen dataclass per model, changed by options such as ``-o layers=4``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from typing import Any, TypeVar
+
+_T = TypeVar("_T")
+
+_TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
+
+
+def with_options(sizes: _T, options: Mapping[str, str], model: str) -> _T:
+    """The sizes with some fields replaced.
+
+    Args:
+        sizes: a dataclass instance with int, float, bool and str fields.
+        options: field -> its new value, as text.
+        model: for the message.
+
+    Raises:
+        ValueError: for a field that does not exist (the message names those that do) or a value that does not parse.
+    """
+    present = {field.name: getattr(sizes, field.name) for field in fields(sizes)}  # type: ignore[arg-type]
+    unknown = [key for key in options if key not in present]
+    if unknown:
+        allowed = ", ".join(f"{name}={value}" for name, value in present.items())
+        raise ValueError(f"{model} has no option {', '.join(unknown)}; it has {allowed}")
+    changed = {key: _parse(key, text, present[key]) for key, text in options.items()}
+    return replace(sizes, **changed)  # type: ignore[type-var]
+
+
+def _parse(key: str, text: str, old: Any) -> Any:
+    """A value of the type that the option has."""
+    if isinstance(old, str):
+        return text
+    if isinstance(old, bool):
+        if text.lower() not in _TRUE + _FALSE:
+            raise ValueError(f"option {key}={text}: write true or false")
+        return text.lower() in _TRUE
+    kind = type(old)
+    try:
+        value = kind(text)
+    except ValueError:
+        wanted = "a whole number" if kind is int else "a number"
+        raise ValueError(f"option {key}={text}: write {wanted}, such as {key}={old}") from None
+    if not math.isfinite(value) or value < 0:
+        raise ValueError(f"option {key}={text}: must be finite and not negative")
+    return value
+
+
+def at_least_one(sizes: object, *names: str) -> None:
+    """Check in a ``__post_init__`` that these fields are positive.
+
+    Raises:
+        ValueError: naming the first that is not.
+    """
+    for name in names:
+        if getattr(sizes, name) < 1:
+            raise ValueError(f"{name}={getattr(sizes, name)}; at least 1 is needed")

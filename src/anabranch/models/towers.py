@@ -1,0 +1,36 @@
+"""Synthetic classes seen by several towers: every input is its class's pattern under noise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from anabranch.models.streams import prototypes
+from anabranch.workload import Batch
+
+SIGNAL = 0.3
+"""Standard deviation of the pattern against noise of 1: learnable in a few dozen steps, not in one."""
+
+
+def class_patterns(
+    shapes: Sequence[tuple[int, ...]], classes: int, seed: int
+) -> Callable[[int, torch.Generator], Batch]:
+    """Draws ``{"inputs": one tensor per tower, "target": class of each sample}``.
+
+    Args:
+        shapes: per tower, the shape of one sample; the pattern lies along the last dimension.
+        classes: number of classes, drawn evenly.
+        seed: of the patterns.
+    """
+    patterns = [prototypes(classes, shape[-1], seed + i) for i, shape in enumerate(shapes)]
+
+    def draw(samples: int, generator: torch.Generator) -> Batch:
+        target = torch.randint(classes, (samples,), generator=generator)
+        inputs = []
+        for shape, pattern in zip(shapes, patterns, strict=True):
+            signal = pattern[target].view(samples, *[1] * (len(shape) - 1), shape[-1])
+            inputs.append(torch.randn(samples, *shape, generator=generator).add_(signal, alpha=SIGNAL))
+        return {"inputs": inputs, "target": target}
+
+    return draw

@@ -1,0 +1,160 @@
+"""Periods and memory of every range of a row at once, for one micro-batch size.
+
+Next to whole ranges, this prices what a range gains when a stage that begins or ends at the block
+beside it also takes the last or first operators of a branch (``Shares``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from anabranch.planner.chains import Row
+from anabranch.planner.prices import Prices
+
+INFINITE = 1 << 28
+"""More devices than there are."""
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class Shares:
+    """What a stage gains with the part of a branch on one side of every cut.
+
+    Arrays are [k, c] for degree k and cut c.
+
+    Attributes:
+        weight: seconds of compute and all-reduce. traffic: seconds of transfers and all-reduce;
+            may be negative, as what the stage now makes itself no
+            longer enters it.
+        fixed: bytes of memory whatever is in flight.
+        per_microbatch: bytes of memory per micro-batch in flight.
+    """
+
+    weight: Floats
+    traffic: Floats
+    fixed: Floats
+    per_microbatch: Floats
+
+    def memory(self, in_flight: Ints) -> Floats:
+        """Bytes for several numbers in flight: [..., k, c]."""
+        return self.fixed + in_flight[..., None, None] * self.per_microbatch
+
+    def take(self, cuts: Sequence[int]) -> Shares:
+        """Only these cuts, in this order."""
+        chosen = list(cuts)
+        return Shares(
+            self.weight[:, chosen],
+            self.traffic[:, chosen],
+            self.fixed[:, chosen],
+            self.per_microbatch[:, chosen],
+        )
+
+
+class Ranges:
+    """One row at one micro-batch size; arrays are [degree, start, stop].
+
+    Attributes:
+        weight: seconds of compute and all-reduce.
+        traffic: seconds of transfers and all-reduce.
+        fixed: bytes of memory whatever is in flight.
+        per_microbatch: bytes of memory per micro-batch in flight.
+    """
+
+    def __init__(self, row: Row, prices: Prices) -> None:
+        self.row = row
+        self.prices = prices
+        shape = (len(prices.degrees), row.size + 1, row.size + 1)
+        self.weight = np.empty(shape)
+        self.traffic = np.empty(shape)
+        self.fixed = np.empty(shape)
+        self.per_microbatch = np.empty(shape)
+        for k, degree in enumerate(prices.degrees):
+            self._price(k, degree)
+        self.period_s = np.maximum(self.weight, self.traffic)
+        self.headroom = prices.headroom(self.fixed, self.per_microbatch)
+
+    def _price(self, k: int, degree: int) -> None:
+        row, prices = self.row, self.prices
+        n = prices.samples(degree)
+        reduce_s = prices.allreduce_s(row.reduced_bytes, degree)
+        compute = row.compute_s(n)
+        entering, back = row.entering.at(n), row.entering_gradients.at(n)
+        out = row.leaving.at(n) + row.leaving_gradients.at(n)
+        share = prices.share(degree)
+        self.weight[k] = compute[None, :] - compute[:, None] + reduce_s
+        self.traffic[k] = np.maximum(entering + back, out) * share + reduce_s
+        self.fixed[k] = row.state_bytes + prices.cost.receive_slots * (entering + back)
+        kept = row.kept_bytes
+        self.per_microbatch[k] = (kept[None, :] - kept[:, None]) * n + entering
+
+    def need(self, bound: float, heights: int) -> Ints:
+        """Fewest devices for every range under a bound on the period: [stop, start, height].
+
+        ``INFINITE`` where no degree does. Where memory never depends on the height, the last axis
+        has length 1.
+        """
+        fits = np.where(self.period_s <= bound, self.headroom, -1)
+        graded = bool(((fits >= 0) & (fits < heights - 1)).any())
+        height = np.arange(heights if graded else 1, dtype=np.int32)
+        result = np.full((*fits.shape[1:], len(height)), INFINITE, dtype=np.int32)
+        for k in reversed(range(len(fits))):
+            result[fits[k][..., None] >= height] = self.prices.degrees[k]
+        return np.ascontiguousarray(result.transpose(1, 0, 2))
+
+    @cached_property
+    def tails(self) -> Shares:
+        """For a stage after this row's end that also takes the parts from cut c on."""
+        row, end = self.row, self.row.size
+
+        def gains(n: int) -> tuple[Floats, Floats, Floats]:
+            # What the tail sends on no longer enters the stage; what the tail reads does.
+            enter = row.entering.at(n)[:, end] - row.leaving.at(n)[:, end]
+            leave = row.leaving_gradients.at(n)[:, end] - row.entering_gradients.at(n)[:, end]
+            return enter, leave, enter
+
+        return self._shares(slice(None), end, gains)
+
+    @cached_property
+    def heads(self) -> Shares:
+        """For a stage before this row's start that also takes the parts up to cut c."""
+        row = self.row
+
+        def gains(n: int) -> tuple[Floats, Floats, Floats]:
+            # What only the head reads no longer leaves the stage; what the head makes does.
+            enter = row.entering_gradients.at(n)[0] - row.sole_gradients.at(n)
+            leave = row.leaving.at(n)[0] - row.sole_reads.at(n)
+            return enter, leave, np.zeros_like(enter)
+
+        return self._shares(0, slice(None), gains)
+
+    def _shares(
+        self,
+        start: int | slice,
+        stop: int | slice,
+        gains: Callable[[int], tuple[Floats, Floats, Floats]],
+    ) -> Shares:
+        row, prices = self.row, self.prices
+        kept = row.kept_bytes[stop] - row.kept_bytes[start]
+        columns = []
+        for degree in prices.degrees:
+            n = prices.samples(degree)
+            compute = row.compute_s(n)
+            reduced = row.reduced_bytes[start, stop]
+            reduce_s = prices.allreduce_s(reduced, degree, latency=False)
+            enter, leave, held = gains(n)
+            columns.append(
+                (
+                    compute[stop] - compute[start] + reduce_s,
+                    np.maximum(enter, leave) * prices.share(degree) + reduce_s,
+                    row.state_bytes[start, stop] + prices.cost.receive_slots * enter,
+                    kept * n + held,
+                )
+            )
+        return Shares(*(np.stack(column) for column in zip(*columns, strict=True)))

@@ -1,0 +1,176 @@
+"""What a training run leaves behind: a folder that ``anabranch report`` turns into a page.
+
+    runs/glyphs-20260102-030405/
+        plan.json       the plan that ran
+        run.json        losses, step times, metrics, and the predicted and measured timelines of one step
+        report.html     the page
+        timeline.svg    its picture of the step, also on its own
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from anabranch.errors import FileFormatError, InvalidScheduleError
+from anabranch.files import load_plan, save_plan
+from anabranch.jsonfile import read_document, write_document
+from anabranch.planner.stages import Plan
+from anabranch.schedule.schedule import Action
+from anabranch.timeline import Span, Timeline
+
+RUN = "anabranch.run/1"
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run.
+
+    Attributes:
+        plan: what ran.
+        losses: one per step.
+        step_s: wall seconds, one per step.
+        ideal_step_s: the schedule's step for the measured stage times, with links that cost nothing.
+        metrics: held-out means where there is held-out data, otherwise those of the last step.
+        chance: metric -> what guessing would give.
+        timelines: headings and timelines of one step, predicted before measured.
+    """
+
+    plan: Plan
+    losses: tuple[float, ...]
+    step_s: tuple[float, ...]
+    ideal_step_s: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    chance: Mapping[str, float] = field(default_factory=dict)
+    timelines: tuple[tuple[str, Timeline], ...] = ()
+
+    @property
+    def median_step_s(self) -> float:
+        """Median seconds of a step; the first, which sets things up, is left out."""
+        return statistics.median(self.step_s[1:] or self.step_s)
+
+    def figures(self) -> dict[str, Any]:
+        """What the command line prints."""
+        return {
+            "losses": list(self.losses),
+            "step_s": self.median_step_s,
+            "predicted_step_s": self.plan.predicted.step_s,
+            "ideal_step_s": self.ideal_step_s,
+            "samples_per_s": self.plan.stage_graph.batch_size / self.median_step_s,
+            "metrics": dict(self.metrics),
+            "chance": dict(self.chance),
+        }
+
+
+def save_run(run: Run, folder: Path) -> None:
+    """Write plan, figures, page and picture into a folder, which is made if it does not exist."""
+    from anabranch.report.svg import timeline_svg
+
+    folder.mkdir(parents=True, exist_ok=True)
+    save_plan(run.plan, folder / "plan.json")
+    write_document(
+        folder / "run.json",
+        {
+            "schema": RUN,
+            "losses": list(run.losses),
+            "step_s": list(run.step_s),
+            "ideal_step_s": run.ideal_step_s,
+            "metrics": dict(run.metrics),
+            "chance": dict(run.chance),
+            "timelines": [_to_dict(title, timeline) for title, timeline in run.timelines],
+        },
+    )
+    picture = timeline_svg(run.timelines, run.plan.stage_graph)
+    (folder / "timeline.svg").write_text(picture, encoding="utf-8")
+    write_report(run, folder / "report.html")
+
+
+def load_run(folder: Path) -> Run:
+    """Read what ``save_run`` wrote.
+
+    Raises:
+        FileFormatError: naming file, key and value.
+    """
+    path = folder / "run.json"
+    file = read_document(path, RUN, _RunFile)
+    try:
+        timelines = tuple((t.title, _to_timeline(t)) for t in file.timelines)
+    except InvalidScheduleError as error:
+        raise FileFormatError(f"{path}: {error}") from None
+    return Run(
+        plan=load_plan(folder / "plan.json"),
+        losses=tuple(file.losses),
+        step_s=tuple(file.step_s),
+        ideal_step_s=file.ideal_step_s,
+        metrics=file.metrics,
+        chance=file.chance,
+        timelines=timelines,
+    )
+
+
+def write_report(run: Run, path: Path) -> None:
+    """Write the page."""
+    from anabranch.report.html import page
+
+    metrics: dict[str, float | str] = {}
+    for name, value in run.metrics.items():
+        chance = f" (chance {run.chance[name]:.3g})" if name in run.chance else ""
+        metrics[name] = f"{value:.4g}{chance}"
+    text = page(run.plan, run.timelines, losses=run.losses, metrics=metrics)
+    path.write_text(text, encoding="utf-8")
+
+
+def _to_dict(title: str, timeline: Timeline) -> dict[str, Any]:
+    return {
+        "title": title,
+        "source": timeline.source,
+        "step_s": timeline.step_s,
+        "devices": list(timeline.devices),
+        "spans": [[s.device, s.start, s.end, str(s.action)] for s in timeline.spans],
+        "memory": [[d, [[t, b] for t, b in points]] for d, points in timeline.memory.items()],
+    }
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+
+_Device = Annotated[int, Field(ge=0, lt=10**6)]
+# JSON has no tuples, so fixed-length lists must be read leniently.
+_Span = Annotated[tuple[_Device, float, float, str], Field(strict=False)]
+_Point = Annotated[tuple[float, int], Field(strict=False)]
+_Memory = Annotated[tuple[_Device, list[_Point]], Field(strict=False)]
+
+
+class _Timeline(_Strict):
+    title: str
+    source: Literal["predicted", "measured"]
+    step_s: Annotated[float, Field(ge=0)]
+    devices: list[_Device]
+    spans: list[_Span]
+    memory: list[_Memory]
+
+
+class _RunFile(_Strict):
+    schema_: Literal["anabranch.run/1"] = Field(alias="schema")
+    losses: list[float]
+    step_s: Annotated[list[float], Field(min_length=1)]
+    ideal_step_s: Annotated[float, Field(ge=0)]
+    metrics: dict[str, float]
+    chance: dict[str, float]
+    timelines: list[_Timeline]
+
+
+def _to_timeline(file: _Timeline) -> Timeline:
+    return Timeline(
+        spans=tuple(Span(d, start, end, Action.parse(text)) for d, start, end, text in file.spans),
+        devices=tuple(file.devices),
+        source=file.source,
+        step_s=file.step_s,
+        memory={device: tuple(points) for device, points in file.memory},
+    )

@@ -1,0 +1,171 @@
+"""Where everything in a picture of timelines goes; nothing here draws.
+
+Rows are as high as their number allows, and all timelines share one axis, so that lengths can be
+compared. Both the picture (``gantt``) and the page's script (``view``) work from this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from anabranch.planner.stages import StageGraph
+from anabranch.report import lanes, names
+from anabranch.report.theme import text_width
+from anabranch.timeline import Timeline
+
+MARGIN = 22.0
+LABEL = 12.0
+MARK = 3.0
+"""Height of the marks below a row that show messages where arrows would be too many."""
+
+MOST_ARROWS = 240
+MOST_ROWS_WITH_ARROWS = 16
+Graphs = StageGraph | Sequence[StageGraph]
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One timeline in its place.
+
+    Attributes:
+        title: what the caller calls it.
+        timeline: what is drawn.
+        graph: the stages that it executed.
+        rows: from top to bottom.
+        tops: top of each row.
+        row_height: of each row, with the marks below the boxes.
+        has_arrows: messages are arrows between rows; otherwise marks below the boxes.
+        heading: baseline of the heading.
+        bottom: lower end of the last row.
+    """
+
+    title: str
+    timeline: Timeline
+    graph: StageGraph
+    rows: tuple[lanes.Row, ...]
+    tops: tuple[float, ...]
+    row_height: float
+    has_arrows: bool
+    heading: float
+    bottom: float
+
+    @property
+    def box_height(self) -> float:
+        """What is left for the boxes."""
+        return self.row_height if self.has_arrows else self.row_height - MARK
+
+
+@dataclass(frozen=True)
+class Layout:
+    """All panels on their common axis.
+
+    Attributes:
+        panels: from top to bottom.
+        left: where time 0 is; right: where ``horizon_s`` is.
+        horizon_s: the longest step.
+        axis: the line of the axis.
+        width, height: of the whole picture.
+    """
+
+    panels: tuple[Panel, ...]
+    left: float
+    right: float
+    horizon_s: float
+    axis: float
+    width: float
+    height: float
+
+    def x(self, seconds: float) -> float:
+        """Where a time is."""
+        return self.left + seconds * (self.right - self.left) / self.horizon_s
+
+    @property
+    def pixel_s(self) -> float:
+        """Seconds that a pixel is wide."""
+        return self.horizon_s / (self.right - self.left)
+
+
+def arrange(
+    timelines: Sequence[tuple[str, Timeline]], graph: Graphs, *, width: float = 1200
+) -> Layout:
+    """Decide where everything goes; see ``timeline_svg``."""
+    graphs = [graph] * len(timelines) if isinstance(graph, StageGraph) else list(graph)
+    if not timelines or len(graphs) != len(timelines) or width < 480:
+        raise ValueError(
+            f"{len(timelines)} timelines, {len(graphs)} stage graphs, {width:g} pixels wide; "
+            "needed are at least one timeline, as many stage graphs, and 480 pixels"
+        )
+    longest = max(len(timeline.devices) for _, timeline in timelines)
+    all_rows = [lanes.rows(t, g) for (_, t), g in zip(timelines, graphs, strict=True)]
+    top = 56.0
+    panels = []
+    for (title, timeline), each, rows in zip(timelines, graphs, all_rows, strict=True):
+        panel = _panel(title, timeline, each, rows, top, longest)
+        panels.append(panel)
+        top = panel.bottom + 26
+    left = MARGIN + min(_label_width(panels), 0.3 * width) + 12
+    horizon = max(max(t.step_s, t.makespan_s) for _, t in timelines) or 1e-9
+    axis = panels[-1].bottom + 10
+    return Layout(tuple(panels), left, width - MARGIN - 6, horizon, axis, width, axis + 44)
+
+
+def _panel(
+    title: str,
+    timeline: Timeline,
+    graph: StageGraph,
+    rows: list[lanes.Row],
+    top: float,
+    longest: int,
+) -> Panel:
+    height, gap, branch_gap = _row_sizes(longest)
+    few = sum(not span.action.kind.is_compute for span in timeline.spans) <= 2 * MOST_ARROWS
+    heading = top + 14
+    y = heading + 14
+    tops = []
+    for i, row in enumerate(rows):
+        if i:
+            y += branch_gap if row.branch != rows[i - 1].branch else gap
+        tops.append(y)
+        y += height
+    has_arrows = few and len(rows) <= MOST_ROWS_WITH_ARROWS
+    return Panel(title, timeline, graph, tuple(rows), tuple(tops), height, has_arrows, heading, y)
+
+
+def _row_sizes(rows: int) -> tuple[float, float, float]:
+    """Height of a row, gap to the next, gap to the next branch."""
+    for most, sizes in (
+        (8, (34.0, 8.0, 18.0)),
+        (16, (24.0, 6.0, 13.0)),
+        (32, (17.0, 3.0, 9.0)),
+        (64, (12.0, 2.0, 6.0)),
+        (128, (9.0, 1.0, 4.0)),
+    ):
+        if rows <= most:
+            return sizes
+    return 6.0, 1.0, 3.0
+
+
+def _label_width(panels: Sequence[Panel]) -> float:
+    widest = 100.0
+    for panel in panels:
+        for row in panel.rows:
+            first, second = labels(panel, row)
+            widest = max(widest, text_width(first, label_size(panel)))
+            if panel.row_height >= 30:
+                widest = max(widest, text_width(second, LABEL - 1.5))
+    return widest
+
+
+def label_size(panel: Panel) -> float:
+    return min(LABEL, max(panel.row_height - 1, 7.5))
+
+
+def labels(panel: Panel, row: lanes.Row) -> tuple[str, str]:
+    """What stands before a row: device and stage, and the operators of the stage."""
+    which = names.ranges(row.stages)
+    stage = f" \u00b7 stage{'s' if len(row.stages) > 1 else ''} {which}" if row.stages else ""
+    prefix = names.graph_prefix(panel.graph)
+    known = [s for s in row.stages if s < len(panel.graph)]
+    described = (names.operators(panel.graph.stages[s], prefix) for s in known)
+    return f"device {row.device}{stage}", "; ".join(described)

@@ -1,0 +1,37 @@
+"""How short can a step be at best? A bound that spares simulations."""
+
+from __future__ import annotations
+
+from anabranch.planner.stages import StageGraph
+from anabranch.simulator.costs import ModelCosts
+
+
+def least_step_s(graph: StageGraph, costs: ModelCosts) -> float:
+    """A lower bound of the step under any schedule, in seconds.
+
+    The busiest stage works through its micro-batches. Before its first forward lies at least one
+    forward of each stage on the way to it, and after its last backward one backward of each stage
+    on the way back and the all-reduce of that stage. Messages are left out.
+    """
+    count = len(graph)
+    busy, first, last = [0.0] * count, [0.0] * count, [0.0] * count
+    for s, stage in enumerate(graph.stages):
+        final = graph.num_microbatches(s) - 1
+        slices = {
+            tuple(stop - start for start, stop in (graph.slice(s, 0, r), graph.slice(s, final, r)))
+            for r in range(stage.replicas)
+        }
+        seconds = {n: costs.compute_s(s, n) for pair in slices for n in pair}
+        busy[s] = max(final * sum(seconds[n]) + sum(seconds[z]) for n, z in slices)
+        # Of several slices, the bound must not assume which one a neighbour waits for.
+        first[s] = min(seconds[n][0] for n in seconds if n)
+        last[s] = min(seconds[n][1] for n in seconds if n)
+    head, tail = [0.0] * count, [0.0] * count
+    for work in costs.all_reduces():
+        for s in work.stages:
+            tail[s] = max(tail[s], work.seconds)
+    for x, y in sorted(costs.data_edges):
+        head[y] = max(head[y], head[x] + first[x])
+    for x, y in sorted(costs.gradient_edges, reverse=True, key=lambda edge: edge[1]):
+        tail[x] = max(tail[x], tail[y] + last[x])
+    return max(head[s] + busy[s] + tail[s] for s in range(count))
