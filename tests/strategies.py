@@ -8,6 +8,8 @@ from anabranch.cluster import Cluster, Level
 from anabranch.graph.opgraph import BATCH, Op, OpGraph, Parameter, Value
 from anabranch.planner.stages import Plan, Prediction, Stage, StageGraph
 from anabranch.profile.profile import OpCost, Profile
+from anabranch.schedule.schedule import Action, Kind
+from anabranch.timeline import Span, Timeline
 
 SECONDS = st.floats(0, 1e3)
 
@@ -120,4 +122,27 @@ def plans(draw: st.DrawFn) -> Plan:
         predicted=predicted,
         granularity=draw(st.sampled_from(["operator", "layer", "block"])),
         notes=tuple(draw(st.lists(st.sampled_from(["a note", "größer"]), max_size=2))),
+    )
+
+
+@st.composite
+def timelines(draw: st.DrawFn, graph: StageGraph, max_actions: int = 12) -> Timeline:
+    """Any step of the devices of a stage graph: compute one after the other, some of it very short."""
+    spans = []
+    for s, stage in enumerate(graph.stages):
+        for device in stage.devices:
+            now = 0.0
+            for _ in range(draw(st.integers(0, max_actions))):
+                now += draw(st.sampled_from([0.0, 1e-6, 0.5]))
+                end = now + draw(st.sampled_from([0.0, 1e-6, 1e-4, 1.0]))
+                kind = draw(st.sampled_from([k for k in Kind if k.is_compute]))
+                spans.append(Span(device, now, end, Action(s, kind, draw(st.integers(0, 9)))))
+                now = end
+    last = max((span.end for span in spans), default=0.0)
+    return Timeline(
+        spans=tuple(sorted(spans, key=lambda span: (span.device, span.start))),
+        devices=graph.devices,
+        source=draw(st.sampled_from(["predicted", "measured"])),
+        step_s=last + draw(st.sampled_from([0.0, 0.3])),
+        memory={d: ((0.0, draw(st.integers(0, 2**40))),) for d in graph.devices},
     )

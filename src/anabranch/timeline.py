@@ -72,7 +72,7 @@ class Timeline:
         peak = self.peak_bytes
         lines = [
             f"{self.source} step {self.step_s * 1e3:.4g} ms on {len(self.devices)} devices, "
-            f"of which {self.makespan_s * 1e3:.4g} ms until the last action; bubble {self.bubble:.1%}"
+            f"{self.makespan_s * 1e3:.4g} ms of it until the last action, bubble {self.bubble:.1%}"
         ]
         lines += [
             f"  device {d:3d}  computes {self.busy_s[d] * 1e3:8.4g} ms  "

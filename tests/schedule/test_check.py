@@ -85,7 +85,7 @@ def test_what_is_wrong_is_said(spoil, message):
         check(bad, TWO)
 
 
-def test_a_fourth_slot_of_zero_is_refused():
+def test_no_slots_at_all_is_refused():
     """Without a posted receive nothing ever moves."""
     with pytest.raises(InvalidScheduleError, match="posts 0 receives"):
         check(Schedule.parse(GOOD, slots=0), TWO)
@@ -115,8 +115,8 @@ def test_a_rising_warm_up_deadlocks():
         check(lower(schedule, TWO), TWO)
     assert str(caught.value).splitlines() == [
         "the schedule deadlocks; every unfinished device waits for another:",
-        "  device 0, step 3 of 8, waits for the gradient of samples 0 to 0 from stage 1 on device 1: "
-        "0F0 0SF0>1@1[0:1] >>0RB0<1@1[0:1]<< 0B0 0F1 0SF1>1@1[1:2] 0RB1<1@1[1:2] ...",
+        "  device 0, step 3 of 8, waits for the gradient of samples 0 to 0 from stage 1 on "
+        "device 1: 0F0 0SF0>1@1[0:1] >>0RB0<1@1[0:1]<< 0B0 0F1 0SF1>1@1[1:2] 0RB1<1@1[1:2] ...",
         "  device 1, step 3 of 8, waits for samples 1 to 1 from stage 0 on device 0: "
         "1RF0<0@0[0:1] 1F0 >>1RF1<0@0[1:2]<< 1F1 1B0 1SB0>0@0[0:1] 1B1 ...",
         "The warm-up rises along stage edge 0 -> 1: 1 samples forward before the first backward "
@@ -135,5 +135,5 @@ def test_a_skip_edge_that_waits_in_a_circle():
     stages = tuple(Stage((f"op{i}",), (i,), 1, in_flight=2) for i in range(3))
     graph = StageGraph(stages, ((0, 1), (0, 2), (1, 2)), 2)
     schedule = Schedule.parse("0: 0F0 0B0 0F1 0B1\n1: 1F0 1F1 1B0 1B1\n2: 2F0 2B0 2F1 2B1")
-    with pytest.raises(DeadlockError, match="device 0, .*device 1"):
+    with pytest.raises(DeadlockError, match=r"(?s)device 0, .*device 1, "):
         check(lower(schedule, graph), graph)

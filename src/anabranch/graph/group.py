@@ -212,6 +212,7 @@ class Partition:
         self.heavy = {i: int(self.weight[i] == 2) for i in members}
         self.path = {i: frame(facts.calls[i]) for i in members}
         self.above: dict[int, int] = {}
+        self.alias: dict[int, int] = {}
 
     def merge(self, into: int, gone: int) -> None:
         """Join two groups; the first keeps its path unless it is the lighter one."""
@@ -320,7 +321,7 @@ def _inseparable(facts: Facts) -> list[list[int]]:
         # Those who read after the last write see the final value, wherever they are, if it is made by a call.
         owned = facts.calls[calls[0]].meta.get("storage") == storage
         last = last_write[storage]
-        sets.append([i for i in calls if i <= last or not owned or facts.calls[i].meta.get("storage") == storage])
+        sets.append([i for i in calls if i <= last or not owned])
     return sets
 
 
@@ -537,3 +538,53 @@ def _named(partition: Partition, module: nn.Module) -> Grouping:
         names.append(name if taken[name] == 1 else f"{name}#{taken[name]}")
         kinds.append(type(modules[path]).__name__ if path and path in modules else operation)
     return Grouping(tuple(names), tuple(kinds), tuple(owners))
+
+
+def group_like(program: Program, other: Program, train: Program, grouping: Grouping) -> Grouping:
+    """Give the calls of an evaluation program to the operators of the training program.
+
+    A call goes where the same call of the same module went, counted from the first one there; failing that to the operator
+    of its latest input, and never before one of its inputs.
+
+    Args:
+        program: propagated evaluation program.
+        other: the same for another number of samples.
+        train: the training program.
+        grouping: its operators.
+    """
+    facts = Facts(program, other)
+    homes: dict[tuple[str, str], list[int]] = defaultdict(list)
+    by_frame: dict[str, list[int]] = defaultdict(list)
+    for node, owner in zip(train.calls, grouping.owners, strict=True):
+        if owner != FREE:
+            homes[frame(node), base_name(node)].append(owner)
+            by_frame[frame(node)].append(owner)
+    seen: dict[tuple[str, str], int] = defaultdict(int)
+    owner_of: dict[fx.Node, int] = {}
+    for node in facts.calls:
+        if facts.free[node]:
+            owner_of[node] = FREE
+            continue
+        key = (frame(node), base_name(node))
+        earlier = [owner_of.get(n, FREE) for n in node.all_input_nodes]
+        known = homes[key] or by_frame[key[0]]
+        wanted = known[min(seen[key], len(known) - 1)] if known else FREE
+        seen[key] += 1
+        owner_of[node] = max([wanted, *earlier, 0 if wanted == FREE else wanted])
+    partition = Partition(facts)
+    sets: dict[int, list[int]] = defaultdict(list)
+    for node, owner in owner_of.items():
+        if owner != FREE:
+            sets[owner].append(facts.position[node])
+    _bind(partition, [*sets.values(), *_inseparable(facts)])
+    homes_of = {g: min(owner_of[facts.calls[i]] for i in m) for g, m in partition.members.items()}
+    order = sorted(partition.members, key=lambda g: homes_of[g])
+    owners = [FREE] * len(facts.calls)
+    for i, g in enumerate(order):
+        for call in partition.members[g]:
+            owners[call] = i
+    return Grouping(
+        tuple(grouping.names[homes_of[g]] for g in order),
+        tuple(grouping.kinds[homes_of[g]] for g in order),
+        tuple(owners),
+    )

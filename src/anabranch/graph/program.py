@@ -339,8 +339,6 @@ def propagate(program: Program, find: Callable[[Source], torch.Tensor]) -> None:
         find: source -> a tensor whose size, stride, dtype, device and need of a gradient are those of the placeholder.
     """
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
-    mode.shape_env.allow_scalar_outputs = True  # type: ignore[union-attr]
-    mode.shape_env.allow_dynamic_output_shape_ops = True  # type: ignore[union-attr]
     env: dict[fx.Node, Any] = {}
     with mode, torch.enable_grad():
         for node in program.graph.nodes:

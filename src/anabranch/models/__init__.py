@@ -1,0 +1,61 @@
+"""The built-in models: those of the GraphPipe paper, and three on real data.
+
+A model is one file with ``PRESETS`` (preset -> sizes, a frozen dataclass whose fields are its
+options) and ``workload`` (sizes -> Workload), and one line in ``MODELS``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from types import ModuleType
+
+from anabranch.models.options import with_options
+from anabranch.workload import Workload
+
+MODELS: Mapping[str, str] = {
+    "mmt": "multi-modal transformer: 4 branches of 8 transformer layers",
+    "dlrm": "recommendation: 7 dense and 7 sparse branches",
+    "candle-uno": "drug response: 7 feed-forward branches",
+    "two-branch": "case study: 2 branches of 4 x (attention, linear, linear)",
+    "transformer": "sequential language model, no branches",
+    "glyphs": "does this name belong to this picture? image and text tower, real data",
+    "flights": "will this flight be late? DLRM, real data",
+    "drugs": "how does this cell line respond to this drug? CANDLE-Uno, real data",
+}
+"""Name -> what it is, in one line."""
+
+
+def build(
+    name: str,
+    *,
+    preset: str = "published",
+    options: Mapping[str, str] | None = None,
+    meta: bool = False,
+) -> Workload:
+    """A built-in model as a workload.
+
+    Args:
+        name: a key of ``MODELS``.
+        preset: ``published`` (the paper's sizes) or ``small`` (steps of well under a second on one
+            processor core).
+        options: size -> its value as text, such as ``{"branches": "2"}``.
+        meta: without memory for parameters or values in the example, for planning only.
+
+    Raises:
+        ValueError: for an unknown model, preset or option; the message names those that exist.
+        DataError: where a model on real data can neither find nor download it.
+    """
+    if name not in MODELS:
+        raise ValueError(f"there is no built-in model {name}; there are {', '.join(MODELS)}")
+    home = _home(name)
+    if preset not in home.PRESETS:
+        raise ValueError(f"{name} has no preset {preset}; it has {', '.join(home.PRESETS)}")
+    sizes = with_options(home.PRESETS[preset], options or {}, name)
+    workload: Workload = home.workload(sizes, meta=meta)
+    return workload
+
+
+def _home(name: str) -> ModuleType:
+    """The module of a model; loaded on use, as those on real data need more than torch."""
+    return import_module(f"anabranch.models.{name.replace('-', '_')}")

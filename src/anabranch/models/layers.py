@@ -1,4 +1,4 @@
-"""Layers that several built-in models share, written so that capture sees plain tensor operations."""
+"""Layers that several built-in models share, in plain tensor operations that capture sees."""
 
 from __future__ import annotations
 
@@ -43,14 +43,21 @@ class Attention(nn.Module):
         return merged
 
     def _by_head(self, x: torch.Tensor) -> torch.Tensor:
-        return x.unflatten(2, (self.heads, -1)).transpose(1, 2)
+        split: torch.Tensor = torch.unflatten(x, 2, (self.heads, -1))
+        return split.transpose(1, 2)
 
 
 class TransformerLayer(nn.Module):
     """Attention and a feed-forward part, each normalised first and added to what came in."""
 
     def __init__(
-        self, hidden: int, heads: int, feedforward: int, dropout: float = 0.0, *, causal: bool = False
+        self,
+        hidden: int,
+        heads: int,
+        feedforward: int,
+        dropout: float = 0.0,
+        *,
+        causal: bool = False,
     ):
         super().__init__()
         self.attention_norm = nn.LayerNorm(hidden)
@@ -64,7 +71,8 @@ class TransformerLayer(nn.Module):
         """[samples, sequence, hidden] -> the same."""
         x = x + self.dropout(self.attention(self.attention_norm(x)))
         inner = F.gelu(self.widen(self.feedforward_norm(x)))
-        return x + self.dropout(self.narrow(inner))
+        added: torch.Tensor = x + self.dropout(self.narrow(inner))
+        return added
 
 
 class DenseLayer(nn.Linear):

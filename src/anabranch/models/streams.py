@@ -1,6 +1,6 @@
 """Synthetic batches with something to learn: for the papers' models, whose own data is not public.
 
-Every batch is drawn from a seed of its own, so ranks draw the same without talking, and no two epochs repeat.
+Every batch is drawn from a seed of its own: ranks draw the same without talking, no epoch repeats.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def seeded(*numbers: int) -> torch.Generator:
     """A generator that depends on every one of the numbers."""
     state = 0
     for number in numbers:
-        # The multiplier of Knuth's 64-bit linear congruential generator spreads neighbouring numbers apart.
+        # Knuth's 64-bit linear congruential generator spreads neighbouring numbers apart.
         state = (state * 6364136223846793005 + number + 1442695040888963407) % 2**63
     return torch.Generator().manual_seed(state)
 

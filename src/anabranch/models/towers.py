@@ -1,4 +1,4 @@
-"""Synthetic classes seen by several towers: every input is its class's pattern under noise."""
+"""Synthetic inputs of several towers: what is to be found is a pattern along each input, under noise."""
 
 from __future__ import annotations
 
@@ -10,7 +10,16 @@ from anabranch.models.streams import prototypes
 from anabranch.workload import Batch
 
 SIGNAL = 0.3
-"""Standard deviation of the pattern against noise of 1: learnable in a few dozen steps, not in one."""
+"""Standard deviation of the pattern against noise of 1: learned in dozens of steps, not in one."""
+
+
+def under_noise(
+    pattern: torch.Tensor, shape: tuple[int, ...], generator: torch.Generator
+) -> torch.Tensor:
+    """Normal noise of [samples, *shape] plus each sample's pattern, [samples, last of shape]."""
+    samples = pattern.shape[0]
+    signal = pattern.view(samples, *[1] * (len(shape) - 1), shape[-1])
+    return torch.randn(samples, *shape, generator=generator).add_(signal, alpha=SIGNAL)
 
 
 def class_patterns(
@@ -27,10 +36,10 @@ def class_patterns(
 
     def draw(samples: int, generator: torch.Generator) -> Batch:
         target = torch.randint(classes, (samples,), generator=generator)
-        inputs = []
-        for shape, pattern in zip(shapes, patterns, strict=True):
-            signal = pattern[target].view(samples, *[1] * (len(shape) - 1), shape[-1])
-            inputs.append(torch.randn(samples, *shape, generator=generator).add_(signal, alpha=SIGNAL))
+        inputs = [
+            under_noise(pattern[target], shape, generator)
+            for shape, pattern in zip(shapes, patterns, strict=True)
+        ]
         return {"inputs": inputs, "target": target}
 
     return draw

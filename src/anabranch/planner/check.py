@@ -182,8 +182,8 @@ def _memory(graph: StageGraph, cost: CostModel, masks: list[int]) -> list[str]:
             problems.append(
                 f"stage {s} needs {need / GIB:.2f} GiB on each device, with {held} micro-batches "
                 f"of {stage.microbatch_size} samples in flight on {stage.replicas} replicas; "
-                f"cluster {cost.cluster.name} has {limit / GIB:.2f} GiB: try a smaller micro-batch or "
-                "recompute"
+                f"cluster {cost.cluster.name} has {limit / GIB:.2f} GiB: try a smaller "
+                "micro-batch or recompute"
             )
     return problems
 

@@ -36,20 +36,13 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from anabranch.planner.chains import Block, Chain
+from anabranch.planner.parts import Part
 from anabranch.planner.prices import Prices
-from anabranch.planner.ranges import INFINITE, Ints, Ranges, Shares
+from anabranch.planner.ranges import INFINITE, Ints, Ranges
 from anabranch.planner.sharing import Options, Sharing, Taken, whole
 
 HEADS = 8
 """Cuts per branch that a stage before a block may take, besides none and all of it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A stage to be: its operators as a bit mask and its number of replicas."""
-
-    mask: int
-    replicas: int
 
 
 @dataclass
@@ -209,7 +202,7 @@ class Reach:
         if not (ranges.weight[:, p - 1, p] <= self._bound).any():
             return
         # A stage at height u + 1 is followed by branches of at most height u.
-        caps = _steps(solved.devices[:, solved.start : p].min(axis=1)[:, 2:])
+        caps = _steps(solved.devices[:, solved.start : p, 2:].reshape(-1, self.heights - 1))
         if not len(caps):
             return
         held = self.prices.in_flight(caps + 1)
@@ -220,8 +213,6 @@ class Reach:
             devices = np.stack([suffixes[k, c].devices[:, -1, :exits] for c in cuts[k]], axis=-1)
             taken = self.ranges(block.branches[k]).heads.take(cuts[k])
             memory = taken.memory(held)[:, None]
-            # All of a branch in the stage leaves nothing to place, whatever the height.
-            devices[..., 0] = 0
             options.append(Options(devices, taken.weight, taken.traffic, memory))
         sharing = Sharing(options, between.groups, caps, self.limit)
         for i in reversed(range(solved.start, p)):

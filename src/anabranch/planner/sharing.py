@@ -1,4 +1,4 @@
-"""A stage beside a block takes a part of some branches: which, so that the rest needs fewest devices.
+"""A stage beside a block takes a part of some branches: which leaves least to place?
 
     a1 --> a2 --> a3 --+
     b1 --> b2 --> b3 --+--> [ join ]        one stage may be { a3, b2, b3, join }

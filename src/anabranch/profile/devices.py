@@ -9,8 +9,8 @@ A matrix product C[m, n] = A[m, k] B[k, n] is cut into tiles of C, one for each 
     m |  |  |  |  <- waves    or the tiles are smaller, which each do less work per byte they load.
       +--+--+--+
 
-The libraries pick the best tile, so does this. Numbers are the vendors' dense peaks; the shares of them
-are what well tuned kernels reach.
+The libraries pick the best tile, so does this. Numbers are the vendors' dense peaks; the shares of
+them are what well tuned kernels reach.
 """
 
 from __future__ import annotations
@@ -48,13 +48,14 @@ class DeviceSheet:
     launch_s: float
 
     def kernel_s(self, nbytes: Floats, compute_s: Floats, launches: Floats) -> Floats:
-        """Seconds of kernels that move so many bytes, compute so long, and are launched so often."""
+        """Seconds of kernels that move bytes, compute so long, and are launched so often."""
         return launches * self.launch_s + np.maximum(compute_s, nbytes / self.effective_bandwidth)
 
     def matmul_s(self, m: Floats, n: Floats, k: Floats, batch: Floats, precision: str) -> Floats:
         """Seconds of compute of batched matrix products; 0 where a size is 0.
 
-        Never falls when a size grows: each choice of tile and split does not, nor does their minimum.
+        Never falls when a size grows: each choice of tile and split does not, nor does their
+        minimum.
         """
         per_processor = self.flops[precision] / self.processors * _REACHED[precision]
         best = np.full(np.shape(m), np.inf)
@@ -83,7 +84,8 @@ _TILES = ((256, 128, 1.0), (128, 128, 0.97), (128, 64, 0.88), (64, 64, 0.75), (3
 
 _SPLITS = (1, 2, 4, 8, 16)
 _SHALLOWEST = 32
-"""A part of the inner dimension is at least this deep: starting and ending a tile costs about as much."""
+"""Least depth of a part of k: to start and end a tile costs about as much."""
+
 
 def _flops(float64: float, float32: float, **others: float) -> Mapping[str, float]:
     # From TFLOP/s, as the data sheets print them.

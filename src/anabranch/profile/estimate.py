@@ -1,10 +1,10 @@
 """What every operator would cost on a GPU that is not here, from its data sheet.
 
-The operators run on meta tensors at two sample counts, which gives the kernels that they launch, forward
-and backward (``kernels``). The sizes of a kernel (bytes moved, rows of a matrix product) are affine
-functions of the samples, so two counts give them for every other; the data sheet turns sizes into seconds
-(``devices``). Nothing here has been measured: expect the right order of operators and about a third of
-error in absolute seconds.
+The operators run on meta tensors at two sample counts, which gives the kernels that they launch,
+forward and backward (``kernels``). The sizes of a kernel (bytes moved, rows of a matrix product)
+are affine functions of the samples, so two counts give them for every other; the data sheet turns
+sizes into seconds (``devices``). Nothing here has been measured: expect the right order of
+operators and about a third of error in absolute seconds.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from anabranch.profile.devices import DEVICES, DeviceSheet, Floats
 from anabranch.profile.kept import Kept, per_sample
 from anabranch.profile.kernels import Kernel, Recorder, run
 from anabranch.profile.profile import OpCost, Profile
-from anabranch.profile.walk import steps, walk
+from anabranch.profile.walk import example_batch, steps, walk
 
 Precision = Literal["float32", "tf32"]
 
@@ -44,9 +44,9 @@ def estimate(
         captured: the model; one on the meta device will do.
         device: a key of ``DEVICES``.
         samples: sample counts; any number of them costs about the same.
-        precision: how matrix products of float32 tensors run. ``float32`` is PyTorch's default and what
-            the published pipeline systems used; ``tf32`` is what ``torch.set_float32_matmul_precision``
-            "high" gives on an A100 or H100.
+        precision: how matrix products of float32 tensors run. ``float32`` is PyTorch's default and
+            what the published pipeline systems used; ``tf32`` is what
+            ``torch.set_float32_matmul_precision`` "high" gives on an A100 or H100.
 
     Raises:
         ValueError: for an unknown device or precision, or sample counts that are not positive.
@@ -70,7 +70,9 @@ def estimate(
     kept = per_sample(few.kept, many.kept, (_FEW, _MANY))
     costs = tuple(
         OpCost(
-            tuple(float(s[0, op]) for s in seconds), tuple(float(s[1, op]) for s in seconds), kept[op]
+            tuple(float(s[0, op]) for s in seconds),
+            tuple(float(s[1, op]) for s in seconds),
+            kept[op],
         )
         for op in range(len(captured.graph))
     )
@@ -121,7 +123,7 @@ class _Trace:
     def of(captured: Captured, samples: int) -> _Trace:
         program = steps(captured, samples)
         state = _MetaState()
-        batch = {name: _meta(t) for name, t in captured.example_batch(samples).items()}
+        batch = example_batch(captured, samples, torch.device("meta"))
         tensors = [state.of(step.module) for step in program]
         at_hand = [t for each in tensors for t in each.values()]
         watch = _Watch(Kept(len(program), [*at_hand, *batch.values()]))
@@ -194,7 +196,7 @@ class _Watch:
 
 
 class _MetaState:
-    """Meta tensors in place of parameters and buffers, the same one wherever the same one is read."""
+    """Meta tensors in place of parameters and buffers, one for each however often it is read."""
 
     def __init__(self) -> None:
         self._twins: dict[int, tuple[Any, Tensor]] = {}
@@ -212,14 +214,12 @@ class _MetaState:
             if twin.requires_grad:
                 # Gradients are added to those of earlier micro-batches, which is a kernel too.
                 twin.grad = torch.empty_like(twin)
-            self._twins[id(tensor)] = tensor, twin  # keeps the tensor alive, and so its id
+            self._twins[id(tensor)] = tensor, twin  # keeps the tensor, and so its id
         return self._twins[id(tensor)][1]
 
 
 def _meta(tensor: Tensor) -> Tensor:
-    return torch.empty_strided(
-        tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"
-    )
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def _number_format(dtype: torch.dtype, precision: Precision) -> str:

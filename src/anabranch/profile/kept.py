@@ -1,7 +1,8 @@
 """What autograd keeps between forward and backward, by the operator that made it.
 
-Counted in storages, since keeping a view keeps all of its storage, each once: two operators that save the
-same tensor share it. Parameters, buffers and the batch are at hand anyway and do not count.
+Counted in storages, since keeping a view keeps all of its storage, each once: two operators that
+save the same tensor share it. Parameters, buffers and the batch are at hand anyway and do not
+count.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Kept:
 
     def _claim(self, tensor: Tensor, op: int | None) -> int:
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key: int = storage._cdata
         if key not in self._maker:
             self._maker[key] = op
             self._alive.append(storage)
@@ -58,7 +59,8 @@ class Kept:
 def per_sample(few: Sequence[int], many: Sequence[int], samples: tuple[int, int]) -> list[int]:
     """Bytes per sample, given the bytes at two sample counts.
 
-    What does not grow with the samples (a causal mask) drops out. Equal counts give the plain quotient.
+    What does not grow with the samples (a causal mask) drops out. Equal counts give the plain
+    quotient.
     """
     low, high = samples
     if low == high:

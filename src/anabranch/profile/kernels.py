@@ -1,9 +1,9 @@
 """Which kernels an operator would launch on a GPU, forward and backward, without having one.
 
-The operator runs on meta tensors, which have shapes but no numbers, while a dispatch mode writes down
-every tensor operation that reaches the device: autograd itself supplies the backward, so no rule has to
-be repeated here. What a GPU would do differently from the meta device is put in by hand: attention and
-dropout run as the fused kernels that PyTorch has for GPUs.
+The operator runs on meta tensors, which have shapes but no numbers, while a dispatch mode writes
+down every tensor operation that reaches the device: autograd itself supplies the backward, so no
+rule has to be repeated here. What a GPU would do differently from the meta device is put in by
+hand: attention and dropout run as the fused kernels that PyTorch has for GPUs.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class Kernel:
     launches: int = 1
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Collects the kernels of whatever runs under it."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.kernels: list[Kernel] = []
 
     def __torch_dispatch__(
@@ -67,7 +67,8 @@ def run(module: fx.GraphModule, tensors: Mapping[str, Tensor], inputs: Sequence[
 
     Args:
         module: a flat graph of ATen operations.
-        tensors: a meta tensor for each parameter and buffer that the graph reads, by its name there.
+        tensors: a meta tensor for each parameter and buffer that the graph reads, by its name
+            there.
         inputs: a meta tensor for each placeholder.
     """
     env: dict[fx.Node, Any] = {}
@@ -76,14 +77,15 @@ def run(module: fx.GraphModule, tensors: Mapping[str, Tensor], inputs: Sequence[
         if node.op == "placeholder":
             env[node] = next(given)
         elif node.op == "get_attr":
-            env[node] = tensors[node.target]
+            # What is no tensor is a sub-graph, such as the body of an autocast region.
+            found = tensors.get(str(node.target))
+            env[node] = getattr(module, str(node.target)) if found is None else found
         elif node.op == "output":
             return fx.map_arg(node.args[0], env.__getitem__)
         else:
             args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
             args, kwargs = tree_map(_to_meta, (args, kwargs))
-            function: Callable[..., Any] = _AS_ON_GPU.get(node.target, node.target)  # type: ignore[assignment]
-            env[node] = function(*args, **kwargs)
+            env[node] = _AS_ON_GPU.get(node.target, node.target)(*args, **kwargs)
     raise AssertionError("a traced graph ends with its output")
 
 
@@ -161,7 +163,9 @@ def _is_free(func: Any) -> bool:
     return bool(returns) and all(r.alias_info and not r.alias_info.is_write for r in returns)
 
 
-def _kernel(func: Any, args: tuple[Any, ...], inputs: list[Tensor], outputs: list[Tensor]) -> Kernel:
+def _kernel(
+    func: Any, args: tuple[Any, ...], inputs: list[Tensor], outputs: list[Tensor]
+) -> Kernel:
     name = func._schema.name.removeprefix("aten::")
     written = sum(_nbytes(t) for t in outputs)
     if name in _LOOKUPS:
@@ -208,8 +212,8 @@ _WRITE_ONLY = {
     "scalar_tensor",
 }
 
-# Table look-ups touch the rows that are asked for, not the whole table; their gradients are dense: the
-# whole table is written, then the rows of the samples are added (read and written).
+# Table look-ups touch the rows that are asked for, not the whole table; their gradients are dense:
+# the whole table is written, then the rows of the samples are added (read and written).
 _LOOKUPS: dict[str, Callable[[list[Tensor], list[Tensor]], float]] = {
     "embedding": lambda i, o: 2 * _nbytes(o[0]) + _nbytes(i[1]),
     "index_select": lambda i, o: 2 * _nbytes(o[0]) + _nbytes(i[-1]),

@@ -1,14 +1,14 @@
 """Time every operator, forward and backward apart, on a real device.
 
 One repeat is a training step in slow motion (``walk``): real activations, real gradients, which are
-added to those of earlier micro-batches, and caches as warm as in a step. The sample counts take turns,
-so that a busy moment of the machine hits them alike, and the median over the repeats drops it. A turn
-starts with an untimed step, because the turn before has left other numbers in the caches. Operators
-that are alike (the layers of a tower, the towers of a model) pool their repeats: less noise, and what
-is symmetrical stays so for the planner.
+added to those of earlier micro-batches, and caches as warm as in a step. The sample counts take
+turns, so that a busy moment of the machine hits them alike, and the median over the repeats drops
+it. A turn starts with an untimed step, because the turn before has left other numbers in the
+caches. Operators that are alike (the layers of a tower, the towers of a model) pool their repeats:
+less noise, and what is symmetrical stays so for the planner.
 
-A stage enters autograd once for all its operators, here each operator does. So entering is timed as well,
-on an operator that does nothing, and taken off: the operators add up to the step.
+A stage enters autograd once for all its operators, here each operator does. So entering is timed as
+well, on an operator that does nothing, and taken off: the operators add up to the step.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from anabranch.errors import ProfileError
 from anabranch.graph.capture import Captured
 from anabranch.profile.kept import Kept, per_sample
 from anabranch.profile.profile import OpCost, Profile
-from anabranch.profile.walk import Step, steps, walk
+from anabranch.profile.walk import Step, example_batch, steps, walk
 
 Progress = Callable[[int, int], None]
 
@@ -54,8 +54,8 @@ def measure(
         samples: sample counts to measure.
         device: ``cpu``, or ``cuda`` with an optional index; there, copies of the operators run.
         repeats: timed steps per sample count, besides a first one.
-        budget_s: seconds for everything. When they are spent, fewer repeats have to do; sample counts
-            that would not fit at all are left out, with a warning.
+        budget_s: seconds for everything. When they are spent, fewer repeats have to do; sample
+            counts that would not fit at all are left out, with a warning.
         threads: CPU threads, as many as each rank will have; ``None`` keeps PyTorch's setting.
         pool: whether operators with the same operations and shapes share their repeats.
         progress: called with (turns done, turns in all).
@@ -86,7 +86,7 @@ class _Bench:
     def __init__(self, captured: Captured, samples: int, device: torch.device) -> None:
         self.samples, self.device = samples, device
         self.steps = steps(captured, samples)
-        self.batch = {n: t.to(device) for n, t in captured.example_batch(samples).items()}
+        self.batch = example_batch(captured, samples, device)
         self.modules = [_on(device, step.module) for step in self.steps]
         self.clock = _CudaClock(device) if device.type == "cuda" else _Clock()
         self.forward_s: list[list[float]] = [[] for _ in self.steps]
@@ -196,23 +196,27 @@ class _Clock:
         self.forward_s = [0.0] * num_ops
         self.backward_s = [0.0] * num_ops
 
-    @contextmanager
-    def forward(self, op: int) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        self.forward_s[op] = time.perf_counter() - start
+    def forward(self, op: int) -> AbstractContextManager[None]:
+        return self._between(self.forward_s, op)
+
+    def backward(self, op: int) -> AbstractContextManager[None]:
+        return self._between(self.backward_s, op)
 
     @contextmanager
-    def backward(self, op: int) -> Iterator[None]:
+    def _between(self, seconds: list[float], op: int) -> Iterator[None]:
         start = time.perf_counter()
         yield
-        self.backward_s[op] = time.perf_counter() - start
+        seconds[op] = time.perf_counter() - start
 
     def made(self, op: int, outputs: Sequence[Tensor]) -> None:
         pass
 
     def stop(self) -> tuple[list[float], list[float]]:
         return self.forward_s, self.backward_s
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 class _CudaClock(_Clock):
@@ -228,18 +232,12 @@ class _CudaClock(_Clock):
 
     @contextmanager
     def _between(self, seconds: list[float], op: int) -> Iterator[None]:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start, end = _event(), _event()
         stream = torch.cuda.current_stream(self.device)
         start.record(stream)
         yield
         end.record(stream)
         self.events.append((seconds, op, start, end))
-
-    def forward(self, op: int) -> AbstractContextManager[None]:
-        return self._between(self.forward_s, op)
-
-    def backward(self, op: int) -> AbstractContextManager[None]:
-        return self._between(self.backward_s, op)
 
     def stop(self) -> tuple[list[float], list[float]]:
         torch.cuda.synchronize(self.device)

@@ -1,8 +1,9 @@
 """One training step, operator by operator: what both measuring and estimating watch.
 
-Every operator runs forward on the real outputs of those before it, then backward, in reverse, on the real
-gradients of those after it. Between operators the autograd graph is cut: a value is detached and becomes
-a leaf, whose ``grad`` collects the gradients of its readers, as at the border of a stage::
+Every operator runs forward on the real outputs of those before it, then backward, in reverse, on
+the real gradients of those after it. Between operators the autograd graph is cut: a value is
+detached and becomes a leaf, whose ``grad`` collects the gradients of its readers, as at the border
+of a stage::
 
     forward    op 0 --x--> | leaf x | --> op 1 --y--> | leaf y | --> loss
     backward   op 0 <-- x.grad      <--   op 1 <-- y.grad       <--
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from torch import Tensor
 from anabranch.graph.capture import Captured
 from anabranch.graph.split import StageProgram, split
 
-Step = StageProgram
+Step: TypeAlias = StageProgram
 Call = Callable[[int, Sequence[Tensor]], Sequence[Tensor]]
 
 
@@ -44,6 +45,13 @@ def steps(captured: Captured, samples: int) -> list[Step]:
     """One program per operator, in the order of the graph."""
     cut = split(captured, [[op.name] for op in captured.graph.ops])
     return [cut.program(i, samples) for i in range(len(captured.graph))]
+
+
+def example_batch(captured: Captured, samples: int, device: torch.device) -> dict[str, Tensor]:
+    """The example that the model was captured with, repeated or cut to that many samples."""
+    layout = captured._layout
+    tensors = layout.resized(samples, device)
+    return {name: t.to(device) for name, t in zip(layout.names, tensors, strict=True)}
 
 
 def walk(
@@ -86,4 +94,4 @@ def walk(
         ]
         if reached:
             with observer.backward(len(to_do)):
-                torch.autograd.backward(*map(list, zip(*reached, strict=True)))
+                torch.autograd.backward([t for t, _ in reached], [grad for _, grad in reached])

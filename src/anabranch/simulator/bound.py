@@ -32,6 +32,6 @@ def least_step_s(graph: StageGraph, costs: ModelCosts) -> float:
             tail[s] = max(tail[s], work.seconds)
     for x, y in sorted(costs.data_edges):
         head[y] = max(head[y], head[x] + first[x])
-    for x, y in sorted(costs.gradient_edges, reverse=True, key=lambda edge: edge[1]):
-        tail[x] = max(tail[x], tail[y] + last[x])
+    for x, y in sorted(costs.gradient_edges):
+        tail[y] = max(tail[y], tail[x] + last[x])
     return max(head[s] + busy[s] + tail[s] for s in range(count))

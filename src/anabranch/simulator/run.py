@@ -196,10 +196,11 @@ class _Step:
             self._computed.append((d, self._started[d], now, action))
             if after:
                 self.memory[d].append((now, -after))
-        if last >= 0:
-            self._finish_stage(last)
         self.position[d] += 1
         self._advance(d)
+        if last >= 0:
+            # After the messages of this backward, which other stages wait for.
+            self._finish_stage(last)
 
     def _post(self, channel: int) -> None:
         """Post the receives that have become due; what was sent before starts to move."""

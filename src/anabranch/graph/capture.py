@@ -1,0 +1,434 @@
+"""From a module that returns its loss to a graph of operators.
+
+Labels and inputs are ordinary inputs of the forward pass, so nothing is special about the end of the model::
+
+    module, example --export--> program with a symbol for the samples
+                                   |-- at(4) --> flat program of 4 samples --+-- group --> OpGraph
+                                   |-- at(8) --> flat program of 8 samples --+   (what doubles is batched)
+
+A model that refuses a symbolic batch size is exported again for each number of samples; the operations have to be the same
+ones each time.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from anabranch.errors import CaptureError
+from anabranch.graph.export import ReturnsLoss, export
+from anabranch.graph.group import (
+    FREE,
+    Facts,
+    Granularity,
+    Grouping,
+    batch_dim,
+    group,
+    group_like,
+    tensor,
+)
+from anabranch.graph.opgraph import BATCH, Op, OpGraph, Parameter, Value
+from anabranch.graph.program import (
+    BATCH_LEAF,
+    BUFFER,
+    PARAMETER,
+    Program,
+    Refused,
+    Source,
+    lower,
+    propagate,
+)
+from anabranch.workload import Batch
+
+
+def capture(
+    module: nn.Module,
+    example: Batch,
+    *,
+    granularity: Granularity = "layer",
+    training: bool = True,
+) -> Captured:
+    """Capture a module as a graph of operators.
+
+    The module is left as it was. Submodules that the user put into evaluation mode (frozen statistics) stay in it, unless
+    the module as a whole is in the other mode than asked for.
+
+    Args:
+        module: its forward returns the loss; real, or on the meta device for planning only.
+        example: a batch; sizes other than dimension 0 are fixed by it, and so are entries that are not tensors.
+        granularity: ``operator`` is the finest, ``layer`` about a sub-layer of a transformer, ``block`` a whole
+            entry of a repeated list.
+        training: in training mode, or in evaluation mode.
+
+    Raises:
+        CaptureError: if the module cannot be captured; the message names the user's line, the cause and a remedy.
+    """
+    if granularity not in ("operator", "layer", "block"):
+        raise ValueError(f"granularity {granularity!r} is none of operator, layer, block")
+    return Captured._of(module, _Layout.of(module, example), granularity, training)
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """How a batch is made of leaves, and an example of each."""
+
+    names: tuple[str, ...]
+    positions: tuple[int, ...]
+    spec: pytree.TreeSpec
+    leaves: tuple[Any, ...]
+    keywords: bool
+
+    @staticmethod
+    def of(module: nn.Module, example: Batch) -> _Layout:
+        paths, spec = pytree.tree_flatten_with_path(example)
+        leaves = tuple(leaf for _, leaf in paths)
+        positions = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
+        names = tuple(_leaf_name(paths[i][0]) for i in positions)
+        if not positions:
+            raise CaptureError("the example batch holds no tensor; its tensors say what a batch looks like")
+        sizes = {name: tuple(leaves[i].shape) for name, i in zip(names, positions, strict=True)}
+        if any(not size for size in sizes.values()) or len({size[0] for size in sizes.values()}) > 1:
+            listed = ", ".join(f"{name} {size}" for name, size in sizes.items())
+            raise CaptureError(
+                "dimension 0 of every tensor in the batch has to be the samples, but the shapes are "
+                f"{listed}; expand what is the same for all samples, or make it a buffer of the module"
+            )
+        if 0 in {size[0] for size in sizes.values()}:
+            raise CaptureError("the example batch has no samples; at least one is needed, better two")
+        return _Layout(names, positions, spec, leaves, isinstance(example, Mapping))
+
+    @property
+    def samples(self) -> int:
+        return int(self.leaves[self.positions[0]].shape[0])
+
+    def rebuild(self, tensors: tuple[torch.Tensor, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments of the module's forward."""
+        leaves = list(self.leaves)
+        for i, value in zip(self.positions, tensors, strict=True):
+            leaves[i] = value
+        batch = pytree.tree_unflatten(leaves, self.spec)
+        if self.keywords:
+            return (), dict(batch)
+        return (tuple(batch) if isinstance(batch, list | tuple) else (batch,)), {}
+
+    def resized(self, samples: int, device: torch.device | None) -> list[torch.Tensor]:
+        """The example's leaves with that many samples, repeated as needed."""
+        rows = torch.arange(samples) % self.samples
+        result = []
+        for i in self.positions:
+            leaf = self.leaves[i]
+            if device is not None and device.type == "meta":
+                result.append(torch.empty((samples, *leaf.shape[1:]), dtype=leaf.dtype, device=device))
+            else:
+                result.append(leaf.detach()[rows.to(leaf.device)])
+        return result
+
+
+def _leaf_name(path: tuple[Any, ...]) -> str:
+    parts = [str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path]
+    return ".".join(parts) or "batch"
+
+
+@dataclass(eq=False)
+class Captured:
+    """A captured module.
+
+    Attributes:
+        graph: its operators.
+        module: the user's module, whose parameters every program uses.
+        metrics: names of the scalars that the module returns besides the loss.
+        granularity: how coarse the operators are.
+        training: whether this is the training graph.
+        samples: the example's number of samples (2 where it had one).
+        value_nodes: value of the graph -> name of the node that makes it (or of the placeholder of the leaf).
+        batch_dims: value of the graph -> which dimension is the samples, None where there is none.
+        unused: trainable parameters that the loss does not depend on.
+    """
+
+    graph: OpGraph
+    module: nn.Module
+    metrics: tuple[str, ...]
+    granularity: Granularity
+    training: bool
+    samples: int
+    value_nodes: tuple[str, ...]
+    batch_dims: tuple[int | None, ...]
+    unused: tuple[str, ...]
+    _layout: _Layout
+    _exporter: _Exporter
+    _grouping: Grouping
+    _programs: dict[tuple[int, torch.device], Program] = field(default_factory=dict)
+
+    @staticmethod
+    def _of(
+        module: nn.Module,
+        layout: _Layout,
+        granularity: Granularity,
+        training: bool,
+        like: Captured | None = None,
+    ) -> Captured:
+        exporter = _Exporter(module, layout, training)
+        samples = max(2, layout.samples)
+        program, other = exporter.at(samples), exporter.at(2 * samples)
+        if other.signature() != program.signature():
+            raise _other_operations(module, samples, 2 * samples)
+        loss = program.outputs[0]
+        if training and not (isinstance(loss, fx.Node) and loss.meta["val"].requires_grad):
+            raise CaptureError(
+                f"the loss of {type(module).__name__} does not depend on any parameter that requires a gradient; "
+                "is its forward decorated with torch.no_grad, or is every parameter frozen?"
+            )
+        if like is None:
+            grouping = group(program, other, module, granularity)
+        else:
+            grouping = group_like(program, other, like._programs_at(samples), like._grouping)
+        graph, nodes, dims = _build(module, program, other, grouping, training)
+        listed = {parameter.name for parameter in graph.parameters}
+        return Captured(
+            graph=graph,
+            module=module,
+            metrics=exporter.metrics,
+            granularity=granularity,
+            training=training,
+            samples=samples,
+            value_nodes=nodes,
+            batch_dims=dims,
+            unused=tuple(n for n, p in module.named_parameters() if p.requires_grad and n not in listed),
+            _layout=layout,
+            _exporter=exporter,
+            _grouping=grouping,
+            _programs={(samples, exporter.device): program, (2 * samples, exporter.device): other},
+        )
+
+    def flatten_batch(self, batch: Batch) -> dict[str, torch.Tensor]:
+        """The tensors of a batch by name; the names are those of the values that the batch produces.
+
+        Raises:
+            ValueError: if the batch is built otherwise than the example was.
+        """
+        paths, spec = pytree.tree_flatten_with_path(batch)
+        chosen = {
+            _leaf_name(path): leaf for path, leaf in paths if isinstance(leaf, torch.Tensor)
+        }
+        if len(paths) != len(self._layout.leaves) or tuple(chosen) != self._layout.names:
+            raise ValueError(
+                f"the batch holds {', '.join(chosen) or 'no tensors'}, but the example that the model was captured "
+                f"with holds {', '.join(self._layout.names)}"
+            )
+        return chosen
+
+    def at(self, samples: int, *, device: torch.device | str | None = None) -> Program:
+        """The flat program for a number of samples.
+
+        Args:
+            samples: at least 1.
+            device: where tensors are constructed; by default where the module's parameters are now.
+
+        Raises:
+            CaptureError: if the model cannot run with that many samples, or runs other operations.
+        """
+        if samples < 1:
+            raise ValueError(f"{samples} samples; at least 1 is needed")
+        place = torch.device(device) if device is not None else _device(self.module)
+        if (samples, place) not in self._programs:
+            program = self._exporter.at(samples, place)
+            if program.signature() != self._programs_at(self.samples).signature():
+                raise _other_operations(self.module, self.samples, samples)
+            self._programs[samples, place] = program
+        return self._programs[samples, place]
+
+    def _programs_at(self, samples: int) -> Program:
+        return self._programs[samples, self._exporter.device]
+
+    def owners(self, program: Program) -> dict[fx.Node, int]:
+        """Per call of one of ``at``'s programs, the index of its operator, or ``FREE`` for calls to copy."""
+        return dict(zip(program.calls, self._grouping.owners, strict=True))
+
+    def evaluation(self) -> Captured:
+        """The same module in evaluation mode.
+
+        It shares the parameters and has the same operators, without those that do nothing in evaluation, so that the
+        stages of a training plan cut it as well.
+        """
+        return Captured._of(self.module, self._layout, self.granularity, training=False, like=self)
+
+
+def _other_operations(module: nn.Module, a: int, b: int) -> CaptureError:
+    return CaptureError(
+        f"{type(module).__name__} runs other operations for {b} samples than for {a}, so its operators are not the "
+        "same for every micro-batch; look for a Python loop or a branch over the samples in its forward, and write it with "
+        "tensor operations"
+    )
+
+
+def _device(module: nn.Module) -> torch.device:
+    for each in (*module.parameters(), *module.buffers()):
+        return each.device
+    return torch.device("cpu")
+
+
+class _Exporter:
+    """Programs of one module for any number of samples."""
+
+    def __init__(self, module: nn.Module, layout: _Layout, training: bool) -> None:
+        self.module = module
+        self.layout = layout
+        self.training = training
+        self.device = _device(module)
+        self.wrapped = ReturnsLoss(module, layout.rebuild)
+        self.names = _first_names(module)
+        self.tensors = {
+            **{Source(PARAMETER, n): p for n, p in module.named_parameters()},
+            **{Source(BUFFER, n): b for n, b in module.named_buffers()},
+        }
+        samples = max(2, layout.samples)
+        self.fixed: dict[int, torch.export.ExportedProgram] = {}
+        self.dynamic: torch.export.ExportedProgram | None = None
+        try:
+            self.dynamic = self.run(samples, dynamic=True)
+        except CaptureError:
+            raise
+        except Exception:
+            self.fixed[samples] = self.run(samples, dynamic=False)
+        chosen = self.dynamic or self.fixed[samples]
+        self.metrics = tuple(chosen.call_spec.out_spec.context)[1:]  # type: ignore[union-attr]
+
+    def run(self, samples: int, *, dynamic: bool) -> torch.export.ExportedProgram:
+        modes = {each: each.training for each in self.module.modules()}
+        try:
+            if self.module.training != self.training:
+                self.module.train(self.training)
+            leaves = self.layout.resized(samples, self.device)
+            return export(self.wrapped, leaves, dynamic=dynamic)
+        finally:
+            for each, mode in modes.items():
+                each.training = mode
+
+    def at(self, samples: int, device: torch.device | None = None) -> Program:
+        """A program with values, its constructed tensors on a device (by default that of the capture)."""
+        program = None
+        if self.dynamic is not None:
+            try:
+                program = self.lowered(self.dynamic, samples, device)
+            except Refused:
+                program = None
+        if program is None:
+            if samples not in self.fixed:
+                self.fixed[samples] = self.run(samples, dynamic=False)
+            program = self.lowered(self.fixed[samples], samples, device)
+        return program
+
+    def lowered(
+        self, exported: torch.export.ExportedProgram, samples: int, device: torch.device | None
+    ) -> Program:
+        program = lower(
+            exported, samples, names=self.names, batch_names=list(self.layout.names), device=device
+        )
+        leaves = dict(zip(self.layout.names, self.layout.resized(1, torch.device("meta")), strict=True))
+
+        def find(source: Source) -> torch.Tensor:
+            if source.kind == BATCH_LEAF:
+                leaf = leaves[source.name]
+                return torch.empty((samples, *leaf.shape[1:]), dtype=leaf.dtype, device=device or self.device)
+            known = program.constants.get(source.name) if source not in self.tensors else self.tensors[source]
+            assert known is not None
+            return known if device is None or known.device == device else _moved(known, device)
+
+        try:
+            propagate(program, find)
+        except Exception as error:
+            if exported is self.dynamic:
+                raise Refused from error
+            raise
+        return program
+
+
+def _moved(like: torch.Tensor, device: torch.device) -> torch.Tensor:
+    if like.device.type != "meta":
+        return like.to(device="meta") if device.type == "meta" else like
+    return like
+
+
+def _first_names(module: nn.Module) -> dict[str, str]:
+    """Every name of a parameter or buffer below ``module.`` -> the first name of the same tensor."""
+    result = {}
+    for named in (module.named_parameters, module.named_buffers):
+        first: dict[int, str] = {}
+        for name, each in named(remove_duplicate=False):
+            result[f"module.{name}"] = first.setdefault(id(each), name)
+    return result
+
+
+def _build(
+    module: nn.Module, program: Program, other: Program, grouping: Grouping, training: bool
+) -> tuple[OpGraph, tuple[str, ...], tuple[int | None, ...]]:
+    """The graph of operators, with the node and the batch dimension of each value."""
+    owners = dict(zip(program.calls, grouping.owners, strict=True))
+    twins = dict(zip(program.calls, other.calls, strict=True))
+    readers = _readers(program, owners)
+    read: list[set[str]] = [set() for _ in grouping.names]
+    batch_values, values = [], []
+    for node in program.graph.nodes:
+        source = program.sources.get(node)
+        if source is not None and source.kind == PARAMETER:
+            for op in readers[node]:
+                read[op].add(source.name)
+        elif source is not None and source.kind == BATCH_LEAF:
+            leaf = node.meta["val"]
+            size = leaf.numel() * leaf.element_size() // program.samples
+            consumers = tuple(sorted(readers[node]))
+            batch_values.append((Value(BATCH, consumers, size, True, False, source.name), node.name, 0))
+        elif node.op == "call_function" and owners[node] != FREE:
+            consumers = tuple(sorted(readers[node] - {owners[node]}))
+            if consumers:
+                values.append(_value(node, twins[node], program, other, owners[node], consumers, training))
+    ops = []
+    for i, (name, kind) in enumerate(zip(grouping.names, grouping.kinds, strict=True)):
+        ordered = tuple(n for n, _ in module.named_parameters() if n in read[i])
+        ops.append(Op(name, ordered, kind))
+    parameters = tuple(
+        Parameter(n, p.numel() * p.element_size(), p.requires_grad)
+        for n, p in module.named_parameters()
+        if any(n in names for names in read)
+    )
+    entries = [*batch_values, *values]
+    graph = OpGraph(tuple(ops), tuple(e[0] for e in entries), parameters, type(module).__name__)
+    return graph, tuple(e[1] for e in entries), tuple(e[2] for e in entries)
+
+
+def _readers(program: Program, owners: Mapping[fx.Node, int]) -> dict[fx.Node, set[int]]:
+    """Per node, the operators that read it, directly or through calls that are copied to them."""
+    readers: dict[fx.Node, set[int]] = defaultdict(set)
+    for node in reversed(list(program.graph.nodes)):
+        if node.op != "call_function":
+            continue
+        mine = readers[node] if owners[node] == FREE else {owners[node]}
+        for source in node.all_input_nodes:
+            readers[source] |= mine
+    return readers
+
+
+def _value(
+    node: fx.Node,
+    twin: fx.Node,
+    program: Program,
+    other: Program,
+    producer: int,
+    consumers: tuple[int, ...],
+    training: bool,
+) -> tuple[Value, str, int | None]:
+    here, there = tensor(node), tensor(twin)
+    assert here is not None
+    assert there is not None
+    dim = batch_dim(here, there, (program.samples, other.samples))
+    nbytes = here.numel() * here.element_size()
+    if dim is not None:
+        nbytes //= program.samples
+    grad = training and here.requires_grad
+    return Value(producer, consumers, nbytes, dim is not None, grad, node.name), node.name, dim

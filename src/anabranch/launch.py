@@ -1,0 +1,262 @@
+"""Local ranks: one process per device of a plan, forked with torch and the captured model already in memory.
+
+torchrun starts an interpreter and imports torch once per rank, which takes seconds. A fork takes milliseconds, and
+memory that no rank writes (the weights of other ranks' stages) is shared by all of them::
+
+    parent ----fork----> rank 0 --+
+       |  ---fork----> rank 1     |  Gloo over loopback; they find each other through a file
+       |  ---fork----> rank 2   --+
+       +<---- a pipe each: result or failure; a few shared integers each: where the rank is
+
+The parent takes the first failure that is a cause, stops the other ranks, and raises it. Ranks never outlive the
+parent: the kernel kills them when it dies (Linux), and it stops them on its way out of ``run``.
+
+A fork copies only the calling thread. What another thread holds at that moment, such as a lock, stays held in the ranks
+for ever. torch's CPU threads are safe: a rank computes on one thread, so it never asks for them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from anabranch.errors import AnabranchError, StageFailedError
+from anabranch.runtime.failure import (
+    POSITION,
+    POSITION_INTS,
+    Failure,
+    describe_position,
+)
+
+if TYPE_CHECKING:
+    from multiprocessing.context import ForkProcess
+
+Result = TypeVar("Result")
+
+_GRACE_S = 3.0
+"""How long a failure that is only a consequence waits for its cause to arrive."""
+
+_PR_SET_PDEATHSIG = 1
+
+
+def run(
+    function: Callable[..., Result],
+    num_ranks: int,
+    *args: Any,
+    timeout: float | None = None,
+) -> list[Result]:
+    """Call a function on local ranks, each a process with one thread for computing.
+
+    In each rank ``torch.distributed`` is initialised (Gloo), so ``Pipeline`` works in it.
+
+    Args:
+        function: called as ``function(*args)`` in every rank; it may be a closure, because nothing is
+            pickled on the way there.
+        num_ranks: number of processes.
+        args: for the function; inherited, not copied.
+        timeout: seconds for the whole call; by default there is no limit.
+
+    Returns:
+        What the ranks returned, by rank. Results are pickled on their way back.
+
+    Raises:
+        AnabranchError: the first failure, with the rank's traceback as a note. Errors of this package keep
+            their class, others become StageFailedError.
+        ValueError: if ``num_ranks`` is less than 1.
+    """
+    if num_ranks < 1:
+        raise ValueError(f"{num_ranks} ranks; at least 1 is needed")
+    positions = memoryview(mmap.mmap(-1, 8 * POSITION_INTS * num_ranks)).cast("q")
+    with tempfile.TemporaryDirectory(prefix="anabranch-") as folder:
+        ranks = _Ranks(positions)
+        try:
+            ranks.start(function, args, num_ranks, Path(folder) / "store")
+            return ranks.collect(timeout)
+        finally:
+            ranks.stop()
+
+
+class _Ranks:
+    """The parent's side: processes, their pipes, what they said."""
+
+    def __init__(self, positions: memoryview) -> None:
+        self._positions = positions
+        self._processes: list[ForkProcess] = []
+        self._pipes: list[Connection] = []
+        self._results: dict[int, Any] = {}
+        self._failures: dict[int, Failure] = {}
+
+    def start(
+        self, function: Callable[..., Any], args: tuple[Any, ...], num_ranks: int, store: Path
+    ) -> None:
+        context = multiprocessing.get_context("fork")
+        for rank in range(num_ranks):
+            ours, theirs = context.Pipe(duplex=False)
+            ints = self._position(rank)
+            process = context.Process(
+                target=_main,
+                args=(rank, num_ranks, store, theirs, ints, os.getpid(), function, args),
+                name=f"anabranch rank {rank}",
+            )
+            with warnings.catch_warnings():
+                # Python 3.12 warns of any fork with threads; the module docstring says why this one is safe.
+                warnings.simplefilter("ignore", DeprecationWarning)
+                process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._pipes.append(ours)
+
+    def collect(self, timeout: float | None) -> list[Any]:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        pending = set(range(len(self._processes)))
+        while pending:
+            limit = None if deadline is None else max(deadline - time.monotonic(), 0.0)
+            pending -= self._hear(pending, limit)
+            if self._failures:
+                raise self._cause(pending)
+            if pending and deadline is not None and time.monotonic() >= deadline:
+                raise StageFailedError(self._late(pending, timeout))
+        return [self._results[rank] for rank in range(len(self._processes))]
+
+    def _hear(self, pending: set[int], limit: float | None) -> set[int]:
+        """Wait for news, note it, and return the ranks that have ended or are done."""
+        # A pipe becomes readable when its rank speaks, and also when it dies without a word.
+        ready = wait([self._pipes[rank] for rank in pending], limit)
+        heard = {rank for rank in pending if self._pipes[rank] in ready}
+        for rank in heard:
+            try:
+                reply = pickle.loads(self._pipes[rank].recv_bytes())
+            except EOFError:
+                reply = self._death(rank)
+            if isinstance(reply, Failure):
+                self._failures[rank] = reply
+            else:
+                (self._results[rank],) = reply
+        return heard
+
+    def _death(self, rank: int) -> Failure:
+        process = self._processes[rank]
+        process.join(_GRACE_S)
+        code = process.exitcode
+        where = describe_position(self._position(rank))
+        how = (
+            f"was killed by signal {-code} ({signal.Signals(-code).name})"
+            if code is not None and code < 0
+            else f"ended with exit code {code} without a word"
+        )
+        message = (
+            f"rank {rank} {how}{' ' + where if where else ''}; if memory ran out, use a smaller "
+            "micro-batch or more devices"
+        )
+        return Failure(rank, StageFailedError.__name__, message, message, is_consequence=False)
+
+    def _cause(self, pending: set[int]) -> AnabranchError:
+        """The failure to raise, once it is certain that no better one is on its way."""
+        deadline = time.monotonic() + _GRACE_S
+        while pending and all(failure.is_consequence for failure in self._failures.values()):
+            left = deadline - time.monotonic()
+            if left <= 0:
+                break
+            pending -= self._hear(pending, left)
+        failures = sorted(self._failures.values(), key=lambda f: (f.is_consequence, f.rank))
+        return failures[0].exception()
+
+    def _late(self, pending: set[int], timeout: float | None) -> str:
+        places = [
+            f"rank {rank} {describe_position(self._position(rank)) or 'outside of the steps'}"
+            for rank in sorted(pending)
+        ]
+        return f"the ranks did not finish within {timeout:g} s; {'; '.join(places)}"
+
+    def _position(self, rank: int) -> memoryview:
+        return self._positions[rank * POSITION_INTS : (rank + 1) * POSITION_INTS]
+
+    def stop(self) -> None:
+        """End every process, in a second at most."""
+        done = len(self._results) == len(self._processes)
+        for process in self._processes:
+            if not done and process.is_alive():
+                process.terminate()
+        for process in self._processes:
+            process.join(5.0 if done else 1.0)
+            if process.is_alive():
+                process.kill()
+                process.join()
+            process.close()
+        for pipe in self._pipes:
+            pipe.close()
+
+
+def _main(
+    rank: int,
+    num_ranks: int,
+    store: Path,
+    pipe: Connection,
+    position: memoryview,
+    parent: int,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
+    """One rank, from its first instruction to its last word."""
+    _die_with(parent)
+    # Ctrl-C reaches the whole process group; the parent hears it too and stops the ranks.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    torch.set_num_threads(1)
+    POSITION.share(position)
+    try:
+        _connect(rank, num_ranks, store)
+        reply = pickle.dumps((function(*args),))
+    except BaseException as error:
+        _say(pipe, pickle.dumps(Failure.of(error, rank)))
+        # Threads that wait for messages must not hold up the end of the process.
+        _flush()
+        os._exit(1)
+    _say(pipe, reply)
+
+
+def _connect(rank: int, num_ranks: int, store: Path) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(str(store), num_ranks),
+        rank=rank,
+        world_size=num_ranks,
+        timeout=timedelta(minutes=10),
+    )
+
+
+def _say(pipe: Connection, reply: bytes) -> None:
+    try:
+        pipe.send_bytes(reply)
+    except BrokenPipeError:
+        os._exit(1)
+
+
+def _flush() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+
+
+def _die_with(parent: int) -> None:
+    """Ask the kernel to kill this process when its parent dies, however that happens."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)

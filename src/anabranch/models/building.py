@@ -1,0 +1,64 @@
+"""What every built-in model does to become a workload: values from a seed, or none for planning."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import nn
+
+from anabranch.models.streams import Draw, held_out_stream, seeded, training_stream
+from anabranch.workload import Batch, NamedParameters, Workload
+
+EXAMPLE_SAMPLES = 2
+
+
+def initialised(make: Callable[[], nn.Module], seed: int, *, meta: bool) -> nn.Module:
+    """The module, the same on every rank; the caller's random state is left alone.
+
+    Args:
+        make: calls the module's class.
+        seed: of the parameters.
+        meta: on the meta device, without memory or values.
+    """
+    with torch.random.fork_rng(devices=[]), torch.device("meta" if meta else "cpu"):
+        torch.manual_seed(seed)
+        return make()
+
+
+def to_meta(batch: Batch) -> Batch:
+    """The same batch, nested alike, without values."""
+    if isinstance(batch, torch.Tensor):
+        return batch.to("meta")
+    if isinstance(batch, dict):
+        return {key: to_meta(value) for key, value in batch.items()}
+    return type(batch)(to_meta(value) for value in batch)
+
+
+def adam(parameters: NamedParameters, learning_rate: float) -> torch.optim.Optimizer:
+    """AdamW without weight decay."""
+    return torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=0.0)
+
+
+def synthetic(
+    name: str,
+    make: Callable[[], nn.Module],
+    draw: Draw,
+    *,
+    seed: int,
+    meta: bool,
+    learning_rate: float,
+    chance: dict[str, float],
+) -> Workload:
+    """A workload on batches that ``draw`` makes up."""
+    example = draw(EXAMPLE_SAMPLES, seeded(seed))
+    return Workload(
+        module=initialised(make, seed, meta=meta),
+        example=to_meta(example) if meta else example,
+        data=training_stream(draw, seed),
+        eval_data=held_out_stream(draw, seed),
+        optimizer=partial(adam, learning_rate=learning_rate),
+        chance=chance,
+        name=name,
+    )

@@ -1,0 +1,178 @@
+"""DLRM, a recommendation model (GraphPipe, appendix A.2).
+
+    dense.0  -> 4 dense layers -----------------------+
+    ...                                               |
+    dense.6  -> 4 dense layers -----------------------+-- concatenate -> dense layers -> click
+    sparse.0 -> embedding table (a bag of 100 rows) --+
+    ...                                               |
+    sparse.6 -> embedding table (a bag of 100 rows) --+
+
+Dense layers and the dense inputs are 4096 wide; tables have 1 million rows of width 64, and the 100
+embeddings of a bag are concatenated (``-o pooling=sum`` or ``mean`` adds them up instead, as
+EmbeddingBag does). The paper does not say how many layers follow the interaction; here three.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from anabranch.models.building import synthetic
+from anabranch.models.layers import FeedForward
+from anabranch.models.options import at_least_one
+from anabranch.models.streams import prototypes
+from anabranch.models.towers import SIGNAL, under_noise
+from anabranch.workload import Batch, Workload
+
+
+@dataclass(frozen=True)
+class DLRMSizes:
+    """``features``: width of a dense input; ``embedding``: of a table with ``rows`` rows."""
+
+    dense_branches: int = 7
+    sparse_branches: int = 7
+    layers: int = 4
+    top_layers: int = 3
+    features: int = 4096
+    width: int = 4096
+    rows: int = 1_000_000
+    embedding: int = 64
+    bag: int = 100
+    pooling: str = "concat"
+    dropout: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        at_least_one(self, "dense_branches", "sparse_branches", "layers", "features", "width")
+        at_least_one(self, "rows", "embedding", "bag")
+
+
+PRESETS = {
+    "published": DLRMSizes(),
+    "small": DLRMSizes(features=64, width=128, rows=1000, embedding=8, bag=10),
+}
+
+
+class Table(nn.Module):
+    """One sparse branch: the rows of a bag, concatenated, summed or averaged."""
+
+    def __init__(self, rows: int, embedding: int, bag: int, pooling: str):
+        super().__init__()
+        if pooling not in ("concat", "sum", "mean"):
+            raise ValueError(f"pooling={pooling}; concat, sum and mean are known")
+        self.width = embedding * bag if pooling == "concat" else embedding
+        self.rows: nn.Module = (
+            nn.Embedding(rows, embedding)
+            if pooling == "concat"
+            else nn.EmbeddingBag(rows, embedding, mode=pooling)
+        )
+
+    def forward(self, indices: torch.Tensor) -> torch.Tensor:
+        """[samples, bag] -> [samples, width]."""
+        return self.rows(indices).flatten(1)  # type: ignore[no-any-return]
+
+
+class DLRM(nn.Module):
+    """Dense and sparse branches, their concatenation, a feed-forward trunk, one logit.
+
+    Args:
+        features: width of each dense input.
+        tables: rows of each sparse input's table.
+        width: of every dense layer.
+        layers: dense layers in a dense branch.
+        top_layers: dense layers after the concatenation.
+        embedding: width of a table.
+        bag: rows that a sample picks from each table.
+        pooling: ``concat``, ``sum`` or ``mean`` of the rows of a bag.
+        dropout: after every dense layer.
+    """
+
+    def __init__(
+        self,
+        features: Sequence[int],
+        tables: Sequence[int],
+        *,
+        width: int,
+        layers: int,
+        top_layers: int,
+        embedding: int,
+        bag: int = 1,
+        pooling: str = "concat",
+        dropout: float = 0.0,
+    ):
+        super().__init__()
+        self.dense = nn.ModuleList(
+            FeedForward([inputs] + [width] * layers, dropout) for inputs in features
+        )
+        sparse = [Table(rows, embedding, bag, pooling) for rows in tables]
+        self.sparse = nn.ModuleList(sparse)
+        joined = width * len(features) + sum(table.width for table in sparse)
+        self.top = FeedForward([joined] + [width] * top_layers, dropout)
+        self.head = nn.Linear(width if top_layers else joined, 1)
+
+    def forward(
+        self, dense: Sequence[torch.Tensor], sparse: Sequence[torch.Tensor], target: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        """``dense``: per branch [samples, features]; ``sparse``: per table [samples, bag] rows;
+        ``target``: [samples], 0 or 1.
+        """
+        joined = torch.cat(
+            [branch(x) for branch, x in zip(self.dense, dense, strict=True)]
+            + [table(x) for table, x in zip(self.sparse, sparse, strict=True)],
+            dim=-1,
+        )
+        logit = self.head(self.top(joined)).squeeze(-1)
+        right = (logit > 0) == (target > 0.5)
+        return {
+            "loss": F.binary_cross_entropy_with_logits(logit, target),
+            "accuracy": right.float().mean(),
+        }
+
+
+def clicks(sizes: DLRMSizes) -> Callable[[int, torch.Generator], Batch]:
+    """Draws clicks, even odds; dense features show them as a pattern, rows by more odd numbers."""
+    patterns = prototypes(sizes.dense_branches, sizes.features, sizes.seed)
+
+    def draw(samples: int, generator: torch.Generator) -> Batch:
+        target = torch.randint(2, (samples,), generator=generator)
+        sign = 2.0 * target - 1.0
+        dense = [
+            under_noise(torch.outer(sign, pattern), (sizes.features,), generator)
+            for pattern in patterns
+        ]
+        shape = (sizes.sparse_branches, samples, sizes.bag)
+        rows = torch.randint(sizes.rows, shape, generator=generator)
+        telling = torch.rand(shape, generator=generator) < SIGNAL
+        rows = torch.where(telling, rows - rows % 2 + target[:, None], rows).clamp(
+            max=sizes.rows - 1
+        )
+        return {"dense": dense, "sparse": list(rows), "target": target.float()}
+
+    return draw
+
+
+def workload(sizes: DLRMSizes, *, meta: bool = False) -> Workload:
+    """DLRM on synthetic clicks."""
+    return synthetic(
+        "dlrm",
+        lambda: DLRM(
+            [sizes.features] * sizes.dense_branches,
+            [sizes.rows] * sizes.sparse_branches,
+            width=sizes.width,
+            layers=sizes.layers,
+            top_layers=sizes.top_layers,
+            embedding=sizes.embedding,
+            bag=sizes.bag,
+            pooling=sizes.pooling,
+            dropout=sizes.dropout,
+        ),
+        clicks(sizes),
+        seed=sizes.seed,
+        meta=meta,
+        learning_rate=1e-3 if sizes.width < 512 else 1e-4,
+        chance={"accuracy": 0.5},
+    )

@@ -1,0 +1,101 @@
+"""Multi-Modal Transformer (GraphPipe, section 7.1 and appendix A.2).
+
+    inputs.0 -> 8 transformer layers --+
+    inputs.1 -> 8 transformer layers --+-- concatenate -> norm -> mean over the sequence -> classes
+    inputs.2 -> 8 transformer layers --+
+    inputs.3 -> 8 transformer layers --+
+
+Each branch reads a sequence of embeddings of one modality. Four branches of eight layers are what
+appendix A.2 gives; section 7.2 speaks of two (``-o branches=2``). The paper does not say what
+follows the concatenation; here a classifier, small beside the branches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from anabranch.models.building import synthetic
+from anabranch.models.layers import TransformerLayer, accuracy
+from anabranch.models.options import at_least_one
+from anabranch.models.towers import class_patterns
+from anabranch.workload import Workload
+
+
+@dataclass(frozen=True)
+class MMTSizes:
+    """Sizes as published; ``layers`` is per branch, ``sequence`` in tokens."""
+
+    branches: int = 4
+    layers: int = 8
+    sequence: int = 256
+    hidden: int = 1024
+    heads: int = 16
+    feedforward: int = 4096
+    classes: int = 10
+    dropout: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        at_least_one(self, "branches", "layers", "sequence", "hidden", "heads")
+        at_least_one(self, "feedforward", "classes")
+
+
+PRESETS = {
+    "published": MMTSizes(),
+    "small": MMTSizes(layers=2, sequence=16, hidden=64, heads=4, feedforward=256),
+}
+
+
+class Branch(nn.Module):
+    """The transformer layers of one modality."""
+
+    def __init__(self, sizes: MMTSizes):
+        super().__init__()
+        self.layers = nn.ModuleList(
+            TransformerLayer(sizes.hidden, sizes.heads, sizes.feedforward, sizes.dropout)
+            for _ in range(sizes.layers)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[samples, sequence, hidden] -> the same."""
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class MMT(nn.Module):
+    """The whole model; its loss is the cross-entropy of the classes."""
+
+    def __init__(self, sizes: MMTSizes):
+        super().__init__()
+        width = sizes.branches * sizes.hidden
+        self.branches = nn.ModuleList(Branch(sizes) for _ in range(sizes.branches))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, sizes.classes)
+
+    def forward(
+        self, inputs: Sequence[torch.Tensor], target: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        """``inputs``: per branch [samples, sequence, hidden]; ``target``: [samples], classes."""
+        joined = torch.cat([branch(x) for branch, x in zip(self.branches, inputs, strict=True)], -1)
+        logits = self.head(self.norm(joined).mean(1))
+        return {"loss": F.cross_entropy(logits, target), "accuracy": accuracy(logits, target)}
+
+
+def workload(sizes: MMTSizes, *, meta: bool = False) -> Workload:
+    """MMT on synthetic classes, each a pattern that every modality shows under noise."""
+    shapes = [(sizes.sequence, sizes.hidden)] * sizes.branches
+    return synthetic(
+        "mmt",
+        lambda: MMT(sizes),
+        class_patterns(shapes, sizes.classes, sizes.seed),
+        seed=sizes.seed,
+        meta=meta,
+        learning_rate=1e-3 if sizes.hidden < 512 else 1e-4,
+        chance={"accuracy": 1 / sizes.classes},
+    )

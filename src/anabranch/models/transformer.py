@@ -1,0 +1,112 @@
+"""A sequential transformer, on which a graph pipeline can do no more than equal a sequential one.
+
+    tokens -> embedding -> 32 causal transformer layers -> norm -> next token
+
+As in GraphPipe's appendix A.3, with the sizes of MMT: four branches of eight layers in line. The
+paper gives no vocabulary; it is kept small, so that the layers are what is planned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from anabranch.models.building import synthetic
+from anabranch.models.layers import TransformerLayer
+from anabranch.models.options import at_least_one
+from anabranch.models.streams import seeded
+from anabranch.workload import Batch, Workload
+
+SUCCESSORS = 4
+"""Each token of the synthetic language is followed by one of this many: the best loss is ln 4."""
+
+
+@dataclass(frozen=True)
+class TransformerSizes:
+    """``sequence`` in tokens; ``tied`` uses the embedding as the output layer's weight, too."""
+
+    layers: int = 32
+    sequence: int = 256
+    hidden: int = 1024
+    heads: int = 16
+    feedforward: int = 4096
+    vocabulary: int = 1024
+    tied: bool = False
+    dropout: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        at_least_one(self, "layers", "sequence", "hidden", "heads", "feedforward", "vocabulary")
+
+
+PRESETS = {
+    "published": TransformerSizes(),
+    "small": TransformerSizes(
+        layers=4, sequence=32, hidden=64, heads=4, feedforward=256, vocabulary=64
+    ),
+}
+
+
+class Transformer(nn.Module):
+    """A language model; its loss is the cross-entropy of the next token."""
+
+    def __init__(self, sizes: TransformerSizes):
+        super().__init__()
+        self.embedding = nn.Embedding(sizes.vocabulary, sizes.hidden)
+        self.position = nn.Parameter(torch.zeros(sizes.sequence, sizes.hidden))
+        self.layers = nn.ModuleList(
+            TransformerLayer(
+                sizes.hidden, sizes.heads, sizes.feedforward, sizes.dropout, causal=True
+            )
+            for _ in range(sizes.layers)
+        )
+        self.norm = nn.LayerNorm(sizes.hidden)
+        self.head = nn.Linear(sizes.hidden, sizes.vocabulary, bias=False)
+        nn.init.normal_(self.embedding.weight, std=sizes.hidden**-0.5)
+        if sizes.tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor, target: torch.Tensor) -> dict[str, torch.Tensor]:
+        """``tokens`` and ``target``: [samples, sequence]; ``target`` is the token after each."""
+        x = self.embedding(tokens) + self.position
+        for layer in self.layers:
+            x = layer(x)
+        logits = self.head(self.norm(x))
+        right = logits.argmax(-1) == target
+        return {
+            "loss": F.cross_entropy(logits.flatten(0, 1), target.flatten()),
+            "accuracy": right.float().mean(),
+        }
+
+
+def random_language(sizes: TransformerSizes) -> Callable[[int, torch.Generator], Batch]:
+    """Draws sequences of a Markov chain in which each token has a few equally likely successors."""
+    successors = torch.randint(
+        sizes.vocabulary, (sizes.vocabulary, SUCCESSORS), generator=seeded(sizes.seed)
+    )
+
+    def draw(samples: int, generator: torch.Generator) -> Batch:
+        choices = torch.randint(SUCCESSORS, (samples, sizes.sequence), generator=generator)
+        text = [torch.randint(sizes.vocabulary, (samples,), generator=generator)]
+        for step in range(sizes.sequence):
+            text.append(successors[text[-1], choices[:, step]])
+        return {"tokens": torch.stack(text[:-1], 1), "target": torch.stack(text[1:], 1)}
+
+    return draw
+
+
+def workload(sizes: TransformerSizes, *, meta: bool = False) -> Workload:
+    """The language model on a synthetic language."""
+    return synthetic(
+        "transformer",
+        lambda: Transformer(sizes),
+        random_language(sizes),
+        seed=sizes.seed,
+        meta=meta,
+        learning_rate=1e-3 if sizes.hidden < 512 else 1e-4,
+        chance={"accuracy": 1 / sizes.vocabulary},
+    )

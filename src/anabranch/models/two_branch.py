@@ -1,0 +1,107 @@
+"""The two-branch transformer of GraphPipe's case study (section 7.5, Figure 10).
+
+    inputs.0 -> 4 x (attention -> linear -> linear) --+
+                                                      +-- concatenate -> mean -> classes
+    inputs.1 -> 4 x (attention -> linear -> linear) --+
+
+Nothing else is in the figure: no normalisation and no residual connections. Its widths are not
+published; they are MMT's here, with both linear layers ``hidden`` wide. The mean is over the sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from anabranch.models.building import synthetic
+from anabranch.models.layers import Attention, DenseLayer, accuracy
+from anabranch.models.options import at_least_one
+from anabranch.models.towers import class_patterns
+from anabranch.workload import Workload
+
+
+@dataclass(frozen=True)
+class TwoBranchSizes:
+    """``layers`` counts the repetitions of (attention, linear, linear) in a branch."""
+
+    branches: int = 2
+    layers: int = 4
+    sequence: int = 256
+    hidden: int = 1024
+    heads: int = 16
+    classes: int = 10
+    dropout: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        at_least_one(self, "branches", "layers", "sequence", "hidden", "heads", "classes")
+
+
+PRESETS = {
+    "published": TwoBranchSizes(),
+    "small": TwoBranchSizes(sequence=16, hidden=64, heads=4),
+}
+
+
+class Block(nn.Module):
+    """One multi-head attention and two linear layers, the first with a ReLU."""
+
+    def __init__(self, sizes: TwoBranchSizes):
+        super().__init__()
+        self.attention = Attention(sizes.hidden, sizes.heads, sizes.dropout)
+        self.first = DenseLayer(sizes.hidden, sizes.hidden, sizes.dropout)
+        self.second = nn.Linear(sizes.hidden, sizes.hidden)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[samples, sequence, hidden] -> the same."""
+        result: torch.Tensor = self.second(self.first(self.attention(x)))
+        return result
+
+
+class Branch(nn.Module):
+    """The blocks of one branch."""
+
+    def __init__(self, sizes: TwoBranchSizes):
+        super().__init__()
+        self.layers = nn.ModuleList(Block(sizes) for _ in range(sizes.layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[samples, sequence, hidden] -> the same."""
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class TwoBranch(nn.Module):
+    """The whole model; its loss is the cross-entropy of the classes."""
+
+    def __init__(self, sizes: TwoBranchSizes):
+        super().__init__()
+        self.branches = nn.ModuleList(Branch(sizes) for _ in range(sizes.branches))
+        self.head = nn.Linear(sizes.branches * sizes.hidden, sizes.classes)
+
+    def forward(
+        self, inputs: Sequence[torch.Tensor], target: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        """``inputs``: per branch [samples, sequence, hidden]; ``target``: [samples], classes."""
+        joined = torch.cat([branch(x) for branch, x in zip(self.branches, inputs, strict=True)], -1)
+        logits = self.head(joined.mean(1))
+        return {"loss": F.cross_entropy(logits, target), "accuracy": accuracy(logits, target)}
+
+
+def workload(sizes: TwoBranchSizes, *, meta: bool = False) -> Workload:
+    """The case study's model on synthetic classes."""
+    shapes = [(sizes.sequence, sizes.hidden)] * sizes.branches
+    return synthetic(
+        "two-branch",
+        lambda: TwoBranch(sizes),
+        class_patterns(shapes, sizes.classes, sizes.seed),
+        seed=sizes.seed,
+        meta=meta,
+        learning_rate=1e-3 if sizes.hidden < 512 else 1e-4,
+        chance={"accuracy": 1 / sizes.classes},
+    )

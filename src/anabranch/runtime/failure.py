@@ -1,0 +1,150 @@
+"""How the first failure of a run reaches the user, once, with the place where it happened.
+
+One rank fails; within milliseconds the connections of its neighbours break, then theirs. So every rank ends
+with an exception, and only one of them is the cause::
+
+    rank 1   ValueError in the forward of stage 1         the cause: StageFailedError
+    rank 0   connection closed by peer                    a consequence: PeerLostError
+    rank 2   connection closed by peer                    a consequence: PeerLostError
+
+Consequences have a type of their own, so whoever collects (the parent of local ranks, the store under torchrun)
+can tell them apart. Where a rank is at any time it notes in a few integers, which local ranks share with
+their parent: a rank that is killed cannot say where it was.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from anabranch import errors
+from anabranch.errors import AnabranchError, StageFailedError, TrainingError
+from anabranch.schedule.schedule import Action, Kind
+
+POSITION_INTS = 4
+"""Integers of one rank's position: step, stage, micro-batch, what it does there; -1 for none."""
+
+_DOING = {
+    Kind.FORWARD: "in the forward",
+    Kind.BACKWARD: "in the backward",
+    Kind.INPUT_GRADIENT: "in the backward",
+    Kind.WEIGHT_GRADIENT: "in the backward",
+    Kind.SEND_FORWARD: "sending activations",
+    Kind.RECEIVE_FORWARD: "waiting for activations",
+    Kind.SEND_BACKWARD: "sending gradients",
+    Kind.RECEIVE_BACKWARD: "waiting for gradients",
+}
+_KINDS = tuple(_DOING)
+
+
+class PeerLostError(TrainingError):
+    """The connection to another rank broke: a consequence of a failure elsewhere, never the cause."""
+
+
+class Position:
+    """Where this process is in its schedule: step, stage, micro-batch, action."""
+
+    def __init__(self) -> None:
+        self._ints = memoryview(bytearray(8 * POSITION_INTS)).cast("q")
+        self.leave()
+
+    def share(self, ints: memoryview) -> None:
+        """Keep the position in memory that another process reads."""
+        self._ints = ints
+        self.leave()
+
+    def enter(self, step: int, action: Action) -> None:
+        """Note the action that begins."""
+        ints = self._ints
+        ints[0], ints[1], ints[2] = step, action.stage, action.microbatch
+        ints[3] = _KINDS.index(action.kind)
+
+    def begin(self, step: int) -> None:
+        """Note that a step begins, or goes on after its last action."""
+        self._ints[0] = step
+        for i in range(1, POSITION_INTS):
+            self._ints[i] = -1
+
+    def leave(self) -> None:
+        """Note that no step is under way."""
+        self.begin(-1)
+
+    def __str__(self) -> str:
+        return describe_position(self._ints)
+
+
+def describe_position(ints: memoryview) -> str:
+    """Text for the integers of a position, empty outside of a step."""
+    step, stage, microbatch, kind = ints[:POSITION_INTS]
+    if step < 0:
+        return ""
+    if stage < 0:
+        return f"in step {step}"
+    return f"{_DOING[_KINDS[kind]]} of stage {stage}, micro-batch {microbatch}, step {step}"
+
+
+POSITION = Position()
+"""Of this process. A rank is a process, so there is one."""
+
+
+@contextmanager
+def located(rank: int) -> Iterator[None]:
+    """Turn whatever is raised inside into a StageFailedError that says where; our own errors pass."""
+    try:
+        yield
+    except AnabranchError:
+        raise
+    except Exception as error:
+        where = str(POSITION)
+        raise StageFailedError(
+            f"rank {rank} failed{' ' + where if where else ''}: {one_line(error)}"
+        ) from error
+
+
+def one_line(error: BaseException) -> str:
+    """Type and message on one line, not longer than a paragraph."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:600]}{' ...' if len(text) > 600 else ''}".rstrip(": ")
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What one rank tells of its end; plain text, so that it crosses processes.
+
+    Attributes:
+        rank: which rank.
+        kind: name of the exception's class.
+        message: what it says.
+        trace: the whole traceback.
+        is_consequence: the cause is elsewhere.
+    """
+
+    rank: int
+    kind: str
+    message: str
+    trace: str
+    is_consequence: bool
+
+    @staticmethod
+    def of(error: BaseException, rank: int) -> Failure:
+        """Describe the exception that ended a rank."""
+        if isinstance(error, AnabranchError):
+            message = str(error)
+        else:
+            message = f"rank {rank} failed outside of the steps: {one_line(error)}"
+        return Failure(
+            rank,
+            type(error).__name__,
+            message,
+            "".join(traceback.format_exception(error)),
+            isinstance(error, PeerLostError),
+        )
+
+    def exception(self) -> AnabranchError:
+        """The exception for the caller: of the same class where it is one of ours."""
+        kind = getattr(errors, self.kind, StageFailedError)
+        error: AnabranchError = kind(self.message)
+        error.add_note(f"Traceback of rank {self.rank}:\n{self.trace.rstrip()}")
+        return error

@@ -1,0 +1,208 @@
+"""Mesh: the one place where a plan's devices become ranks and process groups.
+
+Rank i is the i-th device of the plan, ascending. With one device there are no processes to talk to, and every collective
+is the identity.
+
+Everything a rank knows of the others it computes from the plan, which all of them read. So collectives run in one order
+everywhere, and only numbers travel.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Collection, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from anabranch.errors import InvalidPlanError, StageFailedError
+from anabranch.runtime.failure import Failure, PeerLostError
+from anabranch.runtime.transport import ProcessGroupTransport, Transport, guarded
+
+_FAILURE_KEY = "anabranch/failure"
+_GRACE_S = 3.0
+
+
+class Mesh:
+    """The ranks of one run, seen from one of them.
+
+    Args:
+        devices: the plan's devices, ascending.
+        sets: sets of ranks that reduce among themselves, the same list on every rank.
+        device_type: ``cpu`` or ``cuda``: where the tensors are.
+        timeout: seconds until a silent peer counts as lost.
+
+    Raises:
+        InvalidPlanError: if the number of processes is not the number of devices.
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[int],
+        sets: Collection[tuple[int, ...]] = (),
+        *,
+        device_type: str = "cpu",
+        timeout: float = 600.0,
+    ) -> None:
+        self.devices = tuple(devices)
+        self.rank_of = {device: rank for rank, device in enumerate(self.devices)}
+        if not dist.is_initialized() and "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+            # torchrun says where everybody meets.
+            backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
+            dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+        self.size = dist.get_world_size() if dist.is_initialized() else 1
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        if self.size != len(self.devices):
+            raise InvalidPlanError(
+                f"the plan is for {len(self.devices)} devices, but {self.size} "
+                f"process{'es run' if self.size > 1 else ' runs'} it; start one per device, with "
+                f"anabranch.launch.run or torchrun --nproc-per-node {len(self.devices)}"
+            )
+        self.device = self.devices[self.rank]
+        self._timeout = timeout
+        self._everyone = tuple(range(self.size))
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+        if self.size > 1:
+            for ranks in (self._everyone, *sorted(set(sets) - {self._everyone})):
+                if len(ranks) > 1:
+                    self._groups[ranks] = self._new_group(ranks, device_type)
+        self.is_closed = False
+
+    def _new_group(self, ranks: tuple[int, ...], device_type: str) -> dist.ProcessGroup | None:
+        # Only a group with a GPU per rank can use NCCL; Gloo stages GPU tensors itself.
+        enough = device_type == "cuda" and torch.cuda.device_count() >= self.size
+        return guarded(
+            lambda: dist.new_group(
+                list(ranks),
+                timeout=timedelta(seconds=self._timeout),
+                backend="cpu:gloo,cuda:nccl" if enough else "gloo",
+            )
+        )
+
+    def transport(self) -> Transport | None:
+        """A transport over a group of its own, so that breaking it wakes up only whoever waits for messages."""
+        if self.size == 1:
+            return None
+        group = guarded(
+            lambda: dist.new_group(
+                list(self._everyone), timeout=timedelta(seconds=self._timeout), backend="gloo"
+            )
+        )
+        return ProcessGroupTransport(group, self._timeout)
+
+    def ranks(self, devices: Collection[int]) -> tuple[int, ...]:
+        """Ranks of some devices, ascending."""
+        return tuple(sorted(self.rank_of[device] for device in devices))
+
+    def all_reduce(self, tensor: Tensor, ranks: tuple[int, ...] | None = None) -> Tensor:
+        """Sum over the ranks of a set (by default all), in place.
+
+        Raises:
+            PeerLostError: if one of them is gone.
+        """
+        chosen = self._everyone if ranks is None else ranks
+        if len(chosen) > 1:
+            guarded(lambda: dist.all_reduce(tensor, group=self._groups[chosen]))
+        return tensor
+
+    def broadcast(self, tensor: Tensor, source: int, ranks: tuple[int, ...] | None = None) -> None:
+        """Copy a tensor from one rank of a set to the others, in place.
+
+        Raises:
+            PeerLostError: if one of them is gone.
+        """
+        chosen = self._everyone if ranks is None else ranks
+        if len(chosen) > 1:
+            guarded(lambda: dist.broadcast(tensor, source, group=self._groups[chosen]))
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        """The tensors of all ranks, which have one shape.
+
+        Raises:
+            PeerLostError: if one of them is gone.
+        """
+        if self.size == 1:
+            return [tensor]
+        result = [torch.empty_like(tensor) for _ in range(self.size)]
+        guarded(lambda: dist.all_gather(result, tensor, group=self._groups[self._everyone]))
+        return result
+
+    def barrier(self) -> None:
+        """Wait for every rank."""
+        self.all_reduce(torch.zeros(1))
+
+    def agree(self, what: str, digest: str) -> None:
+        """Check that all ranks hold the same text.
+
+        Args:
+            what: what is compared, for the message.
+            digest: ASCII, of one length on every rank.
+
+        Raises:
+            InvalidPlanError: on every rank, naming two ranks and what each has.
+        """
+        mine = torch.tensor(list(digest.encode()), dtype=torch.uint8)
+        for rank, theirs in enumerate(texts := self.all_gather(mine)):
+            if not torch.equal(theirs, texts[0]):
+                first, other = (bytes(t.tolist()).decode() for t in (texts[0], theirs))
+                raise InvalidPlanError(
+                    f"the ranks disagree on {what}: rank 0 has {first}, rank {rank} has {other}; "
+                    "start every rank with the same files and the same model"
+                )
+
+    def publish(self, error: BaseException) -> None:
+        """Tell the other ranks why this one ends; the first to do so is the cause."""
+        if self.size == 1 or self.is_closed:
+            return
+        failure = Failure.of(error, self.rank)
+        # A store that is gone cannot be told anything; the error itself must still reach the user.
+        try:
+            self._store().compare_set(_FAILURE_KEY, "", f"{self.rank}: {failure.message}")
+        except (RuntimeError, ValueError):
+            return
+
+    def explain(self, lost: PeerLostError) -> BaseException:
+        """What to raise on a rank whose connections broke: the cause is named by the rank that has it.
+
+        Under torchrun every rank's last words go to one terminal, so this rank leaves quietly if the
+        cause has been told. Local ranks report to their parent, which sorts causes from consequences.
+        """
+        if "TORCHELASTIC_RUN_ID" not in os.environ:
+            return lost
+        deadline = time.monotonic() + _GRACE_S
+        text = self._published()
+        while not text and time.monotonic() < deadline:
+            time.sleep(0.05)
+            text = self._published()
+        if text and not text.startswith(f"{self.rank}:"):
+            return SystemExit(f"rank {self.rank} stops, because rank {text.partition(':')[0]} failed")
+        error = StageFailedError(
+            f"rank {self.rank} lost another rank, which was killed or ended outside of the steps: {lost}"
+        )
+        self.publish(error)
+        return error
+
+    def _published(self) -> str:
+        try:
+            store = self._store()
+            return store.get(_FAILURE_KEY).decode() if store.check([_FAILURE_KEY]) else ""
+        except (RuntimeError, ValueError):
+            return ""
+
+    def _store(self) -> dist.Store:
+        store: dist.Store = dist.distributed_c10d._get_default_store()
+        return store
+
+    def close(self) -> None:
+        """Break the connections of this rank's groups."""
+        if self.is_closed:
+            return
+        self.is_closed = True
+        for group in self._groups.values():
+            if group is not None and dist.is_initialized():
+                dist.destroy_process_group(group)
+        self._groups.clear()
+

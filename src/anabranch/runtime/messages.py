@@ -1,0 +1,164 @@
+"""Which tensors a message of the schedule consists of: both ends work it out before the first step.
+
+A schedule's message is a range of samples of one stage edge, such as ``0SF0>1@1[0:4]``. Forward it carries every value that
+the edge has, once; backward one gradient per use (``Port``) that asks for one. Both ends know shapes from their own stage's
+program; where the range is a part of what a device computes at once, the batch dimension is cut::
+
+    stage 0, one device, samples 0-3     [ . . | . . ]
+                                          0:2    2:4
+    stage 1, two devices                 [ . . ] [ . . ]
+
+A value without a batch dimension is whole on every replica. It travels once per slice of the consumer, with the message
+that has the slice's first sample, and its gradient comes back the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from anabranch.graph.opgraph import OpGraph
+from anabranch.graph.split import Port, Split, StageProgram
+from anabranch.planner.stages import StageGraph
+from anabranch.schedule.schedule import Action, Kind
+
+_FORWARD = (Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD)
+_SENDS = (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One tensor of a message.
+
+    Attributes:
+        value: index of the value in the model's graph.
+        port: which use of it, for a gradient; None for the value itself.
+        shape: of what travels.
+        dtype: of what travels.
+        dim: the batch dimension where a part travels, else -1.
+        offset: where the part begins in the batch dimension of what this device computes at once.
+        length: of the part in the batch dimension.
+    """
+
+    value: int
+    port: Port | None
+    shape: torch.Size
+    dtype: torch.dtype
+    dim: int
+    offset: int
+    length: int
+
+    def part(self, tensor: Tensor) -> Tensor:
+        """The part that travels, of the whole that this device computes."""
+        return tensor if self.dim < 0 else tensor.narrow(self.dim, self.offset, self.length)
+
+
+def assemble(parts: Sequence[tuple[Item, Tensor]]) -> Tensor:
+    """The whole from its parts, which tile the batch dimension; a value without one arrives whole."""
+    if len(parts) == 1:
+        return parts[0][1]
+    ordered = sorted(parts, key=lambda part: part[0].offset)
+    item = ordered[0][0]
+    tensors = [tensor for _, tensor in ordered]
+    # A value without a batch dimension that several slices read: its gradient is the sum.
+    return torch.cat(tensors, item.dim) if item.dim >= 0 else torch.stack(tensors).sum(0)
+
+
+def gradient_ports(ports: Iterable[Port], model: OpGraph) -> tuple[Port, ...]:
+    """The uses whose gradients flow back, in the order in which they travel."""
+    return tuple(sorted((p for p in ports if model.values[p.value].grad), key=_travel_order))
+
+
+def _travel_order(port: Port) -> tuple[int, int]:
+    return port.value, port.order
+
+
+class Layout:
+    """The tensors of every message of one device.
+
+    Args:
+        split: the stages' programs.
+        graph: the stages and their sample intervals, for one batch size.
+        device: whose messages.
+    """
+
+    def __init__(self, split: Split, model: OpGraph, graph: StageGraph, device: int) -> None:
+        self._split, self._model, self._graph, self._device = split, model, graph, device
+
+    def slice(self, stage: int, microbatch: int) -> tuple[int, int]:
+        """Samples of a micro-batch that this device computes."""
+        replica = self._graph.stages[stage].devices.index(self._device)
+        return self._graph.slice(stage, microbatch, replica)
+
+    def program(self, stage: int, microbatch: int) -> StageProgram:
+        """What this device runs for a micro-batch, whose slice must not be empty."""
+        start, stop = self.slice(stage, microbatch)
+        return self._split.program(stage, stop - start)
+
+    def items(self, action: Action) -> tuple[Item, ...]:
+        """The tensors of a message, in the order in which they travel."""
+        program = self.program(action.stage, action.microbatch)
+        ports = program.outputs if self._is_producer(action) else program.inputs
+        mine = [p for p in ports if action.peer_stage in (p.source, p.target)]
+        first = self._is_first_of_slice(action)
+        if action.kind in _FORWARD:
+            uses: Iterable[tuple[int, Port | None]] = (
+                (value, None) for value in sorted({port.value for port in mine})
+            )
+        else:
+            uses = ((port.value, port) for port in gradient_ports(mine, self._model))
+        return tuple(
+            self._item(action, program, value, port)
+            for value, port in uses
+            if self._model.values[value].batched or first
+        )
+
+    def tag(self, action: Action) -> int:
+        """Number of the channel: stage edge and direction."""
+        edge = min(action.stage, action.peer_stage), max(action.stage, action.peer_stage)
+        return 2 * self._graph.edges.index(edge) + (action.kind not in _FORWARD)
+
+    def _is_producer(self, action: Action) -> bool:
+        return action.kind in (Kind.SEND_FORWARD, Kind.RECEIVE_BACKWARD)
+
+    def _is_first_of_slice(self, action: Action) -> bool:
+        """Whether the message has the first sample of the slice that its consumer computes at once."""
+        producer = self._is_producer(action)
+        stage = action.peer_stage if producer else action.stage
+        device = action.peer if producer else self._device
+        consumer = self._graph.stages[stage]
+        microbatch = action.start // consumer.microbatch_size
+        replica = consumer.devices.index(device)
+        return self._graph.slice(stage, microbatch, replica)[0] == action.start
+
+    def _item(
+        self, action: Action, program: StageProgram, value: int, port: Port | None
+    ) -> Item:
+        shape, dtype = program.shapes[value]
+        start, stop = self.slice(action.stage, action.microbatch)
+        whole, part = stop - start, action.stop - action.start
+        if part == whole or not self._model.values[value].batched:
+            return Item(value, port, shape, dtype, -1, 0, 0)
+        other, _ = self._split.program(action.stage, part).shapes[value]
+        dim = batch_dimension(shape, whole, other, part)
+        rows = shape[dim] // whole  # per sample, where the program folds another dimension into it
+        cut = torch.Size((*shape[:dim], rows * part, *shape[dim + 1 :]))
+        return Item(value, port, cut, dtype, dim, rows * (action.start - start), rows * part)
+
+
+def batch_dimension(a: torch.Size, samples_a: int, b: torch.Size, samples_b: int) -> int:
+    """The dimension that is in proportion to the number of samples.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    for dim, (x, y) in enumerate(zip(a, b, strict=True)):
+        if x != y and x * samples_b == y * samples_a:
+            return dim
+    raise ValueError(
+        f"no dimension of {list(a)} and {list(b)} follows the number of samples, {samples_a} and "
+        f"{samples_b}"
+    )

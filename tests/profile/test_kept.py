@@ -1,0 +1,74 @@
+"""Kept bytes: each storage once, with the operator that made it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from anabranch.profile.kept import Kept, per_sample
+
+
+def kept(at_hand: list[Tensor], *ops: Callable[[Tensor], Tensor], start: Tensor) -> list[int]:
+    """Bytes that a chain of operators keeps, each cut from the one before as in a walk."""
+    result = Kept(len(ops), at_hand)
+    x = start
+    for i, op in enumerate(ops):
+        with result.saving(i):
+            y = op(x)
+        result.made(i, [y])
+        x = y.detach().requires_grad_(y.requires_grad)
+    return result.nbytes
+
+
+@pytest.fixture
+def batch() -> Tensor:
+    return torch.randn(4, 10)  # 160 bytes
+
+
+def test_own_inside(batch: Tensor) -> None:
+    """exp inside an operator keeps its result (160 bytes); batch and weight are at hand."""
+    weight = torch.randn(10, 10, requires_grad=True)
+    assert kept([batch, weight], lambda x: (x @ weight).exp().sum(), start=batch) == [160]
+
+
+def test_input_belongs_to_its_producer(batch: Tensor) -> None:
+    """A linear layer keeps its input, which the operator before it made: 160 bytes there."""
+    first, second = nn.Linear(10, 10), nn.Linear(10, 3)
+    state = [batch, *first.parameters(), *second.parameters()]
+    assert kept(state, first, second, start=batch) == [160, 0]
+
+
+def test_shared_by_two_readers_counts_once(batch: Tensor) -> None:
+    """What both the producer (relu keeps its result) and its reader save is kept once."""
+    first, second = nn.Linear(10, 10), nn.Linear(10, 3)
+    state = [batch, *first.parameters(), *second.parameters()]
+    assert kept(state, lambda x: first(x).relu(), second, start=batch) == [160, 0]
+
+
+def test_view_keeps_the_whole_storage(batch: Tensor) -> None:
+    """Saving one column of a tensor keeps all of it, with the operator that made it."""
+    weight = torch.randn(10, 10, requires_grad=True)
+    ops = (lambda x: x @ weight, lambda x: x[:, :1], lambda x: x.square().sum())
+    assert kept([batch, weight], *ops, start=batch) == [160, 0, 0]
+
+
+def test_nothing_without_gradients(batch: Tensor) -> None:
+    """Where no gradient is needed autograd saves nothing."""
+    assert kept([batch], torch.exp, torch.exp, start=batch) == [0, 0]
+
+
+def test_meta_tensors_have_storages_too() -> None:
+    """Storages of meta tensors have no address, yet are told apart."""
+    batch, weight = torch.empty(4, 10, device="meta"), torch.empty(10, 10, device="meta")
+    weight.requires_grad_()
+    op = lambda x: ((x @ weight).exp() @ weight).exp().sum()  # noqa: E731
+    assert kept([batch, weight], op, start=batch) == [320]
+
+
+def test_per_sample() -> None:
+    """The slope between two counts, rounded up; what does not grow drops out."""
+    assert per_sample([100, 50, 7], [200, 50, 10], (2, 4)) == [50, 0, 2]
+    assert per_sample([9], [9], (2, 2)) == [5]

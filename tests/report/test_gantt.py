@@ -1,0 +1,204 @@
+"""The picture of timelines."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from anabranch.planner.stages import Stage, StageGraph
+from anabranch.report.arrange import arrange
+from anabranch.report.svg import timeline_svg
+from anabranch.schedule.schedule import Action, Kind
+from anabranch.timeline import Span, Timeline
+from tests.report.examples import STEP, TWO_TOWERS, chain, of_class, parse, texts, timeline
+from tests.strategies import stage_graphs, timelines
+
+PREDICTED = timeline(STEP)
+
+
+def drawn_actions(root):
+    """How many actions the boxes say that they stand for."""
+    return sum(int(box.get("data-n", "0")) for box in of_class(root, "rect", "f", "b", "w"))
+
+
+def boxes_in(root, css):
+    """(left, width) of the boxes of one class, the legend's left out."""
+    found = [b for b in of_class(root, "rect", css) if b.get("data-n")]
+    return [(float(b.get("x", "")), float(b.get("width", ""))) for b in found]
+
+
+def test_every_action_is_a_box_of_its_kind():
+    """Six forwards and six backwards."""
+    root = parse(timeline_svg([("predicted", PREDICTED)], TWO_TOWERS))
+    assert len(boxes_in(root, "f")) == 6
+    assert len(boxes_in(root, "b")) == 6
+    assert drawn_actions(root) == 12
+
+
+def test_boxes_are_where_their_time_is():
+    """0B0 lasts from 4 to 5 ms of the 8.5 ms that the picture is wide."""
+    layout = arrange([("predicted", PREDICTED)], TWO_TOWERS)
+    root = parse(timeline_svg([("predicted", PREDICTED)], TWO_TOWERS))
+    left, width = boxes_in(root, "b")[0]
+    assert left == pytest.approx(layout.left + (layout.right - layout.left) * 4 / 8.5, abs=0.01)
+    assert width + 0.5 == pytest.approx((layout.right - layout.left) / 8.5, abs=0.01)
+
+
+def test_rows_name_device_stage_and_operators():
+    """A reader should see which tower runs where."""
+    written = texts(parse(timeline_svg([("predicted", PREDICTED)], TWO_TOWERS)))
+    assert "device 0 \u00b7 stage 0" in written
+    assert "text.0 .. text.1" in written
+    assert "device 1 \u00b7 stage 1" in written
+    assert "image.0" in written
+
+
+def test_headings_give_step_and_bubble():
+    """12.9 of 25.5 ms of device time are compute."""
+    written = texts(parse(timeline_svg([("both towers", PREDICTED)], TWO_TOWERS)))
+    assert "both towersstep 8.5 ms \u00b7 bubble 49.4%" in written
+
+
+def test_micro_batches_are_numbered():
+    """0 and 1, forward and backward, on three devices."""
+    root = parse(timeline_svg([("predicted", PREDICTED)], TWO_TOWERS))
+    numbers = ["".join(e.itertext()) for e in of_class(root, "text", "tf", "tb")]
+    assert sorted(numbers) == ["0"] * 6 + ["1"] * 6
+
+
+def test_numbers_are_left_out_where_they_do_not_fit():
+    """A thousand micro-batches on 1,000 pixels: boxes, but no numbers."""
+    spans = tuple(Span(0, i * 1e-3, (i + 1) * 1e-3, Action(0, Kind.FORWARD, i)) for i in range(900))
+    step = Timeline(spans, (0,), "predicted", 0.9, {})
+    root = parse(timeline_svg([("predicted", step)], chain(1)))
+    assert drawn_actions(root) == 900
+    assert of_class(root, "text", "tf") == []
+
+
+def test_timelines_share_one_axis():
+    """The same action of a step twice as long is twice as wide."""
+    slow = replace(
+        PREDICTED,
+        step_s=17e-3,
+        spans=tuple(replace(s, start=2 * s.start, end=2 * s.end) for s in PREDICTED.spans),
+    )
+    root = parse(timeline_svg([("fast", PREDICTED), ("slow", slow)], TWO_TOWERS))
+    found = boxes_in(root, "f")
+    assert found[6][1] + 0.5 == pytest.approx(2 * (found[0][1] + 0.5), abs=0.02)
+
+
+def test_messages_are_arrows_between_few_devices():
+    """One forward and one backward, each a curve and a tip."""
+    root = parse(timeline_svg([("predicted", PREDICTED)], TWO_TOWERS))
+    panel = next(g for g in root.iter() if g.get("class") == "panel")
+    for css in ("wf", "wb", "hf", "hb"):
+        assert len(of_class(panel, "path", css)) == 1
+
+
+def test_messages_are_marks_between_many_devices():
+    """On 20 devices arrows would hide the boxes; a mark lies below the sender's box instead."""
+    graph = chain(20)
+    step = timeline("0: 0F0 0-1 | 0SF0>1@1[0:1] 1-2\n1: 1RF0<0@0[0:1] 1-2 | 1F0 2-3")
+    step = replace(step, devices=graph.devices)
+    root = parse(timeline_svg([("predicted", step)], graph))
+    panel = next(g for g in root.iter() if g.get("class") == "panel")
+    assert of_class(panel, "path", "wf") == []
+    assert len(of_class(panel, "rect", "hf")) == 1
+
+
+def test_what_follows_the_last_action_is_shown():
+    """All-reduce and update take the last half millisecond, on all three devices."""
+    root = parse(timeline_svg([("predicted", PREDICTED)], TWO_TOWERS))
+    assert len(of_class(root, "rect", "tail")) == 3 + 1  # and the legend
+    whole = replace(PREDICTED, step_s=PREDICTED.makespan_s)
+    root = parse(timeline_svg([("predicted", whole)], TWO_TOWERS))
+    assert of_class(root, "rect", "tail") == []
+
+
+def test_kinds_of_a_split_backward_are_told_apart():
+    """The legend changes with them."""
+    step = timeline("0: 0F0 0-1 | 0I0 1-2 | 0W0 2-3")
+    root = parse(timeline_svg([("zero bubble", step)], chain(1)))
+    assert len(boxes_in(root, "w")) == 1
+    assert "weight gradient" in texts(root)
+
+
+def test_several_stages_on_one_device_share_its_row():
+    """Interleaving."""
+    step = timeline("0: 0F0 0-1 | 2F0 1-2\n1: 1F0 0-1")
+    written = texts(parse(timeline_svg([("interleaved", step)], chain(3))))
+    assert "device 0 \u00b7 stages 0,2" in written
+
+
+def test_two_plans_can_be_compared():
+    """Every timeline with its own stage graph: 0, 1 and 2 on three devices, or one after the other."""
+    step = timeline("0: 0F0 0-1 | 0B0 1-3", step_ms=3)
+    graphs = [TWO_TOWERS, chain(1)]
+    written = texts(parse(timeline_svg([("graph", PREDICTED), ("one", step)], graphs)))
+    assert {"text.0 .. text.1", "op0"} <= set(written)
+
+
+@pytest.mark.parametrize(
+    ("timelines_given", "graph", "width"),
+    [([], TWO_TOWERS, 1200), ([("a", PREDICTED)], [], 1200), ([("a", PREDICTED)], TWO_TOWERS, 99)],
+)
+def test_wrong_arguments_are_refused(timelines_given, graph, width):
+    """Nothing to draw, no stages for it, no room."""
+    with pytest.raises(ValueError, match="needed are"):
+        timeline_svg(timelines_given, graph, width=width)
+
+
+def test_a_step_in_which_nothing_happened():
+    """A recording may be empty; the rows are still there."""
+    nothing = Timeline((), (0, 1, 2), "measured", 0.0, {})
+    root = parse(timeline_svg([("measured", nothing)], TWO_TOWERS))
+    assert "device 2 \u00b7 stage 2" in texts(root)
+
+
+def test_ten_thousand_actions_make_a_small_picture():
+    """At most three boxes for three pixels of each row, and the reader is told."""
+    spans = tuple(
+        Span(0, i * 1e-4, i * 1e-4 + 9e-5, Action(0, Kind("FB"[i % 2]), i // 2))
+        for i in range(10_000)
+    )
+    svg = timeline_svg([("predicted", Timeline(spans, (0,), "predicted", 1.0, {}))], chain(1))
+    root = parse(svg)
+    assert drawn_actions(root) == 10_000
+    assert len(of_class(root, "rect", "f", "b")) < 1200
+    assert any("10,000 of 10,000 actions are narrower" in line for line in texts(root))
+
+
+@settings(max_examples=60)
+@given(st.data(), stage_graphs())
+def test_any_step_is_drawn_in_full_and_in_the_picture(data, graph):
+    """No action is lost, nothing sticks out, and the picture is the same each time."""
+    step = data.draw(timelines(graph))
+    svg = timeline_svg([("step", step)], graph)
+    root = parse(svg)
+    width, height = float(root.get("width", "")), float(root.get("height", ""))
+    assert drawn_actions(root) == len(step.spans)
+    for box in of_class(root, "rect", "f", "b", "w", "lane", "tail"):
+        x, y = float(box.get("x", "")), float(box.get("y", ""))
+        assert 0 <= x <= x + float(box.get("width", "")) <= width
+        assert 0 <= y <= y + float(box.get("height", "")) <= height
+    assert svg == timeline_svg([("step", step)], graph)
+
+
+def test_names_are_escaped():
+    """Of operators and headings."""
+    graph = StageGraph((Stage(("<script>&", "]]>"), (0,), 1),), (), 1)
+    step = timeline("0: 0F0 0-1")
+    written = texts(parse(timeline_svg([('</text>"', step)], graph)))
+    assert "<script>& .. ]]>" in written
+    assert any(line.startswith('</text>"') for line in written)
+
+
+@pytest.mark.parametrize("devices", [1, 8, 16, 32, 64, 128, 256])
+def test_rows_never_overlap(devices):
+    """However many there are."""
+    graph = chain(devices)
+    layout = arrange([("step", Timeline((), graph.devices, "predicted", 1.0, {}))], graph)
+    tops = layout.panels[0].tops
+    height = layout.panels[0].row_height
+    assert all(b - a >= height + 1 for a, b in zip(tops, tops[1:], strict=False))

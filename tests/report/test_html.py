@@ -1,0 +1,219 @@
+"""The page."""
+
+import json
+import math
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from anabranch.planner.stages import Stage, StageGraph
+from anabranch.report.html import page
+from anabranch.report.view import as_json
+from tests.report.examples import STEP, TWO_TOWERS, chain, plan, timeline
+from tests.strategies import plans, timelines
+
+PREDICTED = timeline(STEP)
+MEASURED = replace(timeline(STEP, source="measured"), step_s=10e-3)
+
+VOID = {"meta", "br", "hr", "img", "input", "link"}
+
+
+class Reader(HTMLParser):
+    """Text by tag, and whether every element is closed in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.texts: dict[str, list[str]] = {}
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.data: dict[str, str] = {}
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open:
+            self.texts.setdefault(self.open[-1], []).append(data)
+
+
+def read(html: str) -> Reader:
+    reader = Reader()
+    reader.feed(html)
+    reader.close()
+    assert reader.open == []
+    return reader
+
+
+def figures(html: str) -> dict[str, tuple[str, str]]:
+    """Headline figure -> value and what stands below it."""
+    pattern = r'<dt>(.*?)</dt><dd><div class="value">(.*?)</div><div class="more">(.*?)</div>'
+    return {name: (value, more) for name, value, more in re.findall(pattern, html)}
+
+
+def data_of(html: str):
+    found = re.search(r'<script type="application/json" id="timeline-data">(.*?)</script>', html)
+    return json.loads(found[1])
+
+
+def test_the_headline_figures_are_the_plans():
+    """8 ms for 4 samples, a quarter of it bubble, 3 MiB on the fullest device."""
+    found = figures(page(plan(), [("predicted", PREDICTED)]))
+    assert found == {
+        "predicted step": ("8 ms", "500 samples/s"),
+        "bubble": ("25.0%", "share of time without compute"),
+        "depth": ("2", "3 stages on 3 devices"),
+        "peak memory": ("3 MiB", "fullest device; emptiest 1 MiB"),
+    }
+
+
+def test_a_measured_step_is_set_against_the_prediction():
+    """10 ms against 8 ms."""
+    found = figures(page(plan(), [("predicted", PREDICTED), ("measured", MEASURED)]))
+    assert found["measured step"] == ("10 ms", "400 samples/s")
+    assert found["measured / predicted"][0] == "1.25\u00d7"
+
+
+def test_losses_and_metrics_of_a_run():
+    """Last loss, numbers and texts as figures, sequences as curves."""
+    html = page(
+        plan(),
+        [],
+        losses=[2.0, 1.5, 0.5],
+        metrics={"accuracy": "0.93 (chance 0.5)", "error": 0.0, "rate": [1.0, 0.5]},
+    )
+    found = figures(html)
+    assert found["loss"] == ("0.5", "from 2, 3 steps")
+    assert found["accuracy"] == ("0.93", "chance 0.5")
+    assert found["error"] == ("0", "")
+    assert read(html).texts["h2"] == ["Stages", "Loss", "rate", "Stages in detail"]
+
+
+def test_a_page_without_timelines_has_no_script():
+    """A plan alone."""
+    html = page(plan(), [])
+    assert "<script" not in html
+    assert read(html).texts["h1"] == ["two-branch on local:3"]
+
+
+def test_the_page_needs_nothing_else():
+    """No address but the names of XML, and a policy against loading any."""
+    html = page(plan(), [("predicted", PREDICTED)], losses=[1.0])
+    reader = read(html)
+    assert set(re.findall(r"https?://[^\"' ]+", html)) == {"http://www.w3.org/2000/svg"}
+    assert not {"link", "img", "iframe", "object"} & {tag for tag, _ in reader.tags}
+    assert not [attrs for _, attrs in reader.tags if {"src", "href", "srcset"} & attrs.keys()]
+    policy = next(a for t, a in reader.tags if a.get("http-equiv") == "Content-Security-Policy")
+    assert "default-src 'none'" in policy["content"]
+    assert "url(" not in html
+    assert "@import" not in html
+
+
+def test_the_table_lists_every_stage():
+    """With the median times of the timeline: 1 ms forward and backward on the towers."""
+    html = page(plan(), [("predicted", PREDICTED)])
+    rows = re.findall(r"<tr>(.*?)</tr>", html)[1:]
+    cells = [re.findall(r"<td>(.*?)</td>", row) for row in rows]
+    assert cells[0] == ["0", "\u2013", "0", "2", "2", "1", "1", "47%"]
+    assert cells[2][:5] == ["2", "0-1", "2", "2", "1"]
+    assert "<li>text.1</li>" in rows[0]
+
+
+def test_the_table_sets_measured_times_against_predicted_ones():
+    """Only of timelines that executed this plan."""
+    html = page(
+        plan(),
+        [("predicted", PREDICTED), ("measured", MEASURED), ("other", timeline("0: 0F0 0-9"))],
+        graphs=[TWO_TOWERS, TWO_TOWERS, chain(1)],
+    )
+    assert "<td>1 / 1</td>" in html
+    assert "<td>47% / 40%</td>" in html
+
+
+def test_graphs_and_timelines_must_agree():
+    """Else a timeline would be labelled with another plan's stages."""
+    with pytest.raises(ValueError, match="1 timelines, 2 stage graphs"):
+        page(plan(), [("predicted", PREDICTED)], graphs=[TWO_TOWERS, TWO_TOWERS])
+
+
+NASTY = "</script><script>alert(1)</script>&\"'<!--"
+
+
+def test_nothing_that_a_user_wrote_becomes_markup():
+    """Model, operators, headings, metrics and notes."""
+    graph = StageGraph((Stage((NASTY, "x" + NASTY), (0,), 1),), (), 1)
+    html = page(
+        replace(plan(graph, model=NASTY), cluster=NASTY, profile=NASTY, notes=(NASTY,)),
+        [(NASTY, timeline("0: 0F0 0-1"))],
+        losses=[1.0],
+        metrics={NASTY: NASTY},
+        notes=[NASTY],
+    )
+    reader = read(html)
+    assert [tag for tag, _ in reader.tags].count("script") == 2  # data and program
+    assert "<script>alert" not in html
+    assert "<!--" not in html
+    assert reader.texts["h1"] == [f"{NASTY} on {NASTY}"]
+    assert reader.texts["ul"] == [] if "ul" in reader.texts else True
+    assert data_of(html)["panels"][0]["title"] == NASTY
+
+
+@given(st.recursive(st.text() | st.integers(), st.lists))
+def test_embedded_json_cannot_end_its_script(value):
+    """And is still the same JSON."""
+    text = as_json(value)
+    assert not set("<>&\u2028\u2029") & set(text)
+    assert json.loads(text) == value
+
+
+def test_numbers_that_are_no_json_are_refused():
+    """NaN would break the script in the browser instead."""
+    with pytest.raises(ValueError, match="JSON"):
+        as_json(math.nan)
+
+
+def test_the_script_gets_every_action_and_message():
+    """Microseconds; per row start, end, kind, stage, micro-batch."""
+    (panel,) = data_of(page(plan(), [("predicted", PREDICTED)]))["panels"]
+    assert panel["devices"] == [0, 1, 2]
+    assert panel["rows"][0] == [
+        [0, 1000, 0, 0, 0],
+        [1000, 2000, 0, 0, 1],
+        [4000, 5000, 1, 0, 0],
+        [7000, 8000, 1, 0, 1],
+    ]
+    assert panel["messages"] == [[0, 2, 1000, 1100, 1], [2, 0, 3900, 4000, 0]]
+    assert panel["operators"] == ["text.0 .. text.1", "image.0", "head .. loss"]
+
+
+def test_every_picture_has_a_title():
+    """For screen readers."""
+    html = page(plan(), [("predicted", PREDICTED)], losses=[2.0, 1.0])
+    titles = re.findall(r"<svg.*?>\n<title>(.*?)</title>", html)
+    assert [title.split(":")[0] for title in titles] == [
+        "Stage graph",
+        "Timeline of one training step",
+        "Memory of every device over the step",
+        "loss over the training steps",
+    ]
+
+
+@settings(max_examples=25)
+@given(st.data(), plans())
+def test_any_plan_gives_a_page(data, any_plan):
+    """Well-formed, and the same each time."""
+    steps = [("step", data.draw(timelines(any_plan.stage_graph)))]
+    html = page(any_plan, steps, losses=data.draw(st.lists(st.floats(0, 9), max_size=3)))
+    read(html)
+    assert html == page(any_plan, steps, losses=[]) or "Loss" in html

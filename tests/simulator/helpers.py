@@ -1,0 +1,80 @@
+"""Small models and a picture of a timeline."""
+
+from anabranch.cluster import Cluster, Level
+from anabranch.cost import CostModel
+from anabranch.graph.opgraph import Op, OpGraph, Parameter, Value
+from anabranch.planner.stages import Stage, StageGraph
+from anabranch.profile.profile import OpCost, Profile
+from anabranch.schedule import SCHEDULES
+from anabranch.simulator.run import run
+from anabranch.timeline import Timeline
+
+Edges = tuple[tuple[int, int], ...]
+
+
+def cluster(
+    *sizes: int, bandwidth: float = 1e15, latency_s: float = 0.0, memory_bytes: int = 10**9
+) -> Cluster:
+    """Levels of equal links, innermost first."""
+    levels = tuple(Level(f"l{i}", n, bandwidth, latency_s) for i, n in enumerate(sizes))
+    return Cluster("test", "v100", memory_bytes, levels)
+
+
+def cost_model(
+    edges: Edges,
+    forward_s: list[float],
+    backward_s: list[float],
+    machines: Cluster,
+    *,
+    value_bytes: int = 0,
+    parameter_bytes: int = 0,
+    kept_bytes: int = 0,
+    tied: tuple[int, ...] = (),
+) -> CostModel:
+    """One operator per stage, times proportional to samples; ``tied`` ones share a parameter."""
+    names = [("tied" if i in tied else f"p{i}") for i in range(len(forward_s))]
+    ops = tuple(Op(f"op{i}", (name,)) for i, name in enumerate(names))
+    values = tuple(
+        Value(a, tuple(y for x, y in edges if x == a), value_bytes)
+        for a in sorted({x for x, _ in edges})
+    )
+    parameters = tuple(Parameter(name, parameter_bytes) for name in dict.fromkeys(names))
+    costs = tuple(
+        OpCost((f,), (b,), kept_bytes) for f, b in zip(forward_s, backward_s, strict=True)
+    )
+    graph = OpGraph(ops, values, parameters)
+    return CostModel(Profile(graph, (1,), costs, "v100", "measured", True), machines)
+
+
+def stage_graph(
+    edges: Edges, devices: list[tuple[int, ...]], batch_size: int, sizes: list[int] | None = None
+) -> StageGraph:
+    """Operator i alone in stage i."""
+    size = sizes or [1] * len(devices)
+    stages = tuple(Stage((f"op{i}",), d, size[i]) for i, d in enumerate(devices))
+    return StageGraph(stages, edges, batch_size)
+
+
+def chain(length: int) -> Edges:
+    """0 -> 1 -> 2 ..."""
+    return tuple((i, i + 1) for i in range(length - 1))
+
+
+def simulate(graph: StageGraph, cost: CostModel, schedule: str = "1f1b") -> Timeline:
+    """One step under a rule."""
+    rule = SCHEDULES[schedule]()
+    warm = rule.warm_up(graph)
+    return run(warm, rule.order(warm), cost)
+
+
+def draw(timeline: Timeline) -> list[str]:
+    """One row per device, one column per second, dots for waiting; for compute in whole seconds."""
+    rows = []
+    for device in timeline.devices:
+        cells = [" ."] * round(timeline.makespan_s)
+        for span in timeline.spans:
+            if span.device == device and span.action.kind.is_compute:
+                for second in range(round(span.start), round(span.end)):
+                    cells[second] = f"{span.action.kind}{span.action.microbatch}"
+        rows.append(" ".join(cells).rstrip(" ."))
+    return rows

@@ -1,0 +1,303 @@
+"""From proposals to a plan: what is chosen, what is said, what is refused."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from anabranch import planner as planners
+from anabranch.cost import CostModel
+from anabranch.errors import InfeasiblePlanError, InvalidPlanError
+from anabranch.planner.stages import Plan, Prediction, StageGraph
+from anabranch.schedule import SCHEDULES
+from anabranch.simulator.run import run
+from anabranch.solve import bottleneck_s_per_sample, check_plan, ideal_step_s, plan, simulate
+from tests.simulator.helpers import Edges, chain, cluster, cost_model, stage_graph
+
+GB = 10**9
+
+
+@dataclass(frozen=True)
+class Proposals:
+    """A planner that proposes what it was given."""
+
+    graphs: tuple[StageGraph, ...]
+
+    def __call__(self, cost: CostModel, *, batch_size: int, microbatch_size: int | None = None):
+        return self.graphs
+
+
+@dataclass(frozen=True)
+class AtMost:
+    """A planner with a limit on replicas: stage 0 on as many devices as it may have."""
+
+    max_replicas: int | None = None
+
+    def __call__(
+        self, cost: CostModel, *, batch_size: int, microbatch_size: int | None = None
+    ) -> Iterator[StageGraph]:
+        devices = min(self.max_replicas or cost.cluster.num_devices, cost.cluster.num_devices)
+        yield stage_graph((), [tuple(range(devices))], batch_size, [microbatch_size or batch_size])
+
+
+@pytest.fixture
+def propose(monkeypatch):
+    """Register proposals under the name ``test``."""
+
+    def register(*graphs: StageGraph, planner=None) -> None:
+        table = {"test": planner or (lambda: Proposals(graphs))}
+        monkeypatch.setattr(planners, "PLANNERS", table, raising=False)
+
+    return register
+
+
+def on_chain(num_microbatches: int, **options) -> tuple[CostModel, StageGraph]:
+    """Two equal stages, 1 s forward and 1 s backward per sample, and the plan without replicas."""
+    cost = cost_model(chain(2), [1, 1], [1, 1], cluster(2, **options), value_bytes=8)
+    return cost, stage_graph(chain(2), [(0,), (1,)], num_microbatches)
+
+
+def found(cost: CostModel, batch_size: int, **options) -> Plan:
+    """The plan of the registered planner."""
+    return plan(cost.profile, cost.cluster, batch_size, planner="test", **options)
+
+
+def test_the_shortest_simulated_step_wins(propose):
+    """Micro-batches of 1, 2 and 8 samples: (M + 1)(F + B) is least for the smallest."""
+    cost, ones = on_chain(8)
+    sizes = [
+        replace(ones, stages=tuple(replace(s, microbatch_size=b) for s in ones.stages))
+        for b in (8, 2, 1)
+    ]
+    propose(*sizes)
+    best = found(cost, 8, model="a chain")
+    assert [s.microbatch_size for s in best.stage_graph.stages] == [1, 1]
+    assert [s.in_flight for s in best.stage_graph.stages] == [2, 1]
+    assert best.predicted.step_s == pytest.approx((8 + 1) * 2)
+    assert best.predicted.bottleneck_s_per_sample == 2
+    assert best.predicted.bubble == pytest.approx(1 / 9)
+    assert (best.planner, best.model, best.cluster) == ("test", "a chain", "test")
+
+
+def test_auto_prefers_the_short_warm_up_where_both_are_equal(propose):
+    """With free links depth buys nothing, so the one with less memory stays."""
+    cost, graph = on_chain(8)
+    propose(graph)
+    assert found(cost, 8).schedule == "1f1b"
+
+
+def test_auto_takes_the_deep_warm_up_where_it_hides_transfers(propose):
+    """1 s per message: with 2 in flight a round trip of 6 s paces the pipeline, with 3 it does not."""
+    cost, graph = on_chain(8, bandwidth=8)
+    propose(graph)
+    best = found(cost, 8)
+    assert best.schedule == "1f1b-deep"
+    assert best.stage_graph.stages[0].in_flight == 3
+    assert best.predicted.step_s < found(cost, 8, schedule="1f1b").predicted.step_s
+
+
+def test_auto_stays_within_memory(propose):
+    """Deep warm-up would need one micro-batch more than there is room for."""
+    graph = stage_graph(chain(2), [(0,), (1,)], 8)
+
+    def with_memory(nbytes: int) -> Plan:
+        machines = cluster(2, bandwidth=8, memory_bytes=nbytes)
+        cost = cost_model(chain(2), [1, 1], [1, 1], machines, value_bytes=8, kept_bytes=100)
+        propose(graph)
+        return found(cost, 8)
+
+    assert with_memory(400).schedule == "1f1b-deep"
+    assert with_memory(300).schedule == "1f1b"
+
+
+@pytest.mark.parametrize("schedule", sorted(SCHEDULES))
+def test_a_named_schedule_is_the_only_one_tried(propose, schedule):
+    """The prediction is what simulating the plan says."""
+    cost, graph = on_chain(8, bandwidth=8)
+    propose(graph)
+    best = found(cost, 8, schedule=schedule)
+    timeline = simulate(best, cost.profile, cost.cluster)
+    assert best.schedule == schedule
+    assert best.predicted.step_s == timeline.step_s
+    assert best.predicted.device_peak_bytes == tuple(timeline.peak_bytes.values())
+
+
+def test_nothing_fits(propose):
+    """The message says what would: 3 x 1 GB of weights, gradients and Adam's two moments is 4 GB."""
+    cost = cost_model((), [1], [1], cluster(1, memory_bytes=GB), parameter_bytes=GB)
+    propose(stage_graph((), [(0,)], 4))
+    with pytest.raises(InfeasiblePlanError, match=r"needs 3\.73 GiB on a device, which has 0\.93"):
+        found(cost, 4)
+    assert found(replace(cost, cluster=cluster(1, memory_bytes=4 * GB)), 4).predicted.step_s == 8
+
+
+def test_no_proposals(propose):
+    """A planner that finds nothing should have raised; the caller still gets a reason."""
+    cost, _ = on_chain(4)
+    propose()
+    with pytest.raises(InfeasiblePlanError, match="proposes nothing"):
+        found(cost, 4)
+
+
+def test_sizes_outside_the_profile_are_left_out(propose):
+    """Not an error while another proposal can be priced."""
+    cost, graph = on_chain(8)
+    measured = replace(cost.profile, proportional=False)
+    twos = replace(graph, stages=tuple(replace(s, microbatch_size=2) for s in graph.stages))
+    propose(twos, graph)
+    best = plan(measured, cost.cluster, 8, planner="test")
+    assert best.stage_graph.stages[0].microbatch_size == 1
+    propose(twos)
+    with pytest.raises(InfeasiblePlanError, match="can be priced: .*says nothing about 2 samples"):
+        plan(measured, cost.cluster, 8, planner="test")
+
+
+def test_proportional_profiles_are_noted(propose):
+    """Every figure rests on it."""
+    cost, graph = on_chain(4)
+    propose(graph)
+    assert found(cost, 4).notes == ("times are taken as proportional to samples",)
+    assert "proportional" in found(cost, 4).profile
+
+
+def test_the_limit_on_replicas_reaches_the_planner(propose):
+    """Where it has such a field; elsewhere a note says that it was ignored."""
+    cost = cost_model((), [1], [1], cluster(4))
+    propose(planner=AtMost)
+    assert found(cost, 4).stage_graph.stages[0].replicas == 4
+    assert found(cost, 4, max_replicas=2).stage_graph.stages[0].replicas == 2
+    propose(stage_graph((), [(0, 1)], 4, [4]))
+    assert any("2 is ignored" in note for note in found(cost, 4, max_replicas=2).notes)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"planner": "nobody"}, "unknown planner 'nobody'; there are test"),
+        (
+            {"schedule": "2f2b"},
+            "unknown schedule '2f2b'; there are 1f1b, 1f1b-deep, gpipe and auto",
+        ),
+        ({"batch_size": 0}, "batch size is 0"),
+        ({"microbatch_size": 0}, "micro-batch size is 0"),
+        ({"microbatch_size": 9}, "micro-batch size 9 is larger than the batch size 8"),
+        ({"max_replicas": 0}, "number of replicas is 0"),
+    ],
+)
+def test_wrong_arguments(propose, options, message):
+    """Before anything is searched."""
+    cost, graph = on_chain(8)
+    propose(graph)
+    arguments = {"batch_size": 8, "planner": "test"} | options
+    with pytest.raises(ValueError, match=message):
+        plan(cost.profile, cost.cluster, arguments.pop("batch_size"), **arguments)
+
+
+def a_plan(graph: StageGraph, schedule: str = "1f1b") -> Plan:
+    """A plan as a file would hold it."""
+    predicted = Prediction(1.0, 1.0, 0.0, (0,) * len(graph.devices))
+    warm = SCHEDULES[schedule]().warm_up(graph)
+    return Plan(warm, schedule, "test", "m", "test", "p", 0.0, 0.0, predicted)
+
+
+def test_simulating_another_schedule_uses_its_own_counts():
+    """GPipe holds all 8 micro-batches, whatever the plan was made for."""
+    cost = cost_model(chain(2), [1, 1], [1, 1], cluster(2), kept_bytes=100)
+    graph = stage_graph(chain(2), [(0,), (1,)], 8)
+    timeline = simulate(a_plan(graph), cost.profile, cost.cluster, schedule="gpipe")
+    assert timeline.peak_bytes == {0: 800, 1: 800}
+    assert simulate(a_plan(graph), cost.profile, cost.cluster).peak_bytes == {0: 200, 1: 100}
+
+
+def test_simulating_auto_is_the_faster_one():
+    """As plan would choose for this stage graph."""
+    cost, graph = on_chain(8, bandwidth=8)
+    deep = simulate(a_plan(graph), cost.profile, cost.cluster, schedule="1f1b-deep")
+    assert simulate(a_plan(graph), cost.profile, cost.cluster, schedule="auto") == deep
+
+
+def test_simulating_an_invalid_plan():
+    """Every problem is in the message."""
+    cost, graph = on_chain(8)
+    other = replace(graph, stages=(replace(graph.stages[0], operators=("opX",)), graph.stages[1]))
+    with pytest.raises(InvalidPlanError, match=r"opX.*op0"):
+        simulate(a_plan(other), cost.profile, cost.cluster)
+
+
+def test_simulating_on_a_smaller_cluster():
+    """A plan is for at least as many devices as it names."""
+    cost, graph = on_chain(8)
+    with pytest.raises(InvalidPlanError, match="devices"):
+        simulate(a_plan(graph), cost.profile, cluster(1))
+
+
+def test_check_plan_without_a_model():
+    """Structure and schedule can be judged from the file alone."""
+    graph = stage_graph(chain(2), [(0,), (1,)], 8)
+    assert check_plan(a_plan(graph)) == []
+    rising = replace(
+        a_plan(graph),
+        stage_graph=replace(
+            graph, stages=tuple(replace(s, in_flight=1 + i) for i, s in enumerate(graph.stages))
+        ),
+    )
+    assert "rises along stage edge 0 -> 1" in check_plan(rising)[0]
+    assert "unknown schedule" in check_plan(replace(a_plan(graph), schedule="none"))[0]
+
+
+def test_check_plan_with_a_model():
+    """C1-C4 and memory; one of profile and cluster alone is a mistake."""
+    cost, graph = on_chain(8)
+    assert check_plan(a_plan(graph), cost.profile, cost.cluster) == []
+    problems = check_plan(a_plan(graph), cost.profile, cluster(2, memory_bytes=1))
+    assert len(problems) == 2
+    assert "memory" in problems[0] or "GiB" in problems[0]
+    with pytest.raises(ValueError, match="both"):
+        check_plan(a_plan(graph), cost.profile)
+
+
+def test_the_ideal_step_has_free_links():
+    """(M + S - 1)(F + B) for the plan's schedule and given stage times."""
+    graph = stage_graph(chain(3), [(0,), (1,), (2,)], 4)
+    assert ideal_step_s(a_plan(graph), [{1: 1.0}] * 3, [{1: 2.0}] * 3) == (4 + 2) * 3
+
+
+def test_the_ideal_step_knows_edges_without_data():
+    """Independent stages run side by side if the model says so."""
+    edges: Edges = ((0, 1),)
+    model = cost_model((), [1, 1], [1, 1], cluster(2)).graph
+    given_plan = a_plan(stage_graph(edges, [(0,), (1,)], 1))
+    times = [{1: 1.0}] * 2
+    assert ideal_step_s(given_plan, times, times) == 4
+    assert ideal_step_s(given_plan, times, times, model=model) == 2
+
+
+def test_bottleneck():
+    """3 s per sample on one device, 8 s on four: the first is slower."""
+    cost = cost_model(chain(2), [1, 4], [2, 4], cluster(5))
+    graph = stage_graph(chain(2), [(0,), (1, 2, 3, 4)], 8, [4, 4])
+    assert bottleneck_s_per_sample(graph, cost) == 3
+
+
+@given(
+    st.lists(st.integers(1, 6), min_size=3, max_size=3),
+    st.lists(st.sampled_from([1, 2, 4, 16, 64]), min_size=1, max_size=5, unique=True),
+    st.sampled_from([1.0, 4.0, 1e9]),
+)
+def test_pruning_loses_nothing(times, sizes, bandwidth):
+    """The winner's step is the least of all proposals, each simulated in full."""
+    cost = cost_model(chain(3), times, times, cluster(3, bandwidth=bandwidth), value_bytes=4)
+    graphs = [stage_graph(chain(3), [(0,), (1,), (2,)], 512, [b] * 3) for b in sizes]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            planners, "PLANNERS", {"test": lambda: Proposals(tuple(graphs))}, raising=False
+        )
+        best = found(cost, 512)
+    every = []
+    for graph in graphs:
+        for name in ("1f1b", "1f1b-deep"):
+            rule = SCHEDULES[name]()
+            every.append(run(rule.warm_up(graph), rule.order(rule.warm_up(graph)), cost).step_s)
+    assert best.predicted.step_s == pytest.approx(min(every))
