@@ -127,7 +127,7 @@ def plans(draw: st.DrawFn) -> Plan:
 
 @st.composite
 def timelines(draw: st.DrawFn, graph: StageGraph, max_actions: int = 12) -> Timeline:
-    """Any step of the devices of a stage graph: compute one after the other, some of it very short."""
+    """Any step of a stage graph: per device one action after the other, some of them very short."""
     spans = []
     for s, stage in enumerate(graph.stages):
         for device in stage.devices:

@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
 
 from anabranch.errors import AnabranchError, StageFailedError
 from anabranch.runtime.failure import (
@@ -235,7 +236,7 @@ def _connect(rank: int, num_ranks: int, store: Path) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
     dist.init_process_group(
         "gloo",
-        store=dist.FileStore(str(store), num_ranks),
+        store=FileStore(str(store), num_ranks),
         rank=rank,
         world_size=num_ranks,
         timeout=timedelta(minutes=10),

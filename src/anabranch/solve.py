@@ -1,55 +1,39 @@
 """The one place that joins planner, schedule and simulator.
 
-A planner proposes stage graphs by its own objective. What counts is the step, so every proposal is
-scheduled, simulated and compared, and the figures of a plan are always the simulator's. Two bounds
-keep that cheap:
-
-- a step is at least what its busiest stage computes, plus the way to that stage and back from it. A
-  proposal whose bound is above the best step so far is not simulated. The bound is exact
-  arithmetic, so nothing is lost;
-- with many micro-batches the middle of a step repeats itself. A long step is first judged by two
-  short ones and the line through them, and simulated in full only if that comes within ``MARGIN``
-  of the best.
+A planner proposes stage graphs by its own objective. What counts is the step, so the proposals are
+scheduled and simulated (``simulator.judge``), and the figures of a plan are always the simulator's.
 """
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass, replace
 from typing import Any, cast
 
 import anabranch.planner as planners
-from anabranch.cluster import GIB, Cluster
+from anabranch.cluster import Cluster
 from anabranch.cost import CostModel
 from anabranch.errors import (
-    InfeasiblePlanError,
     InvalidPlanError,
     InvalidScheduleError,
-    ProfileError,
 )
 from anabranch.graph.opgraph import OpGraph
 from anabranch.planner.base import Planner
 from anabranch.planner.check import check as check_stages
-from anabranch.planner.check import stage_bytes
+from anabranch.planner.check import require
 from anabranch.planner.stages import Plan, Prediction, StageGraph
 from anabranch.profile.profile import Profile
-from anabranch.schedule import SCHEDULES
-from anabranch.schedule.base import ScheduleRule
+from anabranch.schedule import rule_named
 from anabranch.schedule.check import check as check_schedule
 from anabranch.schedule.lower import data_and_gradient_edges, lower
-from anabranch.schedule.schedule import Schedule
-from anabranch.simulator.bound import least_step_s
 from anabranch.simulator.costs import ModelCosts, StageTimes
+from anabranch.simulator.judge import Judge
 from anabranch.simulator.run import run, step_seconds
 from anabranch.timeline import Timeline
 
 AUTO = ("1f1b", "1f1b-deep")
 """What ``schedule="auto"`` chooses from, least memory first. GPipe holds all micro-batches."""
-
-MARGIN = 0.02
-"""How far the estimate of a long step may be off, as a share of it."""
 
 
 def plan(
@@ -91,7 +75,8 @@ def plan(
     started = time.perf_counter()
     proposals = list(search(cost, batch_size=batch_size, microbatch_size=microbatch_size))
     searched = time.perf_counter()
-    best = _Judge(cost, AUTO if schedule == "auto" else (schedule,)).best(proposals, planner)
+    best = Judge(cost, AUTO if schedule == "auto" else (schedule,)).best(proposals, planner)
+    require(best.graph, cost)
     timeline = _verified_run(best.graph, best.schedule, cost)
     finished = time.perf_counter()
     return Plan(
@@ -109,6 +94,7 @@ def plan(
             bubble=timeline.bubble,
             device_peak_bytes=tuple(timeline.peak_bytes[d] for d in timeline.devices),
         ),
+        device=profile.device,
         notes=tuple(notes),
     )
 
@@ -139,10 +125,10 @@ def simulate(
     cost = CostModel(profile, cluster, optimizer_factor=optimizer_factor)
     graph, name = plan_.stage_graph, schedule or plan_.schedule
     if name == "auto":
-        best = _Judge(cost, AUTO).best([graph], plan_.planner)
+        best = Judge(cost, AUTO).best([graph], plan_.planner)
         graph, name = best.graph, best.schedule
     elif schedule is not None and schedule != plan_.schedule:
-        graph = _rule(name).warm_up(graph)
+        graph = rule_named(name).warm_up(graph)
     problems = check_stages(graph, cost)
     if problems:
         raise InvalidPlanError(
@@ -169,7 +155,7 @@ def check_plan(
             data, gradients = data_and_gradient_edges(plan_.stage_graph, profile.graph)
             edges = {"data_edges": data, "gradient_edges": gradients}
     try:
-        order = _rule(plan_.schedule).order(plan_.stage_graph)
+        order = rule_named(plan_.schedule).order(plan_.stage_graph)
         check_schedule(lower(order, plan_.stage_graph, **edges), plan_.stage_graph)
     except (InvalidScheduleError, ValueError) as error:
         problems.append(str(error))
@@ -197,7 +183,7 @@ def ideal_step_s(
     graph = plan_.stage_graph
     data, gradients = data_and_gradient_edges(graph, model) if model is not None else (None, None)
     times = StageTimes(forward_s, backward_s, cores, data, gradients)
-    return step_seconds(graph, _rule(plan_.schedule).order(graph), times)
+    return step_seconds(graph, rule_named(plan_.schedule).order(graph), times)
 
 
 def bottleneck_s_per_sample(graph: StageGraph, cost: CostModel) -> float:
@@ -213,128 +199,12 @@ def bottleneck_s_per_sample(graph: StageGraph, cost: CostModel) -> float:
     return max(seconds(s) for s in range(len(graph)))
 
 
-@dataclass(frozen=True, slots=True)
-class _Candidate:
-    """A proposal with the in-flight counts of one schedule."""
-
-    graph: StageGraph
-    schedule: str
-    costs: ModelCosts
-    least_s: float
-    peak_bytes: float
-
-
-class _Judge:
-    """Picks the proposal with the shortest simulated step that fits memory."""
-
-    def __init__(self, cost: CostModel, schedules: Sequence[str]) -> None:
-        self._cost = cost
-        self._schedules = schedules
-
-    def best(self, proposals: Iterable[StageGraph], planner: str) -> _Candidate:
-        """The winner; with equal steps the one with less memory.
-
-        Raises:
-            InfeasiblePlanError: if none fits; the message has the least memory that would do.
-        """
-        rejected: list[str | float] = []
-        candidates = list(self._candidates(proposals, rejected))
-        if not candidates:
-            raise InfeasiblePlanError(self._why_none(rejected, planner))
-        best, best_s = candidates[0], math.inf
-        # Few micro-batches first: those steps are quick to simulate, and their results prune the
-        # rest.
-        for candidate in sorted(candidates, key=_num_actions):
-            if candidate.least_s > best_s:
-                continue
-            order = self._order(candidate.graph, candidate.schedule)
-            if self._estimate(candidate, order, best_s) * (1 - MARGIN) > best_s:
-                continue
-            seconds = step_seconds(candidate.graph, order, candidate.costs)
-            tie = math.isclose(seconds, best_s, rel_tol=1e-9)
-            if candidate.peak_bytes < best.peak_bytes if tie else seconds < best_s:
-                best, best_s = candidate, min(seconds, best_s)
-        return best
-
-    def _order(self, graph: StageGraph, schedule: str) -> Schedule:
-        return replace(_rule(schedule).order(graph), slots=self._cost.receive_slots)
-
-    def _candidates(
-        self, proposals: Iterable[StageGraph], rejected: list[str | float]
-    ) -> Iterator[_Candidate]:
-        """Proposals that fit; ``rejected`` gets the bytes, or the reason, of those that do not."""
-        for proposal in proposals:
-            seen: list[StageGraph] = []
-            for schedule in self._schedules:
-                graph = _rule(schedule).warm_up(proposal)
-                if graph in seen:
-                    continue
-                seen.append(graph)
-                peak = max(
-                    stage_bytes(graph, self._cost, s, in_flight=stage.in_flight)
-                    for s, stage in enumerate(graph.stages)
-                )
-                if peak > self._cost.cluster.memory_bytes:
-                    rejected.append(peak)
-                    continue
-                costs = ModelCosts(graph, self._cost)
-                try:
-                    least = least_step_s(graph, costs)
-                except ProfileError as error:
-                    rejected.append(str(error))
-                    continue
-                yield _Candidate(graph, schedule, costs, least, peak)
-
-    def _estimate(self, candidate: _Candidate, order: Schedule, best_s: float) -> float:
-        """Step seconds by the line through two short batches; 0 if the batch itself is short."""
-        graph = candidate.graph
-        unit = math.lcm(*(stage.k * stage.microbatch_size for stage in graph.stages))
-        held = max(stage.in_flight * stage.microbatch_size for stage in graph.stages)
-        first = 2 * -(-held // unit) + 8
-        second = first + 8
-        if not math.isfinite(best_s) or graph.batch_size < 2 * (first + second) * unit:
-            return 0.0
-        times = []
-        for units in (first, second):
-            short = replace(graph, batch_size=units * unit)
-            times.append(
-                step_seconds(short, self._order(short, candidate.schedule), candidate.costs)
-            )
-        slope = (times[1] - times[0]) / (second - first)
-        return times[1] + slope * (graph.batch_size / unit - second)
-
-    def _why_none(self, rejected: Sequence[str | float], planner: str) -> str:
-        reasons = [reason for reason in rejected if isinstance(reason, str)]
-        sizes = [size for size in rejected if not isinstance(size, str)]
-        if not rejected:
-            return f"planner {planner} proposes nothing for {self._cost.cluster.name}"
-        if not sizes:
-            return f"no proposal of planner {planner} can be priced: {reasons[0]}"
-        return (
-            f"none of the {len(sizes)} proposals of planner {planner} fits "
-            f"{self._cost.cluster.name}: the smallest needs {min(sizes) / GIB:.2f} GiB on a "
-            f"device, which has {self._cost.cluster.memory_bytes / GIB:.2f} GiB; use devices with "
-            "that much memory, more devices, a smaller micro-batch or an optimizer with less state"
-        )
-
-
 def _verified_run(graph: StageGraph, schedule: str, cost: CostModel) -> Timeline:
     costs = ModelCosts(graph, cost)
-    order = replace(_rule(schedule).order(graph), slots=cost.receive_slots)
+    order = replace(rule_named(schedule).order(graph), slots=cost.receive_slots)
     lowered = lower(order, graph, gradient_edges=costs.gradient_edges, data_edges=costs.data_edges)
     check_schedule(lowered, graph)
     return run(graph, lowered, costs)
-
-
-def _num_actions(candidate: _Candidate) -> int:
-    graph = candidate.graph
-    return sum(graph.num_microbatches(s) * stage.replicas for s, stage in enumerate(graph.stages))
-
-
-def _rule(name: str) -> ScheduleRule:
-    if name not in SCHEDULES:
-        raise ValueError(f"unknown schedule {name!r}; there are {', '.join(SCHEDULES)} and auto")
-    return SCHEDULES[name]()
 
 
 def _planner(name: str, max_replicas: int | None) -> tuple[Planner, bool]:
@@ -357,7 +227,7 @@ def _check_arguments(
     if planner not in planners.PLANNERS:
         raise ValueError(f"unknown planner {planner!r}; there are {', '.join(planners.PLANNERS)}")
     if schedule != "auto":
-        _rule(schedule)
+        rule_named(schedule)
     for what, number in (
         ("batch size", batch_size),
         ("micro-batch size", microbatch_size),

@@ -1,20 +1,27 @@
-"""Workload: everything that training needs besides a plan, and how a name on the command line becomes one.
+"""Workload: everything that training needs besides a plan, and how a name becomes one.
 
-The module returns its loss, so labels and inputs are ordinary inputs that enter at whichever stage needs them.
+The module returns its loss, so labels and inputs are ordinary inputs that enter at whichever stage
+needs them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 Batch = Any
-"""A tensor, or a tuple, list or dict (also nested) of tensors; dimension 0 of each is samples. A dict is passed to the
-module as keyword arguments, a tuple or list as positional ones."""
+"""A tensor, or a tuple, list or dict (also nested) of tensors; dimension 0 of each is samples. A
+dict is passed to the module as keyword arguments, a tuple or list as positional ones."""
 
 NamedParameters = list[tuple[str, nn.Parameter]]
 
@@ -29,13 +36,15 @@ class Workload:
     """A model with its data and optimizer recipe.
 
     Attributes:
-        module: its forward returns the loss: a scalar tensor, or an object or mapping with a scalar ``loss`` (as Hugging
-            Face models return); further scalar entries of a mapping are metrics. Loss and metrics are means over samples.
-        example: a batch of at least two samples, as the data yields them; sizes of further dimensions are fixed by it.
+        module: its forward returns the loss: a scalar tensor, or an object or mapping with a scalar
+            ``loss`` (as Hugging Face models return); further scalar entries of a mapping are
+            metrics. Loss and metrics are means over samples.
+        example: a batch of at least two samples, as the data yields them; sizes of further
+            dimensions are fixed by it.
         data: (batch size, epoch) -> training batches of one epoch, the same on every rank.
         eval_data: batch size -> held-out batches.
-        optimizer: named parameters -> optimizer; any ``torch.optim`` class with its options bound serves. Each rank calls it
-            with the parameters of its own stages.
+        optimizer: named parameters -> optimizer; any ``torch.optim`` class with its options bound
+            serves. Each rank calls it with the parameters of its own stages.
         scheduler: optimizer -> learning-rate scheduler, stepped once a step.
         clip_norm: largest global gradient norm, over all stages.
         chance: metric -> what guessing would give, for reports.
@@ -51,3 +60,152 @@ class Workload:
     clip_norm: float | None = None
     chance: Mapping[str, float] = field(default_factory=dict)
     name: str = ""
+
+
+def resolve(
+    text: str,
+    *,
+    preset: str = "published",
+    options: Mapping[str, str] | None = None,
+    meta: bool = False,
+) -> Workload:
+    """The workload that ``text`` names.
+
+    Args:
+        text: a built-in model, or ``package.module:function``, where the module may lie in the
+            current directory and the function returns a ``Workload``.
+        preset: of a built-in model; a function takes it where it has an argument of that name.
+        options: of a built-in model; a function gets them as keyword arguments, as text.
+        meta: build the module without memory for its parameters, for planning only.
+
+    Raises:
+        ValueError: if nothing of that name exists, an option is unknown, or the function returns
+            something else. What the module or the function raises itself is left as it is.
+    """
+    if ":" in text:
+        return _from_function(text, preset, dict(options or {}), meta)
+    from anabranch import models  # its files import this one
+
+    if text not in models.MODELS:
+        raise ValueError(
+            f"there is no built-in model {text}; there are {', '.join(models.MODELS)}. A model of your "
+            f"own is written package.module:function, where the function returns an anabranch.Workload"
+        )
+    return models.build(text, preset=preset, options=options, meta=meta)
+
+
+def _from_function(text: str, preset: str, options: dict[str, str], meta: bool) -> Workload:
+    """Import, call and check a user's function."""
+    function = _find_function(text)
+    _check_options(function, text, options)
+    if "preset" in _arguments(function) and "preset" not in options:
+        options["preset"] = preset
+    with _parameters_on_meta() if meta else nullcontext():
+        workload = function(**options)
+    if not isinstance(workload, Workload):
+        raise ValueError(
+            f"{text} returned {_article(type(workload).__name__)}, not an anabranch.Workload; "
+            f"end it with return anabranch.Workload(module=..., example=...)"
+        )
+    if meta:
+        example = to_meta(workload.example)
+        workload = replace(workload, module=workload.module.to("meta"), example=example)
+    return workload if workload.name else replace(workload, name=text)
+
+
+def to_meta(batch: Batch) -> Batch:
+    """The same batch, nested alike, without values."""
+    if isinstance(batch, torch.Tensor):
+        return batch.to("meta")
+    if isinstance(batch, Mapping):
+        return {key: to_meta(value) for key, value in batch.items()}
+    if isinstance(batch, tuple):
+        return tuple(to_meta(value) for value in batch)
+    return [to_meta(value) for value in batch] if isinstance(batch, list) else batch
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Parameters lose their memory as modules register them, one at a time.
+
+    Not ``torch.device("meta")``: under it a function that draws its example from a generator fails.
+    """
+
+    def drop(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        if parameter is None or parameter.is_meta:
+            return None  # as it is, so that tied parameters stay one
+        return nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+
+    # What a hook returns replaces the parameter; the annotation of PyTorch forgets it.
+    handle = register_module_parameter_registration_hook(drop)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _find_function(text: str) -> Callable[..., object]:
+    """The function of ``package.module:function``."""
+    place, _, attribute = text.partition(":")
+    if not all(part.isidentifier() for part in [*place.split("."), *attribute.split(".")]):
+        raise ValueError(f"{text} is not of the form package.module:function")
+    here = os.getcwd()
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        found: object = importlib.import_module(place)
+    except ModuleNotFoundError as error:
+        # A module that exists but lacks one of its own imports: for the user to see in full.
+        if error.name is None or not f"{place}.".startswith(f"{error.name}."):
+            raise
+        raise ValueError(
+            f"there is no module {error.name} for {text}; it is looked for in the current directory "
+            f"({here}) and among the installed packages"
+        ) from None
+    for name in attribute.split("."):
+        if not hasattr(found, name):
+            others = [
+                key
+                for key, value in vars(found).items()
+                if inspect.isfunction(value) and value.__module__ == place and key[0] != "_"
+            ]
+            raise ValueError(
+                f"{place} has no {attribute}; its functions are {', '.join(others) or 'none'}"
+            )
+        found = getattr(found, name)
+    if not callable(found):
+        raise ValueError(
+            f"{text} is {_article(type(found).__name__)}, not a function; write a function without "
+            f"required arguments that returns an anabranch.Workload"
+        )
+    return found
+
+
+def _check_options(function: Callable[..., object], text: str, options: Mapping[str, str]) -> None:
+    """Refuse options that the function has no argument for, and arguments that got no value."""
+    arguments = _arguments(function)
+    if any(argument.kind is inspect.Parameter.VAR_KEYWORD for argument in arguments.values()):
+        return
+    unknown = [key for key in options if key not in arguments]
+    if unknown:
+        raise ValueError(
+            f"{text} has no argument {', '.join(unknown)}; it has {', '.join(arguments) or 'none'}"
+        )
+    missing = [
+        name
+        for name, argument in arguments.items()
+        if argument.default is inspect.Parameter.empty
+        and argument.kind is not inspect.Parameter.VAR_POSITIONAL
+        and name not in options
+        and name != "preset"
+    ]
+    if missing:
+        raise ValueError(f"{text} needs {', '.join(missing)}; write -o {missing[0]}=VALUE")
+
+
+def _arguments(function: Callable[..., object]) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(function).parameters
+
+
+def _article(word: str) -> str:
+    return f"{'an' if word[:1].lower() in 'aeiou' else 'a'} {word}"

@@ -162,19 +162,6 @@ def test_dropout_keeps_one_byte_per_number() -> None:
     assert recorder.kernels == []
 
 
-def test_devices_in_the_program_are_replaced() -> None:
-    """A program that was exported on the CPU constructs its tensors there; here, on meta."""
-    graph = fx.Graph()
-    x = graph.placeholder("x")
-    device = {"device": torch.device("cpu")}
-    graph.output(
-        graph.call_function(
-            aten.add.Tensor, (x, graph.call_function(aten.ones.default, ([3],), device))
-        )
-    )
-    assert run(fx.GraphModule(nn.Module(), graph), {}, [meta(3)]).is_meta
-
-
 def test_parameters_by_name() -> None:
     """A graph reads its parameters through the tensors that it is given, not the module's own."""
     root = nn.Module()

@@ -47,7 +47,7 @@ def timeline(text: str, *, source: str = "predicted", step_ms: float = 8.5) -> T
             span = Span(int(device), float(start) / 1e3, float(end) / 1e3, Action.parse(action))
             spans.append(span)
     devices = tuple(sorted({span.device for span in spans}))
-    memory = {d: ((0.0, 2**20), (1e-3, 3 * 2**20), (6e-3, 2**20)) for d in devices}
+    memory = dict.fromkeys(devices, ((0.0, 2**20), (1e-3, 3 * 2**20), (6e-3, 2**20)))
     ordered = sorted(spans, key=lambda span: (span.device, span.start))
     return Timeline(tuple(ordered), devices, source, step_ms / 1e3, memory)
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.report.examples import STEP, of_class, parse, texts, timeline
 
 from anabranch.report.charts import curve_chart, memory_chart, thin
-from tests.report.examples import STEP, of_class, parse, texts, timeline
 
 PREDICTED = timeline(STEP)
 
@@ -47,7 +47,7 @@ def test_a_staircase_of_the_memory():
 
 @given(st.lists(st.tuples(st.floats(0, 20), st.integers(0, 99)), max_size=60))
 def test_thinning_keeps_peaks_and_ends(steps):
-    """The highest level of every pixel and the one that lasts beyond it; never more than two a pixel."""
+    """The highest level of every pixel and the one that lasts beyond it; at most two a pixel."""
     steps.sort(key=lambda step: step[0])
     kept = thin(steps)
     assert len(kept) <= 2 * len({math.floor(x) for x, _ in steps})

@@ -5,10 +5,10 @@ from collections import defaultdict
 
 from hypothesis import given
 from hypothesis import strategies as st
-
-from anabranch.report.chrome import trace
 from tests.report.examples import STEP, TWO_TOWERS, timeline
 from tests.strategies import stage_graphs, timelines
+
+from anabranch.report.chrome import trace
 
 TRACE = trace(timeline(STEP), TWO_TOWERS)
 EVENTS = TRACE["traceEvents"]
@@ -70,6 +70,13 @@ def test_messages_at_the_same_time_get_threads_of_their_own():
     text = "0: 0SF0>1@1[0:2] 1-3 | 0SF1>1@1[2:4] 2-4 | 0SF2>1@1[4:6] 3-5"
     events = trace(timeline(text), TWO_TOWERS)["traceEvents"]
     assert [e["tid"] for e in events if e["ph"] == "X"] == [2, 3, 2]
+
+
+def test_equal_actions_are_all_there():
+    """Two messages of one kind may take no time and begin together."""
+    text = "0: 0SF0>1@1[0:2] 1-1 | 0SF0>1@1[0:2] 1-1"
+    events = trace(timeline(text), TWO_TOWERS)["traceEvents"]
+    assert [e["ts"] for e in events if e["ph"] == "X"] == [1000, 1000]
 
 
 @given(st.data(), stage_graphs())

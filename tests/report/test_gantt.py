@@ -1,18 +1,19 @@
 """The picture of timelines."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.report.examples import STEP, TWO_TOWERS, chain, of_class, parse, texts, timeline
+from tests.strategies import stage_graphs, timelines
 
 from anabranch.planner.stages import Stage, StageGraph
 from anabranch.report.arrange import arrange
 from anabranch.report.svg import timeline_svg
 from anabranch.schedule.schedule import Action, Kind
 from anabranch.timeline import Span, Timeline
-from tests.report.examples import STEP, TWO_TOWERS, chain, of_class, parse, texts, timeline
-from tests.strategies import stage_graphs, timelines
 
 PREDICTED = timeline(STEP)
 
@@ -132,7 +133,7 @@ def test_several_stages_on_one_device_share_its_row():
 
 
 def test_two_plans_can_be_compared():
-    """Every timeline with its own stage graph: 0, 1 and 2 on three devices, or one after the other."""
+    """Every timeline with its own stage graph."""
     step = timeline("0: 0F0 0-1 | 0B0 1-3", step_ms=3)
     graphs = [TWO_TOWERS, chain(1)]
     written = texts(parse(timeline_svg([("graph", PREDICTED), ("one", step)], graphs)))
@@ -201,4 +202,4 @@ def test_rows_never_overlap(devices):
     layout = arrange([("step", Timeline((), graph.devices, "predicted", 1.0, {}))], graph)
     tops = layout.panels[0].tops
     height = layout.panels[0].row_height
-    assert all(b - a >= height + 1 for a, b in zip(tops, tops[1:], strict=False))
+    assert all(b - a >= height + 1 for a, b in pairwise(tops))

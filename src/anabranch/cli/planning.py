@@ -306,7 +306,7 @@ def simulate(
     if report is not None:
         from anabranch.report.html import page
 
-        report.write_text(page(loaded, [("predicted", timeline)]))
+        report.write_text(page(loaded, [("predicted", timeline)]), encoding="utf-8")
     if as_json:
         print_json(
             {

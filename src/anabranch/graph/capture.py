@@ -41,8 +41,10 @@ from anabranch.graph.program import (
     Program,
     Refused,
     Source,
+    gradient_calls,
     lower,
     propagate,
+    requires_grad,
 )
 from anabranch.workload import Batch
 
@@ -146,7 +148,7 @@ class Captured:
         granularity: how coarse the operators are.
         training: whether this is the training graph.
         samples: the example's number of samples (2 where it had one).
-        value_nodes: value of the graph -> name of the node that makes it (or of the placeholder of the leaf).
+        value_calls: value of the graph -> position of the call that makes it, -1 for a leaf of the batch.
         batch_dims: value of the graph -> which dimension is the samples, None where there is none.
         unused: trainable parameters that the loss does not depend on.
     """
@@ -157,7 +159,7 @@ class Captured:
     granularity: Granularity
     training: bool
     samples: int
-    value_nodes: tuple[str, ...]
+    value_calls: tuple[int, ...]
     batch_dims: tuple[int | None, ...]
     unused: tuple[str, ...]
     _layout: _Layout
@@ -188,7 +190,7 @@ class Captured:
             grouping = group(program, other, module, granularity)
         else:
             grouping = group_like(program, other, like._programs_at(samples), like._grouping)
-        graph, nodes, dims = _build(module, program, other, grouping, training)
+        graph, calls, dims = _build(module, program, other, grouping, training)
         listed = {parameter.name for parameter in graph.parameters}
         return Captured(
             graph=graph,
@@ -197,7 +199,7 @@ class Captured:
             granularity=granularity,
             training=training,
             samples=samples,
-            value_nodes=nodes,
+            value_calls=calls,
             batch_dims=dims,
             unused=tuple(n for n, p in module.named_parameters() if p.requires_grad and n not in listed),
             _layout=layout,
@@ -245,6 +247,11 @@ class Captured:
 
     def _programs_at(self, samples: int) -> Program:
         return self._programs[samples, self._exporter.device]
+
+    @property
+    def capture_device(self) -> torch.device:
+        """Where the module's parameters were when it was captured."""
+        return self._exporter.device
 
     def owners(self, program: Program) -> dict[fx.Node, int]:
         """Per call of one of ``at``'s programs, the index of its operator, or ``FREE`` for calls to copy."""
@@ -295,6 +302,9 @@ class _Exporter:
         except CaptureError:
             raise
         except Exception:
+            self.fixed[samples] = self.run(samples, dynamic=False)
+        if self.dynamic is not None and _is_fixed(self.dynamic):
+            self.dynamic = None
             self.fixed[samples] = self.run(samples, dynamic=False)
         chosen = self.dynamic or self.fixed[samples]
         self.metrics = tuple(chosen.call_spec.out_spec.context)[1:]  # type: ignore[union-attr]
@@ -349,6 +359,16 @@ class _Exporter:
         return program
 
 
+def _is_fixed(exported: torch.export.ExportedProgram) -> bool:
+    """Whether the tracer met a line that needs the number of samples as a constant."""
+    leaves = [
+        node.meta["val"].shape[0]
+        for spec, node in zip(exported.graph_signature.input_specs, exported.graph.nodes, strict=False)
+        if spec.kind is torch.export.graph_signature.InputKind.USER_INPUT
+    ]
+    return any(isinstance(size, int) or size.node.expr.is_number for size in leaves)
+
+
 def _moved(like: torch.Tensor, device: torch.device) -> torch.Tensor:
     if like.device.type != "meta":
         return like.to(device="meta") if device.type == "meta" else like
@@ -367,11 +387,13 @@ def _first_names(module: nn.Module) -> dict[str, str]:
 
 def _build(
     module: nn.Module, program: Program, other: Program, grouping: Grouping, training: bool
-) -> tuple[OpGraph, tuple[str, ...], tuple[int | None, ...]]:
-    """The graph of operators, with the node and the batch dimension of each value."""
+) -> tuple[OpGraph, tuple[int, ...], tuple[int | None, ...]]:
+    """The graph of operators, with the call and the batch dimension of each value."""
     owners = dict(zip(program.calls, grouping.owners, strict=True))
     twins = dict(zip(program.calls, other.calls, strict=True))
+    position = {node: i for i, node in enumerate(program.calls)}
     readers = _readers(program, owners)
+    carriers = gradient_calls(program) if training else set()
     read: list[set[str]] = [set() for _ in grouping.names]
     batch_values, values = [], []
     for node in program.graph.nodes:
@@ -383,11 +405,16 @@ def _build(
             leaf = node.meta["val"]
             size = leaf.numel() * leaf.element_size() // program.samples
             consumers = tuple(sorted(readers[node]))
-            batch_values.append((Value(BATCH, consumers, size, True, False, source.name), node.name, 0))
+            batch_values.append((Value(BATCH, consumers, size, True, False, source.name), -1, 0))
         elif node.op == "call_function" and owners[node] != FREE:
             consumers = tuple(sorted(readers[node] - {owners[node]}))
             if consumers:
-                values.append(_value(node, twins[node], program, other, owners[node], consumers, training))
+                grad = requires_grad(node) and any(
+                    user in carriers and owners[user] != owners[node] for user in node.users
+                )
+                sizes = (program.samples, other.samples)
+                value, dim = _value(node, twins[node], sizes, owners[node], consumers, grad)
+                values.append((value, position[node], dim))
     ops = []
     for i, (name, kind) in enumerate(zip(grouping.names, grouping.kinds, strict=True)):
         ordered = tuple(n for n, _ in module.named_parameters() if n in read[i])
@@ -415,20 +442,13 @@ def _readers(program: Program, owners: Mapping[fx.Node, int]) -> dict[fx.Node, s
 
 
 def _value(
-    node: fx.Node,
-    twin: fx.Node,
-    program: Program,
-    other: Program,
-    producer: int,
-    consumers: tuple[int, ...],
-    training: bool,
-) -> tuple[Value, str, int | None]:
+    node: fx.Node, twin: fx.Node, sizes: tuple[int, int], producer: int, consumers: tuple[int, ...], grad: bool
+) -> tuple[Value, int | None]:
     here, there = tensor(node), tensor(twin)
     assert here is not None
     assert there is not None
-    dim = batch_dim(here, there, (program.samples, other.samples))
+    dim = batch_dim(here, there, sizes)
     nbytes = here.numel() * here.element_size()
     if dim is not None:
-        nbytes //= program.samples
-    grad = training and here.requires_grad
-    return Value(producer, consumers, nbytes, dim is not None, grad, node.name), node.name, dim
+        nbytes //= sizes[0]
+    return Value(producer, consumers, nbytes, dim is not None, grad, node.name), dim

@@ -189,7 +189,8 @@ class Facts:
         name = base_name(node)
         library = schema_name(node).partition("::")[0]
         if name in _HEAVY or (library not in ("aten", "prims") and name != "getitem"):
-            return 2
+            # A table that is looked up at constant places, such as positions, is no more than a parameter.
+            return 2 if self.on_batch[node] else 1
         return 0 if name in _CHEAP and name not in _NOT_A_REMAINDER else 1
 
 
@@ -430,11 +431,13 @@ def _absorb(partition: Partition, weight: int, blocks: Blocks) -> None:
 
 def _host(partition: Partition, v: int, blocks: Blocks) -> int | None:
     before, after = partition.joins_producer(v), partition.joins_consumer(v)
+    # Where others read what v reads, as a residual sum does beside a norm, v itself need not cross to its consumer.
+    shared = any(len(partition.succ[p]) > 1 for p in before)
+    nearest = [*after, *before] if shared else [*before, *after]
     block = blocks.block(partition.path[v])
-    # A norm before attention goes with the attention, a sum after it too: stay in the block, look back first unless light.
-    choices = [g for g in (*before, *after) if blocks.block(partition.path[g]) == block]
+    choices = [g for g in nearest if blocks.block(partition.path[g]) == block]
     if not choices and (not block or partition.weight[v] == 0):
-        choices = [*before, *after]
+        choices = nearest
     return choices[0] if choices else None
 
 

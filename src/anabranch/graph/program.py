@@ -301,6 +301,7 @@ class _Builder:
         outputs = self.result if isinstance(self.result, list | tuple) else (self.result,)
         self.graph.output(tuple(outputs))
         _to_front(self.graph)
+        _follow_writes(self.graph)
         _drop_dead(self.graph)
         self.graph.lint()
         return Program(
@@ -323,6 +324,20 @@ def _to_front(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if node.op == "placeholder" and node is not first:
             first.prepend(node)
+
+
+def _follow_writes(graph: fx.Graph) -> None:
+    """Let who reads a tensor after ``relu_(x)`` read the result of the call: one tensor has one name at a time."""
+    position = {node: i for i, node in enumerate(graph.nodes)}
+    for node in graph.nodes:
+        schema = getattr(node.target, "_schema", None)
+        returned = schema.returns[0].alias_info if schema is not None and len(schema.returns) == 1 else None
+        if returned is None or not returned.is_write:
+            continue
+        for target in written(node):
+            if target.op != "placeholder":
+                for user in [u for u in target.users if position[u] > position[node]]:
+                    user.replace_input_with(target, node)
 
 
 def _drop_dead(graph: fx.Graph) -> None:
@@ -359,3 +374,17 @@ def propagate(program: Program, find: Callable[[Source], torch.Tensor]) -> None:
             # All values are alive here, so addresses are unique.
             if isinstance(env[node], torch.Tensor):
                 node.meta["storage"] = env[node].untyped_storage()._cdata
+
+
+def gradient_calls(program: Program) -> set[fx.Node]:
+    """The calls that a gradient of the loss goes through."""
+    reached = {program.outputs[0]}
+    for node in reversed(program.calls):
+        if node in reached and requires_grad(node):
+            reached.update(source for source in node.all_input_nodes if requires_grad(source))
+    return {node for node in reached if node.op == "call_function" and requires_grad(node)}
+
+
+def requires_grad(node: fx.Node) -> bool:
+    """Whether eager execution would track gradients of the node's value, or of a part of it."""
+    return any(isinstance(v, torch.Tensor) and v.requires_grad for v in _leaves(node.meta.get("val")))

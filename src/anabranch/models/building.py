@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from anabranch.models.streams import Draw, held_out_stream, seeded, training_stream
-from anabranch.workload import Batch, NamedParameters, Workload
+from anabranch.workload import NamedParameters, Workload, to_meta
 
 EXAMPLE_SAMPLES = 2
 
@@ -25,15 +25,6 @@ def initialised(make: Callable[[], nn.Module], seed: int, *, meta: bool) -> nn.M
     with torch.random.fork_rng(devices=[]), torch.device("meta" if meta else "cpu"):
         torch.manual_seed(seed)
         return make()
-
-
-def to_meta(batch: Batch) -> Batch:
-    """The same batch, nested alike, without values."""
-    if isinstance(batch, torch.Tensor):
-        return batch.to("meta")
-    if isinstance(batch, dict):
-        return {key: to_meta(value) for key, value in batch.items()}
-    return type(batch)(to_meta(value) for value in batch)
 
 
 def adam(parameters: NamedParameters, learning_rate: float) -> torch.optim.Optimizer:

@@ -88,7 +88,7 @@ class CandleUno(nn.Module):
 
 
 def response(sizes: CandleUnoSizes) -> Callable[[int, torch.Generator], Batch]:
-    """Draws a normal response, which every branch's features show along a direction of their own."""
+    """Draws a normal response, which each branch's features show along a direction of their own."""
     patterns = prototypes(sizes.branches, sizes.features, sizes.seed)
 
     def draw(samples: int, generator: torch.Generator) -> Batch:

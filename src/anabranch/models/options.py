@@ -1,4 +1,4 @@
-"""Sizes of a built-in model: a frozen dataclass each, changed by options such as ``-o layers=4``."""
+"""Sizes of a built-in model: a frozen dataclass each, changed by options like ``-o layers=4``."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def with_options(sizes: _T, options: Mapping[str, str], model: str) -> _T:
         model: for the message.
 
     Raises:
-        ValueError: for a field that does not exist (the message names those that do) or a value that
-            does not parse.
+        ValueError: for a field that does not exist (the message names those that do) or a value
+            that does not parse.
     """
     present = {field.name: getattr(sizes, field.name) for field in fields(sizes)}  # type: ignore[arg-type]
     unknown = [key for key in options if key not in present]

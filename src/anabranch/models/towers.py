@@ -1,4 +1,4 @@
-"""Synthetic inputs of several towers: what is to be found is a pattern along each input, under noise."""
+"""Synthetic inputs of several towers: a pattern along each input, to be found under noise."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@
     inputs.1 -> 4 x (attention -> linear -> linear) --+
 
 Nothing else is in the figure: no normalisation and no residual connections. Its widths are not
-published; they are MMT's here, with both linear layers ``hidden`` wide. The mean is over the sequence.
+published; they are MMT's here, both linear layers ``hidden`` wide. The mean is over the sequence.
 """
 
 from __future__ import annotations

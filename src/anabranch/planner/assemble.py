@@ -75,9 +75,9 @@ class Assembler:
             period = self.prices.period_s(part)
             for replicas in (2 * part.replicas, part.replicas + 1):
                 more = replace(part, replicas=replicas)
-                if self._may(more) and replicas - part.replicas <= left:
-                    if not helpful or self.prices.period_s(more) < period:
-                        yield part, [more]
+                possible = replicas - part.replicas <= left and self._may(more)
+                if possible and (not helpful or self.prices.period_s(more) < period):
+                    yield part, [more]
             if part.replicas <= left:
                 halves = self._halves(part)
                 if halves and (not helpful or self._longest((part, halves)) < period):

@@ -50,14 +50,13 @@ class PartPrices:
     def period_s(self, part: Part) -> float:
         """Seconds from one micro-batch to the next."""
         if part not in self._period_s:
-            ops = list(bits(part.mask))
             enter, leave = self._border(part)
             self._period_s[part] = float(
                 self.prices.period_s(
                     sum(self.compute_s(part)),
                     enter,
                     leave,
-                    self.cost.parameter_bytes(ops, trainable=True),
+                    self._reduced_bytes(part.mask),
                     part.replicas,
                 )
             )
@@ -119,14 +118,20 @@ class PartPrices:
             )
         return self._way[source, target]
 
+    def reduce_s(self, part: Part) -> float:
+        """Seconds of the all-reduce of a part on devices in a row."""
+        return float(self.prices.allreduce_s(self._reduced_bytes(part.mask), part.replicas))
+
+    def _reduced_bytes(self, mask: int) -> int:
+        if mask not in self._reduced:
+            self._reduced[mask] = self.cost.parameter_bytes(bits(mask), trainable=True)
+        return self._reduced[mask]
+
     def allreduce_s(self, part: Part, devices: Sequence[int]) -> float:
         """Seconds of the all-reduce of a part on these devices."""
         if part.replicas == 1:
             return 0.0
-        if part.mask not in self._reduced:
-            ops = bits(part.mask)
-            self._reduced[part.mask] = self.cost.parameter_bytes(ops, trainable=True)
-        return self.cost.allreduce_s(self._reduced[part.mask], devices)
+        return self.cost.allreduce_s(self._reduced_bytes(part.mask), devices)
 
 
 def edges(prices: PartPrices, parts: Sequence[Part]) -> set[tuple[int, int]]:

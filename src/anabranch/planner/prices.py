@@ -13,6 +13,10 @@ ceil(B / b) of them in a batch of B:
 
     period  =  max(compute, in * share(d), out * share(d))  +  allreduce / M
 
+The last term makes the all-reduce part of a bound on the period. It is a lower bound on what that
+costs: a stage that waits for a slower one still reduces at the end. So a search may also bound
+the period without it, and the all-reduce apart (``Bound``).
+
 A value counts once in each direction however many stages read it. All that crosses the border of
 a stage is taken to leave its node, unless the whole cluster is one, and its card to be shared
 with nobody else's: true of a join that is spread over a node, pessimistic for neighbours inside
@@ -72,21 +76,22 @@ class Prices:
         return seconds_per_byte(self.cost, degree)
 
     def allreduce_s(self, nbytes: Number, degree: int, *, latency: bool = True) -> Number:
-        """Seconds of the all-reduce over ``degree`` devices in a row, per micro-batch."""
+        """Seconds of the all-reduce over ``degree`` devices in a row, once per step."""
         if degree == 1:
             return nbytes * 0.0
         link = self.cost.cluster.slowest_link((0, min(degree, self.cost.cluster.num_devices) - 1))
         ring = 2 * (degree - 1) / degree * nbytes / link.bandwidth
         if latency:
             ring = ring + 2 * (degree - 1) * link.latency_s * (nbytes > 0)
-        return ring / self.num_microbatches
+        return ring
 
     def period_s(
         self, compute_s: Number, bytes_in: Number, bytes_out: Number, reduced: Number, degree: int
     ) -> Number:
         """Seconds from one micro-batch to the next; the formula at the head of this file."""
         traffic = np.maximum(bytes_in, bytes_out) * self.share(degree)
-        return np.maximum(compute_s, traffic) + self.allreduce_s(reduced, degree)
+        reduce_s = self.allreduce_s(reduced, degree)
+        return np.maximum(compute_s, traffic) + reduce_s / self.num_microbatches
 
     def headroom(self, fixed: Number, per_microbatch: Number) -> Number:
         """The largest height at which a stage fits; -1 where it fits at none.
@@ -106,6 +111,21 @@ class Prices:
     def in_flight(self, height: Number) -> Number:
         """Micro-batches between forward and backward at least."""
         return np.minimum(height + 1, self.num_microbatches)
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """What no stage may exceed.
+
+    Attributes:
+        period_s: seconds from one micro-batch to the next.
+        spread: the period includes the all-reduce, spread over the micro-batches.
+        reduce_s: seconds of the all-reduce of a step.
+    """
+
+    period_s: float
+    spread: bool = True
+    reduce_s: float = float("inf")
 
 
 def seconds_per_byte(cost: CostModel, degree: int) -> float:

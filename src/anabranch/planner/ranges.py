@@ -7,20 +7,21 @@ beside it also takes the last or first operators of a branch (``Shares``).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
 from anabranch.planner.chains import Row
-from anabranch.planner.prices import Prices
+from anabranch.planner.prices import Bound, Prices
 
 INFINITE = 1 << 28
 """More devices than there are."""
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int32]
+Bools = NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -30,15 +31,17 @@ class Shares:
     Arrays are [k, c] for degree k and cut c.
 
     Attributes:
-        weight: seconds of compute and all-reduce. traffic: seconds of transfers and all-reduce;
-            may be negative, as what the stage now makes itself no
-            longer enters it.
+        compute_s: seconds of compute per micro-batch.
+        traffic_s: seconds of transfers per micro-batch; may be negative, as what the stage now
+            makes itself no longer enters it.
+        reduce_s: seconds of all-reduce per step.
         fixed: bytes of memory whatever is in flight.
         per_microbatch: bytes of memory per micro-batch in flight.
     """
 
-    weight: Floats
-    traffic: Floats
+    compute_s: Floats
+    traffic_s: Floats
+    reduce_s: Floats
     fixed: Floats
     per_microbatch: Floats
 
@@ -49,64 +52,71 @@ class Shares:
     def take(self, cuts: Sequence[int]) -> Shares:
         """Only these cuts, in this order."""
         chosen = list(cuts)
-        return Shares(
-            self.weight[:, chosen],
-            self.traffic[:, chosen],
-            self.fixed[:, chosen],
-            self.per_microbatch[:, chosen],
-        )
+        return Shares(*(getattr(self, each.name)[:, chosen] for each in fields(self)))
 
 
 class Ranges:
     """One row at one micro-batch size; arrays are [degree, start, stop].
 
     Attributes:
-        weight: seconds of compute and all-reduce.
-        traffic: seconds of transfers and all-reduce.
+        compute_s: seconds of compute per micro-batch.
+        traffic_s: seconds of transfers per micro-batch.
+        reduce_s: seconds of all-reduce per step.
         fixed: bytes of memory whatever is in flight.
         per_microbatch: bytes of memory per micro-batch in flight.
+        headroom: the largest height at which the range fits.
     """
 
     def __init__(self, row: Row, prices: Prices) -> None:
         self.row = row
         self.prices = prices
         shape = (len(prices.degrees), row.size + 1, row.size + 1)
-        self.weight = np.empty(shape)
-        self.traffic = np.empty(shape)
+        self.compute_s = np.empty(shape)
+        self.traffic_s = np.empty(shape)
+        self.reduce_s = np.empty(shape)
         self.fixed = np.empty(shape)
         self.per_microbatch = np.empty(shape)
         for k, degree in enumerate(prices.degrees):
             self._price(k, degree)
-        self.period_s = np.maximum(self.weight, self.traffic)
         self.headroom = prices.headroom(self.fixed, self.per_microbatch)
+        self._slowest_s = np.maximum(self.compute_s, self.traffic_s)
+        self._spread_s = self._slowest_s + self.reduce_s / prices.num_microbatches
 
     def _price(self, k: int, degree: int) -> None:
         row, prices = self.row, self.prices
         n = prices.samples(degree)
-        reduce_s = prices.allreduce_s(row.reduced_bytes, degree)
         compute = row.compute_s(n)
         entering, back = row.entering.at(n), row.entering_gradients.at(n)
         out = row.leaving.at(n) + row.leaving_gradients.at(n)
-        share = prices.share(degree)
-        self.weight[k] = compute[None, :] - compute[:, None] + reduce_s
-        self.traffic[k] = np.maximum(entering + back, out) * share + reduce_s
-        self.fixed[k] = row.state_bytes + prices.cost.receive_slots * (entering + back)
         kept = row.kept_bytes
+        self.compute_s[k] = compute[None, :] - compute[:, None]
+        self.traffic_s[k] = np.maximum(entering + back, out) * prices.share(degree)
+        self.reduce_s[k] = prices.allreduce_s(row.reduced_bytes, degree)
+        self.fixed[k] = row.state_bytes + prices.cost.receive_slots * (entering + back)
         self.per_microbatch[k] = (kept[None, :] - kept[:, None]) * n + entering
 
-    def need(self, bound: float, heights: int) -> Ints:
-        """Fewest devices for every range under a bound on the period: [stop, start, height].
+    def need(self, bound: Bound, heights: int) -> Ints:
+        """Fewest devices for every range within a bound: [stop, start, height].
 
         ``INFINITE`` where no degree does. Where memory never depends on the height, the last axis
         has length 1.
         """
-        fits = np.where(self.period_s <= bound, self.headroom, -1)
-        graded = bool(((fits >= 0) & (fits < heights - 1)).any())
-        height = np.arange(heights if graded else 1, dtype=np.int32)
-        result = np.full((*fits.shape[1:], len(height)), INFINITE, dtype=np.int32)
+        within = (self._spread_s if bound.spread else self._slowest_s) <= bound.period_s
+        if bound.reduce_s < np.inf:
+            within &= self.reduce_s <= bound.reduce_s
+        fits = np.where(within, self.headroom, -1).transpose(0, 2, 1)
+        graded = (fits >= 0) & (fits < heights - 1)
+        count = heights if graded.any() else 1
+        height = np.arange(count, dtype=np.int32)
+        result = np.full((*fits.shape[1:], count), INFINITE, dtype=np.int32)
         for k in reversed(range(len(fits))):
-            result[fits[k][..., None] >= height] = self.prices.degrees[k]
-        return np.ascontiguousarray(result.transpose(1, 0, 2))
+            degree = self.prices.degrees[k]
+            result[fits[k] >= heights - 1] = degree
+            some = np.nonzero(graded[k])
+            if len(some[0]):
+                low = height <= fits[k][some][:, None]
+                result[some] = np.where(low, degree, result[some])
+        return result
 
     @cached_property
     def tails(self) -> Shares:
@@ -147,12 +157,12 @@ class Ranges:
             n = prices.samples(degree)
             compute = row.compute_s(n)
             reduced = row.reduced_bytes[start, stop]
-            reduce_s = prices.allreduce_s(reduced, degree, latency=False)
             enter, leave, held = gains(n)
             columns.append(
                 (
-                    compute[stop] - compute[start] + reduce_s,
-                    np.maximum(enter, leave) * prices.share(degree) + reduce_s,
+                    compute[stop] - compute[start],
+                    np.maximum(enter, leave) * prices.share(degree),
+                    prices.allreduce_s(reduced, degree, latency=False),
                     row.state_bytes[start, stop] + prices.cost.receive_slots * enter,
                     kept * n + held,
                 )

@@ -37,9 +37,9 @@ import numpy as np
 
 from anabranch.planner.chains import Block, Chain
 from anabranch.planner.parts import Part
-from anabranch.planner.prices import Prices
-from anabranch.planner.ranges import INFINITE, Ints, Ranges
-from anabranch.planner.sharing import Options, Sharing, Taken, whole
+from anabranch.planner.prices import Bound, Prices
+from anabranch.planner.ranges import INFINITE, Bools, Floats, Ints, Ranges, Shares
+from anabranch.planner.sharing import Options, Sharing, Taken, whole, worthwhile
 
 HEADS = 8
 """Cuts per branch that a stage before a block may take, besides none and all of it."""
@@ -75,6 +75,7 @@ class _Between:
     caps: Ints
     branches: dict[int, _Solved]  # class -> solved on its own
     groups: Ints
+    worthwhile: Bools
     alone: list[Ints]
     whole: list[Ints]
     joins: dict[int, _Join] = field(default_factory=dict)
@@ -108,11 +109,11 @@ class Reach:
         self.limit = limit
         self.heights = heights
         self._ranges: dict[int, Ranges] = {}
-        self._bound = np.inf
+        self._bound = Bound(np.inf)
         self._needs: dict[int, Ints] = {}
 
-    def solve(self, bound: float, caps: Sequence[int]) -> Found:
-        """Fewest devices under a bound on the period, for several caps on the height."""
+    def solve(self, bound: Bound, caps: Sequence[int]) -> Found:
+        """Fewest devices within a bound, for several caps on the height."""
         self._bound = bound
         self._needs = {}
         solved = self._solve(self.chain, np.array(caps, dtype=np.int32))
@@ -124,6 +125,11 @@ class Reach:
         if key not in self._ranges:
             self._ranges[key] = Ranges(chain.row, self.prices)
         return self._ranges[key]
+
+    @property
+    def _spread(self) -> float:
+        """What part of an all-reduce counts for each micro-batch."""
+        return 1 / self.prices.num_microbatches if self._bound.spread else 0.0
 
     def _need(self, chain: Chain | Block) -> Ints:
         if id(chain) not in self._needs:
@@ -156,7 +162,9 @@ class Reach:
         ends = {k: each.devices[:, -1, :exits] for k, each in branches.items()}
         groups = _spread(self._need(block), exits)
         alone = [ends[k] for k in block.classes]
-        between = _Between(caps, branches, groups, alone, whole(alone, groups, caps))
+        useful = worthwhile(alone, groups)
+        totals = whole(alone, groups, useful, caps)
+        between = _Between(caps, branches, groups, useful, alone, totals)
         _improve(solved.devices[:, p + 1, :exits], before[:, caps + 1], between.whole[-1])
         if p > solved.start:
             self._forks(chain, block, p, solved, between, exits)
@@ -170,15 +178,21 @@ class Reach:
         """Stages that begin in the block's branches and end at a later cut of the chain."""
         ranges = self.ranges(chain)
         last = len(chain.items)
-        if not (ranges.weight[:, p + 1, p + 2] <= self._bound).any():
+        if not (ranges.compute_s[:, p + 1, p + 2] <= self._bound.period_s).any():
             return
         # The stage lies one lower than what it leaves of the branches.
         held = self.prices.in_flight(np.arange(exits) - 1)
-        options = [
-            self._tail_options(block.branches[k], between.branches[k], held, exits)
-            for k in block.classes
-        ]
-        sharing = Sharing(options, between.groups, between.caps, self.limit)
+        options = {
+            k: self._tail_options(block.branches[k], solved_branch, held, exits)
+            for k, solved_branch in between.branches.items()
+        }
+        sharing = Sharing(
+            [options[k] for k in block.classes],
+            between.groups,
+            between.worthwhile,
+            between.caps,
+            self.limit,
+        )
         before = solved.devices[:, p][:, between.caps + 1]
         for q in range(p + 2, last + 1):
             fits = self._fits(sharing, ranges, p + 1, q, held[None, :])
@@ -192,14 +206,19 @@ class Reach:
     def _tail_options(self, branch: Chain, solved: _Solved, held: Ints, exits: int) -> Options:
         tails = self.ranges(branch).tails
         devices = solved.devices[:, :, :exits].transpose(0, 2, 1)
-        return Options(devices, tails.weight, tails.traffic, tails.memory(held)[None])
+        return self._options(devices, tails, tails.memory(held)[None])
+
+    def _options(self, devices: Ints, shares: Shares, memory: Floats) -> Options:
+        spread = shares.reduce_s * self._spread
+        compute, traffic = shares.compute_s + spread, shares.traffic_s + spread
+        return Options(devices, compute, traffic, shares.reduce_s, memory)
 
     def _forks(
         self, chain: Chain, block: Block, p: int, solved: _Solved, between: _Between, exits: int
     ) -> None:
         """Stages that begin at an earlier cut of the chain and end in the block's branches."""
         ranges = self.ranges(chain)
-        if not (ranges.weight[:, p - 1, p] <= self._bound).any():
+        if not (ranges.compute_s[:, p - 1, p] <= self._bound.period_s).any():
             return
         # A stage at height u + 1 is followed by branches of at most height u.
         caps = _steps(solved.devices[:, solved.start : p, 2:].reshape(-1, self.heights - 1))
@@ -208,13 +227,19 @@ class Reach:
         held = self.prices.in_flight(caps + 1)
         cuts = {k: self._head_cuts(block.branches[k]) for k in between.branches}
         suffixes = {(k, c): self._solve(block.branches[k], caps, c) for k in cuts for c in cuts[k]}
-        options = []
-        for k in block.classes:
+        options = {}
+        for k in cuts:
             devices = np.stack([suffixes[k, c].devices[:, -1, :exits] for c in cuts[k]], axis=-1)
             taken = self.ranges(block.branches[k]).heads.take(cuts[k])
             memory = taken.memory(held)[:, None]
-            options.append(Options(devices, taken.weight, taken.traffic, memory))
-        sharing = Sharing(options, between.groups, caps, self.limit)
+            options[k] = self._options(devices, taken, memory)
+        sharing = Sharing(
+            [options[k] for k in block.classes],
+            between.groups,
+            between.worthwhile,
+            caps,
+            self.limit,
+        )
         for i in reversed(range(solved.start, p)):
             fits = self._fits(sharing, ranges, i, p, held[:, None])
             if fits is None:
@@ -235,21 +260,23 @@ class Reach:
 
     def _fits(
         self, sharing: Sharing, ranges: Ranges, start: int, stop: int, held: Ints
-    ) -> np.ndarray | None:
+    ) -> Bools | None:
         """Which shares go with a range: [u, e, k, v]; None if no longer range can fit either."""
-        weight = ranges.weight[:, start, stop]
-        if not (weight <= self._bound).any():
-            return None
-        memory = (
-            ranges.fixed[:, start, stop] + held[..., None] * ranges.per_microbatch[:, start, stop]
-        )
         bound = self._bound
-        fits: np.ndarray = sharing.sums[0] + weight[:, None] <= bound
-        fits &= sharing.sums[1] + ranges.traffic[:, start, stop][:, None] <= bound
-        fits &= sharing.sums[2] + memory[..., None] <= self.prices.memory_bytes
+        reduce_s = ranges.reduce_s[:, start, stop]
+        compute = ranges.compute_s[:, start, stop] + reduce_s * self._spread
+        if not (compute <= bound.period_s).any():
+            return None
+        traffic = ranges.traffic_s[:, start, stop] + reduce_s * self._spread
+        memory = ranges.fixed[:, start, stop]
+        memory = memory + held[..., None] * ranges.per_microbatch[:, start, stop]
+        fits: Bools = sharing.sums[0] + compute[:, None] <= bound.period_s
+        fits &= sharing.sums[1] + traffic[:, None] <= bound.period_s
+        fits &= sharing.sums[2] + reduce_s[:, None] <= bound.reduce_s
+        fits &= sharing.sums[3] + memory[..., None] <= self.prices.memory_bytes
         return fits
 
-    def _fewest(self, fits: np.ndarray) -> tuple[Ints, Ints, Ints]:
+    def _fewest(self, fits: Bools) -> tuple[Ints, Ints, Ints]:
         """Fewest devices, and for them the degree's place and the devices outside the stage."""
         total = fits.argmax(axis=-1).astype(np.int32)
         degrees = np.array(self.prices.degrees, dtype=np.int32)

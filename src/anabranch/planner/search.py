@@ -1,34 +1,42 @@
 """The search that graphpipe and sequential share: micro-batch sizes, bounds, depths.
 
 For every micro-batch size the least bound on the period is found by bisection, each bound asking
-``planner.reach`` for the fewest devices. The bottleneck is not the step, though: a step takes
-about ``(M - 1) * period + critical path``, and a plan that is a little slower but half as deep
-may win. So at the least bound and some above it, the smallest depth that the devices allow is
-taken as well. All of these become candidates, ranked by ``planner.estimate``.
+``planner.reach`` for the fewest devices. The bottleneck is not the step, though: a step takes about
+``(M - 1) * period + critical path``, and a plan that is a little slower but half as deep may win.
+So from the least bound upwards, the smallest depth that the devices allow is taken as well. All of
+these become candidates, ranked by ``planner.estimate``.
 
-Micro-batch sizes are tried in the order of a lower bound on their steps, and left out once that
-is ``HOPELESS`` times the best estimate.
+Every bound that fails raises a lower limit on the step of its micro-batch size; sizes that cannot
+come near the best estimate are left early.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-from anabranch.cluster import GIB
+import numpy as np
+
 from anabranch.cost import CostModel
-from anabranch.errors import InfeasiblePlanError
 from anabranch.planner.assemble import Assembler, Candidate
 from anabranch.planner.chains import Chain, span
 from anabranch.planner.parts import Part, PartPrices
-from anabranch.planner.prices import Prices, degrees, microbatch_sizes
+from anabranch.planner.prices import Bound, Prices, degrees, microbatch_sizes
 from anabranch.planner.reach import Reach
+from anabranch.planner.stages import Stage
 
-LOOSER = (1.0, 1.05, 1.12, 1.25, 1.5, 2.0)
-"""Bounds that are tried for smaller depths, as multiples of the least."""
+COARSE = 0.04
+"""Relative distance to the least period with which every micro-batch size is first looked at."""
 
 HOPELESS = 1.25
-"""A micro-batch size is left out if its step cannot be within this factor of the best estimate."""
+"""A micro-batch size gets no candidate if its step cannot be within this factor of the best."""
+
+REFINE = 1.05
+"""A micro-batch size gets only its coarse candidate if its step cannot be within this factor."""
+
+LOOSER = 1.05
+"""Ratio of the bounds that are tried for smaller depths, and the most of them."""
+MOST_LOOSER = 16
 
 
 @dataclass(frozen=True)
@@ -73,65 +81,158 @@ class Problem:
 def candidates(problem: Problem, microbatch_size: int | None) -> list[Candidate]:
     """Candidates for one micro-batch size or all, in no order; empty if nothing fits."""
     sizes = [microbatch_size] if microbatch_size else microbatch_sizes(problem.batch_size)
-    ranked = sorted((bound, b) for b in sizes for bound in _least_step(problem, b))
-    result: list[Candidate] = []
-    best = float("inf")
-    for bound, b in ranked:
-        if bound > HOPELESS * best:
-            break
-        found = list(_at_size(problem, b))
-        result += found
-        best = min([best, *(each.step_s for each in found)])
-    return result
+    searches = [Search(problem, b) for b in sizes if problem.prices(b).degrees]
+    least = float("inf")
+    for search in sorted(searches, key=lambda each: each.least_step_s):
+        if search.least_step_s <= HOPELESS * least:
+            search.narrow(COARSE, give_up=HOPELESS * least)
+            search.add()
+            least = min(least, search.best_s)
+    for search in sorted(searches, key=lambda each: each.least_step_s):
+        if search.best_s < float("inf") and search.least_step_s <= REFINE * least:
+            search.refine(give_up=REFINE * least)
+            least = min(least, search.best_s)
+    return [candidate for search in searches for candidate in search.found]
 
 
-def _least_step(problem: Problem, microbatch_size: int) -> Iterator[float]:
-    """A lower bound on the step, if the profile covers the size at all."""
-    prices = problem.prices(microbatch_size)
-    if prices.degrees:
-        yield prices.num_microbatches * _least_period(problem, prices)
+class Search:
+    """One micro-batch size.
 
+    Attributes:
+        low: a bound on the period under which there are too few devices.
+        high: one under which there are enough; infinite if none is known.
+        found: candidates so far.
+    """
 
-def _least_period(problem: Problem, prices: Prices) -> float:
-    """All work shared out evenly, and no less than the longest operator."""
-    work, longest = float("inf"), float("inf")
-    for degree in prices.degrees:
-        forward, backward = problem.cost.op_seconds(prices.samples(degree))
-        work = min(work, float((forward + backward).sum()) * degree)
-        longest = min(longest, float((forward + backward).max()))
-    return max(work / problem.cost.cluster.num_devices, longest)
+    def __init__(self, problem: Problem, microbatch_size: int) -> None:
+        self._problem = problem
+        self._prices = problem.prices(microbatch_size)
+        self._reach = problem.reach(self._prices)
+        self._parts = PartPrices(self._prices)
+        self._assembler = Assembler(
+            self._parts, problem.order, problem.max_replicas, problem.chained
+        )
+        self._bound = Bound(float("inf"))
+        self._seen: set[frozenset[Part]] = set()
+        self._least_s = self._least_period()
+        self.low = self._least_s
+        self.high = float("inf")
+        self.found: list[Candidate] = []
 
+    @property
+    def best_s(self) -> float:
+        """The least estimated step so far."""
+        return min((each.step_s for each in self.found), default=float("inf"))
 
-def _at_size(problem: Problem, microbatch_size: int) -> Iterator[Candidate]:
-    prices = problem.prices(microbatch_size)
-    reach = problem.reach(prices)
-    assembler = Assembler(PartPrices(prices), problem.order, problem.max_replicas, problem.chained)
-    seen: set[frozenset[Part]] = set()
-    for parts in _parts(problem, prices, reach):
+    @property
+    def least_step_s(self) -> float:
+        """No step within the bound that is searched is shorter."""
+        return self._prices.num_microbatches * self.low
+
+    def _least_period(self) -> float:
+        """All work shared out evenly, and no less than the longest operator."""
+        work = longest = float("inf")
+        for degree in self._prices.degrees:
+            seconds = sum(self._problem.cost.op_seconds(self._prices.samples(degree)))
+            work = min(work, float(np.sum(seconds)) * degree)
+            longest = min(longest, float(np.max(seconds)))
+        return max(work / self._problem.cost.cluster.num_devices, longest) * (1 - 1e-9)
+
+    def narrow(self, tolerance: float, *, give_up: float = float("inf")) -> None:
+        """Bring low and high together, unless the step is sure to be longer than ``give_up``."""
+        if self.high == float("inf"):
+            self._find_high(give_up)
+        while self.low * (1 + tolerance) < self.high < float("inf"):
+            if self.least_step_s > give_up:
+                return
+            middle = (self.low * self.high) ** 0.5
+            if self._enough(middle):
+                self.high = middle
+            else:
+                self.low = middle
+
+    def _find_high(self, give_up: float) -> None:
+        high = self.low * 1.2
+        while not self._enough(high):
+            self.low = high
+            if self.least_step_s > give_up or not self._enough(float("inf")):
+                return
+            high *= 1.5
+        self.high = high
+
+    def _enough(self, period_s: float) -> bool:
+        found = self._reach.solve(self._within(period_s), [self._reach.heights - 1])
+        return bool(found.devices[0] <= self._problem.cost.cluster.num_devices)
+
+    def _within(self, period_s: float) -> Bound:
+        return replace(self._bound, period_s=period_s)
+
+    def add(self) -> None:
+        """Add the plan with the fewest devices at the least period known, if there is one."""
+        if self.high < float("inf"):
+            found = self._reach.solve(self._within(self.high), [self._reach.heights - 1])
+            self._add(found.parts(0))
+
+    def refine(self, *, give_up: float) -> None:
+        """Better the best candidate: no longer all-reduce, the least period for that; then depth.
+
+        What a stage needs for its all-reduce is not gained by being quicker than the slowest stage,
+        so from here on it is bounded apart.
+        """
+        start = min(self.found, key=lambda each: each.step_s)
+        parts = [self._part(stage) for stage in start.graph.stages]
+        longest = max(self._parts.reduce_s(part) for part in parts)
+        self._bound = Bound(float("inf"), spread=False, reduce_s=longest * (1 + 1e-9))
+        self.low, self.high = self._least_s, float("inf")
+        self.narrow(self._problem.tolerance, give_up=give_up)
+        self._add_shallow(give_up)
+
+    def _part(self, stage: Stage) -> Part:
+        return Part(self._problem.cost.graph.mask(stage.operators), stage.replicas)
+
+    def _add_shallow(self, give_up: float) -> None:
+        """Add the plans of least depth at the least bound and at looser ones."""
+        caps = _caps(self._reach.heights)
+        period = self.high
+        depth = len(caps)
+        for _ in range(MOST_LOOSER):
+            if depth == 0 or self._prices.num_microbatches * period > give_up:
+                return
+            found = self._reach.solve(self._within(period), caps[:depth])
+            feasible = found.devices <= self._problem.cost.cluster.num_devices
+            if depth == len(caps):
+                self._add(found.parts(depth - 1))
+            if feasible.any():
+                depth = int(feasible.argmax())
+                self._add(found.parts(depth))
+            period *= LOOSER
+
+    def _add(self, parts: list[Part]) -> None:
         key = frozenset(parts)
-        if key not in seen:
-            seen.add(key)
-            candidate = assembler.assemble(parts)
+        if key not in self._seen:
+            self._seen.add(key)
+            candidate = self._assembler.assemble(parts)
             if candidate is not None:
-                yield candidate
+                self.found.append(candidate)
 
 
-def _parts(problem: Problem, prices: Prices, reach: Reach) -> Iterator[list[Part]]:
-    """Parts at the least period, and of the least depth at that and at looser bounds."""
-    least = least_period(problem, prices, reach)
-    if least is None:
-        return
-    devices = problem.cost.cluster.num_devices
-    caps = _caps(reach.heights)
-    depths = set()
-    for factor in LOOSER:
-        found = reach.solve(least * factor, caps)
-        feasible = [u for u in range(len(caps)) if found.devices[u] <= devices]
-        if factor == 1.0:
-            yield found.parts(len(caps) - 1)
-        if feasible and feasible[0] not in depths:
-            depths.add(feasible[0])
-            yield found.parts(feasible[0])
+def best(
+    found: Sequence[Candidate], count: int, always: Sequence[Candidate] = ()
+) -> list[Candidate]:
+    """The candidates with the least estimated step, each stage graph once, the least first.
+
+    Args:
+        found: candidates.
+        count: how many to keep.
+        always: candidates of which the best is kept whatever its estimate.
+    """
+    ranked = sorted([*found, *always], key=lambda each: each.step_s)
+    unique = list({each.graph: each for each in reversed(ranked)}.values())[::-1]
+    kept = unique[:count]
+    spared = min(always, key=lambda each: each.step_s, default=None)
+    if spared is not None and all(each.graph != spared.graph for each in kept):
+        kept[count - 1 :] = [spared]
+    return kept
 
 
 def _caps(heights: int) -> list[int]:
@@ -140,26 +241,3 @@ def _caps(heights: int) -> list[int]:
     while caps[-1] < heights - 1:
         caps.append(min(heights - 1, caps[-1] + 1 + caps[-1] // 4))
     return caps
-
-
-def least_period(problem: Problem, prices: Prices, reach: Reach) -> float | None:
-    """The least bound on the period under which the devices suffice; None if none does."""
-    devices = problem.cost.cluster.num_devices
-    top = [reach.heights - 1]
-
-    def enough(bound: float) -> bool:
-        return bool(reach.solve(bound, top).devices[0] <= devices)
-
-    low = _least_period(problem, prices) * (1 - problem.tolerance)
-    high = low * 1.25
-    while not enough(high):
-        if high > low * 1e6 and not enough(float("inf")):
-            return None
-        low, high = high, high * (1.5 if high < low * 10 else 100)
-    while high > low * (1 + problem.tolerance):
-        middle = (low * high) ** 0.5
-        if enough(middle):
-            high = middle
-        else:
-            low = middle
-    return high

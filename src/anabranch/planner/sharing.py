@@ -7,7 +7,8 @@ For every branch there are options: cut it at c, so that its remainder needs som
 devices and its share adds some seconds and bytes to the stage. Several whole branches may also
 form a stage of their own (a group), if they stand next to each other in the block. This is a
 knapsack with the number of devices as its capacity: over all branches, for every total v, the
-least weight. Traffic and memory are carried along with the lightest choice and checked
+least compute. Traffic, all-reduce and
+memory are carried along with the lightest choice and checked
 afterwards.
 
 All arrays are [cap u, height e, degree k, devices v], see ``planner.reach``.
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from anabranch.planner.ranges import INFINITE, Floats, Ints
+from anabranch.planner.ranges import INFINITE, Bools, Floats, Ints
 
 
 @dataclass(frozen=True)
@@ -29,14 +30,16 @@ class Options:
 
     Attributes:
         devices: what the remainder needs: [u, e, c].
-        weight: seconds of compute and all-reduce of the share: [k, c].
-        traffic: seconds of transfers and all-reduce of the share: [k, c].
+        compute_s: seconds of compute of the share, the all-reduce included if it is spread: [k, c].
+        traffic_s: seconds of transfers of the share, likewise: [k, c].
+        reduce_s: seconds of all-reduce of the share: [k, c].
         memory: bytes of the share: [u or 1, e or 1, k, c].
     """
 
     devices: Ints
-    weight: Floats
-    traffic: Floats
+    compute_s: Floats
+    traffic_s: Floats
+    reduce_s: Floats
     memory: Floats
 
 
@@ -54,42 +57,55 @@ class Sharing:
     Args:
         options: one entry per branch.
         groups: fewest devices for branches i .. j - 1 as one stage: [j, i, e].
+        worthwhile: which of these groups to consider: [j, i].
         caps: largest height allowed: [u].
         limit: most devices.
 
     Attributes:
-        sums: weight, traffic and memory: [3, u, e, k, v].
+        sums: compute, traffic, all-reduce and memory: [4, u, e, k, v].
     """
 
-    def __init__(self, options: Sequence[Options], groups: Ints, caps: Ints, limit: int) -> None:
+    def __init__(
+        self, options: Sequence[Options], groups: Ints, worthwhile: Bools, caps: Ints, limit: int
+    ) -> None:
         self._options = options
         self._groups = groups
         u, e, _ = options[0].devices.shape
-        k = len(options[0].weight)
-        first = np.full((3, u, e, k, limit + 1), np.inf)
+        k = len(options[0].compute_s)
+        first = np.full((4, u, e, k, limit + 1), np.inf)
         first[..., 0] = 0.0
         self._sums = [first]
         # Per branch: the devices that its option costs, or -1 - i for a group that starts at
         # branch i.
         self._choice: list[Ints] = []
+        self._shares: dict[int, list[tuple[int, Floats]]] = {}
         self._allowed = np.arange(e)[None, :] <= caps[:, None]
         for j, option in enumerate(options, start=1):
             self._sums.append(np.full_like(first, np.inf))
             self._choice.append(np.zeros(first.shape[1:], dtype=np.int32))
             self._cut(option)
             for i in range(j - 1):
-                self._group(i, j)
+                if worthwhile[j, i]:
+                    self._group(i, j)
         self.sums = self._sums[-1]
 
     def _cut(self, option: Options) -> None:
         before, after, choice = self._sums[-2], self._sums[-1], self._choice[-1]
         limit = before.shape[-1] - 1
-        for v in np.unique(option.devices[option.devices <= limit]):
-            share = self._share(option, int(v))
-            total = before[..., : limit + 1 - v] + share[..., None]
+        for v, share in self._cuts(option, limit):
+            total = before[..., : limit + 1 - v] + share
             better = total[0] < after[0, ..., v:]
             np.copyto(after[..., v:], total, where=better)
             np.copyto(choice[..., v:], v, where=better)
+
+    def _cuts(self, option: Options, limit: int) -> list[tuple[int, Floats]]:
+        """Devices that a branch may be given, and the lightest share that this leaves."""
+        if id(option) not in self._shares:
+            amounts = np.unique(option.devices[option.devices <= limit])
+            self._shares[id(option)] = [
+                (int(v), self._share(option, int(v))[..., None]) for v in amounts
+            ]
+        return self._shares[id(option)]
 
     @staticmethod
     def _last(option: Options, v: int) -> Ints:
@@ -99,13 +115,14 @@ class Sharing:
         return np.where(within.any(-1), count - 1 - within.argmax(-1), -1).astype(np.int32)
 
     def _share(self, option: Options, v: int) -> Floats:
-        """Weight, traffic and memory of that option, infinite if there is none: [3, u, e, k]."""
+        """The four sums of that option, infinite if there is none: [4, u, e, k]."""
         cut = self._last(option, v)
-        share = np.empty((3, *cut.shape, len(option.weight)))
-        share[0] = np.moveaxis(option.weight[:, cut], 0, -1)
-        share[1] = np.moveaxis(option.traffic[:, cut], 0, -1)
+        share = np.empty((4, *cut.shape, len(option.compute_s)))
+        share[0] = option.compute_s.T[cut]
+        share[1] = option.traffic_s.T[cut]
+        share[2] = option.reduce_s.T[cut]
         memory = np.broadcast_to(option.memory, (*cut.shape, *option.memory.shape[2:]))
-        share[2] = np.take_along_axis(memory, cut[..., None, None], axis=-1)[..., 0]
+        share[3] = np.take_along_axis(memory, cut[..., None, None], axis=-1)[..., 0]
         share[:, cut < 0] = np.inf
         return share
 
@@ -139,12 +156,30 @@ class Sharing:
         return Taken(tuple(options), tuple(groups))
 
 
-def whole(alone: Sequence[Ints], groups: Ints, caps: Ints) -> list[Ints]:
+def worthwhile(alone: Sequence[Ints], groups: Ints) -> Bools:
+    """Which groups of at least two branches need fewer devices than the branches on their own.
+
+    Args:
+        alone: per branch what it needs on its own: [u, e].
+        groups: as for ``Sharing``.
+    """
+    sums = np.cumsum([np.zeros_like(alone[0]), *alone], axis=0, dtype=np.int64)
+    m = len(alone)
+    result = np.zeros((m + 1, m + 1), dtype=bool)
+    for j in range(2, m + 1):
+        for i in range(j - 1):
+            needed = groups[j, i]
+            result[j, i] = bool(((needed < INFINITE) & (needed < sums[j] - sums[i])).any())
+    return result
+
+
+def whole(alone: Sequence[Ints], groups: Ints, worthwhile: Bools, caps: Ints) -> list[Ints]:
     """Fewest devices for the first j branches, none of them shared with a stage outside the block.
 
     Args:
         alone: per branch what it needs on its own: [u, e].
         groups: as for ``Sharing``.
+        worthwhile: as for ``Sharing``.
         caps: largest height allowed: [u].
 
     Returns:
@@ -154,9 +189,8 @@ def whole(alone: Sequence[Ints], groups: Ints, caps: Ints) -> list[Ints]:
     result = [np.zeros_like(alone[0])]
     for j, needed in enumerate(alone, start=1):
         best = result[j - 1] + needed
-        for i in range(j - 1):
-            if groups[j, i].min() < INFINITE:
-                together = np.where(allowed, result[i] + groups[j, i], INFINITE)
-                best = np.minimum(best, together)
+        for i in np.flatnonzero(worthwhile[j, :j]):
+            together = np.where(allowed, result[i] + groups[j, i], INFINITE)
+            best = np.minimum(best, together)
         result.append(np.minimum(best, INFINITE))
     return result

@@ -33,7 +33,8 @@ class DeviceSheet:
     Attributes:
         name: as in ``Cluster.device``.
         flops: operations per second (a multiplication and an addition are two) by number format:
-            torch's names, and ``tf32`` for float32 tensors on tensor cores.
+            torch's names, and ``tf32`` for float32 tensors on tensor cores. What is not listed
+            runs as float32.
         bandwidth: bytes per second of its memory.
         memory_bytes: size of its memory.
         processors: streaming multiprocessors.
@@ -57,6 +58,8 @@ class DeviceSheet:
         Never falls when a size grows: each choice of tile and split does not, nor does their
         minimum.
         """
+        if precision not in self.flops:
+            precision = "float32"
         per_processor = self.flops[precision] / self.processors * _REACHED[precision]
         best = np.full(np.shape(m), np.inf)
         for rows, columns, share in _TILES:
@@ -79,7 +82,10 @@ class DeviceSheet:
 _REACHED = {"float64": 0.9, "float32": 0.9, "tf32": 0.75, "float16": 0.75, "bfloat16": 0.75}
 """Share of the peak that large products reach; tensor cores are harder to feed."""
 
-_TILES = ((256, 128, 1.0), (128, 128, 0.97), (128, 64, 0.88), (64, 64, 0.75), (32, 32, 0.45))
+_TILES = (
+    *((256, 128, 1.0), (128, 128, 0.97), (128, 64, 0.88), (64, 64, 0.75), (32, 32, 0.45)),
+    *((8, 128, 0.4), (128, 8, 0.4)),  # for a matrix times a few vectors
+)
 """Rows, columns, and share of ``_REACHED``: smaller tiles load more bytes per operation."""
 
 _SPLITS = (1, 2, 4, 8, 16)
@@ -96,10 +102,10 @@ def _flops(float64: float, float32: float, **others: float) -> Mapping[str, floa
 DEVICES: Mapping[str, DeviceSheet] = {
     sheet.name: sheet
     for sheet in (
-        # Tesla V100 SXM2 16 GB. It has neither TF32 nor bfloat16: both run at the rate of float32.
+        # Tesla V100 SXM2 16 GB. It has neither TF32 nor bfloat16, which run as float32 then.
         DeviceSheet(
             "v100",
-            flops=_flops(7.8, 15.7, tf32=15.7, float16=125, bfloat16=15.7),
+            flops=_flops(7.8, 15.7, float16=125),
             bandwidth=900 * GB,
             memory_bytes=16 * GIB,
             processors=80,

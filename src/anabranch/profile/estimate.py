@@ -121,9 +121,10 @@ class _Trace:
 
     @staticmethod
     def of(captured: Captured, samples: int) -> _Trace:
-        program = steps(captured, samples)
+        meta = torch.device("meta")
+        program = steps(captured, samples, meta)
         state = _MetaState()
-        batch = example_batch(captured, samples, torch.device("meta"))
+        batch = example_batch(captured, samples, meta)
         tensors = [state.of(step.module) for step in program]
         at_hand = [t for each in tensors for t in each.values()]
         watch = _Watch(Kept(len(program), [*at_hand, *batch.values()]))

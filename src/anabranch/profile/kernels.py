@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 aten = torch.ops.aten
 
@@ -66,7 +66,7 @@ def run(module: fx.GraphModule, tensors: Mapping[str, Tensor], inputs: Sequence[
     """Run a traced module on meta tensors, its attention and dropout as a GPU would.
 
     Args:
-        module: a flat graph of ATen operations.
+        module: a flat graph of ATen operations, which constructs its tensors on the meta device.
         tensors: a meta tensor for each parameter and buffer that the graph reads, by its name
             there.
         inputs: a meta tensor for each placeholder.
@@ -84,7 +84,6 @@ def run(module: fx.GraphModule, tensors: Mapping[str, Tensor], inputs: Sequence[
             return fx.map_arg(node.args[0], env.__getitem__)
         else:
             args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
-            args, kwargs = tree_map(_to_meta, (args, kwargs))
             env[node] = _AS_ON_GPU.get(node.target, node.target)(*args, **kwargs)
     raise AssertionError("a traced graph ends with its output")
 
@@ -94,11 +93,6 @@ def recorded() -> Iterator[list[Kernel]]:
     """Yields a list to which the kernels of the body are added."""
     with Recorder() as recorder:
         yield recorder.kernels
-
-
-def _to_meta(value: Any) -> Any:
-    # torch.export writes the device that it saw into the program: arange(..., device="cpu").
-    return torch.device("meta") if isinstance(value, torch.device) else value
 
 
 def _attention(

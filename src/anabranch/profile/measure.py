@@ -18,7 +18,7 @@ import gc
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -74,7 +74,7 @@ def measure(
             "the model was built on the meta device, which has no numbers to compute with; "
             "build it on the CPU to measure it, or estimate it for a GPU"
         )
-    with _left_as_it_was(captured.module), _threads(threads):
+    with _left_as_it_was(captured.module, torch.device(device)), _threads(threads):
         turns = _Turns(repeats, time.perf_counter() + budget_s, progress)
         benches = turns.run(counts, lambda n: _Bench(captured, n, torch.device(device)))
     return _profile(captured, benches, device, pool)
@@ -85,7 +85,7 @@ class _Bench:
 
     def __init__(self, captured: Captured, samples: int, device: torch.device) -> None:
         self.samples, self.device = samples, device
-        self.steps = steps(captured, samples)
+        self.steps = steps(captured, samples, device)
         self.batch = example_batch(captured, samples, device)
         self.modules = [_on(device, step.module) for step in self.steps]
         self.clock = _CudaClock(device) if device.type == "cuda" else _Clock()
@@ -251,7 +251,8 @@ def _profile(captured: Captured, benches: list[_Bench], device: str, pool: bool)
     kept = per_sample(first.kept, last.kept, (first.samples, last.samples))
     groups: dict[str, list[int]] = {}
     for i, step in enumerate(first.steps):
-        groups.setdefault(_likeness(captured, step) if pool else str(i), []).append(i)
+        key = _likeness(captured, step, first.batch) if pool else str(i)
+        groups.setdefault(key, []).append(i)
     costs: dict[int, OpCost] = {}
     for alike in groups.values():
         forward, backward = zip(*(bench.cost(alike) for bench in benches), strict=True)
@@ -265,53 +266,44 @@ def _profile(captured: Captured, benches: list[_Bench], device: str, pool: bool)
     )
 
 
-def _likeness(captured: Captured, step: Step) -> str:
+def _likeness(captured: Captured, step: Step, batch: Mapping[str, Tensor]) -> str:
     """Equal for operators that do the same: operations, shapes, which tensors need a gradient."""
     graph: fx.Graph = step.module.graph
     number = {node: f"%{i}" for i, node in enumerate(graph.nodes)}
     state = step.module.state_dict(keep_vars=True)
-    lines = [str([captured.graph.values[port.value].grad for port in step.inputs])]
+    values = captured.graph.values
+    lines = [f"{step.shapes[port.value]} {values[port.value].grad}" for port in step.inputs]
+    lines += [f"{batch[name].dtype} {batch[name].shape}" for name in step.batch]
     for node in graph.nodes:
         args = fx.map_arg((node.args, node.kwargs), number.__getitem__)
         what: object = node.target
         if node.op == "placeholder":
-            what = _shape(node.meta.get("val"))
-        elif node.op == "get_attr":
-            what = _shape(state.get(node.target))
+            what = ""
+        elif node.op == "get_attr" and node.target in state:
+            tensor = state[node.target]
+            what = tensor.dtype, tuple(tensor.shape), tensor.requires_grad
         lines.append(f"{node.op} {what} {args}")
     return "\n".join(lines)
-
-
-def _shape(tensor: Any) -> str:
-    if not isinstance(tensor, Tensor):
-        return str(tensor)
-    return f"{tensor.dtype} {tuple(tensor.shape)} {tensor.requires_grad}"
 
 
 def _on(device: torch.device, module: fx.GraphModule) -> fx.GraphModule:
     """The module itself on the CPU, a copy elsewhere."""
     if device.type == "cpu":
         return module
-    moved = copy.deepcopy(module)
-    for node in moved.graph.nodes:
-        # torch.export writes the device that it saw into the program: arange(..., device="cpu").
-        node.args, node.kwargs = torch.utils._pytree.tree_map(
-            lambda a: device if isinstance(a, torch.device) else a, (node.args, node.kwargs)
-        )
-    moved.recompile()
-    return moved.to(device)
+    return copy.deepcopy(module).to(device)
 
 
 @contextmanager
-def _left_as_it_was(module: nn.Module) -> Iterator[None]:
+def _left_as_it_was(module: nn.Module, device: torch.device) -> Iterator[None]:
     buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     grads = [(parameter, parameter.grad) for parameter in module.parameters()]
     for parameter, _ in grads:
         parameter.grad = None
+    gpus = [device] if device.type == "cuda" else []
     collecting = gc.isenabled()
     gc.disable()
     try:
-        with torch.random.fork_rng(), torch.enable_grad():
+        with torch.random.fork_rng(gpus), torch.enable_grad():
             yield
     finally:
         if collecting:

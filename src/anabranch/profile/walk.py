@@ -41,10 +41,10 @@ class Observer(Protocol):
         ...
 
 
-def steps(captured: Captured, samples: int) -> list[Step]:
-    """One program per operator, in the order of the graph."""
+def steps(captured: Captured, samples: int, device: torch.device) -> list[Step]:
+    """One program per operator, in the order of the graph, which constructs tensors on a device."""
     cut = split(captured, [[op.name] for op in captured.graph.ops])
-    return [cut.program(i, samples) for i in range(len(captured.graph))]
+    return [cut.program(i, samples, device=device) for i in range(len(captured.graph))]
 
 
 def example_batch(captured: Captured, samples: int, device: torch.device) -> dict[str, Tensor]:
@@ -79,8 +79,8 @@ def walk(
         differentiable = [(t, leaves[v]) for v, t in made.items() if t.requires_grad]
         roots = [t for t, _ in differentiable]
         targets: list[Tensor | None] = [leaf for _, leaf in differentiable]
-        if step.has_loss:
-            roots.append(results[len(step.outputs)])
+        if step.has_loss and (loss := results[len(step.outputs)]).requires_grad:
+            roots.append(loss)
             targets.append(None)
         to_do.append((roots, targets))
         del results, made, differentiable

@@ -34,32 +34,37 @@ def memory_chart(
     if not known:
         return None
     devices = sorted({device for _, t in known for device in t.memory})
-    horizon = max(max(t.step_s, t.makespan_s) for _, t in known) or 1e-9
-    most = max(peak for _, t in known for peak in t.peak_bytes.values()) or 1
+    ends = [max(t.step_s, t.makespan_s) for _, t in known]
+    peaks = [t.peak_bytes for _, t in known]
+    most = max(peak for of_timeline in peaks for peak in of_timeline.values()) or 1
     row = 44.0 if len(devices) <= 8 else 30.0 if len(devices) <= 16 else 19.0
     label = min(12.0, row - 5)
     left, right = MARGIN + 84, width - MARGIN - 190
+    scale = (right - left) / (max(ends) or 1e-9)
     bottom = TOP + row * len(devices)
     drawing = Drawing(width, bottom + 30, "Memory of every device over the step")
     _legend(drawing, [title for title, _ in known], left)
-    for time in ticks(0.0, horizon * 1e3, round((right - left) / 100)):
-        x = left + time / 1e3 / horizon * (right - left)
-        drawing.add(f'<path class="rule" d="M{num(x)} {num(TOP)}V{num(bottom + 4)}"/>')
-        drawing.add(text("muted num", x, bottom + 18, 11, significant(time)))
-    drawing.add(text("muted right", left - 10, bottom + 18, 11, "time in ms"))
+    _time_axis(drawing, left, right, bottom, scale)
     for i, device in enumerate(devices):
         base = TOP + row * (i + 1)
         middle = base - row / 2 + 2 + label * 0.36
         drawing.add(rect("lane", left, base - row + 4, right - left, row - 4, radius=2))
         drawing.add(text("right", left - 10, middle, label, f"device {device}"))
         for k, (_, timeline) in enumerate(known):
-            end = left + max(timeline.step_s, timeline.makespan_s) / horizon * (right - left)
-            scale = (right - left) / horizon
             steps = [(left + t * scale, b) for t, b in timeline.memory.get(device, ())]
+            end = left + ends[k] * scale
             drawing.add(*_staircase(thin(steps), end, base, (row - 8) / most, filled=k == 0))
-        peaks = " \u00b7 ".join(size(t.peak_bytes.get(device, 0)) for _, t in known)
-        drawing.add(text("muted", right + 10, middle, label, f"peak {peaks}"))
+        said = " \u00b7 ".join(size(of_timeline.get(device, 0)) for of_timeline in peaks)
+        drawing.add(text("muted", right + 10, middle, label, f"peak {said}"))
     return drawing
+
+
+def _time_axis(drawing: Drawing, left: float, right: float, bottom: float, scale: float) -> None:
+    for time in ticks(0.0, (right - left) / scale * 1e3, round((right - left) / 100)):
+        x = left + time / 1e3 * scale
+        drawing.add(f'<path class="rule" d="M{num(x)} {num(TOP)}V{num(bottom + 4)}"/>')
+        drawing.add(text("muted num", x, bottom + 18, 11, significant(time)))
+    drawing.add(text("muted right", left - 10, bottom + 18, 11, "time in ms"))
 
 
 def _legend(drawing: Drawing, titles: Sequence[str], x: float) -> None:

@@ -7,7 +7,7 @@ format is Google's "Trace Event Format": a JSON object of events, times in micro
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from anabranch.planner.stages import StageGraph
@@ -29,23 +29,22 @@ def trace(timeline: Timeline, graph: StageGraph) -> dict[str, Any]:
         graph: the stages that it executed, for the names.
     """
     events: list[Event] = []
-    threads: dict[Span, int] = {}
+    placed: list[tuple[Span, int]] = []
+    spans: dict[int, list[Span]] = {device: [] for device in timeline.devices}
+    for span in timeline.spans:
+        spans[span.device].append(span)
     for order, row in enumerate(lanes.rows(timeline, graph)):
-        compute = [s for s in _of(timeline, row.device) if s.action.kind.is_compute]
-        messages = [s for s in _of(timeline, row.device) if not s.action.kind.is_compute]
-        threads |= {span: COMPUTE_THREAD + 1000 * lane for span, lane in _without_overlap(compute)}
-        threads |= {span: FIRST_MESSAGE_THREAD + lane for span, lane in _without_overlap(messages)}
-        used = {threads[span] for span in (*compute, *messages)}
-        events += _metadata(row, order, sorted(used | {COMPUTE_THREAD}))
-    events += [_slice(span, thread, graph) for span, thread in threads.items()]
-    events += _flows(timeline, threads)
+        compute = [s for s in spans[row.device] if s.action.kind.is_compute]
+        messages = [s for s in spans[row.device] if not s.action.kind.is_compute]
+        here = [(span, COMPUTE_THREAD + 1000 * n) for span, n in _without_overlap(compute)]
+        here += [(span, FIRST_MESSAGE_THREAD + n) for span, n in _without_overlap(messages)]
+        events += _metadata(row, order, sorted({COMPUTE_THREAD, *(t for _, t in here)}))
+        placed += here
+    events += [_slice(span, thread, graph) for span, thread in placed]
+    events += _flows(timeline, dict(placed))
     events += _memory(timeline)
     facts = {"source": timeline.source, "step_s": timeline.step_s, "bubble": timeline.bubble}
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": facts}
-
-
-def _of(timeline: Timeline, device: int) -> list[Span]:
-    return [span for span in timeline.spans if span.device == device]
 
 
 def _without_overlap(spans: Iterable[Span]) -> list[tuple[Span, int]]:
@@ -109,7 +108,7 @@ def _details(action: Action, graph: StageGraph) -> dict[str, Any]:
     return details
 
 
-def _flows(timeline: Timeline, threads: dict[Span, int]) -> list[Event]:
+def _flows(timeline: Timeline, threads: Mapping[Span, int]) -> list[Event]:
     events = []
     for number, message in enumerate(lanes.messages(timeline)):
         sent, received = message.sent, message.received
@@ -128,7 +127,6 @@ def _memory(timeline: Timeline) -> list[Event]:
         {
             "ph": "C",
             "pid": device,
-            "tid": 0,
             "name": "memory",
             "ts": t * 1e6,
             "args": {"bytes": nbytes},

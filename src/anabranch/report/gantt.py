@@ -270,25 +270,23 @@ def _arrows(layout: Layout, panel: Panel) -> list[str]:
 
 def _marks(layout: Layout, panel: Panel) -> list[str]:
     """Thin lines below the boxes of the sender while its messages are on the way."""
+    top_of = {row.device: top for row, top in zip(panel.rows, panel.tops, strict=True)}
     pieces = []
-    for row, top in zip(panel.rows, panel.tops, strict=True):
-        y = top + panel.row_height - MARK + 0.75
-        for kind, css in ((Kind.SEND_FORWARD, "hf"), (Kind.SEND_BACKWARD, "hb")):
-            for start, end in _joined(panel.timeline, row.device, kind, layout.pixel_s):
-                x = layout.x(start)
-                pieces.append(rect(css, x, y, max(layout.x(end) - x, 0.5), MARK - 1))
+    for css, device, start, end in _sending(panel.timeline, layout.pixel_s):
+        x, y = layout.x(start), top_of[device] + panel.row_height - MARK + 0.75
+        pieces.append(rect(css, x, y, max(layout.x(end) - x, 0.5), MARK - 1))
     return pieces
 
 
-def _joined(
-    timeline: Timeline, device: int, kind: Kind, pixel_s: float
-) -> list[tuple[float, float]]:
-    """When a device was sending, with pauses of less than a pixel left out."""
-    result: list[tuple[float, float]] = []
+def _sending(timeline: Timeline, pixel_s: float) -> list[tuple[str, int, float, float]]:
+    """Class, device, start and end of its sends; pauses of less than a pixel are left out."""
+    css = {Kind.SEND_FORWARD: "hf", Kind.SEND_BACKWARD: "hb"}
+    found: dict[tuple[str, int], list[tuple[float, float]]] = {}
     for span in timeline.spans:
-        if span.device == device and span.action.kind is kind:
-            if result and span.start - result[-1][1] < pixel_s:
-                result[-1] = (result[-1][0], max(result[-1][1], span.end))
+        if span.action.kind in css:
+            times = found.setdefault((css[span.action.kind], span.device), [])
+            if times and span.start - times[-1][1] < pixel_s:
+                times[-1] = (times[-1][0], max(times[-1][1], span.end))
             else:
-                result.append((span.start, span.end))
-    return result
+                times.append((span.start, span.end))
+    return [(*key, start, end) for key, times in found.items() for start, end in times]

@@ -11,6 +11,7 @@ from typing import Any
 
 from anabranch.report import arrange, gantt, lanes, names
 from anabranch.schedule.schedule import Kind
+from anabranch.timeline import Span
 
 KINDS = [kind for kind in Kind if kind.is_compute]
 
@@ -38,7 +39,6 @@ def data(layout: arrange.Layout) -> dict[str, Any]:
 
 def _panel(panel: arrange.Panel) -> dict[str, Any]:
     spans = lanes.by_device(panel.timeline)
-    row_of = {row.device: i for i, row in enumerate(panel.rows)}
     prefix = names.graph_prefix(panel.graph)
     typical = lanes.typical(panel.timeline)
     return {
@@ -56,32 +56,36 @@ def _panel(panel: arrange.Panel) -> dict[str, Any]:
         "operators": [names.operators(stage, prefix) for stage in panel.graph.stages],
         "microbatchSize": [stage.microbatch_size for stage in panel.graph.stages],
         "batchSize": panel.graph.batch_size,
-        # start, end, kind, stage, micro-batch
-        "rows": [
-            [
-                [
-                    _us(span.start),
-                    _us(span.end),
-                    KINDS.index(span.action.kind),
-                    span.action.stage,
-                    span.action.microbatch,
-                ]
-                for span in spans[row.device]
-            ]
-            for row in panel.rows
-        ],
-        # from row, to row, start, end, 1 for activations
-        "messages": [
-            [
-                row_of[message.sent.device],
-                row_of[message.received.device],
-                _us(message.start),
-                _us(message.end),
-                int(message.is_forward),
-            ]
-            for message in lanes.messages(panel.timeline)
-        ],
+        "rows": [[_action(span) for span in spans[row.device]] for row in panel.rows],
+        "messages": _messages(panel),
     }
+
+
+def _action(span: Span) -> list[float]:
+    """Start, end, kind, stage, micro-batch."""
+    action = span.action
+    return [
+        _us(span.start),
+        _us(span.end),
+        KINDS.index(action.kind),
+        action.stage,
+        action.microbatch,
+    ]
+
+
+def _messages(panel: arrange.Panel) -> list[list[float]]:
+    """From row, to row, start, end, 1 for activations and 0 for gradients."""
+    row_of = {row.device: i for i, row in enumerate(panel.rows)}
+    return [
+        [
+            row_of[message.sent.device],
+            row_of[message.received.device],
+            _us(message.start),
+            _us(message.end),
+            int(message.is_forward),
+        ]
+        for message in lanes.messages(panel.timeline)
+    ]
 
 
 def _us(seconds: float) -> float:

@@ -17,6 +17,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import Store
 
 from anabranch.errors import InvalidPlanError, StageFailedError
 from anabranch.runtime.failure import Failure, PeerLostError
@@ -74,13 +75,14 @@ class Mesh:
     def _new_group(self, ranks: tuple[int, ...], device_type: str) -> dist.ProcessGroup | None:
         # Only a group with a GPU per rank can use NCCL; Gloo stages GPU tensors itself.
         enough = device_type == "cuda" and torch.cuda.device_count() >= self.size
-        return guarded(
+        group: dist.ProcessGroup | None = guarded(
             lambda: dist.new_group(
                 list(ranks),
                 timeout=timedelta(seconds=self._timeout),
                 backend="cpu:gloo,cuda:nccl" if enough else "gloo",
             )
         )
+        return group
 
     def transport(self) -> Transport | None:
         """A transport over a group of its own, so that breaking it wakes up only whoever waits for messages."""
@@ -192,8 +194,8 @@ class Mesh:
         except (RuntimeError, ValueError):
             return ""
 
-    def _store(self) -> dist.Store:
-        store: dist.Store = dist.distributed_c10d._get_default_store()
+    def _store(self) -> Store:
+        store: Store = dist.distributed_c10d._get_default_store()
         return store
 
     def close(self) -> None:

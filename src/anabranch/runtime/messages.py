@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from anabranch.graph.opgraph import OpGraph
+from anabranch.graph.capture import Captured
 from anabranch.graph.split import Port, Split, StageProgram
 from anabranch.planner.stages import StageGraph
 from anabranch.schedule.schedule import Action, Kind
@@ -38,22 +38,20 @@ class Item:
         port: which use of it, for a gradient; None for the value itself.
         shape: of what travels.
         dtype: of what travels.
-        dim: the batch dimension where a part travels, else -1.
-        offset: where the part begins in the batch dimension of what this device computes at once.
-        length: of the part in the batch dimension.
+        batched: has its samples in dimension 0; otherwise it is whole on every replica.
+        offset: where the part begins in dimension 0 of what this device computes at once.
     """
 
     value: int
     port: Port | None
     shape: torch.Size
     dtype: torch.dtype
-    dim: int
+    batched: bool
     offset: int
-    length: int
 
     def part(self, tensor: Tensor) -> Tensor:
         """The part that travels, of the whole that this device computes."""
-        return tensor if self.dim < 0 else tensor.narrow(self.dim, self.offset, self.length)
+        return tensor.narrow(0, self.offset, self.shape[0]) if self.batched else tensor
 
 
 def assemble(parts: Sequence[tuple[Item, Tensor]]) -> Tensor:
@@ -61,15 +59,14 @@ def assemble(parts: Sequence[tuple[Item, Tensor]]) -> Tensor:
     if len(parts) == 1:
         return parts[0][1]
     ordered = sorted(parts, key=lambda part: part[0].offset)
-    item = ordered[0][0]
     tensors = [tensor for _, tensor in ordered]
     # A value without a batch dimension that several slices read: its gradient is the sum.
-    return torch.cat(tensors, item.dim) if item.dim >= 0 else torch.stack(tensors).sum(0)
+    return torch.cat(tensors) if ordered[0][0].batched else torch.stack(tensors).sum(0)
 
 
-def gradient_ports(ports: Iterable[Port], model: OpGraph) -> tuple[Port, ...]:
+def gradient_ports(ports: Iterable[Port]) -> tuple[Port, ...]:
     """The uses whose gradients flow back, in the order in which they travel."""
-    return tuple(sorted((p for p in ports if model.values[p.value].grad), key=_travel_order))
+    return tuple(sorted((port for port in ports if port.grad), key=_travel_order))
 
 
 def _travel_order(port: Port) -> tuple[int, int]:
@@ -80,13 +77,15 @@ class Layout:
     """The tensors of every message of one device.
 
     Args:
+        captured: the model.
         split: the stages' programs.
         graph: the stages and their sample intervals, for one batch size.
         device: whose messages.
     """
 
-    def __init__(self, split: Split, model: OpGraph, graph: StageGraph, device: int) -> None:
-        self._split, self._model, self._graph, self._device = split, model, graph, device
+    def __init__(self, captured: Captured, split: Split, graph: StageGraph, device: int) -> None:
+        self._model = captured.graph
+        self._split, self._graph, self._device = split, graph, device
 
     def slice(self, stage: int, microbatch: int) -> tuple[int, int]:
         """Samples of a micro-batch that this device computes."""
@@ -109,7 +108,7 @@ class Layout:
                 (value, None) for value in sorted({port.value for port in mine})
             )
         else:
-            uses = ((port.value, port) for port in gradient_ports(mine, self._model))
+            uses = ((port.value, port) for port in gradient_ports(mine))
         return tuple(
             self._item(action, program, value, port)
             for value, port in uses
@@ -138,27 +137,9 @@ class Layout:
         self, action: Action, program: StageProgram, value: int, port: Port | None
     ) -> Item:
         shape, dtype = program.shapes[value]
+        if not self._model.values[value].batched:
+            return Item(value, port, shape, dtype, False, 0)
         start, stop = self.slice(action.stage, action.microbatch)
-        whole, part = stop - start, action.stop - action.start
-        if part == whole or not self._model.values[value].batched:
-            return Item(value, port, shape, dtype, -1, 0, 0)
-        other, _ = self._split.program(action.stage, part).shapes[value]
-        dim = batch_dimension(shape, whole, other, part)
-        rows = shape[dim] // whole  # per sample, where the program folds another dimension into it
-        cut = torch.Size((*shape[:dim], rows * part, *shape[dim + 1 :]))
-        return Item(value, port, cut, dtype, dim, rows * (action.start - start), rows * part)
-
-
-def batch_dimension(a: torch.Size, samples_a: int, b: torch.Size, samples_b: int) -> int:
-    """The dimension that is in proportion to the number of samples.
-
-    Raises:
-        ValueError: if there is none.
-    """
-    for dim, (x, y) in enumerate(zip(a, b, strict=True)):
-        if x != y and x * samples_b == y * samples_a:
-            return dim
-    raise ValueError(
-        f"no dimension of {list(a)} and {list(b)} follows the number of samples, {samples_a} and "
-        f"{samples_b}"
-    )
+        rows = shape[0] // (stop - start)  # per sample; more than one where dimensions are merged
+        cut = torch.Size((rows * (action.stop - action.start), *shape[1:]))
+        return Item(value, port, cut, dtype, True, rows * (action.start - start))

@@ -70,6 +70,17 @@ class _Stash:
     loss: Tensor | None
 
 
+def executed(schedule: Schedule, graph: StageGraph, device: int) -> tuple[Action, ...]:
+    """A device's actions without those on an empty slice of a short micro-batch."""
+    result = []
+    for action in schedule.actions.get(device, ()):
+        replica = graph.stages[action.stage].devices.index(device)
+        start, stop = graph.slice(action.stage, action.microbatch, replica)
+        if start < stop:
+            result.append(action)
+    return tuple(result)
+
+
 class Worker:
     """One device's part of one batch size.
 
@@ -100,24 +111,24 @@ class Worker:
         seed: int = 0,
     ) -> None:
         self._model = captured.graph
-        self._graph = graph
-        self._device = device
+        self.graph = graph
+        self.schedule = schedule
         self._transport = transport
         self._rank_of = rank_of
         self._place = place
         self._seed = seed
-        self.layout = Layout(split, self._model, graph, device)
-        # An empty slice of a short micro-batch has no messages, and its compute is nothing.
-        self.actions = tuple(a for a in schedule.actions[device] if not self._is_empty(a))
+        self.layout = Layout(captured, split, graph, device)
+        self.actions = executed(schedule, graph, device)
         self._slots = schedule.slots
         self._items = {a: self.layout.items(a) for a in self.actions if not a.kind.is_compute}
+        self._parameters = {
+            name: parameter
+            for s in {a.stage for a in self.actions}
+            for name, parameter in split.parameters(s).items()
+        }
         self._unbatched = {
             v.name for v in self._model.values if v.producer == BATCH and not v.batched
         }
-
-    def _is_empty(self, action: Action) -> bool:
-        start, stop = self.layout.slice(action.stage, action.microbatch)
-        return start == stop
 
     def run(self, leaves: Mapping[str, Tensor], step: int, *, train: bool = True) -> Outcome:
         """Execute all actions once.
@@ -212,14 +223,13 @@ class _Run:
         key = action.stage, action.microbatch
         program = self.worker.layout.program(*key)
         arrived = {value: assemble(parts) for value, parts in self.values.pop(key, {}).items()}
-        values = self.worker._model.values
-        inputs = []
-        for port in program.inputs:
-            wanted = self.train and values[port.value].grad
-            # Every use is a leaf of its own: its gradient goes back on its own.
-            inputs.append((port, arrived[port.value].detach().requires_grad_(wanted)))
-        recompute = self.worker._graph.stages[action.stage].recompute
-        aliases = [self.alias(program, use.name) for use in program.tied]
+        # Every use is a leaf of its own: its gradient goes back on its own.
+        inputs = [
+            (port, arrived[port.value].detach().requires_grad_(self.train and port.grad))
+            for port in program.inputs
+        ]
+        recompute = self.worker.graph.stages[action.stage].recompute
+        aliases = [self.alias(use.name) for use in program.tied]
         with torch.set_grad_enabled(self.train and not recompute):
             results = self.call(program, key, [leaf for _, leaf in inputs], aliases)
         count = len(program.outputs)
@@ -247,13 +257,13 @@ class _Run:
         with seeded(hash((worker._seed, self.step, start, key[0])) % _SEED_MODULUS, worker._place):
             return tuple(program.module(*inputs, *aliases, *batch))
 
-    def alias(self, program: StageProgram, name: str) -> Tensor:
-        parameter = program.parameters[name]
+    def alias(self, name: str) -> Tensor:
+        parameter = self.worker._parameters[name]
         return parameter.detach().requires_grad_(self.train and parameter.requires_grad)
 
     def weight(self, key: Key) -> float:
         start, stop = self.worker.layout.slice(*key)
-        return (stop - start) / self.worker._graph.batch_size
+        return (stop - start) / self.worker.graph.batch_size
 
     def note(
         self, program: StageProgram, key: Key, loss: Tensor | None, metrics: tuple[Tensor, ...]
@@ -272,7 +282,7 @@ class _Run:
         key = action.stage, action.microbatch
         stash = self.stash.pop(key)
         program = self.worker.layout.program(*key)
-        if self.worker._graph.stages[action.stage].recompute:
+        if self.worker.graph.stages[action.stage].recompute:
             stash = self.recompute(program, key, stash)
         arrived = self.gradients.pop(key, {})
         tensors, gradients = [], []
@@ -288,7 +298,7 @@ class _Run:
         leaves = dict(stash.leaves)
         self.returned[action.stage] = {
             port: _gradient(leaves[port])
-            for port in gradient_ports(program.inputs, self.worker._model)
+            for port in gradient_ports(program.inputs)
         }
         for use, alias in zip(program.tied, stash.aliases, strict=True):
             if alias.grad is not None:
@@ -344,7 +354,7 @@ def seeded(seed: int, place: torch.device) -> Iterator[None]:
     """Draw from a generator of its own, and leave the user's where it was: data loaders draw from it on every rank."""
     devices = [place] if place.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
-        torch.random.default_generator.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
         if devices:
             torch.cuda.manual_seed(seed)
         yield

@@ -14,3 +14,14 @@ SCHEDULES: Mapping[str, Callable[[], ScheduleRule]] = {
     "gpipe": GPipe,
 }
 """Name -> rule. ``1f1b`` has the smallest warm-up, ``1f1b-deep`` twice as much per stage edge."""
+
+
+def rule_named(name: str) -> ScheduleRule:
+    """The rule of that name.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    if name not in SCHEDULES:
+        raise ValueError(f"unknown schedule {name!r}; there are {', '.join(SCHEDULES)} and auto")
+    return SCHEDULES[name]()

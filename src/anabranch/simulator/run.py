@@ -18,9 +18,12 @@ compared.
 
 from __future__ import annotations
 
+import gc
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import attrgetter
 
 from anabranch.cost import CostModel
 from anabranch.errors import DeadlockError
@@ -55,6 +58,11 @@ def run(graph: StageGraph, schedule: Schedule, costs: CostModel | StepCosts) -> 
         DeadlockError: if the schedule cannot be executed; the message shows what each device waits
             for.
     """
+    with _collector_paused():
+        return _record(graph, schedule, costs)
+
+
+def _record(graph: StageGraph, schedule: Schedule, costs: CostModel | StepCosts) -> Timeline:
     step = _simulate(graph, schedule, costs, record=True)
     devices = step.program.devices
     base: dict[int, float] = defaultdict(float)
@@ -62,7 +70,7 @@ def run(graph: StageGraph, schedule: Schedule, costs: CostModel | StepCosts) -> 
         for device in stage.devices:
             base[device] += step.costs.base_bytes(s)
     return Timeline(
-        spans=tuple(sorted(step.spans(), key=lambda span: (span.device, span.start, span.end))),
+        spans=tuple(sorted(step.spans(), key=attrgetter("device", "start", "end"))),
         devices=tuple(sorted(devices)),
         source="predicted",
         step_s=step.end,
@@ -78,7 +86,20 @@ def step_seconds(graph: StageGraph, schedule: Schedule, costs: CostModel | StepC
     Raises:
         DeadlockError: as ``run``.
     """
-    return _simulate(graph, schedule, costs, record=False).end
+    with _collector_paused():
+        return _simulate(graph, schedule, costs, record=False).end
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """No garbage collection: all that a step makes lives to its end; looking costs a third."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _simulate(
@@ -164,14 +185,14 @@ class _Step:
         at = self.position[d]
         while at < len(steps):
             do, message, seconds, before, _, _, _ = steps[at]
-            if do == Do.COMPUTE:
+            if do is Do.COMPUTE:
                 self.position[d] = at
                 self._started[d] = self._engine.now
                 if self.record and before:
                     self.memory[d].append((self._engine.now, before))
                 self._compute(seconds, self._computed_one, d)
                 return
-            if do == Do.SEND:
+            if do is Do.SEND:
                 self._is_sent[message] = True
                 channel = self._messages.channel[message]
                 if self._messages.opens[message] <= self._taken[channel]:

@@ -1,0 +1,42 @@
+"""Adding the gradients of a tensor in the order in which one process would have added them.
+
+Autograd adds the gradients of a tensor with several uses one by one, the latest use first::
+
+    x --+--> use 1 (stage 0)        grad x = ((g3 + g2) + g1)
+        +--> use 2 (stage 1)
+        +--> use 3 (stage 0)
+
+With uses on several stages the sum would start with whatever arrives from outside, ((g2 + g3) + g1), which is equal on
+paper and not in floating point. ``fan_out`` gives every use an alias of its own and adds their gradients itself.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+class _FanOut(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        return tuple(x.view_as(x) for _ in range(count))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
+        return fold(grads), None
+
+
+def fan_out(x: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
+    """Aliases of a tensor whose gradients are added from the first alias to the last."""
+    return tuple(_FanOut.apply(x, count))  # type: ignore[no-untyped-call]
+
+
+def fold(grads: tuple[torch.Tensor | None, ...]) -> torch.Tensor | None:
+    """Sum from left to right, leaving out what is missing."""
+    total = None
+    for grad in grads:
+        if grad is not None:
+            total = grad if total is None else total + grad
+    return total

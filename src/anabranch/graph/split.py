@@ -1,0 +1,513 @@
+"""Cut a captured module into one program per stage.
+
+A stage's program holds the calls of its operators, in the order of the whole program, copies of the free calls that they
+need, and the model's own parameters under the model's own names. What crosses a stage boundary goes through a port::
+
+    stage 0                    stage 1
+    +----------------+         +----------------+
+    | a -> b         |  port   | c = f(b)       |
+    |      +---------|---------|->              |        (f, b) is a use of b
+    |      +-> d     |         |                |
+    +----------------+         +----------------+
+
+One port per value and consuming stage is enough for gradients that are right. For gradients that are bitwise those of one
+process (``exact``) each use that autograd would add on its own gets a port of its own, and the producer adds what comes back
+in the order of one process (``fanout``). Only the uses that are added first may be summed where they are, because
+((g3 + g2) + g1) begins with their sum. The same holds for a parameter that several stages read.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.fx.node import map_aggregate
+
+from anabranch.graph.capture import Captured
+from anabranch.graph.fanout import fan_out
+from anabranch.graph.group import FREE
+from anabranch.graph.opgraph import BATCH
+from anabranch.graph.program import (
+    BATCH_LEAF,
+    BUFFER,
+    CONSTANT,
+    PARAMETER,
+    Program,
+    gradient_calls,
+    requires_grad,
+    written,
+)
+
+Use = tuple[int, int]
+"""Position of the reading call in the program, and which of its arguments that are nodes (counted from 0)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Port:
+    """A value on its way from one stage to another.
+
+    Attributes:
+        value: index in the captured graph's values.
+        source: producing stage.
+        target: consuming stage.
+        order: position among the summands of the value's gradient; 0 is added first.
+        grad: whether a gradient comes back.
+    """
+
+    value: int
+    source: int
+    target: int
+    order: int
+    grad: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class TiedUse:
+    """A use of a parameter that several stages read; its gradient is collected on its own.
+
+    Attributes:
+        name: of the parameter.
+        order: position among the summands of the parameter's gradient in one micro-batch; 0 is added first.
+    """
+
+    name: str
+    order: int
+
+
+@dataclass(frozen=True)
+class StageProgram:
+    """What one stage runs for a number of samples.
+
+    Call ``module(*inputs, *tied, *batch)``; it returns ``(*outputs, loss if has_loss, *metrics)``. Every tensor of a port has
+    its samples in dimension 0.
+
+    Attributes:
+        module: holds the model's own parameters and buffers under the model's own names.
+        inputs: ports to this stage.
+        tied: uses of tied parameters, to be given as aliases of the parameter (exact mode only).
+        batch: names of the batch leaves that are read.
+        outputs: ports from this stage.
+        has_loss: whether the loss is made here.
+        metrics: names of the metrics that are made here.
+        shapes: per value of the ports, shape and type for this number of samples.
+    """
+
+    module: fx.GraphModule
+    inputs: tuple[Port, ...]
+    tied: tuple[TiedUse, ...]
+    batch: tuple[str, ...]
+    outputs: tuple[Port, ...]
+    has_loss: bool
+    metrics: tuple[str, ...]
+    shapes: dict[int, tuple[torch.Size, torch.dtype]]
+
+
+def split(
+    captured: Captured, stages: Sequence[Sequence[str]], *, exact: bool = False
+) -> Split:
+    """Cut a captured module into stages.
+
+    Args:
+        captured: the module.
+        stages: names of operators per stage, the stages in topological order.
+        exact: make gradients bitwise those of one process.
+
+    Raises:
+        ValueError: if the stages do not hold every operator exactly once, or a value would flow to an earlier stage.
+    """
+    graph = captured.graph
+    stage_of: dict[int, int] = {}
+    for s, names in enumerate(stages):
+        for name in names:
+            if name not in graph.index:
+                raise ValueError(f"stage {s} names operator {name}, which the model does not have")
+            if graph.index[name] in stage_of:
+                raise ValueError(f"operator {name} is in stage {stage_of[graph.index[name]]} and in stage {s}")
+            stage_of[graph.index[name]] = s
+    missing = [op.name for i, op in enumerate(graph.ops) if i not in stage_of]
+    if missing:
+        raise ValueError(f"no stage holds {', '.join(missing[:5])} ({len(missing)} operators in all)")
+    for a, b in graph.edges:
+        if stage_of[a] > stage_of[b]:
+            raise ValueError(
+                f"{graph.ops[a].name} in stage {stage_of[a]} feeds {graph.ops[b].name} in stage {stage_of[b]}; "
+                "stages have to be in topological order"
+            )
+    return Split(captured, tuple(stage_of[i] for i in range(len(graph))), len(stages), exact)
+
+
+def stages_like(evaluation: Captured, stages: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Stages of the training graph as stages of the evaluation graph: without operators that do nothing there."""
+    return [[name for name in names if name in evaluation.graph.index] for names in stages]
+
+
+class Split:
+    """The stages of a captured module.
+
+    Attributes:
+        captured: the module.
+        stage_of: per operator, its stage.
+        num_stages: number of stages.
+        exact: whether gradients are bitwise those of one process.
+    """
+
+    def __init__(
+        self, captured: Captured, stage_of: tuple[int, ...], num_stages: int, exact: bool
+    ) -> None:
+        self.captured = captured
+        self.stage_of = stage_of
+        self.num_stages = num_stages
+        self.exact = exact
+        self._cache: dict[tuple[int, int, torch.device | str | None], StageProgram] = {}
+        program = captured.at(captured.samples, device=captured.capture_device)
+        self._uses = _Uses(captured, program, stage_of, exact)
+
+    @property
+    def ports(self) -> tuple[Port, ...]:
+        """Every port, by value, then order."""
+        return self._uses.ports
+
+    @cached_property
+    def tied(self) -> dict[str, tuple[int, ...]]:
+        """Parameters that several stages hold -> those stages."""
+        holders: dict[str, set[int]] = defaultdict(set)
+        for i, op in enumerate(self.captured.graph.ops):
+            for name in op.parameters:
+                holders[name].add(self.stage_of[i])
+        return {name: tuple(sorted(s)) for name, s in holders.items() if len(s) > 1}
+
+    def parameters(self, stage: int) -> dict[str, nn.Parameter]:
+        """The model's parameters that a stage reads, in the model's order."""
+        ops = self.captured.graph.ops
+        read = {n for i, op in enumerate(ops) if self.stage_of[i] == stage for n in op.parameters}
+        return {n: p for n, p in self.captured.module.named_parameters() if n in read}
+
+    def buffers(self, stage: int) -> dict[str, torch.Tensor]:
+        """The model's buffers that a stage reads or updates, in the model's order."""
+        program = self.captured.at(self.captured.samples, device=self.captured.capture_device)
+        needed = _needed(program, self.captured.owners(program), self.stage_of, stage)
+        read = {program.sources[n].name for n in needed if _kind(program, n) == BUFFER}
+        return {n: b for n, b in self.captured.module.named_buffers() if n in read}
+
+    def program(
+        self, stage: int, samples: int, *, device: torch.device | str | None = None
+    ) -> StageProgram:
+        """What a stage runs for a number of samples.
+
+        Args:
+            stage: index of the stage.
+            samples: at least 1.
+            device: where tensors are constructed; by default where the module's parameters are now.
+        """
+        key = (stage, samples, device)
+        if key not in self._cache:
+            program = self.captured.at(samples, device=device)
+            self._cache[key] = _Cutter(self, program, stage).cut()
+        return self._cache[key]
+
+
+def _kind(program: Program, node: fx.Node) -> str:
+    return program.sources[node].kind if node in program.sources else ""
+
+
+def _needed(
+    program: Program, owners: Mapping[fx.Node, int], stage_of: Sequence[int], stage: int
+) -> set[fx.Node]:
+    """The nodes of a stage: its calls, the free calls they read, and placeholders."""
+    needed: set[fx.Node] = set()
+    for node in reversed(list(program.graph.nodes)):
+        mine = node in owners and owners[node] != FREE and stage_of[owners[node]] == stage
+        if mine or (node in needed and owners.get(node, FREE) == FREE):
+            needed.add(node)
+            needed.update(n for n in node.all_input_nodes if owners.get(n, FREE) == FREE)
+    return needed
+
+
+class _Uses:
+    """Which use of which value or tied parameter goes through which port or alias."""
+
+    def __init__(
+        self, captured: Captured, program: Program, stage_of: Sequence[int], exact: bool
+    ) -> None:
+        self.stage_of = stage_of
+        self.exact = exact
+        self.calls = program.calls
+        self.position = {node: i for i, node in enumerate(self.calls)}
+        self.owners = captured.owners(program)
+        self.carriers = gradient_calls(program) if captured.training else set()
+        self.port_of: dict[tuple[int, Use], Port] = {}
+        self.fallback: dict[tuple[int, int], Port] = {}
+        self.local: dict[int, dict[Use, int]] = {}
+        self.summands: dict[int, int] = {}
+        self.tied_of: dict[tuple[str, Use], TiedUse] = {}
+        self.last_write: dict[int, int] = {}
+        for i, node in enumerate(self.calls):
+            for target in written(node):
+                self.last_write[target.meta["storage"]] = i
+        ports: list[Port] = []
+        for index, value in enumerate(captured.graph.values):
+            if value.producer != BATCH:
+                ports += self.add_value(index, captured.value_calls[index])
+        self.ports = tuple(ports)
+        self.tied: tuple[tuple[int, TiedUse], ...] = ()
+        if exact:
+            self.add_tied(program)
+
+    def stage(self, call: int) -> int:
+        return self.stage_of[self.owners[self.calls[call]]]
+
+    def of(self, node: fx.Node) -> tuple[list[Use], list[Use]]:
+        """Uses of a node: those with a gradient in the order in which autograd adds them, and the others."""
+        after = self.last_write.get(node.meta.get("storage", 0), -1) if node.op != "placeholder" else -1
+        with_grad, without = [], []
+        for user in node.users:
+            if user.op != "call_function" or self.owners[user] == FREE:
+                continue
+            at = self.position[user]
+            slots = [k for k, source in enumerate(_arguments(user)) if source is node]
+            for slot in slots:
+                carries = user in self.carriers and requires_grad(node) and at > after
+                (with_grad if carries else without).append((at, slot))
+        # The latest call first; within one call its arguments from first to last.
+        return sorted(with_grad, key=lambda use: (-use[0], use[1])), without
+
+    def runs(self, uses: list[Use]) -> list[tuple[int, list[Use]]]:
+        """Uses that share an alias, with their stage, in the order in which they are added."""
+        result: list[tuple[int, list[Use]]] = []
+        for use in uses:
+            stage = self.stage(use[0])
+            if result and len(result) == 1 and result[0][0] == stage:
+                result[0][1].append(use)
+            else:
+                result.append((stage, [use]))
+        return result
+
+    def add_value(self, index: int, call: int) -> list[Port]:
+        node = self.calls[call]
+        home = self.stage(call)
+        with_grad, without = self.of(node)
+        ports: list[Port] = []
+        if self.exact:
+            runs = self.runs(with_grad)
+            if any(stage != home for stage, _ in runs) and len(runs) > 1:
+                self.summands[call] = len(runs)
+        else:
+            by_stage: dict[int, list[Use]] = defaultdict(list)
+            for use in with_grad:
+                by_stage[self.stage(use[0])].append(use)
+            runs = list(by_stage.items())
+        for order, (stage, uses) in enumerate(runs):
+            if stage == home:
+                self.local.setdefault(call, {}).update(dict.fromkeys(uses, order))
+                continue
+            port = Port(index, home, stage, order)
+            ports.append(port)
+            self.fallback.setdefault((call, stage), port)
+            for use in uses:
+                self.port_of[call, use] = port
+        for at, slot in without:
+            stage = self.stage(at)
+            if stage != home:
+                if (call, stage) not in self.fallback:
+                    port = Port(index, home, stage, len(runs), grad=False)
+                    ports.append(port)
+                    self.fallback[call, stage] = port
+                self.port_of[call, (at, slot)] = self.fallback[call, stage]
+        return ports
+
+    def add_tied(self, program: Program) -> None:
+        tied: list[tuple[int, TiedUse]] = []
+        for node, source in program.sources.items():
+            if source.kind != PARAMETER or not requires_grad(node):
+                continue
+            runs = self.runs(self.of(node)[0])
+            if len({stage for stage, _ in runs}) < 2:
+                continue
+            for order, (stage, uses) in enumerate(runs):
+                alias = TiedUse(source.name, order)
+                tied.append((stage, alias))
+                for use in uses:
+                    self.tied_of[source.name, use] = alias
+        self.tied = tuple(tied)
+
+
+def _arguments(node: fx.Node) -> list[fx.Node]:
+    """Arguments that are nodes, in order, a node as often as it occurs."""
+    found: list[fx.Node] = []
+
+    def note(argument: Any) -> Any:
+        if isinstance(argument, fx.Node):
+            found.append(argument)
+        return argument
+
+    map_aggregate(node.args, note)
+    map_aggregate(node.kwargs, note)
+    return found
+
+
+class _Cutter:
+    """Builds the program of one stage."""
+
+    def __init__(self, parts: Split, program: Program, stage: int) -> None:
+        self.parts = parts
+        self.uses = parts._uses
+        self.captured = parts.captured
+        self.program = program
+        self.stage = stage
+        self.owners = self.captured.owners(program)
+        self.needed = _needed(program, self.owners, parts.stage_of, stage)
+        self.position = {node: i for i, node in enumerate(program.calls)}
+        self.graph = fx.Graph()
+        self.env: dict[fx.Node, fx.Node] = {}
+        self.received: dict[Port, fx.Node] = {}
+        self.tied: dict[TiedUse, fx.Node] = {}
+        self.aliases: dict[int, list[fx.Node]] = {}
+        self.attributes: dict[str, Any] = {}
+        self.transient: set[str] = set()
+        self.calls = program.calls
+
+    def node_of(self, value: int) -> fx.Node:
+        return self.calls[self.captured.value_calls[value]]
+
+    def cut(self) -> StageProgram:
+        inputs = tuple(p for p in self.uses.ports if p.target == self.stage)
+        outputs = tuple(p for p in self.uses.ports if p.source == self.stage)
+        tied = tuple(use for stage, use in self.uses.tied if stage == self.stage)
+        for port in inputs:
+            self.received[port] = self.graph.placeholder(f"value_{port.value}_{port.order}")
+        for k, use in enumerate(tied):
+            self.tied[use] = self.graph.placeholder(f"tied_{k}")
+        batch = tuple(self.leaves())
+        for port in inputs:
+            self.received[port] = self.restored(port)
+        for node in self.program.graph.nodes:
+            if node.op == "call_function" and node in self.needed:
+                self.copy(node)
+        loss, *metrics = self.program.outputs
+        made = [(name, node) for name, node in zip(self.captured.metrics, metrics, strict=True) if node in self.env]
+        returned = [self.sent(port) for port in outputs]
+        returned += [self.env[loss]] if loss in self.env else []
+        returned += [self.graph.call_function(torch.ops.aten.detach.default, (self.env[n],)) for _, n in made]
+        self.graph.output(tuple(returned))
+        return StageProgram(
+            module=self.assembled(),
+            inputs=inputs,
+            tied=tied,
+            batch=batch,
+            outputs=outputs,
+            has_loss=loss in self.env,
+            metrics=tuple(name for name, _ in made),
+            shapes={p.value: self.shape(p.value) for p in (*inputs, *outputs)},
+        )
+
+    def leaves(self) -> list[str]:
+        names = []
+        for node, source in self.program.sources.items():
+            if source.kind == BATCH_LEAF and node in self.needed:
+                self.env[node] = self.graph.placeholder(node.name)
+                names.append(source.name)
+        return names
+
+    def shape(self, value: int) -> tuple[torch.Size, torch.dtype]:
+        like = self.node_of(value).meta["val"]
+        dim = self.captured.batch_dims[value]
+        sizes = list(like.shape)
+        if dim:
+            sizes.insert(0, sizes.pop(dim))
+        return torch.Size(sizes), like.dtype
+
+    def restored(self, port: Port) -> fx.Node:
+        """Undo what ``sent`` did; in exact mode in memory too, because kernels differ by strides."""
+        node, dim = self.received[port], self.captured.batch_dims[port.value]
+        if dim:
+            node = self.graph.call_function(torch.ops.aten.movedim.int, (node, 0, dim))
+        like = self.node_of(port.value).meta["val"]
+        if self.parts.exact and (dim or not like.is_contiguous()):
+            by_stride = sorted(range(like.dim()), key=lambda d: -like.stride(d))
+            back = [by_stride.index(d) for d in range(like.dim())]
+            node = self.graph.call_function(torch.ops.aten.permute.default, (node, by_stride))
+            node = self.graph.call_function(torch.ops.aten.contiguous.default, (node,))
+            node = self.graph.call_function(torch.ops.aten.permute.default, (node, back))
+        return node
+
+    def sent(self, port: Port) -> fx.Node:
+        call, dim = self.captured.value_calls[port.value], self.captured.batch_dims[port.value]
+        result = self.env[self.calls[call]]
+        if port.grad and call in self.uses.summands:
+            result = self.alias(call, port.order)
+        if dim:
+            result = self.graph.call_function(torch.ops.aten.movedim.int, (result, dim, 0))
+        return result
+
+    def alias(self, call: int, order: int) -> fx.Node:
+        if call not in self.aliases:
+            count = self.uses.summands[call]
+            fan = self.graph.call_function(fan_out, (self.env[self.calls[call]], count))
+            self.aliases[call] = [
+                self.graph.call_function(operator.getitem, (fan, k)) for k in range(count)
+            ]
+        return self.aliases[call][order]
+
+    def copy(self, node: fx.Node) -> None:
+        slots = iter(range(len(_arguments(node))))
+
+        def take(argument: Any) -> Any:
+            if not isinstance(argument, fx.Node):
+                return argument
+            return self.argument(argument, (self.position[node], next(slots)))
+
+        args, kwargs = map_aggregate(node.args, take), map_aggregate(node.kwargs, take)
+        new = self.graph.create_node("call_function", node.target, args, kwargs, name=node.name)  # type: ignore[arg-type]
+        new.meta = dict(node.meta)
+        self.env[node] = new
+
+    def argument(self, source: fx.Node, use: Use) -> fx.Node:
+        call = self.position.get(source, -1)
+        if (call, use) in self.uses.port_of and source not in self.env:
+            return self.received[self.uses.port_of[call, use]]
+        if use in self.uses.local.get(call, {}) and call in self.uses.summands:
+            return self.alias(call, self.uses.local[call][use])
+        if source in self.program.sources:
+            tied = self.uses.tied_of.get((self.program.sources[source].name, use))
+            if tied is not None:
+                return self.tied[tied]
+        if source not in self.env:
+            self.env[source] = self.attribute(source)
+        return self.env[source]
+
+    def attribute(self, node: fx.Node) -> fx.Node:
+        if node.op == "get_attr":
+            target = str(node.target)
+            self.attributes[target] = self.program.regions[target]
+            return self.graph.get_attr(target)
+        source = self.program.sources[node]
+        if source.kind == CONSTANT:
+            target = f"_constants.{source.name.replace('.', '_')}"
+            value = self.program.constants[source.name]
+            self.attributes[target] = value.to(node.meta["val"].device) if not value.is_meta else value
+            self.transient.add(target)
+        else:
+            target = source.name
+            owner, _, name = target.rpartition(".")
+            holder = self.captured.module.get_submodule(owner)
+            self.attributes[target] = getattr(holder, name)
+            if name in holder._non_persistent_buffers_set:
+                self.transient.add(target)
+        new = self.graph.get_attr(target)
+        new.meta = dict(node.meta)
+        return new
+
+    def assembled(self) -> fx.GraphModule:
+        root: dict[str, Any] = self.attributes
+        # A read tensor may be made late in the graph by ``attribute``: all of them are attributes, so order is no concern.
+        module = fx.GraphModule(root, self.graph, class_name=f"Stage{self.stage}")
+        for target in self.transient:
+            owner, _, name = target.rpartition(".")
+            module.get_submodule(owner)._non_persistent_buffers_set.add(name)
+        return module

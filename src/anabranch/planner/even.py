@@ -1,0 +1,116 @@
+"""The simplest pipeline: as many stages as devices, each with about the same work.
+
+What torchgpipe's ``balance`` does: the model in one order, cut into contiguous runs so that the
+longest run is as short as can be. Communication plays no part, and memory none but to reject what
+does not fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from anabranch.cost import CostModel
+from anabranch.errors import InfeasiblePlanError
+from anabranch.graph.cuts import decompose, operators
+from anabranch.planner.assemble import Assembler, Candidate
+from anabranch.planner.chains import line
+from anabranch.planner.infeasible import explain, require_sizes
+from anabranch.planner.parts import Part, PartPrices
+from anabranch.planner.prices import Prices, degrees, microbatch_sizes
+from anabranch.planner.search import Problem
+from anabranch.planner.stages import StageGraph
+
+
+@dataclass(frozen=True)
+class Even:
+    """Contiguous runs of equal work, one per device; replicas where there are fewer operators.
+
+    Attributes:
+        max_replicas: devices per stage at most. None: no limit.
+    """
+
+    max_replicas: int | None = None
+
+    def __call__(
+        self, cost: CostModel, *, batch_size: int, microbatch_size: int | None = None
+    ) -> list[StageGraph]:
+        """Propose one stage graph per micro-batch size; see ``planner.base``.
+
+        Raises:
+            InfeasiblePlanError: if none of them fits.
+        """
+        limit = self.max_replicas or cost.cluster.num_devices
+        require_sizes(cost, batch_size, microbatch_size, limit)
+        found = sorted(
+            self._propose(cost, batch_size, microbatch_size, limit), key=lambda each: each.step_s
+        )
+        if not found:
+            raise self._explain(cost, batch_size, microbatch_size, limit)
+        return [candidate.graph for candidate in found]
+
+    @staticmethod
+    def _propose(
+        cost: CostModel, batch_size: int, microbatch_size: int | None, limit: int
+    ) -> Iterator[Candidate]:
+        order = tuple(operators(decompose(cost.graph)))
+        memory = cost.cluster.memory_bytes
+        count = min(cost.cluster.num_devices, len(order))
+        for size in [microbatch_size] if microbatch_size else microbatch_sizes(batch_size):
+            if not cost.covers(size):
+                continue
+            prices = Prices(cost, batch_size, size, degrees(cost, size, limit), memory)
+            forward, backward = cost.op_seconds(size)
+            runs = even_runs([float((forward + backward)[op]) for op in order], count)
+            parts = [Part(sum(1 << op for op in order[i:j]), 1) for i, j in runs]
+            candidate = Assembler(PartPrices(prices), order, limit, chained=True).assemble(parts)
+            if candidate is not None:
+                yield candidate
+
+    @staticmethod
+    def _explain(
+        cost: CostModel, batch_size: int, microbatch_size: int | None, limit: int
+    ) -> InfeasiblePlanError:
+        order = tuple(operators(decompose(cost.graph)))
+        problem = Problem(cost, line(cost, order), order, batch_size, limit, True, 0.01)
+        why = explain(problem, microbatch_size)
+        return InfeasiblePlanError(
+            f"no even split of {cost.graph.name or 'the model'} fits {cost.cluster.name}, and "
+            f"stages are not planned for memory here; try planner sequential or graphpipe ({why})"
+        )
+
+
+def even_runs(seconds: Sequence[float], count: int) -> list[tuple[int, int]]:
+    """Cut a row into ``count`` non-empty runs whose longest is as short as can be.
+
+    Args:
+        seconds: what each place takes.
+        count: number of runs, at most ``len(seconds)``.
+
+    Returns:
+        The runs as (start, stop). Time: O(n^2 * count).
+    """
+    n = len(seconds)
+    sums = [0.0]
+    for each in seconds:
+        sums.append(sums[-1] + each)
+    longest = [sums[j] if j else 0.0 for j in range(n + 1)]
+    starts: list[list[int]] = []
+    for k in range(2, count + 1):
+        following = [float("inf")] * (n + 1)
+        chosen = [0] * (n + 1)
+        for j in range(k, n + 1):
+            for i in range(j - 1, k - 2, -1):
+                value = max(longest[i], sums[j] - sums[i])
+                if value < following[j]:
+                    following[j], chosen[j] = value, i
+                if sums[j] - sums[i] >= following[j]:
+                    break
+        longest = following
+        starts.append(chosen)
+    runs = []
+    j = n
+    for chosen in reversed(starts):
+        runs.append((chosen[j], j))
+        j = chosen[j]
+    return [(0, j), *reversed(runs)]

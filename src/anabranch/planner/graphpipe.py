@@ -1,0 +1,91 @@
+"""GraphPipe's partitioner: stages that form a graph, so that branches run side by side.
+
+GraphPipe (papers: "GraphPipe: Improving Performance and Scalability of DNN Training with Graph
+Pipeline Parallelism", sections 3 to 5), in its default mode: synchronous 1F1B, one micro-batch
+size for all stages, searched over powers of two, replicas per stage in powers of two, memory per
+device as a constraint, the longest period of a stage minimised by bisection, a dynamic programme
+over the series-parallel structure for each bound.
+
+Where we differ, or the paper is silent:
+
+- The dynamic programme of ``planner.reach`` asks for the fewest devices per (cut, height) instead
+of enumerating device splits and
+  schedule configurations; with one micro-batch size and k = 1 a configuration is a height (Table
+  2: one micro-batch more per stage down to the sink).
+- Graphs that are not series-parallel get some order added (``graph.cuts``). - Transfers and all-
+reduces are part of the period: ``planner.prices`` has the formula. - The least period does not
+give the least step, so shallower plans at looser bounds are candidates too (``planner.search``),
+and so are all
+  that ``Sequential`` proposes: a chain of stages is a graph of stages.
+
+What a stage may be:
+
+1. a contiguous run of items of a series, where an item is an operator or a whole parallel block;
+2. a run of whole branches of a block, in the order of the block; 3. a run of items right behind a
+block with the last operators (or all) of any of its branches; 4. a run of items right before a
+block with the first operators (or all) of any of its branches, if the block ends at a
+   boundary of stages.
+
+Within this, with memory to spare at stages of kinds 3 and 4, the period is the least there is, up
+to ``tolerance``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from anabranch.cost import CostModel
+from anabranch.graph.cuts import decompose, operators
+from anabranch.planner.chains import build
+from anabranch.planner.infeasible import explain, require_sizes
+from anabranch.planner.search import Problem, best, candidates
+from anabranch.planner.sequential import Sequential
+from anabranch.planner.stages import StageGraph
+
+
+@dataclass(frozen=True)
+class GraphPipe:
+    """Dynamic programme over the series-parallel structure of the model.
+
+    Attributes:
+        max_replicas: devices per stage at most. None: no limit.
+        candidates: stage graphs to propose at most, besides those of ``Sequential``.
+        tolerance: relative distance to the least period at which its search ends.
+    """
+
+    max_replicas: int | None = None
+    candidates: int = 24
+    tolerance: float = 2e-3
+
+    def __call__(
+        self, cost: CostModel, *, batch_size: int, microbatch_size: int | None = None
+    ) -> list[StageGraph]:
+        """Propose stage graphs, the least estimated step first; see ``planner.base``.
+
+        Raises:
+            InfeasiblePlanError: if nothing fits; the message says what would.
+        """
+        limit = self.max_replicas or cost.cluster.num_devices
+        require_sizes(cost, batch_size, microbatch_size, limit)
+        problem = self.problem(cost, batch_size)
+        own = best(candidates(problem, microbatch_size), self.candidates)
+        sequential = Sequential(self.max_replicas, self.candidates, self.tolerance)
+        chains = sequential.propose(cost, batch_size, microbatch_size)
+        found = best([*own, *chains], len(own) + len(chains))
+        if not found:
+            raise explain(problem, microbatch_size)
+        return [candidate.graph for candidate in found]
+
+    def problem(self, cost: CostModel, batch_size: int) -> Problem:
+        """What is searched."""
+        tree = decompose(cost.graph)
+        limit = self.max_replicas or cost.cluster.num_devices
+        return Problem(
+            cost,
+            build(cost, tree),
+            tuple(operators(tree)),
+            batch_size,
+            limit,
+            False,
+            self.tolerance,
+        )

@@ -1,0 +1,99 @@
+"""Why there is no plan, and what would help: what ``InfeasiblePlanError`` says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from anabranch.cluster import GIB
+from anabranch.cost import CostModel
+from anabranch.errors import InfeasiblePlanError
+from anabranch.planner.prices import Bound, degrees, microbatch_sizes
+from anabranch.planner.search import Problem
+
+_MOST_DEVICES = 1024
+"""Device counts beyond this are not suggested."""
+
+
+def require_sizes(
+    cost: CostModel, batch_size: int, microbatch_size: int | None, max_replicas: int
+) -> None:
+    """Check the arguments that every planner takes.
+
+    Raises:
+        ValueError: for a batch or micro-batch that cannot be.
+        InfeasiblePlanError: if the profile covers no micro-batch size, or there are more devices
+            than operators, replicas and samples can use.
+    """
+    if batch_size < 1:
+        raise ValueError(f"the batch has {batch_size} samples; at least 1 is needed")
+    if microbatch_size is not None and not 1 <= microbatch_size <= batch_size:
+        raise ValueError(
+            f"a micro-batch of {microbatch_size} samples does not fit a batch of {batch_size}"
+        )
+    total = cost.cluster.num_devices
+    sizes = [microbatch_size] if microbatch_size else microbatch_sizes(batch_size)
+    if not any(degrees(cost, size, min(total, max_replicas)) for size in sizes):
+        raise InfeasiblePlanError(
+            f"the profile ({cost.profile.origin}) covers no way to run micro-batches of "
+            f"{microbatch_size or f'1 to {batch_size}'} samples on up to "
+            f"{min(total, max_replicas)} devices per stage; profile again at more sample counts"
+        )
+    each = min(max_replicas, max(sizes))
+    usable = len(cost.graph) * each
+    if usable < total:
+        raise InfeasiblePlanError(
+            f"{cost.graph.name or 'the model'} has {len(cost.graph)} operators with at most {each} "
+            f"replicas each, so at most {usable} of the {total} devices of {cost.cluster.name} can "
+            f"be used; use {usable} devices or fewer, capture the model in finer operators, or "
+            "allow more replicas or larger micro-batches"
+        )
+
+
+def explain(problem: Problem, microbatch_size: int | None) -> InfeasiblePlanError:
+    """What would make the problem feasible: memory on these devices, or more of these devices."""
+    cost = problem.cost
+    cluster = cost.cluster
+    sizes = [microbatch_size] if microbatch_size else microbatch_sizes(problem.batch_size)
+    # Memory never falls with the micro-batch size, so the smallest that is covered needs least.
+    size = next(b for b in sizes if problem.prices(b).degrees)
+    name = cost.graph.name or "the model"
+    memory = _least_memory(problem, size)
+    count = _least_devices(problem, size)
+    if memory <= cluster.memory_bytes:
+        return InfeasiblePlanError(
+            f"{name} fits the memory of {cluster.name} on {count} devices, but no plan uses all "
+            f"{cluster.num_devices} of them with at most {problem.max_replicas} replicas of a "
+            f"stage and micro-batches of up to {max(sizes)} samples; use {count} devices, "
+            "or allow more replicas or larger micro-batches"
+        )
+    more = f"; {count} devices would do" if count else ""
+    return InfeasiblePlanError(
+        f"{name} needs at least {memory / GIB:.1f} GiB per device on {cluster.num_devices} devices "
+        f"(micro-batch {size}); {cluster.name} has {cluster.memory_bytes / GIB:.1f} GiB{more}"
+    )
+
+
+def _least_memory(problem: Problem, size: int) -> float:
+    """Bytes per device with which the devices suffice, to a hundredth above."""
+    prices = problem.prices(size)
+    low, high = 0.0, float(problem.cost.cluster.memory_bytes)
+
+    def enough(memory: float) -> bool:
+        reach = problem.reach(replace(prices, memory_bytes=memory))
+        found = reach.solve(Bound(float("inf")), [reach.heights - 1])
+        return bool(found.devices[0] <= problem.cost.cluster.num_devices)
+
+    while not enough(high):
+        low, high = high, high * 2
+    while high > low * 1.01 and high > 1:
+        middle = (low + high) / 2
+        low, high = (low, middle) if enough(middle) else (middle, high)
+    return high
+
+
+def _least_devices(problem: Problem, size: int) -> int | None:
+    """Devices of this memory that suffice; None if no number does."""
+    reach = problem.reach(problem.prices(size, _MOST_DEVICES), _MOST_DEVICES)
+    found = reach.solve(Bound(float("inf")), [reach.heights - 1])
+    devices = int(found.devices[0])
+    return devices if devices <= _MOST_DEVICES else None

@@ -1,0 +1,75 @@
+"""The sequential pipeline: what every pipeline system offers today, planned as well as possible.
+
+The model is put in one order, branch after branch, and stages are contiguous runs of it::
+
+    a1 a2 | a3 b1 | b2 b3 | join         stage 0 -> 1 -> 2 -> 3
+
+The dynamic programme, its prices, the replicas and the micro-batch sizes are those of
+``graphpipe``; only the branches are gone. Every stage follows the one before it, so there is a
+stage edge i -> i + 1 for every i, also where no value flows: such an edge carries no bytes and
+delays nobody, but warm-up counts follow it, and with them memory, as they do in a sequential
+pipeline. Values go straight to the stages that read them (PipeDream and Piper relay them through
+the stages in between, which would cost more).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from anabranch.cost import CostModel
+from anabranch.graph.cuts import decompose, operators
+from anabranch.planner.assemble import Candidate
+from anabranch.planner.chains import line
+from anabranch.planner.data_parallel import data_parallel
+from anabranch.planner.infeasible import explain, require_sizes
+from anabranch.planner.search import Problem, best, candidates
+from anabranch.planner.stages import StageGraph
+
+
+@dataclass(frozen=True)
+class Sequential:
+    """Dynamic programme over runs of the model in one order, branch after branch.
+
+    Optimal over such runs with power-of-two replicas in the period of ``planner.prices``, for
+    every micro-batch size that is not hopeless. Data parallelism is among the candidates where it
+    fits.
+
+    Attributes:
+        max_replicas: devices per stage at most; 1 gives the straight pipeline. None: no limit.
+        candidates: stage graphs to propose at most.
+        tolerance: relative distance to the least period at which its search ends.
+    """
+
+    max_replicas: int | None = None
+    candidates: int = 24
+    tolerance: float = 2e-3
+
+    def __call__(
+        self, cost: CostModel, *, batch_size: int, microbatch_size: int | None = None
+    ) -> list[StageGraph]:
+        """Propose stage graphs, the least estimated step first; see ``planner.base``.
+
+        Raises:
+            InfeasiblePlanError: if nothing fits; the message says what would.
+        """
+        limit = self.max_replicas or cost.cluster.num_devices
+        require_sizes(cost, batch_size, microbatch_size, limit)
+        problem = self._problem(cost, batch_size)
+        found = self.propose(cost, batch_size, microbatch_size)
+        if not found:
+            raise explain(problem, microbatch_size)
+        return [candidate.graph for candidate in found]
+
+    def _problem(self, cost: CostModel, batch_size: int) -> Problem:
+        order = tuple(operators(decompose(cost.graph)))
+        limit = self.max_replicas or cost.cluster.num_devices
+        return Problem(cost, line(cost, order), order, batch_size, limit, True, self.tolerance)
+
+    def propose(
+        self, cost: CostModel, batch_size: int, microbatch_size: int | None
+    ) -> list[Candidate]:
+        """The best candidates with their estimates; empty if nothing fits."""
+        problem = self._problem(cost, batch_size)
+        found = candidates(problem, microbatch_size)
+        whole = list(data_parallel(cost, batch_size, microbatch_size, problem.max_replicas))
+        return best(found, self.candidates, always=whole)

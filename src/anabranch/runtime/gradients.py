@@ -1,0 +1,194 @@
+"""Gradients between the backwards and the update: summed over whoever holds a parameter, clipped, checked.
+
+A parameter is held by every replica of a stage, and by every stage that reads it (tied). All copies start equal and
+get the same sum of gradients, so they stay equal; no copy is special. Each micro-batch's loss is weighted by its samples, so a
+sum is right where replicas have unequal shares::
+
+    stage 0 (devices 0, 1)   embedding, layer 0         embedding is held by ranks {0, 1, 2},
+    stage 1 (device 2)       layer 1, embedding         layer 0 by {0, 1}, layer 1 by {2}
+
+Parameters with the same holders travel together in flat buckets.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from anabranch.graph.split import Split
+from anabranch.planner.stages import StageGraph
+from anabranch.runtime.mesh import Mesh
+
+BUCKET_BYTES = 25 * 2**20
+"""Gradients in one message of an all-reduce at most, unless a single one is larger."""
+
+Ranks = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Holders:
+    """Which ranks hold which parameters and buffers; the same on every rank.
+
+    Attributes:
+        parameters: name -> ranks, ascending.
+        buffers: name -> ranks, ascending.
+    """
+
+    parameters: Mapping[str, Ranks]
+    buffers: Mapping[str, Ranks]
+
+    @staticmethod
+    def of(split: Split, graph: StageGraph, rank_of: Mapping[int, int]) -> Holders:
+        """Read the holders off the stages."""
+        parameters: dict[str, set[int]] = defaultdict(set)
+        buffers: dict[str, set[int]] = defaultdict(set)
+        for s, stage in enumerate(graph.stages):
+            ranks = {rank_of[device] for device in stage.devices}
+            for name in split.parameters(s):
+                parameters[name] |= ranks
+            for name in split.buffers(s):
+                buffers[name] |= ranks
+        return Holders(
+            {name: tuple(sorted(ranks)) for name, ranks in parameters.items()},
+            {name: tuple(sorted(ranks)) for name, ranks in buffers.items()},
+        )
+
+    @property
+    def sets(self) -> set[Ranks]:
+        """Sets of ranks that share something."""
+        return {r for r in (*self.parameters.values(), *self.buffers.values()) if len(r) > 1}
+
+    def owner(self, name: str) -> int:
+        """The rank that speaks for a parameter or buffer where it must be counted or saved once."""
+        return (self.parameters.get(name) or self.buffers[name])[0]
+
+
+def reduce_gradients(
+    parameters: Mapping[str, nn.Parameter], holders: Holders, mesh: Mesh
+) -> None:
+    """Sum the gradients of every parameter over its holders.
+
+    One that has a gradient on none of them keeps none, so that the optimizer leaves it alone.
+    """
+    for ranks, names in _shared(parameters, holders):
+        for bucket in _buckets([(name, parameters[name]) for name in names]):
+            flags = torch.tensor([float(p.grad is not None) for _, p in bucket])
+            like = bucket[0][1]
+            parts = [
+                (torch.zeros_like(p) if p.grad is None else _dense(p.grad)).reshape(-1)
+                for _, p in bucket
+            ]
+            flat = torch.cat([*parts, flags.to(like)])
+            mesh.all_reduce(flat, ranks)
+            offset = 0
+            for i, (_, parameter) in enumerate(bucket):
+                size = parameter.numel()
+                has = flat[len(flat) - len(bucket) + i] > 0
+                summed = flat[offset : offset + size].view(parameter.shape)
+                parameter.grad = summed.clone() if has else None
+                offset += size
+
+
+def _shared(
+    parameters: Mapping[str, nn.Parameter], holders: Holders
+) -> list[tuple[Ranks, list[str]]]:
+    """Sets of ranks with the trainable parameters that they share, in an order that all ranks follow."""
+    groups: dict[Ranks, list[str]] = defaultdict(list)
+    for name, parameter in parameters.items():
+        if parameter.requires_grad and len(holders.parameters[name]) > 1:
+            groups[holders.parameters[name]].append(name)
+    return sorted(groups.items())
+
+
+def _buckets(
+    named: Iterable[tuple[str, nn.Parameter]],
+) -> list[list[tuple[str, nn.Parameter]]]:
+    """Cut into runs of one element type, of at most ``BUCKET_BYTES``."""
+    buckets: list[list[tuple[str, nn.Parameter]]] = []
+    size = 0
+    for name, parameter in named:
+        nbytes = parameter.numel() * parameter.element_size()
+        fits = buckets and buckets[-1][0][1].dtype == parameter.dtype
+        if not fits or size + nbytes > BUCKET_BYTES:
+            buckets.append([])
+            size = 0
+        buckets[-1].append((name, parameter))
+        size += nbytes
+    return buckets
+
+
+def _dense(gradient: Tensor) -> Tensor:
+    return gradient.to_dense() if gradient.is_sparse else gradient
+
+
+def same_start(tensors: Mapping[str, Tensor], holders: Mapping[str, Ranks], mesh: Mesh) -> None:
+    """Give every holder of a tensor the values of the first one."""
+    for name in sorted(tensors, key=lambda name: (holders[name], name)):
+        ranks = holders[name]
+        if len(ranks) > 1:
+            value = tensors[name].detach().contiguous()
+            mesh.broadcast(value, ranks[0], ranks)
+            with torch.no_grad():
+                tensors[name].copy_(value)
+
+
+def fold_tied(
+    uses: Mapping[tuple[str, int, int], Tensor],
+    parameters: Mapping[str, nn.Parameter],
+    expected: Mapping[str, Sequence[tuple[int, int]]],
+    num_microbatches: int,
+    holders: Holders,
+    mesh: Mesh,
+) -> None:
+    """Exact mode: add up the gradients of tied parameters in the order in which one process would.
+
+    Autograd adds the uses of a tensor from the last to the first, and ``.grad`` grows by micro-batch.
+
+    Args:
+        uses: (parameter, micro-batch, order) -> gradient of one use on this rank.
+        parameters: of this rank.
+        expected: parameter -> (order, rank) of all its uses, on all ranks.
+        num_microbatches: of every stage.
+        holders: who holds what.
+        mesh: the ranks.
+    """
+    for name in sorted(
+        (n for n in expected if n in parameters), key=lambda n: (holders.parameters[n], n)
+    ):
+        parameter, ranks = parameters[name], holders.parameters[name]
+        total: Tensor | None = None
+        for microbatch in range(num_microbatches):
+            folded: Tensor | None = None
+            for order, rank in sorted(expected[name], reverse=True):
+                mine = uses.get((name, microbatch, order))
+                gradient = torch.zeros_like(parameter) if mine is None else mine.contiguous()
+                gradient = gradient.detach()
+                mesh.broadcast(gradient, rank, ranks)
+                folded = gradient if folded is None else folded + gradient
+            assert folded is not None
+            total = folded if total is None else total + folded
+        parameter.grad = total
+
+
+def sum_of_squares(parameters: Mapping[str, nn.Parameter], holders: Holders, rank: int) -> float:
+    """Of the gradients that this rank speaks for, so that a sum over the ranks counts each once."""
+    norms = [
+        torch.linalg.vector_norm(_dense(p.grad), dtype=torch.float64)
+        for name, p in parameters.items()
+        if p.grad is not None and holders.owner(name) == rank
+    ]
+    return float(torch.stack(norms).square().sum()) if norms else 0.0
+
+
+def clip(parameters: Mapping[str, nn.Parameter], squares: float, largest: float) -> None:
+    """Scale all gradients as ``torch.nn.utils.clip_grad_norm_`` does, given the sum over all ranks."""
+    factor = largest / (math.sqrt(squares) + 1e-6)
+    if factor < 1.0 or math.isnan(factor):
+        for parameter in parameters.values():
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)

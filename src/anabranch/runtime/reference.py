@@ -1,0 +1,94 @@
+"""One process, the user's own module, no pipeline: what every plan is compared with.
+
+The batch is cut into the slices that the loss is computed on, and gradients accumulate over them in order, each loss weighted
+by its samples::
+
+    gradient of the mean over the batch  =  sum over slices of (samples in slice / batch size) * gradient of the slice
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from anabranch.graph.export import scalars
+from anabranch.workload import Batch
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Loss, metrics and gradients of one step.
+
+    Attributes:
+        loss: mean over the batch.
+        metrics: means over the batch.
+        gradients: parameter -> gradient; those that have none are left out.
+    """
+
+    loss: float
+    metrics: Mapping[str, float]
+    gradients: Mapping[str, Tensor]
+
+
+def num_samples(batch: Batch) -> int:
+    """Samples in a batch: the size of dimension 0 of its tensors."""
+    return next(int(t.shape[0]) for t in pytree.tree_leaves(batch) if isinstance(t, Tensor))
+
+
+def take(batch: Batch, start: int, stop: int) -> Batch:
+    """Samples [start, stop) of a batch."""
+    return pytree.tree_map(
+        lambda leaf: leaf[start:stop] if isinstance(leaf, Tensor) else leaf, batch
+    )
+
+
+def call(module: nn.Module, batch: Batch) -> dict[str, Tensor]:
+    """The loss and the metrics of a module on a batch."""
+    if isinstance(batch, Mapping):
+        return scalars(module(**batch))
+    return scalars(module(*batch) if isinstance(batch, list | tuple) else module(batch))
+
+
+def reference(module: nn.Module, batch: Batch, slices: Sequence[tuple[int, int]]) -> Reference:
+    """Run the module in training mode over the slices of a batch.
+
+    Buffers, ``.grad`` and the mode of the module are afterwards as before.
+
+    Args:
+        module: returns its loss.
+        batch: all samples.
+        slices: intervals [start, stop) that tile the batch.
+    """
+    parameters = {n: p for n, p in module.named_parameters() if p.requires_grad}
+    kept = {name: p.grad for name, p in parameters.items()}
+    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    modes = [(each, each.training) for each in module.modules()]
+    size = num_samples(batch)
+    loss, metrics = 0.0, dict[str, float]()
+    try:
+        if not module.training:
+            module.train()
+        for parameter in parameters.values():
+            parameter.grad = None
+        for start, stop in slices:
+            weight = (stop - start) / size
+            results = call(module, take(batch, start, stop))
+            value = results.pop("loss")
+            torch.autograd.backward(value, torch.full_like(value, weight))
+            loss += value.item() * weight
+            for name, metric in results.items():
+                metrics[name] = metrics.get(name, 0.0) + metric.item() * weight
+        gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+    finally:
+        for name, parameter in parameters.items():
+            parameter.grad = kept[name]
+        for each, mode in modes:
+            each.training = mode
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+    return Reference(loss, metrics, gradients)

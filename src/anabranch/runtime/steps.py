@@ -1,0 +1,178 @@
+"""From a plan to workers: one per batch size, because sample intervals follow from it.
+
+The last batch of an epoch may be short, a held-out batch may be of any size. Micro-batch sizes stay those of the plan, so
+only the number of micro-batches changes, and with it the schedule.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from dataclasses import replace
+
+import torch
+
+from anabranch.errors import InvalidPlanError
+from anabranch.graph.capture import Captured, capture
+from anabranch.graph.split import Split, split, stages_like
+from anabranch.planner.stages import Plan, StageGraph
+from anabranch.runtime.mesh import Mesh
+from anabranch.runtime.transport import Transport
+from anabranch.runtime.worker import Worker
+from anabranch.schedule import SCHEDULES
+from anabranch.schedule.check import check
+from anabranch.schedule.lower import lower
+from anabranch.workload import Workload
+
+
+class Steps:
+    """Workers of one rank, by batch size.
+
+    Args:
+        captured: training or evaluation graph of the model.
+        parts: its stages.
+        plan: micro-batch sizes, replicas and the schedule.
+        mesh: the ranks.
+        transport: between them.
+        place: where the tensors live.
+        seed: of random numbers.
+    """
+
+    def __init__(
+        self,
+        captured: Captured,
+        parts: Split,
+        plan: Plan,
+        mesh: Mesh,
+        transport: Transport | None,
+        *,
+        place: torch.device,
+        seed: int,
+    ) -> None:
+        self.captured, self.parts, self._plan = captured, parts, plan
+        self._mesh, self._transport, self._place = mesh, transport, place
+        self.seed = seed
+        self._data = {(port.source, port.target) for port in parts.ports}
+        self._gradients = {(port.source, port.target) for port in parts.ports if port.grad}
+        self._workers: dict[int, Worker] = {}
+
+    @property
+    def stage_graph(self) -> StageGraph:
+        """The plan's stages."""
+        return self._plan.stage_graph
+
+    def worker(self, samples: int) -> Worker:
+        """What this rank does for a batch of that many samples."""
+        if samples not in self._workers:
+            graph = replace(self._plan.stage_graph, batch_size=samples)
+            self._workers[samples] = self.build(graph)
+        return self._workers[samples]
+
+    def build(self, graph: StageGraph) -> Worker:
+        """A worker for a variation of the plan's stage graph."""
+        # In evaluation an operator may fall away and leave an edge that spans its stage.
+        edges = tuple(sorted({*graph.edges, *self._data}))
+        graph = replace(graph, edges=edges)
+        schedule = lower(
+            SCHEDULES[self._plan.schedule]().order(graph),
+            graph,
+            gradient_edges=self._gradients,
+            data_edges=self._data,
+        )
+        check(schedule, graph)
+        mesh = self._mesh
+        return Worker(
+            self.captured,
+            self.parts,
+            graph,
+            schedule,
+            mesh.device,
+            self._transport,
+            mesh.rank_of,
+            place=self._place,
+            seed=self.seed,
+        )
+
+
+def captured_for(workload: Workload, plan: Plan) -> Captured:
+    """Capture the model the way the plan's operators are named."""
+    return capture(
+        workload.module,
+        workload.example,
+        granularity=plan.granularity,  # type: ignore[arg-type]
+    )
+
+
+def parts_of(captured: Captured, plan: Plan, *, exact: bool) -> Split:
+    """Cut the model into the plan's stages.
+
+    Raises:
+        InvalidPlanError: if the plan is for another model, or its stages are not what the model's graph allows.
+        ValueError: if exact gradients are asked of a plan that cannot give them.
+    """
+    graph = plan.stage_graph
+    if plan.schedule not in SCHEDULES:
+        raise InvalidPlanError(
+            f"the plan has the schedule {plan.schedule!r}; known are {', '.join(sorted(SCHEDULES))}"
+        )
+    _check_operators(captured, graph)
+    if exact and not can_be_exact(graph):
+        raise ValueError(
+            "gradients that are bitwise those of one process need one replica per stage, and one micro-batch "
+            "size for all stages"
+        )
+    try:
+        parts = split(captured, [stage.operators for stage in graph.stages], exact=exact)
+    except ValueError as error:
+        raise InvalidPlanError(f"the plan does not cut this model: {error}") from error
+    missing = {(port.source, port.target) for port in parts.ports} - set(graph.edges)
+    if missing:
+        x, y = min(missing)
+        raise InvalidPlanError(
+            f"stage {x} makes what stage {y} reads, but the plan has no edge {x} -> {y} (C2); plan again"
+        )
+    return parts
+
+
+def can_be_exact(graph: StageGraph) -> bool:
+    """Whether every stage sees the same micro-batches, whole."""
+    sizes = {stage.microbatch_size for stage in graph.stages}
+    return len(sizes) == 1 and all(stage.replicas == 1 for stage in graph.stages)
+
+
+def _check_operators(captured: Captured, graph: StageGraph) -> None:
+    planned = Counter(name for stage in graph.stages for name in stage.operators)
+    model = {op.name for op in captured.graph.ops}
+    problems = [
+        f"{what}: {_some(names)}"
+        for what, names in (
+            ("the plan lacks operators of the model", sorted(model - set(planned))),
+            ("the model lacks operators of the plan", sorted(set(planned) - model)),
+            ("in several stages", sorted(n for n, count in planned.items() if count > 1)),
+        )
+        if names
+    ]
+    if problems:
+        raise InvalidPlanError(
+            f"the plan does not fit {type(captured.module).__name__} captured by "
+            f"{captured.granularity}: {'; '.join(problems)}; plan this model, with the same options"
+        )
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
+
+
+def evaluation_parts(captured: Captured, plan: Plan) -> tuple[Captured, Split]:
+    """The evaluation graph, cut into the same stages."""
+    evaluation = captured.evaluation()
+    stages = stages_like(evaluation, [stage.operators for stage in plan.stage_graph.stages])
+    return evaluation, split(evaluation, stages)
+
+
+def digest(captured: Captured, plan: Plan) -> str:
+    """A short text that differs where plan or model differ."""
+    parameters = [(n, tuple(p.shape), str(p.dtype)) for n, p in captured.module.named_parameters()]
+    text = repr((plan.stage_graph, plan.schedule, captured.graph.ops, parameters))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

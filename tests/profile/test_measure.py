@@ -1,0 +1,168 @@
+"""Measuring: the right figures in the right places, and the user's model as it was."""
+
+from __future__ import annotations
+
+import itertools
+import time
+
+import pytest
+import torch
+from tests.profile.tiny import MODELS, convolutions, two_towers
+from torch import Tensor, nn
+
+from anabranch.errors import ProfileError
+from anabranch.graph.capture import Captured, capture
+from anabranch.profile.measure import measure
+
+
+@pytest.fixture(scope="module")
+def towers() -> Captured:
+    return capture(*two_towers())
+
+
+def test_every_operator_at_every_count(towers: Captured) -> None:
+    """One cost per operator, one figure per count; whatever computes takes time."""
+    profile = measure(towers, (4, 1, 2, 2), repeats=1)
+    assert profile.samples == (1, 2, 4)
+    assert profile.graph is towers.graph
+    assert profile.origin == "measured, cpu, at 1, 2, 4 samples"
+    for op, cost in zip(profile.graph.ops, profile.costs, strict=True):
+        assert len(cost.forward_s) == len(cost.backward_s) == 3
+        assert min(cost.forward_s) > 0, op.name
+
+
+class Stages(nn.Module):
+    """Three linear layers of 10 with exp between them; the sum is the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(10, 10) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(self.b(self.a(x)).exp()).sum(1).mean()
+
+
+def test_kept_bytes_by_hand() -> None:
+    """Per sample and operator, 40 bytes for each tensor of ten floats that autograd saves.
+
+    a keeps nothing of its own, but its output is b's saved input: 40. exp saves its result, which
+    c saves as well: 40, once. What is saved of the batch does not count.
+    """
+    torch.manual_seed(0)
+    captured = capture(Stages(), {"x": torch.randn(2, 10)}, granularity="operator")
+    profile = measure(captured, (1, 4), repeats=0)
+    assert sum(cost.kept_bytes for cost in profile.costs) == 80
+    assert profile.costs[captured.graph.index["a"]].kept_bytes == 40
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_model_is_left_as_it_was(name: str) -> None:
+    """Parameters, gradients, buffers, modes, random state and threads: all as before."""
+    model, batch = MODELS[name]()
+    captured = capture(model, batch)
+    first = next(model.parameters())
+    first.grad = torch.full_like(first, 7.0)
+    before = {n: t.clone() for n, t in model.state_dict().items()}
+    state, threads = torch.random.get_rng_state(), torch.get_num_threads()
+    measure(captured, (1, 3), repeats=1)
+    assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
+    assert torch.equal(first.grad, torch.full_like(first, 7.0))
+    assert all(p.grad is None for p in itertools.islice(model.parameters(), 1, None))
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert torch.get_num_threads() == threads
+    assert model.training
+
+
+def test_model_is_left_as_it_was_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same if it breaks in the middle, here after the first turn."""
+    model, batch = convolutions()
+    captured = capture(model, batch)
+    before = {n: t.clone() for n, t in model.state_dict().items()}
+
+    def interrupt(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        measure(captured, (1, 2), progress=interrupt)
+    assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_operators_that_are_alike_cost_the_same(towers: Captured) -> None:
+    """Pooled, equal layers of a tower have equal figures; layers of other shapes do not."""
+    names = [op.name for op in towers.graph.ops]
+    costs = dict(zip(names, measure(towers, (2,), repeats=1).costs, strict=True))
+    pairs = [(n, n.replace("text.1", "image.1")) for n in names if n.startswith("text.1")]
+    assert pairs
+    # Sequences of 6 and of 9: other shapes, so not alike.
+    assert all(costs[a].forward_s != costs[b].forward_s for a, b in pairs)
+    model, batch = two_towers(layers=3)
+    captured = capture(model, batch, granularity="block")
+    costs = dict(zip(captured.graph.index, measure(captured, (2,), repeats=1).costs, strict=True))
+    assert costs["text.1"].forward_s == costs["text.2"].forward_s
+    apart = measure(captured, (2,), repeats=1, pool=False).costs
+    costs = dict(zip(captured.graph.index, apart, strict=True))
+    assert costs["text.1"].forward_s != costs["text.2"].forward_s
+
+
+def test_median_drops_a_busy_moment(towers: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that jumps an hour in one of seven repeats leaves no trace in the figures."""
+    real, calls = time.perf_counter, itertools.count()
+    jump = 3 * len(towers.graph) * 4  # somewhere in the first timed steps
+
+    def clock() -> float:
+        return real() + (3600.0 if next(calls) >= jump else 0.0)
+
+    monkeypatch.setattr(time, "perf_counter", clock)
+    profile = measure(towers, (1,), repeats=7, budget_s=1e9, pool=False)
+    assert max(max(c.forward_s + c.backward_s) for c in profile.costs) < 60
+
+
+def test_budget_leaves_out_large_counts(towers: Captured) -> None:
+    """With no time at all the smallest count is still measured, and the rest is named."""
+    with pytest.warns(UserWarning, match="2, 4 samples were not measured, for want of time"):
+        profile = measure(towers, (1, 2, 4), budget_s=0.0)
+    assert profile.samples == (1,)
+
+
+def test_progress(towers: Captured) -> None:
+    """Counts up to its total."""
+    seen: list[tuple[int, int]] = []
+    measure(towers, (1, 2), repeats=3, progress=lambda done, total: seen.append((done, total)))
+    assert [done for done, _ in seen] == [1, 2, 3, 4]
+    assert {total for _, total in seen} == {4}
+
+
+def test_meta_model_is_refused() -> None:
+    """A model without numbers can only be estimated; the message says so."""
+    with torch.device("meta"):
+        captured = capture(Stages(), {"x": torch.empty(2, 10)})
+    with pytest.raises(ProfileError, match=r"on the meta device, .* or estimate it for a GPU"):
+        measure(captured, (1,))
+
+
+@pytest.mark.parametrize(
+    ("samples", "options", "message"),
+    [
+        ((), {}, r"cannot measure 9 repeats at \[\] samples"),
+        ((0,), {}, r"at \[0\] samples"),
+        ((1,), {"repeats": -1}, "cannot measure -1 repeats"),
+        ((1,), {"device": "mps"}, "cannot measure on mps; cpu and cuda are possible"),
+    ],
+)
+def test_wrong_arguments(
+    towers: Captured, samples: tuple[int, ...], options: dict[str, object], message: str
+) -> None:
+    """What cannot be measured is refused before anything runs."""
+    with pytest.raises(ValueError, match=message):
+        measure(towers, samples, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_on_a_gpu(towers: Captured) -> None:
+    """Copies run there; the model stays here."""
+    profile = measure(towers, (1, 4), device="cuda", repeats=3)
+    assert profile.device == "cuda"
+    assert min(min(c.forward_s) for c in profile.costs) > 0
+    assert all(p.device.type == "cpu" for p in towers.module.parameters())

@@ -1,0 +1,71 @@
+"""What the simulator is told about stages, beyond the formulas of the cost model."""
+
+import pytest
+
+from anabranch.cost import CostModel
+from anabranch.graph.opgraph import Op, OpGraph, Parameter, Value
+from anabranch.planner.stages import Stage, StageGraph
+from anabranch.profile.profile import OpCost, Profile
+from anabranch.simulator.costs import ModelCosts, StageTimes
+from tests.simulator.helpers import chain, cluster, cost_model, stage_graph
+
+
+def test_times_of_other_sample_counts_are_in_proportion_to_the_nearest():
+    """A short last micro-batch need not have been measured."""
+    times = StageTimes([{4: 8.0, 8: 12.0}], [{4: 1.0}])
+    assert times.compute_s(0, 4) == (8.0, 1.0)
+    assert times.compute_s(0, 3) == (6.0, 0.75)
+    assert times.compute_s(0, 7) == (10.5, 1.75)
+    assert times.compute_s(0, 0) == (0.0, 0.0)
+
+
+def test_a_stage_without_times_is_refused():
+    """At once, with its number."""
+    with pytest.raises(ValueError, match="backward_s of stage 1 needs a time"):
+        StageTimes([{1: 1.0}] * 2, [{1: 1.0}, {}])
+
+
+def test_one_all_reduce_per_set_of_holders():
+    """Stages 0 and 2 share a parameter, stage 1 has two replicas of its own."""
+    cost = cost_model(
+        chain(3), [1] * 3, [1] * 3, cluster(4, bandwidth=8), parameter_bytes=16, tied=(0, 2)
+    )
+    costs = ModelCosts(stage_graph(chain(3), [(0,), (1, 2), (3,)], 4), cost)
+    works = [(w.stages, w.devices, w.nbytes, w.seconds) for w in costs.all_reduces()]
+    assert works == [((0, 2), (0, 3), 16, 2.0), ((1,), (1, 2), 16, 2.0)]
+
+
+def test_a_ring_over_two_nodes_occupies_both_cards():
+    """Its links inside the nodes and the cards between them, in both directions, each once."""
+    cost = cost_model((), [1], [1], cluster(2, 2), parameter_bytes=16)
+    (work,) = ModelCosts(stage_graph((), [(0, 1, 2, 3)], 4, [4]), cost).all_reduces()
+    own = {(way, 0, device) for way in ("out", "in") for device in range(4)}
+    cards = {(way, 1, node) for way in ("out", "in") for node in range(2)}
+    assert set(work.ports) == own | cards
+    assert len(work.ports) == 12
+
+
+def unbatched() -> ModelCosts:
+    """Stage 0 sends 10 bytes per sample with a gradient, and 100 bytes in all without one."""
+    values = (Value(0, (1,), 10), Value(0, (1,), 100, batched=False, grad=False))
+    model = OpGraph((Op("op0", ("frozen",)), Op("op1")), values, (Parameter("frozen", 8, False),))
+    profile = Profile(model, (1,), (OpCost((1.0,), (1.0,), 5),) * 2, "v100", "measured", True)
+    stages = (Stage(("op0",), (0, 1), 2, recompute=True), Stage(("op1",), (2,), 2, recompute=True))
+    return ModelCosts(StageGraph(stages, ((0, 1),), 2), CostModel(profile, cluster(3)))
+
+
+def test_values_without_a_batch_dimension_go_whole():
+    """With every message; only what has a gradient comes back."""
+    assert unbatched().message_bytes(0, 1, 3) == (130, 30)
+    assert unbatched().gradient_edges == {(0, 1)}
+
+
+def test_frozen_parameters_are_not_summed():
+    """Two replicas of nothing trainable."""
+    assert list(unbatched().all_reduces()) == []
+
+
+def test_recomputing_stages_hold_what_enters():
+    """Stage 1 takes in 130 bytes for 3 samples and keeps 15 more while its backward runs."""
+    assert unbatched().flight_bytes(1, 3) == (130, 15)
+    assert unbatched().compute_s(1, 3) == (3, 6)
