@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import os
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from anabranch.cluster import Cluster
 from anabranch.errors import FileFormatError
@@ -403,6 +405,7 @@ def test_broken_entry(
         ('{"schema": {}}', "schema is {}; a"),
         ('{"a": {"b": [0, {"c": 1, "c": 1}]}}', "key a.b[1].c is written twice"),
         ("[" * 100_000, "nested too deeply"),
+        ("[" * 5000 + "]" * 5000, "nested too deeply"),
         ('{"a": ' + "9" * 5000 + "}", "holds an absurd number"),
         (b"\xff\xfe{}", "is no text in UTF-8 (byte 0)"),
         (b"\x80\x04K\x01.", "is no text in UTF-8"),
@@ -411,6 +414,32 @@ def test_broken_entry(
 def test_not_our_file(tmp_path: Path, kind: str, text: str | bytes, message: str) -> None:
     """Whatever else a file may be, the message says what it is and not only that it is wrong."""
     assert message in refusal(tmp_path / "f.json", KINDS[kind][1], text)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=5,
+)
+
+
+@same_folder
+@given(data=st.data(), kind=st.sampled_from(sorted(KINDS)), value=JSON)
+def test_any_entry_replaced_by_anything(
+    tmp_path: Path, data: st.DataObject, kind: str, value: object
+) -> None:
+    """Whatever stands in one place of a file, it loads or is refused; nothing else happens."""
+    document, load = KINDS[kind]
+    path: list[int | str] = []
+    place: Any = document
+    while isinstance(place, (dict, list)) and place and (not path or data.draw(st.booleans())):
+        keys = sorted(place) if isinstance(place, dict) else range(len(place))
+        path.append(data.draw(st.sampled_from(keys)))
+        place = place[path[-1]]
+    file = tmp_path / "f.json"
+    file.write_text(edited(document, tuple(path), value))
+    with contextlib.suppress(FileFormatError):
+        load(file)
 
 
 def test_wrong_kind_of_file(tmp_path: Path) -> None:

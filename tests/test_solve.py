@@ -14,7 +14,7 @@ from anabranch.planner.stages import Plan, Prediction, Stage, StageGraph
 from anabranch.schedule import SCHEDULES
 from anabranch.simulator.run import step_seconds
 from anabranch.solve import bottleneck_s_per_sample, check_plan, ideal_step_s, plan, simulate
-from tests.simulator.helpers import Edges, chain, cluster, cost_model, stage_graph
+from tests.simulator.helpers import chain, cluster, cost_model, stage_graph
 
 GB = 10**9
 
@@ -269,14 +269,14 @@ def test_the_ideal_step_has_free_links():
     assert ideal_step_s(a_plan(graph), [{1: 1.0}] * 3, [{1: 2.0}] * 3) == (4 + 2) * 3
 
 
-def test_the_ideal_step_knows_edges_without_data():
-    """Independent stages run side by side if the model says so."""
-    edges: Edges = ((0, 1),)
+def test_the_ideal_step_waits_along_edges_without_data():
+    """An edge that only orders two stages makes them a chain, as in a sequential pipeline."""
     model = cost_model((), [1, 1], [1, 1], cluster(2)).graph
-    given_plan = a_plan(stage_graph(edges, [(0,), (1,)], 1))
     times = [{1: 1.0}] * 2
-    assert ideal_step_s(given_plan, times, times) == 4
-    assert ideal_step_s(given_plan, times, times, model=model) == 2
+    in_a_row = a_plan(stage_graph(((0, 1),), [(0,), (1,)], 1))
+    assert ideal_step_s(in_a_row, times, times, model=model) == 4
+    side_by_side = a_plan(stage_graph((), [(0,), (1,)], 1))
+    assert ideal_step_s(side_by_side, times, times, model=model) == 2
 
 
 def test_bottleneck():

@@ -3,13 +3,14 @@
 ::
 
     run/step-200/
-        manifest.json         step, position in the data, scheduler, options of the optimizer, where each tensor is
-        rank-0.safetensors    model/text.0.weight  optimizer/exp_avg/text.0.weight  ...
-        rank-1.safetensors    model/image.0.weight ...
+        manifest.json         step, position in the data, scheduler, options of the optimizer, where
+        each tensor is rank-0.safetensors    model/text.0.weight  optimizer/exp_avg/text.0.weight
+        ... rank-1.safetensors    model/image.0.weight ...
 
-Every rank writes what it owns, in a new folder that takes its final name once everything is on the disk: a folder
-with that name is complete, and an old one is never touched. Loading reads only the tensors that are asked for. Nothing is
-pickled, so a checkpoint from a stranger can be wrong but not dangerous.
+Every rank writes what it owns, in a new folder that takes its final name once everything is on the
+disk: a folder with that name is complete, and an old one is never touched. Loading reads only the
+tensors that are asked for. Nothing is pickled, so a checkpoint from a stranger can be wrong but not
+dangerous.
 
 The folder has to be on a file system that all ranks see.
 """
@@ -153,8 +154,8 @@ def write_part(folder: Path, token: int, rank: int, part: Part) -> None:
         text = json.dumps(description, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise TrainingError(
-            f"the state of the optimizer or the scheduler cannot be saved: {error}; a checkpoint takes "
-            "tensors, numbers, strings, and lists and mappings of them"
+            f"the state of the optimizer or the scheduler cannot be saved: {error}; a checkpoint "
+            "takes tensors, numbers, strings, and lists and mappings of them"
         ) from error
     try:
         save_file(tensors, target)
@@ -186,8 +187,8 @@ def finish(folder: Path, token: int, num_ranks: int, progress: Progress) -> None
         _sync(folder.parent)
     except OSError as error:
         raise TrainingError(
-            f"{folder} cannot be written: {error}; with several machines, the folder has to be on a file "
-            "system that all of them see"
+            f"{folder} cannot be written: {error}; with several machines, the folder has to be on "
+            "a file system that all of them see"
         ) from error
 
 
@@ -251,14 +252,17 @@ class Checkpoint:
         for key, entry in self.manifest.tensors.items():
             if entry.file not in self.manifest.files:
                 raise FileFormatError(
-                    f"{self.folder / MANIFEST}: tensors.{key} is in {entry.file}, which files does not list"
+                    f"{self.folder / MANIFEST}: tensors.{key} is in {entry.file}, which files "
+                    "does not list"
                 )
         for name, size in self.manifest.files.items():
             self._check_size(name, size)
 
     def _check_size(self, name: str, size: int) -> None:
         if Path(name).name != name:
-            raise FileFormatError(f"{self.folder / MANIFEST}: {name!r} in files is no plain file name")
+            raise FileFormatError(
+                f"{self.folder / MANIFEST}: {name!r} in files is no plain file name"
+            )
         path = self.folder / name
         if not path.is_file():
             raise FileFormatError(f"{path} is missing; {self.folder / MANIFEST} lists it")
@@ -289,8 +293,9 @@ class Checkpoint:
         if missing:
             shown = ", ".join(missing[:5]) + (" ..." if len(missing) > 5 else "")
             raise FileFormatError(
-                f"{self.folder / MANIFEST} lacks {len(missing)} of the tensors that the model has: {shown}; "
-                "the checkpoint is of another model, or of another configuration of it"
+                f"{self.folder / MANIFEST} lacks {len(missing)} of the tensors that the model "
+                f"has: {shown}; the checkpoint is of another model, or of another configuration "
+                "of it"
             )
 
     def tensor(self, key: str, like: Tensor | None = None) -> Tensor:
@@ -354,8 +359,8 @@ def optimizer_part(
                     scalars.setdefault(name, {})[key] = value
                 else:
                     raise TrainingError(
-                        f"the optimizer keeps a {type(value).__name__} as {key!r} of {name}; a checkpoint "
-                        "takes tensors and numbers"
+                        f"the optimizer keeps a {type(value).__name__} as {key!r} of {name}; a "
+                        "checkpoint takes tensors and numbers"
                     )
     return tensors, groups, scalars
 
@@ -383,8 +388,8 @@ def restore_optimizer(
     if saved is None or saved.kind != kind:
         found = "none" if saved is None else f"that of {saved.kind}"
         raise FileFormatError(
-            f"{where}: the training resumes with {kind}, but the optimizer state is {found}; resume with "
-            "the optimizer that wrote it"
+            f"{where}: the training resumes with {kind}, but the optimizer state is {found}; "
+            "resume with the optimizer that wrote it"
         )
     options = {name: group.options for group in saved.groups for name in group.parameters}
     keys: dict[str, list[str]] = {}
@@ -421,10 +426,11 @@ def restore_scheduler(
     saved = checkpoint.manifest.scheduler
     if saved is None:
         raise FileFormatError(
-            f"{checkpoint.folder / MANIFEST}: the training resumes with a scheduler, but scheduler is null; "
-            "resume with the workload that wrote it"
+            f"{checkpoint.folder / MANIFEST}: the training resumes with a scheduler, but "
+            "scheduler is null; resume with the workload that wrote it"
         )
-    # Lists with an entry per parameter group: this rank may have other groups than the one that saved.
+    # Lists with an entry per parameter group: this rank may have other groups than the one that
+    # saved.
     per_group = {
         "base_lrs": [g.get("initial_lr", g["lr"]) for g in optimizer.param_groups],
         "_last_lr": [g["lr"] for g in optimizer.param_groups],

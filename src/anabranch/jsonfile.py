@@ -132,6 +132,7 @@ def _parse(text: str, where: str) -> Any:
         raise FileFormatError(f"{where} is empty; a JSON document was expected")
     try:
         document = json.loads(text, object_pairs_hook=_Object)
+        _refuse_twins(document, (), where)
     except json.JSONDecodeError as error:
         raise FileFormatError(
             f"{where} is no JSON: {error.msg} at line {error.lineno}, column {error.colno}"
@@ -140,7 +141,6 @@ def _parse(text: str, where: str) -> Any:
         raise FileFormatError(f"{where} is nested too deeply") from None
     except ValueError as error:  # an integer of thousands of digits
         raise FileFormatError(f"{where} holds an absurd number: {error}") from None
-    _refuse_twins(document, (), where)
     return document
 
 
@@ -196,7 +196,7 @@ def _shown(value: Any) -> str:
         return str(value)
     try:
         text = json.dumps(value)
-    except (TypeError, ValueError):  # ValueError: thousands of digits
+    except (RecursionError, ValueError):  # nested deeply, or thousands of digits
         text = f"a {type(value).__name__}"
     return text if len(text) <= 80 else f"{text[:77]}..."
 

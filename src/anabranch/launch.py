@@ -1,6 +1,8 @@
-"""Local ranks: one process per device of a plan, forked with torch and the captured model already in memory.
+"""Local ranks: one process per device of a plan, forked with torch and the captured model already
+in memory.
 
-torchrun starts an interpreter and imports torch once per rank, which takes seconds. A fork takes milliseconds, and
+torchrun starts an interpreter and imports torch once per rank, which takes seconds. A fork takes
+milliseconds, and
 memory that no rank writes (the weights of other ranks' stages) is shared by all of them::
 
     parent ----fork----> rank 0 --+
@@ -8,11 +10,13 @@ memory that no rank writes (the weights of other ranks' stages) is shared by all
        |  ---fork----> rank 2   --+
        +<---- a pipe each: result or failure; a few shared integers each: where the rank is
 
-The parent takes the first failure that is a cause, stops the other ranks, and raises it. Ranks never outlive the
+The parent takes the first failure that is a cause, stops the other ranks, and raises it. Ranks
+never outlive the
 parent: the kernel kills them when it dies (Linux), and it stops them on its way out of ``run``.
 
-A fork copies only the calling thread. What another thread holds at that moment, such as a lock, stays held in the ranks
-for ever. torch's CPU threads are safe: a rank computes on one thread, so it never asks for them.
+A fork copies only the calling thread. What another thread holds at that moment, such as a lock,
+stays held in the ranks for ever. torch's CPU threads are safe: a rank computes on one thread, so it
+never asks for them.
 """
 
 from __future__ import annotations
@@ -67,8 +71,8 @@ def run(
     In each rank ``torch.distributed`` is initialised (Gloo), so ``Pipeline`` works in it.
 
     Args:
-        function: called as ``function(*args)`` in every rank; it may be a closure, because nothing is
-            pickled on the way there.
+        function: called as ``function(*args)`` in every rank; it may be a closure, because nothing
+            is pickled on the way there.
         num_ranks: number of processes.
         args: for the function; inherited, not copied.
         timeout: seconds for the whole call; by default there is no limit.
@@ -77,8 +81,8 @@ def run(
         What the ranks returned, by rank. Results are pickled on their way back.
 
     Raises:
-        AnabranchError: the first failure, with the rank's traceback as a note. Errors of this package keep
-            their class, others become StageFailedError.
+        AnabranchError: the first failure, with the rank's traceback as a note. Errors of this
+            package keep their class, others become StageFailedError.
         ValueError: if ``num_ranks`` is less than 1.
     """
     if num_ranks < 1:
@@ -116,7 +120,8 @@ class _Ranks:
                 name=f"anabranch rank {rank}",
             )
             with warnings.catch_warnings():
-                # Python 3.12 warns of any fork with threads; the module docstring says why this one is safe.
+                # Python 3.12 warns of any fork with threads; the module docstring says why this one
+                # is safe.
                 warnings.simplefilter("ignore", DeprecationWarning)
                 process.start()
             theirs.close()
@@ -132,7 +137,9 @@ class _Ranks:
             if self._failures:
                 raise self._cause(pending)
             if pending and deadline is not None and time.monotonic() >= deadline:
-                raise StageFailedError(self._late(pending, timeout))
+                raise StageFailedError(
+                    f"the ranks did not finish within {timeout:g} s; {self._places(pending)}"
+                )
         return [self._results[rank] for rank in range(len(self._processes))]
 
     def _hear(self, pending: set[int], limit: float | None) -> set[int]:
@@ -165,7 +172,7 @@ class _Ranks:
             f"rank {rank} {how}{' ' + where if where else ''}; if memory ran out, use a smaller "
             "micro-batch or more devices"
         )
-        return Failure(rank, StageFailedError.__name__, message, message, is_consequence=False)
+        return Failure(rank, StageFailedError.__name__, message, "", is_consequence=False)
 
     def _cause(self, pending: set[int]) -> AnabranchError:
         """The failure to raise, once it is certain that no better one is on its way."""
@@ -175,15 +182,16 @@ class _Ranks:
             if left <= 0:
                 break
             pending -= self._hear(pending, left)
-        failures = sorted(self._failures.values(), key=lambda f: (f.is_consequence, f.rank))
-        return failures[0].exception()
+        first = min(self._failures.values(), key=lambda f: (f.is_consequence, f.rank))
+        if first.is_consequence and pending:
+            return StageFailedError(f"{first.message}; still busy: {self._places(pending)}")
+        return first.exception()
 
-    def _late(self, pending: set[int], timeout: float | None) -> str:
-        places = [
+    def _places(self, ranks: set[int]) -> str:
+        return "; ".join(
             f"rank {rank} {describe_position(self._position(rank)) or 'outside of the steps'}"
-            for rank in sorted(pending)
-        ]
-        return f"the ranks did not finish within {timeout:g} s; {'; '.join(places)}"
+            for rank in sorted(ranks)
+        )
 
     def _position(self, rank: int) -> memoryview:
         return self._positions[rank * POSITION_INTS : (rank + 1) * POSITION_INTS]

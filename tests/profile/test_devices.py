@@ -36,10 +36,10 @@ def test_one_tile_more_is_a_wave_more() -> None:
 
 
 def test_inner_dimension_is_split_for_few_tiles() -> None:
-    """One tile with a deep inner dimension leaves few processors idle: 8 parts run at once."""
+    """One tile with a deep inner dimension is cut in 8 or more parts that run at once."""
     work = 2 * 256 * 128 * 32000
     alone = work / 0.9e9  # one of the ten processors
-    assert matmul_s(TOY, 256, 128, 32000) == pytest.approx(alone / 8, rel=0.01)
+    assert alone / 10 < matmul_s(TOY, 256, 128, 32000) <= 1.001 * alone / 8
 
 
 @pytest.mark.parametrize("device", DEVICES)

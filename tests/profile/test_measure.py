@@ -8,11 +8,11 @@ import time
 import pytest
 import torch
 from tests.profile.tiny import MODELS, convolutions, two_towers
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from anabranch.errors import ProfileError
 from anabranch.graph.capture import Captured, capture
-from anabranch.profile.measure import measure
+from anabranch.profile.measure import _on, measure
 
 
 @pytest.fixture(scope="module")
@@ -156,6 +156,22 @@ def test_wrong_arguments(
     """What cannot be measured is refused before anything runs."""
     with pytest.raises(ValueError, match=message):
         measure(towers, samples, **options)  # type: ignore[arg-type]
+
+
+def test_operators_are_copied_to_another_device() -> None:
+    """Parameters and constructed tensors move with the copy; the original stays what it was."""
+    root = nn.Module()
+    root.weight = nn.Parameter(torch.ones(3))
+    graph = fx.Graph()
+    ones = graph.call_function(torch.ops.aten.ones.default, ([3],), {"device": torch.device("cpu")})
+    weight = graph.get_attr("weight")
+    graph.output((graph.call_function(torch.ops.aten.mul.Tensor, (weight, ones)),))
+    module = fx.GraphModule(root, graph)
+    (copied,) = _on(torch.device("meta"), module)()
+    (original,) = module()
+    assert copied.is_meta
+    assert torch.equal(original, torch.ones(3))
+    assert _on(torch.device("cpu"), module) is module
 
 
 @pytest.mark.gpu

@@ -45,7 +45,7 @@ def test_gradients_are_those_of_the_model(name: str) -> None:
     expected = {n: p.grad for n, p in model.named_parameters()}
     model.zero_grad()
 
-    program = steps(captured, samples, CPU)
+    program = steps(captured, samples)
     torch.manual_seed(1)
     walk(
         program,
@@ -81,7 +81,7 @@ def test_what_nobody_differentiates_has_no_backward() -> None:
     model.pixels.requires_grad_(False)
     model.image.requires_grad_(False)
     captured = capture(model, batch, granularity="block")
-    program = steps(captured, 3, CPU)
+    program = steps(captured, 3)
     diary = Diary()
     tensors = example_batch(captured, 3, CPU)
     walk(program, tensors, lambda op, inputs: program[op].module(*inputs), diary)

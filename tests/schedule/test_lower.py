@@ -64,7 +64,7 @@ def test_only_gradient_edges_send_back():
 
 
 def test_edges_without_data_have_no_messages():
-    """A planner for chains orders stages that have nothing to say to each other."""
+    """The caller decides which edges have any."""
     graph = pair(Stage(("a",), (0,), 2), Stage(("b",), (1,), 2), 2)
     assert str(lowered(graph, data_edges=frozenset())) == "0: 0F0 0B0\n1: 1F0 1B0"
 
@@ -112,7 +112,7 @@ def test_messages_of_an_edge_tile_the_batch(graph):
 
 
 def test_edges_that_carry_data_and_gradients():
-    """Value 1 is a mask; the edge 0 -> 2 only orders."""
+    """Value 1 is a mask and has no gradient; the edge 0 -> 2 only orders, both ways."""
     ops = (Op("a"), Op("b"), Op("c"))
     values = (
         Value(BATCH, (0, 2), 4),
@@ -123,4 +123,5 @@ def test_edges_that_carry_data_and_gradients():
     stages = tuple(Stage((op.name,), (i,), 1) for i, op in enumerate(ops))
     graph = StageGraph(stages, ((0, 1), (0, 2), (1, 2)), 4)
     assert edge_values(graph, model) == {(0, 1): (1,), (1, 2): (2,)}
-    assert data_and_gradient_edges(graph, model) == ({(0, 1), (1, 2)}, {(0, 1)})
+    everything = {(0, 1), (0, 2), (1, 2)}
+    assert data_and_gradient_edges(graph, model) == (everything, {(0, 1), (0, 2)})

@@ -206,10 +206,13 @@ def test_devices_that_share_cores_slow_each_other():
     assert (on(1), on(2), on(0)) == pytest.approx((4, 2, 2))
 
 
-def test_edges_without_values_do_not_wait():
-    """A planner for chains orders independent stages; the runtime does not wait either."""
+def test_edges_without_values_order_two_stages():
+    """As a system that knows only chains does; without the edge they run side by side."""
     cost = cost_model((), [1, 1], [1, 1], cluster(2))
-    assert draw(simulate(stage_graph(((0, 1),), [(0,), (1,)], 1), cost)) == ["F0 B0", "F0 B0"]
+    in_a_row = stage_graph(((0, 1),), [(0,), (1,)], 1)
+    assert draw(simulate(in_a_row, cost)) == ["F0  .  . B0", " . F0 B0"]
+    side_by_side = stage_graph((), [(0,), (1,)], 1)
+    assert draw(simulate(side_by_side, cost)) == ["F0 B0", "F0 B0"]
 
 
 def test_measured_stage_times_replace_the_model():

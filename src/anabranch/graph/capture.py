@@ -299,9 +299,9 @@ class _Exporter:
         self.dynamic: torch.export.ExportedProgram | None = None
         try:
             self.dynamic = self.run(samples, dynamic=True)
-        except CaptureError:
-            raise
-        except Exception:
+        except CaptureError as error:
+            if error.__cause__ is None:
+                raise  # what is wrong does not depend on how the module is exported
             self.fixed[samples] = self.run(samples, dynamic=False)
         if self.dynamic is not None and _is_fixed(self.dynamic):
             self.dynamic = None
@@ -346,12 +346,10 @@ class _Exporter:
             if source.kind == BATCH_LEAF:
                 leaf = leaves[source.name]
                 return torch.empty((samples, *leaf.shape[1:]), dtype=leaf.dtype, device=device or self.device)
-            known = program.constants.get(source.name) if source not in self.tensors else self.tensors[source]
-            assert known is not None
-            return known if device is None or known.device == device else _moved(known, device)
+            return self.tensors[source] if source in self.tensors else program.constants[source.name]
 
         try:
-            propagate(program, find)
+            propagate(program, find, device)
         except Exception as error:
             if exported is self.dynamic:
                 raise Refused from error
@@ -367,12 +365,6 @@ def _is_fixed(exported: torch.export.ExportedProgram) -> bool:
         if spec.kind is torch.export.graph_signature.InputKind.USER_INPUT
     ]
     return any(isinstance(size, int) or size.node.expr.is_number for size in leaves)
-
-
-def _moved(like: torch.Tensor, device: torch.device) -> torch.Tensor:
-    if like.device.type != "meta":
-        return like.to(device="meta") if device.type == "meta" else like
-    return like
 
 
 def _first_names(module: nn.Module) -> dict[str, str]:

@@ -9,8 +9,10 @@ disappears or, in its reentrant form, cuts off the gradients. Both are watched f
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import os
+import sys
 import traceback
 import warnings
 from collections.abc import Iterable, Iterator
@@ -21,6 +23,9 @@ from torch import nn
 from torch.utils import checkpoint
 
 from anabranch.errors import CaptureError
+
+
+_SYMBOLS = "torch.fx.experimental.symbolic_shapes"
 
 
 class ReturnsLoss(nn.Module):
@@ -34,7 +39,24 @@ class ReturnsLoss(nn.Module):
     def forward(self, *leaves: torch.Tensor) -> dict[str, torch.Tensor]:
         """Call the user's module on the batch that these leaves make."""
         args, kwargs = self._rebuild(leaves)
-        return scalars(self.module(*args, **kwargs))
+        if torch.compiler.is_dynamo_compiling():
+            return scalars(self.module(*args, **kwargs))
+        before = {(owner, name): b for owner, name, b in _buffers(self.module)}
+        result = scalars(self.module(*args, **kwargs))
+        for owner, name, now in _buffers(self.module):
+            # Tracing forgets an assignment, self.count = self.count + 1, but not a copy into the buffer.
+            buffer = before.get((owner, name))
+            if buffer is not None and now is not buffer:
+                buffer.copy_(now.detach())
+                owner._buffers[name] = buffer
+        return result
+
+
+def _buffers(module: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
+    for owner in module.modules():
+        for name, buffer in owner._buffers.items():
+            if buffer is not None:
+                yield owner, name, buffer
 
 
 def scalars(output: Any) -> dict[str, torch.Tensor]:
@@ -53,7 +75,7 @@ def scalars(output: Any) -> dict[str, torch.Tensor]:
         )
     if loss.dim() != 0 or not loss.dtype.is_floating_point:
         raise CaptureError(
-            f"the loss has shape {tuple(loss.shape)} and type {loss.dtype}, not that of a scalar; reduce it to a mean "
+            f"the loss has shape ({_shape(loss)}) and type {loss.dtype}, not that of a scalar; reduce it to a mean "
             "over the samples, for example with loss.mean()"
         )
     metrics = {
@@ -65,6 +87,11 @@ def scalars(output: Any) -> dict[str, torch.Tensor]:
         and value.dtype.is_floating_point
     }
     return {"loss": loss, **metrics}
+
+
+def _shape(value: torch.Tensor) -> str:
+    sizes = ["samples" if isinstance(n, torch.SymInt) else str(n) for n in value.shape]
+    return ", ".join(sizes)
 
 
 def _entries(output: Any) -> dict[str, Any]:
@@ -85,41 +112,25 @@ def export(
     Raises:
         CaptureError: with the user's file and line, the cause and a remedy.
     """
-    size = torch.export.Dim.AUTO if dynamic else None
-    shapes = (tuple({0: size} for _ in leaves),) if dynamic else None
     failure: Exception | None = None
-    for strict in (False, True):
-        if strict and dynamic:
-            break
+    for strict in (False,) if dynamic else (False, True):
+        shapes = (tuple({0: torch.export.Dim.AUTO} for _ in leaves),) if dynamic else None
+        checkpoints: set[str] = set()
         try:
-            with _quiet(), _watched(strict):
-                return torch.export.export(module, tuple(leaves), dynamic_shapes=shapes, strict=strict)
+            with _quiet(), contextlib.nullcontext() if strict else _watched(checkpoints):
+                exported = torch.export.export(
+                    module, tuple(leaves), dynamic_shapes=shapes, strict=strict
+                )
         except CaptureError:
             raise
         except Exception as error:
             # What the plain trace stumbled over is nearer to the user's code than what the analysis says.
             failure = failure or error
-    if dynamic:
-        raise failure or AssertionError
-    raise _explained(module, failure or AssertionError()) from failure
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    names = ("torch.export", "torch._export", "torch.fx", "torch._dynamo", "torch.fx.experimental")
-    loggers = [logging.getLogger(name) for name in (*names, "torch.fx.experimental.symbolic_shapes")]
-    before = [logger.level for logger in loggers]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        # These two are ours or the user's to see.
-        warnings.filterwarnings("default", category=CaptureWarning)
-        try:
-            for logger in loggers:
-                logger.setLevel(logging.CRITICAL + 1)
-            yield
-        finally:
-            for logger, level in zip(loggers, before, strict=True):
-                logger.setLevel(level)
+        else:
+            _warn_checkpoints(checkpoints)
+            return exported
+    assert failure is not None
+    raise _explained(module, leaves, failure) from failure
 
 
 class CaptureWarning(UserWarning):
@@ -127,31 +138,52 @@ class CaptureWarning(UserWarning):
 
 
 @contextlib.contextmanager
-def _watched(strict: bool) -> Iterator[None]:
-    """Refuse custom gradients and replace checkpoints by plain calls while a forward pass is traced."""
+def _quiet() -> Iterator[None]:
+    """Keep what torch.export prints, logs and warns to ourselves; what it prints is shown if it succeeds."""
+    names = ("torch.export", "torch._export", "torch.fx", "torch._dynamo", _SYMBOLS)
+    loggers = [logging.getLogger(name) for name in names]
+    before = [logger.level for logger in loggers]
+    printed = io.StringIO()
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL + 1)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stderr(printed):
+            warnings.simplefilter("ignore")
+            yield
+        sys.stderr.write(printed.getvalue())
+    finally:
+        for logger, level in zip(loggers, before, strict=True):
+            logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def _watched(checkpoints: set[str]) -> Iterator[None]:
+    """Refuse custom gradients and replace checkpoints by plain calls while a forward pass is traced.
+
+    Args:
+        checkpoints: receives the places where torch.utils.checkpoint is called.
+    """
     function = torch.autograd.Function
     before = function.__dict__["apply"]
     plain = checkpoint._checkpoint_without_reentrant_generator
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        where = user_frame(traceback.extract_stack())
         if cls is checkpoint.CheckpointFunction:
-            _warn_checkpoint()
+            checkpoints.add(where)
             run, _, *inputs = args
             return run(*inputs)
-        where = user_frame(traceback.extract_stack())
         raise CaptureError(
-            f"{where} calls {cls.__name__}.apply, an autograd.Function: tracing sees its forward only, and "
-            "its backward would silently be replaced by that of the forward's operations; write it with tensor "
-            "operations, or as torch.library.custom_op with register_autograd, whose backward is kept"
+            f"{where} calls {cls.__name__}.apply, an autograd.Function: tracing sees its forward only, "
+            "and its backward would silently be replaced by that of the forward's operations; write it "
+            "with tensor operations, or as torch.library.custom_op with register_autograd, whose "
+            "backward is kept"
         )
 
     def without_reentrant(*args: Any, **kwargs: Any) -> Any:
-        _warn_checkpoint()
+        checkpoints.add(user_frame(traceback.extract_stack()))
         return plain(*args, **kwargs)
 
-    if strict:
-        yield
-        return
     function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
     checkpoint._checkpoint_without_reentrant_generator = without_reentrant
     try:
@@ -161,14 +193,14 @@ def _watched(strict: bool) -> Iterator[None]:
         checkpoint._checkpoint_without_reentrant_generator = plain
 
 
-def _warn_checkpoint() -> None:
-    where = user_frame(traceback.extract_stack())
-    warnings.warn(
-        f"{where} uses torch.utils.checkpoint, which is not carried over: gradients are the same, and whether a "
-        "stage computes its activations again is decided by the plan (recompute)",
-        CaptureWarning,
-        stacklevel=2,
-    )
+def _warn_checkpoints(places: set[str]) -> None:
+    if places:
+        warnings.warn(
+            f"{', '.join(sorted(places))}: torch.utils.checkpoint is not carried over; gradients are the "
+            "same, and whether a stage computes its activations again is up to the plan (recompute)",
+            CaptureWarning,
+            stacklevel=2,
+        )
 
 
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
@@ -190,7 +222,9 @@ def user_frame(stack: Iterable[traceback.FrameSummary]) -> str:
     return found
 
 
-def _explained(module: ReturnsLoss, error: Exception) -> CaptureError:
+def _explained(
+    module: ReturnsLoss, leaves: list[torch.Tensor], error: Exception
+) -> CaptureError:
     where = user_frame(traceback.extract_tb(error.__traceback__))
     name = type(module.module).__name__
     text = str(error)
@@ -202,7 +236,8 @@ def _explained(module: ReturnsLoss, error: Exception) -> CaptureError:
             "depends on the data does, so the operations differ from batch to batch; use torch.where or torch.cond, or "
             f"decide before the forward and pass the decision in the batch ({kind})"
         )
+    samples = leaves[0].shape[0]
     return CaptureError(
-        f"{name} cannot be captured: {where} raised {kind}: {first}; if the same happens without anabranch, when the module "
+        f"{name} cannot be captured with {samples} samples: {where} raised {kind}: {first}; if the same happens without anabranch, when the module "
         "is called on the example batch, correct it there; otherwise write that line with tensor operations"
     )

@@ -40,3 +40,33 @@ def fold(grads: tuple[torch.Tensor | None, ...]) -> torch.Tensor | None:
         if grad is not None:
             total = grad if total is None else total + grad
     return total
+
+
+class _KeepLayout(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, order: list[int]) -> torch.Tensor:
+        ctx.order = order
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return dense(grad, ctx.order), None
+
+
+def keep_layout(x: torch.Tensor, order: list[int]) -> torch.Tensor:
+    """The tensor itself, whose gradient is laid out in memory like the tensor was in one process.
+
+    Sums run in the order of memory, so a gradient that was sent and came back row by row would be summed differently.
+
+    Args:
+        x: a tensor.
+        order: its dimensions from the largest stride to the smallest.
+    """
+    result: torch.Tensor = _KeepLayout.apply(x, order)  # type: ignore[no-untyped-call]
+    return result
+
+
+def dense(x: torch.Tensor, order: list[int]) -> torch.Tensor:
+    """The same values without gaps in memory, dimensions in this order from the largest stride to the smallest."""
+    back = [order.index(d) for d in range(len(order))]
+    return x.permute(order).contiguous().permute(back)

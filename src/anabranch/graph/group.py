@@ -290,6 +290,7 @@ def group(program: Program, other: Program, module: nn.Module, granularity: Gran
     facts = Facts(program, other)
     partition = Partition(facts)
     _bind(partition, _inseparable(facts))
+    _attach_isolated(partition)
     blocks = Blocks(module)
     partition.rank_ancestors()
     _contract(partition, lambda a, b: partition.path[a] == partition.path[b], one_heavy=True)
@@ -324,6 +325,18 @@ def _inseparable(facts: Facts) -> list[list[int]]:
         last = last_write[storage]
         sets.append([i for i in calls if i <= last or not owned])
     return sets
+
+
+def _attach_isolated(partition: Partition) -> None:
+    """Put what nobody waits for, such as a count of the batches, with the next call of its module."""
+    outputs = {partition.facts.position[node] for node in partition.facts.outputs}
+    for g in sorted(partition.members):
+        apart = not partition.succ[g] and not partition.pred[g] and not partition.weight[g]
+        if not apart or outputs & set(partition.members[g]) or len(partition.members) == 1:
+            continue
+        others = [h for h in partition.members if h != g]
+        same = [h for h in others if partition.path[h] == partition.path[g]]
+        partition.merge(min(same or others, key=lambda h: (h < g, abs(h - g))), g)
 
 
 def _bind(partition: Partition, sets: Iterable[Sequence[int]]) -> None:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import sympy
 import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -28,7 +29,7 @@ from torch.fx.node import map_aggregate
 
 PARAMETER, BUFFER, CONSTANT, BATCH_LEAF = "parameter", "buffer", "constant", "batch"
 
-# Mutate what their schema does not say: running mean and variance.
+# Change what their schema does not say, running mean and variance, if argument 5 (training) is true.
 _HIDDEN_WRITES = {
     "aten::batch_norm": (3, 4),
     "aten::instance_norm": (3, 4),
@@ -109,7 +110,7 @@ def written(node: fx.Node) -> list[fx.Node]:
     schema = getattr(node.target, "_schema", None)
     if schema is None or node.op != "call_function":
         return []
-    positions = set(_HIDDEN_WRITES.get(schema.name, ()))
+    positions = set(_HIDDEN_WRITES.get(schema.name, ()) if len(node.args) > 5 and node.args[5] else ())
     names = set()
     for i, argument in enumerate(schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -173,20 +174,22 @@ def _symbols(exported: torch.export.ExportedProgram, samples: int) -> dict[Any, 
     """Every symbol that stands for the number of samples -> that number."""
     kinds = torch.export.graph_signature.InputKind
     known: dict[Any, int] = {}
+    guards: list[Any] = []
     for spec, node in zip(exported.graph_signature.input_specs, exported.graph.nodes, strict=False):
         if spec.kind is not kinds.USER_INPUT:
             continue
         size = node.meta["val"].shape[0]
         if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
             known[size.node.expr] = samples
+            scope = size.node.shape_env
+            guards = [g.expr.xreplace(scope.replacements) for g in scope.guards]
         elif isinstance(size, torch.SymInt) and not size.node.expr.is_number:
             raise Refused
         elif int(size) != samples:
             raise Refused
-    for symbol, bounds in exported.range_constraints.items():
-        # One sample is always excluded by the tracer, which treats it as a size of its own; operations are right for it.
-        if symbol in known and samples > 1 and not bounds.lower <= samples <= bounds.upper:
-            raise Refused
+    # One sample is a size of its own to the tracer, which never asks about it; operations are right for it.
+    if any(guard.xreplace(known) == sympy.false for guard in guards):
+        raise Refused
     return known
 
 
@@ -346,12 +349,15 @@ def _drop_dead(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def propagate(program: Program, find: Callable[[Source], torch.Tensor]) -> None:
+def propagate(
+    program: Program, find: Callable[[Source], torch.Tensor], device: torch.device | None = None
+) -> None:
     """Run the program on fake tensors: fills ``meta["val"]`` and ``meta["storage"]`` of every node.
 
     Args:
         program: a program without values.
-        find: source -> a tensor whose size, stride, dtype, device and need of a gradient are those of the placeholder.
+        find: source -> a tensor whose size, stride, dtype and need of a gradient are the placeholder's.
+        device: where every placeholder is; by default where the found tensor is.
     """
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     env: dict[fx.Node, Any] = {}
@@ -360,7 +366,7 @@ def propagate(program: Program, find: Callable[[Source], torch.Tensor]) -> None:
             if node.op == "placeholder":
                 like = find(program.sources[node])
                 env[node] = torch.empty_strided(
-                    like.size(), like.stride(), dtype=like.dtype, device=like.device
+                    like.size(), like.stride(), dtype=like.dtype, device=device or like.device
                 ).requires_grad_(like.requires_grad)
             elif node.op == "get_attr":
                 env[node] = program.regions[str(node.target)]

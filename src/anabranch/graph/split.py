@@ -30,7 +30,7 @@ from torch import fx, nn
 from torch.fx.node import map_aggregate
 
 from anabranch.graph.capture import Captured
-from anabranch.graph.fanout import fan_out
+from anabranch.graph.fanout import dense, fan_out, keep_layout
 from anabranch.graph.group import FREE
 from anabranch.graph.opgraph import BATCH
 from anabranch.graph.program import (
@@ -427,20 +427,24 @@ class _Cutter:
         node, dim = self.received[port], self.captured.batch_dims[port.value]
         if dim:
             node = self.graph.call_function(torch.ops.aten.movedim.int, (node, 0, dim))
+        order = self.layout(port)
+        return node if order is None else self.graph.call_function(dense, (node, order))
+
+    def layout(self, port: Port) -> list[int] | None:
+        """Dimensions by stride, where a sent tensor would come out in another layout and that matters."""
         like = self.node_of(port.value).meta["val"]
-        if self.parts.exact and (dim or not like.is_contiguous()):
-            by_stride = sorted(range(like.dim()), key=lambda d: -like.stride(d))
-            back = [by_stride.index(d) for d in range(like.dim())]
-            node = self.graph.call_function(torch.ops.aten.permute.default, (node, by_stride))
-            node = self.graph.call_function(torch.ops.aten.contiguous.default, (node,))
-            node = self.graph.call_function(torch.ops.aten.permute.default, (node, back))
-        return node
+        if not self.parts.exact or (not self.captured.batch_dims[port.value] and like.is_contiguous()):
+            return None
+        return sorted(range(like.dim()), key=lambda d: -like.stride(d))
 
     def sent(self, port: Port) -> fx.Node:
         call, dim = self.captured.value_calls[port.value], self.captured.batch_dims[port.value]
         result = self.env[self.calls[call]]
         if port.grad and call in self.uses.summands:
             result = self.alias(call, port.order)
+        order = self.layout(port)
+        if order is not None and port.grad:
+            result = self.graph.call_function(keep_layout, (result, order))
         if dim:
             result = self.graph.call_function(torch.ops.aten.movedim.int, (result, dim, 0))
         return result

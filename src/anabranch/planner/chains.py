@@ -219,9 +219,9 @@ class Chain:
     below: tuple[int, ...]
 
     @property
-    def blocks(self) -> Iterable[tuple[int, Block]]:
-        """The blocks with their positions."""
-        return [(p, item) for p, item in enumerate(self.items) if isinstance(item, Block)]
+    def blocks(self) -> tuple[Block, ...]:
+        """The blocks among the items."""
+        return tuple(item for item in self.items if isinstance(item, Block))
 
 
 def build(cost: CostModel, tree: Node) -> Chain:

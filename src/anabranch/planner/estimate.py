@@ -37,7 +37,7 @@ def step_s(
         prices: prices the parts.
         parts: in topological order.
         devices: of each part.
-        pairs: stage edges. One along which no value flows counts for the height only.
+        pairs: stage edges. Along one without values its ends wait for each other all the same.
     """
     count = prices.prices.num_microbatches
     compute = [prices.compute_s(part) for part in parts]
@@ -45,8 +45,7 @@ def step_s(
     load: dict[Port, float] = {}
     for x, y in sorted(pairs):
         there, back = _transfers(prices, (parts[x], parts[y]), (devices[x], devices[y]), load)
-        if there or back:
-            successors[x].append((y, there, back))
+        successors[x].append((y, there, back))
     period = _period(prices, parts, compute, successors, heights(len(parts), pairs))
     period = max(period, max(load.values(), default=0.0))
 
@@ -97,7 +96,8 @@ def _transfers(
     """Seconds of a micro-batch along an edge, forward and back; adds to ``load`` per port."""
     per_sample, fixed, grad_per_sample, grad_fixed = prices.flow(ends[0].mask, ends[1].mask)
     if per_sample + fixed == 0:
-        return 0.0, 0.0
+        delay = prices.way(devices[0][0], devices[1][0])[3]
+        return delay, delay
     size = prices.prices.microbatch_size
     there: dict[Port, float] = {}
     back: dict[Port, float] = {}

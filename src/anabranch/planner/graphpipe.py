@@ -38,7 +38,7 @@ from anabranch.cost import CostModel
 from anabranch.graph.cuts import decompose, operators
 from anabranch.planner.chains import build
 from anabranch.planner.infeasible import explain, require_sizes
-from anabranch.planner.search import Problem, best, candidates
+from anabranch.planner.search import Problem, best, candidates, unchained
 from anabranch.planner.sequential import Sequential
 from anabranch.planner.stages import StageGraph
 
@@ -68,9 +68,10 @@ class GraphPipe:
         limit = self.max_replicas or cost.cluster.num_devices
         require_sizes(cost, batch_size, microbatch_size, limit)
         problem = self.problem(cost, batch_size)
-        own = best(candidates(problem, microbatch_size), self.candidates)
         sequential = Sequential(self.max_replicas, self.candidates, self.tolerance)
         chains = sequential.propose(cost, batch_size, microbatch_size)
+        own = candidates(problem, microbatch_size) if problem.chain.blocks else []
+        own = best([*own, *unchained(problem, chains)], self.candidates)
         found = best([*own, *chains], len(own) + len(chains))
         if not found:
             raise explain(problem, microbatch_size)

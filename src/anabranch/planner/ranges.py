@@ -79,6 +79,8 @@ class Ranges:
         for k, degree in enumerate(prices.degrees):
             self._price(k, degree)
         self.headroom = prices.headroom(self.fixed, self.per_microbatch)
+        empty = np.tril(np.ones(shape[1:], dtype=bool))
+        self.headroom[:, empty] = -1
         self._slowest_s = np.maximum(self.compute_s, self.traffic_s)
         self._spread_s = self._slowest_s + self.reduce_s / prices.num_microbatches
 
@@ -96,27 +98,37 @@ class Ranges:
         self.per_microbatch[k] = (kept[None, :] - kept[:, None]) * n + entering
 
     def need(self, bound: Bound, heights: int) -> Ints:
-        """Fewest devices for every range within a bound: [stop, start, height].
+        """Fewest devices for every range within a bound: [height, stop, start].
 
-        ``INFINITE`` where no degree does. Where memory never depends on the height, the last axis
+        ``INFINITE`` where no degree does. Where memory never depends on the height, the first axis
         has length 1.
         """
         within = (self._spread_s if bound.spread else self._slowest_s) <= bound.period_s
         if bound.reduce_s < np.inf:
             within &= self.reduce_s <= bound.reduce_s
         fits = np.where(within, self.headroom, -1).transpose(0, 2, 1)
-        graded = (fits >= 0) & (fits < heights - 1)
-        count = heights if graded.any() else 1
-        height = np.arange(count, dtype=np.int32)
-        result = np.full((*fits.shape[1:], count), INFINITE, dtype=np.int32)
+        shape = fits.shape[1:]
+        fits = fits.reshape(len(fits), -1)
+        degrees = np.array(self.prices.degrees, dtype=np.int32)
+        always = np.full(fits.shape[1], INFINITE, dtype=np.int32)
         for k in reversed(range(len(fits))):
-            degree = self.prices.degrees[k]
-            result[fits[k] >= heights - 1] = degree
-            some = np.nonzero(graded[k])
-            if len(some[0]):
-                low = height <= fits[k][some][:, None]
-                result[some] = np.where(low, degree, result[some])
-        return result
+            always[fits[k] >= heights - 1] = degrees[k]
+        graded, at = np.nonzero((fits >= 0) & (fits < heights - 1))
+        if not len(at):
+            return always.reshape(1, *shape)
+        # From the greatest height down ever more fits, and is put in at its height.
+        level, degree = fits[graded, at], degrees[graded]
+        order = np.lexsort((-degree, -level))
+        level, at, degree = level[order], at[order], degree[order]
+        ends = np.searchsorted(-level, -np.arange(heights), side="right")
+        result = np.empty((heights, fits.shape[1]), dtype=np.int32)
+        result[-1] = always
+        for h in reversed(range(heights - 1)):
+            result[h] = result[h + 1]
+            some = slice(ends[h + 1], ends[h])
+            # Of two degrees at one place the smaller comes last, and stays.
+            result[h, at[some]] = np.minimum(result[h, at[some]], degree[some])
+        return result.reshape(heights, *shape)
 
     @cached_property
     def tails(self) -> Shares:

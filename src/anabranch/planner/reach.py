@@ -3,12 +3,12 @@
 For one bound on the period the states of a chain are (cut j, height h of the stage that ends
 there); the value is the fewest devices for everything before the cut::
 
-    devices[j, h]  =  min over i < j of  need[i, j, h] + devices[i, h + 1]
+    devices[h, j]  =  min over i < j of  need[h, j, i] + devices[h + 1, i]
 
 Height is the distance to the sink in stages: a stage at height h keeps at least h + 1 micro-
 batches, so memory depends on it, and what comes before a stage lies one higher. For several caps
 u on the height everything is done at once, which gives the least depth for a number of devices.
-Arrays are [cap u, cut j, height h].
+Arrays are [cap u, height h, cut j].
 
 A block adds to its chain, in front of it the least devices of what came before it:
 
@@ -139,33 +139,47 @@ class Reach:
     def _solve(self, chain: Chain, caps: Ints, start: int = 0) -> _Solved:
         heights, n = self.heights, len(chain.items)
         need = self._need(chain)
-        devices = np.full((len(caps), n + 1, heights + 1), INFINITE, dtype=np.int32)
-        devices[:, start] = np.where(np.arange(heights + 1) <= caps[:, None] + 1, 0, INFINITE)
+        devices = np.full((len(caps), heights + 1, n + 1), INFINITE, dtype=np.int32)
+        devices[..., start] = np.where(np.arange(heights + 1) <= caps[:, None] + 1, 0, INFINITE)
         solved = _Solved(caps, start, devices, need)
-        for j in range(start + 1, n + 1):
-            reached = min(heights, chain.below[j] + 1)
-            best = devices[:, start:j, 1 : reached + 1] + need[j, start:j, :reached]
-            np.minimum(devices[:, j, :reached], best.min(axis=1), out=devices[:, j, :reached])
+        for i, j in _stretches(chain, start):
+            self._extend(chain, solved, i, j + 1)
             item = chain.items[j - 1]
             if isinstance(item, Block):
                 solved.between[j - 1] = self._pass(chain, item, j - 1, solved)
-            np.minimum(devices[:, j], INFINITE, out=devices[:, j])
         return solved
+
+    def _extend(self, chain: Chain, solved: _Solved, i: int, j: int) -> None:
+        """Stages that end at the cuts i .. j - 1, when all cuts before i are done."""
+        devices, need, start = solved.devices, solved.need, solved.start
+        reached = min(self.heights, chain.below[i] + 1)
+        if j - i <= reached:
+            for cut in range(i, j):
+                stage = need[:reached, cut, start:cut]
+                best = (devices[:, 1 : reached + 1, start:cut] + stage).min(axis=-1)
+                now = devices[:, :reached, cut]
+                np.minimum(now, best, out=now)
+            return
+        for h in reversed(range(reached)):
+            stage = need[min(h, len(need) - 1), i:j, start:j]
+            best = (devices[:, h + 1, None, start:j] + stage).min(axis=-1)
+            now = devices[:, h, i:j]
+            np.minimum(now, best, out=now)
 
     def _pass(self, chain: Chain, block: Block, p: int, solved: _Solved) -> _Between:
         """Add to ``solved`` what leads through the block at position p."""
         exits = min(self.heights, chain.below[p + 1] + 1)
-        before = solved.devices[:, p]
+        before = solved.devices[..., p]
         caps = _steps(before[:, 1:])
         firsts = sorted(set(block.classes))
         branches = {k: self._solve(block.branches[k], caps) for k in firsts}
-        ends = {k: each.devices[:, -1, :exits] for k, each in branches.items()}
+        ends = {k: each.devices[:, :exits, -1] for k, each in branches.items()}
         groups = _spread(self._need(block), exits)
         alone = [ends[k] for k in block.classes]
         useful = worthwhile(alone, groups)
         totals = whole(alone, groups, useful, caps)
         between = _Between(caps, branches, groups, useful, alone, totals)
-        _improve(solved.devices[:, p + 1, :exits], before[:, caps + 1], between.whole[-1])
+        _improve(solved.devices[:, :exits, p + 1], before[:, caps + 1], between.whole[-1])
         if p > solved.start:
             self._forks(chain, block, p, solved, between, exits)
         if p + 1 < len(chain.items):
@@ -193,7 +207,7 @@ class Reach:
             between.caps,
             self.limit,
         )
-        before = solved.devices[:, p][:, between.caps + 1]
+        before = solved.devices[:, between.caps + 1, p]
         for q in range(p + 2, last + 1):
             fits = self._fits(sharing, ranges, p + 1, q, held[None, :])
             if fits is None:
@@ -201,11 +215,11 @@ class Reach:
             join = _Join(sharing, *self._fewest(fits))
             join.needs[:, 0] = INFINITE  # no height is left for the stage itself
             between.joins[q] = join
-            _improve(solved.devices[:, q, : exits - 1], before, join.needs[:, 1:])
+            _improve(solved.devices[:, : exits - 1, q], before, join.needs[:, 1:])
 
     def _tail_options(self, branch: Chain, solved: _Solved, held: Ints, exits: int) -> Options:
         tails = self.ranges(branch).tails
-        devices = solved.devices[:, :, :exits].transpose(0, 2, 1)
+        devices = solved.devices[:, :exits]
         return self._options(devices, tails, tails.memory(held)[None])
 
     def _options(self, devices: Ints, shares: Shares, memory: Floats) -> Options:
@@ -221,7 +235,9 @@ class Reach:
         if not (ranges.compute_s[:, p - 1, p] <= self._bound.period_s).any():
             return
         # A stage at height u + 1 is followed by branches of at most height u.
-        caps = _steps(solved.devices[:, solved.start : p, 2:].reshape(-1, self.heights - 1))
+        caps = _steps(
+            np.concatenate([solved.devices[..., i] for i in range(solved.start, p)])[:, 2:]
+        )
         if not len(caps):
             return
         held = self.prices.in_flight(caps + 1)
@@ -229,7 +245,7 @@ class Reach:
         suffixes = {(k, c): self._solve(block.branches[k], caps, c) for k in cuts for c in cuts[k]}
         options = {}
         for k in cuts:
-            devices = np.stack([suffixes[k, c].devices[:, -1, :exits] for c in cuts[k]], axis=-1)
+            devices = np.stack([suffixes[k, c].devices[:, :exits, -1] for c in cuts[k]], axis=-1)
             taken = self.ranges(block.branches[k]).heads.take(cuts[k])
             memory = taken.memory(held)[:, None]
             options[k] = self._options(devices, taken, memory)
@@ -246,8 +262,8 @@ class Reach:
                 break
             fork = _Fork(sharing, caps, *self._fewest(fits), suffixes, cuts)
             between.forks[i] = fork
-            before = solved.devices[:, i][:, caps + 2]
-            _improve(solved.devices[:, p + 1, :exits], before, fork.needs)
+            before = solved.devices[:, caps + 2, i]
+            _improve(solved.devices[:, :exits, p + 1], before, fork.needs)
 
     @staticmethod
     def _head_cuts(branch: Chain) -> list[int]:
@@ -290,6 +306,15 @@ class Reach:
         )
 
 
+def _stretches(chain: Chain, start: int) -> Iterator[tuple[int, int]]:
+    """Runs i .. j of the cuts after ``start``; each but the last ends behind a block."""
+    i = start + 1
+    for j in range(start + 1, len(chain.items) + 1):
+        if j == len(chain.items) or isinstance(chain.items[j - 1], Block):
+            yield i, j
+            i = j + 1
+
+
 def _steps(before: Ints) -> Ints:
     """Heights u after which what comes before gets dearer; ``before`` is [t, u]."""
     following = np.concatenate(
@@ -300,8 +325,9 @@ def _steps(before: Ints) -> Ints:
 
 
 def _spread(need: Ints, exits: int) -> Ints:
-    """The first ``exits`` heights of a table whose last axis may have length 1."""
-    return np.broadcast_to(need, (*need.shape[:2], max(exits, need.shape[2])))[..., :exits]
+    """A table of groups as [stop, start, height], for the first ``exits`` heights."""
+    some = need[:exits].transpose(1, 2, 0)
+    return np.broadcast_to(some, (*some.shape[:2], exits))
 
 
 def _improve(devices: Ints, before: Ints, within: Ints) -> None:
@@ -321,7 +347,7 @@ class Found:
     def __init__(self, reach: Reach, solved: _Solved) -> None:
         self._reach = reach
         self._solved = solved
-        self.devices = solved.devices[:, -1, 0]
+        self.devices = solved.devices[:, 0, -1]
 
     def parts(self, u: int) -> list[Part]:
         """The stages for one cap, in no particular order."""
@@ -342,27 +368,25 @@ class Found:
     @staticmethod
     def _last_stage(solved: _Solved, u: int, j: int, h: int) -> tuple[int, int] | None:
         start = solved.start
-        need = solved.need[j, start:j]
-        column = need[:, min(h, need.shape[1] - 1)]
-        found = np.flatnonzero(
-            column + solved.devices[u, start:j, h + 1] == solved.devices[u, j, h]
-        )
+        column = solved.need[min(h, len(solved.need) - 1), j, start:j]
+        goal = solved.devices[u, h, j]
+        found = np.flatnonzero(column + solved.devices[u, h + 1, start:j] == goal)
         return (start + int(found[0]), int(column[found[0]])) if len(found) else None
 
     def _through_block(
         self, chain: Chain, solved: _Solved, u: int, j: int, h: int
     ) -> tuple[int, int, list[Part]]:
         """The cut and height before the block that leads to cut j, and the stages in between."""
-        goal = int(solved.devices[u, j, h])
+        goal = int(solved.devices[u, h, j])
         for p, between in solved.between.items():
-            before = solved.devices[u, p]
+            before = solved.devices[u, :, p]
             if p + 1 == j:
                 for w, cap in enumerate(between.caps):
                     if before[cap + 1] + between.whole[-1][w, h] == goal:
                         return p, int(cap) + 1, list(self._branches(chain, p, between, w, h))
                 for i, fork in between.forks.items():
                     for w, cap in enumerate(fork.caps):
-                        if solved.devices[u, i, cap + 2] + fork.needs[w, h] == goal:
+                        if solved.devices[u, cap + 2, i] + fork.needs[w, h] == goal:
                             parts = list(self._fork(chain, p, i, between, fork, w, h))
                             return i, int(cap) + 2, parts
             if j in between.joins:

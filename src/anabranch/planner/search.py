@@ -12,7 +12,7 @@ come near the best estimate are left early.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -20,6 +20,7 @@ import numpy as np
 from anabranch.cost import CostModel
 from anabranch.planner.assemble import Assembler, Candidate
 from anabranch.planner.chains import Chain, span
+from anabranch.planner.line import LineReach
 from anabranch.planner.parts import Part, PartPrices
 from anabranch.planner.prices import Bound, Prices, degrees, microbatch_sizes
 from anabranch.planner.reach import Reach
@@ -28,15 +29,18 @@ from anabranch.planner.stages import Stage
 COARSE = 0.04
 """Relative distance to the least period with which every micro-batch size is first looked at."""
 
-HOPELESS = 1.25
+HOPELESS = 1.2
 """A micro-batch size gets no candidate if its step cannot be within this factor of the best."""
 
-REFINE = 1.05
-"""A micro-batch size gets only its coarse candidate if its step cannot be within this factor."""
+REFINED = 4
+"""Micro-batch sizes that are looked at closely: those with the best coarse candidates."""
 
-LOOSER = 1.05
+PROMISING = 1.05
+"""They are left as soon as their steps cannot be within this factor of the best."""
+
+LOOSER = 1.08
+MOST_LOOSER = 6
 """Ratio of the bounds that are tried for smaller depths, and the most of them."""
-MOST_LOOSER = 16
 
 
 @dataclass(frozen=True)
@@ -72,9 +76,11 @@ class Problem:
             self.cost.cluster.memory_bytes,
         )
 
-    def reach(self, prices: Prices, limit: int | None = None) -> Reach:
+    def reach(self, prices: Prices, limit: int | None = None) -> Reach | LineReach:
         """What searches this model at these prices."""
         limit = limit or self.cost.cluster.num_devices
+        if not self.chain.blocks:
+            return LineReach(self.chain, prices, heights=min(limit, span(self.chain)))
         return Reach(self.chain, prices, limit=limit, heights=min(limit, span(self.chain)))
 
 
@@ -88,10 +94,10 @@ def candidates(problem: Problem, microbatch_size: int | None) -> list[Candidate]
             search.narrow(COARSE, give_up=HOPELESS * least)
             search.add()
             least = min(least, search.best_s)
-    for search in sorted(searches, key=lambda each: each.least_step_s):
-        if search.best_s < float("inf") and search.least_step_s <= REFINE * least:
-            search.refine(give_up=REFINE * least)
-            least = min(least, search.best_s)
+    feasible = [search for search in searches if search.found]
+    for search in sorted(feasible, key=lambda each: each.best_s)[:REFINED]:
+        search.refine(give_up=PROMISING * least)
+        least = min(least, search.best_s)
     return [candidate for search in searches for candidate in search.found]
 
 
@@ -182,10 +188,29 @@ class Search:
         start = min(self.found, key=lambda each: each.step_s)
         parts = [self._part(stage) for stage in start.graph.stages]
         longest = max(self._parts.reduce_s(part) for part in parts)
-        self._bound = Bound(float("inf"), spread=False, reduce_s=longest * (1 + 1e-9))
-        self.low, self.high = self._least_s, float("inf")
+        self._bound = Bound(float("inf"), spread=False, reduce_s=longest * 1.25)
+        self._lower(max(self._slowest_s(part) for part in parts), give_up)
         self.narrow(self._problem.tolerance, give_up=give_up)
         self._add_shallow(give_up)
+
+    def _slowest_s(self, part: Part) -> float:
+        reduce_s = self._parts.reduce_s(part) / self._prices.num_microbatches
+        return self._parts.period_s(part) - reduce_s
+
+    def _lower(self, start: float, give_up: float) -> None:
+        """A new low and high, from a period that is likely to be just enough."""
+        self.low, self.high = self._least_s, float("inf")
+        high = start * (1 + 1e-9)
+        if not self._enough(high):
+            self.low = high
+            self._find_high(give_up)
+            return
+        while high > self.low:
+            self.high = high
+            high *= 1 - 2 * COARSE
+            if not self._enough(high):
+                self.low = max(self.low, high)
+                return
 
     def _part(self, stage: Stage) -> Part:
         return Part(self._problem.cost.graph.mask(stage.operators), stage.replicas)
@@ -214,6 +239,19 @@ class Search:
             candidate = self._assembler.assemble(parts)
             if candidate is not None:
                 self.found.append(candidate)
+
+
+def unchained(problem: Problem, chains: Sequence[Candidate]) -> Iterator[Candidate]:
+    """The stages of sequential candidates, waiting only for those whose values they read."""
+    for chain in chains:
+        stages = chain.graph.stages
+        prices = PartPrices(problem.prices(stages[0].microbatch_size))
+        assembler = Assembler(prices, problem.order, problem.max_replicas)
+        mask = problem.cost.graph.mask
+        parts = [Part(mask(stage.operators), stage.replicas) for stage in stages]
+        candidate = assembler.assemble(parts)
+        if candidate is not None:
+            yield candidate
 
 
 def best(

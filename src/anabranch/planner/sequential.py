@@ -6,10 +6,10 @@ The model is put in one order, branch after branch, and stages are contiguous ru
 
 The dynamic programme, its prices, the replicas and the micro-batch sizes are those of
 ``graphpipe``; only the branches are gone. Every stage follows the one before it, so there is a
-stage edge i -> i + 1 for every i, also where no value flows: such an edge carries no bytes and
-delays nobody, but warm-up counts follow it, and with them memory, as they do in a sequential
-pipeline. Values go straight to the stages that read them (PipeDream and Piper relay them through
-the stages in between, which would cost more).
+stage edge i -> i + 1 for every i, also where no value flows: such an edge carries messages of no
+bytes, so that a stage waits for the one before it, and warm-up counts and memory follow it, as
+they do in a sequential pipeline. Values go straight to the stages that read them (PipeDream and
+Piper relay them through the stages in between, which would cost more).
 """
 
 from __future__ import annotations
@@ -54,13 +54,14 @@ class Sequential:
         """
         limit = self.max_replicas or cost.cluster.num_devices
         require_sizes(cost, batch_size, microbatch_size, limit)
-        problem = self._problem(cost, batch_size)
+        problem = self.problem(cost, batch_size)
         found = self.propose(cost, batch_size, microbatch_size)
         if not found:
             raise explain(problem, microbatch_size)
         return [candidate.graph for candidate in found]
 
-    def _problem(self, cost: CostModel, batch_size: int) -> Problem:
+    def problem(self, cost: CostModel, batch_size: int) -> Problem:
+        """What is searched."""
         order = tuple(operators(decompose(cost.graph)))
         limit = self.max_replicas or cost.cluster.num_devices
         return Problem(cost, line(cost, order), order, batch_size, limit, True, self.tolerance)
@@ -69,7 +70,7 @@ class Sequential:
         self, cost: CostModel, batch_size: int, microbatch_size: int | None
     ) -> list[Candidate]:
         """The best candidates with their estimates; empty if nothing fits."""
-        problem = self._problem(cost, batch_size)
+        problem = self.problem(cost, batch_size)
         found = candidates(problem, microbatch_size)
         whole = list(data_parallel(cost, batch_size, microbatch_size, problem.max_replicas))
         return best(found, self.candidates, always=whole)

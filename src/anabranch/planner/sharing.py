@@ -130,9 +130,9 @@ class Sharing:
         before, after, choice = self._sums[i], self._sums[j], self._choice[j - 1]
         count = before.shape[-1]
         needed = self._groups[j, i]
-        for v in np.unique(needed[needed < count]):
-            where = self._allowed & (needed == v)
-            better = (before[0, ..., : count - v] < after[0, ..., v:]) & where[..., None, None]
+        for v in sorted(set(needed[needed < count].tolist())):
+            better = before[0, ..., : count - v] < after[0, ..., v:]
+            better &= (self._allowed & (needed == v))[..., None, None]
             np.copyto(after[..., v:], before[..., : count - v], where=better)
             np.copyto(choice[..., v:], -1 - i, where=better)
 
@@ -164,13 +164,11 @@ def worthwhile(alone: Sequence[Ints], groups: Ints) -> Bools:
         groups: as for ``Sharing``.
     """
     sums = np.cumsum([np.zeros_like(alone[0]), *alone], axis=0, dtype=np.int64)
-    m = len(alone)
-    result = np.zeros((m + 1, m + 1), dtype=bool)
-    for j in range(2, m + 1):
-        for i in range(j - 1):
-            needed = groups[j, i]
-            result[j, i] = bool(((needed < INFINITE) & (needed < sums[j] - sums[i])).any())
-    return result
+    together = groups[:, :, None]
+    fewer = (together < INFINITE) & (together < sums[:, None] - sums[None])
+    useful = np.asarray(fewer.any(axis=(2, 3)), dtype=bool)
+    # One branch on its own is among its ways to be cut.
+    return np.logical_and(useful, np.tri(len(sums), k=-2, dtype=bool))
 
 
 def whole(alone: Sequence[Ints], groups: Ints, worthwhile: Bools, caps: Ints) -> list[Ints]:

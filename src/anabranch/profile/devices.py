@@ -83,8 +83,8 @@ _REACHED = {"float64": 0.9, "float32": 0.9, "tf32": 0.75, "float16": 0.75, "bflo
 """Share of the peak that large products reach; tensor cores are harder to feed."""
 
 _TILES = (
-    *((256, 128, 1.0), (128, 128, 0.97), (128, 64, 0.88), (64, 64, 0.75), (32, 32, 0.45)),
-    *((8, 128, 0.4), (128, 8, 0.4)),  # for a matrix times a few vectors
+    *((256, 128, 1.0), (128, 128, 0.97), (128, 64, 0.93), (64, 64, 0.85), (32, 32, 0.6)),
+    *((32, 128, 0.85), (128, 32, 0.85), (8, 128, 0.45), (128, 8, 0.45)),  # for few samples
 )
 """Rows, columns, and share of ``_REACHED``: smaller tiles load more bytes per operation."""
 

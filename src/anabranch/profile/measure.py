@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_map
 
 from anabranch.errors import ProfileError
 from anabranch.graph.capture import Captured
@@ -85,7 +86,7 @@ class _Bench:
 
     def __init__(self, captured: Captured, samples: int, device: torch.device) -> None:
         self.samples, self.device = samples, device
-        self.steps = steps(captured, samples, device)
+        self.steps = steps(captured, samples)
         self.batch = example_batch(captured, samples, device)
         self.modules = [_on(device, step.module) for step in self.steps]
         self.clock = _CudaClock(device) if device.type == "cuda" else _Clock()
@@ -290,7 +291,14 @@ def _on(device: torch.device, module: fx.GraphModule) -> fx.GraphModule:
     """The module itself on the CPU, a copy elsewhere."""
     if device.type == "cpu":
         return module
-    return copy.deepcopy(module).to(device)
+    moved = copy.deepcopy(module)
+    for node in moved.graph.nodes:
+        # Tensors that the program constructs name their device: arange(..., device="cpu").
+        node.args, node.kwargs = tree_map(
+            lambda a: device if isinstance(a, torch.device) else a, (node.args, node.kwargs)
+        )
+    moved.recompile()
+    return moved.to(device)
 
 
 @contextmanager

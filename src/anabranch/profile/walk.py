@@ -41,8 +41,14 @@ class Observer(Protocol):
         ...
 
 
-def steps(captured: Captured, samples: int, device: torch.device) -> list[Step]:
-    """One program per operator, in the order of the graph, which constructs tensors on a device."""
+def steps(captured: Captured, samples: int, device: torch.device | None = None) -> list[Step]:
+    """One program per operator, in the order of the graph.
+
+    Args:
+        captured: the model.
+        samples: how many the programs are for.
+        device: where they construct tensors; by default where the model's parameters are.
+    """
     cut = split(captured, [[op.name] for op in captured.graph.ops])
     return [cut.program(i, samples, device=device) for i in range(len(captured.graph))]
 

@@ -1,14 +1,16 @@
 """How the first failure of a run reaches the user, once, with the place where it happened.
 
-One rank fails; within milliseconds the connections of its neighbours break, then theirs. So every rank ends
+One rank fails; within milliseconds the connections of its neighbours break, then theirs. So every
+rank ends
 with an exception, and only one of them is the cause::
 
     rank 1   ValueError in the forward of stage 1         the cause: StageFailedError
     rank 0   connection closed by peer                    a consequence: PeerLostError
     rank 2   connection closed by peer                    a consequence: PeerLostError
 
-Consequences have a type of their own, so whoever collects (the parent of local ranks, the store under torchrun)
-can tell them apart. Where a rank is at any time it notes in a few integers, which local ranks share with
+Consequences have a type of their own, so whoever collects (the parent of local ranks, the store
+under torchrun) can tell them apart. Where a rank is at any time it notes in a few integers, which
+local ranks share with
 their parent: a rank that is killed cannot say where it was.
 """
 
@@ -40,7 +42,7 @@ _KINDS = tuple(_DOING)
 
 
 class PeerLostError(TrainingError):
-    """The connection to another rank broke: a consequence of a failure elsewhere, never the cause."""
+    """The connection to another rank broke: a consequence of a failure elsewhere, not a cause."""
 
 
 class Position:
@@ -91,9 +93,12 @@ POSITION = Position()
 
 @contextmanager
 def located(rank: int) -> Iterator[None]:
-    """Turn whatever is raised inside into a StageFailedError that says where; our own errors pass."""
+    """Turn what is raised inside into a StageFailedError that says where; our own errors pass."""
     try:
         yield
+    except PeerLostError as error:
+        where = str(POSITION)
+        raise PeerLostError(f"rank {rank}{', ' + where if where else ''}: {error}") from error
     except AnabranchError:
         raise
     except Exception as error:
@@ -146,5 +151,6 @@ class Failure:
         """The exception for the caller: of the same class where it is one of ours."""
         kind = getattr(errors, self.kind, StageFailedError)
         error: AnabranchError = kind(self.message)
-        error.add_note(f"Traceback of rank {self.rank}:\n{self.trace.rstrip()}")
+        if self.trace:
+            error.add_note(f"Traceback of rank {self.rank}:\n{self.trace.rstrip()}")
         return error

@@ -1,7 +1,9 @@
-"""Gradients between the backwards and the update: summed over whoever holds a parameter, clipped, checked.
+"""Gradients between the backwards and the update: summed over whoever holds a parameter, clipped,
+checked.
 
-A parameter is held by every replica of a stage, and by every stage that reads it (tied). All copies start equal and
-get the same sum of gradients, so they stay equal; no copy is special. Each micro-batch's loss is weighted by its samples, so a
+A parameter is held by every replica of a stage, and by every stage that reads it (tied). All copies
+start equal and get the same sum of gradients, so they stay equal; no copy is special. Each
+micro-batch's loss is weighted by its samples, so a
 sum is right where replicas have unequal shares::
 
     stage 0 (devices 0, 1)   embedding, layer 0         embedding is held by ranks {0, 1, 2},
@@ -68,9 +70,7 @@ class Holders:
         return (self.parameters.get(name) or self.buffers[name])[0]
 
 
-def reduce_gradients(
-    parameters: Mapping[str, nn.Parameter], holders: Holders, mesh: Mesh
-) -> None:
+def reduce_gradients(parameters: Mapping[str, nn.Parameter], holders: Holders, mesh: Mesh) -> None:
     """Sum the gradients of every parameter over its holders.
 
     One that has a gradient on none of them keeps none, so that the optimizer leaves it alone.
@@ -97,7 +97,9 @@ def reduce_gradients(
 def _shared(
     parameters: Mapping[str, nn.Parameter], holders: Holders
 ) -> list[tuple[Ranks, list[str]]]:
-    """Sets of ranks with the trainable parameters that they share, in an order that all ranks follow."""
+    """Sets of ranks with the trainable parameters that they share, in an order that all ranks
+    follow.
+    """
     groups: dict[Ranks, list[str]] = defaultdict(list)
     for name, parameter in parameters.items():
         if parameter.requires_grad and len(holders.parameters[name]) > 1:
@@ -126,8 +128,38 @@ def _dense(gradient: Tensor) -> Tensor:
     return gradient.to_dense() if gradient.is_sparse else gradient
 
 
-def same_start(tensors: Mapping[str, Tensor], holders: Mapping[str, Ranks], mesh: Mesh) -> None:
-    """Give every holder of a tensor the values of the first one."""
+def same_start(tensors: Mapping[str, Tensor], mesh: Mesh) -> None:
+    """Give every rank the tensors of rank 0 where they differ, as where ranks built a model from
+    other seeds.
+
+    Args:
+        tensors: all of the model's, on every rank.
+        mesh: the ranks.
+    """
+    if mesh.size == 1 or not tensors:
+        return
+    digests = torch.stack([_digest(tensor) for tensor in tensors.values()])
+    gathered = torch.stack(mesh.all_gather(digests))
+    # A NaN differs from itself; copying it does no harm.
+    differs = (gathered != gathered[0]).any(2).any(0).tolist()
+    for tensor, copy in zip(tensors.values(), differs, strict=True):
+        if copy:
+            value = tensor.detach().contiguous()
+            mesh.broadcast(value, 0)
+            with torch.no_grad():
+                tensor.copy_(value)
+
+
+def _digest(tensor: Tensor) -> Tensor:
+    values = tensor.detach()
+    if not values.is_floating_point():
+        values = values.double()
+    norm = torch.linalg.vector_norm(values, dtype=torch.float64)
+    return torch.stack([values.sum(dtype=torch.float64), norm]).cpu()
+
+
+def share_first(tensors: Mapping[str, Tensor], holders: Mapping[str, Ranks], mesh: Mesh) -> None:
+    """Give every holder of a tensor the values of its first one."""
     for name in sorted(tensors, key=lambda name: (holders[name], name)):
         ranks = holders[name]
         if len(ranks) > 1:
@@ -147,7 +179,8 @@ def fold_tied(
 ) -> None:
     """Exact mode: add up the gradients of tied parameters in the order in which one process would.
 
-    Autograd adds the uses of a tensor from the last to the first, and ``.grad`` grows by micro-batch.
+    Autograd adds the uses of a tensor from the last to the first, and ``.grad`` grows by
+    micro-batch.
 
     Args:
         uses: (parameter, micro-batch, order) -> gradient of one use on this rank.
@@ -164,7 +197,7 @@ def fold_tied(
         total: Tensor | None = None
         for microbatch in range(num_microbatches):
             folded: Tensor | None = None
-            for order, rank in sorted(expected[name], reverse=True):
+            for order, rank in sorted(expected[name]):
                 mine = uses.get((name, microbatch, order))
                 gradient = torch.zeros_like(parameter) if mine is None else mine.contiguous()
                 gradient = gradient.detach()
@@ -186,7 +219,7 @@ def sum_of_squares(parameters: Mapping[str, nn.Parameter], holders: Holders, ran
 
 
 def clip(parameters: Mapping[str, nn.Parameter], squares: float, largest: float) -> None:
-    """Scale all gradients as ``torch.nn.utils.clip_grad_norm_`` does, given the sum over all ranks."""
+    """Scale gradients as ``torch.nn.utils.clip_grad_norm_`` does, given the sum over all ranks."""
     factor = largest / (math.sqrt(squares) + 1e-6)
     if factor < 1.0 or math.isnan(factor):
         for parameter in parameters.values():

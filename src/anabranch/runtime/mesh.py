@@ -1,10 +1,10 @@
 """Mesh: the one place where a plan's devices become ranks and process groups.
 
-Rank i is the i-th device of the plan, ascending. With one device there are no processes to talk to, and every collective
-is the identity.
+Rank i is the i-th device of the plan, ascending. With one device there are no processes to talk to,
+and every collective is the identity.
 
-Everything a rank knows of the others it computes from the plan, which all of them read. So collectives run in one order
-everywhere, and only numbers travel.
+Everything a rank knows of the others it computes from the plan, which all of them read. So
+collectives run in one order everywhere, and only numbers travel.
 """
 
 from __future__ import annotations
@@ -85,7 +85,9 @@ class Mesh:
         return group
 
     def transport(self) -> Transport | None:
-        """A transport over a group of its own, so that breaking it wakes up only whoever waits for messages."""
+        """A transport over a group of its own, so that breaking it wakes up only whoever waits for
+        messages.
+        """
         if self.size == 1:
             return None
         group = guarded(
@@ -167,10 +169,12 @@ class Mesh:
             return
 
     def explain(self, lost: PeerLostError) -> BaseException:
-        """What to raise on a rank whose connections broke: the cause is named by the rank that has it.
+        """What to raise on a rank whose connections broke: the cause is named by the rank that has
+        it.
 
-        Under torchrun every rank's last words go to one terminal, so this rank leaves quietly if the
-        cause has been told. Local ranks report to their parent, which sorts causes from consequences.
+        Under torchrun every rank's last words go to one terminal, so this rank leaves quietly if
+        the cause has been told. Local ranks report to their parent, which sorts causes from
+        consequences.
         """
         if "TORCHELASTIC_RUN_ID" not in os.environ:
             return lost
@@ -180,9 +184,12 @@ class Mesh:
             time.sleep(0.05)
             text = self._published()
         if text and not text.startswith(f"{self.rank}:"):
-            return SystemExit(f"rank {self.rank} stops, because rank {text.partition(':')[0]} failed")
+            return SystemExit(
+                f"rank {self.rank} stops, because rank {text.partition(':')[0]} failed"
+            )
         error = StageFailedError(
-            f"rank {self.rank} lost another rank, which was killed or ended outside of the steps: {lost}"
+            f"rank {self.rank} lost another rank, which was killed or ended outside of the steps: "
+            f"{lost}"
         )
         self.publish(error)
         return error
@@ -207,4 +214,3 @@ class Mesh:
             if group is not None and dist.is_initialized():
                 dist.destroy_process_group(group)
         self._groups.clear()
-

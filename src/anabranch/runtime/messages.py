@@ -1,15 +1,17 @@
 """Which tensors a message of the schedule consists of: both ends work it out before the first step.
 
-A schedule's message is a range of samples of one stage edge, such as ``0SF0>1@1[0:4]``. Forward it carries every value that
-the edge has, once; backward one gradient per use (``Port``) that asks for one. Both ends know shapes from their own stage's
+A schedule's message is a range of samples of one stage edge, such as ``0SF0>1@1[0:4]``. Forward it
+carries every value that the edge has, once; backward one gradient per use (``Port``) that asks for
+one. Both ends know shapes from their own stage's
 program; where the range is a part of what a device computes at once, the batch dimension is cut::
 
     stage 0, one device, samples 0-3     [ . . | . . ]
                                           0:2    2:4
     stage 1, two devices                 [ . . ] [ . . ]
 
-A value without a batch dimension is whole on every replica. It travels once per slice of the consumer, with the message
-that has the slice's first sample, and its gradient comes back the same way.
+A value without a batch dimension is whole on every replica. It travels once per slice of the
+consumer, with the message that has the slice's first sample, and its gradient comes back the same
+way.
 """
 
 from __future__ import annotations
@@ -55,7 +57,7 @@ class Item:
 
 
 def assemble(parts: Sequence[tuple[Item, Tensor]]) -> Tensor:
-    """The whole from its parts, which tile the batch dimension; a value without one arrives whole."""
+    """The whole from its parts, which tile the samples; a value without samples arrives whole."""
     if len(parts) == 1:
         return parts[0][1]
     ordered = sorted(parts, key=lambda part: part[0].offset)
@@ -124,7 +126,7 @@ class Layout:
         return action.kind in (Kind.SEND_FORWARD, Kind.RECEIVE_BACKWARD)
 
     def _is_first_of_slice(self, action: Action) -> bool:
-        """Whether the message has the first sample of the slice that its consumer computes at once."""
+        """Whether the message has the first sample of what its consumer computes at once."""
         producer = self._is_producer(action)
         stage = action.peer_stage if producer else action.stage
         device = action.peer if producer else self._device
@@ -133,9 +135,7 @@ class Layout:
         replica = consumer.devices.index(device)
         return self._graph.slice(stage, microbatch, replica)[0] == action.start
 
-    def _item(
-        self, action: Action, program: StageProgram, value: int, port: Port | None
-    ) -> Item:
+    def _item(self, action: Action, program: StageProgram, value: int, port: Port | None) -> Item:
         shape, dtype = program.shapes[value]
         if not self._model.values[value].batched:
             return Item(value, port, shape, dtype, False, 0)

@@ -7,7 +7,8 @@
                   loss, metrics, gradient norm: one small sum      mesh
                   clip, optimizer, scheduler                       this rank's own parameters
 
-Every rank calls the same methods with the same batches; a rank takes the slices that it needs, so data never travels.
+Every rank calls the same methods with the same batches; a rank takes the slices that it needs, so
+data never travels.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from anabranch.runtime.gradients import (
     fold_tied,
     reduce_gradients,
     same_start,
+    share_first,
     sum_of_squares,
 )
 from anabranch.runtime.mesh import Mesh
@@ -47,9 +49,11 @@ from anabranch.workload import Batch, Workload
 class Pipeline:
     """Trains a workload by a plan, one rank per device.
 
-    Under ``launch.run`` and under torchrun each rank makes one. A plan for one device needs neither.
+    Under ``launch.run`` and under torchrun each rank makes one. A plan for one device needs
+    neither.
 
-    The rank keeps the parameters of its own stages. With several ranks, those of other stages are replaced by NaN of
+    The rank keeps the parameters of its own stages. With several ranks, those of other stages are
+    replaced by NaN of
     the same shape, without memory, when training starts: save a checkpoint to get at all of them.
 
     Attributes:
@@ -66,12 +70,13 @@ class Pipeline:
         plan: its operators have to be the model's.
         captured: the captured module, where the caller has it; captured anew otherwise.
         exact: gradients bitwise those of one process that accumulates the same micro-batches.
-        check_gradients: before the first step, compare loss and gradients of one micro-batch with the user's own
-            module in one process.
+        check_gradients: before the first step, compare loss and gradients of one micro-batch with
+            the user's own module in one process.
         timeout: seconds until a silent rank counts as lost; more than the longest step takes.
 
     Raises:
-        InvalidPlanError: if the plan is for another model or another number of ranks, or ranks disagree.
+        InvalidPlanError: if the plan is for another model or another number of ranks, or ranks
+            disagree.
         CaptureError: if the module cannot be captured.
     """
 
@@ -91,7 +96,8 @@ class Pipeline:
         place = next((p.device for p in module.parameters()), torch.device("cpu"))
         if place.type == "meta":
             raise TrainingError(
-                "the model is on the meta device: it has sizes but no weights; build it on the CPU to train it"
+                "the model is on the meta device: it has sizes but no weights; build it on the "
+                "CPU to train it"
             )
         parts = steps.parts_of(self._captured, plan, exact=exact)
         devices = plan.stage_graph.devices
@@ -127,8 +133,7 @@ class Pipeline:
             name: b for name, b in module.named_buffers() if rank in holders.buffers.get(name, ())
         }
         with self._failing():
-            same_start(self._parameters, holders.parameters, self._mesh)
-            same_start(self._buffers, holders.buffers, self._mesh)
+            same_start(dict((*module.named_parameters(), *module.named_buffers())), self._mesh)
         trainable = [(name, p) for name, p in self._parameters.items() if p.requires_grad]
         self.optimizer = self.workload.optimizer(trainable) if trainable else None
         recipe = self.workload.scheduler
@@ -147,8 +152,8 @@ class Pipeline:
             The loss, as a mean over the batch, the same on every rank.
 
         Raises:
-            NonFiniteError: on every rank, before the optimizer has changed anything; names stage and
-                micro-batch.
+            NonFiniteError: on every rank, before the optimizer has changed anything; names stage
+                and micro-batch.
             StageFailedError: if something raised on this rank; names stage, micro-batch and step.
             DataError: if the batch is built otherwise than the workload's example.
         """
@@ -158,7 +163,7 @@ class Pipeline:
                 self._check_pending = False
                 compare_with_eager(self._train, self._holders, self._mesh, batch, leaves)
             start = self._now() if record else 0.0
-            worker, outcome = self._gradients(leaves)
+            worker, outcome = self._run(leaves)
             loss = self._update(outcome)
             if record:
                 self.timeline = gather_timeline(worker, outcome, self._mesh, start, self._now())
@@ -166,11 +171,29 @@ class Pipeline:
         self.step_number += 1
         return loss
 
+    def gradients(self, batch: Batch) -> tuple[float, dict[str, Tensor]]:
+        """Run one batch without an update.
+
+        Args:
+            batch: all samples, the same on every rank.
+
+        Returns:
+            The loss, and the gradient of the whole batch for every parameter of this rank that has
+            one.
+        """
+        leaves = self._leaves(batch)
+        with self._failing():
+            _, outcome = self._run(leaves)
+            loss = self._mesh.all_reduce(torch.tensor([outcome.loss], dtype=torch.float64))
+            POSITION.leave()
+        found = {n: p.grad for n, p in self._parameters.items() if p.grad is not None}
+        return float(loss[0]), found
+
     def _now(self) -> float:
         self._mesh.barrier()
         return time.perf_counter()
 
-    def _gradients(self, leaves: Mapping[str, Tensor]) -> tuple[Worker, Outcome]:
+    def _run(self, leaves: Mapping[str, Tensor]) -> tuple[Worker, Outcome]:
         """Run one batch; afterwards ``.grad`` of this rank's parameters is that of the whole batch."""
         POSITION.begin(self.step_number)
         if self._is_fresh:
@@ -230,9 +253,9 @@ class Pipeline:
         found = self._mesh.all_gather(torch.tensor([stage, microbatch]))
         stage, microbatch = min(tuple(each.tolist()) for each in found if each[0] >= 0)
         raise NonFiniteError(
-            f"the loss of step {self.step_number} is not finite: stage {stage}, micro-batch {microbatch} is the "
-            "first; nothing was updated in this step; look at the batch, lower the learning rate, or set "
-            "clip_norm"
+            f"the loss of step {self.step_number} is not finite: stage {stage}, micro-batch "
+            f"{microbatch} is the first; nothing was updated in this step; look at the batch, "
+            "lower the learning rate, or set clip_norm"
         )
 
     def _warn_without_gradient(self) -> None:
@@ -245,8 +268,8 @@ class Pipeline:
             names += self._captured.unused
         if names:
             warnings.warn(
-                f"no gradient reaches {', '.join(names)}: the loss does not depend on it, so it stays as it "
-                "is; set requires_grad to False if that is meant",
+                f"no gradient reaches {', '.join(names)}: the loss does not depend on it, so it "
+                "stays as it is; set requires_grad to False if that is meant",
                 stacklevel=4,
             )
 
@@ -279,7 +302,9 @@ class Pipeline:
             raise DataError("the workload has no data; pass batches to step yourself")
         while epochs is None or self.epoch < epochs:
             done = 0
-            for batch in self._read(self.workload.data(self.plan.stage_graph.batch_size, self.epoch)):
+            for batch in self._read(
+                self.workload.data(self.plan.stage_graph.batch_size, self.epoch)
+            ):
                 done += 1
                 if done > self.position:
                     self.position = done
@@ -314,7 +339,9 @@ class Pipeline:
         sizes = {name: leaf.shape[0] if leaf.dim() else 0 for name, leaf in leaves.items()}
         if len(set(sizes.values())) > 1 or 0 in sizes.values():
             listed = ", ".join(f"{name} {size}" for name, size in sizes.items())
-            raise DataError(f"the tensors of a batch need one number of samples, at least 1: {listed}")
+            raise DataError(
+                f"the tensors of a batch need one number of samples, at least 1: {listed}"
+            )
         return {name: leaf.to(self._place) for name, leaf in leaves.items()}
 
     # Evaluation
@@ -339,7 +366,7 @@ class Pipeline:
         names = evaluation.captured.metrics
         sums = torch.zeros(1 + len(names), dtype=torch.float64)
         samples = 0
-        same_start(self._buffers, self._holders.buffers, self._mesh)
+        share_first(self._buffers, self._holders.buffers, self._mesh)
         for batch in self._read(loader):
             leaves = self._leaves(batch)
             size = _samples(leaves)
@@ -375,7 +402,8 @@ class Pipeline:
         """Write a checkpoint: parameters, buffers, optimizer, scheduler, position in the data.
 
         Args:
-            folder: a new folder, on a file system that all ranks see; it appears when it is complete.
+            folder: a new folder, on a file system that all ranks see; it appears when it is
+                complete.
 
         Raises:
             TrainingError: if the folder exists, or cannot be written.
@@ -387,7 +415,7 @@ class Pipeline:
             mesh.broadcast(token, 0)
             key = int(token)
             try:
-                same_start(self._buffers, self._holders.buffers, mesh)
+                share_first(self._buffers, self._holders.buffers, mesh)
                 if mesh.rank == 0:
                     disk.begin(target, key)
                 mesh.barrier()
@@ -472,8 +500,9 @@ class Pipeline:
         unknown = sorted(set(saved.keys("model")) - set(model))
         if unknown:
             raise FileFormatError(
-                f"{saved.folder / disk.MANIFEST} holds {len(unknown)} tensors that the model lacks, such as "
-                f"{unknown[0]}; the checkpoint is of another model, or of another configuration of it"
+                f"{saved.folder / disk.MANIFEST} holds {len(unknown)} tensors that the model "
+                f"lacks, such as {unknown[0]}; the checkpoint is of another model, or of another "
+                "configuration of it"
             )
         with torch.no_grad():
             for name, tensor in model.items():
@@ -525,5 +554,3 @@ class Pipeline:
 
 def _samples(leaves: Mapping[str, Tensor]) -> int:
     return int(next(iter(leaves.values())).shape[0])
-
-

@@ -1,7 +1,8 @@
-"""A measured Timeline: every rank notes when its actions began and ended; the figures are gathered after the step.
+"""A measured Timeline: every rank notes when its actions began and ended; the figures are gathered
+after the step.
 
-All ranks know all actions, so only times travel. Each rank's clock starts at a barrier, so that clocks of several machines
-need not agree.
+All ranks know all actions, so only times travel. Each rank's clock starts at a barrier, so that
+clocks of several machines need not agree.
 """
 
 from __future__ import annotations
@@ -17,9 +18,7 @@ def gather_timeline(
     worker: Worker, outcome: Outcome, mesh: Mesh, start: float, end: float
 ) -> Timeline:
     """The spans of all ranks in one step, from ``start`` to ``end`` on this rank's clock."""
-    actions = {
-        device: executed(worker.schedule, worker.graph, device) for device in mesh.devices
-    }
+    actions = {device: executed(worker.schedule, worker.graph, device) for device in mesh.devices}
     rows = max(len(each) for each in actions.values()) + 1
     mine = torch.zeros((rows, 2), dtype=torch.float64)
     for i, (begun, done) in enumerate(outcome.times):

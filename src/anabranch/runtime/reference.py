@@ -1,9 +1,10 @@
 """One process, the user's own module, no pipeline: what every plan is compared with.
 
-The batch is cut into the slices that the loss is computed on, and gradients accumulate over them in order, each loss weighted
+The batch is cut into the slices that the loss is computed on, and gradients accumulate over them in
+order, each loss weighted
 by its samples::
 
-    gradient of the mean over the batch  =  sum over slices of (samples in slice / batch size) * gradient of the slice
+    gradient of the batch  =  sum over slices of  samples in slice / batch size  *  its gradient
 """
 
 from __future__ import annotations

@@ -1,10 +1,14 @@
-"""Before the first step: one micro-batch through the pipeline, and through the user's own module in one process.
+"""Before the first step: one micro-batch through the pipeline, and through the user's own module in
+one process.
 
-Tracing can lose what Python does behind its back, and a wrong gradient trains silently. So rank 0, which still has the
-whole model, runs it as the user wrote it, and both sides are compared by two numbers per parameter: the norm of the
-gradient, and its product with a fixed pattern of signs. Gradients themselves do not travel.
+Tracing can lose what Python does behind its back, and a wrong gradient trains silently. So rank 0,
+which still has the
+whole model, runs it as the user wrote it, and both sides are compared by two numbers per parameter:
+the norm of the gradient, and its product with a fixed pattern of signs. Gradients themselves do not
+travel.
 
-Replicas stay idle: with one slice per micro-batch, batch normalisation and losses within the batch compare as well.
+Replicas stay idle: with one slice per micro-batch, batch normalisation and losses within the batch
+compare as well.
 """
 
 from __future__ import annotations
@@ -25,16 +29,20 @@ from anabranch.schedule.schedule import Kind
 from anabranch.workload import Batch
 
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
-"""Largest difference relative to a gradient's norm; half precision gets ten times that of float32."""
+"""Largest difference relative to a gradient's norm; half precision gets ten times that of float32.
+"""
 
 _NOISE = 1e-5
-"""Differences below this share of the norm of all gradients are rounding, whatever they are relative to."""
+"""Differences below this share of the norm of all gradients are rounding, whatever they are
+relative to.
+"""
 
 
 def compare_with_eager(
     steps: Steps, holders: Holders, mesh: Mesh, batch: Batch, leaves: Mapping[str, Tensor]
 ) -> None:
-    """Compare loss and gradients of the first samples of a batch; a model that draws random numbers is not compared.
+    """Compare loss and gradients of the first samples of a batch; a model that draws random numbers
+    is not compared.
 
     Raises:
         TrainingError: on every rank, naming the parameter that differs most.
@@ -55,7 +63,9 @@ def compare_with_eager(
         parameter = parameters[name]
         parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
     reduce_gradients(parameters, holders, mesh)
-    names = sorted(n for n, p in module.named_parameters() if p.requires_grad and n in holders.parameters)
+    names = sorted(
+        n for n, p in module.named_parameters() if p.requires_grad and n in holders.parameters
+    )
     mine = torch.zeros((len(names) + 1, 2), dtype=torch.float64)
     for i, name in enumerate(names):
         if name in parameters and holders.owner(name) == mesh.rank:
@@ -74,7 +84,7 @@ def compare_with_eager(
             eager[i] = _digest(result.gradients.get(name))
         eager[-1, 0] = result.loss
     mesh.broadcast(eager, 0)
-    types = dict((n, p.dtype) for n, p in module.named_parameters())
+    types = {n: p.dtype for n, p in module.named_parameters()}
     _compare(names, types, mine, eager, size)
 
 
@@ -132,9 +142,10 @@ def _compare(
         return
     i = names.index(worst)
     raise TrainingError(
-        f"the pipeline's gradient of {worst} is not the model's: its norm is {float(mine[i, 0]):.6g}, in one "
-        f"process {float(eager[i, 0]):.6g} (first {size} samples; loss {float(mine[-1, 0]):.6g} and "
-        f"{float(eager[-1, 0]):.6g}); the model does something in Python that tracing loses, such as a custom "
-        "autograd.Function, a hook, or state that changes from call to call; anabranch verify has more, "
-        "check_gradients=False trains all the same"
+        f"the pipeline's gradient of {worst} is not the model's: its norm is "
+        f"{float(mine[i, 0]):.6g}, in one process {float(eager[i, 0]):.6g} (first {size} samples; "
+        f"loss {float(mine[-1, 0]):.6g} and {float(eager[-1, 0]):.6g}); the model does something "
+        "in Python that tracing loses, such as a custom autograd.Function, a hook, or state that "
+        "changes from call to call; anabranch verify has more, check_gradients=False trains all "
+        "the same"
     )

@@ -1,7 +1,7 @@
 """From a plan to workers: one per batch size, because sample intervals follow from it.
 
-The last batch of an epoch may be short, a held-out batch may be of any size. Micro-batch sizes stay those of the plan, so
-only the number of micro-batches changes, and with it the schedule.
+The last batch of an epoch may be short, a held-out batch may be of any size. Micro-batch sizes stay
+those of the plan, so only the number of micro-batches changes, and with it the schedule.
 """
 
 from __future__ import annotations
@@ -107,7 +107,8 @@ def parts_of(captured: Captured, plan: Plan, *, exact: bool) -> Split:
     """Cut the model into the plan's stages.
 
     Raises:
-        InvalidPlanError: if the plan is for another model, or its stages are not what the model's graph allows.
+        InvalidPlanError: if the plan is for another model, or its stages are not what the model's
+            graph allows.
         ValueError: if exact gradients are asked of a plan that cannot give them.
     """
     graph = plan.stage_graph
@@ -118,8 +119,8 @@ def parts_of(captured: Captured, plan: Plan, *, exact: bool) -> Split:
     _check_operators(captured, graph)
     if exact and not can_be_exact(graph):
         raise ValueError(
-            "gradients that are bitwise those of one process need one replica per stage, and one micro-batch "
-            "size for all stages"
+            "gradients that are bitwise those of one process need one replica per stage, and one "
+            "micro-batch size for all stages"
         )
     try:
         parts = split(captured, [stage.operators for stage in graph.stages], exact=exact)
@@ -129,7 +130,8 @@ def parts_of(captured: Captured, plan: Plan, *, exact: bool) -> Split:
     if missing:
         x, y = min(missing)
         raise InvalidPlanError(
-            f"stage {x} makes what stage {y} reads, but the plan has no edge {x} -> {y} (C2); plan again"
+            f"stage {x} makes what stage {y} reads, but the plan has no edge {x} -> {y} (C2); "
+            "plan again"
         )
     return parts
 

@@ -1,13 +1,14 @@
 """Messages between ranks, under two rules that keep every checked schedule free of deadlock.
 
 - Receives are posted ahead of their use; only a receive is ever waited for in line.
-- Sends are handed over and never waited for in line: with Gloo a send completes only after its receive has been posted,
-  so waiting would turn two ranks that send to each other into a deadlock.
+- Sends are handed over and never waited for in line: with Gloo a send completes only after its
+  receive has been posted, so waiting would turn two ranks that send to each other into a deadlock.
 
-Messages between two ranks with one tag arrive in the order they were sent. Both ends know shapes and element types
-beforehand, so nothing but the numbers travels.
+Messages between two ranks with one tag arrive in the order they were sent. Both ends know shapes
+and element types beforehand, so nothing but the numbers travels.
 
-Tensors are allocated when their receive is posted and freed after their last use, so memory follows what is in flight. A
+Tensors are allocated when their receive is posted and freed after their last use, so memory follows
+what is in flight. A
 pool of our own would have to know who still holds a view: autograd may keep one as a gradient.
 """
 
@@ -64,7 +65,8 @@ class Transport(Protocol):
 
 
 class ProcessGroupTransport:
-    """Messages through a Gloo process group; tensors on a GPU are staged through pinned host memory.
+    """Messages through a Gloo process group; tensors on a GPU are staged through pinned host
+    memory.
 
     Args:
         group: of all ranks; the transport closes it.
@@ -78,7 +80,8 @@ class ProcessGroupTransport:
             queue.SimpleQueue()
         )
         self._broken: BaseException | None = None
-        # Gloo frees a send only for who waits for it. This thread waits, so a tensor lives no longer than it must.
+        # Gloo frees a send only for who waits for it. This thread waits, so a tensor lives no
+        # longer than it must.
         self._reaper = threading.Thread(target=self._reap, name="anabranch sends", daemon=True)
         self._reaper.start()
 
@@ -169,7 +172,9 @@ def guarded(call: Callable[[], T]) -> T:
 
 def lost(error: BaseException) -> PeerLostError:
     """The error for a connection that broke or stayed silent for too long."""
-    return PeerLostError(f"the connection to another rank broke: {str(error).splitlines()[0][:300]}")
+    return PeerLostError(
+        f"the connection to another rank broke: {str(error).splitlines()[0][:300]}"
+    )
 
 
 class Hub:

@@ -10,8 +10,9 @@ What a micro-batch needs between its forward and its backward waits in a stash::
                                                       |                              |
     SF                                           send parts                     send parts   SB
 
-Autograd ends at the detached leaves, one per use of a value (``Port``), so each stage has a graph of its own, and
-gradients cross as messages. Gradients of parameters accumulate in ``.grad`` over the micro-batches, in their order.
+Autograd ends at the detached leaves, one per use of a value (``Port``), so each stage has a graph
+of its own, and gradients cross as messages. Gradients of parameters accumulate in ``.grad`` over
+the micro-batches, in their order.
 """
 
 from __future__ import annotations
@@ -93,8 +94,9 @@ class Worker:
         transport: to the other ranks; None where there are none.
         rank_of: device -> rank.
         place: where the tensors live.
-        seed: of random numbers (dropout). Each micro-batch of a stage draws from a generator of its own, a
-            function of seed, step, samples and stage, so that a resumed run and a recomputed forward repeat it.
+        seed: of random numbers (dropout). Each micro-batch of a stage draws from a generator of its
+            own, a function of seed, step, samples and stage, so that a resumed run and a recomputed
+            forward repeat it.
     """
 
     def __init__(
@@ -147,15 +149,15 @@ class Worker:
 class _Run:
     """The mutable state of one execution: receipts, parts that have arrived, stashes."""
 
-    def __init__(self, worker: Worker, leaves: Mapping[str, Tensor], step: int, train: bool) -> None:
+    def __init__(
+        self, worker: Worker, leaves: Mapping[str, Tensor], step: int, train: bool
+    ) -> None:
         self.worker = worker
         self.leaves = leaves
         self.step = step
         self.train = train
         self.outcome = Outcome()
-        self.actions = [
-            a for a in worker.actions if train or a.kind in _FORWARD_ONLY
-        ]
+        self.actions = [a for a in worker.actions if train or a.kind in _FORWARD_ONLY]
         self.receipts: dict[Action, list[tuple[Item, Receipt]]] = {}
         self.channels: dict[tuple[int, int, int, Kind], deque[Action]] = defaultdict(deque)
         self.values: defaultdict[Key, dict[int, list[tuple[Item, Tensor]]]] = defaultdict(dict)
@@ -297,15 +299,16 @@ class _Run:
             torch.autograd.backward(tensors, gradients)
         leaves = dict(stash.leaves)
         self.returned[action.stage] = {
-            port: _gradient(leaves[port])
-            for port in gradient_ports(program.inputs)
+            port: _gradient(leaves[port]) for port in gradient_ports(program.inputs)
         }
         for use, alias in zip(program.tied, stash.aliases, strict=True):
             if alias.grad is not None:
                 self.outcome.tied[use.name, action.microbatch, use.order] = alias.grad
 
     def recompute(self, program: StageProgram, key: Key, stash: _Stash) -> _Stash:
-        """The forward once more, for its autograd graph; buffers such as running means stay as they are."""
+        """The forward once more, for its autograd graph; buffers such as running means stay as they
+        are.
+        """
         buffers = [(buffer, buffer.clone()) for buffer in program.module.buffers()]
         results = self.call(program, key, [leaf for _, leaf in stash.leaves], stash.aliases)
         with torch.no_grad():
@@ -351,7 +354,9 @@ def is_random(module: nn.Module) -> bool:
 
 @contextmanager
 def seeded(seed: int, place: torch.device) -> Iterator[None]:
-    """Draw from a generator of its own, and leave the user's where it was: data loaders draw from it on every rank."""
+    """Draw from a generator of its own, and leave the user's where it was: data loaders draw from
+    it on every rank.
+    """
     devices = [place] if place.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
         torch.default_generator.manual_seed(seed)

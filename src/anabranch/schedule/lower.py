@@ -50,7 +50,7 @@ def lower(
         graph: stages, devices and sample intervals.
         gradient_edges: stage edges that carry gradients back; by default every edge that carries
             data.
-        data_edges: stage edges that carry data; by default all. The others only order the stages.
+        data_edges: stage edges that have messages at all; by default every one.
 
     Raises:
         ValueError: if the schedule has messages already.
@@ -130,9 +130,14 @@ def edge_values(graph: StageGraph, model: OpGraph) -> Mapping[tuple[int, int], t
 def data_and_gradient_edges(
     graph: StageGraph, model: OpGraph
 ) -> tuple[frozenset[tuple[int, int]], frozenset[tuple[int, int]]]:
-    """The stage edges that carry a value, and those of them that carry a gradient back."""
+    """The stage edges that carry messages forward, and those that carry messages back.
+
+    A stage edge without a value is there to order two stages, as a pipeline that knows only chains
+    does. It has messages of no bytes in both directions, so its stages wait for one another.
+    """
     carried = edge_values(graph, model)
+    order = set(graph.edges) - set(carried)
     gradients = {
         edge for edge, values in carried.items() if any(model.values[v].grad for v in values)
     }
-    return frozenset(carried), frozenset(gradients)
+    return frozenset(order | set(carried)), frozenset(order | gradients)

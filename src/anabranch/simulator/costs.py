@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 from anabranch.cost import CostModel
 from anabranch.errors import InvalidPlanError
 from anabranch.planner.stages import StageGraph
-from anabranch.schedule.lower import edge_values
+from anabranch.schedule.lower import data_and_gradient_edges, edge_values
 
 Edges = frozenset[tuple[int, int]]
 
@@ -126,18 +126,19 @@ class ModelCosts:
         """The cluster's."""
         return self.cost.cluster.cores
 
+    @cached_property
+    def _edges(self) -> tuple[Edges, Edges]:
+        return data_and_gradient_edges(self.graph, self.cost.graph)
+
     @property
     def data_edges(self) -> Edges:
-        """Pairs of stages where one reads a value of the other."""
-        return frozenset(self._values)
+        """Stage edges that make their target wait: they carry a value, or only order the two."""
+        return self._edges[0]
 
     @property
     def gradient_edges(self) -> Edges:
-        """Those whose values have gradients."""
-        values = self.cost.graph.values
-        return frozenset(
-            e for e, indices in self._values.items() if any(values[i].grad for i in indices)
-        )
+        """Stage edges that make their source wait for the backward of their target."""
+        return self._edges[1]
 
     def compute_s(self, stage: int, samples: int) -> tuple[float, float]:
         """From the profile, with recomputation where the stage asks for it."""

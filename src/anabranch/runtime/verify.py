@@ -1,0 +1,204 @@
+"""Is the pipeline's gradient the model's? One step on local ranks against one process.
+
+Both start from the same weights and take the same batch. The one process runs the user's own
+module, not the captured one,
+over the same slices in the same order, so what it adds up is what the pipeline should::
+
+    local ranks      stages, micro-batches, messages      --> loss, gradient of every parameter
+    one process      module(slice 0), module(slice 1) ..  --> loss, gradient of every parameter
+
+In exact mode the two are bitwise equal. Otherwise sums of the same numbers are added in other
+orders, and differ by rounding.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from anabranch import launch
+from anabranch.errors import InfeasiblePlanError, TrainingError
+from anabranch.graph.capture import Captured, capture
+from anabranch.graph.opgraph import OpGraph
+from anabranch.planner.stages import Plan, Prediction, Stage, StageGraph
+from anabranch.runtime import steps
+from anabranch.runtime.pipeline import Pipeline
+from anabranch.runtime.reference import Reference, num_samples, reference
+from anabranch.schedule import SCHEDULES
+from anabranch.workload import Batch, Workload
+
+
+@dataclass(frozen=True)
+class VerifyResult:
+    """How far apart they are.
+
+    Attributes:
+        loss: of the pipeline.
+        reference_loss: of one process.
+        max_gradient_error: largest over the parameters of max|a - b| / max|b|.
+        worst: the parameter that it belongs to.
+        bitwise: loss and all gradients are equal in every bit.
+        exact: the pipeline ran in the mode in which they have to be.
+        num_parameters: parameters that were compared.
+        num_devices: ranks of the pipeline.
+    """
+
+    loss: float
+    reference_loss: float
+    max_gradient_error: float
+    worst: str
+    bitwise: bool
+    exact: bool
+    num_parameters: int
+    num_devices: int
+
+    def summary(self) -> str:
+        """One line."""
+        how = "bitwise equal" if self.bitwise else f"largest at {self.worst}"
+        return (
+            f"gradient error {self.max_gradient_error:.3g} over {self.num_parameters} parameters "
+            f"on {self.num_devices} devices ({how}); loss {self.loss:.9g}, in one process "
+            f"{self.reference_loss:.9g}"
+        )
+
+
+def verify(
+    workload: Workload,
+    plan: Plan | int,
+    *,
+    batch: Batch | None = None,
+    captured: Captured | None = None,
+    exact: bool = True,
+    timeout: float = 300.0,
+) -> VerifyResult:
+    """Compare one step of a pipeline on local ranks with one process.
+
+    A model that draws random numbers (dropout) differs by them: switch them off first.
+
+    Args:
+        workload: its data and optimizer are not used.
+        plan: what to run, or a number of devices for a plan that cuts the model evenly.
+        batch: samples to run on; by default as many as the plan's batch, from the workload's data
+            or else its example.
+        captured: the captured module, where the caller has it.
+        exact: run in exact mode where the plan allows it: one replica per stage, one micro-batch
+            size.
+        timeout: seconds for each of the two runs.
+
+    Raises:
+        CaptureError, InvalidPlanError, TrainingError: if a side cannot run.
+    """
+    if isinstance(plan, int):
+        captured = captured or capture(workload.module, workload.example)
+        plan = even_plan(captured.graph, plan, num_samples(batch or workload.example))
+    captured = captured or steps.captured_for(workload, plan)
+    batch = _batch(workload, plan) if batch is None else batch
+    size = num_samples(batch)
+    plan = replace(plan, stage_graph=replace(plan.stage_graph, batch_size=size))
+    exact = exact and steps.can_be_exact(plan.stage_graph)
+    slices = _loss_slices(captured, plan)
+    module = workload.module
+    expected: Reference = launch.run(lambda: reference(module, batch, slices), 1, timeout=timeout)[
+        0
+    ]
+    num_devices = len(plan.stage_graph.devices)
+    results = launch.run(
+        _one_step, num_devices, workload, plan, captured, exact, batch, timeout=timeout
+    )
+    gradients = {name: g for _, part in results for name, g in part.items()}
+    return _compare(results[0][0], gradients, expected, exact, num_devices)
+
+
+def _one_step(
+    workload: Workload, plan: Plan, captured: Captured, exact: bool, batch: Batch
+) -> tuple[float, dict[str, Tensor]]:
+    pipeline = Pipeline(workload, plan, captured=captured, exact=exact, check_gradients=False)
+    return pipeline.gradients(batch)
+
+
+def _batch(workload: Workload, plan: Plan) -> Batch:
+    if workload.data is not None:
+        return next(iter(workload.data(plan.stage_graph.batch_size, 0)))
+    return workload.example
+
+
+def _loss_slices(captured: Captured, plan: Plan) -> list[tuple[int, int]]:
+    """The intervals of samples that the loss is computed on, ascending: slices of its stage's
+    replicas.
+    """
+    graph = plan.stage_graph
+    parts = steps.parts_of(captured, plan, exact=False)
+    last = next(
+        s for s, stage in enumerate(graph.stages) if parts.program(s, captured.samples).has_loss
+    )
+    slices = [
+        graph.slice(last, microbatch, replica)
+        for microbatch in range(graph.num_microbatches(last))
+        for replica in range(graph.stages[last].replicas)
+    ]
+    return [(start, stop) for start, stop in slices if start < stop]
+
+
+def _compare(
+    loss: float,
+    gradients: dict[str, Tensor],
+    expected: Reference,
+    exact: bool,
+    num_devices: int,
+) -> VerifyResult:
+    wrong = set(gradients) ^ set(expected.gradients)
+    if wrong:
+        names = ", ".join(sorted(wrong)[:3])
+        raise TrainingError(
+            f"a gradient reaches {names} in one process or in the pipeline, but not in both; the "
+            "model does something in Python that tracing loses"
+        )
+    worst, error, bitwise = "", 0.0, loss == expected.loss
+    for name, ours in gradients.items():
+        theirs = expected.gradients[name]
+        bitwise = bitwise and torch.equal(ours, theirs)
+        each = _relative(ours, theirs)
+        if not worst or not each <= error:
+            worst, error = name, each
+    return VerifyResult(
+        loss, expected.loss, error, worst, bitwise, exact, len(gradients), num_devices
+    )
+
+
+def _relative(ours: Tensor, theirs: Tensor) -> float:
+    if ours.is_sparse or theirs.is_sparse:
+        ours, theirs = ours.to_dense(), theirs.to_dense()
+    if ours.numel() == 0:
+        return 0.0
+    difference = float((ours - theirs).abs().max())
+    scale = float(theirs.abs().max())
+    return difference / scale if scale else (math.inf if difference else 0.0)
+
+
+def even_plan(graph: OpGraph, num_devices: int, batch_size: int) -> Plan:
+    """A plan by operator count alone, for a model that nobody has measured: runs of the topological
+    order.
+
+    Raises:
+        InfeasiblePlanError: if there are fewer operators than devices.
+    """
+    count = len(graph)
+    if not 1 <= num_devices <= count:
+        raise InfeasiblePlanError(
+            f"{count} operators do not fill {num_devices} devices; at most {count} can be used"
+        )
+    cuts = [count * i // num_devices for i in range(num_devices + 1)]
+    stage_of = [s for s in range(num_devices) for _ in range(cuts[s], cuts[s + 1])]
+    edges = {(stage_of[a], stage_of[b]) for a, b in graph.edges if stage_of[a] != stage_of[b]}
+    microbatch_size = max(batch_size // (2 * num_devices), 1)
+    stages = tuple(
+        Stage(tuple(op.name for op in graph.ops[a:b]), (s,), microbatch_size)
+        for s, (a, b) in enumerate(zip(cuts, cuts[1:], strict=False))
+    )
+    rule = "1f1b"
+    stage_graph = SCHEDULES[rule]().warm_up(StageGraph(stages, tuple(sorted(edges)), batch_size))
+    nothing = Prediction(math.nan, math.nan, math.nan, (0,) * num_devices)
+    return Plan(stage_graph, rule, "even", graph.name, "local", "no profile", 0.0, 0.0, nothing)
