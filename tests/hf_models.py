@@ -1,6 +1,8 @@
-"""Small training workloads that nobody wrote for pipelines: Hugging Face models and a DLRM with EmbeddingBag.
+"""Small training workloads that nobody wrote for pipelines: Hugging Face models and a DLRM with
+EmbeddingBag.
 
-Each entry of ``MODELS`` builds (module in train mode, example batch of 4 samples). Every module returns its loss.
+Each entry of ``MODELS`` builds (module in train mode, example batch of 4 samples). Every module
+returns its loss.
 """
 
 from __future__ import annotations
@@ -94,7 +96,9 @@ class Contrastive(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, text: dict[str, torch.Tensor], image: torch.Tensor) -> dict[str, torch.Tensor]:
+    def forward(
+        self, text: dict[str, torch.Tensor], image: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
         out = self.model(**text, pixel_values=image, return_loss=True)
         # Per sample, so that a slice of the batch has a loss of its own.
         similarity = F.cosine_similarity(out.text_embeds, out.image_embeds)
@@ -114,7 +118,12 @@ def clip() -> Built:
         "num_hidden_layers": 2,
         "num_attention_heads": 2,
     }
-    text = tower | {"vocab_size": 60, "max_position_embeddings": 8, "eos_token_id": 59, "pad_token_id": 0}
+    text = tower | {
+        "vocab_size": 60,
+        "max_position_embeddings": 8,
+        "eos_token_id": 59,
+        "pad_token_id": 0,
+    }
     image = tower | {"image_size": 16, "patch_size": 8}
     config = CLIPConfig(text_config=text, vision_config=image, projection_dim=8)
     tokens = torch.randint(1, 58, (SAMPLES, 8))
@@ -136,7 +145,10 @@ def vit() -> Built:
         attention_probs_dropout_prob=0.0,
         num_labels=5,
     )
-    batch = {"pixel_values": torch.randn(SAMPLES, 3, 16, 16), "labels": torch.randint(0, 5, (SAMPLES,))}
+    batch = {
+        "pixel_values": torch.randn(SAMPLES, 3, 16, 16),
+        "labels": torch.randint(0, 5, (SAMPLES,)),
+    }
     return ViTForImageClassification(config).train(), batch
 
 
@@ -150,8 +162,12 @@ class Dlrm(nn.Module):
             nn.EmbeddingBag(rows, width, mode="sum" if i % 2 else "mean") for i in range(tables)
         )
         pairs = (tables + 1) * tables // 2
-        self.top = nn.Sequential(nn.Linear(width + pairs, 16), nn.ReLU(inplace=True), nn.Linear(16, 1))
-        self.register_buffer("pairs", torch.tril_indices(tables + 1, tables + 1, -1), persistent=False)
+        self.top = nn.Sequential(
+            nn.Linear(width + pairs, 16), nn.ReLU(inplace=True), nn.Linear(16, 1)
+        )
+        self.register_buffer(
+            "pairs", torch.tril_indices(tables + 1, tables + 1, -1), persistent=False
+        )
 
     def forward(
         self, dense: torch.Tensor, sparse: list[torch.Tensor], label: torch.Tensor
@@ -168,7 +184,11 @@ class Dlrm(nn.Module):
 def dlrm() -> Built:
     """Recommendation model with EmbeddingBag."""
     sparse = [torch.randint(0, 50, (SAMPLES, 5)) for _ in range(3)]
-    return Dlrm().train(), (torch.randn(SAMPLES, 6), sparse, torch.randint(0, 2, (SAMPLES,)).float())
+    return Dlrm().train(), (
+        torch.randn(SAMPLES, 6),
+        sparse,
+        torch.randint(0, 2, (SAMPLES,)).float(),
+    )
 
 
 MODELS: dict[str, Callable[[], Built]] = {

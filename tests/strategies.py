@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from itertools import pairwise
+
 from hypothesis import strategies as st
 
 from anabranch.cluster import Cluster, Level
@@ -121,6 +124,8 @@ def plans(draw: st.DrawFn) -> Plan:
         simulate_s=draw(SECONDS),
         predicted=predicted,
         granularity=draw(st.sampled_from(["operator", "layer", "block"])),
+        device=draw(st.sampled_from(["", "v100", "cpu"])),
+        options=draw(st.sampled_from([(), (("layers", "8"), ("branches", "4"))])),
         notes=tuple(draw(st.lists(st.sampled_from(["a note", "größer"]), max_size=2))),
     )
 
@@ -146,3 +151,81 @@ def timelines(draw: st.DrawFn, graph: StageGraph, max_actions: int = 12) -> Time
         step_s=last + draw(st.sampled_from([0.0, 0.3])),
         memory={d: ((0.0, draw(st.integers(0, 2**40))),) for d in graph.devices},
     )
+
+
+@dataclass(frozen=True)
+class Sketch:
+    """A series-parallel graph as drawn: the leaves are operators in topological order."""
+
+    kind: str  # "op", "series" or "parallel"
+    parts: tuple[Sketch, ...] = ()
+
+    @property
+    def size(self) -> int:
+        """Number of operators."""
+        return 1 if self.kind == "op" else sum(part.size for part in self.parts)
+
+
+def sketches(max_ops: int) -> st.SearchStrategy[Sketch]:
+    """Any series-parallel structure."""
+
+    def compose(inner: st.SearchStrategy[Sketch]) -> st.SearchStrategy[Sketch]:
+        return st.builds(
+            Sketch,
+            st.sampled_from(["series", "parallel"]),
+            st.lists(inner, min_size=2, max_size=4).map(tuple),
+        )
+
+    return st.recursive(st.just(Sketch("op")), compose, max_leaves=max_ops)
+
+
+def sketch_edges(sketch: Sketch) -> list[tuple[int, int]]:
+    """Edges from every sink of a part to every source of the next part in series."""
+    edges: list[tuple[int, int]] = []
+
+    def walk(part: Sketch, first: int) -> tuple[list[int], list[int]]:
+        if part.kind == "op":
+            return [first], [first]
+        ends = []
+        for each in part.parts:
+            ends.append(walk(each, first))
+            first += each.size
+        if part.kind == "parallel":
+            return [i for e in ends for i in e[0]], [i for e in ends for i in e[1]]
+        for (_, sinks), (sources, _) in pairwise(ends):
+            edges.extend((a, b) for a in sinks for b in sources)
+        return ends[0][0], ends[-1][1]
+
+    walk(sketch, 0)
+    return sorted(edges)
+
+
+@st.composite
+def planning_profiles(
+    draw: st.DrawFn, max_ops: int = 7, *, series_parallel: bool = True, max_bytes: int = 4
+) -> Profile:
+    """A profile to plan with: few distinct costs, so that branches are often alike."""
+    if series_parallel:
+        sketch = draw(sketches(max_ops))
+        n, edges = sketch.size, sketch_edges(sketch)
+    else:
+        n = draw(st.integers(1, max_ops))
+        pairs = [(a, b) for b in range(n) for a in range(b)]
+        edges = sorted(draw(st.sets(st.sampled_from(pairs), max_size=2 * n))) if pairs else []
+    sizes = st.integers(0, max_bytes)
+    readers: dict[int, list[int]] = {}
+    for a, b in edges:
+        readers.setdefault(a, []).append(b)
+    values = tuple(
+        Value(a, tuple(b), draw(sizes), grad=draw(st.booleans())) for a, b in readers.items()
+    )
+    parameters = tuple(Parameter(f"p{i}", draw(sizes)) for i in range(n))
+    ops = tuple(Op(f"op{i}", (f"p{i}",)) for i in range(n))
+    samples = (1, 2, 4, 8)
+    costs = []
+    for _ in range(n):
+        launch, each = draw(st.integers(0, 2)), draw(st.integers(1, 3))
+        times = tuple(float(launch + each * b) for b in samples)
+        costs.append(OpCost(times, tuple(2 * t for t in times), draw(sizes)))
+    graph = OpGraph(ops, values, parameters, name="drawn")
+    return Profile(graph, samples, tuple(costs), device="cpu", source="measured")

@@ -345,6 +345,8 @@ BROKEN: list[tuple[str, tuple[int | str, ...], object, str]] = [
     ("cluster", ("levels",), [], "levels is []"),
     ("plan", ("stages", 0, "devices", 0), -1, "stages[0].devices[0] is -1"),
     ("plan", ("stages", 0, "devices", 0), 10**6, "stages[0].devices[0] is 1000000"),
+    ("plan", ("options", "layers"), 2, "options.layers is 2; it should be a valid string"),
+    ("plan", ("options",), {"a\nb": "2"}, "options"),
     ("plan", ("predicted", "bubble"), 1.5, "predicted.bubble is 1.5"),
     # text that could do harm
     ("profile", ("operators", 0, "name"), "../../etc/passwd", "should be a name, not a path"),

@@ -1,10 +1,10 @@
 """What a training run leaves behind: a folder that ``anabranch report`` turns into a page.
 
-    runs/glyphs-20260102-030405/
-        plan.json       the plan that ran
-        run.json        losses, step times, metrics, and the predicted and measured timelines of one step
-        report.html     the page
-        timeline.svg    its picture of the step, also on its own
+runs/glyphs-20260102-030405/
+    plan.json       the plan that ran
+    run.json        losses, step times, metrics, and the predicted and measured timelines of one step
+    report.html     the page
+    timeline.svg    its picture of the step, also on its own
 """
 
 from __future__ import annotations

@@ -1,23 +1,30 @@
 """A ready training loop: what ``anabranch train`` does on every rank.
 
-It is a user's own loop with progress, evaluation and checkpoints around it; whoever needs another loop writes it
-with ``Pipeline`` in five lines.
+It is a user's own loop with progress, evaluation and checkpoints around it; whoever needs another
+loop writes it with ``Pipeline`` in five lines.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
-from anabranch.errors import AnabranchError, DataError
 from anabranch.graph.capture import Captured
 from anabranch.planner.stages import Plan
+from anabranch.record import Run
 from anabranch.runtime.pipeline import Pipeline
+from anabranch.runtime.reference import num_samples
+from anabranch.schedule.schedule import Kind
+from anabranch.solve import ideal_step_s
 from anabranch.timeline import Timeline
-from anabranch.workload import Batch, Workload
+from anabranch.workload import Workload
+
+_RECORDED = 3
+"""Steps of which a timeline is recorded; the one with the median time is kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +32,8 @@ class Progress:
     """What one step did, for whoever watches.
 
     Attributes:
-        step: steps done, from 1.
-        total: steps to do.
+        step: steps done in this run, from 1.
+        total: steps to do, None if that is not known.
         loss: of this step.
         metrics: of this step.
         seconds: wall time of this step.
@@ -34,32 +41,109 @@ class Progress:
     """
 
     step: int
-    total: int
+    total: int | None
     loss: float
     metrics: Mapping[str, float]
     seconds: float
     samples: int
 
 
-@dataclass(frozen=True)
-class TrainResult:
-    """What a rank brings home; losses, times and metrics are the same on every rank.
+def train(
+    workload: Workload,
+    plan: Plan,
+    *,
+    steps: int | None = None,
+    epochs: int | None = None,
+    captured: Captured | None = None,
+    resume: Path | None = None,
+    save: Path | None = None,
+    check_gradients: bool = True,
+    watch: Callable[[Progress], None] | None = None,
+) -> Run:
+    """Train this rank's part; call it on every rank.
 
-    Attributes:
-        losses: one per step.
-        step_s: wall seconds, one per step.
-        metrics: held-out means; the training metrics of the last step where nothing is held out.
-        samples: trained on.
-        timeline: this rank's spans of one step.
+    Args:
+        workload: with data.
+        plan: one rank per device.
+        steps: to do; by default as many as ``epochs`` have.
+        epochs: passes through the data in all; by default as many as ``steps`` need.
+        captured: the captured module, where the caller has it.
+        resume: a checkpoint to go on from.
+        save: a new folder for a checkpoint at the end.
+        check_gradients: compare with the user's module before the first step.
+        watch: called after every step, on the first rank only.
+
+    Returns:
+        What happened, the same on every rank.
+
+    Raises:
+        AnabranchError: see ``Pipeline``.
+        ValueError: if neither steps nor epochs are given.
     """
+    if steps is None and epochs is None:
+        raise ValueError("give a number of steps or of epochs")
+    options = {"captured": captured, "check_gradients": check_gradients}
+    if resume is not None:
+        pipe = Pipeline.resume(resume, workload, plan, **options)  # type: ignore[arg-type]
+    else:
+        pipe = Pipeline(workload, plan, **options)  # type: ignore[arg-type]
+    losses: list[float] = []
+    seconds: list[float] = []
+    recorded: list[Timeline] = []
+    batches = pipe.batches(epochs=epochs)
+    while steps is None or len(losses) < steps:
+        started = time.perf_counter()
+        batch = next(batches, None)
+        if batch is None:
+            break
+        full = num_samples(batch) == plan.stage_graph.batch_size
+        # The first step sets things up; a short one would tell nothing about the others.
+        record = full and len(losses) > 0 and len(recorded) < _RECORDED
+        losses.append(pipe.step(batch, record=record))
+        seconds.append(time.perf_counter() - started)
+        if record and pipe.timeline is not None:
+            recorded.append(pipe.timeline)
+        if watch is not None and pipe.rank == 0:
+            samples = num_samples(batch)
+            watch(Progress(len(losses), steps, losses[-1], pipe.metrics, seconds[-1], samples))
+    metrics = dict(pipe.metrics)
+    if workload.eval_data is not None:
+        metrics = pipe.evaluate()
+    if save is not None:
+        pipe.save(save)
+    timeline = _median(recorded)
+    return Run(
+        plan=plan,
+        losses=tuple(losses),
+        step_s=tuple(seconds),
+        ideal_step_s=_ideal(plan, timeline) if timeline else 0.0,
+        metrics=metrics,
+        chance=dict(workload.chance),
+        timelines=(("measured", timeline),) if timeline else (),
+    )
 
-    losses: tuple[float, ...]
-    step_s: tuple[float, ...]
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    samples: int = 0
-    timeline: Timeline | None = None
 
-    @property
-    def median_step_s(self) -> float:
-        """Median seconds of a step; the first one, which sets things up, left out."""
-        return statistics.median(self.step_s[1:] or self.step_s)
+def _median(recorded: list[Timeline]) -> Timeline | None:
+    ordered = sorted(recorded, key=lambda timeline: timeline.step_s)
+    return ordered[len(ordered) // 2] if ordered else None
+
+
+def _ideal(plan: Plan, timeline: Timeline) -> float:
+    """The schedule's step for the measured median times of each stage, with links that are free."""
+    graph = plan.stage_graph
+    spans: dict[tuple[int, Kind, int], list[float]] = defaultdict(list)
+    for span in timeline.spans:
+        action = span.action
+        if action.kind.is_compute:
+            replica = graph.stages[action.stage].devices.index(span.device)
+            start, stop = graph.slice(action.stage, action.microbatch, replica)
+            spans[action.stage, action.kind, stop - start].append(span.end - span.start)
+
+    def times(kind: Kind) -> list[dict[int, float]]:
+        result: list[dict[int, float]] = [{0: 0.0} for _ in graph.stages]
+        for (stage, of, samples), seconds in spans.items():
+            if of is kind:
+                result[stage][samples] = statistics.median(seconds)
+        return result
+
+    return ideal_step_s(plan, times(Kind.FORWARD), times(Kind.BACKWARD))

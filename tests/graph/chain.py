@@ -17,7 +17,8 @@ from anabranch.graph.split import Port, Split, split
 
 
 def random_stages(graph: OpGraph, count: int, seed: int) -> list[list[str]]:
-    """Cut a graph into stages that are convex and in topological order, but not ranges of that order.
+    """Cut a graph into stages that are convex and in topological order, but not ranges of that
+    order.
 
     A random topological order is drawn that likes to stay on one branch, and cut at random places.
     """
@@ -35,7 +36,8 @@ def random_stages(graph: OpGraph, count: int, seed: int) -> list[list[str]]:
                     ready.append(i)
     cuts = [0, *sorted(rng.sample(range(1, len(graph)), min(count, len(graph)) - 1)), len(graph)]
     return [
-        [graph.ops[i].name for i in sorted(order[a:b])] for a, b in zip(cuts, cuts[1:], strict=False)
+        [graph.ops[i].name for i in sorted(order[a:b])]
+        for a, b in zip(cuts, cuts[1:], strict=False)
     ]
 
 
@@ -44,7 +46,8 @@ def run_stages(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Forward through all stages, backward in reverse; returns the loss and the metrics.
 
-    What crosses is detached and contiguous, as if it had been sent. Gradients end in the parameters.
+    What crosses is detached and contiguous, as if it had been sent. Gradients end in the
+    parameters.
     """
     captured = parts.captured
     leaves = captured.flatten_batch(batch)
@@ -114,10 +117,11 @@ def taken(module: nn.Module) -> dict[str, torch.Tensor | None]:
 def gradient_error(
     got: dict[str, torch.Tensor | None], expected: dict[str, torch.Tensor | None]
 ) -> float:
-    """Largest difference relative to the largest entry of the same gradient; infinite where one is missing.
+    """Largest difference relative to the largest entry of the same gradient; infinite where one is
+    missing.
 
-    Entries below a thousandth of the largest gradient are rounding noise, such as that of the bias of attention keys, whose
-    gradient is zero on paper; they are taken relative to that thousandth.
+    Entries below a thousandth of the largest gradient are rounding noise, such as that of the bias
+    of attention keys, whose gradient is zero on paper; they are taken relative to that thousandth.
     """
     worst = 0.0
     floor = max(float(g.abs().max()) for g in expected.values() if g is not None) * 1e-3
@@ -131,9 +135,7 @@ def gradient_error(
     return worst
 
 
-def check_split(
-    captured: Captured, batch: Any, stages: list[list[str]], *, exact: bool
-) -> float:
+def check_split(captured: Captured, batch: Any, stages: list[list[str]], *, exact: bool) -> float:
     """Gradient error of the stages, run one after the other, against the module itself."""
     state = copy.deepcopy(dict(captured.module.named_buffers()))
     torch.manual_seed(0)
@@ -146,11 +148,11 @@ def check_split(
     loss, _ = run_stages(split(captured, stages, exact=exact), batch)
     got = taken(captured.module)
     for name, buffer in captured.module.named_buffers():
-        torch.testing.assert_close(buffer, updated[name], rtol=0 if exact else None, atol=0 if exact else None)
+        torch.testing.assert_close(
+            buffer, updated[name], rtol=0 if exact else None, atol=0 if exact else None
+        )
     if exact:
         assert torch.equal(loss, want_loss)
     else:
         torch.testing.assert_close(loss, want_loss)
     return gradient_error(got, want)
-
-

@@ -21,7 +21,9 @@ class Model:
         self.makes: list[int] = []
         self.reads: list[tuple[int, ...]] = []
 
-    def add(self, name: str, reads: tuple[int, ...], *, flops: float, weights: int, out: int) -> int:
+    def add(
+        self, name: str, reads: tuple[int, ...], *, flops: float, weights: int, out: int
+    ) -> int:
         """One operator: floating point operations and output elements per sample, and weights."""
         parameters = ()
         if weights:
@@ -43,7 +45,9 @@ class Model:
                 if source != BATCH:
                     consumers[source].append(i)
         values = tuple(
-            Value(i, tuple(readers), 4 * self.makes[i]) for i, readers in consumers.items() if readers
+            Value(i, tuple(readers), 4 * self.makes[i])
+            for i, readers in consumers.items()
+            if readers
         )
         graph = OpGraph(tuple(self.ops), values, tuple(self.parameters), name=self.name)
         return Profile(graph, SAMPLES, tuple(self.costs), device="v100", source="estimated")
@@ -75,7 +79,9 @@ def mmt(
     return model.profile()
 
 
-def towers(name: str, dense: int, sparse: int, layers: int = 4, width: int = 4096, top: int = 4) -> Profile:
+def towers(
+    name: str, dense: int, sparse: int, layers: int = 4, width: int = 4096, top: int = 4
+) -> Profile:
     """Branches of feed-forward layers, and of an embedding table each, that meet in a head."""
     model = Model(name)
     ends = []

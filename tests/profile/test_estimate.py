@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.profile.tiny import MODELS, Layer, two_towers
 from torch import Tensor, nn
 
 from anabranch.graph.capture import Captured, capture
@@ -12,6 +11,7 @@ from anabranch.profile.devices import DEVICES
 from anabranch.profile.estimate import estimate
 from anabranch.profile.measure import measure
 from anabranch.profile.profile import Profile
+from tests.profile.tiny import MODELS, Layer, two_towers
 
 
 def step_s(profile: Profile, samples: int) -> float:
@@ -161,7 +161,8 @@ def test_says_where_it_comes_from(towers: Captured) -> None:
     """Every output that rests on it can tell."""
     profile = estimate(towers, "h100", (2, 1), precision="tf32")
     assert profile.origin == "estimated, h100 (tf32), at 1, 2 samples"
-    assert profile.graph is towers.graph
+    assert profile.graph == towers.graph
+    assert profile.graph.granularity == towers.granularity == "layer"
 
 
 def test_branches_that_are_alike_cost_the_same(towers: Captured) -> None:

@@ -7,12 +7,12 @@ import time
 
 import pytest
 import torch
-from tests.profile.tiny import MODELS, convolutions, two_towers
 from torch import Tensor, fx, nn
 
 from anabranch.errors import ProfileError
 from anabranch.graph.capture import Captured, capture
-from anabranch.profile.measure import _on, measure
+from anabranch.profile.measure import _copied, measure
+from tests.profile.tiny import MODELS, convolutions, two_towers
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,8 @@ def test_every_operator_at_every_count(towers: Captured) -> None:
     """One cost per operator, one figure per count; whatever computes takes time."""
     profile = measure(towers, (4, 1, 2, 2), repeats=1)
     assert profile.samples == (1, 2, 4)
-    assert profile.graph is towers.graph
+    assert profile.graph == towers.graph
+    assert profile.graph.granularity == towers.granularity == "layer"
     assert profile.origin == "measured, cpu, at 1, 2, 4 samples"
     for op, cost in zip(profile.graph.ops, profile.costs, strict=True):
         assert len(cost.forward_s) == len(cost.backward_s) == 3
@@ -167,11 +168,10 @@ def test_operators_are_copied_to_another_device() -> None:
     weight = graph.get_attr("weight")
     graph.output((graph.call_function(torch.ops.aten.mul.Tensor, (weight, ones)),))
     module = fx.GraphModule(root, graph)
-    (copied,) = _on(torch.device("meta"), module)()
+    (copied,) = _copied(module, torch.device("meta"))()
     (original,) = module()
     assert copied.is_meta
     assert torch.equal(original, torch.ones(3))
-    assert _on(torch.device("cpu"), module) is module
 
 
 @pytest.mark.gpu

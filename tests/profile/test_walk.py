@@ -7,11 +7,11 @@ from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch
-from tests.profile.tiny import MODELS, two_towers
 from torch import Tensor
 
 from anabranch.graph.capture import capture
 from anabranch.profile.walk import example_batch, steps, walk
+from tests.profile.tiny import MODELS, two_towers
 
 CPU = torch.device("cpu")
 

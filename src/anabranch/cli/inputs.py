@@ -36,13 +36,25 @@ class Source:
         """Whether MODEL is a profile file."""
         return self.model.endswith(".json") or Path(self.model).is_file()
 
+    @staticmethod
+    def of_plan(plan: Plan) -> Source:
+        """What a plan was made for."""
+        options = dict(plan.options)
+        preset = Preset(options.pop("preset", "published"))
+        return Source(plan.model, preset, options, plan.granularity)
+
+    def recorded(self) -> tuple[tuple[str, str], ...]:
+        """Preset and options as a plan keeps them; none for a profile file."""
+        return () if self.is_file else (("preset", self.preset.value), *self.options.items())
+
     def workload(self, *, meta: bool = False) -> Workload:
         """The workload; ``meta`` builds it without memory for its parameters, for planning."""
         from anabranch.workload import resolve
 
         if self.is_file:
             raise typer.BadParameter(
-                f"{self.model} is a profile; this needs the model itself, by name or package.module:function"
+                f"{self.model} is a profile; this needs the model itself, "
+                "by name or package.module:function"
             )
         return usage(resolve, self.model, preset=self.preset.value, options=self.options, meta=meta)
 
@@ -54,9 +66,8 @@ class Source:
             from anabranch.files import load_profile
 
             if self.options:
-                raise typer.BadParameter(
-                    f"{self.model} is a profile; model options ({', '.join(self.options)}) do nothing"
-                )
+                names = ", ".join(self.options)
+                raise typer.BadParameter(f"{self.model} is a profile; options ({names}) do nothing")
             return load_profile(Path(self.model))
         from anabranch.graph.capture import capture
 

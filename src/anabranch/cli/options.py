@@ -52,6 +52,9 @@ PresetOption = Annotated[
         "--preset", help="Size of a built-in model: as published, or small enough for a CPU."
     ),
 ]
+SmallPresetOption = Annotated[
+    Preset, typer.Option("--preset", help="Size of a built-in model; small runs on any CPU.")
+]
 MaxReplicas = Annotated[
     int | None, typer.Option(min=1, help="At most this many data-parallel replicas per stage.")
 ]

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import statistics
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from anabranch.train import Progress
 
 
 def print_json(document: Mapping[str, Any]) -> None:
@@ -37,3 +42,45 @@ def progress_bar(title: str) -> Iterator[Callable[[int, int], None]]:
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(title, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+class TrainingProgress:
+    """Shows loss, samples per second and the step beside its prediction, on standard error.
+
+    On a terminal one line is kept up to date; elsewhere a line is written every few seconds.
+
+    Args:
+        predicted_step_s: what the plan says.
+        every_s: seconds between lines where there is no terminal.
+    """
+
+    def __init__(self, predicted_step_s: float, every_s: float = 10.0) -> None:
+        self._predicted_s = predicted_step_s
+        self._every_s = every_s
+        self._started = self._shown = time.monotonic()
+        self._seconds: list[float] = []
+        self._loss = 0.0
+
+    def __call__(self, progress: Progress) -> None:
+        """Note one step, and show it if it is time."""
+        # The first step sets things up; the mean of the loss settles over some twenty steps.
+        self._seconds.append(progress.seconds)
+        weight = max(0.05, 1 / progress.step)
+        self._loss += weight * (progress.loss - self._loss)
+        last = progress.step == progress.total
+        terminal = sys.stderr.isatty()
+        now = time.monotonic()
+        if not last and now - self._shown < (0.1 if terminal else self._every_s):
+            return
+        self._shown = now
+        recent = statistics.median(self._seconds[-50:])
+        of = f"/{progress.total}" if progress.total else ""
+        metrics = "".join(f", {name} {value:.3f}" for name, value in progress.metrics.items())
+        line = (
+            f"step {progress.step}{of}, {now - self._started:.0f} s: loss {self._loss:.4f}{metrics}, "
+            f"{progress.samples / recent:.0f} samples/s, step {recent * 1e3:.1f} ms "
+            f"(predicted {self._predicted_s * 1e3:.1f})"
+        )
+        end = "\n" if last or not terminal else ""
+        sys.stderr.write(("\r\x1b[2K" if terminal else "") + line + end)
+        sys.stderr.flush()

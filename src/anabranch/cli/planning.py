@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -136,6 +137,7 @@ def plan(
         max_replicas=max_replicas,
         model=model,
     )
+    found = replace(found, options=source.recorded())
     others = {}
     if baselines and planner is Planner.graphpipe:
         others = find_baselines(costs, machines, found, microbatch_size, schedule, max_replicas)
@@ -259,7 +261,9 @@ def check(
         options, _ = split_output(output)
         machines = read_cluster(cluster or loaded.cluster)
         source = Source(model, preset, options, loaded.granularity)
-        costs = source.profile(device or machines.device, loaded.stage_graph.batch_size)
+        costs = source.profile(
+            device or loaded.device or machines.device, loaded.stage_graph.batch_size
+        )
     problems = check_plan(loaded, costs, machines)
     if as_json:
         print_json({"valid": not problems, "problems": problems})
@@ -296,8 +300,10 @@ def simulate(
     batch_size = loaded.stage_graph.batch_size
     options, _ = split_output(output)
     machines = read_cluster(cluster or loaded.cluster)
-    source = Source(model or loaded.model, preset, options, loaded.granularity)
-    costs = source.profile(device or machines.device, batch_size)
+    source = Source.of_plan(loaded)
+    if model is not None:
+        source = Source(model, preset, options, loaded.granularity)
+    costs = source.profile(device or loaded.device or machines.device, batch_size)
     timeline = predict(loaded, costs, machines, schedule=schedule.value if schedule else None)
     if trace is not None:
         from anabranch.report.chrome import trace as to_trace

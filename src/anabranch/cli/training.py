@@ -1,2 +1,340 @@
-"""placeholder until the training verbs land"""
-VERBS = ()
+"""The verbs that run a model: models, verify, train, report, demo."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from anabranch.cli.inputs import Source, powers_of_two, split_output
+from anabranch.cli.options import (
+    AsJson,
+    Granularity,
+    GranularityOption,
+    MaxReplicas,
+    MicrobatchSize,
+    Model,
+    Output,
+    Preset,
+    Schedule,
+    ScheduleOption,
+    SmallPresetOption,
+)
+from anabranch.cli.output import TrainingProgress, print_json, print_table, progress_bar
+
+if TYPE_CHECKING:
+    from anabranch.graph.capture import Captured
+    from anabranch.planner.stages import Plan
+    from anabranch.profile.profile import Profile
+    from anabranch.record import Run
+    from anabranch.workload import Workload
+
+PlanFile = Annotated[
+    Path | None, typer.Option("--plan", help="A plan file [default: plan for --devices].")
+]
+Devices = Annotated[
+    int | None, typer.Option("--devices", min=1, help="Local ranks [default: the plan's, or 2].")
+]
+LocalBatchSize = Annotated[int, typer.Option("--batch-size", min=1, help="Samples of one step.")]
+RunFolder = Annotated[
+    Path | None,
+    typer.Option("--run", help="Where to keep figures and report [default: runs/MODEL-TIME]."),
+]
+
+
+def models(as_json: AsJson = False) -> None:
+    """List the built-in models with their options."""
+    from anabranch.models import MODELS, options_of
+
+    listed = [
+        {"name": name, "about": about, "options": options_of(name)}
+        for name, about in MODELS.items()
+    ]
+    if as_json:
+        print_json({"models": listed})
+        return
+    for model in listed:
+        typer.echo(f"{model['name']}: {model['about']}")
+        options: dict[str, dict[str, str]] = model["options"]  # type: ignore[assignment]
+        for option, defaults in options.items():
+            shown = ", ".join(f"{preset} {value}" for preset, value in defaults.items())
+            typer.echo(f"    -o {option}=...   [{shown}]")
+
+
+def verify(
+    model: Model,
+    plan_file: PlanFile = None,
+    devices: Devices = None,
+    batch_size: LocalBatchSize = 16,
+    microbatch_size: MicrobatchSize = None,
+    schedule: ScheduleOption = Schedule.auto,
+    output: Output = None,
+    preset: SmallPresetOption = Preset.small,
+    granularity: GranularityOption = Granularity.layer,
+    as_json: AsJson = False,
+) -> None:
+    """Train one step as a pipeline and in one process; compare loss and every gradient.
+
+    Both accumulate the same micro-batches in the same order; without replicas, everything is equal
+    bit for bit. Exits with 1 if the difference is more than rounding.
+
+    Example: `anabranch verify mypackage.mymodel:workload --devices 4`
+    """
+    from anabranch.runtime.verify import verify as compare
+
+    options, _ = split_output(output)
+    job = Job.of(Source(model, preset, options, granularity.value), plan_file)
+    plan = job.plan or job.search(devices or 2, batch_size, microbatch_size, schedule.value, 1)
+    result = compare(job.workload, plan, captured=job.captured)
+    good = result.max_gradient_error < 1e-4
+    if as_json:
+        print_json(
+            {
+                "max_gradient_error": result.max_gradient_error,
+                "bitwise": result.bitwise,
+                "loss": result.loss,
+                "reference_loss": result.reference_loss,
+                "worst": result.worst,
+                "exact": result.exact,
+                "devices": result.num_devices,
+                "stages": len(plan.stage_graph),
+                "edges": [list(edge) for edge in plan.stage_graph.edges],
+            }
+        )
+    else:
+        typer.echo(plan.summary())
+        typer.echo(result.summary())
+    if not good:
+        typer.secho("the gradients differ by more than rounding", err=True, fg="red")
+        raise typer.Exit(1)
+
+
+def train(
+    model: Model,
+    plan_file: PlanFile = None,
+    devices: Devices = None,
+    batch_size: LocalBatchSize = 32,
+    microbatch_size: MicrobatchSize = None,
+    schedule: ScheduleOption = Schedule.auto,
+    max_replicas: MaxReplicas = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Steps to do [default: 100, or what --epochs has].")
+    ] = None,
+    epochs: Annotated[int | None, typer.Option(min=1, help="Passes through the data.")] = None,
+    resume: Annotated[Path | None, typer.Option(help="A checkpoint to go on from.")] = None,
+    save: Annotated[Path | None, typer.Option(help="A new folder for a checkpoint.")] = None,
+    run: RunFolder = None,
+    check_gradients: Annotated[
+        bool, typer.Option(help="First compare the gradients of a micro-batch with one process.")
+    ] = True,
+    output: Output = None,
+    preset: SmallPresetOption = Preset.small,
+    granularity: GranularityOption = Granularity.layer,
+    as_json: AsJson = False,
+) -> None:
+    """Train MODEL as a pipeline on local ranks, or as one rank of torchrun.
+
+    Example: `anabranch train two-branch --devices 4 --steps 50`, or
+    `torchrun --nproc-per-node 2 -m anabranch train two-branch --steps 50`
+    """
+    options, _ = split_output(output)
+    job = Job.of(Source(model, preset, options, granularity.value), plan_file)
+
+    def search() -> Plan:
+        count = devices or int(os.environ.get("WORLD_SIZE", "2"))
+        return job.search(count, batch_size, microbatch_size, schedule.value, max_replicas)
+
+    job.plan = job.plan or (_agreed(search) if "RANK" in os.environ else search())
+    first = os.environ.get("RANK", "0") == "0"
+    if first and not as_json:
+        typer.echo(job.plan.summary())
+    wanted = None if epochs else steps or 100
+    result = job.train(steps or wanted, epochs, resume, save, check_gradients)
+    if not first:
+        return
+    folder = run or Path("runs") / f"{_slug(model)}-{time.strftime('%Y%m%d-%H%M%S')}"
+    job.keep(result, folder)
+    if as_json:
+        print_json({**result.figures(), "run": str(folder), "report": str(folder / "report.html")})
+        return
+    _say_result(result)
+    typer.echo(f"report: {folder / 'report.html'}")
+
+
+def report(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A folder that train wrote.")],
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="The page [default: RUN/report.html].")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write one self-contained HTML page about a run."""
+    from anabranch.record import load_run, write_report
+
+    path = output or run / "report.html"
+    write_report(load_run(run), path)
+    if as_json:
+        print_json({"path": str(path)})
+    else:
+        typer.echo(f"written to {path}")
+
+
+def demo(
+    model: Annotated[str, typer.Option(help="Which model to show.")] = "glyphs",
+    devices: Annotated[int, typer.Option(min=1, help="Local ranks.")] = 4,
+    batch_size: LocalBatchSize = 64,
+    steps: Annotated[int, typer.Option(min=1, help="Steps to train.")] = 1500,
+    run: RunFolder = None,
+    as_json: AsJson = False,
+) -> None:
+    """The main job from start to end: capture, measure, plan, verify, train, show."""
+    from anabranch.cli.demo import show
+
+    folder = run or Path("runs") / f"demo-{time.strftime('%Y%m%d-%H%M%S')}"
+    show(model, devices, batch_size, steps, folder, as_json=as_json)
+
+
+VERBS: tuple[Callable[..., None], ...] = (models, verify, train, report, demo)
+
+
+class Job:
+    """A model that is about to run: workload, captured graph, measured profile, plan."""
+
+    def __init__(self, source: Source, plan: Plan | None) -> None:
+        from anabranch.graph.capture import capture
+
+        self.source = source
+        self.plan = plan
+        self.workload: Workload = source.workload()
+        self.captured: Captured = capture(
+            self.workload.module,
+            self.workload.example,
+            granularity=source.granularity,  # type: ignore[arg-type]
+        )
+        self.profile: Profile | None = None
+
+    @staticmethod
+    def of(source: Source, plan_file: Path | None) -> Job:
+        """The job for a model, by a plan file if there is one."""
+        if plan_file is None:
+            return Job(source, None)
+        from anabranch.files import load_plan
+
+        plan = load_plan(plan_file)
+        return Job(replace(source, granularity=plan.granularity), plan)
+
+    def measure(self, batch_size: int) -> Profile:
+        """Time the operators here, on one thread each, as ranks do."""
+        from anabranch.profile.measure import measure
+
+        with progress_bar(f"measuring {self.source.model}") as progress:
+            self.profile = measure(self.captured, powers_of_two(batch_size), progress=progress)
+        return self.profile
+
+    def search(
+        self,
+        devices: int,
+        batch_size: int,
+        microbatch_size: int | None,
+        schedule: str,
+        max_replicas: int | None,
+        *,
+        planner: str = "graphpipe",
+        own_cores: bool = False,
+    ) -> Plan:
+        """Plan for local ranks; ``own_cores`` as if each had a core of its own."""
+        from anabranch.cluster import Cluster
+        from anabranch.solve import plan
+
+        cluster = Cluster.preset(f"local:{devices}")
+        found = plan(
+            self.profile or self.measure(batch_size),
+            replace(cluster, cores=0) if own_cores else cluster,
+            batch_size,
+            planner=planner,
+            microbatch_size=microbatch_size,
+            schedule=schedule,
+            max_replicas=max_replicas,
+            model=self.source.model,
+        )
+        return replace(found, options=self.source.recorded())
+
+    def train(
+        self,
+        steps: int | None,
+        epochs: int | None,
+        resume: Path | None = None,
+        save: Path | None = None,
+        check_gradients: bool = True,
+    ) -> Run:
+        """Train on local ranks, or as this rank of torchrun."""
+        from anabranch import launch
+        from anabranch.train import train
+
+        plan = self.plan
+        assert plan is not None
+
+        def rank() -> Run:
+            return train(
+                self.workload,
+                plan,
+                steps=steps,
+                epochs=epochs,
+                captured=self.captured,
+                resume=resume,
+                save=save,
+                check_gradients=check_gradients,
+                watch=TrainingProgress(plan.predicted.step_s),
+            )
+
+        return (
+            rank() if "RANK" in os.environ else launch.run(rank, len(plan.stage_graph.devices))[0]
+        )
+
+    def keep(self, run: Run, folder: Path) -> Run:
+        """Put the predicted timeline beside the measured one and write the run's folder."""
+        from anabranch.cluster import Cluster
+        from anabranch.record import save_run
+        from anabranch.solve import simulate
+
+        assert self.plan is not None
+        if self.profile is not None:
+            devices = len(self.plan.stage_graph.devices)
+            predicted = simulate(self.plan, self.profile, Cluster.preset(f"local:{devices}"))
+            run = replace(run, timelines=(("predicted", predicted), *run.timelines))
+        save_run(run, folder)
+        return run
+
+
+def _agreed(search: Callable[[], Plan]) -> Plan:
+    """Under torchrun: the first rank plans, the others take its plan (measurements differ)."""
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    plans: list[Any] = [search() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(plans, 0)
+    plan: Plan = plans[0]
+    return plan
+
+
+def _say_result(run: Run) -> None:
+    first, last = run.losses[0], sum(run.losses[-10:]) / len(run.losses[-10:])
+    rows = [["loss", f"{first:.4f} at first, {last:.4f} over the last steps"]]
+    for name, value in run.metrics.items():
+        chance = f" (chance {run.chance[name]:.4g})" if name in run.chance else ""
+        rows.append([name, f"{value:.4f}{chance}"])
+    predicted = run.plan.predicted.step_s
+    rows.append(["step", f"{run.median_step_s * 1e3:.2f} ms, predicted {predicted * 1e3:.2f} ms"])
+    if run.ideal_step_s:
+        rows.append(["ideal step", f"{run.ideal_step_s * 1e3:.2f} ms for the measured stage times"])
+    print_table("Result", ["", ""], rows)
+
+
+def _slug(model: str) -> str:
+    return "".join(c if c.isalnum() or c in "-_" else "-" for c in model)

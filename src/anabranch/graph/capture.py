@@ -1,21 +1,19 @@
 """From a module that returns its loss to a graph of operators.
 
-Labels and inputs are ordinary inputs of the forward pass, so nothing is special about the end of the model::
+Labels and inputs are ordinary inputs of the forward pass, so nothing is special about the end of
+the model::
 
     module, example --export--> program with a symbol for the samples
                                    |-- at(4) --> flat program of 4 samples --+-- group --> OpGraph
                                    |-- at(8) --> flat program of 8 samples --+   (what doubles is batched)
 
-A model that refuses a symbolic batch size is exported again for each number of samples; the operations have to be the same
-ones each time.
+A model that refuses a symbolic batch size is exported again for each number of samples; the
+operations have to be the same ones each time.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import fx, nn
@@ -23,29 +21,20 @@ from torch.utils import _pytree as pytree
 
 from anabranch.errors import CaptureError
 from anabranch.graph.export import ReturnsLoss, export
-from anabranch.graph.group import (
-    FREE,
-    Facts,
-    Granularity,
-    Grouping,
-    batch_dim,
-    group,
-    group_like,
-    tensor,
-)
-from anabranch.graph.opgraph import BATCH, Op, OpGraph, Parameter, Value
+from anabranch.graph.group import Granularity, Grouping, group, group_like
+from anabranch.graph.layout import Layout, leaf_name
+from anabranch.graph.opgraph import OpGraph
 from anabranch.graph.program import (
     BATCH_LEAF,
     BUFFER,
     PARAMETER,
     Program,
-    Refused,
+    RefusedError,
     Source,
-    gradient_calls,
     lower,
     propagate,
-    requires_grad,
 )
+from anabranch.graph.values import build
 from anabranch.workload import Batch
 
 
@@ -58,83 +47,24 @@ def capture(
 ) -> Captured:
     """Capture a module as a graph of operators.
 
-    The module is left as it was. Submodules that the user put into evaluation mode (frozen statistics) stay in it, unless
-    the module as a whole is in the other mode than asked for.
+    The module is left as it was. Submodules that the user put into evaluation mode (frozen
+    statistics) stay in it, unless the module as a whole is in the other mode than asked for.
 
     Args:
         module: its forward returns the loss; real, or on the meta device for planning only.
-        example: a batch; sizes other than dimension 0 are fixed by it, and so are entries that are not tensors.
-        granularity: ``operator`` is the finest, ``layer`` about a sub-layer of a transformer, ``block`` a whole
-            entry of a repeated list.
+        example: a batch; sizes other than dimension 0 are fixed by it, and so are entries that are
+            not tensors.
+        granularity: ``operator`` is the finest, ``layer`` about a sub-layer of a transformer,
+            ``block`` a whole entry of a repeated list.
         training: in training mode, or in evaluation mode.
 
     Raises:
-        CaptureError: if the module cannot be captured; the message names the user's line, the cause and a remedy.
+        CaptureError: if the module cannot be captured; the message names the user's line, the cause
+            and a remedy.
     """
     if granularity not in ("operator", "layer", "block"):
         raise ValueError(f"granularity {granularity!r} is none of operator, layer, block")
-    return Captured._of(module, _Layout.of(module, example), granularity, training)
-
-
-@dataclass(frozen=True)
-class _Layout:
-    """How a batch is made of leaves, and an example of each."""
-
-    names: tuple[str, ...]
-    positions: tuple[int, ...]
-    spec: pytree.TreeSpec
-    leaves: tuple[Any, ...]
-    keywords: bool
-
-    @staticmethod
-    def of(module: nn.Module, example: Batch) -> _Layout:
-        paths, spec = pytree.tree_flatten_with_path(example)
-        leaves = tuple(leaf for _, leaf in paths)
-        positions = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
-        names = tuple(_leaf_name(paths[i][0]) for i in positions)
-        if not positions:
-            raise CaptureError("the example batch holds no tensor; its tensors say what a batch looks like")
-        sizes = {name: tuple(leaves[i].shape) for name, i in zip(names, positions, strict=True)}
-        if any(not size for size in sizes.values()) or len({size[0] for size in sizes.values()}) > 1:
-            listed = ", ".join(f"{name} {size}" for name, size in sizes.items())
-            raise CaptureError(
-                "dimension 0 of every tensor in the batch has to be the samples, but the shapes are "
-                f"{listed}; expand what is the same for all samples, or make it a buffer of the module"
-            )
-        if 0 in {size[0] for size in sizes.values()}:
-            raise CaptureError("the example batch has no samples; at least one is needed, better two")
-        return _Layout(names, positions, spec, leaves, isinstance(example, Mapping))
-
-    @property
-    def samples(self) -> int:
-        return int(self.leaves[self.positions[0]].shape[0])
-
-    def rebuild(self, tensors: tuple[torch.Tensor, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments of the module's forward."""
-        leaves = list(self.leaves)
-        for i, value in zip(self.positions, tensors, strict=True):
-            leaves[i] = value
-        batch = pytree.tree_unflatten(leaves, self.spec)
-        if self.keywords:
-            return (), dict(batch)
-        return (tuple(batch) if isinstance(batch, list | tuple) else (batch,)), {}
-
-    def resized(self, samples: int, device: torch.device | None) -> list[torch.Tensor]:
-        """The example's leaves with that many samples, repeated as needed."""
-        rows = torch.arange(samples) % self.samples
-        result = []
-        for i in self.positions:
-            leaf = self.leaves[i]
-            if device is not None and device.type == "meta":
-                result.append(torch.empty((samples, *leaf.shape[1:]), dtype=leaf.dtype, device=device))
-            else:
-                result.append(leaf.detach()[rows.to(leaf.device)])
-        return result
-
-
-def _leaf_name(path: tuple[Any, ...]) -> str:
-    parts = [str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path]
-    return ".".join(parts) or "batch"
+    return Captured._of(module, Layout.of(example), granularity, training)
 
 
 @dataclass(eq=False)
@@ -148,7 +78,8 @@ class Captured:
         granularity: how coarse the operators are.
         training: whether this is the training graph.
         samples: the example's number of samples (2 where it had one).
-        value_calls: value of the graph -> position of the call that makes it, -1 for a leaf of the batch.
+        value_calls: value of the graph -> position of the call that makes it, -1 for a leaf of the
+            batch.
         batch_dims: value of the graph -> which dimension is the samples, None where there is none.
         unused: trainable parameters that the loss does not depend on.
     """
@@ -162,7 +93,7 @@ class Captured:
     value_calls: tuple[int, ...]
     batch_dims: tuple[int | None, ...]
     unused: tuple[str, ...]
-    _layout: _Layout
+    _layout: Layout
     _exporter: _Exporter
     _grouping: Grouping
     _programs: dict[tuple[int, torch.device], Program] = field(default_factory=dict)
@@ -170,7 +101,7 @@ class Captured:
     @staticmethod
     def _of(
         module: nn.Module,
-        layout: _Layout,
+        layout: Layout,
         granularity: Granularity,
         training: bool,
         like: Captured | None = None,
@@ -183,14 +114,15 @@ class Captured:
         loss = program.outputs[0]
         if training and not (isinstance(loss, fx.Node) and loss.meta["val"].requires_grad):
             raise CaptureError(
-                f"the loss of {type(module).__name__} does not depend on any parameter that requires a gradient; "
+                f"the loss of {type(module).__name__} does not depend on any parameter that "
+                f"requires a gradient; "
                 "is its forward decorated with torch.no_grad, or is every parameter frozen?"
             )
         if like is None:
             grouping = group(program, other, module, granularity)
         else:
             grouping = group_like(program, other, like._programs_at(samples), like._grouping)
-        graph, calls, dims = _build(module, program, other, grouping, training)
+        graph, calls, dims = build(module, program, other, grouping, training)
         listed = {parameter.name for parameter in graph.parameters}
         return Captured(
             graph=graph,
@@ -201,7 +133,9 @@ class Captured:
             samples=samples,
             value_calls=calls,
             batch_dims=dims,
-            unused=tuple(n for n, p in module.named_parameters() if p.requires_grad and n not in listed),
+            unused=tuple(
+                n for n, p in module.named_parameters() if p.requires_grad and n not in listed
+            ),
             _layout=layout,
             _exporter=exporter,
             _grouping=grouping,
@@ -209,18 +143,18 @@ class Captured:
         )
 
     def flatten_batch(self, batch: Batch) -> dict[str, torch.Tensor]:
-        """The tensors of a batch by name; the names are those of the values that the batch produces.
+        """The tensors of a batch by name; the names are those of the values that the batch
+        produces.
 
         Raises:
             ValueError: if the batch is built otherwise than the example was.
         """
-        paths, spec = pytree.tree_flatten_with_path(batch)
-        chosen = {
-            _leaf_name(path): leaf for path, leaf in paths if isinstance(leaf, torch.Tensor)
-        }
+        paths, _ = pytree.tree_flatten_with_path(batch)
+        chosen = {leaf_name(path): leaf for path, leaf in paths if isinstance(leaf, torch.Tensor)}
         if len(paths) != len(self._layout.leaves) or tuple(chosen) != self._layout.names:
             raise ValueError(
-                f"the batch holds {', '.join(chosen) or 'no tensors'}, but the example that the model was captured "
+                f"the batch holds {', '.join(chosen) or 'no tensors'}, but the example that the "
+                f"model was captured "
                 f"with holds {', '.join(self._layout.names)}"
             )
         return chosen
@@ -260,16 +194,18 @@ class Captured:
     def evaluation(self) -> Captured:
         """The same module in evaluation mode.
 
-        It shares the parameters and has the same operators, without those that do nothing in evaluation, so that the
-        stages of a training plan cut it as well.
+        It shares the parameters and has the same operators, without those that do nothing in
+        evaluation, so that the stages of a training plan cut it as well.
         """
         return Captured._of(self.module, self._layout, self.granularity, training=False, like=self)
 
 
 def _other_operations(module: nn.Module, a: int, b: int) -> CaptureError:
     return CaptureError(
-        f"{type(module).__name__} runs other operations for {b} samples than for {a}, so its operators are not the "
-        "same for every micro-batch; look for a Python loop or a branch over the samples in its forward, and write it with "
+        f"{type(module).__name__} runs other operations for {b} samples than for {a}, so its "
+        f"operators are not the "
+        "same for every micro-batch; look for a Python loop or a branch over the samples in its "
+        "forward, and write it with "
         "tensor operations"
     )
 
@@ -283,7 +219,7 @@ def _device(module: nn.Module) -> torch.device:
 class _Exporter:
     """Programs of one module for any number of samples."""
 
-    def __init__(self, module: nn.Module, layout: _Layout, training: bool) -> None:
+    def __init__(self, module: nn.Module, layout: Layout, training: bool) -> None:
         self.module = module
         self.layout = layout
         self.training = training
@@ -326,7 +262,7 @@ class _Exporter:
         if self.dynamic is not None:
             try:
                 program = self.lowered(self.dynamic, samples, device)
-            except Refused:
+            except RefusedError:
                 program = None
         if program is None:
             if samples not in self.fixed:
@@ -340,19 +276,25 @@ class _Exporter:
         program = lower(
             exported, samples, names=self.names, batch_names=list(self.layout.names), device=device
         )
-        leaves = dict(zip(self.layout.names, self.layout.resized(1, torch.device("meta")), strict=True))
+        leaves = dict(
+            zip(self.layout.names, self.layout.resized(1, torch.device("meta")), strict=True)
+        )
 
         def find(source: Source) -> torch.Tensor:
             if source.kind == BATCH_LEAF:
                 leaf = leaves[source.name]
-                return torch.empty((samples, *leaf.shape[1:]), dtype=leaf.dtype, device=device or self.device)
-            return self.tensors[source] if source in self.tensors else program.constants[source.name]
+                return torch.empty(
+                    (samples, *leaf.shape[1:]), dtype=leaf.dtype, device=device or self.device
+                )
+            return (
+                self.tensors[source] if source in self.tensors else program.constants[source.name]
+            )
 
         try:
             propagate(program, find, device)
         except Exception as error:
             if exported is self.dynamic:
-                raise Refused from error
+                raise RefusedError from error
             raise
         return program
 
@@ -361,7 +303,9 @@ def _is_fixed(exported: torch.export.ExportedProgram) -> bool:
     """Whether the tracer met a line that needs the number of samples as a constant."""
     leaves = [
         node.meta["val"].shape[0]
-        for spec, node in zip(exported.graph_signature.input_specs, exported.graph.nodes, strict=False)
+        for spec, node in zip(
+            exported.graph_signature.input_specs, exported.graph.nodes, strict=False
+        )
         if spec.kind is torch.export.graph_signature.InputKind.USER_INPUT
     ]
     return any(isinstance(size, int) or size.node.expr.is_number for size in leaves)
@@ -375,72 +319,3 @@ def _first_names(module: nn.Module) -> dict[str, str]:
         for name, each in named(remove_duplicate=False):
             result[f"module.{name}"] = first.setdefault(id(each), name)
     return result
-
-
-def _build(
-    module: nn.Module, program: Program, other: Program, grouping: Grouping, training: bool
-) -> tuple[OpGraph, tuple[int, ...], tuple[int | None, ...]]:
-    """The graph of operators, with the call and the batch dimension of each value."""
-    owners = dict(zip(program.calls, grouping.owners, strict=True))
-    twins = dict(zip(program.calls, other.calls, strict=True))
-    position = {node: i for i, node in enumerate(program.calls)}
-    readers = _readers(program, owners)
-    carriers = gradient_calls(program) if training else set()
-    read: list[set[str]] = [set() for _ in grouping.names]
-    batch_values, values = [], []
-    for node in program.graph.nodes:
-        source = program.sources.get(node)
-        if source is not None and source.kind == PARAMETER:
-            for op in readers[node]:
-                read[op].add(source.name)
-        elif source is not None and source.kind == BATCH_LEAF:
-            leaf = node.meta["val"]
-            size = leaf.numel() * leaf.element_size() // program.samples
-            consumers = tuple(sorted(readers[node]))
-            batch_values.append((Value(BATCH, consumers, size, True, False, source.name), -1, 0))
-        elif node.op == "call_function" and owners[node] != FREE:
-            consumers = tuple(sorted(readers[node] - {owners[node]}))
-            if consumers:
-                grad = requires_grad(node) and any(
-                    user in carriers and owners[user] != owners[node] for user in node.users
-                )
-                sizes = (program.samples, other.samples)
-                value, dim = _value(node, twins[node], sizes, owners[node], consumers, grad)
-                values.append((value, position[node], dim))
-    ops = []
-    for i, (name, kind) in enumerate(zip(grouping.names, grouping.kinds, strict=True)):
-        ordered = tuple(n for n, _ in module.named_parameters() if n in read[i])
-        ops.append(Op(name, ordered, kind))
-    parameters = tuple(
-        Parameter(n, p.numel() * p.element_size(), p.requires_grad)
-        for n, p in module.named_parameters()
-        if any(n in names for names in read)
-    )
-    entries = [*batch_values, *values]
-    graph = OpGraph(tuple(ops), tuple(e[0] for e in entries), parameters, type(module).__name__)
-    return graph, tuple(e[1] for e in entries), tuple(e[2] for e in entries)
-
-
-def _readers(program: Program, owners: Mapping[fx.Node, int]) -> dict[fx.Node, set[int]]:
-    """Per node, the operators that read it, directly or through calls that are copied to them."""
-    readers: dict[fx.Node, set[int]] = defaultdict(set)
-    for node in reversed(list(program.graph.nodes)):
-        if node.op != "call_function":
-            continue
-        mine = readers[node] if owners[node] == FREE else {owners[node]}
-        for source in node.all_input_nodes:
-            readers[source] |= mine
-    return readers
-
-
-def _value(
-    node: fx.Node, twin: fx.Node, sizes: tuple[int, int], producer: int, consumers: tuple[int, ...], grad: bool
-) -> tuple[Value, int | None]:
-    here, there = tensor(node), tensor(twin)
-    assert here is not None
-    assert there is not None
-    dim = batch_dim(here, there, sizes)
-    nbytes = here.numel() * here.element_size()
-    if dim is not None:
-        nbytes //= sizes[0]
-    return Value(producer, consumers, nbytes, dim is not None, grad, node.name), dim

@@ -1,9 +1,10 @@
 """From a user's module to an exported program, or to an error that says where and why not.
 
-``torch.export`` is tried in three ways: without Python analysis and with a symbolic batch size, the same with
-the batch size fixed, and with full Python analysis. The first gives up on few models but has two silent traps: the
-backward of a custom ``autograd.Function`` is lost, because only its forward is traced, and ``torch.utils.checkpoint``
-disappears or, in its reentrant form, cuts off the gradients. Both are watched for while the forward runs.
+``torch.export`` is tried in three ways: without Python analysis and with a symbolic batch size, the
+same with the batch size fixed, and with full Python analysis. The first gives up on few models but
+has two silent traps: the backward of a custom ``autograd.Function`` is lost, because only its
+forward is traced, and ``torch.utils.checkpoint`` disappears or, in its reentrant form, cuts off the
+gradients. Both are watched for while the forward runs.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ from torch.utils import checkpoint
 
 from anabranch.errors import CaptureError
 
-
 _SYMBOLS = "torch.fx.experimental.symbolic_shapes"
 
 
@@ -44,7 +44,8 @@ class ReturnsLoss(nn.Module):
         before = {(owner, name): b for owner, name, b in _buffers(self.module)}
         result = scalars(self.module(*args, **kwargs))
         for owner, name, now in _buffers(self.module):
-            # Tracing forgets an assignment, self.count = self.count + 1, but not a copy into the buffer.
+            # Tracing forgets an assignment, self.count = self.count + 1, but not a copy into the
+            # buffer.
             buffer = before.get((owner, name))
             if buffer is not None and now is not buffer:
                 buffer.copy_(now.detach())
@@ -70,12 +71,14 @@ def scalars(output: Any) -> dict[str, torch.Tensor]:
     if not isinstance(loss, torch.Tensor):
         found = ", ".join(entries) or type(output).__name__
         raise CaptureError(
-            f"the module's forward returned no loss, but {found}; it has to return a scalar tensor, or an "
+            f"the module's forward returned no loss, but {found}; it has to return a scalar "
+            f"tensor, or an "
             "object or mapping with a scalar entry named loss (pass the labels in the batch)"
         )
     if loss.dim() != 0 or not loss.dtype.is_floating_point:
         raise CaptureError(
-            f"the loss has shape ({_shape(loss)}) and type {loss.dtype}, not that of a scalar; reduce it to a mean "
+            f"the loss has shape ({_shape(loss)}) and type {loss.dtype}, not that of a scalar; "
+            f"reduce it to a mean "
             "over the samples, for example with loss.mean()"
         )
     metrics = {
@@ -124,7 +127,8 @@ def export(
         except CaptureError:
             raise
         except Exception as error:
-            # What the plain trace stumbled over is nearer to the user's code than what the analysis says.
+            # What the plain trace stumbled over is nearer to the user's code than what the analysis
+            # says.
             failure = failure or error
         else:
             _warn_checkpoints(checkpoints)
@@ -158,7 +162,8 @@ def _quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _watched(checkpoints: set[str]) -> Iterator[None]:
-    """Refuse custom gradients and replace checkpoints by plain calls while a forward pass is traced.
+    """Refuse custom gradients and replace checkpoints by plain calls while a forward pass is
+    traced.
 
     Args:
         checkpoints: receives the places where torch.utils.checkpoint is called.
@@ -174,8 +179,10 @@ def _watched(checkpoints: set[str]) -> Iterator[None]:
             run, _, *inputs = args
             return run(*inputs)
         raise CaptureError(
-            f"{where} calls {cls.__name__}.apply, an autograd.Function: tracing sees its forward only, "
-            "and its backward would silently be replaced by that of the forward's operations; write it "
+            f"{where} calls {cls.__name__}.apply, an autograd.Function: tracing sees its forward "
+            f"only, "
+            "and its backward would silently be replaced by that of the forward's operations; "
+            "write it "
             "with tensor operations, or as torch.library.custom_op with register_autograd, whose "
             "backward is kept"
         )
@@ -196,8 +203,10 @@ def _watched(checkpoints: set[str]) -> Iterator[None]:
 def _warn_checkpoints(places: set[str]) -> None:
     if places:
         warnings.warn(
-            f"{', '.join(sorted(places))}: torch.utils.checkpoint is not carried over; gradients are the "
-            "same, and whether a stage computes its activations again is up to the plan (recompute)",
+            f"{', '.join(sorted(places))}: torch.utils.checkpoint is not carried over; gradients "
+            f"are the "
+            "same, and whether a stage computes its activations again is up to the plan "
+            "(recompute)",
             CaptureWarning,
             stacklevel=2,
         )
@@ -222,9 +231,7 @@ def user_frame(stack: Iterable[traceback.FrameSummary]) -> str:
     return found
 
 
-def _explained(
-    module: ReturnsLoss, leaves: list[torch.Tensor], error: Exception
-) -> CaptureError:
+def _explained(module: ReturnsLoss, leaves: list[torch.Tensor], error: Exception) -> CaptureError:
     where = user_frame(traceback.extract_tb(error.__traceback__))
     name = type(module.module).__name__
     text = str(error)
@@ -232,12 +239,16 @@ def _explained(
     kind = type(error).__name__
     if "DataDependent" in kind or "data-dependent" in text:
         return CaptureError(
-            f"{name} cannot be captured: {where} needs the value of a tensor in Python, as a branch or a number that "
-            "depends on the data does, so the operations differ from batch to batch; use torch.where or torch.cond, or "
+            f"{name} cannot be captured: {where} needs the value of a tensor in Python, as a "
+            f"branch or a number that "
+            "depends on the data does, so the operations differ from batch to batch; use "
+            "torch.where or torch.cond, or "
             f"decide before the forward and pass the decision in the batch ({kind})"
         )
     samples = leaves[0].shape[0]
     return CaptureError(
-        f"{name} cannot be captured with {samples} samples: {where} raised {kind}: {first}; if the same happens without anabranch, when the module "
-        "is called on the example batch, correct it there; otherwise write that line with tensor operations"
+        f"{name} cannot be captured with {samples} samples: {where} raised {kind}: {first}; if the "
+        f"same happens without anabranch, when the module "
+        "is called on the example batch, correct it there; otherwise write that line with tensor "
+        "operations"
     )

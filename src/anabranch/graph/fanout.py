@@ -6,8 +6,9 @@ Autograd adds the gradients of a tensor with several uses one by one, the latest
         +--> use 2 (stage 1)
         +--> use 3 (stage 0)
 
-With uses on several stages the sum would start with whatever arrives from outside, ((g2 + g3) + g1), which is equal on
-paper and not in floating point. ``fan_out`` gives every use an alias of its own and adds their gradients itself.
+With uses on several stages the sum would start with whatever arrives from outside, ((g2 + g3) +
+g1), which is equal on paper and not in floating point. ``fan_out`` gives every use an alias of its
+own and adds their gradients itself.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ class _KeepLayout(torch.autograd.Function):
 def keep_layout(x: torch.Tensor, order: list[int]) -> torch.Tensor:
     """The tensor itself, whose gradient is laid out in memory like the tensor was in one process.
 
-    Sums run in the order of memory, so a gradient that was sent and came back row by row would be summed differently.
+    Sums run in the order of memory, so a gradient that was sent and came back row by row would be
+    summed differently.
 
     Args:
         x: a tensor.

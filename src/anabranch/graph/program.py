@@ -1,7 +1,8 @@
-"""A captured forward pass as one flat list of tensor operations, specialised to a number of samples.
+"""A captured forward pass as one flat list of tensor operations, specialised to a number of
+samples.
 
-An exported program has the batch size as a symbol, lifts parameters into arguments, folds ``no_grad`` regions
-into calls, and bakes devices in. ``lower`` undoes all of this::
+An exported program has the batch size as a symbol, lifts parameters into arguments, folds
+``no_grad`` regions into calls, and bakes devices in. ``lower`` undoes all of this::
 
     p_weight, x: [s, 8]                             weight, x: [4, 8]
     n   = sym_size(x, 0)                            y = linear(x, weight)
@@ -9,8 +10,9 @@ into calls, and bakes devices in. ``lower`` undoes all of this::
     z   = view(y, [n, 2, 4])                        d = detach(z)
     w   = wrap_with_set_grad_enabled(f, z)          w = ...                the region's own operations
 
-so that every node is a call on tensors and constants, in the order of the user's program. Afterwards ``propagate`` runs
-it once on fake tensors: shapes, whether a gradient is needed and who shares storage are then facts, not guesses.
+so that every node is a call on tensors and constants, in the order of the user's program.
+Afterwards ``propagate`` runs it once on fake tensors: shapes, whether a gradient is needed and who
+shares storage are then facts, not guesses.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import sympy
+import sympy  # type: ignore[import-untyped]
 import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -29,7 +31,8 @@ from torch.fx.node import map_aggregate
 
 PARAMETER, BUFFER, CONSTANT, BATCH_LEAF = "parameter", "buffer", "constant", "batch"
 
-# Change what their schema does not say, running mean and variance, if argument 5 (training) is true.
+# Change what their schema does not say, running mean and variance, if argument 5 (training) is
+# true.
 _HIDDEN_WRITES = {
     "aten::batch_norm": (3, 4),
     "aten::instance_norm": (3, 4),
@@ -59,11 +62,14 @@ class Program:
 
     Attributes:
         samples: the size of dimension 0 of every batch leaf.
-        graph: placeholders, calls in program order, and an output ``(loss, *metrics)``. After ``propagate`` each
-            node has ``meta["val"]``, a fake tensor whose ``requires_grad`` is true to eager execution.
-        sources: placeholder -> where it comes from. A parameter shared under two names is one placeholder.
+        graph: placeholders, calls in program order, and an output ``(loss, *metrics)``. After
+            ``propagate`` each node has ``meta["val"]``, a fake tensor whose ``requires_grad`` is
+            true to eager execution.
+        sources: placeholder -> where it comes from. A parameter shared under two names is one
+            placeholder.
         constants: tensors that the forward pass created from literals.
-        regions: sub-graphs that could not be made flat (autocast), by the name that a ``get_attr`` node has.
+        regions: sub-graphs that could not be made flat (autocast), by the name that a ``get_attr``
+            node has.
     """
 
     samples: int
@@ -110,7 +116,9 @@ def written(node: fx.Node) -> list[fx.Node]:
     schema = getattr(node.target, "_schema", None)
     if schema is None or node.op != "call_function":
         return []
-    positions = set(_HIDDEN_WRITES.get(schema.name, ()) if len(node.args) > 5 and node.args[5] else ())
+    positions = set(
+        _HIDDEN_WRITES.get(schema.name, ()) if len(node.args) > 5 and node.args[5] else ()
+    )
     names = set()
     for i, argument in enumerate(schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -129,7 +137,7 @@ def _leaves(value: Any) -> Iterator[Any]:
         yield value
 
 
-class Refused(Exception):
+class RefusedError(Exception):
     """The program cannot be specialised to this number of samples; it has to be exported for it."""
 
 
@@ -146,12 +154,13 @@ def lower(
     Args:
         exported: its forward takes the batch leaves and returns a dict, ``loss`` first.
         samples: number of samples.
-        names: every name of a parameter or buffer in the exported module -> its first name in the user's.
+        names: every name of a parameter or buffer in the exported module -> its first name in the
+            user's.
         batch_names: names of the batch leaves.
         device: put constructed tensors here instead of where they were during the export.
 
     Raises:
-        Refused: if the export fixed its batch size to another number.
+        RefusedError: if the export fixed its batch size to another number.
     """
     builder = _Builder(_symbols(exported, samples), device)
     kinds = torch.export.graph_signature.InputKind
@@ -183,13 +192,14 @@ def _symbols(exported: torch.export.ExportedProgram, samples: int) -> dict[Any, 
             known[size.node.expr] = samples
             scope = size.node.shape_env
             guards = [g.expr.xreplace(scope.replacements) for g in scope.guards]
-        elif isinstance(size, torch.SymInt) and not size.node.expr.is_number:
-            raise Refused
-        elif int(size) != samples:
-            raise Refused
-    # One sample is a size of its own to the tracer, which never asks about it; operations are right for it.
+        elif (isinstance(size, torch.SymInt) and not size.node.expr.is_number) or int(
+            size
+        ) != samples:
+            raise RefusedError
+    # One sample is a size of its own to the tracer, which never asks about it; operations are right
+    # for it.
     if any(guard.xreplace(known) == sympy.false for guard in guards):
-        raise Refused
+        raise RefusedError
     return known
 
 
@@ -290,7 +300,7 @@ class _Builder:
 
     def inline(self, node: fx.Node, enabled: bool, arguments: tuple[Any, ...]) -> None:
         """Without gradients means: on detached inputs. The storage stays shared, for operations in place."""
-        body, *inputs = map_aggregate(arguments, self.value)  # type: ignore[misc, union-attr]
+        body, *inputs = map_aggregate(arguments, self.value)
         places = [n for n in body.graph.nodes if n.op == "placeholder"]  # type: ignore[union-attr]
         for place, given in zip(places, inputs, strict=True):
             if isinstance(given, fx.Node) and not enabled:
@@ -298,7 +308,7 @@ class _Builder:
                 call.meta["nn_module_stack"] = node.meta.get("nn_module_stack")
                 given = call
             self.env[place] = given
-        self.env[node] = self.body(body, body.graph)  # type: ignore[union-attr, arg-type]
+        self.env[node] = self.body(body, body.graph)
 
     def finish(self, samples: int) -> Program:
         outputs = self.result if isinstance(self.result, list | tuple) else (self.result,)
@@ -334,7 +344,11 @@ def _follow_writes(graph: fx.Graph) -> None:
     position = {node: i for i, node in enumerate(graph.nodes)}
     for node in graph.nodes:
         schema = getattr(node.target, "_schema", None)
-        returned = schema.returns[0].alias_info if schema is not None and len(schema.returns) == 1 else None
+        returned = (
+            schema.returns[0].alias_info
+            if schema is not None and len(schema.returns) == 1
+            else None
+        )
         if returned is None or not returned.is_write:
             continue
         for target in written(node):
@@ -345,7 +359,11 @@ def _follow_writes(graph: fx.Graph) -> None:
 
 def _drop_dead(graph: fx.Graph) -> None:
     for node in reversed(list(graph.nodes)):
-        if node.op in ("call_function", "get_attr", "placeholder") and not node.users and not written(node):
+        if (
+            node.op in ("call_function", "get_attr", "placeholder")
+            and not node.users
+            and not written(node)
+        ):
             graph.erase_node(node)
 
 
@@ -356,7 +374,8 @@ def propagate(
 
     Args:
         program: a program without values.
-        find: source -> a tensor whose size, stride, dtype and need of a gradient are the placeholder's.
+        find: source -> a tensor whose size, stride, dtype and need of a gradient are the
+            placeholder's.
         device: where every placeholder is; by default where the found tensor is.
     """
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
@@ -393,4 +412,6 @@ def gradient_calls(program: Program) -> set[fx.Node]:
 
 def requires_grad(node: fx.Node) -> bool:
     """Whether eager execution would track gradients of the node's value, or of a part of it."""
-    return any(isinstance(v, torch.Tensor) and v.requires_grad for v in _leaves(node.meta.get("val")))
+    return any(
+        isinstance(v, torch.Tensor) and v.requires_grad for v in _leaves(node.meta.get("val"))
+    )

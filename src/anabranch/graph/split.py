@@ -1,7 +1,8 @@
 """Cut a captured module into one program per stage.
 
-A stage's program holds the calls of its operators, in the order of the whole program, copies of the free calls that they
-need, and the model's own parameters under the model's own names. What crosses a stage boundary goes through a port::
+A stage's program holds the calls of its operators, in the order of the whole program, copies of the
+free calls that they need, and the model's own parameters under the model's own names. What crosses
+a stage boundary goes through a port::
 
     stage 0                    stage 1
     +----------------+         +----------------+
@@ -10,10 +11,11 @@ need, and the model's own parameters under the model's own names. What crosses a
     |      +-> d     |         |                |
     +----------------+         +----------------+
 
-One port per value and consuming stage is enough for gradients that are right. For gradients that are bitwise those of one
-process (``exact``) each use that autograd would add on its own gets a port of its own, and the producer adds what comes back
-in the order of one process (``fanout``). Only the uses that are added first may be summed where they are, because
-((g3 + g2) + g1) begins with their sum. The same holds for a parameter that several stages read.
+One port per value and consuming stage is enough for gradients that are right. For gradients that
+are bitwise those of one process (``exact``) each use that autograd would add on its own gets a port
+of its own, and the producer adds what comes back in the order of one process (``fanout``). Only the
+uses that are added first may be summed where they are, because ((g3 + g2) + g1) begins with their
+sum. The same holds for a parameter that several stages read.
 """
 
 from __future__ import annotations
@@ -32,60 +34,18 @@ from torch.fx.node import map_aggregate
 from anabranch.graph.capture import Captured
 from anabranch.graph.fanout import dense, fan_out, keep_layout
 from anabranch.graph.group import FREE
-from anabranch.graph.opgraph import BATCH
-from anabranch.graph.program import (
-    BATCH_LEAF,
-    BUFFER,
-    CONSTANT,
-    PARAMETER,
-    Program,
-    gradient_calls,
-    requires_grad,
-    written,
-)
+from anabranch.graph.program import BATCH_LEAF, BUFFER, CONSTANT, Program
+from anabranch.graph.uses import Port, TiedUse, Use, Uses, arguments
 
-Use = tuple[int, int]
-"""Position of the reading call in the program, and which of its arguments that are nodes (counted from 0)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Port:
-    """A value on its way from one stage to another.
-
-    Attributes:
-        value: index in the captured graph's values.
-        source: producing stage.
-        target: consuming stage.
-        order: position among the summands of the value's gradient; 0 is added first.
-        grad: whether a gradient comes back.
-    """
-
-    value: int
-    source: int
-    target: int
-    order: int
-    grad: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class TiedUse:
-    """A use of a parameter that several stages read; its gradient is collected on its own.
-
-    Attributes:
-        name: of the parameter.
-        order: position among the summands of the parameter's gradient in one micro-batch; 0 is added first.
-    """
-
-    name: str
-    order: int
+__all__ = ["Port", "Split", "StageProgram", "TiedUse", "split", "stages_like"]
 
 
 @dataclass(frozen=True)
 class StageProgram:
     """What one stage runs for a number of samples.
 
-    Call ``module(*inputs, *tied, *batch)``; it returns ``(*outputs, loss if has_loss, *metrics)``. Every tensor of a port has
-    its samples in dimension 0.
+    Call ``module(*inputs, *tied, *batch)``; it returns ``(*outputs, loss if has_loss, *metrics)``.
+    Every tensor of a port has its samples in dimension 0.
 
     Attributes:
         module: holds the model's own parameters and buffers under the model's own names.
@@ -108,9 +68,7 @@ class StageProgram:
     shapes: dict[int, tuple[torch.Size, torch.dtype]]
 
 
-def split(
-    captured: Captured, stages: Sequence[Sequence[str]], *, exact: bool = False
-) -> Split:
+def split(captured: Captured, stages: Sequence[Sequence[str]], *, exact: bool = False) -> Split:
     """Cut a captured module into stages.
 
     Args:
@@ -119,7 +77,8 @@ def split(
         exact: make gradients bitwise those of one process.
 
     Raises:
-        ValueError: if the stages do not hold every operator exactly once, or a value would flow to an earlier stage.
+        ValueError: if the stages do not hold every operator exactly once, or a value would flow to
+            an earlier stage.
     """
     graph = captured.graph
     stage_of: dict[int, int] = {}
@@ -128,15 +87,20 @@ def split(
             if name not in graph.index:
                 raise ValueError(f"stage {s} names operator {name}, which the model does not have")
             if graph.index[name] in stage_of:
-                raise ValueError(f"operator {name} is in stage {stage_of[graph.index[name]]} and in stage {s}")
+                raise ValueError(
+                    f"operator {name} is in stage {stage_of[graph.index[name]]} and in stage {s}"
+                )
             stage_of[graph.index[name]] = s
     missing = [op.name for i, op in enumerate(graph.ops) if i not in stage_of]
     if missing:
-        raise ValueError(f"no stage holds {', '.join(missing[:5])} ({len(missing)} operators in all)")
+        raise ValueError(
+            f"no stage holds {', '.join(missing[:5])} ({len(missing)} operators in all)"
+        )
     for a, b in graph.edges:
         if stage_of[a] > stage_of[b]:
             raise ValueError(
-                f"{graph.ops[a].name} in stage {stage_of[a]} feeds {graph.ops[b].name} in stage {stage_of[b]}; "
+                f"{graph.ops[a].name} in stage {stage_of[a]} feeds {graph.ops[b].name} in stage "
+                f"{stage_of[b]}; "
                 "stages have to be in topological order"
             )
     return Split(captured, tuple(stage_of[i] for i in range(len(graph))), len(stages), exact)
@@ -166,7 +130,7 @@ class Split:
         self.exact = exact
         self._cache: dict[tuple[int, int, torch.device | str | None], StageProgram] = {}
         program = captured.at(captured.samples, device=captured.capture_device)
-        self._uses = _Uses(captured, program, stage_of, exact)
+        self._uses = Uses(captured, program, stage_of, exact)
 
     @property
     def ports(self) -> tuple[Port, ...]:
@@ -229,128 +193,6 @@ def _needed(
     return needed
 
 
-class _Uses:
-    """Which use of which value or tied parameter goes through which port or alias."""
-
-    def __init__(
-        self, captured: Captured, program: Program, stage_of: Sequence[int], exact: bool
-    ) -> None:
-        self.stage_of = stage_of
-        self.exact = exact
-        self.calls = program.calls
-        self.position = {node: i for i, node in enumerate(self.calls)}
-        self.owners = captured.owners(program)
-        self.carriers = gradient_calls(program) if captured.training else set()
-        self.port_of: dict[tuple[int, Use], Port] = {}
-        self.fallback: dict[tuple[int, int], Port] = {}
-        self.local: dict[int, dict[Use, int]] = {}
-        self.summands: dict[int, int] = {}
-        self.tied_of: dict[tuple[str, Use], TiedUse] = {}
-        self.last_write: dict[int, int] = {}
-        for i, node in enumerate(self.calls):
-            for target in written(node):
-                self.last_write[target.meta["storage"]] = i
-        ports: list[Port] = []
-        for index, value in enumerate(captured.graph.values):
-            if value.producer != BATCH:
-                ports += self.add_value(index, captured.value_calls[index])
-        self.ports = tuple(ports)
-        self.tied: tuple[tuple[int, TiedUse], ...] = ()
-        if exact:
-            self.add_tied(program)
-
-    def stage(self, call: int) -> int:
-        return self.stage_of[self.owners[self.calls[call]]]
-
-    def of(self, node: fx.Node) -> tuple[list[Use], list[Use]]:
-        """Uses of a node: those with a gradient in the order in which autograd adds them, and the others."""
-        after = self.last_write.get(node.meta.get("storage", 0), -1) if node.op != "placeholder" else -1
-        with_grad, without = [], []
-        for user in node.users:
-            if user.op != "call_function" or self.owners[user] == FREE:
-                continue
-            at = self.position[user]
-            slots = [k for k, source in enumerate(_arguments(user)) if source is node]
-            for slot in slots:
-                carries = user in self.carriers and requires_grad(node) and at > after
-                (with_grad if carries else without).append((at, slot))
-        # The latest call first; within one call its arguments from first to last.
-        return sorted(with_grad, key=lambda use: (-use[0], use[1])), without
-
-    def runs(self, uses: list[Use]) -> list[tuple[int, list[Use]]]:
-        """Uses that share an alias, with their stage, in the order in which they are added."""
-        result: list[tuple[int, list[Use]]] = []
-        for use in uses:
-            stage = self.stage(use[0])
-            if result and len(result) == 1 and result[0][0] == stage:
-                result[0][1].append(use)
-            else:
-                result.append((stage, [use]))
-        return result
-
-    def add_value(self, index: int, call: int) -> list[Port]:
-        node = self.calls[call]
-        home = self.stage(call)
-        with_grad, without = self.of(node)
-        ports: list[Port] = []
-        if self.exact:
-            runs = self.runs(with_grad)
-            if any(stage != home for stage, _ in runs) and len(runs) > 1:
-                self.summands[call] = len(runs)
-        else:
-            by_stage: dict[int, list[Use]] = defaultdict(list)
-            for use in with_grad:
-                by_stage[self.stage(use[0])].append(use)
-            runs = list(by_stage.items())
-        for order, (stage, uses) in enumerate(runs):
-            if stage == home:
-                self.local.setdefault(call, {}).update(dict.fromkeys(uses, order))
-                continue
-            port = Port(index, home, stage, order)
-            ports.append(port)
-            self.fallback.setdefault((call, stage), port)
-            for use in uses:
-                self.port_of[call, use] = port
-        for at, slot in without:
-            stage = self.stage(at)
-            if stage != home:
-                if (call, stage) not in self.fallback:
-                    port = Port(index, home, stage, len(runs), grad=False)
-                    ports.append(port)
-                    self.fallback[call, stage] = port
-                self.port_of[call, (at, slot)] = self.fallback[call, stage]
-        return ports
-
-    def add_tied(self, program: Program) -> None:
-        tied: list[tuple[int, TiedUse]] = []
-        for node, source in program.sources.items():
-            if source.kind != PARAMETER or not requires_grad(node):
-                continue
-            runs = self.runs(self.of(node)[0])
-            if len({stage for stage, _ in runs}) < 2:
-                continue
-            for order, (stage, uses) in enumerate(runs):
-                alias = TiedUse(source.name, order)
-                tied.append((stage, alias))
-                for use in uses:
-                    self.tied_of[source.name, use] = alias
-        self.tied = tuple(tied)
-
-
-def _arguments(node: fx.Node) -> list[fx.Node]:
-    """Arguments that are nodes, in order, a node as often as it occurs."""
-    found: list[fx.Node] = []
-
-    def note(argument: Any) -> Any:
-        if isinstance(argument, fx.Node):
-            found.append(argument)
-        return argument
-
-    map_aggregate(node.args, note)
-    map_aggregate(node.kwargs, note)
-    return found
-
-
 class _Cutter:
     """Builds the program of one stage."""
 
@@ -390,10 +232,16 @@ class _Cutter:
             if node.op == "call_function" and node in self.needed:
                 self.copy(node)
         loss, *metrics = self.program.outputs
-        made = [(name, node) for name, node in zip(self.captured.metrics, metrics, strict=True) if node in self.env]
+        made = [
+            (name, node)
+            for name, node in zip(self.captured.metrics, metrics, strict=True)
+            if node in self.env
+        ]
         returned = [self.sent(port) for port in outputs]
         returned += [self.env[loss]] if loss in self.env else []
-        returned += [self.graph.call_function(torch.ops.aten.detach.default, (self.env[n],)) for _, n in made]
+        returned += [
+            self.graph.call_function(torch.ops.aten.detach.default, (self.env[n],)) for _, n in made
+        ]
         self.graph.output(tuple(returned))
         return StageProgram(
             module=self.assembled(),
@@ -423,7 +271,7 @@ class _Cutter:
         return torch.Size(sizes), like.dtype
 
     def restored(self, port: Port) -> fx.Node:
-        """Undo what ``sent`` did; in exact mode in memory too, because kernels differ by strides."""
+        """Undo what ``sent`` did, in memory too: views need the strides, and kernels differ by them."""
         node, dim = self.received[port], self.captured.batch_dims[port.value]
         if dim:
             node = self.graph.call_function(torch.ops.aten.movedim.int, (node, 0, dim))
@@ -431,9 +279,9 @@ class _Cutter:
         return node if order is None else self.graph.call_function(dense, (node, order))
 
     def layout(self, port: Port) -> list[int] | None:
-        """Dimensions by stride, where a sent tensor would come out in another layout and that matters."""
+        """Dimensions by stride, where a sent tensor would come out in another layout."""
         like = self.node_of(port.value).meta["val"]
-        if not self.parts.exact or (not self.captured.batch_dims[port.value] and like.is_contiguous()):
+        if not self.captured.batch_dims[port.value] and like.is_contiguous():
             return None
         return sorted(range(like.dim()), key=lambda d: -like.stride(d))
 
@@ -443,7 +291,7 @@ class _Cutter:
         if port.grad and call in self.uses.summands:
             result = self.alias(call, port.order)
         order = self.layout(port)
-        if order is not None and port.grad:
+        if order is not None and port.grad and self.parts.exact:
             result = self.graph.call_function(keep_layout, (result, order))
         if dim:
             result = self.graph.call_function(torch.ops.aten.movedim.int, (result, dim, 0))
@@ -459,7 +307,7 @@ class _Cutter:
         return self.aliases[call][order]
 
     def copy(self, node: fx.Node) -> None:
-        slots = iter(range(len(_arguments(node))))
+        slots = iter(range(len(arguments(node))))
 
         def take(argument: Any) -> Any:
             if not isinstance(argument, fx.Node):
@@ -494,7 +342,9 @@ class _Cutter:
         if source.kind == CONSTANT:
             target = f"_constants.{source.name.replace('.', '_')}"
             value = self.program.constants[source.name]
-            self.attributes[target] = value.to(node.meta["val"].device) if not value.is_meta else value
+            self.attributes[target] = (
+                value.to(node.meta["val"].device) if not value.is_meta else value
+            )
             self.transient.add(target)
         else:
             target = source.name
@@ -509,7 +359,8 @@ class _Cutter:
 
     def assembled(self) -> fx.GraphModule:
         root: dict[str, Any] = self.attributes
-        # A read tensor may be made late in the graph by ``attribute``: all of them are attributes, so order is no concern.
+        # A read tensor may be made late in the graph by ``attribute``: all of them are attributes,
+        # so order is no concern.
         module = fx.GraphModule(root, self.graph, class_name=f"Stage{self.stage}")
         for target in self.transient:
             owner, _, name = target.rpartition(".")

@@ -51,7 +51,8 @@ class DataParallel:
             return InfeasiblePlanError(
                 f"data parallelism on the {total} devices of {cost.cluster.name} needs "
                 f"micro-batches of at least {total} samples within the profile "
-                f"({cost.profile.origin}); use a larger batch than {batch_size}, fewer devices, or planner graphpipe"
+                f"({cost.profile.origin}); use a larger batch than {batch_size}, fewer devices, "
+                "or planner graphpipe"
             )
         need = cost.device_bytes(
             range(len(cost.graph)),
@@ -62,7 +63,8 @@ class DataParallel:
         return InfeasiblePlanError(
             f"data parallelism needs {need / GIB:.1f} GiB on each device at "
             f"{-(-sizes[0] // total)} samples; {cost.cluster.name} has "
-            f"{cost.cluster.memory_bytes / GIB:.1f} GiB: more devices do not help below that, planner graphpipe may"
+            f"{cost.cluster.memory_bytes / GIB:.1f} GiB: more devices do not help below that, "
+            "planner graphpipe may"
         )
 
 

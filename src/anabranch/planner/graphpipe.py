@@ -70,8 +70,11 @@ class GraphPipe:
         problem = self.problem(cost, batch_size)
         sequential = Sequential(self.max_replicas, self.candidates, self.tolerance)
         chains = sequential.propose(cost, batch_size, microbatch_size)
-        own = candidates(problem, microbatch_size) if problem.chain.blocks else []
-        own = best([*own, *unchained(problem, chains)], self.candidates)
+        own = list(unchained(problem, chains))
+        if problem.chain.blocks:
+            known_s = min((each.step_s for each in own), default=float("inf"))
+            own += candidates(problem, microbatch_size, known_s=known_s)
+        own = best(own, self.candidates)
         found = best([*own, *chains], len(own) + len(chains))
         if not found:
             raise explain(problem, microbatch_size)

@@ -84,11 +84,19 @@ class Problem:
         return Reach(self.chain, prices, limit=limit, heights=min(limit, span(self.chain)))
 
 
-def candidates(problem: Problem, microbatch_size: int | None) -> list[Candidate]:
-    """Candidates for one micro-batch size or all, in no order; empty if nothing fits."""
+def candidates(
+    problem: Problem, microbatch_size: int | None, *, known_s: float = float("inf")
+) -> list[Candidate]:
+    """Candidates for one micro-batch size or all, in no order; empty if nothing fits.
+
+    Args:
+        problem: what is to be planned.
+        microbatch_size: only this size.
+        known_s: a step that is known to be possible, so that worse sizes can be left out.
+    """
     sizes = [microbatch_size] if microbatch_size else microbatch_sizes(problem.batch_size)
     searches = [Search(problem, b) for b in sizes if problem.prices(b).degrees]
-    least = float("inf")
+    least = known_s
     for search in sorted(searches, key=lambda each: each.least_step_s):
         if search.least_step_s <= HOPELESS * least:
             search.narrow(COARSE, give_up=HOPELESS * least)

@@ -81,8 +81,8 @@ class Sharing:
         self._shares: dict[int, list[tuple[int, Floats]]] = {}
         self._allowed = np.arange(e)[None, :] <= caps[:, None]
         for j, option in enumerate(options, start=1):
-            self._sums.append(np.full_like(first, np.inf))
-            self._choice.append(np.zeros(first.shape[1:], dtype=np.int32))
+            self._sums.append(np.empty_like(first))
+            self._choice.append(np.empty(first.shape[1:], dtype=np.int32))
             self._cut(option)
             for i in range(j - 1):
                 if worthwhile[j, i]:
@@ -92,7 +92,14 @@ class Sharing:
     def _cut(self, option: Options) -> None:
         before, after, choice = self._sums[-2], self._sums[-1], self._choice[-1]
         limit = before.shape[-1] - 1
-        for v, share in self._cuts(option, limit):
+        cuts = self._cuts(option, limit)
+        fewest = cuts[0][0] if cuts else limit + 1
+        after[..., :fewest] = np.inf
+        for v, share in cuts:
+            if v == fewest:
+                np.add(before[..., : limit + 1 - v], share, out=after[..., v:])
+                choice[...] = v
+                continue
             total = before[..., : limit + 1 - v] + share
             better = total[0] < after[0, ..., v:]
             np.copyto(after[..., v:], total, where=better)
@@ -168,7 +175,8 @@ def worthwhile(alone: Sequence[Ints], groups: Ints) -> Bools:
     fewer = (together < INFINITE) & (together < sums[:, None] - sums[None])
     useful = np.asarray(fewer.any(axis=(2, 3)), dtype=bool)
     # One branch on its own is among its ways to be cut.
-    return np.logical_and(useful, np.tri(len(sums), k=-2, dtype=bool))
+    useful &= np.tri(len(sums), k=-2, dtype=bool)
+    return useful
 
 
 def whole(alone: Sequence[Ints], groups: Ints, worthwhile: Bools, caps: Ints) -> list[Ints]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -77,7 +77,8 @@ def estimate(
         for op in range(len(captured.graph))
     )
     name = device if precision == "float32" else f"{device} ({precision})"
-    return Profile(captured.graph, tuple(counts), costs, device=name, source="estimated")
+    graph = replace(captured.graph, granularity=captured.granularity)
+    return Profile(graph, tuple(counts), costs, device=name, source="estimated")
 
 
 @dataclass(frozen=True)

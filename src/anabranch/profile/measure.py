@@ -20,6 +20,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -53,7 +54,8 @@ def measure(
     Args:
         captured: the model; its example batch is repeated or cut to each sample count.
         samples: sample counts to measure.
-        device: ``cpu``, or ``cuda`` with an optional index; there, copies of the operators run.
+        device: ``cpu``, or ``cuda`` with an optional index; if the model is elsewhere, copies of
+            the operators run there.
         repeats: timed steps per sample count, besides a first one.
         budget_s: seconds for everything. When they are spent, fewer repeats have to do; sample
             counts that would not fit at all are left out, with a warning.
@@ -88,7 +90,9 @@ class _Bench:
         self.samples, self.device = samples, device
         self.steps = steps(captured, samples)
         self.batch = example_batch(captured, samples, device)
-        self.modules = [_on(device, step.module) for step in self.steps]
+        state = captured.module.state_dict(keep_vars=True).values()
+        there = all(t.device.type == device.type for t in state)
+        self.modules = [s.module if there else _copied(s.module, device) for s in self.steps]
         self.clock = _CudaClock(device) if device.type == "cuda" else _Clock()
         self.forward_s: list[list[float]] = [[] for _ in self.steps]
         self.backward_s: list[list[float]] = [[] for _ in self.steps]
@@ -259,7 +263,7 @@ def _profile(captured: Captured, benches: list[_Bench], device: str, pool: bool)
         forward, backward = zip(*(bench.cost(alike) for bench in benches), strict=True)
         costs |= {i: OpCost(forward, backward, kept[i]) for i in alike}
     return Profile(
-        captured.graph,
+        replace(captured.graph, granularity=captured.granularity),
         tuple(b.samples for b in benches),
         tuple(costs[i] for i in range(len(captured.graph))),
         device=device,
@@ -287,10 +291,8 @@ def _likeness(captured: Captured, step: Step, batch: Mapping[str, Tensor]) -> st
     return "\n".join(lines)
 
 
-def _on(device: torch.device, module: fx.GraphModule) -> fx.GraphModule:
-    """The module itself on the CPU, a copy elsewhere."""
-    if device.type == "cpu":
-        return module
+def _copied(module: fx.GraphModule, device: torch.device) -> fx.GraphModule:
+    """A copy of an operator's program on another device."""
     moved = copy.deepcopy(module)
     for node in moved.graph.nodes:
         # Tensors that the program constructs name their device: arange(..., device="cpu").

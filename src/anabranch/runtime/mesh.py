@@ -24,7 +24,7 @@ from anabranch.runtime.failure import Failure, PeerLostError
 from anabranch.runtime.transport import ProcessGroupTransport, Transport, guarded
 
 _FAILURE_KEY = "anabranch/failure"
-_GRACE_S = 3.0
+_GRACE_S = 1.0
 
 
 class Mesh:

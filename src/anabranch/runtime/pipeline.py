@@ -17,13 +17,14 @@ import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from anabranch import checkpoint as disk
-from anabranch.errors import DataError, FileFormatError, NonFiniteError, TrainingError
+from anabranch.errors import DataError, NonFiniteError, TrainingError
 from anabranch.graph.capture import Captured
 from anabranch.planner.stages import Plan
 from anabranch.runtime import steps
@@ -33,13 +34,12 @@ from anabranch.runtime.gradients import (
     clip,
     fold_tied,
     reduce_gradients,
-    same_start,
-    share_first,
     sum_of_squares,
 )
 from anabranch.runtime.mesh import Mesh
 from anabranch.runtime.recording import gather_timeline
 from anabranch.runtime.selfcheck import compare_with_eager
+from anabranch.runtime.state import State
 from anabranch.runtime.steps import Steps
 from anabranch.runtime.worker import Outcome, Worker
 from anabranch.timeline import Timeline
@@ -69,6 +69,7 @@ class Pipeline:
         workload: model, data, optimizer recipe; the same on every rank.
         plan: its operators have to be the model's.
         captured: the captured module, where the caller has it; captured anew otherwise.
+        evaluation: what ``captured.evaluation()`` gave, likewise; made when it is first needed.
         exact: gradients bitwise those of one process that accumulates the same micro-batches.
         check_gradients: before the first step, compare loss and gradients of one micro-batch with
             the user's own module in one process.
@@ -86,6 +87,7 @@ class Pipeline:
         plan: Plan,
         *,
         captured: Captured | None = None,
+        evaluation: Captured | None = None,
         exact: bool = False,
         check_gradients: bool = True,
         timeout: float = 600.0,
@@ -107,37 +109,20 @@ class Pipeline:
         with self._failing():
             self._mesh.agree("plan and model", steps.digest(self._captured, plan))
             self._transport = self._mesh.transport()
+            self._state = State(replace(workload, module=module), self._holders, self._mesh)
             seed = self._common_seed()
         self._train = Steps(
             self._captured, parts, plan, self._mesh, self._transport, place=place, seed=seed
         )
+        self._evaluation_captured = evaluation
         self._evaluate: Steps | None = None
         self._exact, self._place = exact, place
-        self._check_pending = check_gradients
-        self._is_fresh = True
-        self._own()
+        self._check_gradients, self._is_prepared = check_gradients, False
+        self._is_first = True
+        self.optimizer, self.scheduler = self._state.optimizer, self._state.scheduler
         self.metrics: dict[str, float] = {}
         self.timeline: Timeline | None = None
         self.step_number = self.epoch = self.position = 0
-
-    def _own(self) -> None:
-        """Find this rank's parameters and buffers, make copies equal, build the optimizer."""
-        module, rank = self._captured.module, self._mesh.rank
-        holders = self._holders
-        self._parameters: dict[str, nn.Parameter] = {
-            name: p
-            for name, p in module.named_parameters()
-            if rank in holders.parameters.get(name, ())
-        }
-        self._buffers: dict[str, Tensor] = {
-            name: b for name, b in module.named_buffers() if rank in holders.buffers.get(name, ())
-        }
-        with self._failing():
-            same_start(dict((*module.named_parameters(), *module.named_buffers())), self._mesh)
-        trainable = [(name, p) for name, p in self._parameters.items() if p.requires_grad]
-        self.optimizer = self.workload.optimizer(trainable) if trainable else None
-        recipe = self.workload.scheduler
-        self.scheduler = recipe(self.optimizer) if recipe and self.optimizer else None
 
     # Training
 
@@ -159,9 +144,7 @@ class Pipeline:
         """
         leaves = self._leaves(batch)
         with self._failing():
-            if self._check_pending:
-                self._check_pending = False
-                compare_with_eager(self._train, self._holders, self._mesh, batch, leaves)
+            self._prepare(batch, leaves)
             start = self._now() if record else 0.0
             worker, outcome = self._run(leaves)
             loss = self._update(outcome)
@@ -183,29 +166,37 @@ class Pipeline:
         """
         leaves = self._leaves(batch)
         with self._failing():
+            self._prepare(batch, leaves)
             _, outcome = self._run(leaves)
             loss = self._mesh.all_reduce(torch.tensor([outcome.loss], dtype=torch.float64))
             POSITION.leave()
-        found = {n: p.grad for n, p in self._parameters.items() if p.grad is not None}
+        found = {n: p.grad for n, p in self._state.parameters.items() if p.grad is not None}
         return float(loss[0]), found
+
+    def _prepare(self, batch: Batch, leaves: Mapping[str, Tensor]) -> None:
+        """Once, with the first batch at hand: the check needs the whole model on rank 0."""
+        if self._is_prepared:
+            return
+        self._is_prepared = True
+        if self._check_gradients:
+            compare_with_eager(self._train, self._holders, self._mesh, batch, leaves)
+        self._state.forget_others()
 
     def _now(self) -> float:
         self._mesh.barrier()
         return time.perf_counter()
 
     def _run(self, leaves: Mapping[str, Tensor]) -> tuple[Worker, Outcome]:
-        """Run one batch; afterwards ``.grad`` of this rank's parameters is that of the whole batch."""
+        """Run one batch; ``.grad`` of this rank's parameters is then that of the whole batch."""
         POSITION.begin(self.step_number)
-        if self._is_fresh:
-            self._forget_others()
-        for parameter in self._parameters.values():
+        for parameter in self._state.parameters.values():
             parameter.grad = None
         worker = self._train.worker(_samples(leaves))
         outcome = worker.run(leaves, self.step_number)
         if self._exact:
             self._fold(worker, outcome)
         else:
-            reduce_gradients(self._parameters, self._holders, self._mesh)
+            reduce_gradients(self._state.parameters, self._holders, self._mesh)
         return worker, outcome
 
     def _update(self, outcome: Outcome) -> float:
@@ -214,18 +205,18 @@ class Pipeline:
         largest = self.workload.clip_norm
         squares = 0.0
         if largest is not None:
-            squares = sum_of_squares(self._parameters, self._holders, self._mesh.rank)
+            squares = sum_of_squares(self._state.parameters, self._holders, self._mesh.rank)
         bad = float(outcome.bad is not None)
         mine = [outcome.loss, squares, bad, *(outcome.metrics.get(name, 0.0) for name in names)]
         sums = self._mesh.all_reduce(torch.tensor(mine, dtype=torch.float64)).tolist()
         if sums[2]:
             self._raise_non_finite(outcome)
         self.metrics = dict(zip(names, sums[3:], strict=True))
-        if self._is_fresh:
-            self._is_fresh = False
+        if self._is_first:
+            self._is_first = False
             self._warn_without_gradient()
         if largest is not None:
-            clip(self._parameters, sums[1], largest)
+            clip(self._state.parameters, sums[1], largest)
         if self.optimizer is not None:
             self.optimizer.step()
         if self.scheduler is not None:
@@ -241,7 +232,7 @@ class Pipeline:
                 expected.setdefault(use.name, []).append((use.order, rank))
         fold_tied(
             outcome.tied,
-            self._parameters,
+            self._state.parameters,
             expected,
             worker.graph.num_microbatches(0),
             self._holders,
@@ -259,11 +250,7 @@ class Pipeline:
         )
 
     def _warn_without_gradient(self) -> None:
-        names = [
-            name
-            for name, p in self._parameters.items()
-            if p.requires_grad and p.grad is None and self._holders.owner(name) == self._mesh.rank
-        ]
+        names = self._state.without_gradient()
         if self._mesh.rank == 0:
             names += self._captured.unused
         if names:
@@ -272,20 +259,6 @@ class Pipeline:
                 "stays as it is; set requires_grad to False if that is meant",
                 stacklevel=4,
             )
-
-    def _forget_others(self) -> None:
-        """Give the memory of other stages' parameters back."""
-        if self._mesh.size == 1:
-            return
-        for name, parameter in self._captured.module.named_parameters():
-            if name not in self._parameters and not self._is_unheld(name):
-                value = torch.tensor(float("nan") if parameter.is_floating_point() else 0)
-                value = value.to(dtype=parameter.dtype, device=parameter.device)
-                parameter.data = value.expand(parameter.shape)
-                parameter.grad = None
-
-    def _is_unheld(self, name: str) -> bool:
-        return name not in self._holders.parameters and name not in self._holders.buffers
 
     # Data
 
@@ -366,7 +339,8 @@ class Pipeline:
         names = evaluation.captured.metrics
         sums = torch.zeros(1 + len(names), dtype=torch.float64)
         samples = 0
-        share_first(self._buffers, self._holders.buffers, self._mesh)
+        with self._failing():
+            self._state.share_buffers()
         for batch in self._read(loader):
             leaves = self._leaves(batch)
             size = _samples(leaves)
@@ -384,7 +358,8 @@ class Pipeline:
 
     def _evaluation(self) -> Steps:
         if self._evaluate is None:
-            captured, parts = steps.evaluation_parts(self._captured, self.plan)
+            captured = self._evaluation_captured or self._captured.evaluation()
+            parts = steps.evaluation_parts(captured, self.plan)
             self._evaluate = Steps(
                 captured,
                 parts,
@@ -408,52 +383,9 @@ class Pipeline:
         Raises:
             TrainingError: if the folder exists, or cannot be written.
         """
-        target = Path(folder).absolute()
-        mesh = self._mesh
-        token = torch.randint(2**62, (1,), generator=torch.Generator().manual_seed(time.time_ns()))
+        progress = disk.Progress(self.step_number, self.epoch, self.position, self._train.seed)
         with self._failing():
-            mesh.broadcast(token, 0)
-            key = int(token)
-            try:
-                share_first(self._buffers, self._holders.buffers, mesh)
-                if mesh.rank == 0:
-                    disk.begin(target, key)
-                mesh.barrier()
-                disk.write_part(target, key, mesh.rank, self._part())
-                mesh.barrier()
-                if mesh.rank == 0:
-                    disk.finish(target, key, mesh.size, self._progress())
-                mesh.barrier()
-            except BaseException:
-                if mesh.rank == 0:
-                    disk.abandon(target, key)
-                raise
-
-    def _progress(self) -> disk.Progress:
-        return disk.Progress(self.step_number, self.epoch, self.position, self._train.seed)
-
-    def _saved_here(self, name: str) -> bool:
-        """Whether this rank saves a parameter or buffer; what no stage reads, rank 0 saves."""
-        owner = 0 if self._is_unheld(name) else self._holders.owner(name)
-        return owner == self._mesh.rank
-
-    def _part(self) -> disk.Part:
-        module = self._captured.module
-        tensors: dict[str, Tensor] = {
-            f"model/{name}": tensor
-            for name, tensor in (*module.named_parameters(), *module.named_buffers())
-            if self._saved_here(name)
-        }
-        if self.optimizer is None:
-            return disk.Part(tensors)
-        owned = {name for name in self._parameters if self._saved_here(name)}
-        state, groups, scalars = disk.optimizer_part(self.optimizer, self._names(), owned)
-        scheduler = self.scheduler.state_dict() if self.scheduler is not None else None
-        kind = type(self.optimizer).__name__
-        return disk.Part(tensors | state, groups, kind, scalars, scheduler)
-
-    def _names(self) -> dict[int, str]:
-        return {id(p): name for name, p in self._parameters.items()}
+            self._state.save(Path(folder).absolute(), progress)
 
     @classmethod
     def resume(
@@ -463,6 +395,7 @@ class Pipeline:
         plan: Plan,
         *,
         captured: Captured | None = None,
+        evaluation: Captured | None = None,
         exact: bool = False,
         check_gradients: bool = True,
         timeout: float = 600.0,
@@ -474,6 +407,7 @@ class Pipeline:
             workload: as it was; the optimizer recipe has to be of the same kind.
             plan: may have other stages, devices and replicas.
             captured: see ``Pipeline``; likewise the other options.
+            evaluation: see ``Pipeline``.
             exact: see ``Pipeline``.
             check_gradients: see ``Pipeline``.
             timeout: see ``Pipeline``.
@@ -485,37 +419,19 @@ class Pipeline:
             workload,
             plan,
             captured=captured,
+            evaluation=evaluation,
             exact=exact,
             check_gradients=check_gradients,
             timeout=timeout,
         )
         with pipeline._failing():
-            pipeline._load(disk.Checkpoint(folder))
-        return pipeline
-
-    def _load(self, saved: disk.Checkpoint) -> None:
-        module = self._captured.module
-        model = dict((*module.named_parameters(), *module.named_buffers()))
-        saved.require([f"model/{name}" for name in model])
-        unknown = sorted(set(saved.keys("model")) - set(model))
-        if unknown:
-            raise FileFormatError(
-                f"{saved.folder / disk.MANIFEST} holds {len(unknown)} tensors that the model "
-                f"lacks, such as {unknown[0]}; the checkpoint is of another model, or of another "
-                "configuration of it"
-            )
-        with torch.no_grad():
-            for name, tensor in model.items():
-                if name in self._parameters or name in self._buffers or self._is_unheld(name):
-                    tensor.copy_(saved.tensor(f"model/{name}", like=tensor))
-        if self.optimizer is not None:
-            disk.restore_optimizer(self.optimizer, self._names(), saved)
-        if self.scheduler is not None and self.optimizer is not None:
-            disk.restore_scheduler(self.scheduler, self.optimizer, saved)
+            saved = disk.Checkpoint(folder)
+            pipeline._state.load(saved)
         progress = saved.progress
-        self.step_number = progress.step
-        self.epoch, self.position = progress.epoch, progress.position
-        self._train.seed = progress.seed
+        pipeline.step_number = progress.step
+        pipeline.epoch, pipeline.position = progress.epoch, progress.position
+        pipeline._train.seed = progress.seed
+        return pipeline
 
     # Failures
 
@@ -527,7 +443,7 @@ class Pipeline:
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
-        """Tell the other ranks of a failure here; make sense of a broken connection to one of them."""
+        """Tell the other ranks of a failure here; make sense of a broken connection to them."""
         try:
             with located(self._mesh.rank):
                 yield

@@ -89,7 +89,7 @@ def compare_with_eager(
 
 
 def _size(steps: Steps, leaves: Mapping[str, Tensor]) -> int:
-    """As many samples as the smallest micro-batch; two at least, which batch normalisation needs."""
+    """Samples of the smallest micro-batch; two at least, which batch normalisation needs."""
     available = int(next(iter(leaves.values())).shape[0])
     smallest = min(s.microbatch_size // s.replicas for s in steps.stage_graph.stages)
     return min(available, max(smallest, 2))

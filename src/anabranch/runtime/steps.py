@@ -166,11 +166,10 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:3]) + more
 
 
-def evaluation_parts(captured: Captured, plan: Plan) -> tuple[Captured, Split]:
+def evaluation_parts(evaluation: Captured, plan: Plan) -> Split:
     """The evaluation graph, cut into the same stages."""
-    evaluation = captured.evaluation()
     stages = stages_like(evaluation, [stage.operators for stage in plan.stage_graph.stages])
-    return evaluation, split(evaluation, stages)
+    return split(evaluation, stages)
 
 
 def digest(captured: Captured, plan: Plan) -> str:

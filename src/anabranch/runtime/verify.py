@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -196,7 +197,7 @@ def even_plan(graph: OpGraph, num_devices: int, batch_size: int) -> Plan:
     microbatch_size = max(batch_size // (2 * num_devices), 1)
     stages = tuple(
         Stage(tuple(op.name for op in graph.ops[a:b]), (s,), microbatch_size)
-        for s, (a, b) in enumerate(zip(cuts, cuts[1:], strict=False))
+        for s, (a, b) in enumerate(pairwise(cuts))
     )
     rule = "1f1b"
     stage_graph = SCHEDULES[rule]().warm_up(StageGraph(stages, tuple(sorted(edges)), batch_size))

@@ -2,8 +2,9 @@
 
 Text form, as in ``2F0``: stage 2, forward, micro-batch 0. After lowering there are also messages::
 
-    0F0  0SF0>1@1[0:4]    stage 0 forwards micro-batch 0 and sends samples 0-3 of it to stage 1 on
-    device 1 1RF0<0@0[0:4] 1F0   stage 1 receives them for its own micro-batch 0, then forwards it
+    0F0 0SF0>1@1[0:4]             stage 0 forwards micro-batch 0 and sends samples 0-3 of it to
+                                  stage 1 on device 1
+    1RF0<0@0[0:4] 1F0             stage 1 receives them for its micro-batch 0, then forwards it
     1SB0>0@0[0:4] 0RB0<1@1[0:4]   the gradients of the same samples, on their way back
 
 A message is known by (stages, direction, samples, devices), so both ends know shapes and order

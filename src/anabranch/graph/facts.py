@@ -1,0 +1,160 @@
+"""What the grouping wants to know about each call of a program: weight, dependence, who may receive it."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from anabranch.graph.program import (
+    BATCH_LEAF,
+    PARAMETER,
+    Program,
+    schema_name,
+    written,
+)
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_HEAVY = _words(
+    """
+    linear matmul mm bmm addmm baddbmm addbmm einsum bilinear mv addmv dot conv1d conv2d conv3d
+    conv_transpose1d conv_transpose2d conv_transpose3d convolution _convolution
+    scaled_dot_product_attention embedding embedding_bag _embedding_bag lstm gru rnn_tanh
+    rnn_relu lstm_cell gru_cell
+    """
+)
+_CHEAP = _words(
+    """
+    view reshape _unsafe_view transpose permute t numpy_T expand expand_as unsqueeze squeeze
+    slice select split split_with_sizes chunk unbind unflatten flatten movedim narrow contiguous
+    clone detach detach_ alias to _to_copy type_as float lift_fresh_copy add sub rsub neg mul
+    div add_ sub_ mul_ div_ cat stack concat where masked_fill masked_fill_ dropout dropout_
+    zeros_like ones_like full_like zeros ones full new_zeros new_ones new_full arange
+    scalar_tensor copy_ broadcast_tensors view_as repeat getitem eq ne lt le gt ge __and__
+    __or__ bitwise_and bitwise_or bitwise_not logical_and logical_or logical_not tril triu index
+    gather cumsum any all argmax argmin sum mean pad constant_pad_nd abs minimum maximum min max
+    clamp clamp_min log sqrt rsqrt pow square floor sign remainder floor_divide one_hot
+    new_empty roll flip isnan isinf fill_ zero_ select_scatter linspace eye meshgrid reciprocal
+    exp
+    """
+)
+# Cheap enough to be done again by every reader, but work all the same where a parameter is
+# involved.
+_NOT_A_REMAINDER = _words("index gather cumsum pow sqrt rsqrt square exp log one_hot abs max min")
+_RANDOM = ("rand", "bernoulli", "normal", "dropout", "multinomial", "exponential", "poisson")
+
+
+def base_name(node: fx.Node) -> str:
+    """Operation without library and overload, such as ``linear``."""
+    return schema_name(node).rpartition("::")[2].rpartition(".")[2]
+
+
+def tensor(node: fx.Node) -> torch.Tensor | None:
+    """The value of a node, where it is one tensor."""
+    value = node.meta.get("val")
+    return value if isinstance(value, torch.Tensor) else None
+
+
+def batch_dim(small: torch.Tensor, large: torch.Tensor, sizes: tuple[int, int]) -> int | None:
+    """The dimension that is the samples, None where there is none.
+
+    Args:
+        small: the value for ``sizes[0]`` samples.
+        large: the value for ``sizes[1]`` samples.
+        sizes: two numbers of samples.
+
+    Raises:
+        ValueError: if samples are folded into a dimension, occur in several, or the size depends on
+            the data.
+    """
+    pairs = list(zip(small.shape, large.shape, strict=True))
+    if not all(isinstance(n, int) for pair in pairs for n in pair):
+        raise ValueError("size depends on the data")
+    moving = [d for d, (a, b) in enumerate(pairs) if a != b]
+    if not moving:
+        return None
+    if len(moving) > 1 or pairs[moving[0]] != sizes:
+        raise ValueError("samples are folded into other dimensions")
+    return moving[0]
+
+
+class Facts:
+    """What the grouping wants to know about each call of a program.
+
+    Args:
+        program: propagated, for some number of samples.
+        other: the same for another number of samples.
+    """
+
+    def __init__(self, program: Program, other: Program) -> None:
+        self.program = program
+        self.calls = program.calls
+        self.position = {node: i for i, node in enumerate(self.calls)}
+        self.twins = dict(zip(self.calls, other.calls, strict=True))
+        self.sizes = (program.samples, other.samples)
+        self.outputs = set(program.outputs)
+        self.mutated = {
+            tensor_of.meta.get("storage") for node in self.calls for tensor_of in written(node)
+        }
+        self.on_parameters: dict[fx.Node, bool] = {}
+        self.on_batch: dict[fx.Node, bool] = {}
+        self.free: dict[fx.Node, bool] = {}
+        for node in program.graph.nodes:
+            self._classify(node)
+        # What is returned has to be made somewhere.
+        for node in reversed(self.calls):
+            if node in self.outputs:
+                self.free[node] = False
+
+    def _classify(self, node: fx.Node) -> None:
+        if node.op == "placeholder":
+            source = self.program.sources[node]
+            self.on_parameters[node] = source.kind == PARAMETER
+            self.on_batch[node] = source.kind == BATCH_LEAF
+            self.free[node] = source.kind != PARAMETER and node.meta["storage"] not in self.mutated
+        elif node.op in ("call_function", "get_attr"):
+            inputs = node.all_input_nodes
+            self.on_parameters[node] = any(self.on_parameters[n] for n in inputs)
+            self.on_batch[node] = any(self.on_batch[n] for n in inputs)
+            self.free[node] = node.op == "get_attr" or (
+                all(self.free[n] for n in inputs) and self._copyable(node)
+            )
+
+    def _copyable(self, node: fx.Node) -> bool:
+        name = base_name(node)
+        value = tensor(node)
+        return (
+            (name in _CHEAP or not self.on_batch[node])
+            and not any(word in name for word in _RANDOM)
+            and not written(node)
+            and (
+                value is None
+                or (not value.requires_grad and value.untyped_storage()._cdata not in self.mutated)
+            )
+        )
+
+    def sendable(self, node: fx.Node) -> bool:
+        """Whether another operator, maybe on another device, can be handed this value for a slice of the samples."""
+        here, there = tensor(node), tensor(self.twins[node])
+        if here is None or there is None or here.layout is not torch.strided:
+            return False
+        try:
+            dim = batch_dim(here, there, self.sizes)
+        except ValueError:
+            return False
+        # Without a batch dimension but made from the batch: it mixes samples, such as a mean over
+        # them.
+        return dim is not None or not self.on_batch[node]
+
+    def weight(self, node: fx.Node) -> int:
+        """0 for a remainder, 1 for what is worth an operator, 2 for products, convolutions and embeddings."""
+        name = base_name(node)
+        library = schema_name(node).partition("::")[0]
+        if name in _HEAVY or (library not in ("aten", "prims") and name != "getitem"):
+            # A table that is looked up at constant places, such as positions, is no more than a
+            # parameter.
+            return 2 if self.on_batch[node] else 1
+        return 0 if name in _CHEAP and name not in _NOT_A_REMAINDER else 1

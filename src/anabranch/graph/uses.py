@@ -1,0 +1,186 @@
+"""Which use of a value or of a tied parameter goes through which port or alias.
+
+Autograd adds the gradients of a tensor with uses 1 .. m as (((g_m + g_m-1) + ...) + g_1). A run is
+a set of uses that share a leaf on their stage, so that the stage sums their gradients itself. Any
+set may be a run where the sum need only be right; where it has to be bitwise that of one process,
+only the uses at the front of the sum may::
+
+    stage of the use   m: 1   m-1: 1   m-2: 0   m-3: 1   1: 0
+    runs               [--------]      [--]     [--]     [--]
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+from torch.fx.node import map_aggregate
+
+from anabranch.graph.capture import Captured
+from anabranch.graph.group import FREE
+from anabranch.graph.opgraph import BATCH
+from anabranch.graph.program import PARAMETER, Program, gradient_calls, requires_grad, written
+
+Use = tuple[int, int]
+"""Position of the reading call in the program, and which of its arguments that are nodes (counted from 0)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Port:
+    """A value on its way from one stage to another.
+
+    Attributes:
+        value: index in the captured graph's values.
+        source: producing stage.
+        target: consuming stage.
+        order: position among the summands of the value's gradient; 0 is added first.
+        grad: whether a gradient comes back.
+    """
+
+    value: int
+    source: int
+    target: int
+    order: int
+    grad: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class TiedUse:
+    """A use of a parameter that several stages read; its gradient is collected on its own.
+
+    Attributes:
+        name: of the parameter.
+        order: position among the summands of the parameter's gradient in one micro-batch; 0 is
+            added first.
+    """
+
+    name: str
+    order: int
+
+
+class Uses:
+    """Which use of which value or tied parameter goes through which port or alias."""
+
+    def __init__(
+        self, captured: Captured, program: Program, stage_of: Sequence[int], exact: bool
+    ) -> None:
+        self.stage_of = stage_of
+        self.exact = exact
+        self.calls = program.calls
+        self.position = {node: i for i, node in enumerate(self.calls)}
+        self.owners = captured.owners(program)
+        self.carriers = gradient_calls(program) if captured.training else set()
+        self.port_of: dict[tuple[int, Use], Port] = {}
+        self.fallback: dict[tuple[int, int], Port] = {}
+        self.local: dict[int, dict[Use, int]] = {}
+        self.summands: dict[int, int] = {}
+        self.tied_of: dict[tuple[str, Use], TiedUse] = {}
+        self.last_write: dict[int, int] = {}
+        for i, node in enumerate(self.calls):
+            for target in written(node):
+                self.last_write[target.meta["storage"]] = i
+        ports: list[Port] = []
+        for index, value in enumerate(captured.graph.values):
+            if value.producer != BATCH:
+                ports += self.add_value(index, captured.value_calls[index])
+        self.ports = tuple(ports)
+        self.tied: tuple[tuple[int, TiedUse], ...] = ()
+        if exact:
+            self.add_tied(program)
+
+    def stage(self, call: int) -> int:
+        return self.stage_of[self.owners[self.calls[call]]]
+
+    def of(self, node: fx.Node) -> tuple[list[Use], list[Use]]:
+        """Uses of a node: those with a gradient in the order in which autograd adds them, and the others."""
+        after = (
+            self.last_write.get(node.meta.get("storage", 0), -1) if node.op != "placeholder" else -1
+        )
+        with_grad: list[Use] = []
+        without: list[Use] = []
+        for user in node.users:
+            if user.op != "call_function" or self.owners[user] == FREE:
+                continue
+            at = self.position[user]
+            slots = [k for k, source in enumerate(arguments(user)) if source is node]
+            for slot in slots:
+                carries = user in self.carriers and requires_grad(node) and at > after
+                (with_grad if carries else without).append((at, slot))
+        # The latest call first; within one call its arguments from first to last.
+        return sorted(with_grad, key=lambda use: (-use[0], use[1])), without
+
+    def runs(self, uses: list[Use]) -> list[tuple[int, list[Use]]]:
+        """Uses that share an alias, with their stage, in the order in which they are added."""
+        result: list[tuple[int, list[Use]]] = []
+        for use in uses:
+            stage = self.stage(use[0])
+            if result and len(result) == 1 and result[0][0] == stage:
+                result[0][1].append(use)
+            else:
+                result.append((stage, [use]))
+        return result
+
+    def add_value(self, index: int, call: int) -> list[Port]:
+        node = self.calls[call]
+        home = self.stage(call)
+        with_grad, without = self.of(node)
+        ports: list[Port] = []
+        if self.exact:
+            runs = self.runs(with_grad)
+            if any(stage != home for stage, _ in runs) and len(runs) > 1:
+                self.summands[call] = len(runs)
+        else:
+            by_stage: dict[int, list[Use]] = defaultdict(list)
+            for use in with_grad:
+                by_stage[self.stage(use[0])].append(use)
+            runs = list(by_stage.items())
+        for order, (stage, uses) in enumerate(runs):
+            if stage == home:
+                self.local.setdefault(call, {}).update(dict.fromkeys(uses, order))
+                continue
+            port = Port(index, home, stage, order)
+            ports.append(port)
+            self.fallback.setdefault((call, stage), port)
+            for use in uses:
+                self.port_of[call, use] = port
+        for at, slot in without:
+            stage = self.stage(at)
+            if stage != home:
+                if (call, stage) not in self.fallback:
+                    port = Port(index, home, stage, len(runs), grad=False)
+                    ports.append(port)
+                    self.fallback[call, stage] = port
+                self.port_of[call, (at, slot)] = self.fallback[call, stage]
+        return ports
+
+    def add_tied(self, program: Program) -> None:
+        tied: list[tuple[int, TiedUse]] = []
+        for node, source in program.sources.items():
+            if source.kind != PARAMETER or not requires_grad(node):
+                continue
+            runs = self.runs(self.of(node)[0])
+            if len({stage for stage, _ in runs}) < 2:
+                continue
+            for order, (stage, uses) in enumerate(runs):
+                alias = TiedUse(source.name, order)
+                tied.append((stage, alias))
+                for use in uses:
+                    self.tied_of[source.name, use] = alias
+        self.tied = tuple(tied)
+
+
+def arguments(node: fx.Node) -> list[fx.Node]:
+    """Arguments that are nodes, in order, a node as often as it occurs."""
+    found: list[fx.Node] = []
+
+    def note(argument: Any) -> Any:
+        if isinstance(argument, fx.Node):
+            found.append(argument)
+        return argument
+
+    map_aggregate(node.args, note)
+    map_aggregate(node.kwargs, note)
+    return found

@@ -1,0 +1,87 @@
+"""The graph of operators of a grouped program: what each reads, and what flows between them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+
+from torch import fx, nn
+
+from anabranch.graph.facts import batch_dim, tensor
+from anabranch.graph.group import FREE, Grouping
+from anabranch.graph.opgraph import BATCH, Op, OpGraph, Parameter, Value
+from anabranch.graph.program import BATCH_LEAF, PARAMETER, Program, gradient_calls, requires_grad
+
+
+def build(
+    module: nn.Module, program: Program, other: Program, grouping: Grouping, training: bool
+) -> tuple[OpGraph, tuple[int, ...], tuple[int | None, ...]]:
+    """The graph of operators, with the call and the batch dimension of each value."""
+    owners = dict(zip(program.calls, grouping.owners, strict=True))
+    twins = dict(zip(program.calls, other.calls, strict=True))
+    position = {node: i for i, node in enumerate(program.calls)}
+    readers = _readers(program, owners)
+    carriers = gradient_calls(program) if training else set()
+    read: list[set[str]] = [set() for _ in grouping.names]
+    batch_values, values = [], []
+    for node in program.graph.nodes:
+        source = program.sources.get(node)
+        if source is not None and source.kind == PARAMETER:
+            for op in readers[node]:
+                read[op].add(source.name)
+        elif source is not None and source.kind == BATCH_LEAF:
+            leaf = node.meta["val"]
+            size = leaf.numel() * leaf.element_size() // program.samples
+            consumers = tuple(sorted(readers[node]))
+            batch_values.append((Value(BATCH, consumers, size, True, False, source.name), -1, 0))
+        elif node.op == "call_function" and owners[node] != FREE:
+            consumers = tuple(sorted(readers[node] - {owners[node]}))
+            if consumers:
+                grad = requires_grad(node) and any(
+                    user in carriers and owners[user] != owners[node] for user in node.users
+                )
+                sizes = (program.samples, other.samples)
+                value, dim = _value(node, twins[node], sizes, owners[node], consumers, grad)
+                values.append((value, position[node], dim))
+    ops = []
+    for i, (name, kind) in enumerate(zip(grouping.names, grouping.kinds, strict=True)):
+        ordered = tuple(n for n, _ in module.named_parameters() if n in read[i])
+        ops.append(Op(name, ordered, kind))
+    parameters = tuple(
+        Parameter(n, p.numel() * p.element_size(), p.requires_grad)
+        for n, p in module.named_parameters()
+        if any(n in names for names in read)
+    )
+    entries = [*batch_values, *values]
+    graph = OpGraph(tuple(ops), tuple(e[0] for e in entries), parameters, type(module).__name__)
+    return graph, tuple(e[1] for e in entries), tuple(e[2] for e in entries)
+
+
+def _readers(program: Program, owners: Mapping[fx.Node, int]) -> dict[fx.Node, set[int]]:
+    """Per node, the operators that read it, directly or through calls that are copied to them."""
+    readers: dict[fx.Node, set[int]] = defaultdict(set)
+    for node in reversed(list(program.graph.nodes)):
+        if node.op != "call_function":
+            continue
+        mine = readers[node] if owners[node] == FREE else {owners[node]}
+        for source in node.all_input_nodes:
+            readers[source] |= mine
+    return readers
+
+
+def _value(
+    node: fx.Node,
+    twin: fx.Node,
+    sizes: tuple[int, int],
+    producer: int,
+    consumers: tuple[int, ...],
+    grad: bool,
+) -> tuple[Value, int | None]:
+    here, there = tensor(node), tensor(twin)
+    assert here is not None
+    assert there is not None
+    dim = batch_dim(here, there, sizes)
+    nbytes = here.numel() * here.element_size()
+    if dim is not None:
+        nbytes //= sizes[0]
+    return Value(producer, consumers, nbytes, dim is not None, grad, node.name), dim

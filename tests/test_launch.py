@@ -1,0 +1,195 @@
+"""Local ranks: results, and above all ends. Every test has a limit of its own inside ``run``."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from anabranch import launch
+from anabranch.errors import DataError, StageFailedError
+
+pytestmark = pytest.mark.dist
+
+LIMIT_S = 30.0
+
+
+def test_results_come_back_by_rank() -> None:
+    """A closure runs in every rank, the ranks can talk, and each returns its own result."""
+    factor = 3
+
+    def work(offset: int) -> tuple[int, float]:
+        total = torch.tensor([float(dist.get_rank())])
+        dist.all_reduce(total)
+        return dist.get_rank() * factor + offset, total.item()
+
+    assert launch.run(work, 3, 1, timeout=LIMIT_S) == [(1, 3.0), (4, 3.0), (7, 3.0)]
+
+
+def test_a_rank_computes_although_the_parent_used_threads() -> None:
+    """The threads of the parent's pool do not exist in a rank, which must not wait for them."""
+    matrix = torch.randn(600, 600)
+    torch.set_num_threads(2)
+    try:
+        matrix @ matrix
+    finally:
+        torch.set_num_threads(1)
+
+    def work() -> tuple[int, bool]:
+        leaf = torch.randn(600, 600, requires_grad=True)
+        (leaf @ matrix).sum().backward()
+        return torch.get_num_threads(), leaf.grad is not None
+
+    assert launch.run(work, 2, timeout=LIMIT_S) == [(1, True)] * 2
+
+
+def test_the_first_failure_is_raised_with_its_traceback() -> None:
+    """The others, who would wait for an hour, are stopped."""
+
+    def work() -> None:
+        if dist.get_rank() == 1:
+            raise KeyError("no such table")
+        time.sleep(3600)
+
+    with pytest.raises(StageFailedError, match="rank 1 failed .*no such table") as caught:
+        launch.run(work, 3, timeout=LIMIT_S)
+    (note,) = caught.value.__notes__
+    assert 'raise KeyError("no such table")' in note
+
+
+def test_our_own_errors_keep_their_class_and_text() -> None:
+    def work() -> None:
+        raise DataError("the file is empty")
+
+    with pytest.raises(DataError, match=r"^the file is empty$"):
+        launch.run(work, 2, timeout=LIMIT_S)
+
+
+def test_a_killed_rank_is_named() -> None:
+    """It cannot say so itself, and those who notice report the consequence only."""
+
+    def work() -> None:
+        if dist.get_rank() == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.barrier()
+
+    with pytest.raises(StageFailedError, match=r"rank 2 was killed by signal 9 \(SIGKILL\)"):
+        launch.run(work, 3, timeout=LIMIT_S)
+
+
+def test_a_rank_that_exits_without_a_result_is_named() -> None:
+    def work() -> None:
+        os._exit(7)
+
+    with pytest.raises(StageFailedError, match="rank 0 ended with exit code 7"):
+        launch.run(work, 1, timeout=LIMIT_S)
+
+
+def test_the_limit_says_who_is_late() -> None:
+    def work() -> None:
+        if dist.get_rank() == 1:
+            time.sleep(3600)
+
+    with pytest.raises(StageFailedError, match=r"within 0.5 s; rank 1 outside of the steps$"):
+        launch.run(work, 2, timeout=0.5)
+
+
+def test_a_result_that_cannot_be_pickled_is_an_error() -> None:
+    with pytest.raises(StageFailedError, match="pickle"):
+        launch.run(lambda: lambda: None, 1, timeout=LIMIT_S)
+
+
+def test_no_ranks_make_no_sense() -> None:
+    with pytest.raises(ValueError, match="0 ranks"):
+        launch.run(print, 0)
+
+
+@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_no_rank_outlives_the_parent(ending: signal.Signals) -> None:
+    """However the parent ends. It is a fork here, which starts faster than an interpreter."""
+    context = multiprocessing.get_context("fork")
+    receive, send = context.Pipe(duplex=False)
+
+    def rank() -> None:
+        send.send(os.getpid())
+        time.sleep(3600)
+
+    def parent() -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+        launch.run(rank, 2)
+
+    process = context.Process(target=parent)
+    process.start()
+    ranks = [receive.recv() for _ in range(2)]
+    assert process.pid is not None
+    os.kill(process.pid, ending)
+    process.join(10)
+    assert not process.is_alive()
+    assert wait_until(lambda: not any(map(is_running, ranks)))
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until(condition: object, limit: float = 10.0) -> bool:
+    assert callable(condition)
+    end = time.monotonic() + limit
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+SCRIPT = """
+import os, sys
+import torch
+from tests.runtime.small import batch, built, plan
+from anabranch.runtime.pipeline import Pipeline
+
+model = built("TwoBranch")
+pipe = Pipeline(model.workload, plan(model, 2), captured=model.captured, timeout=30)
+for step in range(2):
+    print("loss", pipe.step(batch(16)), flush=True)
+bad = batch(16)
+bad["word"][9] = 99  # no such row in the embedding, which is on rank 0
+pipe.step(bad)
+"""
+
+
+def test_a_loop_of_the_user_runs_under_torchrun(tmp_path: Path) -> None:
+    """Losses are the same on both ranks; then one fails, says why, once, and the exit code is 1."""
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    root = Path(__file__).parent.parent
+    environment = os.environ | {"PYTHONPATH": f"{root}{os.pathsep}{root / 'src'}"}
+    environment |= {"OMP_NUM_THREADS": "1"}
+    command = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    done = subprocess.run(
+        [sys.executable, "-m", *command],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    losses = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("loss")]
+    assert len(losses) == 4
+    assert len(set(losses)) == 2
+    assert done.returncode == 1
+    cause = [line for line in done.stderr.splitlines() if "StageFailedError: rank" in line]
+    assert len(cause) == 1
+    assert "in the forward of stage 0, micro-batch 2, step 2: IndexError" in cause[0]
