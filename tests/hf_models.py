@@ -72,7 +72,7 @@ def gpt2() -> Built:
 
 
 def t5() -> Built:
-    """Encoder and decoder; the token embedding is shared, the relative position bias depends on parameters only."""
+    """Encoder and decoder; shared token embedding, a position bias that only parameters make."""
     config = T5Config(
         vocab_size=60,
         d_model=16,

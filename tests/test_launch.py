@@ -69,8 +69,9 @@ def test_our_own_errors_keep_their_class_and_text() -> None:
     def work() -> None:
         raise DataError("the file is empty")
 
-    with pytest.raises(DataError, match=r"^the file is empty$"):
+    with pytest.raises(DataError) as caught:
         launch.run(work, 2, timeout=LIMIT_S)
+    assert str(caught.value) == "the file is empty"
 
 
 def test_a_killed_rank_is_named() -> None:
@@ -154,16 +155,15 @@ def wait_until(condition: object, limit: float = 10.0) -> bool:
     return True
 
 
-SCRIPT = """
-import os, sys
-import torch
+SCRIPT = r"""
+import os
 from tests.runtime.small import batch, built, plan
 from anabranch.runtime.pipeline import Pipeline
 
 model = built("TwoBranch")
 pipe = Pipeline(model.workload, plan(model, 2), captured=model.captured, timeout=30)
 for step in range(2):
-    print("loss", pipe.step(batch(16)), flush=True)
+    os.write(1, f"loss {pipe.step(batch(16))}\n".encode())  # one write, so that lines stay whole
 bad = batch(16)
 bad["word"][9] = 99  # no such row in the embedding, which is on rank 0
 pipe.step(bad)

@@ -95,6 +95,7 @@ def plan(
             device_peak_bytes=tuple(timeline.peak_bytes[d] for d in timeline.devices),
         ),
         device=profile.device,
+        granularity=profile.graph.granularity,
         notes=tuple(notes),
     )
 

@@ -140,7 +140,7 @@ def _ideal(plan: Plan, timeline: Timeline) -> float:
             spans[action.stage, action.kind, stop - start].append(span.end - span.start)
 
     def times(kind: Kind) -> list[dict[int, float]]:
-        result: list[dict[int, float]] = [{0: 0.0} for _ in graph.stages]
+        result: list[dict[int, float]] = [{} for _ in graph.stages]
         for (stage, of, samples), seconds in spans.items():
             if of is kind:
                 result[stage][samples] = statistics.median(seconds)

@@ -1,8 +1,9 @@
-"""Runs the programs of a split one after the other in one process, as the ranks of a pipeline would together."""
+"""Runs the programs of a split one after the other in one process, as ranks would together."""
 
 from __future__ import annotations
 
 import copy
+import itertools
 import random
 from collections import defaultdict
 from typing import Any
@@ -35,10 +36,7 @@ def random_stages(graph: OpGraph, count: int, seed: int) -> list[list[str]]:
                 if waiting[i] == 0:
                     ready.append(i)
     cuts = [0, *sorted(rng.sample(range(1, len(graph)), min(count, len(graph)) - 1)), len(graph)]
-    return [
-        [graph.ops[i].name for i in sorted(order[a:b])]
-        for a, b in zip(cuts, cuts[1:], strict=False)
-    ]
+    return [[graph.ops[i].name for i in sorted(order[a:b])] for a, b in itertools.pairwise(cuts)]
 
 
 def run_stages(

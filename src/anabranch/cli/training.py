@@ -43,7 +43,7 @@ Devices = Annotated[
 LocalBatchSize = Annotated[int, typer.Option("--batch-size", min=1, help="Samples of one step.")]
 RunFolder = Annotated[
     Path | None,
-    typer.Option("--run", help="Where to keep figures and report [default: runs/MODEL-TIME]."),
+    typer.Option("--out", help="Where to keep figures and report [default: runs/MODEL-TIME]."),
 ]
 
 

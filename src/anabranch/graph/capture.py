@@ -5,7 +5,7 @@ the model::
 
     module, example --export--> program with a symbol for the samples
                                    |-- at(4) --> flat program of 4 samples --+-- group --> OpGraph
-                                   |-- at(8) --> flat program of 8 samples --+   (what doubles is batched)
+                                   |-- at(8) --> flat program of 8 samples --+  (what doubles is batched)
 
 A model that refuses a symbolic batch size is exported again for each number of samples; the
 operations have to be the same ones each time.
@@ -13,7 +13,7 @@ operations have to be the same ones each time.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import fx, nn
@@ -123,6 +123,7 @@ class Captured:
         else:
             grouping = group_like(program, other, like._programs_at(samples), like._grouping)
         graph, calls, dims = build(module, program, other, grouping, training)
+        graph = replace(graph, granularity=granularity)
         listed = {parameter.name for parameter in graph.parameters}
         return Captured(
             graph=graph,
@@ -188,7 +189,7 @@ class Captured:
         return self._exporter.device
 
     def owners(self, program: Program) -> dict[fx.Node, int]:
-        """Per call of one of ``at``'s programs, the index of its operator, or ``FREE`` for calls to copy."""
+        """Per call of a program, the index of its operator, or ``FREE`` for calls to copy."""
         return dict(zip(program.calls, self._grouping.owners, strict=True))
 
     def evaluation(self) -> Captured:
@@ -243,7 +244,7 @@ class _Exporter:
             self.dynamic = None
             self.fixed[samples] = self.run(samples, dynamic=False)
         chosen = self.dynamic or self.fixed[samples]
-        self.metrics = tuple(chosen.call_spec.out_spec.context)[1:]  # type: ignore[union-attr]
+        self.metrics = tuple(chosen.call_spec.out_spec.context)[1:]
 
     def run(self, samples: int, *, dynamic: bool) -> torch.export.ExportedProgram:
         modes = {each: each.training for each in self.module.modules()}
@@ -257,7 +258,7 @@ class _Exporter:
                 each.training = mode
 
     def at(self, samples: int, device: torch.device | None = None) -> Program:
-        """A program with values, its constructed tensors on a device (by default that of the capture)."""
+        """A program with values; tensors are constructed on the device, or where the capture was."""
         program = None
         if self.dynamic is not None:
             try:
@@ -312,7 +313,7 @@ def _is_fixed(exported: torch.export.ExportedProgram) -> bool:
 
 
 def _first_names(module: nn.Module) -> dict[str, str]:
-    """Every name of a parameter or buffer below ``module.`` -> the first name of the same tensor."""
+    """Every name of a parameter or buffer in the wrapped module -> its first in the user's."""
     result = {}
     for named in (module.named_parameters, module.named_buffers):
         first: dict[int, str] = {}

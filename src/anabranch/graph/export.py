@@ -143,7 +143,7 @@ class CaptureWarning(UserWarning):
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep what torch.export prints, logs and warns to ourselves; what it prints is shown if it succeeds."""
+    """Keep what torch.export logs and warns to ourselves; what is printed is shown on success."""
     names = ("torch.export", "torch._export", "torch.fx", "torch._dynamo", _SYMBOLS)
     loggers = [logging.getLogger(name) for name in names]
     before = [logger.level for logger in loggers]
@@ -218,7 +218,7 @@ _OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 
 def user_frame(stack: Iterable[traceback.FrameSummary]) -> str:
-    """File and line of the innermost frame that is neither torch's, nor the standard library's, nor ours."""
+    """File and line of the innermost frame that is not torch's, Python's own or ours."""
     found = "the module's forward"
     for each in stack:
         name = os.path.abspath(each.filename)

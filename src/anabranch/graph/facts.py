@@ -1,4 +1,4 @@
-"""What the grouping wants to know about each call of a program: weight, dependence, who may receive it."""
+"""What the grouping wants to know about each call: its weight, what it depends on, who may get it."""
 
 from __future__ import annotations
 
@@ -96,8 +96,11 @@ class Facts:
         self.twins = dict(zip(self.calls, other.calls, strict=True))
         self.sizes = (program.samples, other.samples)
         self.outputs = set(program.outputs)
-        self.mutated = {
-            tensor_of.meta.get("storage") for node in self.calls for tensor_of in written(node)
+        self.mutated: set[int] = {
+            target.meta["storage"]
+            for node in self.calls
+            for target in written(node)
+            if "storage" in target.meta
         }
         self.on_parameters: dict[fx.Node, bool] = {}
         self.on_batch: dict[fx.Node, bool] = {}
@@ -137,7 +140,7 @@ class Facts:
         )
 
     def sendable(self, node: fx.Node) -> bool:
-        """Whether another operator, maybe on another device, can be handed this value for a slice of the samples."""
+        """Whether another device can be handed this value for a slice of the samples."""
         here, there = tensor(node), tensor(self.twins[node])
         if here is None or there is None or here.layout is not torch.strided:
             return False
@@ -150,7 +153,7 @@ class Facts:
         return dim is not None or not self.on_batch[node]
 
     def weight(self, node: fx.Node) -> int:
-        """0 for a remainder, 1 for what is worth an operator, 2 for products, convolutions and embeddings."""
+        """0: remainder; 1: worth an operator; 2: products, convolutions and embeddings."""
         name = base_name(node)
         library = schema_name(node).partition("::")[0]
         if name in _HEAVY or (library not in ("aten", "prims") and name != "getitem"):

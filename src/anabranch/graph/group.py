@@ -92,11 +92,12 @@ def _inseparable(facts: Facts) -> list[list[int]]:
     sharing: dict[int, list[int]] = defaultdict(list)
     last_write: dict[int, int] = {}
     for i, node in enumerate(facts.calls):
-        touched = {n.meta.get("storage") for n in (node, *node.all_input_nodes)}
+        near = (node, *node.all_input_nodes)
+        touched = {n.meta["storage"] for n in near if "storage" in n.meta}
         for storage in touched & facts.mutated:
             sharing[storage].append(i)
         for target in written(node):
-            last_write[target.meta["storage"]] = i
+            last_write[target.meta.get("storage", 0)] = i
     for storage, calls in sharing.items():
         # Those who read after the last write see the final value, wherever they are, if it is made
         # by a call.
@@ -107,7 +108,7 @@ def _inseparable(facts: Facts) -> list[list[int]]:
 
 
 def _attach_isolated(partition: Partition) -> None:
-    """Put what nobody waits for, such as a count of the batches, with the next call of its module."""
+    """Put what nobody waits for, such as a count of batches, with the next call of its module."""
     outputs = {partition.facts.position[node] for node in partition.facts.outputs}
     for g in sorted(partition.members):
         apart = not partition.succ[g] and not partition.pred[g] and not partition.weight[g]
@@ -145,7 +146,7 @@ def _contract_keys(partition: Partition, key: Callable[[str], str]) -> None:
 
 
 def _absorb(partition: Partition, weight: int, blocks: Blocks) -> None:
-    """Merge groups of at most this weight into a neighbour of their block, of any block if they are in none."""
+    """Merge groups of at most this weight into a neighbour, of their own block if they have one."""
     partition.rank_ancestors()
     changed = True
     while changed:

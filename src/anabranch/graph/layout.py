@@ -1,4 +1,4 @@
-"""How a batch is made of tensors: flat and named on one side, as the user's forward wants it on the other."""
+"""How a batch is made of tensors: flat and named here, nested as the user's forward wants it there."""
 
 from __future__ import annotations
 

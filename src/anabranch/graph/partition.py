@@ -55,7 +55,7 @@ class Partition:
             self.alias[keep] |= self.alias.pop(gone)
 
     def order(self) -> list[int]:
-        """Topological order that follows the program: of the groups that may come next, the one that starts first."""
+        """Topological order: of the groups that may come next, the one that starts first."""
         waiting = {g: len(p) for g, p in self.pred.items()}
         first = {g: min(m) for g, m in self.members.items()}
         ready = [(first[g], g) for g, n in waiting.items() if n == 0]

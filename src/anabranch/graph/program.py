@@ -8,7 +8,7 @@ An exported program has the batch size as a symbol, lifts parameters into argume
     n   = sym_size(x, 0)                            y = linear(x, weight)
     y   = linear(x, p_weight)              ->       z = view(y, [4, 2, 4])
     z   = view(y, [n, 2, 4])                        d = detach(z)
-    w   = wrap_with_set_grad_enabled(f, z)          w = ...                the region's own operations
+    w   = wrap_with_set_grad_enabled(f, z)          w = ...             the region's own calls
 
 so that every node is a call on tensors and constants, in the order of the user's program.
 Afterwards ``propagate`` runs it once on fake tensors: shapes, whether a gradient is needed and who
@@ -222,7 +222,7 @@ class _Builder:
         self.env[node] = self.by_source[source]
 
     def body(self, owner: nn.Module, graph: fx.Graph) -> Any:
-        """Copy the calls of a graph whose placeholders are already known; returns what it outputs."""
+        """Copy the calls of a graph whose placeholders are known; returns what it outputs."""
         for node in graph.nodes:
             if node.op == "call_function":
                 self.call(owner, node)
@@ -278,7 +278,7 @@ class _Builder:
             return
         args = map_aggregate(node.args, self.value)
         kwargs = map_aggregate(node.kwargs, self.value)
-        if node.target is operator.getitem and not isinstance(args[0], fx.Node):  # type: ignore[index]
+        if node.target is operator.getitem and not isinstance(args[0], fx.Node):
             self.env[node] = args[0][args[1]]  # type: ignore[index]
             return
         self.emit(node, args, kwargs)
@@ -299,9 +299,9 @@ class _Builder:
         return self.graph.create_node("get_attr", name)
 
     def inline(self, node: fx.Node, enabled: bool, arguments: tuple[Any, ...]) -> None:
-        """Without gradients means: on detached inputs. The storage stays shared, for operations in place."""
+        """Without gradients means: on detached inputs, which still share their storage."""
         body, *inputs = map_aggregate(arguments, self.value)
-        places = [n for n in body.graph.nodes if n.op == "placeholder"]  # type: ignore[union-attr]
+        places = [n for n in body.graph.nodes if n.op == "placeholder"]
         for place, given in zip(places, inputs, strict=True):
             if isinstance(given, fx.Node) and not enabled:
                 call = self.graph.call_function(torch.ops.aten.detach.default, (given,))
@@ -340,7 +340,7 @@ def _to_front(graph: fx.Graph) -> None:
 
 
 def _follow_writes(graph: fx.Graph) -> None:
-    """Let who reads a tensor after ``relu_(x)`` read the result of the call: one tensor has one name at a time."""
+    """Let who reads x after ``relu_(x)`` read the result: one tensor has one name at a time."""
     position = {node: i for i, node in enumerate(graph.nodes)}
     for node in graph.nodes:
         schema = getattr(node.target, "_schema", None)

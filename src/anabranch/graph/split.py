@@ -107,7 +107,7 @@ def split(captured: Captured, stages: Sequence[Sequence[str]], *, exact: bool = 
 
 
 def stages_like(evaluation: Captured, stages: Sequence[Sequence[str]]) -> list[list[str]]:
-    """Stages of the training graph as stages of the evaluation graph: without operators that do nothing there."""
+    """Stages of the training graph for the evaluation graph, less the operators that it lacks."""
     return [[name for name in names if name in evaluation.graph.index] for names in stages]
 
 
@@ -271,7 +271,7 @@ class _Cutter:
         return torch.Size(sizes), like.dtype
 
     def restored(self, port: Port) -> fx.Node:
-        """Undo what ``sent`` did, in memory too: views need the strides, and kernels differ by them."""
+        """Undo what ``sent`` did, in memory too: views need the strides, kernels differ by them."""
         node, dim = self.received[port], self.captured.batch_dims[port.value]
         if dim:
             node = self.graph.call_function(torch.ops.aten.movedim.int, (node, 0, dim))
@@ -315,7 +315,7 @@ class _Cutter:
             return self.argument(argument, (self.position[node], next(slots)))
 
         args, kwargs = map_aggregate(node.args, take), map_aggregate(node.kwargs, take)
-        new = self.graph.create_node("call_function", node.target, args, kwargs, name=node.name)  # type: ignore[arg-type]
+        new = self.graph.create_node("call_function", node.target, args, kwargs, name=node.name)
         new.meta = dict(node.meta)
         self.env[node] = new
 

@@ -25,7 +25,7 @@ from anabranch.graph.opgraph import BATCH
 from anabranch.graph.program import PARAMETER, Program, gradient_calls, requires_grad, written
 
 Use = tuple[int, int]
-"""Position of the reading call in the program, and which of its arguments that are nodes (counted from 0)."""
+"""Position of the reading call in the program, and which of its node arguments, from 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class Uses:
         self.last_write: dict[int, int] = {}
         for i, node in enumerate(self.calls):
             for target in written(node):
-                self.last_write[target.meta["storage"]] = i
+                self.last_write[target.meta.get("storage", 0)] = i
         ports: list[Port] = []
         for index, value in enumerate(captured.graph.values):
             if value.producer != BATCH:
@@ -95,7 +95,7 @@ class Uses:
         return self.stage_of[self.owners[self.calls[call]]]
 
     def of(self, node: fx.Node) -> tuple[list[Use], list[Use]]:
-        """Uses of a node: those with a gradient in the order in which autograd adds them, and the others."""
+        """Uses of a node: with a gradient, in the order in which autograd adds them; and others."""
         after = (
             self.last_write.get(node.meta.get("storage", 0), -1) if node.op != "placeholder" else -1
         )

@@ -124,6 +124,11 @@ class Pipeline:
         self.timeline: Timeline | None = None
         self.step_number = self.epoch = self.position = 0
 
+    @property
+    def rank(self) -> int:
+        """This process's rank, from 0."""
+        return self._mesh.rank
+
     # Training
 
     def step(self, batch: Batch, *, record: bool = False) -> float:
