@@ -10,7 +10,9 @@ import anabranch
 
 def loaded_after(statement: str) -> set[str]:
     """Top-level modules in a fresh interpreter after a statement."""
-    code = f"import sys\n{statement}\nprint(*sorted({{name.split('.')[0] for name in sys.modules}}))"
+    code = (
+        f"import sys\n{statement}\nprint(*sorted({{name.split('.')[0] for name in sys.modules}}))"
+    )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return set(run.stdout.split())
 

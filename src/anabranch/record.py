@@ -120,7 +120,9 @@ def write_report(run: Run, path: Path) -> None:
     metrics: dict[str, float | str] = {}
     for name, value in run.metrics.items():
         chance = f" (chance {run.chance[name]:.3g})" if name in run.chance else ""
-        metrics[name] = f"{value:.4g}{chance}"
+        # Training metrics never include the loss, which has a curve of its own.
+        held_out = "held-out " if "loss" in run.metrics else ""
+        metrics[held_out + name] = f"{value:.4g}{chance}"
     text = page(run.plan, run.timelines, losses=run.losses, metrics=metrics)
     path.write_text(text, encoding="utf-8")
 

@@ -88,8 +88,9 @@ def resolve(
 
     if text not in models.MODELS:
         raise ValueError(
-            f"there is no built-in model {text}; there are {', '.join(models.MODELS)}. A model of your "
-            f"own is written package.module:function, where the function returns an anabranch.Workload"
+            f"there is no built-in model {text}; there are {', '.join(models.MODELS)}. "
+            f"A model of your own is written package.module:function, where the function returns an "
+            f"anabranch.Workload"
         )
     return models.build(text, preset=preset, options=options, meta=meta)
 
@@ -159,8 +160,8 @@ def _find_function(text: str) -> Callable[..., object]:
         if error.name is None or not f"{place}.".startswith(f"{error.name}."):
             raise
         raise ValueError(
-            f"there is no module {error.name} for {text}; it is looked for in the current directory "
-            f"({here}) and among the installed packages"
+            f"there is no module {error.name} for {text}; it is looked for in the current "
+            f"directory ({here}) and among the installed packages"
         ) from None
     for name in attribute.split("."):
         if not hasattr(found, name):

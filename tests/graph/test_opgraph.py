@@ -8,9 +8,9 @@ from anabranch.graph.opgraph import BATCH, Op, OpGraph, Parameter, Value, bits
 def diamond() -> OpGraph:
     r"""A batch, two branches and a join.
 
-             +-> b -+
-        a ---+      +--> d
-             +-> c -+
+         +-> b -+
+    a ---+      +--> d
+         +-> c -+
     """
     return OpGraph(
         ops=(Op("a", ("w",)), Op("b"), Op("c", ("w",)), Op("d")),

@@ -21,9 +21,7 @@ Batch = dict[str, Tensor]
 
 
 def tower(depth: int = 2) -> nn.Sequential:
-    return nn.Sequential(
-        *(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(depth))
-    )
+    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(depth)))
 
 
 class TwoBranch(nn.Module):
@@ -197,9 +195,7 @@ def num_ranks(plan: Plan) -> int:
 
 
 def slices(samples: int, microbatch_size: int) -> list[tuple[int, int]]:
-    return [
-        (i, min(i + microbatch_size, samples)) for i in range(0, samples, microbatch_size)
-    ]
+    return [(i, min(i + microbatch_size, samples)) for i in range(0, samples, microbatch_size)]
 
 
 def train_alone(

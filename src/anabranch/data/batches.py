@@ -1,4 +1,4 @@
-"""Batches cut out of tensors, in an order that depends on seed and epoch alone: the same on every rank."""
+"""Batches cut out of tensors, in an order that seed and epoch decide: the same on every rank."""
 
 from __future__ import annotations
 

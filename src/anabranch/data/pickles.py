@@ -1,7 +1,7 @@
 """Pickles from elsewhere, read as data and never as programs.
 
-A pickle may name any function and have it called. Containers, numbers and text need none, so a reader that
-refuses every name is safe, and still reads a dict of lists.
+A pickle may name any function and have it called. Containers, numbers and text need none, so a reader
+that refuses every name is safe, and still reads a dict of lists.
 """
 
 from __future__ import annotations
@@ -32,6 +32,6 @@ def load_plain(path: Path) -> object:
             return _PlainUnpickler(stream).load()
     except (pickle.UnpicklingError, EOFError, ValueError, IndexError, KeyError, TypeError) as error:
         raise DataError(
-            f"{path} is not a pickle of plain containers, numbers and text ({error}), and nothing else is "
-            f"read from a pickle; remove it to download it again"
+            f"{path} is not a pickle of plain containers, numbers and text ({error}), and nothing "
+            f"else is read from a pickle; remove it to download it again"
         ) from error

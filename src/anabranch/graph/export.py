@@ -178,6 +178,8 @@ def _watched(checkpoints: set[str]) -> Iterator[None]:
             checkpoints.add(where)
             run, _, *inputs = args
             return run(*inputs)
+        if cls.__module__.startswith("torch."):
+            return before.__func__(cls, *args, **kwargs)  # such as that of a torch.library operator
         raise CaptureError(
             f"{where} calls {cls.__name__}.apply, an autograd.Function: tracing sees its forward "
             f"only, "
@@ -243,7 +245,8 @@ def _explained(module: ReturnsLoss, leaves: list[torch.Tensor], error: Exception
             f"branch or a number that "
             "depends on the data does, so the operations differ from batch to batch; use "
             "torch.where or torch.cond, or "
-            f"decide before the forward and pass the decision in the batch ({kind})"
+            f"decide before the forward and pass the decision in the batch; of a size that depends on the data, "
+            f"torch._check can promise what it is ({kind})"
         )
     samples = leaves[0].shape[0]
     return CaptureError(

@@ -1,4 +1,4 @@
-"""What the grouping wants to know about each call: its weight, what it depends on, who may get it."""
+"""What the grouping wants to know about each call: weight, dependence, who may be sent it."""
 
 from __future__ import annotations
 

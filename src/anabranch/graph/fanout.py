@@ -69,6 +69,6 @@ def keep_layout(x: torch.Tensor, order: list[int]) -> torch.Tensor:
 
 
 def dense(x: torch.Tensor, order: list[int]) -> torch.Tensor:
-    """The same values without gaps in memory, dimensions from the largest stride to the smallest."""
+    """The same values without gaps in memory, dimensions from the largest stride down."""
     back = [order.index(d) for d in range(len(order))]
     return x.permute(order).contiguous().permute(back)

@@ -1,4 +1,4 @@
-"""How a batch is made of tensors: flat and named here, nested as the user's forward wants it there."""
+"""How a batch is made of tensors: flat and named here, nested for the user's forward."""
 
 from __future__ import annotations
 

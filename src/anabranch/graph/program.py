@@ -1,5 +1,4 @@
-"""A captured forward pass as one flat list of tensor operations, specialised to a number of
-samples.
+"""A captured forward pass as one flat list of tensor operations for a number of samples.
 
 An exported program has the batch size as a symbol, lifts parameters into arguments, folds
 ``no_grad`` regions into calls, and bakes devices in. ``lower`` undoes all of this::

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from anabranch.graph.export import scalars
+from anabranch.runtime.worker import unchanged_buffers
 from anabranch.workload import Batch
 
 
@@ -66,30 +67,27 @@ def reference(module: nn.Module, batch: Batch, slices: Sequence[tuple[int, int]]
     """
     parameters = {n: p for n, p in module.named_parameters() if p.requires_grad}
     kept = {name: p.grad for name, p in parameters.items()}
-    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
     modes = [(each, each.training) for each in module.modules()]
     size = num_samples(batch)
     loss, metrics = 0.0, dict[str, float]()
-    try:
-        if not module.training:
-            module.train()
-        for parameter in parameters.values():
-            parameter.grad = None
-        for start, stop in slices:
-            weight = (stop - start) / size
-            results = call(module, take(batch, start, stop))
-            value = results.pop("loss")
-            torch.autograd.backward(value, torch.full_like(value, weight))
-            loss += value.item() * weight
-            for name, metric in results.items():
-                metrics[name] = metrics.get(name, 0.0) + metric.item() * weight
-        gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
-    finally:
-        for name, parameter in parameters.items():
-            parameter.grad = kept[name]
-        for each, mode in modes:
-            each.training = mode
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
+    with unchanged_buffers(module):
+        try:
+            if not module.training:
+                module.train()
+            for parameter in parameters.values():
+                parameter.grad = None
+            for start, stop in slices:
+                weight = (stop - start) / size
+                results = call(module, take(batch, start, stop))
+                value = results.pop("loss")
+                torch.autograd.backward(value, torch.full_like(value, weight))
+                loss += value.item() * weight
+                for name, metric in results.items():
+                    metrics[name] = metrics.get(name, 0.0) + metric.item() * weight
+            gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+        finally:
+            for name, parameter in parameters.items():
+                parameter.grad = kept[name]
+            for each, mode in modes:
+                each.training = mode
     return Reference(loss, metrics, gradients)

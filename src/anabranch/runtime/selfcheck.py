@@ -24,7 +24,7 @@ from anabranch.runtime.gradients import Holders, reduce_gradients
 from anabranch.runtime.mesh import Mesh
 from anabranch.runtime.reference import reference, take
 from anabranch.runtime.steps import Steps
-from anabranch.runtime.worker import Worker, is_random
+from anabranch.runtime.worker import Worker, is_random, unchanged_buffers
 from anabranch.schedule.schedule import Kind
 from anabranch.workload import Batch
 
@@ -52,11 +52,11 @@ def compare_with_eager(
     if _any_random(worker, mesh):
         return
     module = steps.captured.module
-    buffers = [(b, b.clone()) for b in module.buffers()]
     parameters = {
         n: p for n, p in module.named_parameters() if mesh.rank in holders.parameters.get(n, ())
     }
-    outcome = worker.run({name: leaf[:size] for name, leaf in leaves.items()}, 0)
+    with unchanged_buffers(module):
+        outcome = worker.run({name: leaf[:size] for name, leaf in leaves.items()}, 0)
     for (name, microbatch, order), gradient in sorted(outcome.tied.items(), key=lambda t: t[0]):
         assert microbatch == 0
         assert order >= 0
@@ -73,9 +73,6 @@ def compare_with_eager(
     mine[-1, 0] = outcome.loss
     for parameter in parameters.values():
         parameter.grad = None
-    with torch.no_grad():
-        for buffer, before in buffers:
-            buffer.copy_(before)
     mesh.all_reduce(mine)
     eager = torch.zeros_like(mine)
     if mesh.rank == 0:

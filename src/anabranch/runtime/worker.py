@@ -285,7 +285,13 @@ class _Run:
         stash = self.stash.pop(key)
         program = self.worker.layout.program(*key)
         if self.worker.graph.stages[action.stage].recompute:
-            stash = self.recompute(program, key, stash)
+            with unchanged_buffers(program.module):
+                self.differentiate(program, key, self.recompute(program, key, stash))
+        else:
+            self.differentiate(program, key, stash)
+
+    def differentiate(self, program: StageProgram, key: Key, stash: _Stash) -> None:
+        stage, microbatch = key
         arrived = self.gradients.pop(key, {})
         tensors, gradients = [], []
         for port, output in stash.outputs:
@@ -298,22 +304,16 @@ class _Run:
         if tensors:
             torch.autograd.backward(tensors, gradients)
         leaves = dict(stash.leaves)
-        self.returned[action.stage] = {
+        self.returned[stage] = {
             port: _gradient(leaves[port]) for port in gradient_ports(program.inputs)
         }
         for use, alias in zip(program.tied, stash.aliases, strict=True):
             if alias.grad is not None:
-                self.outcome.tied[use.name, action.microbatch, use.order] = alias.grad
+                self.outcome.tied[use.name, microbatch, use.order] = alias.grad
 
     def recompute(self, program: StageProgram, key: Key, stash: _Stash) -> _Stash:
-        """The forward once more, for its autograd graph; buffers such as running means stay as they
-        are.
-        """
-        buffers = [(buffer, buffer.clone()) for buffer in program.module.buffers()]
+        """The forward once more, for its autograd graph."""
         results = self.call(program, key, [leaf for _, leaf in stash.leaves], stash.aliases)
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
         count = len(program.outputs)
         outputs = list(zip(program.outputs, results[:count], strict=True))
         loss = results[count] if program.has_loss else None
@@ -350,6 +350,21 @@ def is_random(module: nn.Module) -> bool:
         )
         module.__dict__["_anabranch_is_random"] = cached
     return bool(cached)
+
+
+@contextmanager
+def unchanged_buffers(module: nn.Module) -> Iterator[None]:
+    """Put buffers back that change inside, such as running means; no autograd graph may be alive
+    after it.
+    """
+    before = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in before:
+                if not torch.equal(buffer, value):
+                    buffer.copy_(value)
 
 
 @contextmanager

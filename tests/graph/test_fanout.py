@@ -1,0 +1,52 @@
+"""Gradients of a tensor with several uses, added in the order of one process."""
+
+from __future__ import annotations
+
+import torch
+
+from anabranch.graph.fanout import dense, fan_out, fold, keep_layout
+
+
+def test_aliases_hold_the_tensor_and_its_gradient_is_their_sum() -> None:
+    """Every alias is the tensor; an alias without a gradient counts for nothing."""
+    x = torch.tensor([2.0, 3.0], requires_grad=True)
+    first, second, third = fan_out(x, 3)
+    assert torch.equal(first, x)
+    (first * 10 + third * 100).sum().backward()
+    assert torch.equal(x.grad, torch.tensor([110.0, 110.0]))
+    assert second.requires_grad
+
+
+def test_sum_runs_from_the_first_alias_to_the_last() -> None:
+    """(1e8 - 1e8) + 1 is 1 in single precision, 1e8 + (-1e8 + 1) is 0."""
+    x = torch.ones(1, requires_grad=True)
+    a, b, c = fan_out(x, 3)
+    torch.autograd.backward([c, b, a], [torch.tensor([g]) for g in (1.0, -1e8, 1e8)])
+    assert x.grad.item() == 1.0
+    assert fold((torch.tensor(1e8), torch.tensor(-1e8), None, torch.tensor(1.0))).item() == 1.0
+    assert fold((torch.tensor(1.0), torch.tensor(-1e8), torch.tensor(1e8))).item() == 0.0
+
+
+def test_nothing_to_add_is_no_gradient() -> None:
+    """Where no use has a gradient there is none, as in autograd itself."""
+    assert fold((None, None)) is None
+
+
+def test_gradient_comes_back_in_the_layout_of_the_forward_pass() -> None:
+    """A gradient that was sent row by row is put into the order of memory that is asked for."""
+    seen = []
+    x = torch.randn(2, 3, requires_grad=True)
+    y = x * 1
+    y.register_hook(lambda grad: seen.append((grad.stride(), grad.clone())))
+    given = torch.arange(6.0).reshape(2, 3)
+    keep_layout(y, [1, 0]).backward(given)
+    assert seen[0][0] == (1, 2)
+    assert torch.equal(seen[0][1], given)
+
+
+def test_dense_keeps_values_and_closes_gaps() -> None:
+    """An expanded and transposed tensor has the same values afterwards, and no stride of 0."""
+    x = torch.arange(3.0).expand(2, 3).unsqueeze(2)
+    result = dense(x, [1, 0, 2])
+    assert torch.equal(result, x)
+    assert result.permute(1, 0, 2).is_contiguous()

@@ -1,0 +1,95 @@
+"""What every planner must do."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.planner import shapes
+from tests.planner.helpers import cost_model
+from tests.strategies import planning_profiles
+
+from anabranch.cost import CostModel
+from anabranch.errors import InfeasiblePlanError
+from anabranch.planner import PLANNERS
+from anabranch.planner.check import check
+
+NAMES = sorted(PLANNERS)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=20, deadline=None)
+@given(
+    profile=planning_profiles(6, series_parallel=False),
+    devices=st.integers(1, 8),
+    batch_size=st.integers(1, 12),
+    memory=st.sampled_from([60, 200, 10**9]),
+)
+def test_proposals_are_valid_and_reproducible(name, profile, devices, batch_size, memory):
+    """Any graph, batch and memory: valid proposals, the same twice, or one paragraph that says why."""
+    cost = cost_model(profile, devices, memory=memory)
+    try:
+        proposals = list(PLANNERS[name]()(cost, batch_size=batch_size))
+    except InfeasiblePlanError as error:
+        assert "\n" not in str(error)
+        return
+    assert proposals
+    assert [check(graph, cost) for graph in proposals] == [[] for _ in proposals]
+    assert all(stage.in_flight == 0 for graph in proposals for stage in graph.stages)
+    assert all(graph.batch_size == batch_size for graph in proposals)
+    assert len(set(proposals)) == len(proposals)
+    again = CostModel(cost.profile, cost.cluster, cost.optimizer_factor)
+    assert list(PLANNERS[name]()(again, batch_size=batch_size)) == proposals
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_keeps_the_microbatch_size(name):
+    """Only the size that was asked for, also if it is no power of two or does not divide."""
+    profile = shapes.towers("small", 2, 1, layers=2, top=1)
+    for size in (3, 4):
+        cost = cost_model(profile, 2, memory=2**40)
+        for graph in PLANNERS[name]()(cost, batch_size=8, microbatch_size=size):
+            assert {stage.microbatch_size for stage in graph.stages} == {size}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("batch_size", "microbatch_size"), [(0, None), (8, 0), (8, 16)], ids=["batch", "none", "large"]
+)
+def test_refuses_wrong_arguments(name, batch_size, microbatch_size):
+    """A plain ValueError."""
+    cost = cost_model(shapes.towers("small", 1, 1, layers=1, top=1), 2)
+    with pytest.raises(ValueError, match="batch"):
+        PLANNERS[name]()(cost, batch_size=batch_size, microbatch_size=microbatch_size)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_says_what_memory_would_do(name):
+    """A model that fits nowhere: the paragraph has a number of GiB."""
+    cost = cost_model(shapes.towers("small", 2, 0, layers=2, top=1), 2, memory=10**6)
+    with pytest.raises(InfeasiblePlanError, match=r"needs .*\d GiB"):
+        PLANNERS[name]()(cost, batch_size=8)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_says_when_the_profile_covers_no_size(name):
+    """Profiled from 4 samples on, asked for 2."""
+    profile = shapes.towers("small", 1, 0, layers=1, top=1)
+    measured = type(profile)(
+        profile.graph,
+        (4,),
+        tuple(type(c)(c.forward_s[2:3], c.backward_s[2:3], c.kept_bytes) for c in profile.costs),
+        device="v100",
+        source="measured",
+    )
+    with pytest.raises(InfeasiblePlanError, match="profile"):
+        PLANNERS[name]()(cost_model(measured, 2), batch_size=8, microbatch_size=2)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_says_how_many_devices_can_be_used(name):
+    """Three operators, a batch of 4: more than 12 devices have no work."""
+    profile = shapes.towers("small", 1, 0, layers=1, top=0)
+    assert len(profile.graph) == 3
+    with pytest.raises(InfeasiblePlanError, match="12 of the 16 devices"):
+        PLANNERS[name]()(cost_model(profile, 16), batch_size=4)

@@ -1,0 +1,160 @@
+"""Every formula of the cost model, worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from anabranch.cluster import Cluster, Level, Link
+from anabranch.cost import CostModel
+from anabranch.errors import ProfileError
+from anabranch.graph.opgraph import BATCH, Op, OpGraph, Parameter, Value
+from anabranch.profile.profile import OpCost, Profile
+from tests.strategies import op_graphs
+
+#  batch --> a --x--> b --y--> d      x: 10 bytes per sample, read by b and c
+#            |                 ^      y: 6 bytes per sample, no gradient
+#            +---x--> c --z----+      z: 100 bytes whatever the samples
+OPS = (Op("a", ("w",)), Op("b", ("w", "v")), Op("c"), Op("d", ("f",)))
+VALUES = (
+    Value(BATCH, (0,), 50),
+    Value(0, (1, 2), 10),
+    Value(1, (3,), 6, grad=False),
+    Value(2, (3,), 100, batched=False),
+)
+PARAMETERS = (Parameter("w", 1000), Parameter("v", 200), Parameter("f", 70, trainable=False))
+GRAPH = OpGraph(OPS, VALUES, PARAMETERS)
+
+
+def cost_model(**options: float) -> CostModel:
+    costs = tuple(
+        OpCost((1.0 * k, 1.5 * k, 3.5 * k), (2.0 * k, 3.0 * k, 7.0 * k), 10 * k)
+        for k in (1, 2, 3, 4)
+    )
+    profile = Profile(GRAPH, (1, 2, 4), costs, device="cpu", source="measured")
+    levels = (Level("node", 2, 100.0, 0.5), Level("network", 2, 10.0, 2.0))
+    return CostModel(profile, Cluster("c", "cpu", 10**6, levels), **options)
+
+
+def test_measured_sample_counts_are_taken_as_they_are():
+    """Seconds add up: (1 + 2) * 1.5 for a and b at 2 samples, backward twice that."""
+    assert cost_model().forward_s([0, 1], 2) == 4.5
+    assert cost_model().backward_s([0, 1], 2) == 9.0
+
+
+def test_interpolates_linearly():
+    """At 3 samples a takes the mean of 1.5 s and 3.5 s; at 2.5 a quarter of the way."""
+    assert cost_model().forward_s([0], 3) == 2.5
+    assert cost_model().forward_s([0], 2.5) == 2.0
+
+
+def test_refuses_what_was_not_measured():
+    """Outside the range the message names the range."""
+    with pytest.raises(ProfileError, match="between 1 and 4 samples"):
+        cost_model().op_seconds(5)
+    assert not cost_model().covers(0.5)
+    assert cost_model().covers(4)
+
+
+def test_proportional_profile_prices_any_count():
+    """Measured at 4 samples only: 8 take twice as long, a half an eighth."""
+    costs = tuple(OpCost((4.0,), (8.0,), 0) for _ in OPS)
+    profile = Profile(GRAPH, (4,), costs, device="cpu", source="imported", proportional=True)
+    cost = CostModel(profile, Cluster.preset("summit:1x2"))
+    assert cost.forward_s([0], 8) == 8.0
+    assert cost.backward_s([0, 1], 0.5) == 2.0
+
+
+def test_recomputation_adds_the_forward():
+    """Backward 2 s plus forward 1 s."""
+    assert cost_model().backward_s([0], 1, recompute=True) == 3.0
+
+
+def test_no_samples_take_no_time():
+    """A replica whose slice is empty."""
+    assert cost_model().forward_s([0, 1], 0) == 0.0
+    assert cost_model().backward_s([0, 1], 0, recompute=True) == 0.0
+
+
+def test_crossing_counts_a_value_once():
+    """x is read twice in {b, c} and crosses once; the batch never crosses."""
+    assert cost_model().crossing(0b0001, 0b0110) == (1,)
+    assert cost_model().crossing(0b0110, 0b1000) == (2, 3)
+    assert cost_model().crossing(0b1000, 0b0001) == ()
+
+
+def test_bytes_of_values():
+    """At 4 samples: y has 24 bytes, z 100; back flows only the gradient of z."""
+    assert cost_model().forward_bytes((2, 3), 4) == 124
+    assert cost_model().backward_bytes((2, 3), 4) == 100
+
+
+def test_transfer():
+    """Latency and bytes over bandwidth."""
+    assert cost_model().transfer_s(30, Link(10.0, 2.0, 1)) == 5.0
+
+
+def test_ring_allreduce():
+    """Over the network 2 * 3/4 * 80 / 10 + 2 * 3 * 2; in a node 2 * 1/2 * 80 / 100 + 2 * 0.5."""
+    assert cost_model().allreduce_s(80, (0, 1, 2, 3)) == 12.0 + 12.0
+    assert cost_model().allreduce_s(80, (2, 3)) == 0.8 + 1.0
+    assert cost_model().allreduce_s(80, (1,)) == 0.0
+    assert cost_model().allreduce_s(0, (0, 1)) == 0.0
+
+
+def test_tied_parameters_count_once_per_stage():
+    """a and b share w; f takes no gradient."""
+    assert cost_model().parameter_bytes([0, 1]) == 1200
+    assert cost_model().parameter_bytes([0, 3]) == 1070
+    assert cost_model().parameter_bytes([0, 3], trainable=True) == 1000
+
+
+def test_border_of_a_stage():
+    """{b, c} at 2 samples: x enters (20), y and z leave (12 + 100), z has a gradient."""
+    assert cost_model().boundary_bytes([1, 2], 2) == (20, 112, 100)
+
+
+def test_memory_of_a_device():
+    """{b, c} with micro-batches of 4 on 2 replicas, 3 in flight, Adam.
+
+    parameters w and v          1200 * (1 + 1 + 2)                  = 4800
+    kept                        3 in flight * 2 samples * (20 + 30) =  300
+    what entered, held          3 in flight * 2 samples * 10        =   60
+    posted ahead                20 of x, 100 of the gradient of z   =  120
+    """
+    need = cost_model().device_bytes([1, 2], microbatch_size=4, replicas=2, in_flight=3)
+    assert need == 4800 + 300 + 60 + 120
+
+
+def test_memory_options():
+    """Recomputation keeps one inside; versions add weights; SGD has no state; no receives ahead."""
+    cost = cost_model(optimizer_factor=0.0, receive_slots=0)
+    need = cost.device_bytes(
+        [1, 2], microbatch_size=4, replicas=2, in_flight=3, recompute=True, versions=2
+    )
+    assert need == 1200 * 2 + 1200 + 100 + 60
+
+
+def test_frozen_parameters_need_no_gradient():
+    """f: 70 bytes and nothing else; entering y and z are held once and posted once, at 1 sample."""
+    need = cost_model().device_bytes([3], microbatch_size=1, replicas=1, in_flight=1)
+    assert need == 70 + 40 + 106 + 106
+
+
+@given(op_graphs(), st.data())
+def test_border_agrees_with_the_definition(graph, data):
+    """Whatever the graph: summed value by value over all values."""
+    costs = tuple(OpCost((1.0,), (1.0,), 0) for _ in graph.ops)
+    cost = CostModel(
+        Profile(graph, (1,), costs, device="cpu", source="measured"), Cluster.preset("summit:1x1")
+    )
+    chosen = data.draw(st.sets(st.integers(0, len(graph) - 1), min_size=1))
+    made = [v for v in graph.values if v.producer in chosen and set(v.consumers) - chosen]
+    read = [v for v in graph.values if v.producer not in chosen and set(v.consumers) & chosen]
+    expected = (
+        sum(v.size(3) for v in read if v.producer != BATCH),
+        sum(v.size(3) for v in made),
+        sum(v.size(3) for v in made if v.grad),
+    )
+    assert cost.boundary_bytes(chosen, 3) == expected
