@@ -1,4 +1,4 @@
-"""``python -m anabranch``, also for torchrun: ``torchrun --nproc-per-node 2 -m anabranch train``."""
+"""``python -m anabranch``, also for torchrun: ``torchrun --nproc-per-node 2 -m anabranch ...``."""
 
 from anabranch.cli import main
 

@@ -2,7 +2,7 @@
 
 runs/glyphs-20260102-030405/
     plan.json       the plan that ran
-    run.json        losses, step times, metrics, and the predicted and measured timelines of one step
+    run.json        losses, step times, metrics, predicted and measured timeline of one step
     report.html     the page
     timeline.svg    its picture of the step, also on its own
 """
@@ -35,7 +35,7 @@ class Run:
         plan: what ran.
         losses: one per step.
         step_s: wall seconds, one per step.
-        ideal_step_s: the schedule's step for the measured stage times, with links that cost nothing.
+        ideal_step_s: the schedule's step for the measured stage times, links that cost nothing.
         metrics: held-out means where there is held-out data, otherwise those of the last step.
         chance: metric -> what guessing would give.
         timelines: headings and timelines of one step, predicted before measured.

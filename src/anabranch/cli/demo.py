@@ -127,8 +127,8 @@ def _times(plan: Plan, shared_s: float, run: Run) -> str:
     if devices > cores:
         lines.append(
             f"{devices} ranks take turns on {cores} cores, so no schedule can be faster than the "
-            "compute of all of them divided by the cores; what remains is the cost of taking turns, "
-            "of reading the batches and of the optimizer, which the prediction leaves out"
+            "compute of all of them divided by the cores; what remains is the cost of taking "
+            "turns, of reading the batches and of the optimizer, which the prediction leaves out"
         )
     return "\n".join(lines)
 

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import typer
 
-from anabranch.cli.options import Preset
+from anabranch.cli.options import Granularity, Preset
 from anabranch.cli.output import progress_bar
 from anabranch.errors import InfeasiblePlanError
 
 if TYPE_CHECKING:
     from anabranch.cluster import Cluster
+    from anabranch.graph.capture import Captured
     from anabranch.planner.stages import Plan
     from anabranch.profile.profile import Profile
     from anabranch.workload import Workload
@@ -29,7 +30,7 @@ class Source:
     model: str
     preset: Preset = Preset.published
     options: Mapping[str, str] = field(default_factory=dict)
-    granularity: str = "layer"
+    granularity: Granularity = Granularity.layer
 
     @property
     def is_file(self) -> bool:
@@ -41,11 +42,18 @@ class Source:
         """What a plan was made for."""
         options = dict(plan.options)
         preset = Preset(options.pop("preset", "published"))
-        return Source(plan.model, preset, options, plan.granularity)
+        return Source(plan.model, preset, options, Granularity(plan.granularity))
 
     def recorded(self) -> tuple[tuple[str, str], ...]:
         """Preset and options as a plan keeps them; none for a profile file."""
         return () if self.is_file else (("preset", self.preset.value), *self.options.items())
+
+    def capture(self, workload: Workload) -> Captured:
+        """The workload's module as a graph of operators."""
+        from anabranch.graph.capture import capture
+
+        name = cast('Literal["operator", "layer", "block"]', self.granularity.value)
+        return capture(workload.module, workload.example, granularity=name)
 
     def workload(self, *, meta: bool = False) -> Workload:
         """The workload; ``meta`` builds it without memory for its parameters, for planning."""
@@ -69,12 +77,10 @@ class Source:
                 names = ", ".join(self.options)
                 raise typer.BadParameter(f"{self.model} is a profile; options ({names}) do nothing")
             return load_profile(Path(self.model))
-        from anabranch.graph.capture import capture
-
         measured = device.split(":")[0] in ("cpu", "cuda")
         workload = self.workload(meta=not measured)
         counts = samples or powers_of_two(batch_size)
-        captured = capture(workload.module, workload.example, granularity=self.granularity)
+        captured = self.capture(workload)
         if measured:
             from anabranch.profile.measure import measure
 

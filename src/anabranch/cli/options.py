@@ -24,7 +24,8 @@ Output = Annotated[
         "-o",
         "--output",
         "--option",
-        help="A file to write, or, with an equals sign, an option of the model (-o layers=8). Repeatable.",
+        help="A file to write, or, with an equals sign, an option of the model (-o layers=8); "
+        "repeatable.",
     ),
 ]
 ClusterName = Annotated[
@@ -37,7 +38,7 @@ MicrobatchSize = Annotated[
 Device = Annotated[
     str | None,
     typer.Option(
-        help="cpu or cuda: measure here; v100, a100 or h100: estimate. By default, the cluster's kind."
+        help="cpu or cuda: measure here; v100, a100 or h100: estimate [default: the cluster's]."
     ),
 ]
 GranularityOption = Annotated[

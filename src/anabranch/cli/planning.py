@@ -56,7 +56,7 @@ def profile(
     Example: `anabranch profile mmt --device v100 --batch-size 512 -o mmt-v100.json`
     """
     options, file = split_output(output)
-    source = Source(model, preset, options, granularity.value)
+    source = Source(model, preset, options, granularity)
     result = source.profile(device or "cpu", batch_size, parse_counts(samples) if samples else None)
     if file is not None:
         from anabranch.files import save_profile
@@ -94,7 +94,8 @@ def profile(
     print_table(f"{model}: {result.origin}", columns, rows)
     typer.echo(
         f"{len(rows)} operators, {parameter_bytes / 2**20:.1f} MiB of parameters; "
-        f"with {result.samples[-1]} samples forward {forward * 1e3:.2f} ms, backward {backward * 1e3:.2f} ms"
+        f"with {result.samples[-1]} samples forward {forward * 1e3:.2f} ms, "
+        f"backward {backward * 1e3:.2f} ms"
     )
     _say_written(file)
 
@@ -125,7 +126,7 @@ def plan(
 
     options, file = split_output(output)
     machines = read_cluster(cluster)
-    source = Source(model, preset, options, granularity.value)
+    source = Source(model, preset, options, granularity)
     costs = source.profile(device or machines.device, batch_size)
     found = search(
         costs,
@@ -183,7 +184,7 @@ def compare(
     """
     options, _ = split_output(output)
     machines = read_cluster(cluster)
-    source = Source(model, preset, options, granularity.value)
+    source = Source(model, preset, options, granularity)
     costs = source.profile(device or machines.device, batch_size)
     found = {
         planner.value: try_plan(
@@ -260,7 +261,7 @@ def check(
     if model is not None:
         options, _ = split_output(output)
         machines = read_cluster(cluster or loaded.cluster)
-        source = Source(model, preset, options, loaded.granularity)
+        source = Source(model, preset, options, Granularity(loaded.granularity))
         costs = source.profile(
             device or loaded.device or machines.device, loaded.stage_graph.batch_size
         )
@@ -302,7 +303,7 @@ def simulate(
     machines = read_cluster(cluster or loaded.cluster)
     source = Source.of_plan(loaded)
     if model is not None:
-        source = Source(model, preset, options, loaded.granularity)
+        source = Source(model, preset, options, Granularity(loaded.granularity))
     costs = source.profile(device or loaded.device or machines.device, batch_size)
     timeline = predict(loaded, costs, machines, schedule=schedule.value if schedule else None)
     if trace is not None:

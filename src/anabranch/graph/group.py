@@ -11,7 +11,7 @@ the grouping::
    readers of something that cannot be sent (not a tensor, a size that depends on the data, a batch
    folded into another dimension, a value that mixes samples). Whatever lies on a path between two
    merged calls joins them.
-2. Calls of one module, at most one heavy call (product, convolution, embedding) in each.
+2. Calls of one module, at most one product, convolution or embedding with parameters in each.
 3. Cheap remainders (views, masks, sums) into a neighbour.
 4. ``layer``: the calls of one sub-layer, then norms and activations into a neighbour of the same
    block.

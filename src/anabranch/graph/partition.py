@@ -26,7 +26,7 @@ class Partition:
                     self.succ[j].add(i)
                     self.pred[i].add(j)
         self.weight = {i: facts.weight(facts.calls[i]) for i in members}
-        self.heavy = {i: int(self.weight[i] == 2) for i in members}
+        self.heavy = {i: int(facts.transforms(facts.calls[i])) for i in members}
         self.path = {i: frame(facts.calls[i]) for i in members}
         self.above: dict[int, int] = {}
         self.alias: dict[int, int] = {}

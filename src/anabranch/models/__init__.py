@@ -7,8 +7,10 @@ options) and ``workload`` (sizes -> Workload), and one line in ``MODELS``.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from importlib import import_module
 from types import ModuleType
+from typing import Any
 
 from anabranch.models.options import with_options
 from anabranch.workload import Workload
@@ -54,6 +56,19 @@ def build(
     sizes = with_options(home.PRESETS[preset], options or {}, name)
     workload: Workload = home.workload(sizes, meta=meta)
     return workload
+
+
+def options_of(name: str) -> dict[str, dict[str, str]]:
+    """The options of a built-in model: option -> preset -> default.
+
+    Raises:
+        ValueError: for an unknown model.
+    """
+    if name not in MODELS:
+        raise ValueError(f"there is no built-in model {name}; there are {', '.join(MODELS)}")
+    presets: Mapping[str, Any] = _home(name).PRESETS
+    names = [field.name for field in fields(next(iter(presets.values())))]
+    return {n: {preset: str(getattr(sizes, n)) for preset, sizes in presets.items()} for n in names}
 
 
 def _home(name: str) -> ModuleType:

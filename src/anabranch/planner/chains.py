@@ -36,7 +36,19 @@ class Traffic:
 
     def at(self, samples: float) -> Matrix:
         """Bytes for this many samples."""
-        return self.per_sample * samples + self.fixed
+        return (
+            self.per_sample * samples + self.fixed
+            if self._has_fixed
+            else (self.per_sample * samples)
+        )
+
+    @cached_property
+    def _has_fixed(self) -> bool:
+        return bool(self.fixed.any())
+
+    def plus(self, other: Traffic) -> Traffic:
+        """Both together."""
+        return Traffic(self.per_sample + other.per_sample, self.fixed + other.fixed)
 
 
 class Row:
@@ -131,6 +143,16 @@ class Row:
             elif made >= 0:
                 total.add_made(value.nbytes, made, read[-1])
         return Traffic(per_sample.matrix(), fixed.matrix())
+
+    @cached_property
+    def comes(self) -> Traffic:
+        """What enters every range and the gradients that come back to it."""
+        return self.entering.plus(self.entering_gradients)
+
+    @cached_property
+    def goes(self) -> Traffic:
+        """What leaves every range and the gradients that go back from it."""
+        return self.leaving.plus(self.leaving_gradients)
 
     @cached_property
     def sole_reads(self) -> Traffic:

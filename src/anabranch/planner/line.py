@@ -13,6 +13,7 @@ Time per bound: O(n^2 H) for n operators and H heights, in H NumPy steps.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
 
@@ -34,7 +35,11 @@ class LineReach:
     def __init__(self, chain: Chain, prices: Prices, *, heights: int) -> None:
         self.chain = chain
         self.heights = heights
-        self._ranges = Ranges(chain.row, prices)
+        self._prices = prices
+
+    @cached_property
+    def _ranges(self) -> Ranges:
+        return Ranges(self.chain.row, self._prices)
 
     def solve(self, bound: Bound, caps: Sequence[int]) -> LineFound:
         """Fewest devices within a bound, for several caps on the height, ascending."""

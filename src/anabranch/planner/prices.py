@@ -102,11 +102,11 @@ class Prices:
         """
         free = self.memory_bytes - fixed
         with np.errstate(divide="ignore", invalid="ignore"):
-            held = np.where(per_microbatch > 0, free // per_microbatch, UNBOUNDED)
-        held = np.where(free < 0, 0, held)
-        return np.where(
-            held >= self.num_microbatches, UNBOUNDED, np.minimum(held, UNBOUNDED) - 1
-        ).astype(np.int32)
+            held = np.clip(free / per_microbatch, 0, self.num_microbatches)
+        held = np.where(per_microbatch > 0, held, self.num_microbatches * (free >= 0))
+        height = held.astype(np.int32) - 1
+        # More than all micro-batches are never in flight.
+        return np.where(height == self.num_microbatches - 1, UNBOUNDED, height)
 
     def in_flight(self, height: Number) -> Number:
         """Micro-batches between forward and backward at least."""

@@ -87,15 +87,13 @@ class Ranges:
     def _price(self, k: int, degree: int) -> None:
         row, prices = self.row, self.prices
         n = prices.samples(degree)
-        compute = row.compute_s(n)
-        entering, back = row.entering.at(n), row.entering_gradients.at(n)
-        out = row.leaving.at(n) + row.leaving_gradients.at(n)
-        kept = row.kept_bytes
-        self.compute_s[k] = compute[None, :] - compute[:, None]
-        self.traffic_s[k] = np.maximum(entering + back, out) * prices.share(degree)
+        compute, kept = row.compute_s(n), row.kept_bytes * n
+        comes = row.comes.at(n)
+        np.subtract(compute[None, :], compute[:, None], out=self.compute_s[k])
+        np.multiply(np.maximum(comes, row.goes.at(n)), prices.share(degree), out=self.traffic_s[k])
         self.reduce_s[k] = prices.allreduce_s(row.reduced_bytes, degree)
-        self.fixed[k] = row.state_bytes + prices.cost.receive_slots * (entering + back)
-        self.per_microbatch[k] = (kept[None, :] - kept[:, None]) * n + entering
+        np.add(row.state_bytes, prices.cost.receive_slots * comes, out=self.fixed[k])
+        np.add(kept[None, :] - kept[:, None], row.entering.at(n), out=self.per_microbatch[k])
 
     def need(self, bound: Bound, heights: int) -> Ints:
         """Fewest devices for every range within a bound: [height, stop, start].

@@ -20,10 +20,10 @@ import numpy as np
 from anabranch.cost import CostModel
 from anabranch.planner.assemble import Assembler, Candidate
 from anabranch.planner.chains import Chain, span
-from anabranch.planner.line import LineReach
+from anabranch.planner.line import LineFound, LineReach
 from anabranch.planner.parts import Part, PartPrices
 from anabranch.planner.prices import Bound, Prices, degrees, microbatch_sizes
-from anabranch.planner.reach import Reach
+from anabranch.planner.reach import Found, Reach
 from anabranch.planner.stages import Stage
 
 COARSE = 0.04
@@ -97,11 +97,13 @@ def candidates(
     sizes = [microbatch_size] if microbatch_size else microbatch_sizes(problem.batch_size)
     searches = [Search(problem, b) for b in sizes if problem.prices(b).degrees]
     least = known_s
+    ratio = 1.2
     for search in sorted(searches, key=lambda each: each.least_step_s):
         if search.least_step_s <= HOPELESS * least:
-            search.narrow(COARSE, give_up=HOPELESS * least)
+            search.narrow(COARSE, give_up=HOPELESS * least, ratio=ratio)
             search.add()
             least = min(least, search.best_s)
+            ratio = search.ratio or ratio
     feasible = [search for search in searches if search.found]
     for search in sorted(feasible, key=lambda each: each.best_s)[:REFINED]:
         search.refine(give_up=PROMISING * least)
@@ -127,6 +129,7 @@ class Search:
             self._parts, problem.order, problem.max_replicas, problem.chained
         )
         self._bound = Bound(float("inf"))
+        self._found: Found | LineFound | None = None
         self._seen: set[frozenset[Part]] = set()
         self._least_s = self._least_period()
         self.low = self._least_s
@@ -152,40 +155,57 @@ class Search:
             longest = min(longest, float(np.max(seconds)))
         return max(work / self._problem.cost.cluster.num_devices, longest) * (1 - 1e-9)
 
-    def narrow(self, tolerance: float, *, give_up: float = float("inf")) -> None:
-        """Bring low and high together, unless the step is sure to be longer than ``give_up``."""
+    @property
+    def ratio(self) -> float | None:
+        """What there is over the least period that work alone allows; None if nothing is known."""
+        return self.high / self._least_s if self.high < float("inf") else None
+
+    def narrow(
+        self, tolerance: float, *, give_up: float = float("inf"), ratio: float = 1.2
+    ) -> None:
+        """Bring low and high together.
+
+        Args:
+            tolerance: how near, relative.
+            give_up: stop once the step is sure to be longer.
+            ratio: where to start, as a multiple of low.
+        """
         if self.high == float("inf"):
-            self._find_high(give_up)
+            self._find_high(give_up, self.low * ratio * (1 + COARSE / 2))
         while self.low * (1 + tolerance) < self.high < float("inf"):
             if self.least_step_s > give_up:
                 return
-            middle = (self.low * self.high) ** 0.5
-            if self._enough(middle):
-                self.high = middle
-            else:
-                self.low = middle
+            # Near to high if that was a good guess, in the middle if not.
+            self._try(max(self.high / (1 + COARSE), (self.low * self.high) ** 0.5))
 
-    def _find_high(self, give_up: float) -> None:
-        high = self.low * 1.2
-        while not self._enough(high):
-            self.low = high
-            if self.least_step_s > give_up or not self._enough(float("inf")):
+    def _find_high(self, give_up: float, high: float) -> None:
+        tries = 0
+        while not self._try(high):
+            tries += 1
+            if self.least_step_s > give_up:
                 return
-            high *= 1.5
+            if tries == 2 and not self._try(float("inf")):
+                return
+            high *= 1.25**tries
         self.high = high
 
-    def _enough(self, period_s: float) -> bool:
+    def _try(self, period_s: float) -> bool:
+        """Whether the devices suffice under this period; remembered in low or high."""
         found = self._reach.solve(self._within(period_s), [self._reach.heights - 1])
-        return bool(found.devices[0] <= self._problem.cost.cluster.num_devices)
+        if found.devices[0] > self._problem.cost.cluster.num_devices:
+            self.low = max(self.low, period_s)
+            return False
+        self.high = min(self.high, period_s)
+        self._found = found
+        return True
 
     def _within(self, period_s: float) -> Bound:
         return replace(self._bound, period_s=period_s)
 
     def add(self) -> None:
         """Add the plan with the fewest devices at the least period known, if there is one."""
-        if self.high < float("inf"):
-            found = self._reach.solve(self._within(self.high), [self._reach.heights - 1])
-            self._add(found.parts(0))
+        if self._found is not None:
+            self._add(self._found.parts(0))
 
     def refine(self, *, give_up: float) -> None:
         """Better the best candidate: no longer all-reduce, the least period for that; then depth.
@@ -197,28 +217,15 @@ class Search:
         parts = [self._part(stage) for stage in start.graph.stages]
         longest = max(self._parts.reduce_s(part) for part in parts)
         self._bound = Bound(float("inf"), spread=False, reduce_s=longest * 1.25)
-        self._lower(max(self._slowest_s(part) for part in parts), give_up)
+        self.low, self.high = self._least_s, float("inf")
+        likely = max(self._slowest_s(part) for part in parts) * (1 + 1e-9)
+        self._find_high(give_up, likely)
         self.narrow(self._problem.tolerance, give_up=give_up)
         self._add_shallow(give_up)
 
     def _slowest_s(self, part: Part) -> float:
         reduce_s = self._parts.reduce_s(part) / self._prices.num_microbatches
         return self._parts.period_s(part) - reduce_s
-
-    def _lower(self, start: float, give_up: float) -> None:
-        """A new low and high, from a period that is likely to be just enough."""
-        self.low, self.high = self._least_s, float("inf")
-        high = start * (1 + 1e-9)
-        if not self._enough(high):
-            self.low = high
-            self._find_high(give_up)
-            return
-        while high > self.low:
-            self.high = high
-            high *= 1 - 2 * COARSE
-            if not self._enough(high):
-                self.low = max(self.low, high)
-                return
 
     def _part(self, stage: Stage) -> Part:
         return Part(self._problem.cost.graph.mask(stage.operators), stage.replicas)

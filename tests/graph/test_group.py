@@ -1,0 +1,333 @@
+"""From single tensor operations to operators: what is merged, what stays apart, what flows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from anabranch.graph.capture import Captured, capture
+from anabranch.graph.facts import batch_dim
+from anabranch.graph.group import FREE
+from anabranch.graph.opgraph import BATCH
+from tests import hf_models
+
+
+def names(captured: Captured) -> list[str]:
+    return [op.name for op in captured.graph.ops]
+
+
+def edges(captured: Captured) -> set[tuple[str, str]]:
+    ops = captured.graph.ops
+    return {(ops[a].name, ops[b].name) for a, b in captured.graph.edges}
+
+
+def flows(captured: Captured) -> dict[str, tuple[str, ...]]:
+    """Value -> its readers, for the values that operators make."""
+    graph = captured.graph
+    return {
+        value.name: tuple(graph.ops[c].name for c in value.consumers)
+        for value in graph.values
+        if value.producer != BATCH
+    }
+
+
+class Layer(nn.Module):
+    """Attention and feed-forward with norms before them and residual sums after them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(8), nn.LayerNorm(8)
+        self.attention = Attention()
+        self.mlp = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+class Attention(nn.Module):
+    """One head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.q(x), self.k(x), self.v(x)
+        causal = torch.ones(x.shape[1], x.shape[1], device=x.device).tril() > 0
+        weights = (q @ k.transpose(1, 2)).masked_fill(~causal, -1e9).softmax(-1)
+        return self.out(weights @ v)
+
+
+class TwoTowers(nn.Module):
+    """Two towers of transformer layers that meet in a head.
+
+    text  -> layers.0 -> layers.1 --+
+                                    +--> head -> loss
+    image -> layers.0 -> layers.1 --+
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.text = nn.Sequential(Layer(), Layer())
+        self.image = nn.Sequential(Layer(), Layer())
+        self.head = nn.Linear(16, 1)
+
+    def forward(self, text: torch.Tensor, image: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        both = torch.cat([self.text(text).mean(1), self.image(image).mean(1)], dim=1)
+        return (self.head(both).squeeze(1) - label).pow(2).mean()
+
+
+TOWERS = (torch.randn(4, 5, 8), torch.randn(4, 3, 8), torch.randn(4))
+
+
+def test_blocks() -> None:
+    """A block is an entry of a repeated list; the towers stay apart until the head."""
+    captured = capture(TwoTowers(), TOWERS, granularity="block")
+    assert names(captured) == ["text.0", "text.1", "image.0", "image.1", "head"]
+    assert [op.kind for op in captured.graph.ops] == ["Layer"] * 4 + ["Linear"]
+    assert edges(captured) == {
+        ("text.0", "text.1"),
+        ("image.0", "image.1"),
+        ("text.1", "head"),
+        ("image.1", "head"),
+    }
+
+
+def test_layers() -> None:
+    """Queries, keys and values go to the attention, norms and residual sums to their sub-layer."""
+    captured = capture(TwoTowers(), TOWERS, granularity="layer")
+    tower = ["0.attention", "0.mlp", "1.attention", "1.mlp"]
+    assert names(captured) == [*(f"text.{n}" for n in tower), *(f"image.{n}" for n in tower), "head"]
+    attention = captured.graph.ops[0]
+    assert attention.kind == "Attention"
+    assert {name.split(".")[2] for name in attention.parameters} == {"norm1", "attention"}
+    # One tensor crosses each border: the norm is behind it, with whom reads it.
+    assert all(len(readers) == 1 for readers in flows(captured).values())
+
+
+def test_operators() -> None:
+    """One operator per module call; what is left of a module, such as attention's core, is one."""
+    captured = capture(TwoTowers(), TOWERS, granularity="operator")
+    assert names(captured)[:10] == [
+        "text.0.norm1",
+        "text.0.attention.q",
+        "text.0.attention.k",
+        "text.0.attention.v",
+        "text.0.attention",
+        "text.0.attention.out",
+        "text.0.norm2",
+        "text.0.mlp.0",
+        "text.0.mlp.1",
+        "text.0.mlp.2",
+    ]
+    assert len(set(names(captured))) == len(captured.graph)
+
+
+@pytest.mark.parametrize("granularity", ["operator", "layer", "block"])
+def test_branches_never_wait_for_each_other(granularity: Any) -> None:
+    """Nothing in one tower depends on the other, however coarse."""
+    graph = capture(TwoTowers(), TOWERS, granularity=granularity).graph
+    towers = {
+        tower: graph.mask(op.name for op in graph.ops if op.name.startswith(tower))
+        for tower in ("text", "image")
+    }
+    for i, op in enumerate(graph.ops):
+        for tower, mask in towers.items():
+            if op.name.startswith(("text", "image")) and not op.name.startswith(tower):
+                assert not graph.ancestors[i] & mask
+
+
+def test_masks_are_copied_not_sent() -> None:
+    """The causal mask needs neither parameters nor the batch, so it is no value."""
+    captured = capture(TwoTowers(), TOWERS, granularity="operator")
+    owners = captured.owners(captured.at(4))
+    free = {node.name for node, owner in owners.items() if owner == FREE}
+    assert {"ones", "tril", "gt"} <= free
+    assert not free & set(flows(captured))
+
+
+def test_values_of_the_batch_list_who_reads_them_through_copies() -> None:
+    """BERT's attention mask is prepared in every layer instead of being sent to it."""
+    module, example = hf_models.build("bert")
+    captured = capture(module, example, granularity="block")
+    graph = captured.graph
+    mask = next(v for v in graph.values if v.name == "attention_mask")
+    readers = [graph.ops[c].name for c in mask.consumers]
+    assert readers == ["bert.encoder.layer.0", "bert.encoder.layer.1"]
+    assert all(value.grad for value in graph.values if value.producer != BATCH)
+
+
+def test_parameters_alone_make_values_without_a_batch() -> None:
+    """T5's position bias carries a gradient, has no batch dimension, and is read by both layers."""
+    module, example = hf_models.build("t5")
+    graph = capture(module, example, granularity="layer").graph
+    bias = [v for v in graph.values if not v.batched]
+    assert [(v.grad, v.nbytes) for v in bias] == [(True, 2 * 8 * 8 * 4), (True, 2 * 6 * 6 * 4)]
+    assert all(len(v.consumers) == 2 for v in bias)
+
+
+def test_tied_parameters_are_listed_by_each_reader() -> None:
+    """T5's embedding is read by encoder, decoder and head, under its first name."""
+    module, example = hf_models.build("t5")
+    graph = capture(module, example, granularity="layer").graph
+    readers = [op.name for op in graph.ops if "shared.weight" in op.parameters]
+    assert readers == ["encoder.embed_tokens", "decoder.embed_tokens", "lm_head"]
+    assert [p.name for p in graph.parameters].count("shared.weight") == 1
+
+
+class Body(nn.Module):
+    """Two linear layers with something between them."""
+
+    def __init__(self, between: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.between = between
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.c(self.b(self.between(self.a(x)))).pow(2).mean()
+
+
+@pytest.mark.parametrize(
+    ("between", "operators"),
+    [
+        (lambda h: h, 3),
+        # Samples in the middle: sent with the samples in front.
+        (lambda h: h.unsqueeze(0).expand(3, -1, -1), 3),
+        # Folded with another size: cannot be cut into samples without knowing the order.
+        (lambda h: h.unsqueeze(1).expand(-1, 3, -1).reshape(-1, 8), 2),
+        (lambda h: h.T @ h, 2),
+        # A size that depends on the data.
+        (lambda h: h[h[:, 0] > 0], 2),
+    ],
+    ids=["rows", "time first", "folded", "mixed", "size from data"],
+)
+def test_what_cannot_be_sent_stays_in_one_operator(between: Any, operators: int) -> None:
+    """Values between operators are cut into samples; where that is impossible there is no cut."""
+    captured = capture(Body(between), torch.randn(4, 6), granularity="operator")
+    linear = [n for n in names(captured) if n.split("#")[0] in ("a", "b", "c")]
+    assert len(linear) == operators
+    graph = captured.graph
+    for value, dim in zip(graph.values, captured.batch_dims, strict=True):
+        assert value.batched == (dim is not None)
+
+
+def test_samples_in_the_middle_are_found() -> None:
+    """Time-major values have their samples in dimension 1; bytes are per sample all the same."""
+    body = Body(lambda h: h.unsqueeze(0).expand(3, -1, -1).tanh())
+    captured = capture(body, torch.randn(4, 6), granularity="operator")
+    values = dict(zip((v.name for v in captured.graph.values), captured.batch_dims, strict=True))
+    sizes = {v.name: v.nbytes for v in captured.graph.values}
+    assert values["linear_1"] == 1
+    assert sizes["linear_1"] == 3 * 8 * 4
+
+
+@pytest.mark.parametrize(
+    ("small", "large", "dim"),
+    [((4, 6), (8, 6), 0), ((3, 4), (3, 8), 1), ((4, 4), (4, 4), None), ((4, 4), (8, 4), 0)],
+)
+def test_batch_dim(small: tuple[int, ...], large: tuple[int, ...], dim: int | None) -> None:
+    """The dimension that grows from 4 to 8 with the samples, even where another is 4 as well."""
+    assert batch_dim(torch.empty(small), torch.empty(large), (4, 8)) == dim
+
+
+@pytest.mark.parametrize(
+    ("small", "large"), [((12, 6), (24, 6)), ((4, 4), (8, 8)), ((5, 6), (9, 6))]
+)
+def test_batch_dim_refuses(small: tuple[int, ...], large: tuple[int, ...]) -> None:
+    """Folded, in two dimensions, or one more than the samples."""
+    with pytest.raises(ValueError, match="folded"):
+        batch_dim(torch.empty(small), torch.empty(large), (4, 8))
+
+
+class InPlace(nn.Module):
+    """Changes what a linear layer made through a view, and what a normalisation counted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.norm, self.b = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.a(x)
+        h.view(-1, 2, 4).select(1, 0).relu_()
+        return self.b(self.norm(h)).pow(2).mean()
+
+
+def test_operations_in_place_stay_with_what_they_change() -> None:
+    """The view's relu is in the linear layer's operator; count and statistics are in one."""
+    captured = capture(InPlace(), torch.randn(4, 6), granularity="operator")
+    owners = {
+        node.name: captured.graph.ops[owner].name
+        for node, owner in captured.owners(captured.at(4)).items()
+    }
+    assert owners["linear"] == owners["relu_"] == owners["view"] == "a"
+    assert owners["add_"] == owners["batch_norm"] == "norm"
+
+
+def test_module_called_twice_makes_two_operators() -> None:
+    """Each call is an operator; both read the parameters, so that they are tied if cut apart."""
+
+    class Siamese(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tower = nn.Sequential(nn.Linear(6, 8), nn.Tanh())
+
+        def forward(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+            return (self.tower(left) * self.tower(right)).mean()
+
+    captured = capture(Siamese(), (torch.randn(4, 6), torch.randn(4, 6)))
+    assert names(captured) == ["tower.0", "tower.0#2"] or len(captured.graph) == 3
+    readers = [op.name for op in captured.graph.ops if "tower.0.weight" in op.parameters]
+    assert readers == ["tower.0", "tower.0#2"]
+
+
+def test_module_called_twice_that_counts_is_one_operator() -> None:
+    """A normalisation updates its statistics in order, so both calls are on one stage."""
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.norm = nn.Linear(6, 8), nn.BatchNorm1d(8)
+
+        def forward(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+            return (self.norm(self.a(left)) * self.norm(self.a(right))).mean()
+
+    captured = capture(Twice(), (torch.randn(4, 6), torch.randn(4, 6)), granularity="operator")
+    readers = [op.name for op in captured.graph.ops if "norm.weight" in op.parameters]
+    assert len(readers) == 1
+
+
+def test_auxiliary_losses_do_not_glue_the_layers_together() -> None:
+    """A mean over the samples cannot be sent, but it can be taken where the losses are added."""
+
+    class Auxiliary(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            loss = x.new_zeros(())
+            for layer in self.layers:
+                x = layer(x)
+                loss = loss + x.exp().mean()
+            return loss
+
+    captured = capture(Auxiliary(), torch.randn(4, 6))
+    assert names(captured)[:3] == ["layers.0", "layers.1", "layers.2"]
+
+
+@pytest.mark.parametrize(
+    ("model", "operator", "layer", "block"),
+    [("gpt2", 22, 6, 4), ("vit", 24, 6, 4)],
+)
+def test_counts(model: str, operator: int, layer: int, block: int) -> None:
+    """The knob makes three sizes: two layers have two blocks and about three sub-layers each."""
+    module, example = hf_models.build(model)
+    counts = [
+        len(capture(module, example, granularity=g).graph) for g in ("operator", "layer", "block")
+    ]
+    assert counts == [operator, layer, block]

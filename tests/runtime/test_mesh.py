@@ -1,0 +1,52 @@
+"""Devices and ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from anabranch import launch
+from anabranch.errors import InvalidPlanError
+from anabranch.runtime.mesh import Mesh
+
+
+def test_one_device_needs_no_processes() -> None:
+    """Every collective is the identity."""
+    mesh = Mesh([7])
+    tensor = torch.ones(2)
+    mesh.broadcast(tensor, 0)
+    mesh.barrier()
+    mesh.agree("plan", "abc")
+    assert mesh.all_reduce(tensor).tolist() == [1, 1]
+    assert (mesh.rank, mesh.device, mesh.transport()) == (0, 7, None)
+
+
+def test_a_plan_for_more_devices_says_how_to_start_them() -> None:
+    with pytest.raises(InvalidPlanError, match="4 devices, but 1 process runs it.*per-node 4"):
+        Mesh([0, 1, 2, 3])
+
+
+@pytest.mark.dist
+def test_ranks_are_devices_in_order() -> None:
+    """Whatever the devices' numbers are."""
+
+    def work() -> tuple[int, tuple[int, ...]]:
+        mesh = Mesh([3, 5, 9], timeout=20.0)
+        return mesh.device, mesh.ranks([9, 3])
+
+    assert launch.run(work, 3, timeout=30.0) == [(3, (0, 2)), (5, (0, 2)), (9, (0, 2))]
+
+
+@pytest.mark.dist
+def test_ranks_that_disagree_are_told_by_both_values() -> None:
+    """Every rank raises; the message shows what differs."""
+
+    def work() -> str:
+        mesh = Mesh([0, 1, 2], timeout=20.0)
+        with pytest.raises(InvalidPlanError) as caught:
+            mesh.agree("plan and model", "aaaa" if mesh.rank < 2 else "bbbb")
+        return str(caught.value)
+
+    texts = launch.run(work, 3, timeout=30.0)
+    assert len(set(texts)) == 1
+    assert "rank 0 has aaaa, rank 2 has bbbb" in texts[0]

@@ -1,0 +1,429 @@
+"""Whole training runs on local ranks, against the plain loop in one process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from anabranch import launch
+from anabranch.errors import (
+    DataError,
+    InvalidPlanError,
+    NonFiniteError,
+    StageFailedError,
+    TrainingError,
+)
+from anabranch.planner.stages import Plan
+from anabranch.runtime.pipeline import Pipeline
+from anabranch.workload import NamedParameters, Workload
+from tests.runtime.small import (
+    Batch,
+    Built,
+    batch,
+    built,
+    num_ranks,
+    plan,
+    train_alone,
+    with_options,
+)
+
+pytestmark = pytest.mark.dist
+
+LIMIT_S = 60.0
+
+
+def sgd(parameters: NamedParameters) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=1e-2)
+
+
+def adam(parameters: NamedParameters) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=1e-2)
+
+
+def adamw(parameters: NamedParameters) -> torch.optim.Optimizer:
+    """Two groups, chosen by name, as most recipes do."""
+    decayed = [(n, p) for n, p in parameters if n.endswith("weight")]
+    others = [(n, p) for n, p in parameters if not n.endswith("weight")]
+    groups: list[dict[str, Any]] = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW([g for g in groups if g["params"]], lr=1e-2)
+
+
+def decay(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
+
+
+def run(
+    model: Built,
+    chosen: Plan,
+    work: Callable[[Pipeline], Any],
+    *,
+    workload: Workload | None = None,
+    **options: Any,
+) -> list[Any]:
+    """Call a function with the pipeline of every rank."""
+    options = {"check_gradients": False, "timeout": 20.0} | options
+
+    def rank() -> Any:
+        pipeline = Pipeline(
+            workload or model.workload, chosen, captured=model.captured, **options
+        )
+        return work(pipeline)
+
+    return launch.run(rank, num_ranks(chosen), timeout=LIMIT_S)
+
+
+def train(
+    model: Built, chosen: Plan, workload: Workload, batches: Sequence[Batch], **options: Any
+) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses, the same on every rank, and all parameters after the last step."""
+
+    def work(pipeline: Pipeline) -> tuple[list[float], dict[str, Tensor]]:
+        losses = [pipeline.step(each) for each in batches]
+        return losses, {n: p.detach() for n, p in pipeline._state.parameters.items()}
+
+    results = run(model, chosen, work, workload=workload, **options)
+    assert all(losses == results[0][0] for losses, _ in results)
+    parameters: dict[str, Tensor] = {}
+    for _, held in results:
+        for name, value in held.items():
+            # Copies on several ranks stay equal.
+            assert torch.equal(parameters.setdefault(name, value), value)
+    return results[0][0], parameters
+
+
+def alone(
+    workload: Workload, batches: Sequence[Batch], microbatch_size: int = 4
+) -> tuple[list[float], dict[str, Tensor]]:
+    """In a process of its own, so that the model here stays as it is."""
+    return launch.run(train_alone, 1, workload, batches, microbatch_size, timeout=LIMIT_S)[0]
+
+
+BATCHES = [batch(16, seed) for seed in range(4)]
+
+
+@pytest.mark.parametrize("optimizer", [sgd, adam, adamw])
+def test_training_is_bitwise_that_of_one_process(
+    optimizer: Callable[[NamedParameters], torch.optim.Optimizer],
+) -> None:
+    """Momentum, moments, weight decay in groups and a learning-rate schedule, over four steps, one of them short."""
+    model = built("TwoBranch")
+    workload = with_options(model, optimizer=optimizer, scheduler=decay)
+    batches = [*BATCHES[:2], batch(10, 7), BATCHES[3]]
+    losses, parameters = train(model, plan(model, 3), workload, batches, exact=True)
+    expected, state = alone(workload, batches)
+    assert losses == expected
+    assert parameters.keys() == state.keys()
+    assert all(torch.equal(parameters[name], state[name]) for name in state)
+
+
+@pytest.mark.parametrize("replicas", [[2, 1], [1, 2]])
+@pytest.mark.parametrize("name", ["TwoBranch", "Tied"])
+def test_unequal_replicas_train_alike(name: str, replicas: list[int]) -> None:
+    """Sums in another order: equal up to rounding. With a clipped norm, which counts every parameter once."""
+    model = built(name, torch.float64)
+    workload = with_options(model, optimizer=sgd, clip_norm=0.05)
+    batches = [batch(n, n, torch.float64) for n in (16, 11, 16)]
+    losses, parameters = train(model, plan(model, 2, replicas=replicas), workload, batches)
+    expected, state = alone(workload, batches)
+    assert losses == pytest.approx(expected, rel=1e-12)
+    for key, value in state.items():
+        torch.testing.assert_close(parameters[key], value, rtol=1e-9, atol=1e-12)
+
+
+def test_one_device_needs_no_launcher() -> None:
+    """In a fork all the same, because training changes the model."""
+    model = built("Chain")
+    losses, _ = train(model, plan(model, 1), model.workload, BATCHES, exact=True)
+    assert losses == alone(model.workload, BATCHES)[0]
+
+
+def test_loss_and_metrics_are_those_of_the_module() -> None:
+    """On every rank, also on those that make neither."""
+    model = built("TwoBranch")
+
+    def work(pipeline: Pipeline) -> tuple[float, float]:
+        return pipeline.step(BATCHES[0]), pipeline.metrics["accuracy"]
+
+    results = run(model, plan(model, 3), work)
+    with torch.no_grad():
+        out = model.module(**BATCHES[0])
+    assert len(set(results)) == 1
+    assert results[0] == pytest.approx((out["loss"].item(), out["accuracy"].item()))
+
+
+def test_evaluation_is_in_evaluation_mode() -> None:
+    """Dropout does nothing and running means are used; batches of any size, weighted by samples."""
+    for name in ("Dropout", "Norm"):
+        model = built(name)
+        held_out = [batch(16, 8), batch(7, 9)]
+        chosen = plan(model, 2, replicas=[1, 2])
+        results = run(model, chosen, lambda p, held=held_out: p.evaluate(held))
+        model.module.eval()
+        with torch.no_grad():
+            losses = [model.module(**each).item() for each in held_out]
+        model.module.train()
+        expected = (16 * losses[0] + 7 * losses[1]) / 23
+        assert [r["loss"] for r in results] == pytest.approx([expected] * 3, rel=1e-6)
+
+
+def test_running_means_advance_once_per_microbatch() -> None:
+    model = built("Norm")
+
+    def work(pipeline: Pipeline) -> dict[str, Tensor]:
+        pipeline.step(BATCHES[0])
+        return pipeline._state.buffers
+
+    buffers = {n: b for held in run(model, plan(model, 2), work) for n, b in held.items()}
+    assert buffers["norm.num_batches_tracked"] == 4
+    assert buffers["body.1.num_batches_tracked"] == 4
+    assert not torch.equal(buffers["norm.running_mean"], torch.zeros(8))
+
+
+def test_the_check_before_the_first_step_changes_nothing() -> None:
+    """With it and without it, training is the same: buffers, gradients and random numbers are put back."""
+    for name in ("Norm", "Tied"):
+        model = built(name)
+        chosen = plan(model, 2)
+        runs = [
+            train(model, chosen, model.workload, BATCHES[:2], check_gradients=check, exact=True)
+            for check in (True, False)
+        ]
+        assert runs[0][0] == runs[1][0]
+        assert all(torch.equal(value, runs[1][1][n]) for n, value in runs[0][1].items())
+
+
+def test_the_check_finds_a_gradient_that_is_not_the_modules() -> None:
+    """A hook on a parameter is Python that tracing does not see."""
+    model = built("TwoBranch")
+
+    def work(pipeline: Pipeline) -> str:
+        if dist.get_rank() == 0:
+            handle = pipeline._captured.module.head.register_forward_hook(lambda *a: 2 * a[2])
+        with pytest.raises(TrainingError) as caught:
+            pipeline.step(BATCHES[0])
+        if dist.get_rank() == 0:
+            handle.remove()
+        return str(caught.value)
+
+    texts = run(model, plan(model, 2), work, check_gradients=True)
+    assert texts[0] == texts[1]
+    assert "is not the model's" in texts[0]
+
+
+def test_random_models_are_not_compared() -> None:
+    """Dropout differs between the pipeline and one process, and is no fault."""
+    model = built("Dropout")
+    losses, _ = train(model, plan(model, 2), model.workload, BATCHES[:1], check_gradients=True)
+    assert losses[0] > 0
+
+
+def test_a_parameter_without_gradient_is_named_once_and_left_alone() -> None:
+    """The idle one is in no stage, the cut one in a stage but not in the gradient's way; weight decay touches neither."""
+    model = built("Unused")
+
+    def work(pipeline: Pipeline) -> tuple[list[str], bool]:
+        cut = pipeline._captured.module.cut.weight
+        before = cut.detach().clone()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for each in BATCHES[:2]:
+                pipeline.step(each)
+        held = "cut.weight" in pipeline._state.parameters
+        return [str(w.message) for w in caught], not held or torch.equal(cut, before)
+
+    workload = with_options(model, optimizer=sgd)
+    results = run(model, plan(model, 2), work, workload=workload)
+    texts = [text for messages, _ in results for text in messages]
+    assert all(untouched for _, untouched in results)
+    assert len(texts) == 1
+    assert all(name in texts[0] for name in ("idle", "cut.weight", "cut.bias"))
+
+
+def test_a_rank_keeps_only_its_own_parameters() -> None:
+    """The others have their shape and no memory; reading them gives NaN, not stale weights."""
+    model = built("Chain")
+
+    def work(pipeline: Pipeline) -> tuple[int, int]:
+        pipeline.step(BATCHES[0])
+        module = pipeline._captured.module
+        lost = [p for n, p in module.named_parameters() if n not in pipeline._state.parameters]
+        assert all(bool(p.isnan().all()) and p.untyped_storage().size() == 4 for p in lost)
+        return len(lost), len(pipeline._state.parameters)
+
+    total = len(list(model.module.parameters()))
+    assert [sum(counts) for counts in run(model, plan(model, 2), work)] == [total, total]
+
+
+def test_a_recorded_step_is_a_timeline_of_all_ranks() -> None:
+    """Each rank has the whole of it: four forwards and four backwards per device, and the messages."""
+    model = built("Chain")
+
+    def work(pipeline: Pipeline) -> Any:
+        pipeline.step(BATCHES[0])
+        assert pipeline.timeline is None
+        pipeline.step(BATCHES[1], record=True)
+        return pipeline.timeline
+
+    first, second = run(model, plan(model, 2), work)
+    assert first == second
+    assert first.source == "measured"
+    compute = [str(s.action) for s in first.spans if s.action.kind.is_compute and s.device == 1]
+    assert compute == ["1F0", "1B0", "1F1", "1B1", "1F2", "1B2", "1F3", "1B3"]
+    assert 0 < max(first.busy_s.values()) < first.makespan_s <= first.step_s
+
+
+def test_a_loss_that_is_not_finite_stops_before_the_update() -> None:
+    """Sample 9 is in micro-batch 2; every rank hears of it, and may go on with the next batch."""
+    model = built("TwoBranch")
+    poisoned = batch(16)
+    poisoned["x"][9] = float("inf")
+
+    def work(pipeline: Pipeline) -> tuple[str, bool, float]:
+        before = {n: p.detach().clone() for n, p in pipeline._state.parameters.items()}
+        with pytest.raises(NonFiniteError) as caught:
+            pipeline.step(poisoned)
+        after = pipeline._state.parameters
+        same = all(torch.equal(after[n], before[n]) for n in before)
+        return str(caught.value), same, pipeline.step(BATCHES[0])
+
+    results = run(model, plan(model, 3), work)
+    assert len(set(results)) == 1
+    assert "step 0 is not finite: stage 2, micro-batch 2" in results[0][0]
+    assert results[0][1]
+
+
+def test_what_raises_in_a_stage_is_named_with_its_place() -> None:
+    """A label out of range, in the last stage; the other ranks are stopped."""
+    model = built("TwoBranch")
+    bad = batch(16)
+    bad["label"][9] = 77
+
+    def work(pipeline: Pipeline) -> None:
+        pipeline.step(BATCHES[0])
+        pipeline.step(bad)
+
+    with pytest.raises(StageFailedError) as caught:
+        run(model, plan(model, 3), work)
+    assert str(caught.value).startswith(
+        "rank 2 failed in the forward of stage 2, micro-batch 2, step 1: IndexError: Target 77"
+    )
+    assert "Traceback of rank 2" in caught.value.__notes__[0]
+
+
+def test_a_killed_rank_is_named_with_its_place() -> None:
+    """It is killed inside a step, by its own optimizer."""
+    model = built("TwoBranch")
+
+    class Deadly(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            if dist.get_rank() == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return super().step(closure)
+
+    workload = with_options(model, optimizer=lambda named: Deadly(named, lr=0.1))
+
+    def work(pipeline: Pipeline) -> None:
+        for each in BATCHES:
+            pipeline.step(each)
+
+    with pytest.raises(StageFailedError, match=r"rank 1 was killed .*\(SIGKILL\) in step 0"):
+        run(model, plan(model, 3), work, workload=workload)
+
+
+def broken_data(batch_size: int, epoch: int) -> Iterator[Batch]:
+    yield batch(batch_size)
+    raise OSError("the disk is gone")
+
+
+def test_data_that_raises_ends_all_ranks() -> None:
+    model = built("Chain")
+
+    def work(pipeline: Pipeline) -> None:
+        for each in pipeline.batches():
+            pipeline.step(each)
+
+    workload = with_options(model, data=broken_data)
+    with pytest.raises(DataError, match="batch 1 of epoch 0: OSError: the disk is gone"):
+        run(model, plan(model, 2), work, workload=workload)
+
+
+def test_data_that_raises_on_one_rank_ends_the_others() -> None:
+    """They wait for it, and get to know."""
+    model = built("Chain")
+
+    def work(pipeline: Pipeline) -> None:
+        pipeline.step(BATCHES[0])
+        if dist.get_rank() == 1:
+            raise OSError("only here")
+        pipeline.step(BATCHES[1])
+
+    with pytest.raises(StageFailedError, match="rank 1 failed outside of the steps: OSError"):
+        run(model, plan(model, 2), work)
+
+
+def test_epochs_are_counted() -> None:
+    """Two epochs of three batches, the loader is asked for each epoch."""
+    model = built("Chain")
+
+    def data(batch_size: int, epoch: int) -> list[Batch]:
+        return [batch(batch_size, 10 * epoch + i) for i in range(3)]
+
+    workload = with_options(model, data=data)
+
+    def work(pipeline: Pipeline) -> list[tuple[int, int]]:
+        seen = []
+        for each in pipeline.batches(epochs=2):
+            seen.append((pipeline.epoch, pipeline.position))
+            assert torch.equal(each["x"], batch(16, 10 * pipeline.epoch + pipeline.position - 1)["x"])
+        return [*seen, (pipeline.epoch, pipeline.position)]
+
+    places = run(model, plan(model, 1), work, workload=workload)[0]
+    assert places == [(0, 1), (0, 2), (0, 3), (1, 1), (1, 2), (1, 3), (2, 0)]
+
+
+def test_a_batch_of_another_make_is_refused() -> None:
+    model = built("Chain")
+
+    def work(pipeline: Pipeline) -> list[str]:
+        texts = []
+        for bad in ({"x": torch.zeros(4, 8)}, batch(4) | {"label": torch.zeros(3)}):
+            with pytest.raises(DataError) as caught:
+                pipeline.step(bad)
+            texts.append(str(caught.value))
+        return texts
+
+    first, second = run(model, plan(model, 1), work)[0]
+    assert "the batch holds x" in first
+    assert "label 3" in second
+
+
+def test_a_plan_for_another_model_is_refused() -> None:
+    """With the operators that are too many and too few."""
+    chain, branches = built("Chain"), built("TwoBranch")
+    with pytest.raises(InvalidPlanError, match=r"lacks operators of the model.*words"):
+        Pipeline(branches.workload, plan(chain, 1), captured=branches.captured)
+
+
+def test_a_plan_without_an_edge_that_the_model_needs_is_refused() -> None:
+    model = built("Chain")
+    whole = plan(model, 3)
+    cut = replace(whole, stage_graph=replace(whole.stage_graph, edges=((0, 1),)))
+    with pytest.raises(InvalidPlanError, match="no edge 1 -> 2"):
+        Pipeline(model.workload, cut, captured=model.captured)
+
+
+def test_exact_gradients_need_one_replica() -> None:
+    model = built("Chain")
+    with pytest.raises(ValueError, match="one replica"):
+        Pipeline(
+            model.workload, plan(model, 2, replicas=[2, 1]), captured=model.captured, exact=True
+        )
