@@ -206,12 +206,12 @@ def build(name: str, dtype: torch.dtype = torch.float32) -> Built:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         module, batch = MODELS[name]()
-    return module.to(dtype), _cast(batch, dtype)
+    return module.to(dtype), cast(batch, dtype)
 
 
-def _cast(batch: Any, dtype: torch.dtype) -> Any:
+def cast(batch: Any, dtype: torch.dtype) -> Any:
     if isinstance(batch, dict):
-        return {key: _cast(value, dtype) for key, value in batch.items()}
+        return {key: cast(value, dtype) for key, value in batch.items()}
     if isinstance(batch, (list, tuple)):
-        return type(batch)(_cast(value, dtype) for value in batch)
+        return type(batch)(cast(value, dtype) for value in batch)
     return batch.to(dtype) if batch.is_floating_point() else batch

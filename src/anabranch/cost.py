@@ -25,6 +25,12 @@ from anabranch.errors import ProfileError
 from anabranch.graph.opgraph import BATCH, OpGraph, Parameter, bits
 from anabranch.profile.profile import Profile
 
+Port = tuple[str, int, int]
+"""What a transfer occupies; ``Cluster.ports`` says how it is written."""
+
+Way = tuple[tuple[Port, ...], tuple[Port, ...], float, float]
+"""Ports from one device to another and back, seconds per byte, seconds of latency."""
+
 
 @dataclass(frozen=True)
 class CostModel:
@@ -43,6 +49,10 @@ class CostModel:
     optimizer_factor: float = 2.0
     receive_slots: int = 1
     _tables: dict[float, tuple[NDArray[np.float64], NDArray[np.float64]]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    _ways: dict[tuple[int, int], Way] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
@@ -153,6 +163,18 @@ class CostModel:
     def transfer_s(self, nbytes: float, link: Link) -> float:
         """Seconds of one message over the slowest link on its way."""
         return link.seconds(nbytes)
+
+    def way(self, source: int, target: int) -> Way:
+        """What a transfer between two devices occupies and how long."""
+        if (source, target) not in self._ways:
+            link = self.cluster.link(source, target)
+            self._ways[source, target] = (
+                self.cluster.ports(source, target),
+                self.cluster.ports(target, source),
+                1 / link.bandwidth,
+                link.latency_s,
+            )
+        return self._ways[source, target]
 
     def allreduce_s(self, nbytes: float, devices: Sequence[int]) -> float:
         """Seconds of a ring all-reduce over these devices, on the slowest link among them."""

@@ -89,8 +89,8 @@ def resolve(
     if text not in models.MODELS:
         raise ValueError(
             f"there is no built-in model {text}; there are {', '.join(models.MODELS)}. "
-            f"A model of your own is written package.module:function, where the function returns an "
-            f"anabranch.Workload"
+            f"A model of your own is written package.module:function, where the function returns "
+            f"an anabranch.Workload"
         )
     return models.build(text, preset=preset, options=options, meta=meta)
 

@@ -102,7 +102,11 @@ def test_layers() -> None:
     """Queries, keys and values go to the attention, norms and residual sums to their sub-layer."""
     captured = capture(TwoTowers(), TOWERS, granularity="layer")
     tower = ["0.attention", "0.mlp", "1.attention", "1.mlp"]
-    assert names(captured) == [*(f"text.{n}" for n in tower), *(f"image.{n}" for n in tower), "head"]
+    assert names(captured) == [
+        *(f"text.{n}" for n in tower),
+        *(f"image.{n}" for n in tower),
+        "head",
+    ]
     attention = captured.graph.ops[0]
     assert attention.kind == "Attention"
     assert {name.split(".")[2] for name in attention.parameters} == {"norm1", "attention"}

@@ -43,7 +43,9 @@ def test_what_is_raised_inside_says_where() -> None:
     POSITION.enter(3, Action(1, Kind.BACKWARD, 2))
     try:
         with (
-            pytest.raises(StageFailedError, match="rank 7 .* backward of stage 1, .*ValueError: no"),
+            pytest.raises(
+                StageFailedError, match="rank 7 .* backward of stage 1, .*ValueError: no"
+            ),
             located(7),
         ):
             raise ValueError("no")

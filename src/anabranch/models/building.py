@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 
@@ -53,3 +54,16 @@ def synthetic(
         chance=chance,
         name=name,
     )
+
+
+def warm_up_then_cosine(
+    optimizer: torch.optim.Optimizer, steps: int
+) -> torch.optim.lr_scheduler.LRScheduler:
+    """The learning rate rises for 50 steps (at most a tenth), then falls to 1 % at ``steps``."""
+    rising = min(50, max(1, steps // 10))
+
+    def share(step: int) -> float:
+        decay = 0.5 * (1 + math.cos(math.pi * min(1.0, step / steps)))
+        return min(1.0, (step + 1) / rising) * max(0.01, decay)
+
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, share)

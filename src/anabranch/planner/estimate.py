@@ -21,7 +21,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from anabranch.planner.parts import Part, PartPrices, Port, heights
+from anabranch.cost import Port
+from anabranch.planner.parts import Part, PartPrices, heights
 from anabranch.planner.stages import split_evenly
 
 
@@ -96,14 +97,14 @@ def _transfers(
     """Seconds of a micro-batch along an edge, forward and back; adds to ``load`` per port."""
     per_sample, fixed, grad_per_sample, grad_fixed = prices.flow(ends[0].mask, ends[1].mask)
     if per_sample + fixed == 0:
-        delay = prices.way(devices[0][0], devices[1][0])[3]
+        delay = prices.cost.way(devices[0][0], devices[1][0])[3]
         return delay, delay
     size = prices.prices.microbatch_size
     there: dict[Port, float] = {}
     back: dict[Port, float] = {}
     latency = 0.0
     for i, j, samples in _overlaps(size, len(devices[0]), len(devices[1])):
-        way, home, per_byte, delay = prices.way(devices[0][i], devices[1][j])
+        way, home, per_byte, delay = prices.cost.way(devices[0][i], devices[1][j])
         latency = max(latency, delay)
         for port in way:
             there[port] = there.get(port, 0.0) + (per_sample * samples + fixed) * per_byte

@@ -13,9 +13,6 @@ import numpy as np
 from anabranch.graph.opgraph import bits
 from anabranch.planner.prices import Prices
 
-Port = tuple[str, int, int]
-Way = tuple[tuple[Port, ...], tuple[Port, ...], float, float]
-
 
 @dataclass(frozen=True, slots=True)
 class Part:
@@ -36,7 +33,6 @@ class PartPrices:
         self._headroom: dict[Part, int] = {}
         self._flow: dict[tuple[int, int], tuple[float, float, float, float]] = {}
         self._reduced: dict[int, int] = {}
-        self._way: dict[tuple[int, int], Way] = {}
 
     def compute_s(self, part: Part) -> tuple[float, float]:
         """Forward and backward seconds on the fullest replica."""
@@ -104,19 +100,6 @@ class PartPrices:
                 sums[2 if value.batched else 3] += value.nbytes * value.grad
             self._flow[source, target] = (sums[0], sums[1], sums[2], sums[3])
         return self._flow[source, target]
-
-    def way(self, source: int, target: int) -> Way:
-        """Ports on the way between two devices and back, seconds per byte, and latency."""
-        if (source, target) not in self._way:
-            cluster = self.cost.cluster
-            link = cluster.link(source, target)
-            self._way[source, target] = (
-                cluster.ports(source, target),
-                cluster.ports(target, source),
-                1 / link.bandwidth,
-                link.latency_s,
-            )
-        return self._way[source, target]
 
     def reduce_s(self, part: Part) -> float:
         """Seconds of the all-reduce of a part on devices in a row."""

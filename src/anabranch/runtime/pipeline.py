@@ -117,6 +117,7 @@ class Pipeline:
         self._evaluation_captured = evaluation
         self._evaluate: Steps | None = None
         self._exact, self._place = exact, place
+        self._fetched: int | None = None
         self._check_gradients, self._is_prepared = check_gradients, False
         self._is_first = True
         self.optimizer, self.scheduler = self._state.optimizer, self._state.scheduler
@@ -157,6 +158,8 @@ class Pipeline:
                 self.timeline = gather_timeline(worker, outcome, self._mesh, start, self._now())
             POSITION.leave()
         self.step_number += 1
+        if self._fetched is not None:
+            self.position, self._fetched = self._fetched, None
         return loss
 
     def gradients(self, batch: Batch) -> tuple[float, dict[str, Tensor]]:
@@ -268,7 +271,7 @@ class Pipeline:
     # Data
 
     def batches(self, *, epochs: int | None = None) -> Iterator[Batch]:
-        """The workload's batches from where training is, epoch after epoch; counts them.
+        """The workload's batches from where training is, epoch after epoch; those trained on count.
 
         Args:
             epochs: how many epochs there are in all; by default there is no end.
@@ -279,17 +282,17 @@ class Pipeline:
         if self.workload.data is None:
             raise DataError("the workload has no data; pass batches to step yourself")
         while epochs is None or self.epoch < epochs:
-            done = 0
+            skip, count = self.position, 0
             for batch in self._read(
                 self.workload.data(self.plan.stage_graph.batch_size, self.epoch)
             ):
-                done += 1
-                if done > self.position:
-                    self.position = done
+                count += 1
+                if count > skip:
+                    self._fetched = count
                     yield batch
-            if done == 0:
+            if count == 0:
                 raise DataError(f"epoch {self.epoch} of the data has no batches")
-            self.epoch, self.position = self.epoch + 1, 0
+            self.epoch, self.position, self._fetched = self.epoch + 1, 0, None
 
     def _read(self, loader: Iterable[Batch]) -> Iterator[Batch]:
         iterator = iter(loader)
@@ -431,7 +434,7 @@ class Pipeline:
         )
         with pipeline._failing():
             saved = disk.Checkpoint(folder)
-            pipeline._state.load(saved)
+            pipeline._state.load(saved, everything=check_gradients and pipeline._mesh.rank == 0)
         progress = saved.progress
         pipeline.step_number = progress.step
         pipeline.epoch, pipeline.position = progress.epoch, progress.position

@@ -132,8 +132,12 @@ class State:
     def _names(self) -> dict[int, str]:
         return {id(p): name for name, p in self.parameters.items()}
 
-    def load(self, saved: disk.Checkpoint) -> None:
+    def load(self, saved: disk.Checkpoint, *, everything: bool = False) -> None:
         """Take over what a checkpoint has for this rank.
+
+        Args:
+            saved: the checkpoint.
+            everything: the tensors of other stages as well, for a comparison with the whole model.
 
         Raises:
             FileFormatError: naming file and key, if it is damaged or of another model.
@@ -149,7 +153,8 @@ class State:
             )
         with torch.no_grad():
             for name, tensor in model.items():
-                if name in self.parameters or name in self.buffers or self._is_unheld(name):
+                mine = name in self.parameters or name in self.buffers
+                if mine or everything or self._is_unheld(name):
                     tensor.copy_(saved.tensor(f"model/{name}", like=tensor))
         if self.optimizer is not None:
             disk.restore_optimizer(self.optimizer, self._names(), saved)

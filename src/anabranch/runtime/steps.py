@@ -15,7 +15,7 @@ import torch
 from anabranch.errors import InvalidPlanError
 from anabranch.graph.capture import Captured, capture
 from anabranch.graph.split import Split, split, stages_like
-from anabranch.planner.stages import Plan, StageGraph
+from anabranch.planner.stages import Plan, StageGraph, split_evenly
 from anabranch.runtime.mesh import Mesh
 from anabranch.runtime.transport import Transport
 from anabranch.runtime.worker import Worker
@@ -101,6 +101,21 @@ def captured_for(workload: Workload, plan: Plan) -> Captured:
         workload.example,
         granularity=plan.granularity,  # type: ignore[arg-type]
     )
+
+
+def prepare(captured: Captured, graph: StageGraph) -> None:
+    """Specialise the program to every number of samples that a plan needs.
+
+    Local ranks inherit what their parent has prepared; otherwise each of them does the same work.
+    """
+    sizes = {
+        stop - start
+        for s, stage in enumerate(graph.stages)
+        for microbatch in {0, graph.num_microbatches(s) - 1}
+        for start, stop in split_evenly(*graph.interval(s, microbatch), stage.replicas)
+    }
+    for samples in sorted(sizes - {0}):
+        captured.at(samples)
 
 
 def parts_of(captured: Captured, plan: Plan, *, exact: bool) -> Split:

@@ -101,6 +101,7 @@ def verify(
     plan = replace(plan, stage_graph=replace(plan.stage_graph, batch_size=size))
     exact = exact and steps.can_be_exact(plan.stage_graph)
     slices = _loss_slices(captured, plan)
+    steps.prepare(captured, plan.stage_graph)
     module = workload.module
     expected: Reference = launch.run(lambda: reference(module, batch, slices), 1, timeout=timeout)[
         0

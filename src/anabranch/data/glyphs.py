@@ -1,0 +1,146 @@
+"""Glyphs and their names: 5,700 pictures with a text each, without a download.
+
+matplotlib ships the font DejaVu Sans, and Python knows the Unicode name of every character::
+
+    [picture of é]  LATIN SMALL LETTER E WITH ACUTE
+    [picture of ⇒]  RIGHTWARDS DOUBLE ARROW
+
+The task is to tell whether a name belongs to a picture, which neither shows alone. Half of the
+pairs are true, in the other half the name is another glyph's, drawn anew every epoch; so guessing
+is right half of the time. Whole glyphs are held out: neither their pictures nor their names occur
+in training, only their words and parts do.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import unicodedata
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from anabranch.errors import DataError
+
+FONT = "mpl-data/fonts/ttf/DejaVuSans.ttf"
+HELD_OUT_EVERY = 8
+"""One glyph in this many is held out."""
+
+SIDE = 32
+"""Points per side of a picture."""
+
+_POINTS = 24  # the largest size at which nearly every glyph fits
+_BASELINE = 0.72  # of the height, so that accents and descenders both have room
+
+WORDS = 12
+"""Words of a name that are read; the longest name has 11."""
+
+PIECES = 24
+"""Pieces of a word that are read."""
+
+
+@dataclass(frozen=True)
+class Glyphs:
+    """Pictures and names, one row per glyph.
+
+    Attributes:
+        names: as Unicode has them.
+        images: [glyphs, 32, 32], 0 to 1.
+        pieces: [glyphs, words, pieces], row numbers of an embedding table; 0 is padding.
+        training: row numbers of the training glyphs.
+        held_out: of the others.
+    """
+
+    names: tuple[str, ...]
+    images: torch.Tensor
+    pieces: torch.Tensor
+    training: torch.Tensor
+    held_out: torch.Tensor
+
+
+def load_glyphs(buckets: int = 4096, seed: int = 0) -> Glyphs:
+    """The data set.
+
+    Args:
+        buckets: rows of the embedding table that ``pieces`` point into.
+        seed: chooses the held-out glyphs.
+
+    Raises:
+        DataError: if matplotlib, which brings the font, is not installed.
+    """
+    found = importlib.util.find_spec("matplotlib")
+    if found is None or found.origin is None:
+        raise DataError(
+            "the glyphs are drawn from the font that matplotlib ships, and matplotlib is not "
+            "installed; pip install 'anabranch[data]'"
+        )
+    names, images = draw(Path(found.origin).parent / FONT)
+    order = torch.randperm(len(names), generator=torch.Generator().manual_seed(seed))
+    cut = len(names) // HELD_OUT_EVERY
+    return Glyphs(
+        names=tuple(names),
+        images=torch.from_numpy(images).float() / 255,
+        pieces=torch.tensor([name_pieces(name, buckets) for name in names]),
+        training=order[cut:].sort().values,
+        held_out=order[:cut].sort().values,
+    )
+
+
+def draw(path: Path) -> tuple[list[str], np.ndarray[tuple[int, int, int], np.dtype[np.uint8]]]:
+    """Names and pictures of the font's named glyphs that leave ink; [glyphs, 32, 32], 0 to 255."""
+    from matplotlib.ft2font import FT2Font
+    from PIL import Image, ImageDraw, ImageFont
+
+    font = ImageFont.truetype(str(path), _POINTS, layout_engine=ImageFont.Layout.BASIC)
+    names, images = [], []
+    for code in sorted(FT2Font(str(path)).get_charmap()):
+        name = unicodedata.name(chr(code), "")
+        if not name:
+            continue
+        picture = Image.new("L", (SIDE, SIDE))
+        place = (SIDE / 2, SIDE * _BASELINE)
+        ImageDraw.Draw(picture).text(place, chr(code), fill=255, font=font, anchor="ms")
+        pixels = np.asarray(picture)
+        if pixels.any():
+            names.append(name)
+            images.append(pixels)
+    return names, np.stack(images)
+
+
+def name_pieces(name: str, buckets: int) -> list[list[int]]:
+    """A name as words, each as the numbers of its pieces, padded with 0."""
+    words = [word_pieces(word, buckets) for word in name.split()[:WORDS]]
+    return words + [[0] * PIECES] * (WORDS - len(words))
+
+
+def word_pieces(word: str, buckets: int) -> list[int]:
+    """Numbers of the word itself and of its runs of three, two and one characters.
+
+    So a word never seen is understood by its parts: DOTS-145 by its digits.
+    """
+    bounded = f"<{word}>"
+    runs = [bounded[i : i + n] for n in (3, 2, 1) for i in range(len(bounded) - n + 1)]
+    distinct = dict.fromkeys([bounded, *(run for run in runs if run not in "<>")])
+    # crc32 and not hash(), which differs from process to process.
+    numbers = [1 + zlib.crc32(run.encode()) % (buckets - 1) for run in distinct][:PIECES]
+    return numbers + [0] * (PIECES - len(numbers))
+
+
+def true_and_false_pairs(rows: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Every glyph with its own name and with another glyph's, in random order.
+
+    Args:
+        rows: of the glyphs to pair, at least two.
+        generator: decides.
+
+    Returns:
+        [2 * rows, 3]: row of the picture, row of the name, whether they belong together.
+    """
+    count = len(rows)
+    shift = torch.randint(1, count, (count,), generator=generator)
+    others = rows[(torch.arange(count) + shift) % count]
+    own = torch.stack([rows, rows, torch.ones_like(rows)], 1)
+    other = torch.stack([rows, others, torch.zeros_like(rows)], 1)
+    return torch.cat([own, other])[torch.randperm(2 * count, generator=generator)]

@@ -1,0 +1,181 @@
+"""Does this name belong to this picture? An image tower and a text tower on the glyphs of a font.
+
+    image -> patches -> transformer layers -> largest over patches --+
+                                                                     +-- cosine -> belongs or not
+    name  -> words  --> transformer layers -> largest over words  ---+
+
+Both towers have the same layers and nearly the same number of tokens (16 patches, 12 words), so
+they take about equally long. Each sample is judged by itself, so its loss does not depend on the
+micro-batch that it is in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from anabranch.data.batches import batches, whole_batches
+from anabranch.data.glyphs import SIDE, WORDS, load_glyphs, true_and_false_pairs
+from anabranch.models.building import EXAMPLE_SAMPLES, adam, initialised, warm_up_then_cosine
+from anabranch.models.layers import TransformerLayer
+from anabranch.models.options import at_least_one
+from anabranch.models.streams import seeded
+from anabranch.workload import Batch, Workload, to_meta
+
+
+@dataclass(frozen=True)
+class GlyphSizes:
+    """``layers``: per tower; ``patch``: in points; ``steps``: in which the learning rate decays."""
+
+    layers: int = 8
+    hidden: int = 512
+    heads: int = 8
+    feedforward: int = 2048
+    patch: int = 4
+    buckets: int = 16384
+    dropout: float = 0.0
+    learning_rate: float = 3e-4
+    steps: int = 10_000
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        at_least_one(self, "layers", "hidden", "heads", "feedforward", "patch", "steps")
+        if SIDE % self.patch:
+            raise ValueError(f"patch={self.patch} does not divide the pictures' {SIDE} points")
+        if self.buckets < 2:
+            raise ValueError(
+                f"buckets={self.buckets}; at least 2 are needed, of which one is padding"
+            )
+
+
+PRESETS = {
+    "published": GlyphSizes(),
+    "small": GlyphSizes(
+        layers=4,
+        hidden=64,
+        heads=4,
+        feedforward=128,
+        patch=8,
+        buckets=4096,
+        learning_rate=2e-3,
+        steps=1500,
+    ),
+}
+
+
+class Patches(nn.Module):
+    """Cuts a picture into squares and maps each to a token."""
+
+    def __init__(self, patch: int, hidden: int):
+        super().__init__()
+        self.patch = patch
+        self.project = nn.Linear(patch * patch, hidden)
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        """[samples, 32, 32] -> [samples, patches, hidden]."""
+        across = SIDE // self.patch
+        rows = torch.unflatten(image, 1, (across, self.patch))
+        squares = torch.unflatten(rows, 3, (across, self.patch)).transpose(2, 3)
+        tokens: torch.Tensor = self.project(squares.flatten(3).flatten(1, 2))
+        return tokens
+
+
+class Words(nn.Module):
+    """A word is the sum of its pieces."""
+
+    def __init__(self, buckets: int, hidden: int):
+        super().__init__()
+        self.pieces = nn.Embedding(buckets, hidden, padding_idx=0)
+        with torch.no_grad():
+            # About ten pieces are added up; the padding row stays zero.
+            self.pieces.weight.mul_(0.3)
+
+    def forward(self, pieces: torch.Tensor) -> torch.Tensor:
+        """[samples, words, pieces] -> [samples, words, hidden]."""
+        embedded: torch.Tensor = self.pieces(pieces)
+        return embedded.sum(2)
+
+
+class Tower(nn.Module):
+    """Tokens, transformer layers, one vector of length 1."""
+
+    def __init__(self, embed: nn.Module, tokens: int, sizes: GlyphSizes):
+        super().__init__()
+        self.embed = embed
+        self.position = nn.Parameter(torch.randn(tokens, sizes.hidden) * 0.02)
+        self.layers = nn.ModuleList(
+            TransformerLayer(sizes.hidden, sizes.heads, sizes.feedforward, sizes.dropout)
+            for _ in range(sizes.layers)
+        )
+        self.norm = nn.LayerNorm(sizes.hidden)
+        self.project = nn.Linear(sizes.hidden, sizes.hidden)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[samples, ...] -> [samples, hidden]."""
+        x = self.embed(x) + self.position
+        for layer in self.layers:
+            x = layer(x)
+        return F.normalize(self.project(self.norm(x).amax(1)), dim=-1)
+
+
+class GlyphNames(nn.Module):
+    """Both towers and the question whether they point the same way; binary cross-entropy."""
+
+    def __init__(self, sizes: GlyphSizes):
+        super().__init__()
+        patches = (SIDE // sizes.patch) ** 2
+        self.image = Tower(Patches(sizes.patch, sizes.hidden), patches, sizes)
+        self.text = Tower(Words(sizes.buckets, sizes.hidden), WORDS, sizes)
+        self.head = nn.Linear(1, 1)
+        with torch.no_grad():
+            # Unrelated vectors have a cosine near 0, which should say no (as in SigLIP).
+            self.head.weight.fill_(10.0)
+            self.head.bias.fill_(-3.0)
+
+    def forward(
+        self, image: torch.Tensor, name: torch.Tensor, target: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        """``image``: [samples, 32, 32]; ``name``: [samples, words, pieces]; ``target``: 0 or 1."""
+        cosine = (self.image(image) * self.text(name)).sum(-1, keepdim=True)
+        logit = self.head(cosine).squeeze(-1)
+        right = (logit > 0) == (target > 0.5)
+        return {
+            "loss": F.binary_cross_entropy_with_logits(logit, target),
+            "accuracy": right.float().mean(),
+        }
+
+
+def workload(sizes: GlyphSizes, *, meta: bool = False) -> Workload:
+    """The two towers on true and false pairs; held-out glyphs are paired among themselves."""
+    glyphs = load_glyphs(sizes.buckets)
+
+    def gather(pairs: torch.Tensor) -> Batch:
+        picture, name, belongs = pairs.unbind(1)
+        return {
+            "image": glyphs.images[picture],
+            "name": glyphs.pieces[name],
+            "target": belongs.float(),
+        }
+
+    def data(batch_size: int, epoch: int) -> Iterator[Batch]:
+        pairs = true_and_false_pairs(glyphs.training, seeded(sizes.seed, epoch))
+        return whole_batches(gather, pairs, batch_size)
+
+    held_out = true_and_false_pairs(glyphs.held_out, seeded(0))
+    example = gather(held_out[:EXAMPLE_SAMPLES])
+    return Workload(
+        module=initialised(lambda: GlyphNames(sizes), sizes.seed, meta=meta),
+        example=to_meta(example) if meta else example,
+        data=data,
+        eval_data=lambda batch_size: batches(gather, held_out, batch_size),
+        optimizer=partial(adam, learning_rate=sizes.learning_rate),
+        scheduler=partial(warm_up_then_cosine, steps=sizes.steps),
+        clip_norm=1.0,
+        chance={"accuracy": 0.5},
+        name="glyphs",
+    )

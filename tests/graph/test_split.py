@@ -1,0 +1,352 @@
+"""Stages of a captured module: gradients, ports, parameters, and what must not be cut wrongly."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from anabranch import models
+from anabranch.graph.capture import Captured, capture
+from anabranch.graph.split import Port, TiedUse, split, stages_like
+from tests import hf_models
+from tests.graph.chain import check_split, eager, random_stages, run_stages, taken
+
+BUILT_IN = ("mmt", "dlrm", "candle-uno", "two-branch", "transformer")
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Sums over several threads have no fixed order."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@functools.cache
+def captured_model(name: str, dtype: torch.dtype) -> tuple[Captured, Any]:
+    if name in hf_models.MODELS:
+        module, batch = hf_models.build(name, dtype)
+    else:
+        workload = models.build(name, preset="small")
+        module = workload.module.to(dtype)
+        batch = hf_models.cast(workload.example, dtype)
+    return capture(module, batch, granularity="layer"), batch
+
+
+# The gradients of one process
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
+@pytest.mark.parametrize("name", [*hf_models.MODELS, *BUILT_IN])
+def test_four_random_stages_have_the_gradients_of_one_process(
+    name: str, dtype: torch.dtype
+) -> None:
+    """Exactly in exact mode, to rounding otherwise; the loss exactly in both."""
+    captured, batch = captured_model(name, dtype)
+    for seed in range(2):
+        stages = random_stages(captured.graph, 4, seed)
+        assert check_split(captured, batch, stages, exact=True) == 0.0
+        rounding = 1e-6 if dtype is torch.float32 else 1e-14
+        assert check_split(captured, batch, stages, exact=False) < rounding
+
+
+@pytest.mark.parametrize("name", ["t5", "gpt2"])
+def test_finest_cut_has_the_gradients_of_one_process(name: str) -> None:
+    """Every operator a stage of its own, at the finest granularity."""
+    module, batch = hf_models.build(name)
+    captured = capture(module, batch, granularity="operator")
+    stages = [[op.name] for op in captured.graph.ops]
+    assert check_split(captured, batch, stages, exact=True) == 0.0
+
+
+class Wired(nn.Module):
+    """A random graph of small layers: node i reads the earlier nodes ``wires[i]``."""
+
+    def __init__(self, wires: list[list[int]], kinds: list[int]) -> None:
+        super().__init__()
+        self.wires, self.kinds = wires, kinds
+        self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in kinds)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = [x]
+        for inputs, kind, layer in zip(self.wires, self.kinds, self.layers, strict=True):
+            h = sum(made[i] for i in inputs)
+            if kind == 0:
+                h = layer(h)
+            elif kind == 1:
+                h = h * torch.sigmoid(h)
+            elif kind == 2:
+                h = torch.tanh(layer(h)).mul_(2)
+            else:
+                h = self.layers[0](h).unflatten(1, (1, 5)).transpose(0, 1).exp().squeeze(0)
+            made.append(h * 0.5)
+        return sum(h.pow(2).mean() for h in made[1:])
+
+
+@st.composite
+def wirings(draw: st.DrawFn) -> tuple[list[list[int]], list[int]]:
+    n = draw(st.integers(3, 7))
+    wires = [draw(st.lists(st.integers(0, i), min_size=1, max_size=3)) for i in range(n)]
+    return wires, draw(st.lists(st.integers(0, 3), min_size=n, max_size=n))
+
+
+@settings(max_examples=15, deadline=None)
+@given(wiring=wirings(), seed=st.integers(0, 99), count=st.integers(2, 6))
+def test_any_wiring_cut_anywhere(wiring: Any, seed: int, count: int) -> None:
+    """Uses in any order on any stage, tied layers, operations in place: still the exact sums."""
+    torch.manual_seed(seed)
+    module = Wired(*wiring)
+    batch = torch.randn(3, 5)
+    captured = capture(module, batch, granularity="operator")
+    stages = random_stages(captured.graph, count, seed)
+    assert check_split(captured, (batch,)[0], stages, exact=True) == 0.0
+    assert check_split(captured, batch, stages, exact=False) < 1e-5
+
+
+def test_order_of_sums_is_not_an_accident() -> None:
+    """On the same stages plain mode rounds otherwise, so exact mode has something to do."""
+    captured, batch = captured_model("t5", torch.float32)
+    stages = random_stages(captured.graph, 4, 0)
+    assert 0 < check_split(captured, batch, stages, exact=False) < 1e-6
+
+
+# Ports
+
+
+class Fan(nn.Module):
+    """The value of ``a`` is read four times, in the order b, c, d, e; ``a`` is tied to ``e``.
+
+    a --+--> b --+--> c --+--> d --+--> e
+        +--------|--------+        |
+        +--------+-----------------+
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.d, self.e = (nn.Linear(5, 5) for _ in range(5))
+        self.e.weight = self.a.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        a = self.a(x)
+        b = self.b(a)
+        c = self.c(b * a)
+        d = self.d(c * a)
+        return self.e(d * a).pow(2).mean()
+
+
+def fan() -> Captured:
+    torch.manual_seed(0)
+    return capture(Fan(), torch.randn(4, 5))
+
+
+def test_plain_mode_has_one_port_per_value_and_stage() -> None:
+    """The three uses of a on stage 1 share a port."""
+    captured = fan()
+    parts = split(captured, [["a"], ["b", "c", "d"], ["e"]])
+    a = next(i for i, v in enumerate(captured.graph.values) if v.name == "linear")
+    assert [(p.source, p.target) for p in parts.ports if p.value == a] == [(0, 1), (0, 2)]
+    assert parts.tied == {"a.weight": (0, 2)}
+    assert parts.program(2, 4).tied == ()
+
+
+def test_exact_mode_has_one_port_per_summand() -> None:
+    """Added first is the use by e; the others, b, c and d, are added one by one after it."""
+    captured = fan()
+    parts = split(captured, [["a"], ["b", "c", "d"], ["e"]], exact=True)
+    a = next(i for i, v in enumerate(captured.graph.values) if v.name == "linear")
+    assert [p for p in parts.ports if p.value == a] == [
+        Port(a, 0, 2, order=0),
+        Port(a, 0, 1, order=1),
+        Port(a, 0, 1, order=2),
+        Port(a, 0, 1, order=3),
+    ]
+    assert parts.program(2, 4).tied == (TiedUse("a.weight", 0),)
+    assert parts.program(0, 4).tied == (TiedUse("a.weight", 1),)
+
+
+def test_exact_mode_sums_where_it_may() -> None:
+    """The uses that are added first are on one stage, which adds them itself."""
+    captured = fan()
+    parts = split(captured, [["a", "b"], ["c", "d", "e"]], exact=True)
+    a = next(i for i, v in enumerate(captured.graph.values) if v.name == "linear")
+    assert [p for p in parts.ports if p.value == a] == [Port(a, 0, 1, order=0)]
+
+
+def test_value_without_gradient_has_a_port_without() -> None:
+    """What is only counted or detached on the other side sends nothing back."""
+
+    class Counted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(5, 5), nn.Linear(5, 5)
+
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+            a = self.a(x)
+            b = self.b(a.detach() + (a > 0))
+            return {"loss": b.mean() + a.mean(), "positive": (a > 0).float().mean()}
+
+    captured = capture(Counted(), torch.randn(4, 5), granularity="operator")
+    stages = [[op.name] for op in captured.graph.ops]
+    for exact in (False, True):
+        assert check_split(captured, torch.randn(4, 5), stages, exact=exact) == 0.0
+    b = captured.graph.index["b"]
+    into_b = [p for p in split(captured, stages).ports if p.target == b]
+    assert into_b
+    assert not any(p.grad for p in into_b)
+
+
+def test_shapes_have_the_samples_first() -> None:
+    """A time-major value [time, samples, width] crosses as [samples, time, width]."""
+
+    class TimeMajor(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(5, 7), nn.Linear(7, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.b(self.a(x.transpose(0, 1)).tanh()).pow(2).mean()
+
+    torch.manual_seed(0)
+    captured = capture(TimeMajor(), torch.randn(4, 3, 5))
+    stages = [["a"], ["b"]]
+    assert check_split(captured, torch.randn(6, 3, 5), stages, exact=True) == 0.0
+    program = split(captured, stages).program(1, 6)
+    assert list(program.shapes.values()) == [(torch.Size([6, 3, 7]), torch.float32)]
+
+
+def test_views_of_values_in_odd_layouts() -> None:
+    """A transposed value is viewed on the other side, which only its own strides allow."""
+
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(5, 6), nn.Linear(6, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = self.a(x).transpose(1, 2).exp()
+            return self.b(h.transpose(1, 2).view(-1, 6)).pow(2).mean()
+
+    captured = capture(Odd(), torch.randn(4, 3, 5), granularity="operator")
+    stages = [[op.name] for op in captured.graph.ops]
+    for exact in (False, True):
+        assert check_split(captured, torch.randn(4, 3, 5), stages, exact=exact) < 1e-6
+
+
+# Parameters, buffers, metrics
+
+
+def test_stages_hold_the_models_own_parameters_under_its_own_names() -> None:
+    """Not copies: the very objects, so that an optimizer of the module moves the stages."""
+    captured, _ = captured_model("gpt2", torch.float32)
+    own = dict(captured.module.named_parameters())
+    parts = split(captured, random_stages(captured.graph, 4, 1))
+    seen = set()
+    for stage in range(4):
+        held = dict(parts.program(stage, 2).module.named_parameters())
+        assert held == parts.parameters(stage)
+        assert all(parameter is own[name] for name, parameter in held.items())
+        seen |= set(held)
+    assert seen == set(own)
+    assert set(parts.tied) == {"transformer.wte.weight"}
+
+
+def test_state_of_the_stages_is_the_state_of_the_model() -> None:
+    """Together the stages have the keys of the model's state; what is not saved there is not here."""
+    module, batch = hf_models.build("dlrm")
+    module.register_buffer("scale", torch.ones(()))
+    module.top[0].register_forward_pre_hook(lambda m, args: (args[0] * module.scale,))
+    captured = capture(module, batch)
+    parts = split(captured, random_stages(captured.graph, 3, 0))
+    keys = [set(parts.program(s, 4).module.state_dict()) for s in range(3)]
+    assert set().union(*keys) == set(module.state_dict())
+    assert "pairs" not in set().union(*keys)
+    assert sorted(n for s in range(3) for n in parts.buffers(s)) == ["pairs", "scale"]
+
+
+def test_a_stage_runs_its_own_operators_only() -> None:
+    """Calls of other stages are left out, free calls are copied to whoever needs them."""
+    captured, _ = captured_model("bert", torch.float32)
+    stages = [[op.name] for op in captured.graph.ops]
+    parts = split(captured, stages)
+    program = captured.at(4)
+    owners = captured.owners(program)
+    for stage in range(len(stages)):
+        inside = {n.name for n in parts.program(stage, 4).module.graph.nodes}
+        foreign = {n.name for n, owner in owners.items() if owner not in (-1, stage)}
+        assert not inside & foreign
+
+
+def test_statistics_are_updated_once_for_all_sizes() -> None:
+    """Programs for different numbers of samples count in the model's one buffer."""
+
+    class Norm(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.norm, self.b = nn.Linear(5, 5), nn.BatchNorm1d(5), nn.Linear(5, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.b(self.norm(self.a(x))).pow(2).mean()
+
+    captured = capture(Norm(), torch.randn(4, 5), granularity="operator")
+    stages = [[op.name] for op in captured.graph.ops]
+    assert check_split(captured, torch.randn(4, 5), stages, exact=True) == 0.0
+    before = int(captured.module.norm.num_batches_tracked)
+    parts = split(captured, stages)
+    for samples in (4, 3, 2):
+        run_stages(parts, torch.randn(samples, 5))
+    taken(captured.module)
+    assert captured.module.norm.num_batches_tracked == before + 3
+
+
+def test_metrics_come_from_where_they_are_made() -> None:
+    """Loss and metrics need not be on one stage, and are those of the module."""
+    module, batch = hf_models.build("clip")
+    captured = capture(module, batch, granularity="block")
+    loss, metrics = run_stages(split(captured, random_stages(captured.graph, 4, 3)), batch)
+    expected = module(*batch)
+    assert torch.equal(loss, expected["loss"].detach())
+    assert {n: float(m) for n, m in metrics.items()} == {
+        n: float(expected[n]) for n in ("similarity", "clip_loss")
+    }
+    assert not any(m.requires_grad for m in metrics.values())
+
+
+@pytest.mark.parametrize("name", ["bert", "t5", "dlrm"])
+def test_evaluation_is_cut_by_the_stages_of_training(name: str) -> None:
+    """Loss of the module in evaluation mode, on the stages that training has."""
+    captured, batch = captured_model(name, torch.float32)
+    evaluation = captured.evaluation()
+    stages = stages_like(evaluation, random_stages(captured.graph, 4, 2))
+    loss, _ = run_stages(split(evaluation, stages), batch, backward=False)
+    module = captured.module.eval()
+    expected, _ = eager(module, batch)
+    module.train()
+    assert torch.equal(loss, expected)
+
+
+# Wrong stages
+
+
+@pytest.mark.parametrize(
+    ("stages", "complaint"),
+    [
+        ([["a", "b", "c", "d"]], "no stage holds e"),
+        ([["a", "b", "c", "d", "e"], ["a"]], "a is in stage 0 and in stage 1"),
+        ([["a", "b", "c", "d", "e", "f"]], "names operator f"),
+        ([["b", "c", "d", "e"], ["a"]], "a in stage 1 feeds b in stage 0"),
+        ([["a", "c"], ["b", "d", "e"]], "b in stage 1 feeds c in stage 0"),
+    ],
+    ids=["missing", "twice", "unknown", "order", "not convex"],
+)
+def test_wrong_stages_are_refused(stages: list[list[str]], complaint: str) -> None:
+    """The message names the operators."""
+    with pytest.raises(ValueError, match=complaint):
+        split(fan(), stages)

@@ -1,0 +1,67 @@
+"""Every partition of a small model, each once."""
+
+from __future__ import annotations
+
+import pytest
+from tests.planner import shapes
+from tests.planner.helpers import cluster, cost_model
+
+from anabranch.cost import CostModel
+from anabranch.errors import InfeasiblePlanError
+from anabranch.graph.opgraph import Op, OpGraph, Value
+from anabranch.planner.exhaustive import Exhaustive, partitions
+from anabranch.planner.graphpipe import GraphPipe
+from anabranch.profile.profile import OpCost, Profile
+
+
+def model(n: int, edges: list[tuple[int, int]], seconds: list[int] | None = None) -> CostModel:
+    graph = OpGraph(
+        tuple(Op(f"op{i}") for i in range(n)), tuple(Value(a, (b,), 0) for a, b in edges)
+    )
+    costs = tuple(OpCost((float(s),), (0.0,), 0) for s in seconds or [1] * n)
+    profile = Profile(graph, (1,), costs, device="cpu", source="measured", proportional=True)
+    return CostModel(profile, cluster(2))
+
+
+@pytest.mark.parametrize(
+    ("n", "edges", "count"),
+    [
+        (4, [(0, 1), (1, 2), (2, 3)], 8),  # a chain of n: 2^(n - 1) cuts
+        (4, [], 15),  # independent: the Bell number
+        (8, [], 4140),
+        (3, [(0, 1), (0, 2), (1, 2)], 4),  # the implied edge changes nothing
+        # a diamond: all 15 but {0,3} with 1, 2 outside (2), {0,1,3} (1), {0,2,3} (1); {1,2} may be
+        (4, [(0, 1), (0, 2), (1, 3), (2, 3)], 11),
+    ],
+)
+def test_counts_partitions_with_an_acyclic_stage_graph(n, edges, count):
+    """Known numbers, and each partition once."""
+    found = [frozenset(masks) for masks, _ in partitions(model(n, edges))]
+    assert len(found) == len(set(found)) == count
+
+
+def test_partitions_come_in_topological_order():
+    """Masks and stage edges of the diamond."""
+    for masks, pairs in partitions(model(4, [(0, 1), (0, 2), (1, 3), (2, 3)])):
+        assert all(x < y for x, y in pairs)
+        assert sum(masks) == 0b1111
+
+
+def test_finds_what_graphpipe_cannot_express():
+    """Two chains of 3 s and 1 s, and of 1 s and 3 s, on three devices.
+
+    The two short ones share a device although one ends its chain and the other begins its own.
+    """
+    cost = model(4, [(0, 1), (2, 3)], [3, 1, 1, 3])
+    cost = CostModel(cost.profile, cluster(3))
+    stages = [s.operators for s in Exhaustive(1)(cost, batch_size=16, microbatch_size=1)[0].stages]
+    assert sorted(stages) == [("op0",), ("op1", "op2"), ("op3",)]
+    best = GraphPipe(1)(cost, batch_size=16, microbatch_size=1)[0]
+    assert max(len(stage.operators) for stage in best.stages) == 2
+
+
+def test_refuses_large_models():
+    """The limit and the model's size are named."""
+    cost = cost_model(shapes.mmt(parts=1), 4)
+    with pytest.raises(InfeasiblePlanError, match=r"up to 8 operators .* mmt has 35 operators"):
+        Exhaustive()(cost, batch_size=8)

@@ -1,0 +1,146 @@
+"""The comparison itself: it says equal where things are, and finds what is not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from anabranch.errors import InfeasiblePlanError
+from anabranch.runtime.reference import reference
+from anabranch.runtime.verify import even_plan, verify
+from tests.runtime.small import TwoBranch, batch, built, plan
+
+LIMIT_S = 60.0
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("name", ["TwoBranch", "Tied", "Shared", "Norm"])
+def test_exact_plans_are_bitwise_equal(name: str) -> None:
+    """Also where an embedding is read three times and a table crosses whole."""
+    model = built(name)
+    chosen = plan(model, 3, batch_size=10, schedule="1f1b-deep")
+    result = verify(
+        model.workload, chosen, batch=batch(10, 3), captured=model.captured, timeout=LIMIT_S
+    )
+    assert result.bitwise
+    assert result.exact
+    assert result.max_gradient_error == 0
+    assert result.num_parameters == len(list(model.module.parameters()))
+    assert "bitwise equal" in result.summary()
+
+
+@pytest.mark.dist
+def test_replicas_are_equal_up_to_rounding() -> None:
+    """The plan does not allow exact mode; the reference runs over the slices of the replicas that make the loss."""
+    model = built("TwoBranch")
+    chosen = plan(model, 2, replicas=[1, 2])
+    result = verify(
+        model.workload, chosen, batch=batch(16), captured=model.captured, timeout=LIMIT_S
+    )
+    assert not result.exact
+    assert 0 < result.max_gradient_error < 1e-5
+    assert result.worst in dict(model.module.named_parameters())
+
+
+class Straight(torch.autograd.Function):
+    """Rounds, and passes the gradient on as if it had not."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: object, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+class Doubled(TwoBranch):
+    """Behaves otherwise after it was captured."""
+
+    factor = 1.0
+
+    def forward(self, x: Tensor, word: Tensor, label: Tensor) -> dict[str, Tensor]:
+        return super().forward(x * self.factor, word, label)
+
+
+@pytest.mark.dist
+def test_a_model_that_is_not_what_was_captured_is_found() -> None:
+    """The captured program has the factor that was true then."""
+    from anabranch.graph.capture import capture
+    from anabranch.workload import Workload
+
+    module = Doubled()
+    captured = capture(module, batch(4))
+    module.factor = 2.0
+    workload = Workload(module, batch(4))
+    result = verify(workload, even_plan(captured.graph, 2, 4), captured=captured, timeout=LIMIT_S)
+    assert not result.bitwise
+    assert result.max_gradient_error > 0.01
+    assert result.loss != result.reference_loss
+
+
+@pytest.mark.dist
+def test_a_number_of_devices_is_enough() -> None:
+    """The model is captured and cut evenly, the example is the batch."""
+    model = built("Chain")
+    result = verify(model.workload, 2, timeout=LIMIT_S)
+    assert (result.bitwise, result.num_devices) == (True, 2)
+
+
+def test_an_even_plan_has_a_stage_per_device() -> None:
+    """Runs of the topological order; edges are those of the values."""
+    graph = built("TwoBranch").captured.graph
+    chosen = even_plan(graph, 3, 12).stage_graph
+    names = [name for stage in chosen.stages for name in stage.operators]
+    assert names == [op.name for op in graph.ops]
+    assert chosen.devices == (0, 1, 2)
+    assert chosen.stages[0].microbatch_size == 2
+
+
+def test_more_devices_than_operators() -> None:
+    graph = built("Chain").captured.graph
+    with pytest.raises(InfeasiblePlanError, match=f"{len(graph)} operators do not fill 99 devices"):
+        even_plan(graph, 99, 4)
+
+
+def test_the_reference_weights_slices_by_samples_and_leaves_no_trace() -> None:
+    """4 + 4 + 2 samples make the mean over 10; gradients, buffers and the mode are put back."""
+    model = built("Norm")
+    module = model.module
+    module.eval()
+    kept = {n: b.clone() for n, b in module.named_buffers()}
+    marker = torch.ones_like(next(module.parameters()))
+    next(module.parameters()).grad = marker
+    result = reference(module, batch(10), [(0, 4), (4, 8), (8, 10)])
+    assert not module.training
+    assert next(module.parameters()).grad is marker
+    assert all(torch.equal(b, kept[n]) for n, b in module.named_buffers())
+    module.train()
+    module.zero_grad()
+    losses = [
+        module(**{k: v[a:b] for k, v in batch(10).items()}) for a, b in [(0, 4), (4, 8), (8, 10)]
+    ]
+    assert result.loss == pytest.approx(sum(w * x.item() for w, x in zip((0.4, 0.4, 0.2), losses)))
+    for name, buffer in module.named_buffers():
+        buffer.copy_(kept[name])
+
+
+def test_positional_batches_and_losses_of_any_form() -> None:
+    """A tuple is passed as positional arguments, a tensor as the only one; a bare scalar is the loss."""
+    layer = nn.Linear(2, 1)
+
+    class Mean(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+            y = self.layer(x)
+            return (y if scale is None else y * scale).mean()
+
+    x = torch.ones(2, 2)
+    assert reference(Mean(), x, [(0, 2)]).loss == reference(Mean(), (x, x), [(0, 1), (1, 2)]).loss
+    assert replace(reference(Mean(), [x], [(0, 2)]), loss=0.0).metrics == {}

@@ -1,0 +1,285 @@
+"""Checkpoints: training goes on bit for bit under any plan, and a damaged file is named."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from anabranch import launch
+from anabranch.checkpoint import Checkpoint
+from anabranch.errors import FileFormatError, TrainingError
+from anabranch.planner.stages import Plan
+from anabranch.runtime.pipeline import Pipeline
+from anabranch.workload import NamedParameters, Workload
+from tests.runtime.small import Built, batch, built, num_ranks, plan, with_options
+
+pytestmark = pytest.mark.dist
+
+LIMIT_S = 60.0
+
+
+def sgd(parameters: NamedParameters) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def amsgrad(parameters: NamedParameters) -> torch.optim.Optimizer:
+    """Three tensors and a count per parameter, two groups with options of their own."""
+    weights = [(n, p) for n, p in parameters if n.endswith("weight")]
+    others = [(n, p) for n, p in parameters if not n.endswith("weight")]
+    groups: list[dict[str, Any]] = [{"params": weights}, {"params": others, "betas": (0.8, 0.99)}]
+    return torch.optim.AdamW([g for g in groups if g["params"]], lr=1e-2, amsgrad=True)
+
+
+def cosine(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10)
+
+
+def data(batch_size: int, epoch: int) -> list[dict[str, torch.Tensor]]:
+    """Three batches per epoch, the last one short."""
+    return [batch(n, 10 * epoch + i) for i, n in enumerate((batch_size, batch_size, 6))]
+
+
+def steps(pipeline: Pipeline, count: int) -> list[float]:
+    return [pipeline.step(each) for each, _ in zip(pipeline.batches(), range(count), strict=False)]
+
+
+Result = tuple[list[float], dict[str, torch.Tensor], dict[str, torch.Tensor]]
+
+
+def run(
+    model: Built, workload: Workload, chosen: Plan, work: Callable[[Callable[..., Pipeline]], Any]
+) -> list[Any]:
+    """Call a function in every rank with a maker of pipelines: fresh, or resumed from a folder."""
+
+    def make(folder: Path | None = None) -> Pipeline:
+        options: dict[str, Any] = {"captured": model.captured, "exact": True, "timeout": 20.0}
+        if folder is None:
+            return Pipeline(workload, chosen, **options)
+        return Pipeline.resume(folder, workload, chosen, **options)
+
+    return launch.run(lambda: work(make), num_ranks(chosen), timeout=LIMIT_S)
+
+
+def final(pipeline: Pipeline, losses: Sequence[float]) -> Result:
+    state = pipeline._state
+    return (
+        list(losses),
+        {n: p.detach() for n, p in state.parameters.items()},
+        {n: b.clone() for n, b in state.buffers.items()},
+    )
+
+
+def joined(results: list[Result]) -> Result:
+    parameters = {n: p for _, held, _ in results for n, p in held.items()}
+    buffers = {n: b for _, _, held in results for n, b in held.items()}
+    return results[0][0], parameters, buffers
+
+
+@pytest.mark.parametrize("name", ["TwoBranch", "Tied", "Norm", "Dropout"])
+def test_resuming_under_another_plan_changes_no_bit(name: str, tmp_path: Path) -> None:
+    """Four steps, a checkpoint, three more under other plans, against seven without a break: losses, parameters, running
+    means. The break is inside an epoch. Dropout repeats where the stages are the same."""
+    model = built(name)
+    workload = with_options(model, optimizer=amsgrad, scheduler=cosine, data=data, clip_norm=1.0)
+    first = plan(model, 2)
+    folder = tmp_path / "run" / "step-4"
+
+    def whole(make: Callable[..., Pipeline]) -> Result:
+        pipeline = make()
+        return final(pipeline, steps(pipeline, 7)[4:])
+
+    def half(make: Callable[..., Pipeline]) -> None:
+        pipeline = make()
+        steps(pipeline, 4)
+        pipeline.save(folder)
+
+    def rest(make: Callable[..., Pipeline]) -> Result:
+        pipeline = make(folder)
+        assert (pipeline.step_number, pipeline.epoch, pipeline.position) == (4, 1, 1)
+        return final(pipeline, steps(pipeline, 3))
+
+    losses, parameters, buffers = joined(run(model, workload, first, whole))
+    run(model, workload, first, half)
+    others = [first] if name == "Dropout" else [plan(model, 1), plan(model, 3, schedule="gpipe")]
+    for other in others:
+        again, found, means = joined(run(model, workload, other, rest))
+        assert again == losses
+        assert found.keys() == parameters.keys()
+        assert all(torch.equal(found[n], parameters[n]) for n in parameters)
+        assert all(torch.equal(means[n], buffers[n]) for n in buffers)
+
+
+def saved(tmp_path: Path, name: str = "Chain") -> tuple[Built, Workload, Path]:
+    """A checkpoint of one rank after one step."""
+    model = built(name)
+    workload = with_options(model, optimizer=sgd, data=data)
+    folder = tmp_path / "saved"
+
+    def work(make: Callable[..., Pipeline]) -> None:
+        pipeline = make()
+        steps(pipeline, 1)
+        pipeline.save(folder)
+
+    run(model, workload, plan(model, 1), work)
+    return model, workload, folder
+
+
+def resume(model: Built, workload: Workload, folder: Path) -> None:
+    run(model, workload, plan(model, 2), lambda make: make(folder).step_number)
+
+
+def test_a_checkpoint_is_one_manifest_and_a_file_per_rank(tmp_path: Path) -> None:
+    """Keys are the model's own names; nothing else stays in the parent folder."""
+    model = built("Tied")
+    workload = with_options(model, optimizer=sgd, data=data)
+    folder = tmp_path / "c"
+
+    def work(make: Callable[..., Pipeline]) -> None:
+        pipeline = make()
+        steps(pipeline, 2)
+        pipeline.save(folder)
+
+    run(model, workload, plan(model, 3), work)
+    names = ["manifest.json", *(f"rank-{r}.safetensors" for r in range(3))]
+    assert sorted(p.name for p in folder.iterdir()) == names
+    assert [p.name for p in tmp_path.iterdir()] == ["c"]
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert (manifest["schema"], manifest["step"]) == ("anabranch.checkpoint/1", 2)
+    expected = [n for n, _ in model.module.named_parameters()]
+    tensors = {key for file in folder.glob("*.safetensors") for key in load_file(file)}
+    assert tensors == {f"{p}/{n}" for n in expected for p in ("model", "optimizer/momentum_buffer")}
+    assert set(manifest["tensors"]) == tensors
+    (group,) = manifest["optimizer"]["groups"]
+    assert sorted(group["parameters"]) == sorted(expected)
+    assert group["options"]["momentum"] == 0.9
+
+
+def test_a_checkpoint_is_never_written_over(tmp_path: Path) -> None:
+    """Neither over a checkpoint nor over anything else, and nothing half-written stays."""
+    folder = tmp_path / "taken"
+    folder.mkdir()
+    model = built("Chain")
+    with pytest.raises(TrainingError, match="taken exists"):
+        run(model, model.workload, plan(model, 2), lambda make: make().save(folder))
+    assert list(tmp_path.iterdir()) == [folder]
+    assert list(folder.iterdir()) == []
+
+
+def test_no_such_checkpoint(tmp_path: Path) -> None:
+    model = built("Chain")
+    with pytest.raises(FileFormatError, match="nowhere is no checkpoint"):
+        resume(model, model.workload, tmp_path / "nowhere")
+
+
+def test_a_file_that_was_cut_short_is_named(tmp_path: Path) -> None:
+    model, workload, folder = saved(tmp_path)
+    file = folder / "rank-0.safetensors"
+    size = file.stat().st_size
+    file.write_bytes(file.read_bytes()[:-8])
+    message = f"rank-0.safetensors has {size - 8} bytes, but {size} were written"
+    with pytest.raises(FileFormatError, match=message):
+        resume(model, workload, folder)
+
+
+def test_a_file_that_is_missing_is_named(tmp_path: Path) -> None:
+    model, workload, folder = saved(tmp_path)
+    (folder / "rank-0.safetensors").unlink()
+    with pytest.raises(FileFormatError, match="rank-0.safetensors is missing"):
+        resume(model, workload, folder)
+
+
+def edited(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    manifest = json.loads((folder / "manifest.json").read_text())
+    change(manifest)
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+def test_a_key_that_is_missing_is_named(tmp_path: Path) -> None:
+    model, workload, folder = saved(tmp_path)
+    edited(folder, lambda m: m["tensors"].pop("model/head.bias"))
+    with pytest.raises(FileFormatError, match=r"manifest.json lacks 1 .*model/head.bias"):
+        resume(model, workload, folder)
+
+
+def test_a_tensor_of_another_shape_is_named(tmp_path: Path) -> None:
+    """With the file and both shapes."""
+    model, workload, folder = saved(tmp_path)
+    file = folder / "rank-0.safetensors"
+    tensors = load_file(file)
+    tensors["model/head.bias"] = torch.zeros(5)
+    save_file(tensors, file)
+
+    def change(manifest: dict[str, Any]) -> None:
+        manifest["files"][file.name] = file.stat().st_size
+        manifest["tensors"]["model/head.bias"]["shape"] = [5]
+
+    edited(folder, change)
+    with pytest.raises(FileFormatError, match=r"head.bias is float32\[5\].*has float32\[3\]"):
+        resume(model, workload, folder)
+
+
+def test_a_manifest_that_lies_is_found_out(tmp_path: Path) -> None:
+    """The shape in the manifest is not that in the file."""
+    model, workload, folder = saved(tmp_path)
+    edited(folder, lambda m: m["tensors"]["model/head.bias"].update(shape=[4]))
+    with pytest.raises(FileFormatError, match=r"float32\[3\], but the manifest says float32\[4\]"):
+        resume(model, workload, folder)
+
+
+@pytest.mark.parametrize("name", ["../rank-0.safetensors", "/etc/passwd", "model.pt"])
+def test_only_our_own_files_are_opened(name: str, tmp_path: Path) -> None:
+    """A manifest cannot lead out of its folder."""
+    _, _, folder = saved(tmp_path)
+    edited(folder, lambda m: m["tensors"]["model/head.bias"].update(file=name))
+    with pytest.raises(FileFormatError, match="model/head.bias"):
+        Checkpoint(folder)
+
+
+@pytest.mark.filterwarnings("ignore:no gradient reaches")
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+    """One with more tensors than the model, as much as one with fewer."""
+    _, _, folder = saved(tmp_path, "Unused")
+    chain = built("Chain")
+    with pytest.raises(FileFormatError, match="tensors that the model lacks, such as cut"):
+        resume(chain, with_options(chain, optimizer=sgd), folder)
+
+
+def test_the_state_of_another_optimizer_is_refused(tmp_path: Path) -> None:
+    model, _, folder = saved(tmp_path)
+    with pytest.raises(FileFormatError, match=r"resumes with AdamW, but .* that of SGD"):
+        resume(model, with_options(model, optimizer=amsgrad), folder)
+
+
+def test_a_scheduler_that_was_not_there_is_refused(tmp_path: Path) -> None:
+    model, workload, folder = saved(tmp_path)
+    with pytest.raises(FileFormatError, match="scheduler is null"):
+        resume(model, with_options(model, optimizer=workload.optimizer, scheduler=cosine), folder)
+
+
+def test_a_state_that_is_no_tensor_and_no_number_is_refused(tmp_path: Path) -> None:
+    """It is named, and no folder is left behind."""
+    model = built("Chain")
+
+    class Odd(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    self.state[parameter]["history"] = [1, 2]
+            return None
+
+    workload = with_options(model, optimizer=lambda named: Odd(named, lr=0.1), data=data)
+
+    def work(make: Callable[..., Pipeline]) -> None:
+        pipeline = make()
+        steps(pipeline, 1)
+        pipeline.save(tmp_path / "odd")
+
+    with pytest.raises(TrainingError, match="keeps a list as 'history' of"):
+        run(model, workload, plan(model, 2), work)
+    assert list(tmp_path.iterdir()) == []
