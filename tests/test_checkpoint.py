@@ -83,8 +83,10 @@ def joined(results: list[Result]) -> Result:
 
 @pytest.mark.parametrize("name", ["TwoBranch", "Tied", "Norm", "Dropout"])
 def test_resuming_under_another_plan_changes_no_bit(name: str, tmp_path: Path) -> None:
-    """Four steps, a checkpoint, three more under other plans, against seven without a break: losses, parameters, running
-    means. The break is inside an epoch. Dropout repeats where the stages are the same."""
+    """Four steps, a checkpoint, three more under other plans, against seven without a break:
+    losses, parameters, running means. The break is inside an epoch. Dropout repeats where the
+    stages are the same.
+    """
     model = built(name)
     workload = with_options(model, optimizer=amsgrad, scheduler=cosine, data=data, clip_norm=1.0)
     first = plan(model, 2)

@@ -51,6 +51,12 @@ def test_a_rank_computes_although_the_parent_used_threads() -> None:
     assert launch.run(work, 2, timeout=LIMIT_S) == [(1, True)] * 2
 
 
+def test_a_rank_that_is_done_at_once_does_not_disturb_the_others() -> None:
+    """It used to be gone before the others had connected to it."""
+    for _ in range(15):
+        assert launch.run(lambda: None, 4, timeout=LIMIT_S) == [None] * 4
+
+
 def test_the_first_failure_is_raised_with_its_traceback() -> None:
     """The others, who would wait for an hour, are stopped."""
 

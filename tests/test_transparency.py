@@ -1,17 +1,22 @@
-"""Under every schedule, on chains and on graphs of stages, a step of the pipeline is the step of one process, bit for bit.
+"""Under every schedule, on chains and on graphs of stages, a step of the pipeline is the step of
+one process, bit for bit.
 
-The one process accumulates the same micro-batches in the same order, on one thread, with the user's own module.
+The one process accumulates the same micro-batches in the same order, on one thread, with the user's
+own module.
 """
 
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.utils import _pytree as pytree
 
 from anabranch.graph.capture import capture
+from anabranch.models import build
 from anabranch.runtime.verify import VerifyResult, verify
 from anabranch.schedule import SCHEDULES
 from anabranch.workload import Workload
@@ -32,13 +37,23 @@ def as_type(value: object, dtype: torch.dtype) -> object:
     return value
 
 
-@cache
-def hugging_face(name: str, dtype: torch.dtype) -> Built:
-    torch.manual_seed(0)
-    module, example = HF_MODELS[name]()
+def in_type(module: nn.Module, example: Any, dtype: torch.dtype) -> Built:
     module = module.to(dtype)
     example = pytree.tree_map(lambda leaf: as_type(leaf, dtype), example)
     return Built(capture(module, example), Workload(module, example))
+
+
+@cache
+def hugging_face(name: str, dtype: torch.dtype) -> Built:
+    torch.manual_seed(0)
+    return in_type(*HF_MODELS[name](), dtype)
+
+
+@cache
+def built_in(name: str, dtype: torch.dtype) -> Built:
+    torch.manual_seed(0)
+    workload = build(name, preset="small")
+    return in_type(workload.module, workload.example, dtype)
 
 
 def check(result: VerifyResult) -> None:
@@ -58,6 +73,16 @@ def test_every_schedule_on_small_models(name: str, num_stages: int, schedule: st
     chosen = plan(model, count, batch_size=11, microbatch_size=3, schedule=schedule)
     leaves = batch(11, 5)
     check(verify(model.workload, chosen, batch=leaves, captured=model.captured, timeout=LIMIT_S))
+
+
+@pytest.mark.parametrize("num_stages", [2, 4])
+@pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "fp64"])
+@pytest.mark.parametrize("name", ["mmt", "dlrm", "candle-uno", "two-branch", "transformer"])
+def test_the_built_in_models(name: str, dtype: torch.dtype, num_stages: int) -> None:
+    """Two micro-batches of one sample; the models on real data differ in their data only."""
+    model = built_in(name, dtype)
+    chosen = plan(model, num_stages, batch_size=2, microbatch_size=1)
+    check(verify(model.workload, chosen, captured=model.captured, timeout=LIMIT_S))
 
 
 @pytest.mark.parametrize("num_stages", [2, 4])

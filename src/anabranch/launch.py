@@ -2,8 +2,8 @@
 in memory.
 
 torchrun starts an interpreter and imports torch once per rank, which takes seconds. A fork takes
-milliseconds, and
-memory that no rank writes (the weights of other ranks' stages) is shared by all of them::
+milliseconds, and memory that no rank writes (the weights of other ranks' stages) is shared by all
+of them::
 
     parent ----fork----> rank 0 --+
        |  ---fork----> rank 1     |  Gloo over loopback; they find each other through a file
@@ -11,8 +11,8 @@ memory that no rank writes (the weights of other ranks' stages) is shared by all
        +<---- a pipe each: result or failure; a few shared integers each: where the rank is
 
 The parent takes the first failure that is a cause, stops the other ranks, and raises it. Ranks
-never outlive the
-parent: the kernel kills them when it dies (Linux), and it stops them on its way out of ``run``.
+never outlive the parent: the kernel kills them when it dies (Linux), and it stops them on its way
+out of ``run``.
 
 A fork copies only the calling thread. What another thread holds at that moment, such as a lock,
 stays held in the ranks for ever. torch's CPU threads are safe: a rank computes on one thread, so it
@@ -48,6 +48,7 @@ from anabranch.runtime.failure import (
     Failure,
     describe_position,
 )
+from anabranch.runtime.transport import guarded
 
 if TYPE_CHECKING:
     from multiprocessing.context import ForkProcess
@@ -242,13 +243,17 @@ def _main(
 
 def _connect(rank: int, num_ranks: int, store: Path) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
-    dist.init_process_group(
-        "gloo",
-        store=FileStore(str(store), num_ranks),
-        rank=rank,
-        world_size=num_ranks,
-        timeout=timedelta(minutes=10),
+    guarded(
+        lambda: dist.init_process_group(
+            "gloo",
+            store=FileStore(str(store), num_ranks),
+            rank=rank,
+            world_size=num_ranks,
+            timeout=timedelta(minutes=10),
+        )
     )
+    # A rank that is done, and gone, before the others have met would look to them like a failure.
+    guarded(dist.barrier)
 
 
 def _say(pipe: Connection, reply: bytes) -> None:

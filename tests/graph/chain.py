@@ -99,10 +99,17 @@ def _backward(programs: Any, entered: Any, left: Any, loss: torch.Tensor) -> Non
 def eager(module: nn.Module, batch: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor | None]]:
     """Loss and gradients of the module itself; its gradients are cleared before and after."""
     module.zero_grad(set_to_none=True)
-    out = module(**batch) if isinstance(batch, dict) else module(*batch)
-    loss = out if isinstance(out, torch.Tensor) else out["loss"]
+    loss = loss_of(module, batch)
     loss.backward()
     return loss.detach(), taken(module)
+
+
+def loss_of(module: nn.Module, batch: Any) -> torch.Tensor:
+    """The loss of the module itself."""
+    if isinstance(batch, torch.Tensor):
+        batch = (batch,)
+    out = module(**batch) if isinstance(batch, dict) else module(*batch)
+    return out if isinstance(out, torch.Tensor) else out["loss"]
 
 
 def taken(module: nn.Module) -> dict[str, torch.Tensor | None]:

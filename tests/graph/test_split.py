@@ -16,7 +16,7 @@ from anabranch import models
 from anabranch.graph.capture import Captured, capture
 from anabranch.graph.split import Port, TiedUse, split, stages_like
 from tests import hf_models
-from tests.graph.chain import check_split, eager, random_stages, run_stages, taken
+from tests.graph.chain import check_split, loss_of, random_stages, run_stages, taken
 
 BUILT_IN = ("mmt", "dlrm", "candle-uno", "two-branch", "transformer")
 
@@ -84,7 +84,7 @@ class Wired(nn.Module):
             elif kind == 1:
                 h = h * torch.sigmoid(h)
             elif kind == 2:
-                h = torch.tanh(layer(h)).mul_(2)
+                h = layer(h).mul_(2)
             else:
                 h = self.layers[0](h).unflatten(1, (1, 5)).transpose(0, 1).exp().squeeze(0)
             made.append(h * 0.5)
@@ -98,7 +98,7 @@ def wirings(draw: st.DrawFn) -> tuple[list[list[int]], list[int]]:
     return wires, draw(st.lists(st.integers(0, 3), min_size=n, max_size=n))
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(wiring=wirings(), seed=st.integers(0, 99), count=st.integers(2, 6))
 def test_any_wiring_cut_anywhere(wiring: Any, seed: int, count: int) -> None:
     """Uses in any order on any stage, tied layers, operations in place: still the exact sums."""
@@ -107,7 +107,7 @@ def test_any_wiring_cut_anywhere(wiring: Any, seed: int, count: int) -> None:
     batch = torch.randn(3, 5)
     captured = capture(module, batch, granularity="operator")
     stages = random_stages(captured.graph, count, seed)
-    assert check_split(captured, (batch,)[0], stages, exact=True) == 0.0
+    assert check_split(captured, batch, stages, exact=True) == 0.0
     assert check_split(captured, batch, stages, exact=False) < 1e-5
 
 
@@ -122,11 +122,10 @@ def test_order_of_sums_is_not_an_accident() -> None:
 
 
 class Fan(nn.Module):
-    """The value of ``a`` is read four times, in the order b, c, d, e; ``a`` is tied to ``e``.
+    """The value of ``a`` is read four times: by b and by three products; ``a`` is tied to ``e``.
 
-    a --+--> b --+--> c --+--> d --+--> e
-        +--------|--------+        |
-        +--------+-----------------+
+    a --+--> b --> (*) --> c --> (*) --> d --> (*) --> e
+        +----------+-------------+-------------+
     """
 
     def __init__(self) -> None:
@@ -148,19 +147,20 @@ def fan() -> Captured:
 
 
 def test_plain_mode_has_one_port_per_value_and_stage() -> None:
-    """The three uses of a on stage 1 share a port."""
+    """The three uses of a on stage 1 share a port, the use on stage 2 has its own."""
     captured = fan()
-    parts = split(captured, [["a"], ["b", "c", "d"], ["e"]])
+    parts = split(captured, [["a"], ["b", "c"], ["d", "e"]])
     a = next(i for i, v in enumerate(captured.graph.values) if v.name == "linear")
-    assert [(p.source, p.target) for p in parts.ports if p.value == a] == [(0, 1), (0, 2)]
+    assert {(p.source, p.target) for p in parts.ports if p.value == a} == {(0, 1), (0, 2)}
+    assert len([p for p in parts.ports if p.value == a]) == 2
     assert parts.tied == {"a.weight": (0, 2)}
     assert parts.program(2, 4).tied == ()
 
 
 def test_exact_mode_has_one_port_per_summand() -> None:
-    """Added first is the use by e; the others, b, c and d, are added one by one after it."""
+    """Added first is the latest use, on stage 2; those on stage 1 are added one by one after it."""
     captured = fan()
-    parts = split(captured, [["a"], ["b", "c", "d"], ["e"]], exact=True)
+    parts = split(captured, [["a"], ["b", "c"], ["d", "e"]], exact=True)
     a = next(i for i, v in enumerate(captured.graph.values) if v.name == "linear")
     assert [p for p in parts.ports if p.value == a] == [
         Port(a, 0, 2, order=0),
@@ -186,21 +186,19 @@ def test_value_without_gradient_has_a_port_without() -> None:
     class Counted(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.a, self.b = nn.Linear(5, 5), nn.Linear(5, 5)
+            self.a, self.b, self.c = (nn.Linear(5, 5) for _ in range(3))
 
         def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
             a = self.a(x)
-            b = self.b(a.detach() + (a > 0))
-            return {"loss": b.mean() + a.mean(), "positive": (a > 0).float().mean()}
+            product = self.b(a.detach() + (a > 0)) * self.c(a)
+            return {"loss": product.mean(), "positive": (a > 0).float().mean()}
 
     captured = capture(Counted(), torch.randn(4, 5), granularity="operator")
     stages = [[op.name] for op in captured.graph.ops]
     for exact in (False, True):
         assert check_split(captured, torch.randn(4, 5), stages, exact=exact) == 0.0
     b = captured.graph.index["b"]
-    into_b = [p for p in split(captured, stages).ports if p.target == b]
-    assert into_b
-    assert not any(p.grad for p in into_b)
+    assert [p.grad for p in split(captured, stages).ports if p.target == b] == [False]
 
 
 def test_shapes_have_the_samples_first() -> None:
@@ -259,7 +257,7 @@ def test_stages_hold_the_models_own_parameters_under_its_own_names() -> None:
 
 
 def test_state_of_the_stages_is_the_state_of_the_model() -> None:
-    """Together the stages have the keys of the model's state; what is not saved there is not here."""
+    """Together the stages have the keys of the model's state, and nothing that is not saved."""
     module, batch = hf_models.build("dlrm")
     module.register_buffer("scale", torch.ones(()))
     module.top[0].register_forward_pre_hook(lambda m, args: (args[0] * module.scale,))
@@ -314,7 +312,7 @@ def test_metrics_come_from_where_they_are_made() -> None:
     expected = module(*batch)
     assert torch.equal(loss, expected["loss"].detach())
     assert {n: float(m) for n, m in metrics.items()} == {
-        n: float(expected[n]) for n in ("similarity", "clip_loss")
+        n: float(expected[n].detach()) for n in ("similarity", "clip_loss")
     }
     assert not any(m.requires_grad for m in metrics.values())
 
@@ -326,9 +324,9 @@ def test_evaluation_is_cut_by_the_stages_of_training(name: str) -> None:
     evaluation = captured.evaluation()
     stages = stages_like(evaluation, random_stages(captured.graph, 4, 2))
     loss, _ = run_stages(split(evaluation, stages), batch, backward=False)
-    module = captured.module.eval()
-    expected, _ = eager(module, batch)
-    module.train()
+    with torch.no_grad():
+        expected = loss_of(captured.module.eval(), batch)
+    captured.module.train()
     assert torch.equal(loss, expected)
 
 

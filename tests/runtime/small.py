@@ -142,7 +142,9 @@ def batch(samples: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Ba
 
 @dataclass(frozen=True)
 class Built:
-    """A model with its captured form; both are inherited by the ranks, which cannot change them here."""
+    """A model with its captured form; both are inherited by the ranks, which cannot change them
+    here.
+    """
 
     captured: Captured
     workload: Workload
@@ -154,7 +156,9 @@ class Built:
 
 @cache
 def built(name: str, dtype: torch.dtype = torch.float32) -> Built:
-    """Capture takes a second, so once per model; whoever trains in this process must copy the module."""
+    """Capture takes a second, so once per model; whoever trains in this process must copy the
+    module.
+    """
     torch.manual_seed(0)
     module = MODELS[name]().to(dtype)
     example = batch(4, dtype=dtype)

@@ -36,7 +36,9 @@ def parameter(*values: float | None) -> nn.Parameter:
 
 
 def test_holders_are_replicas_and_the_stages_that_share() -> None:
-    """Tied: the embedding is read in every stage; stage 0 has two replicas, so ranks 0, 1, 2 and 3 hold it."""
+    """Tied: the embedding is read in every stage; stage 0 has two replicas, so ranks 0, 1, 2 and 3
+    hold it.
+    """
     model = built("Tied")
     chosen = plan(model, 3, replicas=[2, 1, 1])
     parts = parts_of(model.captured, chosen, exact=False)
@@ -51,7 +53,7 @@ def test_clipping_equals_torch() -> None:
     """The norm is over all parameters: 3, 4 and 12 make 13."""
     ours = {"a": parameter(3.0, 4.0), "b": parameter(12.0), "c": parameter(None)}
     theirs = [parameter(3.0, 4.0), parameter(12.0), parameter(None)]
-    holders = Holders({name: (0,) for name in ours}, {})
+    holders = Holders(dict.fromkeys(ours, (0,)), {})
     squares = sum_of_squares(ours, holders, 0)
     assert squares == pytest.approx(169.0)
     clip(ours, squares, 2.0)
@@ -75,7 +77,9 @@ def test_a_copy_is_counted_once() -> None:
 
 @pytest.mark.dist
 def test_sums_run_over_the_holders_only() -> None:
-    """a is held by ranks 0 and 1, b by 1 and 2, c by 0 alone; buckets of one parameter each and of all give the same."""
+    """a is held by ranks 0 and 1, b by 1 and 2, c by 0 alone; buckets of one parameter each and of
+    all give the same.
+    """
     holders = Holders({"a": (0, 1), "b": (1, 2), "c": (0,), "d": (0, 1)}, {})
 
     def work() -> dict[str, list[float] | None]:

@@ -90,7 +90,9 @@ def test_both_ends_of_a_message_see_the_same_tensors() -> None:
 
 
 def test_a_value_without_samples_travels_once_per_slice() -> None:
-    """The table is made on both replicas of stage 0; the consumer takes it with the first of its two messages."""
+    """The table is made on both replicas of stage 0; the consumer takes it with the first of its
+    two messages.
+    """
     model = built("Shared")
     chosen = plan(model, 2, batch_size=4, replicas=[2, 1])
     graph = chosen.stage_graph

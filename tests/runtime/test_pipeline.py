@@ -112,7 +112,9 @@ BATCHES = [batch(16, seed) for seed in range(4)]
 def test_training_is_bitwise_that_of_one_process(
     optimizer: Callable[[NamedParameters], torch.optim.Optimizer],
 ) -> None:
-    """Momentum, moments, weight decay in groups and a learning-rate schedule, over four steps, one of them short."""
+    """Momentum, moments, weight decay in groups and a learning-rate schedule, over four steps, one
+    of them short.
+    """
     model = built("TwoBranch")
     workload = with_options(model, optimizer=optimizer, scheduler=decay)
     batches = [*BATCHES[:2], batch(10, 7), BATCHES[3]]
@@ -126,7 +128,9 @@ def test_training_is_bitwise_that_of_one_process(
 @pytest.mark.parametrize("replicas", [[2, 1], [1, 2]])
 @pytest.mark.parametrize("name", ["TwoBranch", "Tied"])
 def test_unequal_replicas_train_alike(name: str, replicas: list[int]) -> None:
-    """Sums in another order: equal up to rounding. With a clipped norm, which counts every parameter once."""
+    """Sums in another order: equal up to rounding. With a clipped norm, which counts every
+    parameter once.
+    """
     model = built(name, torch.float64)
     workload = with_options(model, optimizer=sgd, clip_norm=0.05)
     batches = [batch(n, n, torch.float64) for n in (16, 11, 16)]
@@ -187,7 +191,9 @@ def test_running_means_advance_once_per_microbatch() -> None:
 
 
 def test_the_check_before_the_first_step_changes_nothing() -> None:
-    """With it and without it, training is the same: buffers, gradients and random numbers are put back."""
+    """With it and without it, training is the same: buffers, gradients and random numbers are put
+    back.
+    """
     for name in ("Norm", "Tied"):
         model = built(name)
         chosen = plan(model, 2)
@@ -225,7 +231,9 @@ def test_random_models_are_not_compared() -> None:
 
 
 def test_a_parameter_without_gradient_is_named_once_and_left_alone() -> None:
-    """The idle one is in no stage, the cut one in a stage but not in the gradient's way; weight decay touches neither."""
+    """The idle one is in no stage, the cut one in a stage but not in the gradient's way; weight
+    decay touches neither.
+    """
     model = built("Unused")
 
     def work(pipeline: Pipeline) -> tuple[list[str], bool]:
@@ -369,7 +377,9 @@ def test_data_that_raises_on_one_rank_ends_the_others() -> None:
 
 
 def test_epochs_are_counted() -> None:
-    """Two epochs of three batches, the loader is asked for each epoch. What is fetched and not trained on does not count."""
+    """Two epochs of three batches, the loader is asked for each epoch. What is fetched and not
+    trained on does not count.
+    """
     model = built("Chain")
 
     def data(batch_size: int, epoch: int) -> list[Batch]:

@@ -1,4 +1,6 @@
-"""One contract for both transports: the process-group class between processes, its twin between threads."""
+"""One contract for both transports: the process-group class between processes, its twin between
+threads.
+"""
 
 from __future__ import annotations
 

@@ -34,7 +34,9 @@ def test_exact_plans_are_bitwise_equal(name: str) -> None:
 
 @pytest.mark.dist
 def test_replicas_are_equal_up_to_rounding() -> None:
-    """The plan does not allow exact mode; the reference runs over the slices of the replicas that make the loss."""
+    """The plan does not allow exact mode; the reference runs over the slices of the replicas that
+    make the loss.
+    """
     model = built("TwoBranch")
     chosen = plan(model, 2, replicas=[1, 2])
     result = verify(
@@ -129,7 +131,9 @@ def test_the_reference_weights_slices_by_samples_and_leaves_no_trace() -> None:
 
 
 def test_positional_batches_and_losses_of_any_form() -> None:
-    """A tuple is passed as positional arguments, a tensor as the only one; a bare scalar is the loss."""
+    """A tuple is passed as positional arguments, a tensor as the only one; a bare scalar is the
+    loss.
+    """
     layer = nn.Linear(2, 1)
 
     class Mean(nn.Module):

@@ -1,7 +1,7 @@
 """Workers of all devices as threads of one process: the runtime without processes and sockets.
 
-The threads share the model's parameters, so what they accumulate in ``.grad`` is already the sum over replicas and over the
-stages of a tied parameter.
+The threads share the model's parameters, so what they accumulate in ``.grad`` is already the sum
+over replicas and over the stages of a tied parameter.
 """
 
 from __future__ import annotations
@@ -77,7 +77,9 @@ def gradients(model: Built) -> dict[str, Tensor]:
 
 @st.composite
 def plans(draw: st.DrawFn, model: Built) -> Plan:
-    """Any number of stages, replicas and samples, micro-batch sizes that differ from stage to stage."""
+    """Any number of stages, replicas and samples, micro-batch sizes that differ from stage to
+    stage.
+    """
     count = draw(st.integers(1, 4))
     return plan(
         model,
@@ -94,7 +96,9 @@ def plans(draw: st.DrawFn, model: Built) -> Plan:
 @settings(max_examples=25)
 @given(data=st.data())
 def test_any_plan_computes_the_gradient_of_the_batch(name: str, data: st.DataObject) -> None:
-    """Unequal replicas and micro-batch sizes, short last micro-batches, empty slices: same loss, same gradient."""
+    """Unequal replicas and micro-batch sizes, short last micro-batches, empty slices: same loss,
+    same gradient.
+    """
     model = built(name, torch.float64)
     chosen = data.draw(plans(model))
     samples = chosen.stage_graph.batch_size
@@ -136,8 +140,9 @@ def test_recomputation_leaves_running_means_as_one_forward_does() -> None:
 
 
 def test_random_numbers_follow_seed_and_samples_and_nothing_else() -> None:
-    """Dropout repeats with the seed, and a recomputed forward draws what the first one drew. The user's own generator,
-    from which data loaders shuffle on every rank, stays where it was."""
+    """Dropout repeats with the seed, and a recomputed forward draws what the first one drew. The
+    user's own generator, from which data loaders shuffle on every rank, stays where it was.
+    """
     model = built("Dropout")
     leaves = batch(16)
     state = torch.get_rng_state()

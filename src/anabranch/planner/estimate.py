@@ -1,16 +1,18 @@
 """How long a step takes, roughly and in a millisecond: what candidates are ranked by.
 
-    s, y         a stage and one that follows it;   M micro-batches
-    F, B         forward and backward seconds of a micro-batch on the fullest replica
-    f, b         seconds of a transfer of a micro-batch along an edge, forward and back
-    h            height: longest distance to a sink
+    s, y      a stage and one that follows it;   M micro-batches
+    F, B      forward and backward seconds of a micro-batch on the fullest replica
+    f, b      seconds of a transfer of a micro-batch along an edge, forward and back
+    h         height: longest distance to a sink
 
-    load         busiest port: a device's link or a node's network card in one direction, with all
-    that crosses it round(s)     F + B + max over y of (f + b + round(y)):  from a forward to its
-    backward held(s)      micro-batches in flight: 2h + 1, less where memory ends, never less than
-    h + 1 period       max( F + B,  load,  round(s) / held(s) )  over all stages start(s)
-    longest way from a source, of F and f end(s)       max( start + (M - 1) * period + F + B,
-    max over y of (end(y) + b) + B ) step         max over s of (end + all-reduce)
+    load      busiest port (a device's link or a node's network card, in one direction), with
+              everything that crosses it
+    round(s)  F + B + max over y of (f + b + round(y)): from a forward to its backward
+    held(s)   micro-batches in flight: 2h + 1, less where memory ends, never less than h + 1
+    period    max over s of max(F + B, load, round(s) / held(s))
+    start(s)  longest way from a source, of F and f
+    end(s)    max(start + (M - 1) * period + F + B,   max over y of (end(y) + b) + B)
+    step      max over s of (end + all-reduce)
 
 That is ``(M - 1) * bottleneck + critical path`` with the all-reduce of a stage hidden behind
 stages that finish later. Where devices are processes that share few cores, the period is at least

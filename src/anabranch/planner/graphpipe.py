@@ -9,25 +9,28 @@ over the series-parallel structure for each bound.
 Where we differ, or the paper is silent:
 
 - The dynamic programme of ``planner.reach`` asks for the fewest devices per (cut, height) instead
-of enumerating device splits and
-  schedule configurations; with one micro-batch size and k = 1 a configuration is a height (Table
-  2: one micro-batch more per stage down to the sink).
-- Graphs that are not series-parallel get some order added (``graph.cuts``). - Transfers and all-
-reduces are part of the period: ``planner.prices`` has the formula. - The least period does not
-give the least step, so shallower plans at looser bounds are candidates too (``planner.search``),
-and so are all
-  that ``Sequential`` proposes: a chain of stages is a graph of stages.
+  of enumerating device splits and schedule configurations; with one micro-batch size and k = 1 a
+  configuration is a height (Table 2: one micro-batch more per stage down to the sink).
+- Graphs that are not series-parallel get some order added (``graph.cuts``).
+- Transfers and all-reduces are part of the period: ``planner.prices`` has the formula.
+- The least period does not give the least step, so shallower plans at looser bounds are candidates
+  too (``planner.search``), and so is all that ``Sequential`` proposes: as it is, and with the same
+  stages waiting only for those whose values they read.
 
 What a stage may be:
 
 1. a contiguous run of items of a series, where an item is an operator or a whole parallel block;
-2. a run of whole branches of a block, in the order of the block; 3. a run of items right behind a
-block with the last operators (or all) of any of its branches; 4. a run of items right before a
-block with the first operators (or all) of any of its branches, if the block ends at a
-   boundary of stages.
+2. a run of whole branches of a block, in the order of the block;
+3. a run of items right behind a block, with the last operators (or all) of any of its branches;
+4. a run of items right before a block, with the first operators (or all) of any of its branches,
+   if the block ends at a boundary of stages.
 
-Within this, with memory to spare at stages of kinds 3 and 4, the period is the least there is, up
-to ``tolerance``.
+The period is the least that such stages allow, up to ``tolerance``: a test compares it with all of
+them, one by one. On random series-parallel graphs of up to 7 operators that is the least of all
+partitions in 97 of 100; the worst was 43% above (short pieces from the middle of two branches in
+one stage). Two things are searched less than fully: where traffic, all-reduce or memory of a stage
+of kind 3 or 4 is tight, only the share with the least compute is looked at, and a stage of kind 4
+tries at most ``planner.reach.HEADS`` cuts per branch.
 """
 
 from __future__ import annotations

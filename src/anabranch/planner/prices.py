@@ -1,14 +1,14 @@
 """What a planner minimises: the period of a stage, and whether it fits.
 
-For a stage on d replicas with micro-batches of b samples, n = b / d samples on each device, M =
-ceil(B / b) of them in a batch of B:
+For a stage on d replicas with micro-batches of b samples, n = ceil(b / d) samples on each device,
+M = ceil(B / b) of them in a batch of B:
 
-    compute    forward and backward of its operators at n samples in         bytes of what enters
-    and of the gradients of what leaves, at n samples out        bytes of what leaves and of the
-    gradients of what enters, at n samples share(d)   seconds per byte on a device's way: at level
-    0 its own link; from level 1 on, min(d, g) replicas
-               share the network card of their group of g devices:   max over levels of min(d, g)
-               / bandwidth
+    compute    forward and backward of its operators at n samples
+    in         bytes of what enters and of the gradients of what leaves, at n samples
+    out        bytes of what leaves and of the gradients of what enters, at n samples
+    share(d)   seconds per byte on a device's way: at level 0 its own link; from level 1 on,
+               min(d, g) replicas share the network card of their group of g devices, so it is the
+               largest over the levels of min(d, g) / bandwidth
     allreduce  ring over d devices that are numbered in a row, of the trainable parameters
 
     period  =  max(compute, in * share(d), out * share(d))  +  allreduce / M

@@ -3,11 +3,17 @@
 For every micro-batch size the least bound on the period is found by bisection, each bound asking
 ``planner.reach`` for the fewest devices. The bottleneck is not the step, though: a step takes about
 ``(M - 1) * period + critical path``, and a plan that is a little slower but half as deep may win.
-So from the least bound upwards, the smallest depth that the devices allow is taken as well. All of
-these become candidates, ranked by ``planner.estimate``.
+So three things are done:
 
-Every bound that fails raises a lower limit on the step of its micro-batch size; sizes that cannot
-come near the best estimate are left early.
+- coarsely for every size, the least period with the all-reduce spread over the micro-batches;
+- closely for the few sizes with the best estimates, the least period without it, the all-reduce
+  held to about that of the coarse plan: nothing is gained by a stage that computes less than the
+  slowest and then reduces for longer;
+- from there upwards, at looser bounds, the smallest depth that the devices allow.
+
+All of these become candidates, ranked by ``planner.estimate``. Every bound that fails raises a
+lower limit on the step of its micro-batch size; sizes that cannot come near the best estimate are
+left early.
 """
 
 from __future__ import annotations
@@ -23,7 +29,8 @@ from anabranch.planner.chains import Chain, span
 from anabranch.planner.line import LineFound, LineReach
 from anabranch.planner.parts import Part, PartPrices
 from anabranch.planner.prices import Bound, Prices, degrees, microbatch_sizes
-from anabranch.planner.reach import Found, Reach
+from anabranch.planner.reach import Reach
+from anabranch.planner.solved import Found
 from anabranch.planner.stages import Stage
 
 COARSE = 0.04

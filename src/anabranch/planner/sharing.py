@@ -7,8 +7,7 @@ For every branch there are options: cut it at c, so that its remainder needs som
 devices and its share adds some seconds and bytes to the stage. Several whole branches may also
 form a stage of their own (a group), if they stand next to each other in the block. This is a
 knapsack with the number of devices as its capacity: over all branches, for every total v, the
-least compute. Traffic, all-reduce and
-memory are carried along with the lightest choice and checked
+least compute. Traffic, all-reduce and memory are carried along with the lightest choice and checked
 afterwards.
 
 All arrays are [cap u, height e, degree k, devices v], see ``planner.reach``.
@@ -58,7 +57,7 @@ class Sharing:
         options: one entry per branch.
         groups: fewest devices for branches i .. j - 1 as one stage: [j, i, e].
         worthwhile: which of these groups to consider: [j, i].
-        caps: largest height allowed: [u].
+        allowed: where a group is not too high: [u, e].
         limit: most devices.
 
     Attributes:
@@ -66,7 +65,12 @@ class Sharing:
     """
 
     def __init__(
-        self, options: Sequence[Options], groups: Ints, worthwhile: Bools, caps: Ints, limit: int
+        self,
+        options: Sequence[Options],
+        groups: Ints,
+        worthwhile: Bools,
+        allowed: Bools,
+        limit: int,
     ) -> None:
         self._options = options
         self._groups = groups
@@ -79,7 +83,7 @@ class Sharing:
         # branch i.
         self._choice: list[Ints] = []
         self._shares: dict[int, list[tuple[int, Floats]]] = {}
-        self._allowed = np.arange(e)[None, :] <= caps[:, None]
+        self._allowed = allowed
         for j, option in enumerate(options, start=1):
             self._sums.append(np.empty_like(first))
             self._choice.append(np.empty(first.shape[1:], dtype=np.int32))

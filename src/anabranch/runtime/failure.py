@@ -1,8 +1,7 @@
 """How the first failure of a run reaches the user, once, with the place where it happened.
 
 One rank fails; within milliseconds the connections of its neighbours break, then theirs. So every
-rank ends
-with an exception, and only one of them is the cause::
+rank ends with an exception, and only one of them is the cause::
 
     rank 1   ValueError in the forward of stage 1         the cause: StageFailedError
     rank 0   connection closed by peer                    a consequence: PeerLostError
@@ -10,8 +9,7 @@ with an exception, and only one of them is the cause::
 
 Consequences have a type of their own, so whoever collects (the parent of local ranks, the store
 under torchrun) can tell them apart. Where a rank is at any time it notes in a few integers, which
-local ranks share with
-their parent: a rank that is killed cannot say where it was.
+local ranks share with their parent: a rank that is killed cannot say where it was.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@ checked.
 
 A parameter is held by every replica of a stage, and by every stage that reads it (tied). All copies
 start equal and get the same sum of gradients, so they stay equal; no copy is special. Each
-micro-batch's loss is weighted by its samples, so a
-sum is right where replicas have unequal shares::
+micro-batch's loss is weighted by its samples, so a sum is right where replicas have unequal
+shares::
 
     stage 0 (devices 0, 1)   embedding, layer 0         embedding is held by ranks {0, 1, 2},
     stage 1 (device 2)       layer 1, embedding         layer 0 by {0, 1}, layer 1 by {2}

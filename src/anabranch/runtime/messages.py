@@ -2,8 +2,8 @@
 
 A schedule's message is a range of samples of one stage edge, such as ``0SF0>1@1[0:4]``. Forward it
 carries every value that the edge has, once; backward one gradient per use (``Port``) that asks for
-one. Both ends know shapes from their own stage's
-program; where the range is a part of what a device computes at once, the batch dimension is cut::
+one. Both ends know shapes from their own stage's program; where the range is a part of what a
+device computes at once, the batch dimension is cut::
 
     stage 0, one device, samples 0-3     [ . . | . . ]
                                           0:2    2:4

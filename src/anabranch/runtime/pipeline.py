@@ -53,8 +53,8 @@ class Pipeline:
     neither.
 
     The rank keeps the parameters of its own stages. With several ranks, those of other stages are
-    replaced by NaN of
-    the same shape, without memory, when training starts: save a checkpoint to get at all of them.
+    replaced by NaN of the same shape, without memory, when training starts: save a checkpoint to
+    get at all of them.
 
     Attributes:
         plan: what is executed.
@@ -128,6 +128,11 @@ class Pipeline:
     @property
     def rank(self) -> int:
         """This process's rank, from 0."""
+        return self._mesh.rank
+
+    @property
+    def rank(self) -> int:
+        """Of this process, from 0."""
         return self._mesh.rank
 
     # Training

@@ -1,8 +1,7 @@
 """One process, the user's own module, no pipeline: what every plan is compared with.
 
 The batch is cut into the slices that the loss is computed on, and gradients accumulate over them in
-order, each loss weighted
-by its samples::
+order, each loss weighted by its samples::
 
     gradient of the batch  =  sum over slices of  samples in slice / batch size  *  its gradient
 """

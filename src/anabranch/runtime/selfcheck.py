@@ -2,10 +2,9 @@
 one process.
 
 Tracing can lose what Python does behind its back, and a wrong gradient trains silently. So rank 0,
-which still has the
-whole model, runs it as the user wrote it, and both sides are compared by two numbers per parameter:
-the norm of the gradient, and its product with a fixed pattern of signs. Gradients themselves do not
-travel.
+which still has the whole model, runs it as the user wrote it, and both sides are compared by two
+numbers per parameter: the norm of the gradient, and its product with a fixed pattern of signs.
+Gradients themselves do not travel.
 
 Replicas stay idle: with one slice per micro-batch, batch normalisation and losses within the batch
 compare as well.

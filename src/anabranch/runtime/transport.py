@@ -8,8 +8,8 @@ Messages between two ranks with one tag arrive in the order they were sent. Both
 and element types beforehand, so nothing but the numbers travels.
 
 Tensors are allocated when their receive is posted and freed after their last use, so memory follows
-what is in flight. A
-pool of our own would have to know who still holds a view: autograd may keep one as a gradient.
+what is in flight. A pool of our own would have to know who still holds a view: autograd may keep
+one as a gradient.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Is the pipeline's gradient the model's? One step on local ranks against one process.
 
 Both start from the same weights and take the same batch. The one process runs the user's own
-module, not the captured one,
-over the same slices in the same order, so what it adds up is what the pipeline should::
+module, not the captured one, over the same slices in the same order, so what it adds up is what the
+pipeline should::
 
     local ranks      stages, micro-batches, messages      --> loss, gradient of every parameter
     one process      module(slice 0), module(slice 1) ..  --> loss, gradient of every parameter

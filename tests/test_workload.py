@@ -1,0 +1,133 @@
+"""How a name becomes a workload."""
+
+import sys
+import textwrap
+
+import pytest
+import torch
+
+from anabranch.workload import Workload, resolve, to_meta
+
+MODULE = """
+    import torch
+    from torch import nn
+    from anabranch import Workload
+
+    class Net(nn.Module):
+        def __init__(self, width):
+            super().__init__()
+            self.left = nn.Linear(8, width)
+            self.right = nn.Linear(8, width)
+            self.right.weight = self.left.weight
+            self.register_buffer("scale", torch.ones(1))
+
+        def forward(self, x):
+            return (self.scale * (self.left(x) + self.right(x))).mean()
+
+    def workload(width="4"):
+        generator = torch.Generator().manual_seed(0)
+        return Workload(Net(int(width)), {"x": torch.randn(2, 8, generator=generator)})
+
+    def named(preset, **options):
+        return Workload(Net(4), torch.ones(2, 8), name=f"{preset} {sorted(options)}")
+
+    def demanding(path):
+        return None
+
+    def returns_the_module():
+        return Net(4)
+
+    def fails():
+        raise RuntimeError("my own mistake")
+
+    class Factory:
+        @staticmethod
+        def make():
+            return Workload(Net(2), torch.ones(2, 8))
+
+    SIZE = 3
+"""
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path, monkeypatch):
+    """The user's module lies in the current directory."""
+    (tmp_path / "theirs.py").write_text(textwrap.dedent(MODULE))
+    (tmp_path / "broken.py").write_text("import a_package_that_is_missing\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield
+    sys.modules.pop("theirs", None)
+
+
+def test_a_built_in_name():
+    """With its preset and options."""
+    workload = resolve("two-branch", preset="small", options={"branches": "3"})
+    assert isinstance(workload, Workload)
+    assert len(workload.example["inputs"]) == 3
+
+
+def test_a_function_in_the_current_directory():
+    """It is named after what the user typed, unless it has a name of its own."""
+    workload = resolve("theirs:workload")
+    assert workload.name == "theirs:workload"
+    assert workload.module.left.out_features == 4
+
+
+def test_options_are_keyword_arguments():
+    """As text: the function knows what it wants to make of it."""
+    assert resolve("theirs:workload", options={"width": "6"}).module.left.out_features == 6
+    assert resolve("theirs:named", preset="small", options={"a": "1"}).name == "small ['a']"
+
+
+def test_a_function_may_lie_deeper():
+    """An attribute of an attribute."""
+    assert resolve("theirs:Factory.make").module.left.out_features == 2
+
+
+def test_meta_takes_the_memory_away():
+    """Parameters, buffers and example; tied parameters stay one. Later modules are real."""
+    workload = resolve("theirs:workload", meta=True)
+    assert all(tensor.is_meta for tensor in workload.module.state_dict().values())
+    assert workload.example["x"].is_meta
+    assert workload.module.left.weight is workload.module.right.weight
+    assert not torch.nn.Linear(2, 2).weight.is_meta
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "message"),
+    [
+        ("resnet", {}, "no built-in model resnet; there are mmt, .*package.module:function"),
+        ("nowhere:workload", {}, "no module nowhere for nowhere:workload; .*current directory"),
+        ("theirs:nothing", {}, "theirs has no nothing; its functions are workload, named"),
+        ("theirs:SIZE", {}, "theirs:SIZE is an int, not a function"),
+        ("theirs:returns_the_module", {}, "returned a Net, not an anabranch.Workload; end it with"),
+        ("theirs:demanding", {}, "needs path; write -o path=VALUE"),
+        ("theirs:workload", {"depth": "2"}, "has no argument depth; it has width"),
+        ("../theirs.py:workload", {}, "not of the form package.module:function"),
+        ("theirs:", {}, "not of the form"),
+    ],
+)
+def test_what_is_wrong_and_what_to_write_instead(text, options, message):
+    """The user sees one line, no traceback."""
+    with pytest.raises(ValueError, match=message):
+        resolve(text, options=options)
+
+
+def test_errors_of_the_users_own_code_are_left_alone():
+    """Their traceback is what helps."""
+    with pytest.raises(RuntimeError, match="my own mistake"):
+        resolve("theirs:fails")
+    with pytest.raises(ModuleNotFoundError, match="a_package_that_is_missing"):
+        resolve("broken:workload")
+
+
+def test_to_meta_keeps_the_nesting():
+    """What is no tensor stays."""
+    batch = {"a": (torch.ones(2), [torch.zeros(3)]), "b": 4}
+    result = to_meta(batch)
+    assert isinstance(result["a"], tuple)
+    assert isinstance(result["a"][1], list)
+    assert result["a"][0].is_meta
+    assert result["a"][1][0].shape == (3,)
+    assert result["b"] == 4
