@@ -1,4 +1,4 @@
-"""A built-in model from Python: will this flight be late? DLRM on the flights from New York in 2013.
+"""A built-in model from Python: will this flight be late? DLRM on the flights of New York, 2013.
 
     python examples/flights.py
 

@@ -1,7 +1,7 @@
 """A model of your own in a training loop of your own: what do two handwritten digits add up to?
 
-python examples/two_tower.py                                    # two local ranks
-torchrun --nproc-per-node 2 examples/two_tower.py plan.json     # with the plan that it left
+python examples/two_tower.py                                    # three local ranks
+torchrun --nproc-per-node 3 examples/two_tower.py plan.json     # with the plan that it left
 """
 
 import sys
@@ -63,10 +63,10 @@ def main():
         return
     captured = anabranch.capture(Adder(), next(pairs(digits.training, 0)))
     profile = anabranch.measure(captured, [8, 16, 32, 64])
-    plan = anabranch.plan(profile, anabranch.load_cluster("local:2"), BATCH_SIZE)
+    plan = anabranch.plan(profile, anabranch.load_cluster("local:3"), BATCH_SIZE)
     print(plan.summary())
     anabranch.save_plan(plan, "plan.json")
-    anabranch.run(train, 2, plan)
+    anabranch.run(train, 3, plan)
 
 
 if __name__ == "__main__":

@@ -192,7 +192,7 @@ def test_a_file_that_was_cut_short_is_named(tmp_path: Path) -> None:
 def test_a_file_that_is_missing_is_named(tmp_path: Path) -> None:
     model, workload, folder = saved(tmp_path)
     (folder / "rank-0.safetensors").unlink()
-    with pytest.raises(FileFormatError, match="rank-0.safetensors is missing"):
+    with pytest.raises(FileFormatError, match=r"rank-0.safetensors is missing"):
         resume(model, workload, folder)
 
 
@@ -239,7 +239,7 @@ def test_only_our_own_files_are_opened(name: str, tmp_path: Path) -> None:
     """A manifest cannot lead out of its folder."""
     _, _, folder = saved(tmp_path)
     edited(folder, lambda m: m["tensors"]["model/head.bias"].update(file=name))
-    with pytest.raises(FileFormatError, match="model/head.bias"):
+    with pytest.raises(FileFormatError, match=r"model/head.bias"):
         Checkpoint(folder)
 
 

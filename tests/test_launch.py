@@ -65,7 +65,7 @@ def test_the_first_failure_is_raised_with_its_traceback() -> None:
             raise KeyError("no such table")
         time.sleep(3600)
 
-    with pytest.raises(StageFailedError, match="rank 1 failed .*no such table") as caught:
+    with pytest.raises(StageFailedError, match=r"rank 1 failed .*no such table") as caught:
         launch.run(work, 3, timeout=LIMIT_S)
     (note,) = caught.value.__notes__
     assert 'raise KeyError("no such table")' in note

@@ -67,7 +67,7 @@ def check(result: VerifyResult) -> None:
 @pytest.mark.parametrize("num_stages", [2, 4])
 @pytest.mark.parametrize("name", SMALL)
 def test_every_schedule_on_small_models(name: str, num_stages: int, schedule: str) -> None:
-    """Four micro-batches, the last one short; chains, branches, tied weights, batch normalisation."""
+    """Four micro-batches, the last one short; chains, branches, ties, batch normalisation."""
     model = built(name)
     count = min(num_stages, len(model.captured.graph))
     chosen = plan(model, count, batch_size=11, microbatch_size=3, schedule=schedule)

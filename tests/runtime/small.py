@@ -1,4 +1,4 @@
-"""Small models with one trait each, plans for them, and the loop that a pipeline has to agree with."""
+"""Small models with one trait each, plans for them, and the loop that pipelines agree with."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def tower(depth: int = 2) -> nn.Sequential:
 
 
 class TwoBranch(nn.Module):
-    """Two towers, one with an embedding in front, that meet in a classifier; accuracy is a metric."""
+    """Two towers, one behind an embedding, that meet in a classifier; accuracy is a metric."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Chain(nn.Module):
 
 
 class Tied(nn.Module):
-    """An embedding that is read three times: at the start, in the middle, and as the output layer."""
+    """An embedding read three times: at the start, in the middle, and as the output layer."""
 
     def __init__(self) -> None:
         super().__init__()

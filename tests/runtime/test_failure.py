@@ -44,7 +44,7 @@ def test_what_is_raised_inside_says_where() -> None:
     try:
         with (
             pytest.raises(
-                StageFailedError, match="rank 7 .* backward of stage 1, .*ValueError: no"
+                StageFailedError, match=r"rank 7 .* backward of stage 1, .*ValueError: no"
             ),
             located(7),
         ):
@@ -64,6 +64,13 @@ def test_a_lost_peer_stays_a_consequence() -> None:
         raise PeerLostError("gone")
     assert Failure.of(caught.value, 3).is_consequence
     assert not Failure.of(ValueError(), 3).is_consequence
+
+
+def test_a_collective_of_the_user_that_breaks_is_a_consequence() -> None:
+    """torch raises a plain RuntimeError there."""
+    broken = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [::1]:8852")
+    assert Failure.of(broken, 1).is_consequence
+    assert not Failure.of(RuntimeError("shapes do not match"), 1).is_consequence
 
 
 def test_a_failure_becomes_an_exception_of_its_class_again() -> None:

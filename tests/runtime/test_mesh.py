@@ -22,7 +22,7 @@ def test_one_device_needs_no_processes() -> None:
 
 
 def test_a_plan_for_more_devices_says_how_to_start_them() -> None:
-    with pytest.raises(InvalidPlanError, match="4 devices, but 1 process runs it.*per-node 4"):
+    with pytest.raises(InvalidPlanError, match=r"4 devices, but 1 process runs it.*per-node 4"):
         Mesh([0, 1, 2, 3])
 
 

@@ -270,7 +270,7 @@ def test_a_rank_keeps_only_its_own_parameters() -> None:
 
 
 def test_a_recorded_step_is_a_timeline_of_all_ranks() -> None:
-    """Each rank has the whole of it: four forwards and four backwards per device, and the messages."""
+    """Each rank has the whole of it: forwards and backwards of all devices, and the messages."""
     model = built("Chain")
 
     def work(pipeline: Pipeline) -> Any:

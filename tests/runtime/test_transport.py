@@ -100,7 +100,7 @@ def test_any_element_type_and_any_shape(run: Runner) -> None:
 
 @pytest.mark.parametrize("run", RUNNERS)
 def test_sending_never_waits(run: Runner) -> None:
-    """Both send before either receives; with blocking sends neither would ever get to its receive."""
+    """Both send before either receives; with blocking sends neither would get to its receive."""
 
     def scenario(transport: Transport, rank: int) -> float:
         large = torch.full((200_000,), float(rank))

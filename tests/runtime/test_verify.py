@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from anabranch.errors import InfeasiblePlanError
+from anabranch.graph.capture import capture
 from anabranch.runtime.reference import reference
 from anabranch.runtime.verify import even_plan, verify
+from anabranch.workload import Workload
 from tests.runtime.small import TwoBranch, batch, built, plan
 
 LIMIT_S = 60.0
@@ -47,18 +49,6 @@ def test_replicas_are_equal_up_to_rounding() -> None:
     assert result.worst in dict(model.module.named_parameters())
 
 
-class Straight(torch.autograd.Function):
-    """Rounds, and passes the gradient on as if it had not."""
-
-    @staticmethod
-    def forward(ctx: object, x: Tensor) -> Tensor:
-        return x.round()
-
-    @staticmethod
-    def backward(ctx: object, gradient: Tensor) -> Tensor:
-        return gradient
-
-
 class Doubled(TwoBranch):
     """Behaves otherwise after it was captured."""
 
@@ -71,9 +61,6 @@ class Doubled(TwoBranch):
 @pytest.mark.dist
 def test_a_model_that_is_not_what_was_captured_is_found() -> None:
     """The captured program has the factor that was true then."""
-    from anabranch.graph.capture import capture
-    from anabranch.workload import Workload
-
     module = Doubled()
     captured = capture(module, batch(4))
     module.factor = 2.0
@@ -82,6 +69,16 @@ def test_a_model_that_is_not_what_was_captured_is_found() -> None:
     assert not result.bitwise
     assert result.max_gradient_error > 0.01
     assert result.loss != result.reference_loss
+
+
+@pytest.mark.dist
+def test_random_numbers_are_told_apart_from_errors() -> None:
+    """Dropout differs, and the summary says why."""
+    model = built("Dropout")
+    result = verify(model.workload, plan(model, 2), captured=model.captured, timeout=LIMIT_S)
+    assert result.is_random
+    assert not result.bitwise
+    assert "dropout" in result.summary()
 
 
 @pytest.mark.dist
@@ -125,7 +122,9 @@ def test_the_reference_weights_slices_by_samples_and_leaves_no_trace() -> None:
     losses = [
         module(**{k: v[a:b] for k, v in batch(10).items()}) for a, b in [(0, 4), (4, 8), (8, 10)]
     ]
-    assert result.loss == pytest.approx(sum(w * x.item() for w, x in zip((0.4, 0.4, 0.2), losses)))
+    assert result.loss == pytest.approx(
+        sum(w * x.item() for w, x in zip((0.4, 0.4, 0.2), losses, strict=True))
+    )
     for name, buffer in module.named_buffers():
         buffer.copy_(kept[name])
 

@@ -31,6 +31,7 @@ from anabranch.graph.program import (
     Program,
     RefusedError,
     Source,
+    gradient_calls,
     lower,
     propagate,
 )
@@ -115,8 +116,8 @@ class Captured:
         if training and not (isinstance(loss, fx.Node) and loss.meta["val"].requires_grad):
             raise CaptureError(
                 f"the loss of {type(module).__name__} does not depend on any parameter that "
-                f"requires a gradient; "
-                "is its forward decorated with torch.no_grad, or is every parameter frozen?"
+                "requires a gradient; is its forward decorated with torch.no_grad, or is every "
+                "parameter frozen?"
             )
         if like is None:
             grouping = group(program, other, module, granularity)
@@ -124,7 +125,8 @@ class Captured:
             grouping = group_like(program, other, like._programs_at(samples), like._grouping)
         graph, calls, dims = build(module, program, other, grouping, training)
         graph = replace(graph, granularity=granularity)
-        listed = {parameter.name for parameter in graph.parameters}
+        carriers = gradient_calls(program)
+        trained = {s.name for n, s in program.sources.items() if carriers & n.users.keys()}
         return Captured(
             graph=graph,
             module=module,
@@ -135,7 +137,7 @@ class Captured:
             value_calls=calls,
             batch_dims=dims,
             unused=tuple(
-                n for n, p in module.named_parameters() if p.requires_grad and n not in listed
+                n for n, p in module.named_parameters() if p.requires_grad and n not in trained
             ),
             _layout=layout,
             _exporter=exporter,
@@ -144,8 +146,7 @@ class Captured:
         )
 
     def flatten_batch(self, batch: Batch) -> dict[str, torch.Tensor]:
-        """The tensors of a batch by name; the names are those of the values that the batch
-        produces.
+        """The tensors of a batch by name, the names of the values that the batch produces.
 
         Raises:
             ValueError: if the batch is built otherwise than the example was.
@@ -155,8 +156,7 @@ class Captured:
         if len(paths) != len(self._layout.leaves) or tuple(chosen) != self._layout.names:
             raise ValueError(
                 f"the batch holds {', '.join(chosen) or 'no tensors'}, but the example that the "
-                f"model was captured "
-                f"with holds {', '.join(self._layout.names)}"
+                f"model was captured with holds {', '.join(self._layout.names)}"
             )
         return chosen
 
@@ -169,10 +169,13 @@ class Captured:
 
         Raises:
             CaptureError: if the model cannot run with that many samples, or runs other operations.
+            ValueError: for less than one sample, or a device that this machine does not have.
         """
         if samples < 1:
             raise ValueError(f"{samples} samples; at least 1 is needed")
-        place = torch.device(device) if device is not None else _device(self.module)
+        place = torch.device(device) if device is not None else self.device
+        if place.type == "cuda" and not torch.cuda.is_available():
+            raise ValueError(f"a program for {place} was asked for, but no such device is here")
         if (samples, place) not in self._programs:
             program = self._exporter.at(samples, place)
             if program.signature() != self._programs_at(self.samples).signature():
@@ -182,6 +185,11 @@ class Captured:
 
     def _programs_at(self, samples: int) -> Program:
         return self._programs[samples, self._exporter.device]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the module's parameters are now."""
+        return _device(self.module)
 
     @property
     def capture_device(self) -> torch.device:
@@ -204,10 +212,8 @@ class Captured:
 def _other_operations(module: nn.Module, a: int, b: int) -> CaptureError:
     return CaptureError(
         f"{type(module).__name__} runs other operations for {b} samples than for {a}, so its "
-        f"operators are not the "
-        "same for every micro-batch; look for a Python loop or a branch over the samples in its "
-        "forward, and write it with "
-        "tensor operations"
+        "operators are not the same for every micro-batch; look for a Python loop or a branch over "
+        "the samples in its forward, and write it with tensor operations"
     )
 
 

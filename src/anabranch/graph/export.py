@@ -14,6 +14,7 @@ import io
 import logging
 import os
 import sys
+import textwrap
 import traceback
 import warnings
 from collections.abc import Iterable, Iterator
@@ -44,8 +45,7 @@ class ReturnsLoss(nn.Module):
         before = {(owner, name): b for owner, name, b in _buffers(self.module)}
         result = scalars(self.module(*args, **kwargs))
         for owner, name, now in _buffers(self.module):
-            # Tracing forgets an assignment, self.count = self.count + 1, but not a copy into the
-            # buffer.
+            # Tracing forgets an assignment, self.count = self.count + 1, but not a copy.
             buffer = before.get((owner, name))
             if buffer is not None and now is not buffer:
                 buffer.copy_(now.detach())
@@ -72,14 +72,13 @@ def scalars(output: Any) -> dict[str, torch.Tensor]:
         found = ", ".join(entries) or type(output).__name__
         raise CaptureError(
             f"the module's forward returned no loss, but {found}; it has to return a scalar "
-            f"tensor, or an "
-            "object or mapping with a scalar entry named loss (pass the labels in the batch)"
+            "tensor, or an object or mapping with a scalar entry named loss (pass the labels in "
+            "the batch)"
         )
     if loss.dim() != 0 or not loss.dtype.is_floating_point:
         raise CaptureError(
             f"the loss has shape ({_shape(loss)}) and type {loss.dtype}, not that of a scalar; "
-            f"reduce it to a mean "
-            "over the samples, for example with loss.mean()"
+            "reduce it to a mean over the samples, for example with loss.mean()"
         )
     metrics = {
         name: value
@@ -120,6 +119,8 @@ def export(
         shapes = (tuple({0: torch.export.Dim.AUTO} for _ in leaves),) if dynamic else None
         checkpoints: set[str] = set()
         try:
+            if strict:
+                _try_functions(module, leaves)
             with _quiet(), contextlib.nullcontext() if strict else _watched(checkpoints):
                 exported = torch.export.export(
                     module, tuple(leaves), dynamic_shapes=shapes, strict=strict
@@ -127,8 +128,7 @@ def export(
         except CaptureError:
             raise
         except Exception as error:
-            # What the plain trace stumbled over is nearer to the user's code than what the analysis
-            # says.
+            # What the plain trace met is nearer to the user's code than what analysis says.
             failure = failure or error
         else:
             _warn_checkpoints(checkpoints)
@@ -182,11 +182,9 @@ def _watched(checkpoints: set[str]) -> Iterator[None]:
             return before.__func__(cls, *args, **kwargs)  # such as that of a torch.library operator
         raise CaptureError(
             f"{where} calls {cls.__name__}.apply, an autograd.Function: tracing sees its forward "
-            f"only, "
-            "and its backward would silently be replaced by that of the forward's operations; "
-            "write it "
-            "with tensor operations, or as torch.library.custom_op with register_autograd, whose "
-            "backward is kept"
+            "only, and its backward would silently be replaced by that of the forward's "
+            "operations; write it with tensor operations, or as torch.library.custom_op with "
+            "register_autograd, whose backward is kept"
         )
 
     def without_reentrant(*args: Any, **kwargs: Any) -> Any:
@@ -202,12 +200,18 @@ def _watched(checkpoints: set[str]) -> Iterator[None]:
         checkpoint._checkpoint_without_reentrant_generator = plain
 
 
+def _try_functions(module: ReturnsLoss, leaves: list[torch.Tensor]) -> None:
+    """Refuse custom gradients by a forward pass without tracing: analysis hides them from us."""
+    state = {name: b.clone() for name, b in module.named_buffers()}
+    with _watched(set()), torch.no_grad(), torch.random.fork_rng(), _quiet():
+        torch.func.functional_call(module, state, tuple(leaves))
+
+
 def _warn_checkpoints(places: set[str]) -> None:
     if places:
         warnings.warn(
             f"{', '.join(sorted(places))}: torch.utils.checkpoint is not carried over; gradients "
-            f"are the "
-            "same, and whether a stage computes its activations again is up to the plan "
+            "are the same, and whether a stage computes its activations again is up to the plan "
             "(recompute)",
             CaptureWarning,
             stacklevel=2,
@@ -229,29 +233,26 @@ def user_frame(stack: Iterable[traceback.FrameSummary]) -> str:
             continue
         found = f"{each.filename}:{each.lineno}"
         if each.line:
-            found += f" ({each.line.strip()})"
+            found += f" ({textwrap.shorten(each.line, 100)})"
     return found
 
 
 def _explained(module: ReturnsLoss, leaves: list[torch.Tensor], error: Exception) -> CaptureError:
     where = user_frame(traceback.extract_tb(error.__traceback__))
     name = type(module.module).__name__
-    text = str(error)
-    first = next((line.strip() for line in text.splitlines() if line.strip()), "")
-    kind = type(error).__name__
+    kind, text = type(error).__name__, str(error)
     if "DataDependent" in kind or "data-dependent" in text:
         return CaptureError(
-            f"{name} cannot be captured: {where} needs the value of a tensor in Python, as a "
-            f"branch or a number that "
-            "depends on the data does, so the operations differ from batch to batch; use "
-            "torch.where or torch.cond, or "
-            f"decide before the forward and pass the decision in the batch; of a size that depends on the data, "
-            f"torch._check can promise what it is ({kind})"
+            f"{name} cannot be captured: {where} needs the value of a tensor in Python, as a branch "
+            "or a number that depends on the data does, so the operations differ from batch to "
+            "batch; use torch.where or torch.cond, or decide before the forward and pass the "
+            "decision in the batch; torch._check can promise a size that depends on the data "
+            f"({kind})"
         )
-    samples = leaves[0].shape[0]
+    samples = f"{leaves[0].shape[0]} samples" if leaves[0].shape[0] != 1 else "1 sample"
+    first = next((line.strip() for line in text.splitlines() if line.strip()), "")
     return CaptureError(
-        f"{name} cannot be captured with {samples} samples: {where} raised {kind}: {first}; if the "
-        f"same happens without anabranch, when the module "
-        "is called on the example batch, correct it there; otherwise write that line with tensor "
-        "operations"
+        f"{name} cannot be captured with {samples}: {where} raised {kind}: {first}; if the same "
+        "happens without anabranch, when the module is called on the example batch, correct it "
+        "there; otherwise write that line with tensor operations"
     )

@@ -109,10 +109,9 @@ def _inseparable(facts: Facts) -> list[list[int]]:
 
 def _attach_isolated(partition: Partition) -> None:
     """Put what nobody waits for, such as a count of batches, with the next call of its module."""
-    outputs = {partition.facts.position[node] for node in partition.facts.outputs}
     for g in sorted(partition.members):
         apart = not partition.succ[g] and not partition.pred[g] and not partition.weight[g]
-        if not apart or outputs & set(partition.members[g]) or len(partition.members) == 1:
+        if not apart or len(partition.members) == 1:
             continue
         others = [h for h in partition.members if h != g]
         same = [h for h in others if partition.path[h] == partition.path[g]]
@@ -277,10 +276,10 @@ def group_like(program: Program, other: Program, train: Program, grouping: Group
             continue
         key = (frame(node), base_name(node))
         earlier = [owner_of.get(n, FREE) for n in node.all_input_nodes]
-        known = homes[key] or by_frame[key[0]]
-        wanted = known[min(seen[key], len(known) - 1)] if known else FREE
+        known = homes[key] or by_frame[key[0]] or [0]
+        wanted = known[min(seen[key], len(known) - 1)]
         seen[key] += 1
-        owner_of[node] = max([wanted, *earlier, 0 if wanted == FREE else wanted])
+        owner_of[node] = max(wanted, *earlier) if earlier else wanted
     partition = Partition(facts)
     sets: dict[int, list[int]] = defaultdict(list)
     for node, owner in owner_of.items():

@@ -41,9 +41,8 @@ class Layout:
             listed = ", ".join(f"{name} {size}" for name, size in sizes.items())
             raise CaptureError(
                 "dimension 0 of every tensor in the batch has to be the samples, but the shapes "
-                "are "
-                f"{listed}; expand what is the same for all samples, or make it a buffer of the "
-                f"module"
+                f"are {listed}; expand what is the same for all samples, or make it a buffer of "
+                "the module"
             )
         if 0 in {size[0] for size in sizes.values()}:
             raise CaptureError(
@@ -76,7 +75,7 @@ class Layout:
                     torch.empty((samples, *leaf.shape[1:]), dtype=leaf.dtype, device=device)
                 )
             else:
-                result.append(leaf.detach()[rows.to(leaf.device)])
+                result.append(leaf.detach()[rows.to(leaf.device)].to(device))
         return result
 
 

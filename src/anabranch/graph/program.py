@@ -17,6 +17,7 @@ shares storage are then facts, not guesses.
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +28,8 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.node import map_aggregate
+
+from anabranch.errors import CaptureError
 
 PARAMETER, BUFFER, CONSTANT, BATCH_LEAF = "parameter", "buffer", "constant", "batch"
 
@@ -98,7 +101,9 @@ def frame(node: fx.Node) -> str:
     if not stack:
         return ""
     path = str(next(reversed(stack.values()))[0])
-    path = path.partition("@")[0]  # a second call of one module is path@1
+    if path != "module" and not path.startswith("module."):
+        return ""  # the wrapper around the user's module, or a frame of the tracer's own
+    path = re.sub(r"@\d+", "", path)  # a second call of one module is path@1
     return path.removeprefix("module").removeprefix(".")
 
 
@@ -160,6 +165,7 @@ def lower(
 
     Raises:
         RefusedError: if the export fixed its batch size to another number.
+        CaptureError: if the module needs something that is neither a tensor nor a constant.
     """
     builder = _Builder(_symbols(exported, samples), device)
     kinds = torch.export.graph_signature.InputKind
@@ -172,8 +178,13 @@ def lower(
         elif spec.kind is kinds.CONSTANT_TENSOR:
             builder.placeholder(node, Source(CONSTANT, str(spec.target)))
             builder.constants[str(spec.target)] = exported.constants[str(spec.target)]
-        else:
+        elif spec.kind is kinds.USER_INPUT:
             builder.placeholder(node, Source(BATCH_LEAF, next(batch)))
+        else:
+            raise CaptureError(
+                f"the module holds {spec.target}, which is neither a tensor nor a constant "
+                f"({spec.kind.name}); keep it out of the forward"
+            )
     builder.body(exported.graph_module, exported.graph)
     return builder.finish(samples)
 
@@ -195,8 +206,8 @@ def _symbols(exported: torch.export.ExportedProgram, samples: int) -> dict[Any, 
             size
         ) != samples:
             raise RefusedError
-    # One sample is a size of its own to the tracer, which never asks about it; operations are right
-    # for it.
+    # The tracer takes one sample for a size of its own and asks nothing about it; the operations
+    # are right for it all the same.
     if any(guard.xreplace(known) == sympy.false for guard in guards):
         raise RefusedError
     return known
@@ -310,11 +321,10 @@ class _Builder:
         self.env[node] = self.body(body, body.graph)
 
     def finish(self, samples: int) -> Program:
-        outputs = self.result if isinstance(self.result, list | tuple) else (self.result,)
-        self.graph.output(tuple(outputs))
+        self.graph.output(tuple(self.made(each) for each in self.result))
         _to_front(self.graph)
         _follow_writes(self.graph)
-        _drop_dead(self.graph)
+        self.drop_dead()
         self.graph.lint()
         return Program(
             samples,
@@ -324,6 +334,18 @@ class _Builder:
             self.regions,
         )
 
+    def made(self, output: fx.Node) -> fx.Node:
+        """An output that is itself a parameter or a buffer as the result of a call."""
+        if output.op == "placeholder":
+            return self.graph.call_function(torch.ops.aten.alias.default, (output,))
+        return output
+
+    def drop_dead(self) -> None:
+        for node in reversed(list(self.graph.nodes)):
+            leaf = node in self.sources and self.sources[node].kind == BATCH_LEAF
+            if node.op != "output" and not (node.users or leaf or written(node)):
+                self.graph.erase_node(node)
+
 
 def _region(node: fx.Node) -> tuple[bool, tuple[Any, ...]] | None:
     if node.target is torch.ops.higher_order.wrap_with_set_grad_enabled:
@@ -332,9 +354,9 @@ def _region(node: fx.Node) -> tuple[bool, tuple[Any, ...]] | None:
 
 
 def _to_front(graph: fx.Graph) -> None:
-    first = next(iter(graph.nodes))
+    first = next(node for node in graph.nodes if node.op != "placeholder")
     for node in list(graph.nodes):
-        if node.op == "placeholder" and node is not first:
+        if node.op == "placeholder":
             first.prepend(node)
 
 
@@ -354,16 +376,6 @@ def _follow_writes(graph: fx.Graph) -> None:
             if target.op != "placeholder":
                 for user in [u for u in target.users if position[u] > position[node]]:
                     user.replace_input_with(target, node)
-
-
-def _drop_dead(graph: fx.Graph) -> None:
-    for node in reversed(list(graph.nodes)):
-        if (
-            node.op in ("call_function", "get_attr", "placeholder")
-            and not node.users
-            and not written(node)
-        ):
-            graph.erase_node(node)
 
 
 def propagate(

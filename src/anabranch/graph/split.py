@@ -100,8 +100,7 @@ def split(captured: Captured, stages: Sequence[Sequence[str]], *, exact: bool = 
         if stage_of[a] > stage_of[b]:
             raise ValueError(
                 f"{graph.ops[a].name} in stage {stage_of[a]} feeds {graph.ops[b].name} in stage "
-                f"{stage_of[b]}; "
-                "stages have to be in topological order"
+                f"{stage_of[b]}; stages have to be in topological order"
             )
     return Split(captured, tuple(stage_of[i] for i in range(len(graph))), len(stages), exact)
 
@@ -128,7 +127,7 @@ class Split:
         self.stage_of = stage_of
         self.num_stages = num_stages
         self.exact = exact
-        self._cache: dict[tuple[int, int, torch.device | str | None], StageProgram] = {}
+        self._cache: dict[tuple[int, int, torch.device], StageProgram] = {}
         program = captured.at(captured.samples, device=captured.capture_device)
         self._uses = Uses(captured, program, stage_of, exact)
 
@@ -169,9 +168,10 @@ class Split:
             samples: at least 1.
             device: where tensors are constructed; by default where the module's parameters are now.
         """
-        key = (stage, samples, device)
+        place = torch.device(device) if device is not None else self.captured.device
+        key = (stage, samples, place)
         if key not in self._cache:
-            program = self.captured.at(samples, device=device)
+            program = self.captured.at(samples, device=place)
             self._cache[key] = _Cutter(self, program, stage).cut()
         return self._cache[key]
 

@@ -39,11 +39,15 @@ COARSE = 0.04
 HOPELESS = 1.2
 """A micro-batch size gets no candidate if its step cannot be within this factor of the best."""
 
-REFINED = 4
+REFINED = 3
 """Micro-batch sizes that are looked at closely: those with the best coarse candidates."""
 
 PROMISING = 1.05
 """They are left as soon as their steps cannot be within this factor of the best."""
+
+REDUCE = 1.25
+REDUCE_SHARE = 0.03
+"""All-reduces may take this many times the longest of the coarse plan, or this share of a step."""
 
 LOOSER = 1.08
 MOST_LOOSER = 6
@@ -223,7 +227,8 @@ class Search:
         start = min(self.found, key=lambda each: each.step_s)
         parts = [self._part(stage) for stage in start.graph.stages]
         longest = max(self._parts.reduce_s(part) for part in parts)
-        self._bound = Bound(float("inf"), spread=False, reduce_s=longest * 1.25)
+        allowed = max(REDUCE * longest, REDUCE_SHARE * start.step_s)
+        self._bound = Bound(float("inf"), spread=False, reduce_s=allowed)
         self.low, self.high = self._least_s, float("inf")
         likely = max(self._slowest_s(part) for part in parts) * (1 + 1e-9)
         self._find_high(give_up, likely)
@@ -246,13 +251,25 @@ class Search:
             if depth == 0 or self._prices.num_microbatches * period > give_up:
                 return
             found = self._reach.solve(self._within(period), caps[:depth])
-            feasible = found.devices <= self._problem.cost.cluster.num_devices
             if depth == len(caps):
                 self._add(found.parts(depth - 1))
-            if feasible.any():
-                depth = int(feasible.argmax())
-                self._add(found.parts(depth))
+            feasible = np.flatnonzero(found.devices <= self._problem.cost.cluster.num_devices)
+            if len(feasible):
+                depth = int(feasible[0])
+                self._add(self._tightened(period, caps[depth], found.parts(depth)))
             period *= LOOSER
+
+    def _tightened(self, period: float, cap: int, parts: list[Part]) -> list[Part]:
+        """The parts for about the least period at which this cap on the height is kept."""
+        low = max(self.high, period / LOOSER)
+        for _ in range(2):
+            middle = (low * period) ** 0.5
+            found = self._reach.solve(self._within(middle), [cap])
+            if found.devices[0] <= self._problem.cost.cluster.num_devices:
+                period, parts = middle, found.parts(0)
+            else:
+                low = middle
+        return parts
 
     def _add(self, parts: list[Part]) -> None:
         key = frozenset(parts)

@@ -38,6 +38,9 @@ _DOING = {
 }
 _KINDS = tuple(_DOING)
 
+_BROKEN = ("gloo/transport", "Connection closed by peer", "Connection reset by peer")
+"""What torch.distributed says when another process is gone."""
+
 
 class PeerLostError(TrainingError):
     """The connection to another rank broke: a consequence of a failure elsewhere, not a cause."""
@@ -106,6 +109,14 @@ def located(rank: int) -> Iterator[None]:
         ) from error
 
 
+def _is_consequence(error: BaseException) -> bool:
+    """Whether a connection broke, in our messages or in a collective that the user called."""
+    text = str(error)
+    return isinstance(error, PeerLostError) or (
+        isinstance(error, RuntimeError) and any(sign in text for sign in _BROKEN)
+    )
+
+
 def one_line(error: BaseException) -> str:
     """Type and message on one line, not longer than a paragraph."""
     text = " ".join(str(error).split())
@@ -142,7 +153,7 @@ class Failure:
             type(error).__name__,
             message,
             "".join(traceback.format_exception(error)),
-            isinstance(error, PeerLostError),
+            _is_consequence(error),
         )
 
     def exception(self) -> AnabranchError:

@@ -70,8 +70,11 @@ class Mesh:
             for ranks in (self._everyone, *sorted(set(sets) - {self._everyone})):
                 if len(ranks) > 1:
                     self._groups[ranks] = self._new_group(ranks, device_type)
+            self.barrier()
         self.is_closed = False
 
+    # A barrier follows whatever makes connections: a rank that fails, and leaves, as soon as its
+    # own are made would disturb those who are still connecting to each other.
     def _new_group(self, ranks: tuple[int, ...], device_type: str) -> dist.ProcessGroup | None:
         # Only a group with a GPU per rank can use NCCL; Gloo stages GPU tensors itself.
         enough = device_type == "cuda" and torch.cuda.device_count() >= self.size
@@ -95,6 +98,7 @@ class Mesh:
                 list(self._everyone), timeout=timedelta(seconds=self._timeout), backend="gloo"
             )
         )
+        self.barrier()
         return ProcessGroupTransport(group, self._timeout)
 
     def ranks(self, devices: Collection[int]) -> tuple[int, ...]:

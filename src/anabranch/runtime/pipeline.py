@@ -127,11 +127,6 @@ class Pipeline:
 
     @property
     def rank(self) -> int:
-        """This process's rank, from 0."""
-        return self._mesh.rank
-
-    @property
-    def rank(self) -> int:
         """Of this process, from 0."""
         return self._mesh.rank
 

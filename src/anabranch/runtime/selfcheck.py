@@ -54,6 +54,8 @@ def compare_with_eager(
     parameters = {
         n: p for n, p in module.named_parameters() if mesh.rank in holders.parameters.get(n, ())
     }
+    for parameter in parameters.values():
+        parameter.grad = None
     with unchanged_buffers(module):
         outcome = worker.run({name: leaf[:size] for name, leaf in leaves.items()}, 0)
     for (name, microbatch, order), gradient in sorted(outcome.tied.items(), key=lambda t: t[0]):

@@ -28,6 +28,7 @@ from anabranch.planner.stages import Plan, Prediction, Stage, StageGraph
 from anabranch.runtime import steps
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.runtime.reference import Reference, num_samples, reference
+from anabranch.runtime.worker import is_random
 from anabranch.schedule import SCHEDULES
 from anabranch.workload import Batch, Workload
 
@@ -45,6 +46,7 @@ class VerifyResult:
         exact: the pipeline ran in the mode in which they have to be.
         num_parameters: parameters that were compared.
         num_devices: ranks of the pipeline.
+        is_random: the model draws random numbers, other ones in the pipeline than in one process.
     """
 
     loss: float
@@ -55,10 +57,13 @@ class VerifyResult:
     exact: bool
     num_parameters: int
     num_devices: int
+    is_random: bool = False
 
     def summary(self) -> str:
         """One line."""
         how = "bitwise equal" if self.bitwise else f"largest at {self.worst}"
+        if self.is_random:
+            how += "; the model draws random numbers, such as dropout: switch them off to compare"
         return (
             f"gradient error {self.max_gradient_error:.3g} over {self.num_parameters} parameters "
             f"on {self.num_devices} devices ({how}); loss {self.loss:.9g}, in one process "
@@ -100,8 +105,10 @@ def verify(
     size = num_samples(batch)
     plan = replace(plan, stage_graph=replace(plan.stage_graph, batch_size=size))
     exact = exact and steps.can_be_exact(plan.stage_graph)
-    slices = _loss_slices(captured, plan)
     steps.prepare(captured, plan.stage_graph)
+    parts = steps.parts_of(captured, plan, exact=False)
+    programs = [parts.program(s, captured.samples) for s in range(len(plan.stage_graph))]
+    slices = _slices(plan.stage_graph, [program.has_loss for program in programs].index(True))
     module = workload.module
     expected: Reference = launch.run(lambda: reference(module, batch, slices), 1, timeout=timeout)[
         0
@@ -111,7 +118,8 @@ def verify(
         _one_step, num_devices, workload, plan, captured, exact, batch, timeout=timeout
     )
     gradients = {name: g for _, part in results for name, g in part.items()}
-    return _compare(results[0][0], gradients, expected, exact, num_devices)
+    result = _compare(results[0][0], gradients, expected, exact, num_devices)
+    return replace(result, is_random=any(is_random(program.module) for program in programs))
 
 
 def _one_step(
@@ -127,19 +135,12 @@ def _batch(workload: Workload, plan: Plan) -> Batch:
     return workload.example
 
 
-def _loss_slices(captured: Captured, plan: Plan) -> list[tuple[int, int]]:
-    """The intervals of samples that the loss is computed on, ascending: slices of its stage's
-    replicas.
-    """
-    graph = plan.stage_graph
-    parts = steps.parts_of(captured, plan, exact=False)
-    last = next(
-        s for s, stage in enumerate(graph.stages) if parts.program(s, captured.samples).has_loss
-    )
+def _slices(graph: StageGraph, stage: int) -> list[tuple[int, int]]:
+    """The intervals of samples that the replicas of a stage compute at once, ascending."""
     slices = [
-        graph.slice(last, microbatch, replica)
-        for microbatch in range(graph.num_microbatches(last))
-        for replica in range(graph.stages[last].replicas)
+        graph.slice(stage, microbatch, replica)
+        for microbatch in range(graph.num_microbatches(stage))
+        for replica in range(graph.stages[stage].replicas)
     ]
     return [(start, stop) for start, stop in slices if start < stop]
 
