@@ -288,6 +288,20 @@ def test_custom_gradient_is_refused() -> None:
     assert Tripled.apply(torch.ones(1)).item() == 2.0
 
 
+def test_custom_gradient_is_refused_where_only_analysis_can_trace() -> None:
+    """NumPy inside the forward needs full analysis, which hides the function from us."""
+
+    def body(net: Net, h: torch.Tensor) -> torch.Tensor:
+        scale = torch.from_numpy(h.detach().numpy()).abs().max()
+        return Tripled.apply(h) * scale
+
+    with pytest.raises(CaptureError, match=r"Tripled.apply"):
+        capture(Net(body), batch())
+    plain = lambda net, h: h * torch.from_numpy(h.detach().numpy()).abs().max()  # noqa: E731
+    captured = capture(Net(plain), batch())
+    assert check_split(captured, batch(3), stage_each(captured), exact=True) == 0.0
+
+
 @torch.library.custom_op("anabranch_test::tripled", mutates_args=())
 def tripled(x: torch.Tensor) -> torch.Tensor:
     return x * 2
@@ -412,6 +426,27 @@ def test_parameters_have_their_own_names() -> None:
         "first.bias",
     ]
     assert captured.unused == ("idle.weight", "idle.bias")
+
+
+def test_what_only_a_metric_reads_gets_no_gradient() -> None:
+    """A parameter may be returned itself; a leaf of the batch may be read by nobody."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.probe = nn.Linear(6, 2), nn.Linear(2, 1)
+            self.scale = nn.Parameter(torch.tensor(3.0))
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+            h = self.first(x)
+            return {"loss": h.mean(), "scale": self.scale, "probe": self.probe(h).mean()}
+
+    captured = capture(Scaled(), batch())
+    assert captured.unused == ("scale", "probe.weight", "probe.bias")
+    idle = next(v for v in captured.graph.values if v.name == "1")
+    assert idle.consumers == ()
+    _, metrics = run_stages(split(captured, stage_each(captured)), batch())
+    assert metrics["scale"] == 3.0
 
 
 # Evaluation
