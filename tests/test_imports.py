@@ -40,4 +40,4 @@ def test_every_public_name_exists():
 def test_an_unknown_name_is_an_attribute_error():
     """As for any module."""
     with pytest.raises(AttributeError, match="no attribute 'pipeline'"):
-        getattr(anabranch, "pipeline")
+        _ = anabranch.pipeline

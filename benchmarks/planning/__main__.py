@@ -1,6 +1,6 @@
 """Search time and predicted gain for the papers' models, and how search grows with the devices.
 
-    python -m benchmarks.planning [--json]
+python -m benchmarks.planning [--json]
 """
 
 from __future__ import annotations

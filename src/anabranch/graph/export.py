@@ -244,9 +244,9 @@ def _explained(module: ReturnsLoss, leaves: list[torch.Tensor], error: Exception
     if "DataDependent" in kind or "data-dependent" in text:
         return CaptureError(
             f"{name} cannot be captured: {where} needs the value of a tensor in Python, as a "
-            "branch or a number that depends on the data does, so the operations differ from batch to "
-            "batch; use torch.where or torch.cond, or decide before the forward and pass the "
-            "decision in the batch; torch._check can promise a size that depends on the data "
+            "branch or a number that depends on the data does, so the operations differ from "
+            "batch to batch; use torch.where or torch.cond, or decide before the forward and pass "
+            "the decision in the batch; torch._check can promise a size that depends on the data "
             f"({kind})"
         )
     samples = f"{leaves[0].shape[0]} samples" if leaves[0].shape[0] != 1 else "1 sample"

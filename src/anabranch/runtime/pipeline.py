@@ -253,8 +253,8 @@ class Pipeline:
         stage, microbatch = min(tuple(each.tolist()) for each in found if each[0] >= 0)
         raise NonFiniteError(
             f"the loss of step {self.step_number} is not finite: stage {stage}, micro-batch "
-            f"{microbatch} is the first; nothing was updated in this step; look at the batch, "
-            "lower the learning rate, or set clip_norm"
+            f"{microbatch} is the first; no parameter was changed in this step; look at the "
+            "batch, lower the learning rate, or set clip_norm"
         )
 
     def _warn_without_gradient(self) -> None:
