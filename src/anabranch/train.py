@@ -11,6 +11,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from anabranch.graph.capture import Captured
@@ -55,6 +56,7 @@ def train(
     steps: int | None = None,
     epochs: int | None = None,
     captured: Captured | None = None,
+    evaluation: Captured | None = None,
     resume: Path | None = None,
     save: Path | None = None,
     check_gradients: bool = True,
@@ -68,6 +70,7 @@ def train(
         steps: to do; by default as many as ``epochs`` have.
         epochs: passes through the data in all; by default as many as ``steps`` need.
         captured: the captured module, where the caller has it.
+        evaluation: the same in evaluation mode, likewise.
         resume: a checkpoint to go on from.
         save: a new folder for a checkpoint at the end.
         check_gradients: compare with the user's module before the first step.
@@ -82,11 +85,14 @@ def train(
     """
     if steps is None and epochs is None:
         raise ValueError("give a number of steps or of epochs")
-    options = {"captured": captured, "check_gradients": check_gradients}
-    if resume is not None:
-        pipe = Pipeline.resume(resume, workload, plan, **options)  # type: ignore[arg-type]
-    else:
-        pipe = Pipeline(workload, plan, **options)  # type: ignore[arg-type]
+    make = Pipeline if resume is None else partial(Pipeline.resume, resume)
+    pipe = make(
+        workload,
+        plan,
+        captured=captured,
+        evaluation=evaluation,
+        check_gradients=check_gradients,
+    )
     losses: list[float] = []
     seconds: list[float] = []
     recorded: list[Timeline] = []

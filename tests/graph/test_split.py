@@ -317,6 +317,26 @@ def test_metrics_come_from_where_they_are_made() -> None:
     assert not any(m.requires_grad for m in metrics.values())
 
 
+def test_metric_of_the_batch_alone_is_made_in_one_place() -> None:
+    """It needs no parameter, like a mask; what reads it further on is not copied either."""
+
+    class Weighted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(5, 5), nn.Linear(5, 5)
+
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+            share = (x > 0).float().mean()
+            return {"loss": self.b(self.a(x) * (share + 1)).mean(), "share": share}
+
+    captured = capture(Weighted(), torch.randn(4, 5), granularity="operator")
+    stages = [[op.name] for op in captured.graph.ops]
+    batch = torch.randn(4, 5)
+    assert check_split(captured, batch, stages, exact=True) == 0.0
+    _, metrics = run_stages(split(captured, stages), batch)
+    assert metrics["share"] == (batch > 0).float().mean()
+
+
 @pytest.mark.parametrize("name", ["bert", "t5", "dlrm"])
 def test_evaluation_is_cut_by_the_stages_of_training(name: str) -> None:
     """Loss of the module in evaluation mode, on the stages that training has."""

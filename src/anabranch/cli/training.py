@@ -265,10 +265,14 @@ class Job:
     ) -> Run:
         """Train on local ranks, or as this rank of torchrun."""
         from anabranch import launch
+        from anabranch.runtime.steps import prepare
         from anabranch.train import train
 
         plan = self.plan
         assert plan is not None
+        # Once here rather than in every rank: forked ranks inherit it.
+        prepare(self.captured, plan.stage_graph)
+        evaluation = self.captured.evaluation() if self.workload.eval_data is not None else None
 
         def rank() -> Run:
             return train(
@@ -277,6 +281,7 @@ class Job:
                 steps=steps,
                 epochs=epochs,
                 captured=self.captured,
+                evaluation=evaluation,
                 resume=resume,
                 save=save,
                 check_gradients=check_gradients,

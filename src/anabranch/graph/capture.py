@@ -13,6 +13,7 @@ operations have to be the same ones each time.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -218,7 +219,7 @@ def _other_operations(module: nn.Module, a: int, b: int) -> CaptureError:
 
 
 def _device(module: nn.Module) -> torch.device:
-    for each in (*module.parameters(), *module.buffers()):
+    for each in itertools.chain(module.parameters(), module.buffers()):
         return each.device
     return torch.device("cpu")
 

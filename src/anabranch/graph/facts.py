@@ -107,10 +107,6 @@ class Facts:
         self.free: dict[fx.Node, bool] = {}
         for node in program.graph.nodes:
             self._classify(node)
-        # What is returned has to be made somewhere.
-        for node in reversed(self.calls):
-            if node in self.outputs:
-                self.free[node] = False
 
     def _classify(self, node: fx.Node) -> None:
         if node.op == "placeholder":
@@ -122,8 +118,11 @@ class Facts:
             inputs = node.all_input_nodes
             self.on_parameters[node] = any(self.on_parameters[n] for n in inputs)
             self.on_batch[node] = any(self.on_batch[n] for n in inputs)
+            # What is returned has to be made in one place.
             self.free[node] = node.op == "get_attr" or (
-                all(self.free[n] for n in inputs) and self._copyable(node)
+                node not in self.outputs
+                and all(self.free[n] for n in inputs)
+                and self._copyable(node)
             )
 
     def _copyable(self, node: fx.Node) -> bool:

@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from anabranch.graph.capture import Captured
 from anabranch.graph.opgraph import BATCH
@@ -344,12 +344,20 @@ def is_random(module: nn.Module) -> bool:
     """Whether a stage draws random numbers; known once per module."""
     cached = module.__dict__.get("_anabranch_is_random")
     if cached is None:
-        cached = any(
-            torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-            for node in module.graph.nodes  # type: ignore[union-attr]
-        )
+        cached = any(_draws(node) for node in module.graph.nodes)  # type: ignore[union-attr]
         module.__dict__["_anabranch_is_random"] = cached
     return bool(cached)
+
+
+def _draws(node: fx.Node) -> bool:
+    """Whether a call draws random numbers; dropout with probability 0 does not."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    arguments = node.target._schema.arguments  # type: ignore[union-attr]
+    given = {argument.name: argument.default_value for argument in arguments}
+    given |= {argument.name: value for argument, value in zip(arguments, node.args, strict=False)}
+    given |= node.kwargs
+    return not any(given.get(name) == 0 for name in ("p", "dropout_p"))
 
 
 @contextmanager
