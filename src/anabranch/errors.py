@@ -26,7 +26,7 @@ class CaptureError(AnabranchError):
 
 
 class FileFormatError(AnabranchError):
-    """A profile, cluster, plan or checkpoint file is broken; the message names file, key and value."""
+    """A profile, cluster, plan or checkpoint file is broken; the message names key and value."""
 
 
 class ProfileError(AnabranchError):

@@ -7,6 +7,8 @@ over replicas and over the stages of a tied parameter.
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +23,8 @@ from anabranch.runtime.reference import reference
 from anabranch.runtime.steps import Steps, parts_of
 from anabranch.runtime.transport import Hub, LocalTransport
 from anabranch.runtime.worker import Outcome, Worker, is_random, seeded
+from anabranch.schedule import SCHEDULES
+from anabranch.schedule.schedule import Kind
 from tests.runtime.small import Built, batch, built, plan, slices
 
 CPU = torch.device("cpu")
@@ -208,3 +212,32 @@ def test_every_action_is_timed() -> None:
 
 def test_slices_of_the_reference_tile_the_batch() -> None:
     assert slices(10, 4) == [(0, 4), (4, 8), (8, 10)]
+
+
+def test_an_edge_without_values_makes_its_stages_wait() -> None:
+    """As in a sequential pipeline: the stages of another branch forward after those of the first,
+    and go back before them.
+    """
+    model = built("TwoBranch")
+    count = len(model.captured.graph)
+    free = plan(model, count)
+    edges = tuple(sorted({*free.stage_graph.edges, *pairwise(range(count))}))
+    assert edges != free.stage_graph.edges
+    chained = replace(free, stage_graph=replace(free.stage_graph, edges=edges))
+    graph = SCHEDULES["1f1b"]().warm_up(chained.stage_graph)
+    chained = replace(chained, stage_graph=graph)
+    leaves = batch(16)
+    outcomes = run(model, chained, leaves)
+    found = {name: g.clone() for name, g in gradients(model).items()}
+    ends: dict[tuple[int, Kind, int], tuple[float, float]] = {}
+    for worker, outcome in zip(workers(model, chained, 16), outcomes, strict=True):
+        for action, times in zip(worker.actions, outcome.times, strict=True):
+            if action.kind.is_compute:
+                ends[action.stage, action.kind, action.microbatch] = times
+    for i in range(4):
+        for x, y in edges:
+            assert ends[x, Kind.FORWARD, i][1] <= ends[y, Kind.FORWARD, i][0]
+            assert ends[y, Kind.BACKWARD, i][1] <= ends[x, Kind.BACKWARD, i][0]
+    run(model, free, leaves)
+    for name, gradient in gradients(model).items():
+        torch.testing.assert_close(found[name], gradient)

@@ -56,6 +56,10 @@ class Item:
         return tensor.narrow(0, self.offset, self.shape[0]) if self.batched else tensor
 
 
+TOKEN = Item(-1, None, torch.Size((1,)), torch.uint8, False, 0)
+"""All that travels along a stage edge without values: it only makes the stages wait."""
+
+
 def assemble(parts: Sequence[tuple[Item, Tensor]]) -> Tensor:
     """The whole from its parts, which tile the samples; a value without samples arrives whole."""
     if len(parts) == 1:
@@ -104,6 +108,8 @@ class Layout:
         program = self.program(action.stage, action.microbatch)
         ports = program.outputs if self._is_producer(action) else program.inputs
         mine = [p for p in ports if action.peer_stage in (p.source, p.target)]
+        if not mine:
+            return (TOKEN,)
         first = self._is_first_of_slice(action)
         if action.kind in _FORWARD:
             uses: Iterable[tuple[int, Port | None]] = (

@@ -73,11 +73,12 @@ class Steps:
         # In evaluation an operator may fall away and leave an edge that spans its stage.
         edges = tuple(sorted({*graph.edges, *self._data}))
         graph = replace(graph, edges=edges)
+        # An edge without values orders its stages, in both directions, as in a sequential pipeline.
+        order = set(edges) - self._data
         schedule = lower(
             SCHEDULES[self._plan.schedule]().order(graph),
             graph,
-            gradient_edges=self._gradients,
-            data_edges=self._data,
+            gradient_edges=self._gradients | order,
         )
         check(schedule, graph)
         mesh = self._mesh

@@ -31,7 +31,7 @@ from anabranch.graph.opgraph import BATCH
 from anabranch.graph.split import Port, Split, StageProgram
 from anabranch.planner.stages import StageGraph
 from anabranch.runtime.failure import POSITION
-from anabranch.runtime.messages import Item, Layout, assemble, gradient_ports
+from anabranch.runtime.messages import TOKEN, Item, Layout, assemble, gradient_ports
 from anabranch.runtime.transport import Receipt, Transport
 from anabranch.schedule.schedule import Action, Kind, Schedule
 
@@ -200,6 +200,8 @@ class _Run:
         key = action.stage, action.microbatch
         for item, receipt in self.receipts.pop(action):
             tensor = receipt.wait()
+            if item is TOKEN:
+                continue
             if item.port is None:
                 self.values[key].setdefault(item.value, []).append((item, tensor))
             else:
@@ -213,7 +215,9 @@ class _Run:
         assert transport is not None
         rank, tag = worker._rank_of[action.peer], worker.layout.tag(action)
         for item in worker._items[action]:
-            if item.port is None:
+            if item is TOKEN:
+                whole = torch.zeros(item.shape, dtype=item.dtype)
+            elif item.port is None:
                 whole = self.made[action.stage][item.value]
             else:
                 whole = self.returned[action.stage][item.port]
