@@ -21,9 +21,6 @@ if TYPE_CHECKING:
     from anabranch.planner.stages import Plan
     from anabranch.record import Run
 
-MICROBATCHES = 8
-"""Micro-batches of the demo's step: enough to fill the pipeline, few enough to see in a picture."""
-
 
 def show(
     model: str, devices: int, batch_size: int, steps: int, folder: Path, *, as_json: bool
@@ -83,15 +80,7 @@ def _plan(job: Job, devices: int, batch_size: int, planner: str) -> Plan:
 
     Without replicas, so that the stages are there to be seen; `anabranch train` allows them.
     """
-    return job.search(
-        devices,
-        batch_size,
-        max(1, batch_size // MICROBATCHES),
-        "auto",
-        1,
-        planner=planner,
-        own_cores=True,
-    )
+    return job.search(devices, batch_size, None, "auto", 1, planner=planner, own_cores=True)
 
 
 def _on_this_machine(job: Job, devices: int) -> float:
