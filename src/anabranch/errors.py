@@ -1,17 +1,19 @@
 """Every exception that anabranch raises on purpose.
 
-AnabranchError
- +-- CaptureError            the model could not be turned into a graph of operators
- +-- FileFormatError         a profile, cluster, plan or checkpoint file is broken
- +-- ProfileError            a profile cannot answer what it was asked (sample count never measured)
- +-- InfeasiblePlanError     no plan fits the devices
- +-- InvalidPlanError        a plan breaks one of the conditions C1-C4 or a memory limit
- +-- InvalidScheduleError    an order of actions that no device could execute
- |    +-- DeadlockError      every device waits for another
- +-- DataError               a data set is missing, damaged, or raised while it was read
- +-- TrainingError           the run itself cannot go on
-      +-- StageFailedError   one rank failed; the others were stopped
-      +-- NonFiniteError     the loss became NaN or infinite
+::
+
+    AnabranchError
+     +-- CaptureError            the model could not be turned into a graph of operators
+     +-- FileFormatError         a profile, cluster, plan or checkpoint file is broken
+     +-- ProfileError            a profile cannot answer what it was asked
+     +-- InfeasiblePlanError     no plan fits the devices
+     +-- InvalidPlanError        a plan breaks one of the conditions C1-C4 or a memory limit
+     +-- InvalidScheduleError    an order of actions that no device could execute
+     |    +-- DeadlockError      every device waits for another
+     +-- DataError               a data set is missing, damaged, or raised while it was read
+     +-- TrainingError           the run itself cannot go on
+          +-- StageFailedError   one rank failed; the others were stopped
+          +-- NonFiniteError     the loss became NaN or infinite
 
 A wrong argument in a call is a plain ``ValueError`` or ``TypeError``.
 """
