@@ -88,7 +88,8 @@ def render(value: Any, indent: int = 0) -> str:
 def explain(error: ValidationError) -> str:
     """The first thing that is wrong with a document: key path, value, what was expected."""
     problems = error.errors(include_url=False)
-    first = problems[0]
+    # A misspelt key is missing under its name and unknown under the other; the latter says more.
+    first = next((p for p in problems if p["type"] == "extra_forbidden"), problems[0])
     where = key_path(first["loc"])
     more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
     if first["type"] == "missing":

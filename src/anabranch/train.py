@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from anabranch.errors import TrainingError
 from anabranch.graph.capture import Captured
 from anabranch.planner.stages import Plan
 from anabranch.record import Run
@@ -72,7 +73,7 @@ def train(
         captured: the captured module, where the caller has it.
         evaluation: the same in evaluation mode, likewise.
         resume: a checkpoint to go on from.
-        save: a new folder for a checkpoint at the end.
+        save: a new folder for a checkpoint after the last step.
         check_gradients: compare with the user's module before the first step.
         watch: called after every step, on the first rank only.
 
@@ -81,6 +82,7 @@ def train(
 
     Raises:
         AnabranchError: see ``Pipeline``.
+        TrainingError: if ``save`` exists, or the checkpoint has all epochs already.
         ValueError: if neither steps nor epochs are given.
     """
     if steps is None and epochs is None:
@@ -93,6 +95,8 @@ def train(
         evaluation=evaluation,
         check_gradients=check_gradients,
     )
+    if save is not None and save.exists():
+        raise TrainingError(f"{save} exists; checkpoints are never written over, name a new folder")
     losses: list[float] = []
     seconds: list[float] = []
     recorded: list[Timeline] = []
@@ -112,11 +116,16 @@ def train(
         if watch is not None and pipe.rank == 0:
             samples = num_samples(batch)
             watch(Progress(len(losses), steps, losses[-1], pipe.metrics, seconds[-1], samples))
+    if not losses:
+        raise TrainingError(
+            f"nothing is left to do: {resume} has {pipe.epoch} of {epochs} epochs; ask for more"
+        )
+    # What was trained is saved before anything else can fail.
+    if save is not None:
+        pipe.save(save)
     metrics = dict(pipe.metrics)
     if workload.eval_data is not None:
         metrics = pipe.evaluate()
-    if save is not None:
-        pipe.save(save)
     timeline = _median(recorded)
     return Run(
         plan=plan,

@@ -368,3 +368,25 @@ def test_wrong_stages_are_refused(stages: list[list[str]], complaint: str) -> No
     """The message names the operators."""
     with pytest.raises(ValueError, match=complaint):
         split(fan(), stages)
+
+
+class Reserved(nn.Module):
+    """Its parts have names that a GraphModule has for itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.code, self.graph, self.meta = nn.Linear(4, 4), nn.Linear(4, 4), nn.BatchNorm1d(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[samples, 4] -> loss."""
+        return self.meta(self.graph(self.code(x))).square().mean()
+
+
+def test_parts_may_have_names_of_a_graph_module() -> None:
+    """``code`` is an ordinary name for an encoder's output; it must neither fail nor be lost."""
+    module = Reserved()
+    captured = capture(module, torch.randn(4, 4))
+    stages = [[op.name] for op in captured.graph.ops]
+    parts = split(captured, stages)
+    held = {id(p) for s in range(len(stages)) for p in parts.program(s, 4).module.parameters()}
+    assert held == {id(p) for p in module.parameters()}

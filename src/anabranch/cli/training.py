@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -25,7 +25,7 @@ from anabranch.cli.options import (
     ScheduleOption,
     SmallPresetOption,
 )
-from anabranch.cli.output import TrainingProgress, print_json, print_table, progress_bar
+from anabranch.cli.output import TrainingProgress, print_json, progress_bar
 
 if TYPE_CHECKING:
     from anabranch.graph.capture import Captured
@@ -40,7 +40,10 @@ PlanFile = Annotated[
 Devices = Annotated[
     int | None, typer.Option("--devices", min=1, help="Local ranks [default: the plan's, or 2].")
 ]
-LocalBatchSize = Annotated[int, typer.Option("--batch-size", min=1, help="Samples of one step.")]
+LocalBatchSize = Annotated[
+    int | None,
+    typer.Option("--batch-size", min=1, help="Samples of one step [default: the plan's, or 32]."),
+]
 RunFolder = Annotated[
     Path | None,
     typer.Option("--out", help="Where to keep figures and report [default: runs/MODEL-TIME]."),
@@ -67,7 +70,7 @@ def verify(
     model: Model,
     plan_file: PlanFile = None,
     devices: Devices = None,
-    batch_size: LocalBatchSize = 16,
+    batch_size: LocalBatchSize = None,
     microbatch_size: MicrobatchSize = None,
     schedule: ScheduleOption = Schedule.auto,
     output: Output = None,
@@ -77,16 +80,19 @@ def verify(
 ) -> None:
     """Train one step as a pipeline and in one process; compare loss and every gradient.
 
-    Both accumulate the same micro-batches in the same order; without replicas, everything is equal
-    bit for bit. Exits with 1 if the difference is more than rounding.
+    Both accumulate the same micro-batches in the same order. Without --plan, stages have no
+    replicas, so that everything is equal bit for bit. Exits with 1 if the difference is more than rounding.
 
     Example: `anabranch verify mypackage.mymodel:workload --devices 4`
     """
     from anabranch.runtime.verify import verify as compare
 
     options, _ = split_output(output)
-    job = Job.of(Source(model, preset, options, granularity), plan_file)
-    plan = job.plan or job.search(devices or 2, batch_size, microbatch_size, schedule.value, 1)
+    asked = {"--devices": devices, "--batch-size": batch_size, "--microbatch-size": microbatch_size}
+    job = Job.of(Source(model, preset, options, granularity), plan_file, asked)
+    plan = job.plan or job.search(
+        devices or 2, batch_size or 32, microbatch_size, schedule.value, 1
+    )
     result = compare(job.workload, plan, captured=job.captured)
     good = result.max_gradient_error < 1e-4
     if as_json:
@@ -115,7 +121,7 @@ def train(
     model: Model,
     plan_file: PlanFile = None,
     devices: Devices = None,
-    batch_size: LocalBatchSize = 32,
+    batch_size: LocalBatchSize = None,
     microbatch_size: MicrobatchSize = None,
     schedule: ScheduleOption = Schedule.auto,
     max_replicas: MaxReplicas = None,
@@ -136,15 +142,25 @@ def train(
 ) -> None:
     """Train MODEL as a pipeline on local ranks, or as one rank of torchrun.
 
+    Where plain data parallelism is predicted to be faster, the plan is that: one stage with
+    replicas. --max-replicas 1 asks for a pipeline.
+
     Example: `anabranch train two-branch --devices 4 --steps 50`, or
     `torchrun --nproc-per-node 2 -m anabranch train two-branch --steps 50`
     """
     options, _ = split_output(output)
-    job = Job.of(Source(model, preset, options, granularity), plan_file)
+    asked = {
+        "--devices": devices,
+        "--batch-size": batch_size,
+        "--microbatch-size": microbatch_size,
+        "--max-replicas": max_replicas,
+    }
+    job = Job.of(Source(model, preset, options, granularity), plan_file, asked)
 
     def search() -> Plan:
         count = devices or int(os.environ.get("WORLD_SIZE", "2"))
-        return job.search(count, batch_size, microbatch_size, schedule.value, max_replicas)
+        size = batch_size or 32
+        return job.search(count, size, microbatch_size, schedule.value, max_replicas)
 
     job.plan = job.plan or (_agreed(search) if "RANK" in os.environ else search())
     first = os.environ.get("RANK", "0") == "0"
@@ -184,7 +200,7 @@ def report(
 def demo(
     model: Annotated[str, typer.Option(help="Which model to show.")] = "glyphs",
     devices: Annotated[int, typer.Option(min=1, help="Local ranks.")] = 4,
-    batch_size: LocalBatchSize = 64,
+    batch_size: Annotated[int, typer.Option(min=1, help="Samples of one step.")] = 64,
     steps: Annotated[int, typer.Option(min=1, help="Steps to train.")] = 1500,
     run: RunFolder = None,
     as_json: AsJson = False,
@@ -210,10 +226,15 @@ class Job:
         self.profile: Profile | None = None
 
     @staticmethod
-    def of(source: Source, plan_file: Path | None) -> Job:
-        """The job for a model, by a plan file if there is one."""
+    def of(source: Source, plan_file: Path | None, asked: Mapping[str, int | None]) -> Job:
+        """The job for a model, by a plan file if there is one; it decides what is then not asked."""
         if plan_file is None:
             return Job(source, None)
+        given = [option for option, value in asked.items() if value is not None]
+        if given:
+            raise typer.BadParameter(
+                f"{plan_file} decides what {', '.join(given)} would; leave out one of them"
+            )
         from anabranch.files import load_plan
 
         plan = load_plan(plan_file)
@@ -322,14 +343,16 @@ def _agreed(search: Callable[[], Plan]) -> Plan:
 def _say_result(run: Run) -> None:
     first, last = run.losses[0], sum(run.losses[-10:]) / len(run.losses[-10:])
     rows = [["loss", f"{first:.4f} at first, {last:.4f} over the last steps"]]
+    held_out = "held-out " if "loss" in run.metrics else ""
     for name, value in run.metrics.items():
         chance = f" (chance {run.chance[name]:.4g})" if name in run.chance else ""
-        rows.append([name, f"{value:.4f}{chance}"])
+        rows.append([held_out + name, f"{value:.4f}{chance}"])
     predicted = run.plan.predicted.step_s
     rows.append(["step", f"{run.median_step_s * 1e3:.2f} ms, predicted {predicted * 1e3:.2f} ms"])
     if run.ideal_step_s:
         rows.append(["ideal step", f"{run.ideal_step_s * 1e3:.2f} ms for the measured stage times"])
-    print_table("Result", ["", ""], rows)
+    for name, text in rows:
+        typer.echo(f"  {name:20s} {text}")
 
 
 def _slug(model: str) -> str:

@@ -39,6 +39,8 @@ from anabranch.graph.uses import Port, TiedUse, Use, Uses, arguments
 
 __all__ = ["Port", "Split", "StageProgram", "TiedUse", "split", "stages_like"]
 
+_GRAPH_MODULE_NAMES = frozenset(dir(fx.GraphModule(nn.Module(), fx.Graph())))
+
 
 @dataclass(frozen=True)
 class StageProgram:
@@ -347,8 +349,10 @@ class _Cutter:
             )
             self.transient.add(target)
         else:
-            target = source.name
-            owner, _, name = target.rpartition(".")
+            owner, _, name = source.name.rpartition(".")
+            # A model may call a part of itself ``graph`` or ``code``, as a GraphModule does.
+            taken = source.name.partition(".")[0] in _GRAPH_MODULE_NAMES
+            target = f"_taken.{source.name}" if taken else source.name
             holder = self.captured.module.get_submodule(owner)
             self.attributes[target] = getattr(holder, name)
             if name in holder._non_persistent_buffers_set:
