@@ -117,6 +117,50 @@ def test_resuming_under_another_plan_changes_no_bit(name: str, tmp_path: Path) -
         assert all(torch.equal(means[n], buffers[n]) for n in buffers)
 
 
+def per_layer(parameters: NamedParameters) -> torch.optim.Optimizer:
+    """A group per parameter, each with a rate of its own, so every rank has other groups."""
+    groups = [{"params": [(n, p)], "lr": 0.1 / (1 + len(n))} for n, p in parameters]
+    return torch.optim.SGD(groups, lr=0.1)
+
+
+def warm_up_then_cosine(
+    optimizer: torch.optim.Optimizer,
+) -> torch.optim.lr_scheduler.LRScheduler:
+    rates = torch.optim.lr_scheduler
+    parts = [rates.LinearLR(optimizer, 0.1, total_iters=3), rates.CosineAnnealingLR(optimizer, 9)]
+    return rates.SequentialLR(optimizer, parts, milestones=[3])
+
+
+def test_schedulers_made_of_schedulers_resume(tmp_path: Path) -> None:
+    """Their parts keep a rate per group as well; this rank has other groups than the one that
+    saved.
+    """
+    model = built("TwoBranch")
+    workload = with_options(model, optimizer=per_layer, scheduler=warm_up_then_cosine, data=data)
+    folder = tmp_path / "saved"
+
+    def whole(make: Callable[..., Pipeline]) -> Result:
+        pipeline = make()
+        return final(pipeline, steps(pipeline, 6)[2:])
+
+    def half(make: Callable[..., Pipeline]) -> None:
+        pipeline = make()
+        steps(pipeline, 2)
+        pipeline.save(folder)
+
+    def rest(make: Callable[..., Pipeline]) -> Result:
+        pipeline = make(folder)
+        return final(pipeline, steps(pipeline, 4))
+
+    losses, parameters, _ = joined(run(model, workload, plan(model, 2), whole))
+    run(model, workload, plan(model, 2), half)
+    for other in (plan(model, 2), plan(model, 3), plan(model, 1)):
+        again, found, _ = joined(run(model, workload, other, rest))
+        assert again == pytest.approx(losses, rel=1e-6)
+        for name, value in parameters.items():
+            torch.testing.assert_close(found[name], value)
+
+
 def saved(tmp_path: Path, name: str = "Chain") -> tuple[Built, Workload, Path]:
     """A checkpoint of one rank after one step."""
     model = built(name)

@@ -92,7 +92,7 @@ def test_bytes_of_values():
 
 def test_transfer():
     """Latency and bytes over bandwidth."""
-    assert cost_model().transfer_s(30, Link(10.0, 2.0, 1)) == 5.0
+    assert Link(10.0, 2.0, 1).seconds(30) == 5.0
 
 
 def test_ring_allreduce():

@@ -435,7 +435,18 @@ def restore_scheduler(
         "base_lrs": [g.get("initial_lr", g["lr"]) for g in optimizer.param_groups],
         "_last_lr": [g["lr"] for g in optimizer.param_groups],
     }
-    scheduler.load_state_dict({**saved, **{k: v for k, v in per_group.items() if k in saved}})
+    scheduler.load_state_dict(_with_own_groups(saved, per_group))
+
+
+def _with_own_groups(
+    state: Mapping[str, Any], per_group: Mapping[str, list[float]]
+) -> dict[str, Any]:
+    """A scheduler's state with this rank's lists, also in the schedulers that it is made of."""
+    result = {**state, **{k: list(v) for k, v in per_group.items() if k in state}}
+    if isinstance(state.get("_schedulers"), list):
+        parts = state["_schedulers"]
+        result["_schedulers"] = [_with_own_groups(part, per_group) for part in parts]
+    return result
 
 
 def _like(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from anabranch.cluster import Cluster, Link
+from anabranch.cluster import Cluster
 from anabranch.errors import ProfileError
 from anabranch.graph.opgraph import BATCH, OpGraph, Parameter, bits
 from anabranch.profile.profile import Profile
@@ -159,10 +159,6 @@ class CostModel:
     def backward_bytes(self, values: Iterable[int], samples: float) -> float:
         """Bytes of gradient that flow back for this many samples."""
         return sum(self.graph.values[i].size(samples) for i in values if self.graph.values[i].grad)
-
-    def transfer_s(self, nbytes: float, link: Link) -> float:
-        """Seconds of one message over the slowest link on its way."""
-        return link.seconds(nbytes)
 
     def way(self, source: int, target: int) -> Way:
         """What a transfer between two devices occupies and how long."""

@@ -126,8 +126,22 @@ class Unused(Chain):
         return super().forward(x + self.cut(x).detach(), word, label)
 
 
+class Detached(nn.Module):
+    """The last layer reads the weight of the first one, but gives it no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.body = nn.Linear(WIDTH, WIDTH), tower()
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor, word: Tensor, label: Tensor) -> Tensor:
+        h = self.body(torch.tanh(self.first(x)))
+        return F.cross_entropy(self.head(F.linear(h, self.first.weight.detach())), label)
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    each.__name__: each for each in (TwoBranch, Chain, Tied, Norm, Shared, Dropout, Unused)
+    each.__name__: each
+    for each in (TwoBranch, Chain, Tied, Norm, Shared, Dropout, Unused, Detached)
 }
 
 

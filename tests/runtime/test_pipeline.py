@@ -437,3 +437,49 @@ def test_exact_gradients_need_one_replica() -> None:
         Pipeline(
             model.workload, plan(model, 2, replicas=[2, 1]), captured=model.captured, exact=True
         )
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "1f1b-deep"])
+def test_a_batch_may_be_larger_than_the_plans(schedule: str) -> None:
+    """The plan's in-flight counts were made for fewer micro-batches."""
+    model = built("Chain")
+    workload = with_options(model, optimizer=sgd)
+    chosen = plan(model, 2, batch_size=8, schedule=schedule)
+    losses, parameters = train(model, chosen, workload, [batch(24)], exact=True)
+    expected, state = alone(workload, [batch(24)])
+    assert losses == expected
+    assert all(torch.equal(parameters[name], state[name]) for name in state)
+
+
+def test_the_check_leaves_a_loss_that_is_not_finite_to_the_step() -> None:
+    """Both sides are NaN, which is not a difference between them."""
+    model = built("Chain")
+    poisoned = batch(16)
+    poisoned["x"][0] = float("nan")
+
+    def work(pipeline: Pipeline) -> None:
+        with pytest.raises(NonFiniteError, match="micro-batch 0"):
+            pipeline.step(poisoned)
+
+    run(model, plan(model, 2), work, check_gradients=True)
+
+
+def test_exact_mode_updates_copies_that_have_no_gradient() -> None:
+    """A later stage reads the weight of an earlier one without a gradient; its copy must not stay
+    behind.
+    """
+    model = built("Detached")
+    workload = with_options(model, optimizer=sgd)
+    losses, parameters = train(model, plan(model, 3), workload, BATCHES, exact=True)
+    expected, state = alone(workload, BATCHES)
+    assert losses == expected
+    assert all(torch.equal(parameters[name], state[name]) for name in state)
+
+
+def test_a_scheduler_that_needs_a_metric_is_refused() -> None:
+    """Rather than failing in the first step."""
+    model = built("Chain")
+    recipe = torch.optim.lr_scheduler.ReduceLROnPlateau
+    workload = with_options(model, optimizer=sgd, scheduler=recipe)
+    with pytest.raises(TrainingError, match="needs a metric at every step"):
+        Pipeline(workload, plan(model, 1), captured=model.captured)

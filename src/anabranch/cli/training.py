@@ -81,7 +81,8 @@ def verify(
     """Train one step as a pipeline and in one process; compare loss and every gradient.
 
     Both accumulate the same micro-batches in the same order. Without --plan, stages have no
-    replicas, so that everything is equal bit for bit. Exits with 1 if the difference is more than rounding.
+    replicas, so that everything is equal bit for bit. Exits with 1 if the difference is more than
+    rounding.
 
     Example: `anabranch verify mypackage.mymodel:workload --devices 4`
     """
@@ -227,7 +228,7 @@ class Job:
 
     @staticmethod
     def of(source: Source, plan_file: Path | None, asked: Mapping[str, int | None]) -> Job:
-        """The job for a model, by a plan file if there is one; it decides what is then not asked."""
+        """The job for a model, by a plan file if there is one; then nothing else is asked."""
         if plan_file is None:
             return Job(source, None)
         given = [option for option, value in asked.items() if value is not None]

@@ -60,8 +60,9 @@ def require(graph: StageGraph, cost: CostModel) -> None:
 def least_in_flight(graph: StageGraph) -> list[int]:
     """Per stage, the fewest micro-batches in flight under 1F1B.
 
-    That is one more than the longest distance to a sink. Where micro-batch sizes or k differ, the
-    same in samples: one larger group per edge (GraphPipe, Table 2, rounded up).
+    That is one more than the longest distance to a sink. Where micro-batch sizes differ or k is
+    more than 1, the same in samples with one larger group per edge, which is never less than
+    GraphPipe's Table 2 asks for, and may be more.
     """
     held = [0] * len(graph)
     for s in reversed(range(len(graph))):
@@ -183,7 +184,7 @@ def _memory(graph: StageGraph, cost: CostModel, masks: list[int]) -> list[str]:
                 f"stage {s} needs {need / GIB:.2f} GiB on each device, with {held} micro-batches "
                 f"of {stage.microbatch_size} samples in flight on {stage.replicas} replicas; "
                 f"cluster {cost.cluster.name} has {limit / GIB:.2f} GiB: try a smaller "
-                "micro-batch or recompute"
+                "micro-batch or more devices"
             )
     return problems
 

@@ -185,8 +185,9 @@ class Plan:
         """A table of the stages and the predicted figures, as plain text."""
         graph = self.stage_graph
         samples_per_s = graph.batch_size / self.predicted.step_s
+        peak = max(self.predicted.device_peak_bytes) / 2**20
         lines = [
-            f"{len(graph)} stages on {len(graph.devices)} devices, depth {graph.depth}, "
+            f"{len(graph)} stage{'s' if len(graph) > 1 else ''} on {len(graph.devices)} devices, depth {graph.depth}, "
             f"{self.schedule}, batch {graph.batch_size}",
             f"step {self.predicted.step_s * 1e3:.3g} ms, {samples_per_s:.4g} samples/s, "
             f"bubble {self.predicted.bubble:.1%}, "

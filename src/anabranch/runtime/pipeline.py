@@ -246,6 +246,10 @@ class Pipeline:
             self._holders,
             self._mesh,
         )
+        # A stage may hold a parameter without using it in a way that has a gradient; its copy must
+        # be updated all the same. One holder has the whole gradient, so the sum changes no bit.
+        others = {n: p for n, p in self._state.parameters.items() if n not in expected}
+        reduce_gradients(others, self._holders, self._mesh)
 
     def _raise_non_finite(self, outcome: Outcome) -> None:
         stage, microbatch = outcome.bad or (-1, -1)

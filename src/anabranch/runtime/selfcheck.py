@@ -81,6 +81,8 @@ def compare_with_eager(
             eager[i] = _digest(result.gradients.get(name))
         eager[-1, 0] = result.loss
     mesh.broadcast(eager, 0)
+    if not torch.isfinite(eager).all():
+        return  # the model's own trouble, which the step will name
     types = {n: p.dtype for n, p in module.named_parameters()}
     _compare(names, types, mine, eager, size)
 
@@ -135,6 +137,13 @@ def _compare(
         excess = float((mine[i] - eager[i]).abs().max()) / (tolerance * count + floor + 1e-30)
         if not excess <= worst_excess:
             worst, worst_excess = name, excess
+    ours, theirs = float(mine[-1, 0]), float(eager[-1, 0])
+    if not worst and not abs(ours - theirs) <= max(_TOLERANCE.values()) * max(abs(theirs), 1e-3):
+        raise TrainingError(
+            f"the pipeline's loss is not the model's: {ours:.6g}, in one process {theirs:.6g} "
+            f"(first {size} samples); the model does something in Python that tracing loses; "
+            "anabranch verify has more, check_gradients=False trains all the same"
+        )
     if not worst:
         return
     i = names.index(worst)

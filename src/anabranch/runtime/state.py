@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from anabranch import checkpoint as disk
-from anabranch.errors import FileFormatError
+from anabranch.errors import FileFormatError, TrainingError
 from anabranch.runtime.gradients import Holders, same_start, share_first
 from anabranch.runtime.mesh import Mesh
 from anabranch.workload import Workload
@@ -53,6 +53,7 @@ class State:
         self.optimizer = workload.optimizer(trainable) if trainable else None
         recipe = workload.scheduler
         self.scheduler = recipe(self.optimizer) if recipe and self.optimizer else None
+        _refuse_unsupported(self.optimizer, self.scheduler)
 
     def _everything(self) -> dict[str, Tensor]:
         return dict((*self._module.named_parameters(), *self._module.named_buffers()))
@@ -160,3 +161,17 @@ class State:
             disk.restore_optimizer(self.optimizer, self._names(), saved)
             if self.scheduler is not None:
                 disk.restore_scheduler(self.scheduler, self.optimizer, saved)
+
+
+def _refuse_unsupported(optimizer: object, scheduler: object) -> None:
+    """Raises TrainingError for what a step of a pipeline cannot drive."""
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise TrainingError(
+            "LBFGS evaluates the loss several times per step, which a pipeline's step does not; "
+            "take an optimizer whose step needs no closure"
+        )
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise TrainingError(
+            "ReduceLROnPlateau needs a metric at every step; leave Workload.scheduler out and call "
+            "it yourself with what Pipeline.evaluate returns (Pipeline.optimizer is this rank's)"
+        )

@@ -64,7 +64,11 @@ class Steps:
     def worker(self, samples: int) -> Worker:
         """What this rank does for a batch of that many samples."""
         if samples not in self._workers:
-            graph = replace(self._plan.stage_graph, batch_size=samples)
+            planned = self._plan.stage_graph
+            graph = replace(planned, batch_size=samples)
+            if samples > planned.batch_size:
+                # The plan's in-flight counts were cut to its own number of micro-batches.
+                graph = SCHEDULES[self._plan.schedule]().warm_up(graph)
             self._workers[samples] = self.build(graph)
         return self._workers[samples]
 

@@ -1,4 +1,4 @@
-"""Which of many proposed stage graphs has the shortest step? Simulate few of them, miss none.
+"""Which of many proposed stage graphs has the shortest step? Simulate as few of them as will do.
 
 Two things keep that cheap:
 
@@ -6,7 +6,7 @@ Two things keep that cheap:
   proposal whose bound is above the best step so far is not simulated, and nothing is lost;
 - with many micro-batches the middle of a step repeats itself. A long step is first judged by two
   short ones and the line through them, and simulated in full unless that is worse than the best by
-  more than ``MARGIN``.
+  more than ``MARGIN``. That is a rule of thumb: it could pass over a best one by less than that.
 """
 
 from __future__ import annotations
