@@ -358,7 +358,7 @@ def test_data_that_raises_ends_all_ranks() -> None:
             pipeline.step(each)
 
     workload = with_options(model, data=broken_data)
-    with pytest.raises(DataError, match="batch 1 of epoch 0: OSError: the disk is gone"):
+    with pytest.raises(DataError, match="epoch 0 raised at batch 1: OSError: the disk is gone"):
         run(model, plan(model, 2), work, workload=workload)
 
 

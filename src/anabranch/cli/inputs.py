@@ -76,7 +76,15 @@ class Source:
             if self.options:
                 names = ", ".join(self.options)
                 raise typer.BadParameter(f"{self.model} is a profile; options ({names}) do nothing")
-            return load_profile(Path(self.model))
+            found = load_profile(Path(self.model))
+            if found.device.split(":")[0] != device.split(":")[0]:
+                typer.secho(
+                    f"{self.model} has times for {found.device}, but {device} is asked for: "
+                    "the seconds below are those of the former",
+                    err=True,
+                    fg="yellow",
+                )
+            return found
         measured = device.split(":")[0] in ("cpu", "cuda")
         workload = self.workload(meta=not measured)
         counts = samples or powers_of_two(batch_size)

@@ -155,9 +155,15 @@ class Captured:
         paths, _ = pytree.tree_flatten_with_path(batch)
         chosen = {leaf_name(path): leaf for path, leaf in paths if isinstance(leaf, torch.Tensor)}
         if len(paths) != len(self._layout.leaves) or tuple(chosen) != self._layout.names:
+            missing = [name for name in self._layout.names if name not in chosen]
+            extra = [name for name in chosen if name not in self._layout.names]
+            wrong = ([f"lacks {', '.join(missing)}"] if missing else []) + (
+                [f"has {', '.join(extra)} besides"] if extra else []
+            )
             raise ValueError(
-                f"the batch holds {', '.join(chosen) or 'no tensors'}, but the example that the "
-                f"model was captured with holds {', '.join(self._layout.names)}"
+                f"the batch holds {', '.join(chosen) or 'no tensors'}, but the workload's example "
+                f"holds {', '.join(self._layout.names)}: it {' and '.join(wrong) or 'differs'}; "
+                "every batch has to be built as the example is"
             )
         return chosen
 

@@ -185,13 +185,19 @@ class Plan:
         """A table of the stages and the predicted figures, as plain text."""
         graph = self.stage_graph
         samples_per_s = graph.batch_size / self.predicted.step_s
-        peak = max(self.predicted.device_peak_bytes) / 2**20
+        peak = max(self.predicted.device_peak_bytes)
+        shape = (
+            "plain data parallelism"
+            if len(graph) == 1
+            else f"{len(graph)} stages, depth {graph.depth}"
+        )
         lines = [
-            f"{len(graph)} stage{'s' if len(graph) > 1 else ''} on {len(graph.devices)} devices, depth {graph.depth}, "
-            f"{self.schedule}, batch {graph.batch_size}",
-            f"step {self.predicted.step_s * 1e3:.3g} ms, {samples_per_s:.4g} samples/s, "
+            f"{shape}, on {len(graph.devices)} devices, {self.schedule}, batch {graph.batch_size}",
+            f"step {self.predicted.step_s * 1e3:.2f} ms, {samples_per_s:.0f} samples/s, "
             f"bubble {self.predicted.bubble:.1%}, "
-            f"peak {max(self.predicted.device_peak_bytes) / 2**30:.3g} GiB ({self.profile})",
+            f"peak {f'{peak / 2**30:.2f} GiB' if peak > 2**29 else f'{peak / 2**20:.1f} MiB'}",
+            f"costs: {self.profile}",
+            *self.notes,
         ]
         for s, stage in enumerate(graph.stages):
             first, last = stage.operators[0], stage.operators[-1]

@@ -288,7 +288,8 @@ class Pipeline:
         while epochs is None or self.epoch < epochs:
             skip, count = self.position, 0
             for batch in self._read(
-                self.workload.data(self.plan.stage_graph.batch_size, self.epoch)
+                self.workload.data(self.plan.stage_graph.batch_size, self.epoch),
+                f"data of epoch {self.epoch}",
             ):
                 count += 1
                 if count > skip:
@@ -298,7 +299,7 @@ class Pipeline:
                 raise DataError(f"epoch {self.epoch} of the data has no batches")
             self.epoch, self.position, self._fetched = self.epoch + 1, 0, None
 
-    def _read(self, loader: Iterable[Batch]) -> Iterator[Batch]:
+    def _read(self, loader: Iterable[Batch], what: str = "held-out data") -> Iterator[Batch]:
         iterator = iter(loader)
         count = 0
         while True:
@@ -308,8 +309,7 @@ class Pipeline:
                 return
             except Exception as error:
                 wrapped = DataError(
-                    f"the data raised at batch {count} of epoch {self.epoch}: "
-                    f"{type(error).__name__}: {error}"
+                    f"the {what} raised at batch {count}: {type(error).__name__}: {error}"
                 )
                 self._fail(wrapped)
                 raise wrapped from error
@@ -345,7 +345,10 @@ class Pipeline:
         """
         if loader is None:
             if self.workload.eval_data is None:
-                raise DataError("the workload has no held-out data; pass batches to evaluate")
+                raise DataError(
+                    "the workload has no held-out data; give Workload an eval_data, or pass "
+                    "batches to evaluate"
+                )
             loader = self.workload.eval_data(self.plan.stage_graph.batch_size)
         evaluation = self._evaluation()
         names = evaluation.captured.metrics
