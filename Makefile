@@ -34,7 +34,6 @@ check: install
 
 bench: install
 	$(BIN)/python -m benchmarks.planning
-	$(BIN)/python -m benchmarks.runtime
 
 docs: install
 	$(BIN)/python -m pip install --quiet --group docs

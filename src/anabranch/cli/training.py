@@ -26,6 +26,7 @@ from anabranch.cli.options import (
     SmallPresetOption,
 )
 from anabranch.cli.output import TrainingProgress, print_json, progress_bar
+from anabranch.errors import AnabranchError
 
 if TYPE_CHECKING:
     from anabranch.graph.capture import Captured
@@ -335,9 +336,17 @@ def _agreed(search: Callable[[], Plan]) -> Plan:
 
     if not dist.is_initialized():
         dist.init_process_group("gloo")
-    plans: list[Any] = [search() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(plans, 0)
-    plan: Plan = plans[0]
+    found: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            found = [search()]
+        except AnabranchError as error:
+            found = [error]
+    dist.broadcast_object_list(found, 0)
+    if isinstance(found[0], AnabranchError):
+        # The first rank says why; the others just end.
+        raise found[0] if dist.get_rank() == 0 else typer.Exit(1)
+    plan: Plan = found[0]
     return plan
 
 
