@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,8 +52,10 @@ def show(
         run = job.train(steps, None, check_gradients=False)
         story.say(_results(run))
     with story.chapter("Predicted against measured"):
-        run = job.keep(run, folder)
-        story.say(_times(job.plan, predicted, run))
+        times = _times(job.plan, predicted, run)
+        noted = replace(job.plan, notes=(*job.plan.notes, *times.splitlines()))
+        run = job.keep(replace(run, plan=noted), folder)
+        story.say(times)
         story.say(f"picture of one step: {folder / 'timeline.svg'}")
         story.say(f"report: {folder / 'report.html'}")
     if as_json:
@@ -109,9 +111,10 @@ def _results(run: Run) -> str:
 def _times(plan: Plan, shared_s: float, run: Run) -> str:
     devices, cores = len(plan.stage_graph.devices), os.cpu_count() or 1
     lines = [
-        f"predicted, a core for each of the {devices} ranks: {plan.predicted.step_s * 1e3:.1f} ms",
-        f"predicted, on the {cores} cores of this machine:   {shared_s * 1e3:.1f} ms",
-        f"measured (median):                         {run.median_step_s * 1e3:.1f} ms",
+        f"predicted step, a core for each of the {devices} ranks: "
+        f"{plan.predicted.step_s * 1e3:.1f} ms",
+        f"predicted step, on the {cores} cores of this machine: {shared_s * 1e3:.1f} ms",
+        f"measured step (median): {run.median_step_s * 1e3:.1f} ms",
     ]
     if devices > cores:
         lines.append(

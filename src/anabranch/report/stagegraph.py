@@ -10,7 +10,7 @@ from anabranch.report import names
 from anabranch.report.layered import layered
 from anabranch.report.theme import Drawing, escape, num, rect, shorten, text
 
-BOX_WIDTH = 196.0
+BOX_WIDTH = 208.0
 BOX_HEIGHT = 98.0
 COLUMN_GAP = 54.0
 ROW_GAP = 18.0
