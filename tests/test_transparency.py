@@ -17,8 +17,8 @@ from torch.utils import _pytree as pytree
 
 from anabranch.graph.capture import capture
 from anabranch.models import build
-from anabranch.runtime.verify import VerifyResult, verify
 from anabranch.schedule import SCHEDULES
+from anabranch.verification import VerifyResult, verify
 from anabranch.workload import Workload
 from tests.hf_models import MODELS as HF_MODELS
 from tests.runtime.small import MODELS, Built, batch, built, plan

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from anabranch.profile.measure import measure as measure
     from anabranch.profile.profile import Profile as Profile
     from anabranch.runtime.pipeline import Pipeline as Pipeline
-    from anabranch.runtime.verify import verify as verify
     from anabranch.solve import plan as plan
     from anabranch.solve import simulate as simulate
     from anabranch.timeline import Timeline as Timeline
+    from anabranch.verification import verify as verify
     from anabranch.workload import Workload as Workload
 
 _HOME = {
@@ -51,7 +51,7 @@ _HOME = {
     "save_plan": "files",
     "save_profile": "files",
     "simulate": "solve",
-    "verify": "runtime.verify",
+    "verify": "verification",
 }
 """Public name -> the module that defines it."""
 

@@ -43,7 +43,7 @@ def show(
         story.say(job.plan.summary())
         story.say(against("the sequential pipeline", sequential, job.plan) + " predicted")
     with story.chapter("Verify: one step on local ranks against one process"):
-        from anabranch.runtime.verify import verify
+        from anabranch.verification import verify
 
         verified = verify(job.workload, job.plan, captured=job.captured)
         story.say(verified.summary())

@@ -87,7 +87,7 @@ def verify(
 
     Example: `anabranch verify mypackage.mymodel:workload --devices 4`
     """
-    from anabranch.runtime.verify import verify as compare
+    from anabranch.verification import verify as compare
 
     options, _ = split_output(output)
     asked = {"--devices": devices, "--batch-size": batch_size, "--microbatch-size": microbatch_size}

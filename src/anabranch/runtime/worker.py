@@ -27,7 +27,6 @@ import torch
 from torch import Tensor, fx, nn
 
 from anabranch.graph.capture import Captured
-from anabranch.graph.opgraph import BATCH
 from anabranch.graph.split import Port, Split, StageProgram
 from anabranch.planner.stages import StageGraph
 from anabranch.runtime.failure import POSITION
@@ -112,7 +111,6 @@ class Worker:
         place: torch.device,
         seed: int = 0,
     ) -> None:
-        self._model = captured.graph
         self.graph = graph
         self.schedule = schedule
         self._transport = transport
@@ -127,9 +125,6 @@ class Worker:
             name: parameter
             for s in {a.stage for a in self.actions}
             for name, parameter in split.parameters(s).items()
-        }
-        self._unbatched = {
-            v.name for v in self._model.values if v.producer == BATCH and not v.batched
         }
 
     def run(self, leaves: Mapping[str, Tensor], step: int, *, train: bool = True) -> Outcome:
@@ -252,12 +247,7 @@ class _Run:
     ) -> tuple[Tensor, ...]:
         worker = self.worker
         start, stop = worker.layout.slice(*key)
-        batch = [
-            self.leaves[name]
-            if name in worker._unbatched
-            else self.leaves[name].narrow(0, start, stop - start)
-            for name in program.batch
-        ]
+        batch = [self.leaves[name].narrow(0, start, stop - start) for name in program.batch]
         if not is_random(program.module):
             return tuple(program.module(*inputs, *aliases, *batch))
         with seeded(hash((worker._seed, self.step, start, key[0])) % _SEED_MODULUS, worker._place):

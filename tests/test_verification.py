@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from anabranch.errors import InfeasiblePlanError
 from anabranch.graph.capture import capture
 from anabranch.runtime.reference import reference
-from anabranch.runtime.verify import even_plan, verify
+from anabranch.verification import even_plan, verify
 from anabranch.workload import Workload
 from tests.runtime.small import TwoBranch, batch, built, plan
 
