@@ -154,6 +154,7 @@ class _Run:
         self.outcome = Outcome()
         self.actions = [a for a in worker.actions if train or a.kind in _FORWARD_ONLY]
         self.receipts: dict[Action, list[tuple[Item, Receipt]]] = {}
+        self.completes: set[Action] = set()  # the last message of a channel's micro-batch
         self.channels: dict[tuple[int, int, int, Kind], deque[Action]] = defaultdict(deque)
         self.values: defaultdict[Key, dict[int, list[tuple[Item, Tensor]]]] = defaultdict(dict)
         self.gradients: defaultdict[Key, dict[Port, list[tuple[Item, Tensor]]]] = defaultdict(dict)
@@ -162,11 +163,14 @@ class _Run:
         self.returned: dict[int, dict[Port, Tensor]] = {}
 
     def execute(self) -> Outcome:
+        last: dict[tuple[object, int], Action] = {}
         for action in self.actions:
             if action.kind in _RECEIVES:
                 self.channels[_channel(action)].append(action)
+                last[_channel(action), action.microbatch] = action
+        self.completes = set(last.values())
         for channel in self.channels.values():
-            for _ in range(min(self.worker._slots, len(channel))):
+            for _ in range(self.worker._slots):
                 self.post(channel)
         for action in self.actions:
             POSITION.enter(self.step, action)
@@ -181,15 +185,17 @@ class _Run:
     # Messages
 
     def post(self, channel: deque[Action]) -> None:
-        """Post the next receive of a channel."""
-        action = channel.popleft()
+        """Post the receives of a channel's next micro-batch, which may come in several messages."""
         transport, worker = self.worker._transport, self.worker
-        assert transport is not None
-        rank, tag = worker._rank_of[action.peer], worker.layout.tag(action)
-        self.receipts[action] = [
-            (item, transport.receive(item.shape, item.dtype, worker._place, rank, tag))
-            for item in worker._items[action]
-        ]
+        microbatch = channel[0].microbatch if channel else -1
+        while channel and channel[0].microbatch == microbatch:
+            action = channel.popleft()
+            assert transport is not None
+            rank, tag = worker._rank_of[action.peer], worker.layout.tag(action)
+            self.receipts[action] = [
+                (item, transport.receive(item.shape, item.dtype, worker._place, rank, tag))
+                for item in worker._items[action]
+            ]
 
     def receive(self, action: Action) -> None:
         key = action.stage, action.microbatch
@@ -201,9 +207,8 @@ class _Run:
                 self.values[key].setdefault(item.value, []).append((item, tensor))
             else:
                 self.gradients[key].setdefault(item.port, []).append((item, tensor))
-        channel = self.channels[_channel(action)]
-        if channel:
-            self.post(channel)
+        if action in self.completes:
+            self.post(self.channels[_channel(action)])
 
     def send(self, action: Action) -> None:
         transport, worker = self.worker._transport, self.worker
