@@ -191,7 +191,8 @@ class Plan:
         if len(graph) == 1:
             shape = "plain data parallelism" if count > 1 else "one stage"
         lines = [
-            f"{shape}, on {count} device{'s' if count > 1 else ''}, {self.schedule}, batch {graph.batch_size}",
+            f"{shape}, on {count} device{'s' if count > 1 else ''}, {self.schedule}, "
+            f"batch {graph.batch_size}",
             f"step {self.predicted.step_s * 1e3:.2f} ms, {samples_per_s:.0f} samples/s, "
             f"bubble {self.predicted.bubble:.1%}, "
             f"peak {f'{peak / 2**30:.2f} GiB' if peak > 2**29 else f'{peak / 2**20:.1f} MiB'}",
