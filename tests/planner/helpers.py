@@ -7,7 +7,7 @@ from itertools import product
 
 from anabranch.cluster import Cluster, Level
 from anabranch.cost import CostModel
-from anabranch.planner.chains import Block, Chain
+from anabranch.planner.partitioner.chains import Block, Chain
 from anabranch.profile.profile import Profile
 
 FAST = 1e18

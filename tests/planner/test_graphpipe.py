@@ -17,14 +17,14 @@ from anabranch.cluster import Cluster
 from anabranch.cost import CostModel
 from anabranch.errors import InfeasiblePlanError
 from anabranch.graph.opgraph import Op, OpGraph, Value
-from anabranch.planner import reach
 from anabranch.planner.check import check
 from anabranch.planner.exhaustive import best_replicas, partitions
 from anabranch.planner.graphpipe import GraphPipe
-from anabranch.planner.parts import PartPrices
-from anabranch.planner.search import Search
+from anabranch.planner.partitioner import reach
+from anabranch.planner.partitioner.parts import PartPrices
+from anabranch.planner.partitioner.search import Search
+from anabranch.planner.partitioner.sharing import Sharing
 from anabranch.planner.sequential import Sequential
-from anabranch.planner.sharing import Sharing
 from anabranch.profile.profile import OpCost, Profile
 
 

@@ -15,8 +15,8 @@ from tests.strategies import planning_profiles
 from anabranch.cluster import Cluster
 from anabranch.cost import CostModel
 from anabranch.planner.exhaustive import best_replicas
-from anabranch.planner.parts import Part, PartPrices, fits
-from anabranch.planner.search import Search
+from anabranch.planner.partitioner.parts import Part, PartPrices, fits
+from anabranch.planner.partitioner.search import Search
 from anabranch.planner.sequential import Sequential
 
 

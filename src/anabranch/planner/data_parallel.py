@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from anabranch.cluster import GIB
 from anabranch.cost import CostModel
 from anabranch.errors import InfeasiblePlanError
-from anabranch.planner.assemble import Assembler, Candidate
 from anabranch.planner.infeasible import require_sizes
-from anabranch.planner.parts import Part, PartPrices
-from anabranch.planner.prices import Prices, microbatch_sizes
+from anabranch.planner.partitioner.assemble import Assembler, Candidate
+from anabranch.planner.partitioner.parts import Part, PartPrices
+from anabranch.planner.partitioner.prices import Prices, microbatch_sizes
 from anabranch.planner.stages import StageGraph
 
 

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from anabranch.cost import CostModel
 from anabranch.errors import InfeasiblePlanError
 from anabranch.graph.cuts import decompose, operators
-from anabranch.planner.assemble import Assembler, Candidate
-from anabranch.planner.chains import line
 from anabranch.planner.infeasible import explain, require_sizes
-from anabranch.planner.parts import Part, PartPrices
-from anabranch.planner.prices import Prices, degrees, microbatch_sizes
-from anabranch.planner.search import Problem
+from anabranch.planner.partitioner.assemble import Assembler, Candidate
+from anabranch.planner.partitioner.chains import line
+from anabranch.planner.partitioner.parts import Part, PartPrices
+from anabranch.planner.partitioner.prices import Prices, degrees, microbatch_sizes
+from anabranch.planner.partitioner.search import Problem
 from anabranch.planner.stages import StageGraph
 
 

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from anabranch.cost import CostModel
 from anabranch.errors import InfeasiblePlanError
 from anabranch.graph.cuts import decompose, operators
-from anabranch.planner.assemble import Assembler, Candidate
-from anabranch.planner.chains import build
 from anabranch.planner.infeasible import explain, require_sizes
-from anabranch.planner.parts import Part, PartPrices, edges, heights
-from anabranch.planner.prices import Prices, degrees, microbatch_sizes
-from anabranch.planner.search import Problem, best
+from anabranch.planner.partitioner.assemble import Assembler, Candidate
+from anabranch.planner.partitioner.chains import build
+from anabranch.planner.partitioner.parts import Part, PartPrices, edges, heights
+from anabranch.planner.partitioner.prices import Prices, degrees, microbatch_sizes
+from anabranch.planner.partitioner.search import Problem, best
 from anabranch.planner.stages import StageGraph
 
 MOST_OPERATORS = 8

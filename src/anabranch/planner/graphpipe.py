@@ -8,14 +8,14 @@ over the series-parallel structure for each bound.
 
 Where we differ, or the paper is silent:
 
-- The dynamic programme of ``planner.reach`` asks for the fewest devices per (cut, height) instead
-  of enumerating device splits and schedule configurations; with one micro-batch size and k = 1 a
-  configuration is a height (Table 2: one micro-batch more per stage down to the sink).
+- The dynamic programme of ``partitioner.reach`` asks for the fewest devices per (cut, height)
+  instead of enumerating device splits and schedule configurations; with one micro-batch size and
+  k = 1 a configuration is a height (Table 2: one micro-batch more per stage down to the sink).
 - Graphs that are not series-parallel get some order added (``graph.cuts``).
-- Transfers and all-reduces are part of the period: ``planner.prices`` has the formula.
+- Transfers and all-reduces are part of the period: ``partitioner.prices`` has the formula.
 - The least period does not give the least step, so shallower plans at looser bounds are candidates
-  too (``planner.search``), and so is all that ``Sequential`` proposes: as it is, and with the same
-  stages waiting only for those whose values they read.
+  too (``partitioner.search``), and so is all that ``Sequential`` proposes: as it is, and with the
+  same stages waiting only for those whose values they read.
 
 What a stage may be:
 
@@ -30,7 +30,7 @@ them, one by one. On random series-parallel graphs of up to 7 operators that is 
 partitions in 97 of 100; the worst was 43% above (short pieces from the middle of two branches in
 one stage). Two things are searched less than fully: where traffic, all-reduce or memory of a stage
 of kind 3 or 4 is tight, only the share with the least compute is looked at, and a stage of kind 4
-tries at most ``planner.reach.HEADS`` cuts per branch.
+tries at most ``partitioner.reach.HEADS`` cuts per branch.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from dataclasses import dataclass
 
 from anabranch.cost import CostModel
 from anabranch.graph.cuts import decompose, operators
-from anabranch.planner.chains import build
 from anabranch.planner.infeasible import explain, require_sizes
-from anabranch.planner.search import Problem, best, candidates, unchained
+from anabranch.planner.partitioner.chains import build
+from anabranch.planner.partitioner.search import Problem, best, candidates, unchained
 from anabranch.planner.sequential import Sequential
 from anabranch.planner.stages import StageGraph
 

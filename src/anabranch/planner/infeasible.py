@@ -7,8 +7,8 @@ from dataclasses import replace
 from anabranch.cluster import GIB
 from anabranch.cost import CostModel
 from anabranch.errors import InfeasiblePlanError
-from anabranch.planner.prices import Bound, degrees, microbatch_sizes
-from anabranch.planner.search import Problem
+from anabranch.planner.partitioner.prices import Bound, degrees, microbatch_sizes
+from anabranch.planner.partitioner.search import Problem
 
 _MOST_DEVICES = 1024
 """Device counts beyond this are not suggested."""

@@ -18,11 +18,11 @@ from dataclasses import dataclass
 
 from anabranch.cost import CostModel
 from anabranch.graph.cuts import decompose, operators
-from anabranch.planner.assemble import Candidate
-from anabranch.planner.chains import line
 from anabranch.planner.data_parallel import data_parallel
 from anabranch.planner.infeasible import explain, require_sizes
-from anabranch.planner.search import Problem, best, candidates
+from anabranch.planner.partitioner.assemble import Candidate
+from anabranch.planner.partitioner.chains import line
+from anabranch.planner.partitioner.search import Problem, best, candidates
 from anabranch.planner.stages import StageGraph
 
 
@@ -30,7 +30,7 @@ from anabranch.planner.stages import StageGraph
 class Sequential:
     """Dynamic programme over runs of the model in one order, branch after branch.
 
-    Optimal over such runs with power-of-two replicas in the period of ``planner.prices``, for
+    Optimal over such runs with power-of-two replicas in the period of ``partitioner.prices``, for
     every micro-batch size that is not hopeless. Data parallelism is among the candidates where it
     fits.
 

@@ -13,8 +13,8 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from anabranch.planner.prices import Bound, Prices
-from anabranch.planner.rows import Row
+from anabranch.planner.partitioner.prices import Bound, Prices
+from anabranch.planner.partitioner.rows import Row
 
 INFINITE = 1 << 28
 """More devices than there are."""

@@ -10,7 +10,7 @@ knapsack with the number of devices as its capacity: over all branches, for ever
 least compute. Traffic, all-reduce and memory are carried along with the lightest choice and checked
 afterwards.
 
-All arrays are [cap u, height e, degree k, devices v], see ``planner.reach``.
+All arrays are [cap u, height e, degree k, devices v], see ``partitioner.reach``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from anabranch.planner.ranges import INFINITE, Bools, Floats, Ints
+from anabranch.planner.partitioner.ranges import INFINITE, Bools, Floats, Ints
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ from anabranch.cluster import Cluster, Level
 from anabranch.cost import CostModel
 from anabranch.graph.cuts import decompose, operators
 from anabranch.graph.opgraph import Op, OpGraph, Parameter, Value
-from anabranch.planner.chains import line
-from anabranch.planner.parts import Part, PartPrices
-from anabranch.planner.prices import UNBOUNDED, Bound, Prices, degrees, microbatch_sizes
-from anabranch.planner.ranges import INFINITE, Ranges
+from anabranch.planner.partitioner.chains import line
+from anabranch.planner.partitioner.parts import Part, PartPrices
+from anabranch.planner.partitioner.prices import UNBOUNDED, Bound, Prices, degrees, microbatch_sizes
+from anabranch.planner.partitioner.ranges import INFINITE, Ranges
 from anabranch.profile.profile import OpCost, Profile
 
 #  a --100 bytes per sample--> b;   1 s forward and 2 s backward per sample, 900 bytes of weights

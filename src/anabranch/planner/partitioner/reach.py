@@ -36,11 +36,11 @@ from itertools import takewhile
 
 import numpy as np
 
-from anabranch.planner.chains import Block, Chain
-from anabranch.planner.prices import Bound, Prices
-from anabranch.planner.ranges import INFINITE, Bools, Floats, Ints, Ranges, Shares
-from anabranch.planner.sharing import Options, Sharing, whole, worthwhile
-from anabranch.planner.solved import Between, Fork, Found, Join, Solved
+from anabranch.planner.partitioner.chains import Block, Chain
+from anabranch.planner.partitioner.prices import Bound, Prices
+from anabranch.planner.partitioner.ranges import INFINITE, Bools, Floats, Ints, Ranges, Shares
+from anabranch.planner.partitioner.sharing import Options, Sharing, whole, worthwhile
+from anabranch.planner.partitioner.solved import Between, Fork, Found, Join, Solved
 
 HEADS = 8
 """Cuts per branch that a stage before a block may take, besides none and all of it."""

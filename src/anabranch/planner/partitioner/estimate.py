@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from anabranch.cost import Port
-from anabranch.planner.parts import Part, PartPrices, heights
+from anabranch.planner.partitioner.parts import Part, PartPrices, heights
 from anabranch.planner.stages import split_evenly
 
 

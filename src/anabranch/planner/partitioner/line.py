@@ -1,6 +1,6 @@
 """Fewest devices for a chain of operators: the dynamic programme of a sequential pipeline.
 
-``planner.reach`` without blocks, from the sink backwards: the state is (cut i, height h of the
+``partitioner.reach`` without blocks, from the sink backwards: the state is (cut i, height h of the
 stage that begins there), the value the fewest devices for everything from there on::
 
     devices[h, i]  =  min over j > i of  need[h, j, i] + devices[h - 1, j]
@@ -17,10 +17,10 @@ from functools import cached_property
 
 import numpy as np
 
-from anabranch.planner.chains import Chain
-from anabranch.planner.parts import Part
-from anabranch.planner.prices import Bound, Prices
-from anabranch.planner.ranges import INFINITE, Ints, Ranges
+from anabranch.planner.partitioner.chains import Chain
+from anabranch.planner.partitioner.parts import Part
+from anabranch.planner.partitioner.prices import Bound, Prices
+from anabranch.planner.partitioner.ranges import INFINITE, Ints, Ranges
 
 
 class LineReach:

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from anabranch.cluster import Cluster, Level
 from anabranch.cost import CostModel
 from anabranch.graph.opgraph import Op, OpGraph, Value
-from anabranch.planner.assemble import Assembler, Candidate, place
-from anabranch.planner.parts import Part, PartPrices
-from anabranch.planner.prices import Prices
+from anabranch.planner.partitioner.assemble import Assembler, Candidate, place
+from anabranch.planner.partitioner.parts import Part, PartPrices
+from anabranch.planner.partitioner.prices import Prices
 from anabranch.profile.profile import OpCost, Profile
 
 

@@ -1,6 +1,7 @@
 """Parts: stages to be, before they have devices, and their prices, whatever operators they hold.
 
-The same formulas as ``planner.ranges``, for any set of operators; ``planner.prices`` states them.
+The same formulas as ``partitioner.ranges``, for any set of operators; ``partitioner.prices`` states
+them.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from anabranch.graph.opgraph import bits
-from anabranch.planner.prices import Prices
+from anabranch.planner.partitioner.prices import Prices
 
 
 @dataclass(frozen=True, slots=True)

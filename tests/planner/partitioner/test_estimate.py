@@ -7,9 +7,9 @@ import pytest
 from anabranch.cluster import Cluster, Level
 from anabranch.cost import CostModel
 from anabranch.graph.opgraph import Op, OpGraph, Parameter, Value
-from anabranch.planner.estimate import step_s
-from anabranch.planner.parts import Part, PartPrices
-from anabranch.planner.prices import Prices
+from anabranch.planner.partitioner.estimate import step_s
+from anabranch.planner.partitioner.parts import Part, PartPrices
+from anabranch.planner.partitioner.prices import Prices
 from anabranch.profile.profile import OpCost, Profile
 
 

@@ -1,8 +1,9 @@
 """The search that graphpipe and sequential share: micro-batch sizes, bounds, depths.
 
 For every micro-batch size the least bound on the period is found by bisection, each bound asking
-``planner.reach`` for the fewest devices. The bottleneck is not the step, though: a step takes about
-``(M - 1) * period + critical path``, and a plan that is a little slower but half as deep may win.
+``partitioner.reach`` for the fewest devices. The bottleneck is not the step, though: a step takes
+about ``(M - 1) * period + critical path``, and a plan that is a little slower but half as deep may
+win.
 So three things are done:
 
 - coarsely for every size, the least period with the all-reduce spread over the micro-batches;
@@ -11,7 +12,7 @@ So three things are done:
   slowest and then reduces for longer;
 - from there upwards, at looser bounds, the smallest depth that the devices allow.
 
-All of these become candidates, ranked by ``planner.estimate``. Every bound that fails raises a
+All of these become candidates, ranked by ``partitioner.estimate``. Every bound that fails raises a
 lower limit on the step of its micro-batch size; sizes that cannot come near the best estimate are
 left early.
 """
@@ -24,13 +25,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from anabranch.cost import CostModel
-from anabranch.planner.assemble import Assembler, Candidate
-from anabranch.planner.chains import Chain, span
-from anabranch.planner.line import LineFound, LineReach
-from anabranch.planner.parts import Part, PartPrices
-from anabranch.planner.prices import Bound, Prices, degrees, microbatch_sizes
-from anabranch.planner.reach import Reach
-from anabranch.planner.solved import Found
+from anabranch.planner.partitioner.assemble import Assembler, Candidate
+from anabranch.planner.partitioner.chains import Chain, span
+from anabranch.planner.partitioner.line import LineFound, LineReach
+from anabranch.planner.partitioner.parts import Part, PartPrices
+from anabranch.planner.partitioner.prices import Bound, Prices, degrees, microbatch_sizes
+from anabranch.planner.partitioner.reach import Reach
+from anabranch.planner.partitioner.solved import Found
 from anabranch.planner.stages import Stage
 
 COARSE = 0.04

@@ -6,7 +6,7 @@ A chain is a row of items, each an operator or a block; a block is a set of chai
                     | chain [ a ][ b ][ c ]|
                     | chain [ d ][ e ]     |
 
-``planner.rows`` weighs contiguous ranges of items. Branches of a block that ``cuts.signature``
+``partitioner.rows`` weighs contiguous ranges of items. Branches of a block that ``cuts.signature``
 calls the same are of one class, and only its first is searched.
 """
 
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from anabranch.cost import CostModel
 from anabranch.graph.cuts import Leaf, Node, Parallel, Series, operators, signature
-from anabranch.planner.rows import Row
+from anabranch.planner.partitioner.rows import Row
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from anabranch.planner.chains import Block, Chain
-from anabranch.planner.parts import Part
-from anabranch.planner.ranges import Bools, Ints
-from anabranch.planner.sharing import Sharing, Taken
+from anabranch.planner.partitioner.chains import Block, Chain
+from anabranch.planner.partitioner.parts import Part
+from anabranch.planner.partitioner.ranges import Bools, Ints
+from anabranch.planner.partitioner.sharing import Sharing, Taken
 
 
 @dataclass

@@ -18,8 +18,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from anabranch.graph.opgraph import bits
-from anabranch.planner.estimate import step_s
-from anabranch.planner.parts import Part, PartPrices, edges, fits, heights
+from anabranch.planner.partitioner.estimate import step_s
+from anabranch.planner.partitioner.parts import Part, PartPrices, edges, fits, heights
 from anabranch.planner.stages import Stage, StageGraph
 
 
