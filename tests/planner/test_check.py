@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from tests.planner.helpers import cost_model
 
 from anabranch.cost import CostModel
 from anabranch.errors import InvalidPlanError
@@ -13,6 +12,7 @@ from anabranch.graph.opgraph import Op, OpGraph, Parameter, Value
 from anabranch.planner.check import check, least_in_flight, require
 from anabranch.planner.stages import Stage, StageGraph
 from anabranch.profile.profile import OpCost, Profile
+from tests.planner.helpers import cost_model
 
 #   a --> b --> d      1 byte per sample each; every operator has 10 bytes of parameters
 #   +---> c ----+

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.planner import shapes
-from tests.planner.helpers import cost_model
-from tests.strategies import planning_profiles
 
 from anabranch.cost import CostModel
 from anabranch.errors import InfeasiblePlanError
 from anabranch.planner import PLANNERS
 from anabranch.planner.check import check
+from tests.planner import shapes
+from tests.planner.helpers import cost_model
+from tests.strategies import planning_profiles
 
 NAMES = sorted(PLANNERS)
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from tests.planner import shapes
-from tests.planner.helpers import cost_model
 
 from anabranch.cluster import Cluster
 from anabranch.cost import CostModel
 from anabranch.errors import InfeasiblePlanError
 from anabranch.planner.data_parallel import DataParallel
+from tests.planner import shapes
+from tests.planner.helpers import cost_model
 
 SMALL = shapes.towers("small", 2, 1, layers=2, top=1)
 

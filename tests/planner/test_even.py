@@ -7,10 +7,10 @@ from itertools import combinations, pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.planner import shapes
-from tests.planner.helpers import cost_model
 
 from anabranch.planner.even import Even, even_runs
+from tests.planner import shapes
+from tests.planner.helpers import cost_model
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from tests.planner import shapes
-from tests.planner.helpers import cluster, cost_model
 
 from anabranch.cost import CostModel
 from anabranch.errors import InfeasiblePlanError
@@ -12,6 +10,8 @@ from anabranch.graph.opgraph import Op, OpGraph, Value
 from anabranch.planner.exhaustive import Exhaustive, partitions
 from anabranch.planner.graphpipe import GraphPipe
 from anabranch.profile.profile import OpCost, Profile
+from tests.planner import shapes
+from tests.planner.helpers import cluster, cost_model
 
 
 def model(n: int, edges: list[tuple[int, int]], seconds: list[int] | None = None) -> CostModel:

@@ -9,9 +9,6 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.planner import shapes
-from tests.planner.helpers import cost_model, expressible
-from tests.strategies import planning_profiles
 
 from anabranch.cluster import Cluster
 from anabranch.cost import CostModel
@@ -26,6 +23,9 @@ from anabranch.planner.partitioner.search import Search
 from anabranch.planner.partitioner.sharing import Sharing
 from anabranch.planner.sequential import Sequential
 from anabranch.profile.profile import OpCost, Profile
+from tests.planner import shapes
+from tests.planner.helpers import cost_model, expressible
+from tests.strategies import planning_profiles
 
 
 def search_for(cost: CostModel, batch_size: int, size: int, tolerance: float = 1e-9) -> Search:

@@ -8,9 +8,6 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.planner import shapes
-from tests.planner.helpers import cost_model
-from tests.strategies import planning_profiles
 
 from anabranch.cluster import Cluster
 from anabranch.cost import CostModel
@@ -18,6 +15,9 @@ from anabranch.errors import InfeasiblePlanError
 from anabranch.planner.graphpipe import GraphPipe
 from anabranch.planner.infeasible import explain
 from anabranch.planner.sequential import Sequential
+from tests.planner import shapes
+from tests.planner.helpers import cost_model
+from tests.strategies import planning_profiles
 
 MMT = shapes.mmt(parts=1)
 MESSAGE = re.compile(

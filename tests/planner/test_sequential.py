@@ -8,9 +8,6 @@ from itertools import combinations, pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.planner import shapes
-from tests.planner.helpers import cost_model
-from tests.strategies import planning_profiles
 
 from anabranch.cluster import Cluster
 from anabranch.cost import CostModel
@@ -18,6 +15,9 @@ from anabranch.planner.exhaustive import best_replicas
 from anabranch.planner.partitioner.parts import Part, PartPrices, fits
 from anabranch.planner.partitioner.search import Search
 from anabranch.planner.sequential import Sequential
+from tests.planner import shapes
+from tests.planner.helpers import cost_model
+from tests.strategies import planning_profiles
 
 
 @settings(max_examples=60, deadline=None)

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.report.examples import STEP, of_class, parse, texts, timeline
 
 from anabranch.report.charts import curve_chart, memory_chart, thin
+from tests.report.examples import STEP, of_class, parse, texts, timeline
 
 PREDICTED = timeline(STEP)
 

@@ -5,10 +5,10 @@ from collections import defaultdict
 
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.report.examples import STEP, TWO_TOWERS, timeline
-from tests.strategies import stage_graphs, timelines
 
 from anabranch.report.chrome import trace
+from tests.report.examples import STEP, TWO_TOWERS, timeline
+from tests.strategies import stage_graphs, timelines
 
 TRACE = trace(timeline(STEP), TWO_TOWERS)
 EVENTS = TRACE["traceEvents"]

@@ -6,14 +6,14 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.report.examples import STEP, TWO_TOWERS, chain, of_class, parse, texts, timeline
-from tests.strategies import stage_graphs, timelines
 
 from anabranch.planner.stages import Stage, StageGraph
 from anabranch.report.arrange import arrange
 from anabranch.report.svg import timeline_svg
 from anabranch.schedule.schedule import Action, Kind
 from anabranch.timeline import Span, Timeline
+from tests.report.examples import STEP, TWO_TOWERS, chain, of_class, parse, texts, timeline
+from tests.strategies import stage_graphs, timelines
 
 PREDICTED = timeline(STEP)
 

@@ -9,12 +9,12 @@ from html.parser import HTMLParser
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.report.examples import STEP, TWO_TOWERS, chain, plan, timeline
-from tests.strategies import plans, timelines
 
 from anabranch.planner.stages import Stage, StageGraph
 from anabranch.report.html import page
 from anabranch.report.view import as_json
+from tests.report.examples import STEP, TWO_TOWERS, chain, plan, timeline
+from tests.strategies import plans, timelines
 
 PREDICTED = timeline(STEP)
 MEASURED = replace(timeline(STEP, source="measured"), step_s=10e-3)

@@ -3,8 +3,6 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.report.examples import STEP, TWO_TOWERS, timeline
-from tests.strategies import stage_graphs, timelines
 
 from anabranch.report.lanes import (
     MERGED_PIXELS,
@@ -17,6 +15,8 @@ from anabranch.report.lanes import (
 )
 from anabranch.schedule.schedule import Kind
 from anabranch.timeline import Timeline
+from tests.report.examples import STEP, TWO_TOWERS, timeline
+from tests.strategies import stage_graphs, timelines
 
 
 def boxes_of(text, pixel_ms):

@@ -3,10 +3,10 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.report.examples import TWO_TOWERS, chain
 
 from anabranch.planner.stages import Stage, StageGraph
 from anabranch.report.names import branches, devices, operators, ranges, shared_prefix
+from tests.report.examples import TWO_TOWERS, chain
 
 
 @pytest.mark.parametrize(

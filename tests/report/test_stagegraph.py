@@ -2,11 +2,11 @@
 
 import pytest
 from hypothesis import given
-from tests.report.examples import TWO_TOWERS, chain, of_class, parse, plan, texts
-from tests.strategies import plans
 
 from anabranch.planner.stages import Stage, StageGraph
 from anabranch.report.svg import stage_graph_svg
+from tests.report.examples import TWO_TOWERS, chain, of_class, parse, plan, texts
+from tests.strategies import plans
 
 
 def test_a_box_says_everything_about_its_stage():

@@ -6,8 +6,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.planner.helpers import cost_model
-from tests.strategies import planning_profiles
 
 from anabranch.cluster import Cluster, Level
 from anabranch.cost import CostModel
@@ -18,6 +16,8 @@ from anabranch.planner.partitioner.parts import Part, PartPrices
 from anabranch.planner.partitioner.prices import UNBOUNDED, Bound, Prices, degrees, microbatch_sizes
 from anabranch.planner.partitioner.ranges import INFINITE, Ranges
 from anabranch.profile.profile import OpCost, Profile
+from tests.planner.helpers import cost_model
+from tests.strategies import planning_profiles
 
 #  a --100 bytes per sample--> b;   1 s forward and 2 s backward per sample, 900 bytes of weights
 GRAPH = OpGraph(
