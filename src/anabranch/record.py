@@ -85,8 +85,10 @@ def save_run(run: Run, folder: Path) -> None:
             "timelines": [_to_dict(title, timeline) for title, timeline in run.timelines],
         },
     )
-    picture = timeline_svg(run.timelines, run.plan.stage_graph)
-    (folder / "timeline.svg").write_text(picture, encoding="utf-8")
+    # A run of a single step, or of short batches alone, has recorded none.
+    if run.timelines:
+        picture = timeline_svg(run.timelines, run.plan.stage_graph)
+        (folder / "timeline.svg").write_text(picture, encoding="utf-8")
     write_report(run, folder / "report.html")
 
 

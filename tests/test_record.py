@@ -1,0 +1,74 @@
+"""Run folders: what training leaves comes back, also where no step was recorded."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from anabranch.errors import FileFormatError
+from anabranch.planner.stages import Plan, Prediction, Stage, StageGraph
+from anabranch.record import Run, load_run, save_run
+from anabranch.schedule.schedule import Action
+from anabranch.timeline import Span, Timeline
+
+PLAN = Plan(
+    StageGraph((Stage(("a",), (0,), 2, in_flight=1),), (), 4),
+    schedule="1f1b",
+    planner="even",
+    model="m",
+    cluster="local:1",
+    profile="measured",
+    search_s=0.0,
+    simulate_s=0.0,
+    predicted=Prediction(0.5, 0.1, 0.0, (7,)),
+)
+SPANS = tuple(
+    Span(0, start, start + 1.0, Action.parse(text))
+    for start, text in enumerate(["0F0", "0B0", "0F1", "0B1"])
+)
+RUN = Run(
+    plan=PLAN,
+    losses=(2.0, 1.0, 0.5),
+    step_s=(9.0, 4.0, 5.0),
+    ideal_step_s=4.0,
+    metrics={"loss": 0.4, "accuracy": 0.75},
+    chance={"accuracy": 0.5},
+    timelines=(("measured", Timeline(SPANS, (0,), "measured", 4.5, {0: ((0.0, 3), (1.0, 7))})),),
+)
+
+
+def test_a_run_comes_back(tmp_path: Path) -> None:
+    """Figures, plan and timelines; page and picture lie beside them."""
+    save_run(RUN, tmp_path / "run")
+    assert load_run(tmp_path / "run") == RUN
+    assert (tmp_path / "run" / "timeline.svg").exists()
+    page = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
+    assert "held-out accuracy" in page
+
+
+def test_the_first_step_does_not_count() -> None:
+    """It sets things up: the median of 4 and 5 seconds, not of 9."""
+    assert RUN.median_step_s == 4.5
+    assert replace(RUN, step_s=(9.0,)).median_step_s == 9.0
+
+
+def test_a_run_of_one_step_has_no_picture(tmp_path: Path) -> None:
+    """Nothing was recorded, which is no reason to lose the run."""
+    short = replace(RUN, losses=(2.0,), step_s=(9.0,), ideal_step_s=0.0, timelines=())
+    save_run(short, tmp_path / "run")
+    assert load_run(tmp_path / "run") == short
+    assert not (tmp_path / "run" / "timeline.svg").exists()
+
+
+def test_a_broken_action_is_named(tmp_path: Path) -> None:
+    """File and value, as for every file."""
+    save_run(RUN, tmp_path / "run")
+    path = tmp_path / "run" / "run.json"
+    document = json.loads(path.read_text())
+    document["timelines"][0]["spans"][0][3] = "0Q0"
+    path.write_text(json.dumps(document))
+    with pytest.raises(FileFormatError, match=r"run\.json: '0Q0' is no action"):
+        load_run(tmp_path / "run")
