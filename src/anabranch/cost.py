@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from anabranch.cluster import Cluster
 from anabranch.errors import ProfileError
 from anabranch.graph.opgraph import BATCH, OpGraph, Parameter, bits
-from anabranch.profile.profile import Profile
+from anabranch.profile.profile import OpCost, Profile, Sharded
 
 Port = tuple[str, int, int]
 """What a transfer occupies; ``Cluster.ports`` says how it is written."""
@@ -48,7 +48,7 @@ class CostModel:
     cluster: Cluster
     optimizer_factor: float = 2.0
     receive_slots: int = 1
-    _tables: dict[float, tuple[NDArray[np.float64], NDArray[np.float64]]] = field(
+    _tables: dict[tuple[float, int], tuple[NDArray[np.float64], NDArray[np.float64]]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
@@ -66,17 +66,49 @@ class CostModel:
         measured = self.profile.samples
         return samples > 0 and (self.profile.proportional or measured[0] <= samples <= measured[-1])
 
-    def op_seconds(self, samples: float) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    @cached_property
+    def tensor_degrees(self) -> tuple[int, ...]:
+        """Devices that may hold one replica of a stage together; 1 alone for most profiles."""
+        return (1, *self._sharded)
+
+    @cached_property
+    def _sharded(self) -> dict[int, Sharded]:
+        return {each.degree: each for each in self.profile.sharded}
+
+    def costs(self, tensor: int = 1) -> tuple[OpCost, ...]:
+        """Costs of the operators under tensor parallelism over so many devices.
+
+        Raises:
+            ProfileError: if the profile does not have them.
+        """
+        if tensor == 1:
+            return self.profile.costs
+        if tensor not in self._sharded:
+            raise ProfileError(
+                f"the profile ({self.profile.origin}) has no costs for tensor parallelism over "
+                f"{tensor} devices, only over {', '.join(map(str, self.tensor_degrees))}"
+            )
+        return self._sharded[tensor].costs
+
+    def op_seconds(
+        self, samples: float, tensor: int = 1
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Forward and backward seconds of every operator for this many samples on one device.
+
+        Args:
+            samples: in the slice of a micro-batch.
+            tensor: devices that work on this slice together.
 
         Raises:
             ProfileError: outside the measured range.
         """
-        if samples not in self._tables:
-            self._tables[samples] = self._interpolate(samples)
-        return self._tables[samples]
+        if (samples, tensor) not in self._tables:
+            self._tables[samples, tensor] = self._interpolate(samples, tensor)
+        return self._tables[samples, tensor]
 
-    def _interpolate(self, samples: float) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    def _interpolate(
+        self, samples: float, tensor: int
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         measured = self.profile.samples
         if not self.covers(samples):
             raise ProfileError(
@@ -85,7 +117,7 @@ class CostModel:
                 f"size and a number of replicas that give between {measured[0]} and "
                 f"{measured[-1]} samples"
             )
-        forward, backward = self._measured_s
+        forward, backward = self._measured_s(tensor)
         if self.profile.proportional:
             scale = samples / measured[0]
             return forward[:, 0] * scale, backward[:, 0] * scale
@@ -99,28 +131,33 @@ class CostModel:
             backward[:, right - 1] * (1 - t) + backward[:, right] * t,
         )
 
-    def forward_s(self, ops: Iterable[int], samples: float) -> float:
+    def forward_s(self, ops: Iterable[int], samples: float, *, tensor: int = 1) -> float:
         """Forward seconds of a set of operators for ``samples`` on one device; 0 for no samples."""
-        return float(self.op_seconds(samples)[0][list(ops)].sum()) if samples else 0.0
+        return float(self.op_seconds(samples, tensor)[0][list(ops)].sum()) if samples else 0.0
 
-    def backward_s(self, ops: Iterable[int], samples: float, *, recompute: bool = False) -> float:
+    def backward_s(
+        self, ops: Iterable[int], samples: float, *, recompute: bool = False, tensor: int = 1
+    ) -> float:
         """Backward seconds, likewise; recomputation adds the forward once more."""
         if not samples:
             return 0.0
         chosen = list(ops)
-        seconds = float(self.op_seconds(samples)[1][chosen].sum())
-        return seconds + self.forward_s(chosen, samples) if recompute else seconds
+        seconds = float(self.op_seconds(samples, tensor)[1][chosen].sum())
+        return seconds + self.forward_s(chosen, samples, tensor=tensor) if recompute else seconds
 
-    @cached_property
-    def _measured_s(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        forward = np.array([cost.forward_s for cost in self.profile.costs])
-        backward = np.array([cost.backward_s for cost in self.profile.costs])
+    def _measured_s(self, tensor: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        forward = np.array([cost.forward_s for cost in self.costs(tensor)])
+        backward = np.array([cost.backward_s for cost in self.costs(tensor)])
         return forward, backward
 
     @cached_property
     def kept_bytes(self) -> NDArray[np.float64]:
         """Bytes that each operator keeps for its backward, per sample."""
-        return np.array([cost.kept_bytes for cost in self.profile.costs], dtype=np.float64)
+        return self.sharded_kept_bytes(1)
+
+    def sharded_kept_bytes(self, tensor: int) -> NDArray[np.float64]:
+        """``kept_bytes`` on each of ``tensor`` devices that share a slice."""
+        return np.array([cost.kept_bytes for cost in self.costs(tensor)], dtype=np.float64)
 
     @cached_property
     def readers(self) -> tuple[int, ...]:
@@ -180,9 +217,17 @@ class CostModel:
         link = self.cluster.slowest_link(devices)
         return 2 * (d - 1) / d * nbytes / link.bandwidth + 2 * (d - 1) * link.latency_s
 
-    def parameter_bytes(self, ops: Iterable[int], *, trainable: bool = False) -> int:
-        """Bytes of the parameters that a set of operators reads, each counted once."""
+    def parameter_bytes(
+        self, ops: Iterable[int], *, trainable: bool = False, tensor: int = 1
+    ) -> int:
+        """Bytes of the parameters that a set of operators reads, each counted once.
+
+        Under tensor parallelism what each device holds; all of it counts as trainable there.
+        """
         parameters = self.parameters
+        if tensor > 1:
+            self.costs(tensor)
+            return sum(self._sharded[tensor].parameter_bytes[i] for i in ops)
         return sum(
             parameters[name].nbytes
             for name in {name for i in ops for name in self.graph.ops[i].parameters}
@@ -203,23 +248,26 @@ class CostModel:
         in_flight: int,
         recompute: bool = False,
         versions: int = 1,
+        tensor: int = 1,
     ) -> float:
         """Peak bytes on each device of a stage.
 
         Args:
             ops: the stage's operators.
             microbatch_size: samples of one micro-batch, over all replicas.
-            replicas: devices that share each micro-batch.
+            replicas: slices of each micro-batch.
             in_flight: micro-batches between their forward and their backward.
             recompute: keep only what enters the stage, and the inside of one micro-batch at a time.
             versions: weight versions that the policy keeps.
+            tensor: devices of each replica.
         """
         chosen = sorted(ops)
         samples = microbatch_size / replicas
-        weights = self.parameter_bytes(chosen)
-        trainable = self.parameter_bytes(chosen, trainable=True)
+        weights = self.parameter_bytes(chosen, tensor=tensor)
+        trainable = self.parameter_bytes(chosen, trainable=True, tensor=tensor)
         state = weights * versions + trainable * (1 + self.optimizer_factor)
-        kept = float(self.kept_bytes[chosen].sum()) * samples
+        of = self.kept_bytes if tensor == 1 else self.sharded_kept_bytes(tensor)
+        kept = float(of[chosen].sum()) * samples
         entering, _, gradients = self.boundary_bytes(chosen, samples)
         inside = kept if recompute else in_flight * kept
         # In flight: what entered is held until the backward. Posted ahead: further receives of each

@@ -7,6 +7,7 @@
      +-- FileFormatError         a profile, cluster, plan or checkpoint file is broken
      +-- ProfileError            a profile cannot answer what it was asked
      +-- InfeasiblePlanError     no plan fits the devices
+     +-- BudgetError             a planner's search would take more than it was given
      +-- InvalidPlanError        a plan breaks one of the conditions C1-C4 or a memory limit
      +-- InvalidScheduleError    an order of actions that no device could execute
      |    +-- DeadlockError      every device waits for another
@@ -37,6 +38,10 @@ class ProfileError(AnabranchError):
 
 class InfeasiblePlanError(AnabranchError):
     """No plan fits the devices; the message says what would."""
+
+
+class BudgetError(AnabranchError):
+    """A search would take more states or time than it was given; the message has both numbers."""
 
 
 class InvalidPlanError(AnabranchError):

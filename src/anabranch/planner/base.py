@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from anabranch.cost import CostModel
 from anabranch.planner.stages import StageGraph
@@ -16,7 +16,15 @@ class Planner(Protocol):
     ``in_flight`` to the schedule. ``anabranch.solve.plan`` schedules and simulates the proposals
     and keeps the best. Being a function of its arguments alone, a planner proposes the same list
     each time.
+
+    A planner that searches for long yields what it has as it goes, so that whoever interrupts the
+    search still has a plan; it may propose a stage graph twice.
+
+    Attributes:
+        schedules: keys of ``schedule.SCHEDULES`` that its paper runs such plans with.
     """
+
+    schedules: ClassVar[tuple[str, ...]]
 
     def __call__(
         self, cost: CostModel, *, batch_size: int, microbatch_size: int | None = None
@@ -30,5 +38,6 @@ class Planner(Protocol):
 
         Raises:
             InfeasiblePlanError: if nothing fits; the message says what would.
+            BudgetError: if the search would take more than it was given.
         """
         ...

@@ -199,6 +199,7 @@ def stage_bytes(graph: StageGraph, cost: CostModel, s: int, *, in_flight: int) -
         replicas=stage.replicas,
         in_flight=in_flight,
         recompute=stage.recompute,
+        tensor=stage.tensor,
     )
 
 

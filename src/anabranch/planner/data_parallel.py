@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 from anabranch.cluster import GIB
 from anabranch.cost import CostModel
@@ -18,6 +19,8 @@ from anabranch.planner.stages import StageGraph
 @dataclass(frozen=True)
 class DataParallel:
     """One stage on all devices, for every micro-batch size; the least estimated step first."""
+
+    schedules: ClassVar[tuple[str, ...]] = ("1f1b",)
 
     def __call__(
         self, cost: CostModel, *, batch_size: int, microbatch_size: int | None = None

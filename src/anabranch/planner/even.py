@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from anabranch.cost import CostModel
 from anabranch.errors import InfeasiblePlanError
@@ -31,6 +32,8 @@ class Even:
     """
 
     max_replicas: int | None = None
+
+    schedules: ClassVar[tuple[str, ...]] = ("gpipe",)
 
     def __call__(
         self, cost: CostModel, *, batch_size: int, microbatch_size: int | None = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from anabranch.cost import CostModel
 from anabranch.errors import InfeasiblePlanError
@@ -36,6 +37,8 @@ class Exhaustive:
 
     max_replicas: int | None = None
     candidates: int = 24
+
+    schedules: ClassVar[tuple[str, ...]] = ("1f1b", "1f1b-deep")
 
     def __call__(
         self, cost: CostModel, *, batch_size: int, microbatch_size: int | None = None

@@ -36,6 +36,7 @@ tries at most ``partitioner.reach.HEADS`` cuts per branch.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from anabranch.cost import CostModel
 from anabranch.graph.cuts import decompose, operators
@@ -59,6 +60,8 @@ class GraphPipe:
     max_replicas: int | None = None
     candidates: int = 24
     tolerance: float = 2e-3
+
+    schedules: ClassVar[tuple[str, ...]] = ("1f1b",)
 
     def __call__(
         self, cost: CostModel, *, batch_size: int, microbatch_size: int | None = None

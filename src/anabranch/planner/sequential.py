@@ -15,6 +15,7 @@ Piper relay them through the stages in between, which would cost more).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from anabranch.cost import CostModel
 from anabranch.graph.cuts import decompose, operators
@@ -43,6 +44,8 @@ class Sequential:
     max_replicas: int | None = None
     candidates: int = 24
     tolerance: float = 2e-3
+
+    schedules: ClassVar[tuple[str, ...]] = ("1f1b",)
 
     def __call__(
         self, cost: CostModel, *, batch_size: int, microbatch_size: int | None = None

@@ -25,6 +25,22 @@ class OpCost:
     kept_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class Sharded:
+    """The same operators with the weights of each split over several devices: tensor parallelism.
+
+    Attributes:
+        degree: devices that share one slice of a micro-batch, at least 2.
+        costs: per operator, what it costs on each of them. Seconds include the traffic inside the
+            group.
+        parameter_bytes: per operator, parameters on each of them.
+    """
+
+    degree: int
+    costs: tuple[OpCost, ...]
+    parameter_bytes: tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class Profile:
     """The costs of every operator of a graph.
@@ -37,6 +53,7 @@ class Profile:
         source: ``measured``, ``estimated`` or ``imported``.
         proportional: measured at one size only (PipeDream's and DAPPLE's files): times are taken as
             proportional to samples.
+        sharded: the operators under tensor parallelism, by ascending degree, where that is known.
 
     Raises:
         ValueError: if lengths differ or a figure is negative or not finite.
@@ -48,10 +65,24 @@ class Profile:
     device: str
     source: str
     proportional: bool = False
+    sharded: tuple[Sharded, ...] = ()
 
     def __post_init__(self) -> None:
-        if len(self.costs) != len(self.graph):
-            raise ValueError(f"{len(self.costs)} costs for {len(self.graph)} operators")
+        degrees = [each.degree for each in self.sharded]
+        if degrees != sorted(set(degrees)) or any(degree < 2 for degree in degrees):
+            raise ValueError(f"degrees of tensor parallelism {degrees} do not ascend from 2")
+        self._check(self.costs)
+        for each in self.sharded:
+            self._check(each.costs)
+            if len(each.parameter_bytes) != len(self.graph) or min(each.parameter_bytes) < 0:
+                raise ValueError(
+                    f"tensor parallelism over {each.degree} devices lacks the parameter bytes of "
+                    "an operator, or has negative ones"
+                )
+
+    def _check(self, costs: tuple[OpCost, ...]) -> None:
+        if len(costs) != len(self.graph):
+            raise ValueError(f"{len(costs)} costs for {len(self.graph)} operators")
         if (
             not self.samples
             or list(self.samples) != sorted(set(self.samples))
@@ -60,7 +91,7 @@ class Profile:
             raise ValueError(f"sample counts {self.samples} are not ascending from at least 1")
         if self.proportional and len(self.samples) != 1:
             raise ValueError("a proportional profile has exactly one sample count")
-        for op, cost in zip(self.graph.ops, self.costs, strict=True):
+        for op, cost in zip(self.graph.ops, costs, strict=True):
             if not len(cost.forward_s) == len(cost.backward_s) == len(self.samples):
                 raise ValueError(
                     f"operator {op.name} lacks a time for one of {self.samples} samples"

@@ -42,7 +42,7 @@ class Assembler:
     def assemble(self, parts: Sequence[Part]) -> Candidate | None:
         """A stage graph of these parts on all devices; None if there is none in memory."""
         total = self.prices.cost.cluster.num_devices
-        spread = self._use_rest(list(parts), total - sum(part.replicas for part in parts))
+        spread = self._use_rest(list(parts), total - sum(part.devices for part in parts))
         if spread is None:
             return None
         stages, pairs = self._arrange(spread)
@@ -60,7 +60,7 @@ class Assembler:
                 return None
             before, after = change
             parts = [part for part in parts if part != before] + after
-            left -= sum(part.replicas for part in after) - before.replicas
+            left -= sum(part.devices for part in after) - before.devices
         return parts if left == 0 else None
 
     def _longest(self, change: tuple[Part, list[Part]]) -> float:
@@ -75,10 +75,10 @@ class Assembler:
             period = self.prices.period_s(part)
             for replicas in (2 * part.replicas, part.replicas + 1):
                 more = replace(part, replicas=replicas)
-                possible = replicas - part.replicas <= left and self._may(more)
+                possible = more.devices - part.devices <= left and self._may(more)
                 if possible and (not helpful or self.prices.period_s(more) < period):
                     yield part, [more]
-            if part.replicas <= left:
+            if part.devices <= left:
                 halves = self._halves(part)
                 if halves and (not helpful or self._longest((part, halves)) < period):
                     yield part, halves
@@ -96,7 +96,7 @@ class Assembler:
         cuts = []
         for op in ops[:-1]:
             first |= 1 << op
-            cuts.append([Part(first, part.replicas), Part(part.mask & ~first, part.replicas)])
+            cuts.append([replace(part, mask=first), replace(part, mask=part.mask & ~first)])
         return min(cuts, key=lambda halves: self._longest((part, halves)), default=[])
 
     def _arrange(self, parts: Sequence[Part]) -> tuple[list[Part], set[tuple[int, int]]]:
@@ -132,7 +132,7 @@ class Assembler:
         node = self.prices.cost.cluster.group_sizes[0]
         seen = set()
         for order in (forward, from_sink):
-            devices = place([parts[s].replicas for s in order], node)
+            devices = place([parts[s].devices for s in order], node)
             chosen = [devices[order.index(s)] for s in forward]
             if tuple(map(tuple, chosen)) in seen:
                 continue
@@ -149,7 +149,13 @@ class Assembler:
         graph = self.prices.cost.graph
         return StageGraph(
             tuple(
-                Stage(graph.names(part.mask), tuple(where), self.prices.prices.microbatch_size)
+                Stage(
+                    graph.names(part.mask),
+                    tuple(where),
+                    self.prices.prices.microbatch_size,
+                    recompute=part.recompute,
+                    tensor=part.tensor,
+                )
                 for part, where in zip(parts, devices, strict=True)
             ),
             tuple(sorted(pairs)),

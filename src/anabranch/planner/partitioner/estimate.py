@@ -76,7 +76,7 @@ def _period(
 ) -> float:
     count = prices.prices.num_microbatches
     cluster = prices.cost.cluster
-    work = sum(part.replicas * sum(compute[s]) for s, part in enumerate(parts))
+    work = sum(part.devices * sum(compute[s]) for s, part in enumerate(parts))
     shared = 0 < cluster.cores < cluster.num_devices
     period = work / cluster.cores if shared else 0.0
     around = [0.0] * len(parts)
@@ -105,7 +105,7 @@ def _transfers(
     there: dict[Port, float] = {}
     back: dict[Port, float] = {}
     latency = 0.0
-    for i, j, samples in _overlaps(size, len(devices[0]), len(devices[1])):
+    for i, j, samples in _overlapping_devices(size, *ends):
         way, home, per_byte, delay = prices.cost.way(devices[0][i], devices[1][j])
         latency = max(latency, delay)
         for port in way:
@@ -118,6 +118,16 @@ def _transfers(
             load[port] = load.get(port, 0.0) + seconds
     grad = grad_per_sample + grad_fixed > 0
     return latency + max(there.values()), (latency + max(back.values())) * grad
+
+
+def _overlapping_devices(size: int, source: Part, target: Part) -> Iterator[tuple[int, int, int]]:
+    """Devices of two stages that exchange samples of a micro-batch, and how many.
+
+    Each device of the target's replicas gets its whole slice, from one device of the source's.
+    """
+    for i, j, samples in _overlaps(size, source.replicas, target.replicas):
+        for each in range(target.tensor):
+            yield i * source.tensor + each % source.tensor, j * target.tensor + each, samples
 
 
 def _overlaps(size: int, sources: int, targets: int) -> Iterator[tuple[int, int, int]]:

@@ -17,10 +17,24 @@ from anabranch.planner.partitioner.prices import Prices
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A stage to be: its operators as a bit mask and its number of replicas."""
+    """A stage to be.
+
+    Attributes:
+        mask: its operators.
+        replicas: slices of each micro-batch.
+        recompute: run the forward again in the backward instead of keeping its insides.
+        tensor: devices of each replica.
+    """
 
     mask: int
     replicas: int
+    recompute: bool = False
+    tensor: int = 1
+
+    @property
+    def devices(self) -> int:
+        """Number of devices."""
+        return self.replicas * self.tensor
 
 
 class PartPrices:
@@ -33,15 +47,16 @@ class PartPrices:
         self._compute_s: dict[Part, tuple[float, float]] = {}
         self._headroom: dict[Part, int] = {}
         self._flow: dict[tuple[int, int], tuple[float, float, float, float]] = {}
-        self._reduced: dict[int, int] = {}
+        self._reduced: dict[tuple[int, int], int] = {}
 
     def compute_s(self, part: Part) -> tuple[float, float]:
-        """Forward and backward seconds on the fullest replica."""
+        """Forward and backward seconds on the fullest replica, recomputation included."""
         if part not in self._compute_s:
             ops = list(bits(part.mask))
             n = self.prices.samples(part.replicas)
-            forward, backward = self.cost.op_seconds(n)
-            self._compute_s[part] = float(forward[ops].sum()), float(backward[ops].sum())
+            forward, backward = self.cost.op_seconds(n, part.tensor)
+            there, back = float(forward[ops].sum()), float(backward[ops].sum())
+            self._compute_s[part] = there, back + there * part.recompute
         return self._compute_s[part]
 
     def period_s(self, part: Part) -> float:
@@ -53,8 +68,9 @@ class PartPrices:
                     sum(self.compute_s(part)),
                     enter,
                     leave,
-                    self._reduced_bytes(part.mask),
+                    self._reduced_bytes(part),
                     part.replicas,
+                    part.tensor,
                 )
             )
         return self._period_s[part]
@@ -89,6 +105,8 @@ class PartPrices:
             microbatch_size=self.prices.samples(part.replicas) * part.replicas,
             replicas=part.replicas,
             in_flight=in_flight,
+            recompute=part.recompute,
+            tensor=part.tensor,
         )
 
     def flow(self, source: int, target: int) -> tuple[float, float, float, float]:
@@ -104,18 +122,21 @@ class PartPrices:
 
     def reduce_s(self, part: Part) -> float:
         """Seconds of the all-reduce of a part on devices in a row."""
-        return float(self.prices.allreduce_s(self._reduced_bytes(part.mask), part.replicas))
+        return float(self.prices.allreduce_s(self._reduced_bytes(part), part.replicas, part.tensor))
 
-    def _reduced_bytes(self, mask: int) -> int:
-        if mask not in self._reduced:
-            self._reduced[mask] = self.cost.parameter_bytes(bits(mask), trainable=True)
-        return self._reduced[mask]
+    def _reduced_bytes(self, part: Part) -> int:
+        key = part.mask, part.tensor
+        if key not in self._reduced:
+            self._reduced[key] = self.cost.parameter_bytes(
+                bits(part.mask), trainable=True, tensor=part.tensor
+            )
+        return self._reduced[key]
 
     def allreduce_s(self, part: Part, devices: Sequence[int]) -> float:
         """Seconds of the all-reduce of a part on these devices."""
         if part.replicas == 1:
             return 0.0
-        return self.cost.allreduce_s(self._reduced_bytes(part.mask), devices)
+        return self.cost.allreduce_s(self._reduced_bytes(part), devices[:: part.tensor])
 
 
 def edges(prices: PartPrices, parts: Sequence[Part]) -> set[tuple[int, int]]:

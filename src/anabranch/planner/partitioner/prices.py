@@ -75,22 +75,31 @@ class Prices:
         """Seconds per byte that one of ``degree`` replicas sends or receives."""
         return seconds_per_byte(self.cost, degree)
 
-    def allreduce_s(self, nbytes: Number, degree: int, *, latency: bool = True) -> Number:
-        """Seconds of the all-reduce over ``degree`` devices in a row, once per step."""
+    def allreduce_s(
+        self, nbytes: Number, degree: int, tensor: int = 1, *, latency: bool = True
+    ) -> Number:
+        """Seconds of the all-reduce over ``degree`` groups of devices in a row, once per step."""
         if degree == 1:
             return nbytes * 0.0
-        link = self.cost.cluster.slowest_link((0, min(degree, self.cost.cluster.num_devices) - 1))
+        last = min(degree * tensor, self.cost.cluster.num_devices) - 1
+        link = self.cost.cluster.slowest_link((0, last))
         ring = 2 * (degree - 1) / degree * nbytes / link.bandwidth
         if latency:
             ring = ring + 2 * (degree - 1) * link.latency_s * (nbytes > 0)
         return ring
 
     def period_s(
-        self, compute_s: Number, bytes_in: Number, bytes_out: Number, reduced: Number, degree: int
+        self,
+        compute_s: Number,
+        bytes_in: Number,
+        bytes_out: Number,
+        reduced: Number,
+        degree: int,
+        tensor: int = 1,
     ) -> Number:
         """Seconds from one micro-batch to the next; the formula at the head of this file."""
-        traffic = np.maximum(bytes_in, bytes_out) * self.share(degree)
-        reduce_s = self.allreduce_s(reduced, degree)
+        traffic = np.maximum(bytes_in, bytes_out) * self.share(degree * tensor)
+        reduce_s = self.allreduce_s(reduced, degree, tensor)
         return np.maximum(compute_s, traffic) + reduce_s / self.num_microbatches
 
     def headroom(self, fixed: Number, per_microbatch: Number) -> Number:
