@@ -7,7 +7,7 @@ scheduled and simulated (``simulator.judge``), and the figures of a plan are alw
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, cast
 
@@ -15,11 +15,14 @@ import anabranch.planner as planners
 from anabranch.cluster import Cluster
 from anabranch.cost import CostModel
 from anabranch.errors import (
+    AnabranchError,
+    BudgetError,
+    InfeasiblePlanError,
     InvalidPlanError,
     InvalidScheduleError,
 )
 from anabranch.graph.opgraph import OpGraph
-from anabranch.planner.base import Planner
+from anabranch.planner.base import Improver, Planner
 from anabranch.planner.check import check as check_stages
 from anabranch.planner.check import require
 from anabranch.planner.stages import Plan, Prediction, StageGraph
@@ -35,6 +38,9 @@ from anabranch.timeline import Timeline
 AUTO = ("1f1b", "1f1b-deep")
 """What ``schedule="auto"`` chooses from, least memory first. GPipe holds all micro-batches."""
 
+IMPROVEMENT = 40_000
+"""Micro-batches times devices that may be simulated to improve on the best proposal."""
+
 
 def plan(
     profile: Profile,
@@ -46,9 +52,13 @@ def plan(
     schedule: str = "auto",
     optimizer_factor: float = 2.0,
     max_replicas: int | None = None,
+    planner_options: Mapping[str, object] | None = None,
     model: str = "",
 ) -> Plan:
     """Find the stage graph and schedule with the shortest simulated step.
+
+    An interrupt (Ctrl-C) ends the search; the plan is then the best of what was proposed until
+    then, and its notes say so. Without any proposal the interrupt reaches the caller.
 
     Args:
         profile: seconds and bytes of the model's operators.
@@ -56,29 +66,38 @@ def plan(
         batch_size: samples of one step.
         planner: key of ``planner.PLANNERS``.
         microbatch_size: only this size; by default every power of two that the profile covers.
-        schedule: key of ``schedule.SCHEDULES``, or ``auto``: per proposal the faster of 1F1B with
-            minimal and with deep warm-up, the minimal one where both take equally long.
+        schedule: key of ``schedule.SCHEDULES``; ``auto``: per proposal the faster of 1F1B with
+            minimal and with deep warm-up, the minimal one where both take equally long;
+            ``published``: what the planner's paper runs its plans with.
         optimizer_factor: optimizer state in bytes per byte of trainable parameter.
-        max_replicas: most devices of one stage.
+        max_replicas: most replicas of one stage.
+        planner_options: values for fields of the planner.
         model: what is planned, for the plan's reader.
 
     Raises:
         InfeasiblePlanError: if nothing fits the devices.
+        BudgetError: if the search would take more than it was given.
         ValueError: for an unknown name or a number below 1.
     """
     _check_arguments(batch_size, planner, microbatch_size, schedule, max_replicas)
     cost = CostModel(profile, cluster, optimizer_factor=optimizer_factor)
     notes = ["times are taken as proportional to samples"] if profile.proportional else []
-    search, ignored = _planner(planner, max_replicas)
+    search, ignored = _planner(planner, max_replicas, planner_options or {})
     if ignored:
         notes.append(f"planner {planner} has no limit on replicas; {max_replicas} is ignored")
     started = time.perf_counter()
-    proposals = list(search(cost, batch_size=batch_size, microbatch_size=microbatch_size))
+    proposals, complete = _collect(
+        search(cost, batch_size=batch_size, microbatch_size=microbatch_size)
+    )
     searched = time.perf_counter()
-    best = Judge(cost, AUTO if schedule == "auto" else (schedule,)).best(proposals, planner)
+    judge = Judge(cost, _schedules(schedule, search))
+    judged = _judge(judge, search, cost, proposals, microbatch_size, improve=complete)
+    best = judge.winner(planner)
     require(best.graph, cost)
     timeline = _verified_run(best.graph, best.schedule, cost)
     finished = time.perf_counter()
+    if not (complete and judged):
+        notes.append(f"interrupted: the best of the first {len(proposals)} proposals")
     return Plan(
         stage_graph=best.graph,
         schedule=best.schedule,
@@ -98,6 +117,33 @@ def plan(
         granularity=profile.graph.granularity,
         notes=tuple(notes),
     )
+
+
+def compare(
+    profile: Profile,
+    cluster: Cluster,
+    batch_size: int,
+    planners_: Iterable[str] | None = None,
+    **options: Any,
+) -> Iterator[tuple[str, Plan | AnabranchError]]:
+    """Every planner on the same profile, judged by the same simulator.
+
+    Args:
+        profile: seconds and bytes of the model's operators.
+        cluster: devices, links and memory.
+        batch_size: samples of one step.
+        planners_: keys of ``planner.PLANNERS``; by default all.
+        options: as for ``plan``, but for the planner and its options.
+
+    Yields:
+        Per planner its name and its plan, or the error that says why it has none: nothing fits, or
+        its search would take more than it was given.
+    """
+    for name in planners.PLANNERS if planners_ is None else planners_:
+        try:
+            yield name, plan(profile, cluster, batch_size, planner=name, **options)
+        except (InfeasiblePlanError, BudgetError) as error:
+            yield name, error
 
 
 def simulate(
@@ -126,7 +172,9 @@ def simulate(
     cost = CostModel(profile, cluster, optimizer_factor=optimizer_factor)
     graph, name = plan_.stage_graph, schedule or plan_.schedule
     if name == "auto":
-        best = Judge(cost, AUTO).best([graph], plan_.planner)
+        judge = Judge(cost, AUTO)
+        judge.consider([graph])
+        best = judge.winner(plan_.planner)
         graph, name = best.graph, best.schedule
     elif schedule is not None and schedule != plan_.schedule:
         graph = rule_named(name).warm_up(graph)
@@ -208,14 +256,66 @@ def _verified_run(graph: StageGraph, schedule: str, cost: CostModel) -> Timeline
     return run(graph, lowered, costs)
 
 
-def _planner(name: str, max_replicas: int | None) -> tuple[Planner, bool]:
-    """The planner, and whether the limit on replicas had to be ignored."""
+def _collect(proposals: Iterable[StageGraph]) -> tuple[list[StageGraph], bool]:
+    """What a planner proposes, and whether it came to its end."""
+    found: list[StageGraph] = []
+    try:
+        found.extend(proposals)
+    except KeyboardInterrupt:
+        if not found:
+            raise
+        return found, False
+    return found, True
+
+
+def _judge(
+    judge: Judge,
+    search: Planner,
+    cost: CostModel,
+    proposals: Sequence[StageGraph],
+    microbatch_size: int | None,
+    *,
+    improve: bool,
+) -> bool:
+    """Judge the proposals, then what lies near the best of them; False if interrupted."""
+    try:
+        judge.consider(proposals)
+        if improve and isinstance(search, Improver) and judge.best is not None:
+            batch_size = judge.best.graph.batch_size
+            near = search.neighbourhood(cost, batch_size, microbatch_size)
+            allowed = judge.simulated + IMPROVEMENT
+            while judge.consider(near(judge.best.graph)) and judge.simulated < allowed:
+                pass
+    except KeyboardInterrupt:
+        if judge.best is None:
+            raise
+        return False
+    return True
+
+
+def _schedules(name: str, search: Planner) -> tuple[str, ...]:
+    if name == "auto":
+        return AUTO
+    return search.schedules if name == "published" else (name,)
+
+
+def _planner(
+    name: str, max_replicas: int | None, options: Mapping[str, object]
+) -> tuple[Planner, bool]:
+    """The planner with its options, and whether the limit on replicas had to be ignored."""
     search = planners.PLANNERS[name]()
-    if max_replicas is None:
-        return search, False
-    if is_dataclass(search) and any(f.name == "max_replicas" for f in fields(search)):
-        return replace(cast(Any, search), max_replicas=max_replicas), False
-    return search, True
+    known: set[str] = {f.name for f in fields(search)} if is_dataclass(search) else set()
+    unknown = sorted(set(options) - known)
+    if unknown:
+        raise ValueError(
+            f"planner {name} has no option {', '.join(unknown)}; it has "
+            f"{', '.join(sorted(known)) or 'none'}"
+        )
+    ignored = max_replicas is not None and "max_replicas" not in known
+    chosen = dict(options)
+    if max_replicas is not None and not ignored:
+        chosen["max_replicas"] = max_replicas
+    return (replace(cast(Any, search), **chosen) if chosen else search), ignored
 
 
 def _check_arguments(
@@ -227,7 +327,7 @@ def _check_arguments(
 ) -> None:
     if planner not in planners.PLANNERS:
         raise ValueError(f"unknown planner {planner!r}; there are {', '.join(planners.PLANNERS)}")
-    if schedule != "auto":
+    if schedule not in ("auto", "published"):
         rule_named(schedule)
     for what, number in (
         ("batch size", batch_size),

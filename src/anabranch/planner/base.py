@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import ClassVar, Protocol
+from collections.abc import Callable, Iterable
+from typing import ClassVar, Protocol, runtime_checkable
 
 from anabranch.cost import CostModel
 from anabranch.planner.stages import StageGraph
@@ -39,5 +39,22 @@ class Planner(Protocol):
         Raises:
             InfeasiblePlanError: if nothing fits; the message says what would.
             BudgetError: if the search would take more than it was given.
+        """
+        ...
+
+
+@runtime_checkable
+class Improver(Protocol):
+    """A planner that knows what to try next, once it is known which of its proposals is best."""
+
+    def neighbourhood(
+        self, cost: CostModel, batch_size: int, microbatch_size: int | None
+    ) -> Callable[[StageGraph], Iterable[StageGraph]]:
+        """A function from a stage graph to others that differ little from it, promising ones first.
+
+        Args:
+            cost: as for ``Planner``.
+            batch_size: as for ``Planner``.
+            microbatch_size: as for ``Planner``.
         """
         ...

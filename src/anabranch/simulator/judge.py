@@ -7,6 +7,9 @@ Two things keep that cheap:
 - with many micro-batches the middle of a step repeats itself. A long step is first judged by two
   short ones and the line through them, and simulated in full unless that is worse than the best by
   more than ``MARGIN``. That is a rule of thumb: it could pass over a best one by less than that.
+
+A warm-up deeper than a stage has memory for is made as deep as memory allows. As counts may not
+rise along a stage edge, what follows such a stage is held to its count as well.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from anabranch.errors import InfeasiblePlanError, ProfileError
 from anabranch.planner.check import stage_bytes
 from anabranch.planner.stages import StageGraph
 from anabranch.schedule import rule_named
+from anabranch.schedule.kfkb import KFKB
 from anabranch.schedule.schedule import Schedule
 from anabranch.simulator.bound import least_step_s
 from anabranch.simulator.costs import ModelCosts
@@ -42,74 +46,135 @@ class Candidate:
 
 
 class Judge:
-    """Picks the proposal with the shortest simulated step that fits memory."""
+    """Keeps the proposal with the shortest simulated step that fits memory.
+
+    Args:
+        cost: prices the operators on the cluster.
+        schedules: keys of ``schedule.SCHEDULES`` to try with every proposal, least memory first.
+
+    Attributes:
+        best: the winner so far; with equal steps the one with less memory.
+        best_s: its step.
+        simulated: micro-batches times devices simulated so far, a measure of the work done.
+    """
 
     def __init__(self, cost: CostModel, schedules: Sequence[str]) -> None:
+        self.best: Candidate | None = None
+        self.best_s = math.inf
+        self.simulated = 0
         self._cost = cost
         self._schedules = schedules
+        self._seen: set[StageGraph] = set()
+        self._rejected: list[str | float] = []
 
-    def best(self, proposals: Iterable[StageGraph], planner: str) -> Candidate:
-        """The winner; with equal steps the one with less memory.
+    def consider(self, proposals: Iterable[StageGraph]) -> bool:
+        """Judge proposals, each only once; whether one of them is the best now.
 
-        Raises:
-            InfeasiblePlanError: if none fits; the message has the least memory that would do.
+        An interrupt leaves ``best`` as good as what was simulated until then.
         """
-        rejected: list[str | float] = []
-        candidates = list(self._candidates(proposals, rejected))
-        if not candidates:
-            raise InfeasiblePlanError(self._why_none(rejected, planner))
-        best, best_s = candidates[0], math.inf
+        before = self.best
+        candidates = sorted(self._candidates(proposals), key=_num_actions)
+        if self.best is None and candidates:
+            self.best = candidates[0]
         # Few micro-batches first: those steps are quick to simulate, and their results prune the
         # rest.
-        for candidate in sorted(candidates, key=_num_actions):
-            if candidate.least_s > best_s:
-                continue
-            if self._estimate(candidate, best_s) * (1 - MARGIN) > best_s:
-                continue
-            order = self._order(candidate.graph, candidate.schedule)
-            seconds = step_seconds(candidate.graph, order, candidate.costs)
-            tie = math.isclose(seconds, best_s, rel_tol=1e-9)
-            if candidate.peak_bytes < best.peak_bytes if tie else seconds < best_s:
-                best, best_s = candidate, min(seconds, best_s)
-        return best
+        for candidate in candidates:
+            self._consider(candidate)
+        return self.best is not before
+
+    def _consider(self, candidate: Candidate) -> None:
+        if candidate.least_s > self.best_s:
+            return
+        if self._estimate(candidate) * (1 - MARGIN) > self.best_s:
+            return
+        order = self._order(candidate.graph, candidate.schedule)
+        seconds = step_seconds(candidate.graph, order, candidate.costs)
+        self.simulated += _num_actions(candidate)
+        tie = math.isclose(seconds, self.best_s, rel_tol=1e-9)
+        assert self.best is not None, "the first candidate is the best until another is better"
+        if candidate.peak_bytes < self.best.peak_bytes if tie else seconds < self.best_s:
+            self.best, self.best_s = candidate, min(seconds, self.best_s)
+
+    def winner(self, planner: str) -> Candidate:
+        """The best.
+
+        Raises:
+            InfeasiblePlanError: if no proposal fits; the message has the least memory that would
+                do.
+        """
+        if self.best is None:
+            raise InfeasiblePlanError(self._why_none(planner))
+        return self.best
 
     def _order(self, graph: StageGraph, schedule: str) -> Schedule:
         return replace(rule_named(schedule).order(graph), slots=self._cost.receive_slots)
 
-    def _candidates(
-        self, proposals: Iterable[StageGraph], rejected: list[str | float]
-    ) -> Iterator[Candidate]:
-        """Proposals that fit; ``rejected`` gets the bytes, or the reason, of those that do not."""
+    def _candidates(self, proposals: Iterable[StageGraph]) -> Iterator[Candidate]:
+        """Proposals that fit; of those that do not, the bytes or the reason are remembered."""
         for proposal in proposals:
-            seen: list[StageGraph] = []
+            if proposal in self._seen:
+                continue
+            self._seen.add(proposal)
+            warmed: list[StageGraph] = []
             for schedule in self._schedules:
-                graph = rule_named(schedule).warm_up(proposal)
-                if graph in seen:
+                rule = rule_named(schedule)
+                graph = rule.warm_up(proposal)
+                if isinstance(rule, KFKB):
+                    graph = self._within_memory(proposal, graph)
+                if graph in warmed:
                     continue
-                seen.append(graph)
-                peak = max(
-                    stage_bytes(graph, self._cost, s, in_flight=stage.in_flight)
-                    for s, stage in enumerate(graph.stages)
-                )
-                if peak > self._cost.cluster.memory_bytes:
-                    rejected.append(peak)
-                    continue
-                costs = ModelCosts(graph, self._cost)
-                try:
-                    least = least_step_s(graph, costs)
-                except ProfileError as error:
-                    rejected.append(str(error))
-                    continue
-                yield Candidate(graph, schedule, costs, least, peak)
+                warmed.append(graph)
+                candidate = self._candidate(graph, schedule)
+                if candidate is not None:
+                    yield candidate
 
-    def _estimate(self, candidate: Candidate, best_s: float) -> float:
+    def _candidate(self, graph: StageGraph, schedule: str) -> Candidate | None:
+        peak = max(
+            stage_bytes(graph, self._cost, s, in_flight=stage.in_flight)
+            for s, stage in enumerate(graph.stages)
+        )
+        if peak > self._cost.cluster.memory_bytes:
+            self._rejected.append(peak)
+            return None
+        costs = ModelCosts(graph, self._cost)
+        try:
+            least = least_step_s(graph, costs)
+        except ProfileError as error:
+            self._rejected.append(str(error))
+            return None
+        return Candidate(graph, schedule, costs, least, peak)
+
+    def _within_memory(self, proposal: StageGraph, graph: StageGraph) -> StageGraph:
+        """The warm-up as deep as memory allows, but no less than the minimal one."""
+        least = KFKB().warm_up(proposal)
+        held: list[int] = []
+        for s, stage in enumerate(graph.stages):
+            size, minimal = stage.microbatch_size, least.stages[s].in_flight
+            count = stage.in_flight
+            if count > minimal:
+                samples = [held[x] * graph.stages[x].microbatch_size for x in graph.predecessors[s]]
+                count = min([count, *(each // size for each in samples)])
+                count = max(minimal, min(count, self._room(graph, s)))
+            held.append(count)
+        if held == [stage.in_flight for stage in graph.stages]:
+            return graph
+        stages = zip(graph.stages, held, strict=True)
+        return replace(graph, stages=tuple(replace(each, in_flight=n) for each, n in stages))
+
+    def _room(self, graph: StageGraph, s: int) -> int:
+        """Micro-batches in flight that the memory of a stage's devices holds."""
+        none, one = (stage_bytes(graph, self._cost, s, in_flight=n) for n in (0, 1))
+        free = self._cost.cluster.memory_bytes - none
+        return int(free // (one - none)) if one > none else graph.num_microbatches(s)
+
+    def _estimate(self, candidate: Candidate) -> float:
         """Step seconds by the line through two short batches; 0 if the batch itself is short."""
         graph = candidate.graph
         unit = math.lcm(*(stage.k * stage.microbatch_size for stage in graph.stages))
         held = max(stage.in_flight * stage.microbatch_size for stage in graph.stages)
         first = 2 * -(-held // unit) + 8
         second = first + 8
-        if not math.isfinite(best_s) or graph.batch_size < 2 * (first + second) * unit:
+        if not math.isfinite(self.best_s) or graph.batch_size < 2 * (first + second) * unit:
             return 0.0
         times = []
         for units in (first, second):
@@ -120,10 +185,10 @@ class Judge:
         slope = (times[1] - times[0]) / (second - first)
         return times[1] + slope * (graph.batch_size / unit - second)
 
-    def _why_none(self, rejected: Sequence[str | float], planner: str) -> str:
-        reasons = [reason for reason in rejected if isinstance(reason, str)]
-        sizes = [size for size in rejected if not isinstance(size, str)]
-        if not rejected:
+    def _why_none(self, planner: str) -> str:
+        reasons = [reason for reason in self._rejected if isinstance(reason, str)]
+        sizes = [size for size in self._rejected if not isinstance(size, str)]
+        if not self._rejected:
             return f"planner {planner} proposes nothing for {self._cost.cluster.name}"
         if not sizes:
             return f"no proposal of planner {planner} can be priced: {reasons[0]}"

@@ -1,0 +1,326 @@
+"""What lies near a plan: the same stages with one thing changed.
+
+A search under a bound knows the longest period, but a step is more: the way in and out, transfers
+that meet at a card, all-reduces that nothing hides. So the best candidates are changed a little,
+and what the estimate (``partitioner.estimate``) likes is simulated:
+
+- a part of a stage goes to a neighbour: an operator with all that follows it in its stage, or with
+  all that leads to it;
+- devices go from one stage to another;
+- two neighbours become one stage; one becomes two, one after the other or side by side;
+- another micro-batch size for all; recomputation or another tensor-parallel degree for one or all;
+- two stages trade places on the devices.
+
+A change that would make stages wait for each other in a circle, or that does not fit memory, is
+none. In a large plan only the stages that matter most are changed: those with the longest periods
+and all-reduces and those that work least.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from anabranch.cost import CostModel
+from anabranch.graph.opgraph import bits
+from anabranch.planner.partitioner.assemble import Assembler, Candidate
+from anabranch.planner.partitioner.estimate import step_s
+from anabranch.planner.partitioner.parts import Part, PartPrices, edges
+from anabranch.planner.partitioner.prices import Prices, degrees
+from anabranch.planner.stages import StageGraph
+
+FOCUS = 6
+"""Stages that are changed in a plan with more."""
+
+CHUNKS = 6
+"""Parts of one stage that are tried at each neighbour."""
+
+CLOSE = 1.06
+"""Changes whose estimate is within this factor of the plan's own are worth a simulation."""
+
+Parts = tuple[Part, ...]
+
+
+class Polisher:
+    """Proposes what lies near a stage graph.
+
+    Args:
+        cost: prices the operators on the cluster.
+        batch_size: samples of one step.
+        order: operators, branch after branch.
+        max_replicas: replicas of a stage at most.
+        microbatch_size: the only one allowed, or None.
+        recompute: whether stages may recompute.
+        simulated: neighbours to propose at a time, at most.
+    """
+
+    def __init__(
+        self,
+        cost: CostModel,
+        batch_size: int,
+        order: tuple[int, ...],
+        *,
+        max_replicas: int,
+        microbatch_size: int | None = None,
+        recompute: bool = True,
+        simulated: int = 8,
+    ) -> None:
+        self._cost = cost
+        self._batch_size = batch_size
+        self._order = order
+        self._max_replicas = max_replicas
+        self._fixed_size = microbatch_size
+        self._recompute = recompute
+        self._simulated = simulated
+        self._assemblers: dict[int, Assembler] = {}
+        self._known: dict[tuple[int, frozenset[Part]], Candidate | None] = {}
+
+    def __call__(self, graph: StageGraph) -> list[StageGraph]:
+        """Stage graphs near this one, the least estimated step first.
+
+        None for a graph whose stages differ in micro-batch size or k.
+        """
+        sizes = {stage.microbatch_size for stage in graph.stages}
+        if len(sizes) > 1 or any(stage.k > 1 for stage in graph.stages):
+            return []
+        size = sizes.pop()
+        parts = self._parts(graph)
+        found = list(self._climb(size, parts))
+        here = self._assembled(size, parts)
+        limit = CLOSE * (here.step_s if here else min((c.step_s for c in found), default=0.0))
+        found += self._elsewhere(graph, size, parts)
+        ranked = sorted((each for each in found if each.step_s <= limit), key=lambda c: c.step_s)
+        unique = {each.graph: None for each in ranked}
+        return list(unique)[: self._simulated]
+
+    def _parts(self, graph: StageGraph) -> Parts:
+        mask = self._cost.graph.mask
+        return tuple(
+            Part(mask(stage.operators), stage.replicas, stage.recompute, stage.tensor)
+            for stage in graph.stages
+        )
+
+    def _climb(self, size: int, parts: Parts) -> Iterator[Candidate]:
+        """Everything one change away; and two changes, where the first is an improvement."""
+        start = self._assembled(size, parts)
+        if start is not None:
+            yield start
+        least = start.step_s if start else float("inf")
+        for _ in range(2):
+            best: tuple[float, int, Parts] | None = None
+            for other_size, changed in self._changes(size, parts):
+                candidate = self._assembled(other_size, changed)
+                if candidate is not None:
+                    yield candidate
+                    if candidate.step_s < least and (best is None or candidate.step_s < best[0]):
+                        best = candidate.step_s, other_size, changed
+            if best is None:
+                return
+            least, size, parts = best
+
+    def _assembled(self, size: int, parts: Parts) -> Candidate | None:
+        key = size, frozenset(parts)
+        if key not in self._known:
+            self._known[key] = self._assembler(size).assemble(parts)
+        return self._known[key]
+
+    def _assembler(self, size: int) -> Assembler:
+        if size not in self._assemblers:
+            cost = self._cost
+            most = min(cost.cluster.num_devices, self._max_replicas)
+            chosen = degrees(cost, size, most)
+            prices = Prices(cost, self._batch_size, size, chosen, cost.cluster.memory_bytes)
+            self._assemblers[size] = Assembler(PartPrices(prices), self._order, self._max_replicas)
+        return self._assemblers[size]
+
+    def _changes(self, size: int, parts: Parts) -> Iterator[tuple[int, Parts]]:
+        focus = self._focus(size, parts)
+        for changed in (
+            *self._shifts(parts, focus),
+            *self._moved_devices(size, parts, focus),
+            *self._merges(parts, focus),
+            *self._splits(size, parts, focus),
+            *self._modes(size, parts, focus),
+        ):
+            if all(self._may(size, part) for part in changed if part not in parts):
+                yield size, changed
+        if self._fixed_size is None:
+            for other in (size // 2, size * 2):
+                if 1 <= other <= self._batch_size and all(self._may(other, p) for p in parts):
+                    yield other, parts
+
+    def _may(self, size: int, part: Part) -> bool:
+        """Whether a part may have its replicas: every one has samples, the profile knows them."""
+        node = self._cost.cluster.group_sizes[0]
+        return (
+            1 <= part.replicas <= min(size, self._max_replicas)
+            and node % part.tensor == 0
+            and self._cost.covers(-(-size // part.replicas))
+        )
+
+    def _focus(self, size: int, parts: Parts) -> list[int]:
+        """The stages worth changing: longest periods, longest all-reduces, then least work."""
+        if len(parts) <= FOCUS:
+            return list(range(len(parts)))
+        prices = self._assembler(size).prices
+        period = sorted(range(len(parts)), key=lambda s: -prices.period_s(parts[s]))
+        reduce_s = sorted(range(len(parts)), key=lambda s: -prices.reduce_s(parts[s]))
+        chosen = [*period[: FOCUS // 2], *reduce_s[:1], *reversed(period)]
+        return list(dict.fromkeys(chosen))[:FOCUS]
+
+    def _shifts(self, parts: Parts, focus: Sequence[int]) -> Iterator[Parts]:
+        """Operators cross the border between two neighbours."""
+        graph = self._cost.graph
+        for x, y in self._borders(parts, focus):
+            for chunk in self._chunks(parts[x].mask, parts[y].mask, graph.descendants):
+                yield from self._shift(parts, x, y, chunk)
+            for chunk in self._chunks(parts[y].mask, parts[x].mask, graph.ancestors):
+                yield from self._shift(parts, y, x, chunk)
+
+    def _borders(self, parts: Parts, focus: Sequence[int]) -> list[tuple[int, int]]:
+        pairs = edges(PartPrices(self._any_prices()), parts)
+        return sorted((x, y) for x, y in pairs if x in focus or y in focus)
+
+    def _any_prices(self) -> Prices:
+        return next(iter(self._assemblers.values())).prices.prices
+
+    def _chunks(self, inside: int, outside: int, closure: Sequence[int]) -> list[int]:
+        """Parts of ``inside`` that can go over: an operator with its closure, smallest first."""
+        found = {closure[op] & inside | 1 << op for op in bits(inside)} - {inside}
+        ranked = sorted(found, key=lambda mask: (mask.bit_count(), mask))
+        touching = [mask for mask in ranked if self._touches(mask, outside)]
+        if len(touching) <= CHUNKS:
+            return touching
+        # The smallest ones, and some in between up to half of it.
+        step = (len(touching) - 1) / (CHUNKS - 1)
+        return list(
+            dict.fromkeys(touching[:2] + [touching[round(i * step)] for i in range(CHUNKS)])
+        )
+
+    def _touches(self, chunk: int, outside: int) -> bool:
+        graph = self._cost.graph
+        return any((graph.successors[i] | graph.predecessors[i]) & outside for i in bits(chunk))
+
+    def _shift(self, parts: Parts, source: int, target: int, chunk: int) -> Iterator[Parts]:
+        given = replace(parts[source], mask=parts[source].mask & ~chunk)
+        taken = replace(parts[target], mask=parts[target].mask | chunk)
+        yield from self._valid(_put(parts, {source: given, target: taken}))
+
+    def _moved_devices(self, size: int, parts: Parts, focus: Sequence[int]) -> Iterator[Parts]:
+        prices = self._assembler(size).prices
+        ranked = sorted(focus, key=lambda s: -prices.period_s(parts[s]))
+        for to in ranked:
+            for source in reversed(ranked):
+                x, y = parts[source], parts[to]
+                if source == to or x.tensor != y.tensor:
+                    continue
+                for count in sorted({1, x.replicas // 2, x.replicas - 1} - {0}):
+                    if count < x.replicas:
+                        given = replace(x, replicas=x.replicas - count)
+                        taken = replace(y, replicas=y.replicas + count)
+                        yield _put(parts, {source: given, to: taken})
+
+    def _merges(self, parts: Parts, focus: Sequence[int]) -> Iterator[Parts]:
+        for x, y in self._borders(parts, focus):
+            a, b = parts[x], parts[y]
+            if a.tensor == b.tensor:
+                both = Part(a.mask | b.mask, a.replicas + b.replicas, a.recompute, a.tensor)
+                yield from self._valid(_put(parts, {x: both, y: None}))
+
+    def _splits(self, size: int, parts: Parts, focus: Sequence[int]) -> Iterator[Parts]:
+        for s in focus:
+            part = parts[s]
+            for count in sorted({1, part.replicas // 2, part.replicas - 1} - {0, part.replicas}):
+                for first in self._heads(size, part, count / part.replicas):
+                    head = replace(part, mask=first, replicas=count)
+                    rest = part.mask & ~first
+                    tail = replace(part, mask=rest, replicas=part.replicas - count)
+                    yield from self._valid((*_put(parts, {s: None}), head, tail))
+
+    def _heads(self, size: int, part: Part, share: float) -> list[int]:
+        """The first operators of a part with about this share of its work: two cuts, no more."""
+        ops = sorted(bits(part.mask), key=self._order.index)
+        forward, backward = self._cost.op_seconds(
+            self._assembler(size).prices.prices.samples(part.replicas), part.tensor
+        )
+        total = float((forward + backward)[ops].sum()) * share
+        mask, done = 0, 0.0
+        for i, op in enumerate(ops[:-1]):
+            mask |= 1 << op
+            done += float(forward[op] + backward[op])
+            if done >= total or i == len(ops) - 2:
+                before = mask & ~(1 << op)
+                return [each for each in (before, mask) if each]
+        return []
+
+    def _modes(self, size: int, parts: Parts, focus: Sequence[int]) -> Iterator[Parts]:
+        if self._recompute:
+            for s in focus:
+                yield _put(parts, {s: replace(parts[s], recompute=not parts[s].recompute)})
+            for choice in (False, True):
+                yield tuple(replace(part, recompute=choice) for part in parts)
+        for tensor in self._cost.tensor_degrees[: 8 * (len(self._cost.tensor_degrees) > 1)]:
+            for chosen in (*([s] for s in focus), range(len(parts))):
+                changed = {s: self._sharded(parts[s], tensor) for s in chosen}
+                if all(part is not None for part in changed.values()):
+                    yield _put(parts, changed)
+
+    @staticmethod
+    def _sharded(part: Part, tensor: int) -> Part | None:
+        if part.devices % tensor:
+            return None
+        return replace(part, replicas=part.devices // tensor, tensor=tensor)
+
+    def _valid(self, parts: Parts) -> Iterator[Parts]:
+        """The parts if each is whole and none waits for itself."""
+        if all(part.mask for part in parts) and _is_acyclic(self._cost, parts):
+            yield parts
+
+    def _elsewhere(self, graph: StageGraph, size: int, parts: Parts) -> Iterator[Candidate]:
+        """The same stages with the devices of two of them exchanged."""
+        cluster = self._cost.cluster
+        node = cluster.group_sizes[0]
+        if node == cluster.num_devices:
+            return
+        prices = self._assembler(size).prices
+        pairs = edges(prices, parts)
+        if len(pairs) != len(graph.edges):
+            return
+        focus = self._focus(size, parts)
+        for x in focus:
+            for y in range(len(parts)):
+                a, b = graph.stages[x].devices, graph.stages[y].devices
+                if x == y or len(a) != len(b) or a[0] // node == b[0] // node:
+                    continue
+                stages = list(graph.stages)
+                stages[x] = replace(stages[x], devices=b, in_flight=0)
+                stages[y] = replace(stages[y], devices=a, in_flight=0)
+                moved = replace(graph, stages=tuple(replace(each, in_flight=0) for each in stages))
+                where = [stage.devices for stage in moved.stages]
+                yield Candidate(moved, step_s(prices, parts, where, pairs), 0.0)
+
+
+def _put(parts: Parts, changed: dict[int, Part | None]) -> Parts:
+    """The parts with some replaced, or left out for None."""
+    replaced = (changed.get(s, part) for s, part in enumerate(parts))
+    return tuple(part for part in replaced if part is not None)
+
+
+def _is_acyclic(cost: CostModel, parts: Parts) -> bool:
+    home = {op: s for s, part in enumerate(parts) for op in bits(part.mask)}
+    after: list[set[int]] = [set() for _ in parts]
+    waits = [0] * len(parts)
+    for a, b in cost.graph.edges:
+        x, y = home[a], home[b]
+        if x != y and y not in after[x]:
+            after[x].add(y)
+            waits[y] += 1
+    ready = [s for s, count in enumerate(waits) if not count]
+    done = 0
+    while ready:
+        done += 1
+        for y in after[ready.pop()]:
+            waits[y] -= 1
+            if not waits[y]:
+                ready.append(y)
+    return done == len(parts)

@@ -1,0 +1,137 @@
+"""All downsets, each once, and an end where there are too many."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from anabranch.errors import BudgetError
+from anabranch.graph.opgraph import Op, OpGraph, Value, bits
+from anabranch.planner.downsets import MOST_DOWNSETS, downsets, extensions, frontier, prefixes
+from tests.strategies import op_graphs
+
+
+def graph_of(count: int, edges: list[tuple[int, int]]) -> OpGraph:
+    """Operators 0, 1, 2 ... and edges between them."""
+    return OpGraph(
+        tuple(Op(f"op{i}") for i in range(count)),
+        tuple(Value(a, (b,), 1) for a, b in edges),
+        name="drawn",
+    )
+
+
+def branches(count: int, length: int) -> OpGraph:
+    """Chains side by side and an operator that joins them."""
+    ops = range(count * length)
+    edges = [(i, i + 1) for i in ops if (i + 1) % length]
+    edges += [(i, count * length) for i in ops if (i + 1) % length == 0]
+    return graph_of(count * length + 1, edges)
+
+
+def by_definition(graph: OpGraph) -> list[int]:
+    """Every set of operators that holds what its operators read."""
+    return sorted(
+        (
+            mask
+            for mask in range(1 << len(graph))
+            if all(graph.predecessors[i] & ~mask == 0 for i in bits(mask))
+        ),
+        key=lambda mask: (mask.bit_count(), mask),
+    )
+
+
+@settings(max_examples=200, deadline=None)
+@given(graph=op_graphs(max_ops=9))
+def test_lists_them_all(graph):
+    """The same as testing every set of operators, in ascending order."""
+    assert downsets(graph) == by_definition(graph)
+
+
+def test_a_diamond_by_eye():
+    """a, then b and c in any order, then d."""
+    diamond = graph_of(4, [(0, 1), (0, 2), (1, 3), (2, 3)])
+    assert downsets(diamond, 6) == [0, 0b1, 0b11, 0b101, 0b111, 0b1111]
+
+
+@pytest.mark.parametrize(
+    ("count", "length", "expected"), [(1, 500, 502), (2, 30, 962), (4, 8, 6562), (5, 5, 7777)]
+)
+def test_counts_of_branches(count, length, expected):
+    """k chains of n operators with a join: (n + 1) ** k and the whole."""
+    found = downsets(branches(count, length))
+    assert len(found) == len(set(found)) == expected == (length + 1) ** count + 1
+
+
+@settings(max_examples=100, deadline=None)
+@given(graph=op_graphs(max_ops=7), budget=st.integers(1, 40))
+def test_the_budget_is_exact(graph, budget):
+    """As many as the budget are listed; one more and there is none."""
+    count = len(by_definition(graph))
+    if count <= budget:
+        assert len(downsets(graph, budget)) == count
+    else:
+        with pytest.raises(BudgetError, match=rf"at least {budget + 1} .* budget of {budget},"):
+            downsets(graph, budget)
+
+
+def test_many_branches_end_in_a_paragraph():
+    """9 ** 7 is nearly 5 million; the paragraph has both numbers and a way on."""
+    graph = branches(7, 8)
+    with pytest.raises(BudgetError) as error:
+        downsets(graph)
+    assert f"{MOST_DOWNSETS + 1:,} downsets" in str(error.value)
+    assert f"budget of {MOST_DOWNSETS:,}" in str(error.value)
+    for way in ("coarser", "planner graphpipe", "larger budget"):
+        assert way in str(error.value)
+
+
+def test_refuses_an_empty_budget():
+    """The empty set is a downset."""
+    with pytest.raises(ValueError, match="at least 1"):
+        downsets(branches(1, 1), 0)
+
+
+@settings(max_examples=100, deadline=None)
+@given(graph=op_graphs(max_ops=7))
+def test_extensions_lead_to_the_next_size(graph):
+    """From every downset to exactly those that hold it and one operator more."""
+    found = by_definition(graph)
+    for downset in found:
+        larger = {each for each in found if each & downset == downset}
+        expected = {each for each in larger if each.bit_count() == downset.bit_count() + 1}
+        assert {downset | 1 << i for i in bits(extensions(graph, downset))} == expected
+
+
+@settings(max_examples=100, deadline=None)
+@given(graph=op_graphs(max_ops=7))
+def test_frontiers_are_the_antichains(graph):
+    """Each downset has its own, of operators that do not depend on each other, and it is closed
+    under what they depend on.
+    """
+    seen = set()
+    for downset in by_definition(graph):
+        top = frontier(graph, downset)
+        seen.add(top)
+        closed = top
+        for i in bits(top):
+            assert not graph.ancestors[i] & top
+            closed |= graph.ancestors[i]
+        assert closed == downset
+    assert len(seen) == len(by_definition(graph))
+
+
+def test_prefixes_of_a_row():
+    """Operators 2, 0, 1 one after the other."""
+    assert prefixes([2, 0, 1]) == [0, 0b100, 0b101, 0b111]
+
+
+@settings(max_examples=100, deadline=None)
+@given(graph=op_graphs(max_ops=7))
+def test_prefixes_of_a_topological_order_are_downsets(graph):
+    """Nested, one operator more each, from nothing to all."""
+    row = prefixes(range(len(graph)))
+    assert set(row) <= set(by_definition(graph))
+    assert all(b & a == a and (b ^ a).bit_count() == 1 for a, b in pairwise(row))
