@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import pytest
 from hypothesis import given, settings
@@ -9,11 +10,18 @@ from hypothesis import strategies as st
 
 from anabranch import planner as planners
 from anabranch.cost import CostModel
-from anabranch.errors import InfeasiblePlanError, InvalidPlanError
+from anabranch.errors import BudgetError, InfeasiblePlanError, InvalidPlanError
 from anabranch.planner.stages import Plan, Prediction, Stage, StageGraph
 from anabranch.schedule import SCHEDULES
 from anabranch.simulator.run import step_seconds
-from anabranch.solve import bottleneck_s_per_sample, check_plan, ideal_step_s, plan, simulate
+from anabranch.solve import (
+    bottleneck_s_per_sample,
+    check_plan,
+    compare,
+    ideal_step_s,
+    plan,
+    simulate,
+)
 from tests.simulator.helpers import chain, cluster, cost_model, stage_graph
 
 GB = 10**9
@@ -308,3 +316,109 @@ def test_pruning_loses_nothing(times, sizes, bandwidth):
             warm = rule.warm_up(graph)
             every.append(step_seconds(warm, rule.order(warm), cost))
     assert best.predicted.step_s == pytest.approx(min(every))
+
+
+@dataclass(frozen=True)
+class Interrupted:
+    """A planner whose search is interrupted after some proposals."""
+
+    graphs: tuple[StageGraph, ...]
+
+    def __call__(self, cost: CostModel, *, batch_size: int, microbatch_size: int | None = None):
+        yield from self.graphs
+        raise KeyboardInterrupt
+
+
+def test_an_interrupt_leaves_the_best_so_far(propose):
+    """The plan says that the search did not end; without any proposal there is no plan."""
+    cost, graph = on_chain(8)
+    propose(planner=lambda: Interrupted((with_size(graph, 2), graph)))
+    best = found(cost, 8)
+    assert best.stage_graph.stages[0].microbatch_size == 1
+    assert best.notes[-1] == "interrupted: the best of the first 2 proposals"
+    propose(planner=lambda: Interrupted(()))
+    with pytest.raises(KeyboardInterrupt):
+        found(cost, 8)
+
+
+@dataclass(frozen=True)
+class Improving:
+    """Proposes large micro-batches, and half of what is best when asked for more."""
+
+    graph: StageGraph
+
+    def __call__(self, cost: CostModel, *, batch_size: int, microbatch_size: int | None = None):
+        yield with_size(self.graph, 8)
+
+    def neighbourhood(self, cost: CostModel, batch_size: int, microbatch_size: int | None):
+        def near(graph: StageGraph) -> list[StageGraph]:
+            return [with_size(self.graph, max(1, graph.stages[0].microbatch_size // 2))]
+
+        return near
+
+
+def test_what_lies_near_the_best_is_tried_until_nothing_is_better(propose):
+    """8, then 4, 2 and 1 samples."""
+    cost, graph = on_chain(8)
+    propose(planner=lambda: Improving(graph))
+    assert found(cost, 8).stage_graph.stages[0].microbatch_size == 1
+
+
+@dataclass(frozen=True)
+class Published:
+    """A planner whose paper fills the pipeline first."""
+
+    graph: StageGraph
+    times: int = 1
+    schedules: ClassVar[tuple[str, ...]] = ("gpipe",)
+
+    def __call__(self, cost: CostModel, *, batch_size: int, microbatch_size: int | None = None):
+        return [self.graph] * self.times
+
+
+def test_published_is_the_schedule_of_the_planner(propose):
+    """And no other."""
+    cost, graph = on_chain(8)
+    propose(planner=lambda: Published(graph))
+    assert found(cost, 8, schedule="published").schedule == "gpipe"
+    assert found(cost, 8).schedule == "1f1b"
+
+
+def test_options_of_a_planner(propose):
+    """By the names of its fields; an unknown name or another kind of value is refused."""
+    cost, graph = on_chain(8)
+    propose(planner=lambda: Published(graph))
+    assert found(cost, 8, planner_options={"times": 3}).schedule == "1f1b"
+    with pytest.raises(ValueError, match=r"no option speed; it has graph, times"):
+        found(cost, 8, planner_options={"speed": 3})
+    with pytest.raises(ValueError, match=r"option times of planner test is True"):
+        found(cost, 8, planner_options={"times": True})
+
+
+def test_a_deep_warm_up_is_as_deep_as_memory_allows(propose):
+    """Three stages: 5, 3 and 1 micro-batches, or 4, 3 and 1 if there is room for no more."""
+    graph = stage_graph(chain(3), [(0,), (1,), (2,)], 16)
+
+    def with_memory(nbytes: int) -> list[int]:
+        machines = cluster(3, bandwidth=8, memory_bytes=nbytes)
+        cost = cost_model(chain(3), [1, 1, 1], [1, 1, 1], machines, value_bytes=8, kept_bytes=100)
+        propose(graph)
+        return [s.in_flight for s in found(cost, 16, schedule="1f1b-deep").stage_graph.stages]
+
+    assert with_memory(10_000) == [5, 3, 1]
+    assert with_memory(450) == [4, 3, 1]
+
+
+def test_compare_goes_on_where_one_planner_cannot(propose):
+    """Its error takes the place of the plan."""
+    cost, graph = on_chain(8)
+
+    def cannot(*_: object, **__: object):
+        raise BudgetError("more states than 3")
+
+    propose(graph)
+    planners.PLANNERS["costly"] = lambda: cannot
+    rows = dict(compare(cost.profile, cost.cluster, 8))
+    assert rows["test"].schedule == "1f1b"
+    assert str(rows["costly"]) == "more states than 3"
+    assert [name for name, _ in compare(cost.profile, cost.cluster, 8, ["test"])] == ["test"]

@@ -311,6 +311,13 @@ def _planner(
             f"planner {name} has no option {', '.join(unknown)}; it has "
             f"{', '.join(sorted(known)) or 'none'}"
         )
+    for option, value in options.items():
+        default = getattr(search, option)
+        kinds = (int, type(None)) if default is None else (type(default),)
+        if isinstance(value, bool) is not isinstance(default, bool) or not isinstance(value, kinds):
+            raise ValueError(
+                f"option {option} of planner {name} is {value!r}; it should be like {default!r}"
+            )
     ignored = max_replicas is not None and "max_replicas" not in known
     chosen = dict(options)
     if max_replicas is not None and not ignored:

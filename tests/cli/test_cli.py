@@ -59,7 +59,7 @@ def profile(run, tmp_path) -> str:
 def test_choices_are_the_tables_of_the_families():
     """They are spelled out for a fast --help, so something must hold them together."""
     assert {each.value for each in options.Planner} == set(PLANNERS)
-    assert {each.value for each in options.Schedule} == {"auto", *SCHEDULES}
+    assert {each.value for each in options.Schedule} == {"auto", "published", *SCHEDULES}
 
 
 def test_profile_measures_and_writes(document, tmp_path):
@@ -107,6 +107,34 @@ def test_compare_has_every_planner(document, profile):
     assert [plan["planner"] for plan in found["plans"]] == [each.value for each in options.Planner]
     steps = {p["planner"]: p["predicted"]["step_s"] for p in found["plans"] if "predicted" in p}
     assert steps["graphpipe"] <= min(steps["sequential"], steps["data-parallel"]) * (1 + 1e-9)
+
+
+def test_compare_shows_a_row_for_who_cannot(run, profile, tmp_path):
+    """One sample cannot be shared out: no data parallelism, and the row and a line say so."""
+    file = tmp_path / "compare.json"
+    code, out, err = run(
+        *("compare", profile, "--cluster", "summit:1x2", "--batch-size", "1", "-o", str(file)),
+        *("--planner", "even", "--planner", "data-parallel"),
+    )
+    assert code == 0, err
+    lines = {line.split()[0]: line for line in out.splitlines() if line.strip()}
+    assert "no plan" in lines["data-parallel"]
+    assert "at least 2 samples" in lines["data-parallel:"]
+    even, parallel = json.loads(file.read_text())["plans"]
+    assert even["predicted"]["step_s"] > 0
+    assert set(parallel) == {"planner", "error", "kind"}
+
+
+def test_planner_options_reach_the_planner(document, run, profile):
+    """With a name and a value; a wrong one is wrong usage and lists what there is."""
+    arguments = ("plan", profile, "--cluster", "summit:1x4", "--batch-size", "16")
+    found = document(*arguments, "--planner", "sequential", "--planner-option", "max_replicas=1")
+    assert all(len(stage["devices"]) == 1 for stage in found["stages"])
+    code, _, err = run(*arguments, "--planner", "even", "--planner-option", "kfkb=true")
+    assert code == 2
+    assert "max_replicas" in err
+    code, _, err = run(*arguments, "--planner-option", "kfkb")
+    assert code == 2
 
 
 def test_check_and_simulate_a_plan_file(run, document, profile, tmp_path):

@@ -10,7 +10,7 @@ import typer
 # The tables of planners and schedules, spelled out so that --help needs no import; a test holds
 # them together.
 Planner = StrEnum("Planner", ["graphpipe", "sequential", "data-parallel", "even", "exhaustive"])
-Schedule = StrEnum("Schedule", ["auto", "gpipe", "1f1b", "1f1b-deep"])
+Schedule = StrEnum("Schedule", ["auto", "published", "gpipe", "1f1b", "1f1b-deep"])
 Granularity = StrEnum("Granularity", ["operator", "layer", "block"])
 Preset = StrEnum("Preset", ["published", "small"])
 
@@ -45,7 +45,19 @@ GranularityOption = Annotated[
     Granularity, typer.Option("--granularity", help="How coarse operators are.")
 ]
 ScheduleOption = Annotated[
-    Schedule, typer.Option("--schedule", help="auto lets the simulator choose.")
+    Schedule,
+    typer.Option(
+        "--schedule",
+        help="auto lets the simulator choose; published is what the planner's paper runs.",
+    ),
+]
+PlannerOptions = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--planner-option",
+        metavar="NAME=VALUE",
+        help="An option of the planner, such as kfkb=true; repeatable. The documentation has them.",
+    ),
 ]
 PresetOption = Annotated[
     Preset,

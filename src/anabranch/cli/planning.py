@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from anabranch.cli.inputs import Source, parse_counts, read_cluster, split_output, try_plan
+from anabranch.cli.inputs import (
+    Source,
+    parse_counts,
+    read_cluster,
+    split_output,
+    try_plan,
+    usage,
+)
 from anabranch.cli.options import (
     AsJson,
     BatchSize,
@@ -23,12 +31,14 @@ from anabranch.cli.options import (
     Model,
     Output,
     Planner,
+    PlannerOptions,
     Preset,
     PresetOption,
     Schedule,
     ScheduleOption,
 )
-from anabranch.cli.output import print_json, print_table
+from anabranch.cli.output import print_json, print_table, progress_bar
+from anabranch.errors import AnabranchError, BudgetError
 
 if TYPE_CHECKING:
     from anabranch.cluster import Cluster
@@ -108,6 +118,7 @@ def plan(
     microbatch_size: MicrobatchSize = None,
     schedule: ScheduleOption = Schedule.auto,
     max_replicas: MaxReplicas = None,
+    planner_option: PlannerOptions = None,
     device: Device = None,
     output: Output = None,
     preset: PresetOption = Preset.published,
@@ -128,7 +139,8 @@ def plan(
     machines = read_cluster(cluster)
     source = Source(model, preset, options, granularity)
     costs = source.profile(device or machines.device, batch_size)
-    found = search(
+    found = usage(
+        search,
         costs,
         machines,
         batch_size,
@@ -136,6 +148,7 @@ def plan(
         microbatch_size=microbatch_size,
         schedule=schedule.value,
         max_replicas=max_replicas,
+        planner_options=_planner_options(planner_option),
         model=model,
     )
     found = replace(found, options=source.recorded())
@@ -169,6 +182,9 @@ def compare(
     model: Model,
     cluster: ClusterName,
     batch_size: BatchSize,
+    planner: Annotated[
+        list[Planner] | None, typer.Option(help="Only this planner; repeatable [default: all].")
+    ] = None,
     microbatch_size: MicrobatchSize = None,
     schedule: ScheduleOption = Schedule.auto,
     max_replicas: MaxReplicas = None,
@@ -180,60 +196,56 @@ def compare(
 ) -> None:
     """Every planner side by side on the same profile, judged by the same simulator.
 
+    A planner that finds no plan has a row that says why. Ctrl-C ends the search of one planner with
+    the best of what it has proposed.
+
     Example: `anabranch compare dlrm --cluster summit:4x4 --batch-size 1024`
     """
-    options, _ = split_output(output)
+    from anabranch.solve import compare as search
+
+    options, file = split_output(output)
     machines = read_cluster(cluster)
     source = Source(model, preset, options, granularity)
     costs = source.profile(device or machines.device, batch_size)
-    found = {
-        planner.value: try_plan(
+    chosen = [each.value for each in planner or Planner]
+    found: dict[str, Plan | AnabranchError] = {}
+    # An interrupt that meets a planner without any proposal ends the comparison, not the table.
+    with progress_bar("planning") as progress, suppress(KeyboardInterrupt):
+        progress(0, len(chosen))
+        for name, each in search(
             costs,
             machines,
             batch_size,
-            planner=planner.value,
+            chosen,
             microbatch_size=microbatch_size,
             schedule=schedule.value,
             max_replicas=max_replicas,
             model=model,
-        )
-        for planner in Planner
+        ):
+            found[name] = each
+            progress(len(found), len(chosen))
+    document = {
+        "model": model,
+        "cluster": cluster,
+        "batch_size": batch_size,
+        "profile": costs.origin,
+        "plans": [_plan_or_error(name, each) for name, each in found.items()],
     }
+    if file is not None:
+        file.write_text(json.dumps(document, indent=2, allow_nan=False) + "\n", encoding="utf-8")
     if as_json:
-        plans = [_plan_or_error(name, each) for name, each in found.items()]
-        print_json(
-            {
-                "model": model,
-                "cluster": cluster,
-                "batch_size": batch_size,
-                "profile": costs.origin,
-                "plans": plans,
-            }
-        )
+        print_json(document)
         return
-    fastest = min(
-        (p.predicted.step_s for p in found.values() if not isinstance(p, str)), default=0.0
-    )
-    columns = [
-        "planner",
-        "step ms",
-        "over best",
-        "samples/s",
-        "us/sample",
-        "bubble",
-        "depth",
-        "peak GiB",
-    ]
-    columns += ["schedule", "search s"]
-    rows = [
-        _compare_row(name, each, fastest)
-        for name, each in found.items()
-        if not isinstance(each, str)
-    ]
-    print_table(f"{model} on {cluster}, batch {batch_size} ({costs.origin})", columns, rows)
+    title = f"{model} on {cluster}, batch {batch_size} ({costs.origin})"
+    print_table(title, list(_COLUMNS), comparison(found))
     for name, each in found.items():
-        if isinstance(each, str):
+        if isinstance(each, AnabranchError):
             typer.echo(f"{name}: {each}")
+        elif each.notes:
+            typer.echo(f"{name}: {'; '.join(each.notes)}")
+    if len(found) < len(chosen):
+        typer.echo(f"interrupted before {', '.join(chosen[len(found) :])}")
+    _say_written(file)
 
 
 def check(
@@ -375,14 +387,53 @@ def against(name: str, other: Plan | str, ours: Plan) -> str:
     )
 
 
-def _plan_or_error(name: str, found: Plan | str) -> dict[str, Any]:
-    from anabranch.files import plan_to_dict
+def _planner_options(values: list[str] | None) -> dict[str, object]:
+    """``name=value`` pairs; true, false, none and numbers are what they look like."""
+    words: dict[str, object] = {"true": True, "false": False, "none": None}
+    options: dict[str, object] = {}
+    for text in values or []:
+        name, equals, value = text.partition("=")
+        if not equals or not name:
+            raise typer.BadParameter(f"--planner-option {text}: write NAME=VALUE")
+        options[name.replace("-", "_")] = words.get(value.lower(), _number(value))
+    return options
 
-    return {"planner": name, "error": found} if isinstance(found, str) else plan_to_dict(found)
+
+def _number(text: str) -> float | str:
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(text)
+    return text
 
 
-def _compare_row(name: str, found: Plan, fastest: float) -> list[str]:
+_COLUMNS = (
+    "planner",
+    "step ms",
+    "over best",
+    "samples/s",
+    "us/sample",
+    "bubble",
+    "depth",
+    "micro-batch",
+    "peak GiB",
+    "schedule",
+    "search s",
+)
+
+
+def comparison(found: Mapping[str, Plan | AnabranchError]) -> list[list[str]]:
+    """One row per planner, in the order of ``_COLUMNS``; where there is no plan, why."""
+    plans = [each for each in found.values() if not isinstance(each, AnabranchError)]
+    fastest = min((each.predicted.step_s for each in plans), default=0.0)
+    return [_compare_row(name, each, fastest) for name, each in found.items()]
+
+
+def _compare_row(name: str, found: Plan | AnabranchError, fastest: float) -> list[str]:
+    if isinstance(found, AnabranchError):
+        why = "over budget" if isinstance(found, BudgetError) else "no plan"
+        return [name, why, *["-"] * (len(_COLUMNS) - 2)]
     p = found.predicted
+    sizes = sorted({stage.microbatch_size for stage in found.stage_graph.stages})
     return [
         name,
         f"{p.step_s * 1e3:.2f}",
@@ -391,10 +442,19 @@ def _compare_row(name: str, found: Plan, fastest: float) -> list[str]:
         f"{p.bottleneck_s_per_sample * 1e6:.1f}",
         f"{p.bubble:.1%}",
         str(found.stage_graph.depth),
+        ",".join(map(str, sizes)),
         f"{max(p.device_peak_bytes) / 2**30:.2f}",
         found.schedule,
         f"{found.search_s:.3f}",
     ]
+
+
+def _plan_or_error(name: str, found: Plan | AnabranchError | str) -> dict[str, Any]:
+    from anabranch.files import plan_to_dict
+
+    if isinstance(found, AnabranchError):
+        return {"planner": name, "error": str(found), "kind": type(found).__name__}
+    return {"planner": name, "error": found} if isinstance(found, str) else plan_to_dict(found)
 
 
 def _say_written(path: Path | None) -> None:

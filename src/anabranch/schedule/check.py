@@ -7,13 +7,15 @@ The transport that the proof is about:
 - a device waits in line for a receive, and for nothing else: sends are handed over and never waited
   for;
 - receives are posted ahead, for the next ``slots`` micro-batches of the receiver, and a message
-  moves once it has been sent and its receive is posted.
+  moves once it has been sent and its receive is posted;
+- the devices of one replica (tensor parallelism) exchange what they compute while they compute it,
+  so each starts a micro-batch when all of them have come to it.
 
 With at least one slot the receive that a device waits for is always posted, so a message that was
 sent arrives: slots delay messages, they never block one for good. What is left to prove is that the
-lists have no cycle of devices that wait for each other's sends. Running the lists once, without a
-clock, decides it, because running one action never takes away what another one waits for: any order
-of running them gets equally far.
+lists have no cycle of devices that wait for each other's sends, or for each other. Running the
+lists once, without a clock, decides it, because running one action never takes away what another
+one waits for: any order of running them gets equally far.
 """
 
 from __future__ import annotations
@@ -56,6 +58,7 @@ def check(schedule: Schedule, graph: StageGraph) -> None:
     _check_devices(schedule, graph)
     for device, actions in schedule.actions.items():
         _check_order(device, actions, graph)
+    _check_replicas(schedule, graph)
     _check_pairs(schedule, graph)
     _check_deadlock(schedule, graph)
 
@@ -86,6 +89,12 @@ def describe_deadlock(schedule: Schedule, graph: StageGraph, positions: Mapping[
         if at == len(actions):
             continue
         action = actions[at]
+        if action.peer < 0:
+            lines.append(
+                f"  device {device}, step {at + 1} of {len(actions)}, waits for the other devices "
+                f"of its replica: {show(actions, at)}"
+            )
+            continue
         what = "samples" if action.kind is Kind.RECEIVE_FORWARD else "the gradient of samples"
         lines.append(
             f"  device {device}, step {at + 1} of {len(actions)}, waits for {what} {action.start} "
@@ -191,6 +200,21 @@ def _message_problem(
     return None
 
 
+def _check_replicas(schedule: Schedule, graph: StageGraph) -> None:
+    """The devices of one replica compute the same in the same order."""
+    for (s, device), group in _groups(graph).items():
+        mine, first = (
+            [a for a in schedule.actions[each] if a.stage == s and a.peer < 0]
+            for each in (device, group[0])
+        )
+        for n, (a, b) in enumerate(zip(mine, first, strict=True)):
+            if a != b:
+                raise InvalidScheduleError(
+                    f"devices {group[0]} and {device} hold one replica of stage {s}, but compute "
+                    f"{n + 1} is {b} on the one and {a} on the other"
+                )
+
+
 def _check_pairs(schedule: Schedule, graph: StageGraph) -> None:
     """Every channel carries, at both ends and in one order, what the sample intervals say."""
     sent: dict[Channel, list[tuple[int, int, int]]] = defaultdict(list)
@@ -220,13 +244,12 @@ def _expected(
     received: dict[Channel, list[tuple[int, int, int]]] = defaultdict(list)
     for x, y in graph.edges:
         forward, back = (x, y, True) in carried, (y, x, False) in carried
-        for i, a, j, b, start, stop in messages(graph, x, y) if forward or back else ():
-            if forward:
-                sent[x, y, a, b, True].append((i, start, stop))
-                received[x, y, a, b, True].append((j, start, stop))
-            if back:
-                sent[y, x, b, a, False].append((j, start, stop))
-                received[y, x, b, a, False].append((i, start, stop))
+        for i, a, j, b, start, stop in messages(graph, x, y) if forward else ():
+            sent[x, y, a, b, True].append((i, start, stop))
+            received[x, y, a, b, True].append((j, start, stop))
+        for i, a, j, b, start, stop in messages(graph, x, y, back=True) if back else ():
+            sent[y, x, b, a, False].append((j, start, stop))
+            received[y, x, b, a, False].append((i, start, stop))
     return sent, received
 
 
@@ -260,6 +283,9 @@ def _check_deadlock(schedule: Schedule, graph: StageGraph) -> None:
     sent: dict[Channel, int] = defaultdict(int)
     received: dict[Channel, int] = defaultdict(int)
     waiting: dict[Channel, int] = {}
+    groups = _groups(graph)
+    come: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    ready = dict.fromkeys(schedule.actions, -1)
     positions = dict.fromkeys(schedule.actions, 0)
     runnable = list(schedule.actions)
     while runnable:
@@ -279,7 +305,25 @@ def _check_deadlock(schedule: Schedule, graph: StageGraph) -> None:
                 else:
                     waiting[key] = device
                     break
+            elif (group := groups.get((action.stage, device))) and ready[device] != at:
+                # The last device of the replica to come lets all of them go on.
+                ready[device] = at
+                come[group].append(device)
+                if len(come[group]) < len(group):
+                    break
+                runnable += (each for each in come.pop(group) if each != device)
             at += 1
         positions[device] = at
     if any(at < len(schedule.actions[device]) for device, at in positions.items()):
         raise DeadlockError(describe_deadlock(schedule, graph, positions))
+
+
+def _groups(graph: StageGraph) -> dict[tuple[int, int], tuple[int, ...]]:
+    """(stage, device) -> devices of its replica, where these are several."""
+    return {
+        (s, device): stage.devices[first : first + stage.tensor]
+        for s, stage in enumerate(graph.stages)
+        for first in range(0, len(stage.devices), stage.tensor)
+        for device in stage.devices[first : first + stage.tensor]
+        if stage.tensor > 1
+    }

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from anabranch.errors import InvalidScheduleError
 from anabranch.planner.stages import StageGraph
@@ -98,13 +99,19 @@ def in_flight_samples(k_x: int, b_x: int, k_y: int, b_y: int, held: int) -> int:
 
 def alternate(stage: int, num_microbatches: int, in_flight: int, k: int) -> tuple[Action, ...]:
     """Compute of one stage: ``in_flight`` forwards, then k backwards and k forwards in turn."""
-    forwards = [Action(stage, Kind.FORWARD, i) for i in range(num_microbatches)]
-    backwards = [Action(stage, Kind.BACKWARD, i) for i in range(num_microbatches)]
+    forwards = [_compute(stage, Kind.FORWARD, i) for i in range(num_microbatches)]
+    backwards = [_compute(stage, Kind.BACKWARD, i) for i in range(num_microbatches)]
     result = forwards[:in_flight]
     for done in range(0, num_microbatches, k):
         result += backwards[done : done + k]
         result += forwards[in_flight + done : in_flight + done + k]
     return tuple(result)
+
+
+@lru_cache(maxsize=1 << 16)
+def _compute(stage: int, kind: Kind, microbatch: int) -> Action:
+    """The same action for all that ask: planning makes thousands of schedules of a few hundred."""
+    return Action(stage, kind, microbatch)
 
 
 def require_in_flight(graph: StageGraph) -> None:
@@ -136,7 +143,7 @@ def require_in_flight(graph: StageGraph) -> None:
 
 
 def per_device(graph: StageGraph, orders: Sequence[tuple[Action, ...]]) -> Schedule:
-    """One list of actions per stage, given to each of its replicas.
+    """One list of actions per stage, given to each of its devices.
 
     Raises:
         InvalidScheduleError: if a device holds two stages, whose actions these rules cannot

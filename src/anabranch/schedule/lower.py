@@ -11,21 +11,46 @@ micro-batches of 4, stage 1 on two devices in micro-batches of 8::
 This one rule covers unequal replicas, unequal micro-batch sizes and a short last micro-batch.
 Gradients of the same samples flow back. A replica whose slice is empty has no messages; its compute
 stays in the list and costs nothing.
+
+With tensor parallelism a replica is a group of devices, each of which holds the whole slice. Each
+device of the group that receives gets it from one device of the group that has it, in turn::
+
+    forward   device 0 -> device 2      0 and 1 are a replica of stage 0,
+              device 1 -> device 3      2 to 5 one of stage 1
+              device 0 -> device 4
+              device 1 -> device 5
+    back      device 2 -> device 0      4 and 5 have the same gradients
+              device 3 -> device 1
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from typing import NamedTuple
 
 from anabranch.graph.opgraph import BATCH, OpGraph
-from anabranch.planner.stages import StageGraph, split_evenly
+from anabranch.planner.stages import Stage, StageGraph, split_evenly
 from anabranch.schedule.schedule import Action, Kind, Schedule
 
 
+class Overlap(NamedTuple):
+    """Samples [start, stop) that one replica of a stage makes and one of the next stage needs."""
+
+    source_microbatch: int
+    source_replica: int
+    target_microbatch: int
+    target_replica: int
+    start: int
+    stop: int
+
+
 class Message(NamedTuple):
-    """Samples [start, stop) of one stage edge, between two devices."""
+    """Samples [start, stop) of one stage edge, between two devices.
+
+    The source is the stage that makes the samples, also where their gradients come back.
+    """
 
     source_microbatch: int
     source_device: int
@@ -62,15 +87,14 @@ def lower(
     for x, y in graph.edges:
         if data_edges is not None and (x, y) not in data_edges:
             continue
-        back = gradient_edges is None or (x, y) in gradient_edges
         for i, a, j, b, start, stop in messages(graph, x, y):
             after[a, x, True, i].append(Action(x, Kind.SEND_FORWARD, i, y, b, start, stop))
             before[b, y, True, j].append(Action(y, Kind.RECEIVE_FORWARD, j, x, a, start, stop))
-            if back:
-                after[b, y, False, j].append(Action(y, Kind.SEND_BACKWARD, j, x, a, start, stop))
-                before[a, x, False, i].append(
-                    Action(x, Kind.RECEIVE_BACKWARD, i, y, b, start, stop)
-                )
+        if gradient_edges is not None and (x, y) not in gradient_edges:
+            continue
+        for i, a, j, b, start, stop in messages(graph, x, y, back=True):
+            after[b, y, False, j].append(Action(y, Kind.SEND_BACKWARD, j, x, a, start, stop))
+            before[a, x, False, i].append(Action(x, Kind.RECEIVE_BACKWARD, i, y, b, start, stop))
     lowered = {}
     for device, actions in schedule.actions.items():
         result: list[Action] = []
@@ -87,26 +111,80 @@ def lower(
     return Schedule(lowered, schedule.slots)
 
 
-def messages(graph: StageGraph, x: int, y: int) -> Iterator[Message]:
-    """What flows along stage edge x -> y, ascending; nothing between a device and itself."""
-    made, needed = _slices(graph, x), _slices(graph, y)
+def messages(graph: StageGraph, x: int, y: int, *, back: bool = False) -> Iterator[Message]:
+    """What flows along stage edge x -> y, or back, ascending; nothing between a device and itself.
+
+    The two differ only in pairs of devices, and only where the stages differ in tensor parallelism.
+    """
+    source, target = graph.stages[x], graph.stages[y]
+    for i, r, j, q, start, stop in overlaps(graph, x, y):
+        for a, b in device_pairs(source, r, target, q, back=back):
+            if a != b:
+                yield Message(i, a, j, b, start, stop)
+
+
+def device_pairs(
+    source: Stage, r: int, target: Stage, q: int, *, back: bool
+) -> list[tuple[int, int]]:
+    """Who of replica r of the source exchanges a slice with whom of replica q of the target."""
+    made = source.devices[r * source.tensor : (r + 1) * source.tensor]
+    needed = target.devices[q * target.tensor : (q + 1) * target.tensor]
+    if back:
+        return [(device, needed[k % target.tensor]) for k, device in enumerate(made)]
+    return [(made[k % source.tensor], device) for k, device in enumerate(needed)]
+
+
+def overlaps(graph: StageGraph, x: int, y: int) -> Iterator[Overlap]:
+    """Slices of stage x cut by slices of stage y, ascending; they tile the batch."""
+    i, j = (graph.stages[s].microbatch_size for s in (x, y))
+    unit, pattern, whole, rest = pattern_of(graph, x, y)
+    for n in range(whole):
+        start = n * unit
+        for each in pattern:
+            yield _shifted(each, start // i, start // j, start)
+    start = whole * unit
+    for each in rest:
+        yield _shifted(each, start // i, start // j, start)
+
+
+def pattern_of(
+    graph: StageGraph, x: int, y: int
+) -> tuple[int, list[Overlap], int, list[Overlap]]:
+    """The overlaps of stages x and y repeat: period in samples, those of one period, how often
+    they occur, and those of what is left of the batch, both counted from their own beginning.
+    """
+    source, target = graph.stages[x], graph.stages[y]
+    unit = math.lcm(source.microbatch_size, target.microbatch_size)
+    whole, left = divmod(graph.batch_size, unit)
+    return unit, _cut(source, target, unit) if whole else [], whole, _cut(source, target, left)
+
+
+def _shifted(each: Overlap, microbatches_x: int, microbatches_y: int, samples: int) -> Overlap:
+    i, r, j, q, start, stop = each
+    return Overlap(i + microbatches_x, r, j + microbatches_y, q, start + samples, stop + samples)
+
+
+def _cut(source: Stage, target: Stage, samples: int) -> list[Overlap]:
+    made, needed = _slices(source, samples), _slices(target, samples)
+    result = []
     a = b = 0
     while a < len(made) and b < len(needed):
-        (start_x, stop_x, i, source), (start_y, stop_y, j, target) = made[a], needed[b]
+        (start_x, stop_x, i, r), (start_y, stop_y, j, q) = made[a], needed[b]
         start, stop = max(start_x, start_y), min(stop_x, stop_y)
-        if start < stop and source != target:
-            yield Message(i, source, j, target, start, stop)
+        if start < stop:
+            result.append(Overlap(i, r, j, q, start, stop))
         a, b = a + (stop_x <= stop_y), b + (stop_y <= stop_x)
+    return result
 
 
-def _slices(graph: StageGraph, stage: int) -> list[tuple[int, int, int, int]]:
-    """(start, stop, micro-batch, device) of all that one stage holds; they tile the batch."""
-    devices = graph.stages[stage].devices
+def _slices(stage: Stage, samples: int) -> list[tuple[int, int, int, int]]:
+    """(start, stop, micro-batch, replica) of all that a stage holds of so many samples."""
+    size = stage.microbatch_size
     return [
-        (start, stop, i, device)
-        for i in range(graph.num_microbatches(stage))
-        for device, (start, stop) in zip(
-            devices, split_evenly(*graph.interval(stage, i), len(devices)), strict=True
+        (start, stop, i, replica)
+        for i in range(-(-samples // size))
+        for replica, (start, stop) in enumerate(
+            split_evenly(i * size, min((i + 1) * size, samples), stage.replicas)
         )
         if start < stop
     ]

@@ -25,6 +25,10 @@ corrects both.
 
 Memory is that of ``CostModel.device_bytes`` with min(h + 1, M) micro-batches in flight, h the
 stage's height.
+
+How a stage uses its devices is a mode: a number of replicas, devices per replica (tensor
+parallelism, as far as the profile has it, inside a node), and whether it recomputes. Where traffic
+is concerned d is the number of devices.
 """
 
 from __future__ import annotations
@@ -44,6 +48,26 @@ Number = Any
 """A float or an array of them."""
 
 
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """How a stage uses its devices.
+
+    Attributes:
+        replicas: slices of each micro-batch.
+        recompute: run the forward again in the backward instead of keeping its insides.
+        tensor: devices of each replica.
+    """
+
+    replicas: int
+    recompute: bool = False
+    tensor: int = 1
+
+    @property
+    def devices(self) -> int:
+        """Number of devices."""
+        return self.replicas * self.tensor
+
+
 @dataclass(frozen=True)
 class Prices:
     """Periods and memory for one micro-batch size.
@@ -54,6 +78,9 @@ class Prices:
         microbatch_size: samples of one micro-batch, over all replicas.
         degrees: numbers of replicas that may be used, ascending.
         memory_bytes: memory of each device.
+        tensors: devices per replica that may be used, ascending.
+        recompute: stages may recompute.
+        max_devices: devices of one stage at most, where a replica has several.
     """
 
     cost: CostModel
@@ -61,6 +88,21 @@ class Prices:
     microbatch_size: int
     degrees: tuple[int, ...]
     memory_bytes: float
+    tensors: tuple[int, ...] = (1,)
+    recompute: bool = False
+    max_devices: int = 0
+
+    @cached_property
+    def modes(self) -> tuple[Mode, ...]:
+        """All modes that may be used, fewest devices first; of equals the plainest first."""
+        found = [
+            Mode(degree, recompute, tensor)
+            for tensor in self.tensors
+            for degree in self.degrees
+            if tensor == 1 or degree * tensor <= self.max_devices
+            for recompute in ((False, True) if self.recompute else (False,))
+        ]
+        return tuple(sorted(found, key=lambda mode: (mode.devices, mode.recompute, mode.tensor)))
 
     @cached_property
     def num_microbatches(self) -> int:
@@ -71,22 +113,40 @@ class Prices:
         """Samples on the fullest of ``degree`` replicas."""
         return -(-self.microbatch_size // degree)
 
-    def share(self, degree: int) -> float:
-        """Seconds per byte that one of ``degree`` replicas sends or receives."""
-        return seconds_per_byte(self.cost, degree)
+    def share(self, devices: int) -> float:
+        """Seconds per byte that each of so many devices of a stage sends or receives."""
+        if devices not in self._shares:
+            self._shares[devices] = seconds_per_byte(self.cost, devices)
+        return self._shares[devices]
+
+    @cached_property
+    def _shares(self) -> dict[int, float]:
+        return {}
+
+    @cached_property
+    def _rings(self) -> dict[tuple[int, int], tuple[float, float]]:
+        return {}
+
+    def ring(self, degree: int, tensor: int = 1) -> tuple[float, float]:
+        """Seconds per byte and seconds whatever the size of an all-reduce over replicas in a row.
+
+        Args:
+            degree: number of replicas.
+            tensor: devices of each.
+        """
+        if (degree, tensor) not in self._rings:
+            last = min(degree * tensor, self.cost.cluster.num_devices) - 1
+            link = self.cost.cluster.slowest_link((0, last))
+            per_byte = 2 * (degree - 1) / degree / link.bandwidth
+            self._rings[degree, tensor] = per_byte, 2 * (degree - 1) * link.latency_s
+        return self._rings[degree, tensor]
 
     def allreduce_s(
         self, nbytes: Number, degree: int, tensor: int = 1, *, latency: bool = True
     ) -> Number:
         """Seconds of the all-reduce over ``degree`` groups of devices in a row, once per step."""
-        if degree == 1:
-            return nbytes * 0.0
-        last = min(degree * tensor, self.cost.cluster.num_devices) - 1
-        link = self.cost.cluster.slowest_link((0, last))
-        ring = 2 * (degree - 1) / degree * nbytes / link.bandwidth
-        if latency:
-            ring = ring + 2 * (degree - 1) * link.latency_s * (nbytes > 0)
-        return ring
+        per_byte, fixed = self.ring(degree, tensor)
+        return nbytes * per_byte + (nbytes > 0) * fixed if latency else nbytes * per_byte
 
     def period_s(
         self,

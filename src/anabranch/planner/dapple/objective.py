@@ -1,0 +1,223 @@
+"""DAPPLE's objective: the latency of one synchronous step, by its pivot stage (section 4.1).
+
+The pipeline is a row of stages in which every transfer is a stage of its own, with F and B the
+seconds of the transfer there and of the gradients back, and nothing to reduce::
+
+    stage    0        (0 to 1)   1        (1 to 2)   2
+    F, B     compute  transfer   compute  transfer   compute
+
+The pivot Q is the stage with the fewest bubbles; it dominates the steady phase. Forwards reach it
+(T_w), it does M - 1 further micro-batches (T_s), and then the last backward runs back to the front
+while the stages reduce their gradients as they finish (T_e)::
+
+    T_w = sum of F_s for s <= Q                     T_s = (M - 1) (F_Q + B_Q)
+    T_e = max over s of  AR_s + (sum of B_a for s <= a <= Q)       where s <= Q
+                         AR_s - (sum of B_a for Q <= a <= s)       where s >  Q
+    L   = T_w + T_s + T_e
+
+The pivot is found from the last stage to the first (Algorithm 1): stage s takes over from Q if
+``(M - 1) (F_s + B_s)  >  (M - 1) (F_Q + B_Q) + sum of F_a + B_a for s < a < Q``.
+
+So L grows stage by stage from the back, and six numbers say all about the stages behind
+(``Suffix``), whatever comes before them. Two facts hold for every L and let a search leave early
+(M micro-batches, x_s = F_s + B_s):
+
+- L >= M * x_s for every stage. If s is before Q or is Q, L holds the x of Q and of all up to s,
+  and (M - 1) x_Q + what lies between is at least (M - 1) x_s; a stage behind Q has a smaller x.
+- L >= (M - 1) x_Q + between + (x of all stages to come), Q and what lies before it in a suffix.
+
+The paper leaves out what an overlapped all-reduce costs in T_e, though its data parallelism has one
+(section 6.3, "DP Overlap"). Decided here: the gradients of operator o are complete once the last
+micro-batch has gone back through o, then join one ring that runs beside the backward of what comes
+before o. What sticks out at the end of the stage counts::
+
+    AR = max over its operators o of  ring(parameters up to o) - (backward seconds before o)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from anabranch.cost import CostModel
+from anabranch.planner.dapple.links import counts, hop_price, ring_price
+from anabranch.planner.stages import Stage, StageGraph
+
+Number = Any
+"""A float, or an array of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Latency:
+    """The latency of a pipeline.
+
+    Attributes:
+        warmup_s: T_w, seconds until the pivot has its first micro-batch.
+        steady_s: T_s, seconds of the pivot's other micro-batches.
+        ending_s: T_e, seconds from the pivot's last backward on.
+        pivot: place of the pivot in the row of stages and transfers: even numbers compute.
+    """
+
+    warmup_s: float
+    steady_s: float
+    ending_s: float
+    pivot: int
+
+    @property
+    def total_s(self) -> float:
+        """L."""
+        return self.warmup_s + self.steady_s + self.ending_s
+
+
+def phases(
+    forward_s: Sequence[float],
+    backward_s: Sequence[float],
+    reduce_s: Sequence[float],
+    num_microbatches: int,
+) -> Latency:
+    """Formulas (1) and (2) for a row of stages, transfers among them.
+
+    Args:
+        forward_s: seconds of one micro-batch, per stage.
+        backward_s: likewise.
+        reduce_s: seconds of the all-reduce, 0 for transfers.
+        num_microbatches: M.
+    """
+    both = [f + b for f, b in zip(forward_s, backward_s, strict=True)]
+    q = pivot(both, num_microbatches)
+    ends = [
+        reduce_s[s] + (sum(backward_s[s : q + 1]) if s <= q else -sum(backward_s[q : s + 1]))
+        for s in range(len(both))
+    ]
+    return Latency(sum(forward_s[: q + 1]), (num_microbatches - 1) * both[q], max(ends), q)
+
+
+def pivot(both_s: Sequence[float], num_microbatches: int) -> int:
+    """Algorithm 1: the pivot of a row of stages with these seconds forward and backward."""
+    steady = num_microbatches - 1
+    q = len(both_s) - 1
+    for s in reversed(range(q)):
+        if steady * both_s[s] > steady * both_s[q] + sum(both_s[s + 1 : q]):
+            q = s
+    return q
+
+
+@dataclass(frozen=True, slots=True)
+class Suffix:
+    """What the last stages of a pipeline mean for its latency; numbers or arrays of them.
+
+    Attributes:
+        pivot_s: F + B of the pivot among them.
+        between_s: F + B of all of them before the pivot.
+        warm_s: F of all of them up to the pivot.
+        back_s: B of all of them up to the pivot.
+        ending_s: T_e.
+        behind_s: what T_e would be at least if the pivot were before them: the largest AR less the
+            B of its stage and of all before it.
+    """
+
+    pivot_s: Number
+    between_s: Number
+    warm_s: Number
+    back_s: Number
+    ending_s: Number
+    behind_s: Number
+
+    def prepend(
+        self, forward_s: Number, backward_s: Number, reduce_s: Number, num_microbatches: int
+    ) -> Suffix:
+        """The same with one more stage in front."""
+        steady = num_microbatches - 1
+        both = forward_s + backward_s
+        takes_over = steady * both > steady * self.pivot_s + self.between_s
+        back = self.back_s + backward_s
+        behind = np.maximum(reduce_s, self.behind_s) - backward_s
+        first = np.maximum(reduce_s + backward_s, self.behind_s - backward_s)
+        later = np.maximum(reduce_s + back, self.ending_s)
+        return Suffix(
+            np.where(takes_over, both, self.pivot_s),
+            np.where(takes_over, 0.0, self.between_s + both),
+            np.where(takes_over, forward_s, self.warm_s + forward_s),
+            np.where(takes_over, backward_s, back),
+            np.where(takes_over, first, later),
+            behind,
+        )
+
+    def latency_s(self, num_microbatches: int) -> Number:
+        """L, if nothing comes before."""
+        return self.warm_s + (num_microbatches - 1) * self.pivot_s + self.ending_s
+
+
+NOTHING = Suffix(0.0, -1.0, 0.0, 0.0, 0.0, -np.inf)
+"""No stages yet: the first that is prepended becomes the pivot."""
+
+
+def latency(
+    graph: StageGraph,
+    cost: CostModel,
+    *,
+    overlap_allreduce: bool = False,
+    even_slices: bool = False,
+) -> Latency:
+    """L of any pipeline whose stages run one after the other.
+
+    Args:
+        graph: stages in order, one micro-batch size; edges do not matter. What a stage reads from
+            any stage before it is taken to come from the one just before.
+        cost: prices the operators of ``cost.graph`` on ``cost.cluster``.
+        overlap_allreduce: count of an all-reduce only what sticks out of the backward.
+        even_slices: a replica has exactly b / d samples, also where that is no whole number, as in
+            the tables of the paper; else as many as the fullest replica.
+
+    Raises:
+        ValueError: if micro-batch sizes differ.
+        ProfileError: if the profile does not cover the samples of a replica.
+    """
+    sizes = {stage.microbatch_size for stage in graph.stages}
+    if len(sizes) > 1:
+        raise ValueError(f"DAPPLE has one micro-batch size, the stages have {sorted(sizes)}")
+    priced = [_Priced(stage, cost, overlap_allreduce, even_slices) for stage in graph.stages]
+    forward, backward, reduce = [], [], []
+    for s, stage in enumerate(priced):
+        if s:
+            before = priced[s - 1].machines
+            per_byte, latency_s = hop_price(cost.cluster, before, stage.machines)
+            for row, nbytes in ((forward, stage.entering), (backward, stage.gradients)):
+                row.append(nbytes * per_byte + latency_s if nbytes else 0.0)
+            reduce.append(0.0)
+        forward.append(stage.forward_s)
+        backward.append(stage.backward_s)
+        reduce.append(stage.reduce_s)
+    return phases(forward, backward, reduce, graph.num_microbatches(0))
+
+
+class _Priced:
+    """Seconds and bytes of one stage."""
+
+    def __init__(self, stage: Stage, cost: CostModel, overlap: bool, even_slices: bool) -> None:
+        ops = [cost.graph.index[name] for name in stage.operators]
+        size, replicas = stage.microbatch_size, stage.replicas
+        samples = size / replicas if even_slices else -(-size // replicas)
+        how = {"tensor": stage.tensor}
+        self.machines = counts(cost.cluster, stage.devices)
+        self.forward_s = cost.forward_s(ops, samples, **how)
+        self.backward_s = cost.backward_s(ops, samples, recompute=stage.recompute, **how)
+        mask = cost.graph.mask(stage.operators)
+        entering = {i for op in ops for i in cost.read[op]}
+        entering = {i for i in entering if not mask >> cost.graph.values[i].producer & 1}
+        self.entering = cost.forward_bytes(entering, size)
+        self.gradients = cost.backward_bytes(entering, size)
+        first = counts(cost.cluster, stage.devices[:: stage.tensor])
+        per_byte, latency_s = ring_price(cost.cluster, first)
+        reduced = [
+            cost.parameter_bytes(ops[: k + 1], trainable=True, **how) for k in range(len(ops))
+        ]
+        self.reduce_s = reduced[-1] * per_byte + latency_s * (reduced[-1] > 0)
+        if overlap and self.reduce_s:
+            each = [cost.backward_s([op], samples, recompute=stage.recompute, **how) for op in ops]
+            self.reduce_s = latency_s + max(
+                nbytes * per_byte - sum(each[:k]) for k, nbytes in enumerate(reduced)
+            )

@@ -1,0 +1,194 @@
+"""PipeDream's recurrence itself: the pipeline whose slowest part is quickest, memory apart.
+
+Level by level from the devices up, as the paper has it: within a level all spans (u, v) for one
+component, then for two, and so on; at the last level only spans from the empty state. Every
+number of copies that higher levels may make of a component has tables of its own.
+
+What exceeds a bound is dropped at once, which leaves a narrow band of short spans; if nothing is
+found the bound rises. As no part of a plan exceeds the whole, the result is exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from anabranch.planner.pipedream.spans import Matrix
+from anabranch.planner.pipedream.terms import INFINITE, Meter, Piece, Terms
+
+FIRST = 1.15
+"""The first bound, in multiples of what no plan can beat."""
+
+RISE = 1.5
+RISES = 8
+"""Ratio of the bounds that follow, and how many there are before the search has none."""
+
+
+def solve(terms: Terms, meter: Meter) -> tuple[float, tuple[Piece, ...]] | None:
+    """The least period and a plan with it; None if there is none whatever the memory.
+
+    Raises:
+        BudgetError: if ``meter`` runs out.
+    """
+    for bound in bounds(terms.ideal_s() * FIRST):
+        found = Bounded(terms, bound, meter).solve()
+        if found is not None:
+            return found
+    return None
+
+
+def bounds(first: float) -> Iterator[float]:
+    """Bounds to try one after the other; the last is none."""
+    if first > 0:
+        yield from (first * RISE**i for i in range(RISES))
+    yield INFINITE
+
+
+class Bounded:
+    """The recurrence without anything that exceeds a bound."""
+
+    def __init__(self, terms: Terms, bound: float, meter: Meter) -> None:
+        self._terms = terms
+        self._bound = bound
+        self._meter = meter
+        self._whole: dict[tuple[int, int], Matrix] = {}
+
+    def solve(self) -> tuple[float, tuple[Piece, ...]] | None:
+        """The least period within the bound and a plan with it."""
+        top = len(self._terms.tiers) - 1
+        table = self._table(top, 1, rows=1)
+        value = float(table.best[-1][0, -1])
+        if value == INFINITE:
+            return None
+        return value, self._pieces(table, top, 1, (0, len(self._terms.spans) - 1))
+
+    def _component(self, level: int, copies: int) -> Matrix:
+        """A^level on a whole component, of which there are so many copies; level -1: a device."""
+        if level < 0:
+            return self._within(self._terms.compute_s(copies))
+        if (level, copies) not in self._whole:
+            self._whole[level, copies] = self._table(level, copies).best[-1]
+        return self._whole[level, copies]
+
+    def _table(self, level: int, copies: int, rows: int | None = None) -> Table:
+        """T and A at a level for 1, 2 .. components; ``rows``: only spans from the first states."""
+        terms = self._terms
+        cut = self._within(terms.cut_s(level, copies))
+        stage: list[Matrix] = []
+        best: list[Matrix] = []
+        for m in range(1, terms.tiers[level].size + 1):
+            stage.append(self._stage(level, copies, m))
+            best.append(stage[-1][:rows].copy())
+            into = [np.maximum(best[m - 1 - n], cut) for n in range(1, m)]
+            least_longest(into, stage[: m - 1], best[-1], self._meter)
+        return Table(cut, stage, best)
+
+    def _stage(self, level: int, copies: int, m: int) -> Matrix:
+        if not self._terms.possible(copies * m):
+            count = len(self._terms.spans)
+            return np.full((count, count), INFINITE)
+        inside = self._component(level - 1, copies * m)
+        return self._within(np.maximum(inside, self._terms.reduce_s(level, copies, m)))
+
+    def _within(self, seconds: Matrix) -> Matrix:
+        return np.where(seconds <= self._bound, seconds, INFINITE)
+
+    def _pieces(
+        self, table: Table, level: int, copies: int, span: tuple[int, int]
+    ) -> tuple[Piece, ...]:
+        """The plan behind one entry."""
+        pieces = []
+        for start, stop, m in table.split(*span):
+            inside: tuple[Piece, ...] = ()
+            if level:
+                below = self._table(level - 1, copies * m)
+                inside = self._pieces(below, level - 1, copies * m, (start, stop))
+            pieces.append(Piece(start, stop, m, inside))
+        return tuple(pieces)
+
+
+class Table:
+    """T and A at one level, for one number of copies.
+
+    Attributes:
+        cut: seconds per state.
+        stage: T of 1, 2 .. components.
+        best: A likewise, perhaps only its first rows.
+    """
+
+    def __init__(
+        self, cut: NDArray[np.float64], stage: Sequence[Matrix], best: Sequence[Matrix]
+    ) -> None:
+        self.cut = cut
+        self.stage = stage
+        self.best = best
+
+    def split(self, start: int, stop: int) -> list[tuple[int, int, int]]:
+        """Spans and components of the pieces behind A of all components, in order.
+
+        Where a single piece is as quick as several, it is preferred: fewer stages fill faster.
+        """
+        pieces: list[tuple[int, int, int]] = []
+        m = len(self.best)
+        while True:
+            value = self.best[m - 1][start, stop]
+            if self.stage[m - 1][start, stop] <= value:
+                return [(start, stop, m), *reversed(pieces)]
+            stop, m, piece = self._last(start, stop, m, float(value))
+            pieces.append(piece)
+
+    def _last(
+        self, start: int, stop: int, m: int, value: float
+    ) -> tuple[int, int, tuple[int, int, int]]:
+        for n in range(1, m):
+            longest = np.maximum(self.best[m - 1 - n][start], self.cut)
+            at = np.flatnonzero(np.maximum(longest, self.stage[n - 1][:, stop]) <= value)
+            if len(at):
+                return int(at[0]), m - n, (int(at[0]), stop, n)
+        raise AssertionError("an entry of the table has a split with its value")
+
+
+def least_longest(
+    first: Sequence[NDArray[Any]],
+    second: Sequence[NDArray[Any]],
+    result: NDArray[Any],
+    meter: Meter,
+    most: float = np.finfo(np.float64).max,
+) -> None:
+    """Lower ``result[u, v]`` to the least over c and s of max(first[c][u, s], second[c][s, v]).
+
+    Entries above ``most`` are absent: states with none on either side cost nothing.
+    """
+    if not first:
+        return
+    ends = np.stack([each.T for each in first])
+    begins = np.stack(second)
+    low, below = _extent(ends <= most)
+    high, above = _extent(begins[:, :, ::-1] <= most)
+    last = result.shape[1]
+    for s in np.flatnonzero(below & above):
+        rows, columns = slice(low[s], None), slice(None, last - high[s])
+        ending = ends[:, s, rows]
+        ending = ending[:, : min(s, ending.shape[1])]
+        beginning = begins[:, s, s + 1 : last - high[s]]
+        part = result[low[s] : low[s] + ending.shape[1], s + 1 : last - high[s]]
+        meter.spend(len(ends) * part.size)
+        if part.size * len(ends) <= _SMALL:
+            longest = np.maximum(ending[:, :, None], beginning[:, None, :]).min(axis=0)
+            np.minimum(part, longest, out=part)
+            continue
+        for one, other in zip(ending, beginning, strict=True):
+            np.minimum(part, np.maximum(one[:, None], other[None, :]), out=part)
+
+
+_SMALL = 1 << 14
+"""Numbers of entries that are handled in one go."""
+
+
+def _extent(present: NDArray[np.bool_]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Per state, the first entry that any table has, and whether there is one."""
+    some = present.any(axis=0)
+    return some.argmax(axis=1), some.any(axis=1)

@@ -1,0 +1,218 @@
+"""The terms of PipeDream's recurrence at one micro-batch size, and what a plan of it is.
+
+    T^k(u->v, m) = max( A^(k-1)(u->v, m_(k-1)) on micro-batches shared by m times as many,
+                        2 (m-1) * w(u->v) / (B_k * R) )
+    A^k(u->v, m) = min( T^k(u->v, m),
+                        min over s, m' of max( A^k(u->s, m-m'), 2 a_s / B_k, T^k(s->v, m') ) )
+
+with levels k = 1 .. L of m_k components each, bandwidth B_k between the components of level k,
+w the trainable parameters of a span, and 2 a_s the bytes that cross state s with their gradients.
+
+Samples. PipeDream's replicas take whole mini-batches in turn, so it divides by m the time of a
+mini-batch. Here every micro-batch of b samples is split over the replicas: a stage with d replicas
+in all, over every level, computes ceil(b / d) samples, priced at that count. Where time is
+proportional to samples that is the same; where a launch has its price it is not. What is ``1/m``
+in the paper is therefore a table of its own for every number r of copies that higher levels make
+of a component.
+
+All-reduce. In the paper, m replicas process m mini-batches between two all-reduces, so R, the
+micro-batches per all-reduce, is r * m. A synchronous step reduces once, R = M. Both are offered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from anabranch.cluster import Cluster
+from anabranch.errors import BudgetError
+from anabranch.planner.partitioner.prices import Prices
+from anabranch.planner.pipedream.spans import Matrix, Spans
+
+INFINITE = float("inf")
+LASTING = 1 << 14
+"""A headroom that no pipeline needs; fits 16 bits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tier:
+    """One level as the recurrence sees it: so many components, bytes/s between them."""
+
+    size: int
+    bandwidth: float
+
+
+def tiers(cluster: Cluster) -> tuple[Tier, ...]:
+    """The levels, innermost first; those of a single component say nothing and are left out."""
+    found = [
+        Tier(level.size, cluster.level_link(i).bandwidth)
+        for i, level in enumerate(cluster.levels)
+        if level.size > 1
+    ]
+    return tuple(found) or (Tier(1, cluster.levels[0].bandwidth),)
+
+
+def flat(cluster: Cluster) -> tuple[Tier, ...]:
+    """All devices side by side, on the slowest of the links."""
+    return (Tier(cluster.num_devices, cluster.level_link(len(cluster.levels) - 1).bandwidth),)
+
+
+@dataclass
+class Meter:
+    """Counts the splits that were compared.
+
+    Attributes:
+        limit: how many may be.
+        spent: how many have been.
+    """
+
+    limit: int
+    spent: int = 0
+
+    def spend(self, steps: int) -> None:
+        """Count; raises BudgetError beyond the limit."""
+        self.spent += steps
+        if self.spent > self.limit:
+            raise BudgetError(
+                f"planner pipedream has compared {self.spent:.2g} splits, its budget is "
+                f"{self.limit:.2g}; raise option steps, fix the micro-batch size, capture the "
+                "model in coarser operators, or use planner sequential"
+            )
+
+
+@dataclass(frozen=True)
+class Terms:
+    """Everything the recurrence adds up, at one micro-batch size.
+
+    Attributes:
+        spans: the model.
+        prices: batch, micro-batch and memory.
+        tiers: the levels, innermost first.
+        max_replicas: devices per stage at most.
+        accumulate: replicas reduce once per step (R = M), not once per r * m micro-batches.
+    """
+
+    spans: Spans
+    prices: Prices
+    tiers: tuple[Tier, ...]
+    max_replicas: int
+    accumulate: bool
+
+    def allowed(self, replicas: int) -> bool:
+        """Whether a stage may have so many replicas."""
+        size = self.prices.microbatch_size
+        return replicas <= min(size, self.max_replicas) and self.prices.cost.covers(
+            self.prices.samples(replicas)
+        )
+
+    def possible(self, copies: int) -> bool:
+        """Whether so many copies of a component leave each a sample, and no stage too many."""
+        return copies <= min(self.prices.microbatch_size, self.max_replicas)
+
+    def compute_s(self, replicas: int) -> Matrix:
+        """Seconds of every span on so many replicas; infinite where it may not have them."""
+        count = len(self.spans)
+        if not self.allowed(replicas):
+            return np.full((count, count), INFINITE)
+        done = self.spans.seconds(self.prices.samples(replicas))
+        return np.where(self.spans.nested, done[None, :] - done[:, None], INFINITE)
+
+    def reduce_s(self, level: int, copies: int, m: int) -> Matrix | float:
+        """Seconds per micro-batch of the all-reduce among m components."""
+        if m == 1:
+            return 0.0
+        return self.spans.reduced_bytes * self.reduce_s_per_byte(level, copies, m)
+
+    def reduce_s_per_byte(self, level: int, copies: int, m: int) -> float:
+        """The same for one byte of parameters."""
+        every = self.prices.num_microbatches if self.accumulate else copies * m
+        return 2 * (m - 1) / (self.tiers[level].bandwidth * every)
+
+    def cut_s(self, level: int, copies: int) -> NDArray[np.float64]:
+        """Seconds for what crosses each state and its gradients."""
+        samples = self.prices.samples(copies)
+        return self.spans.crossing_bytes(samples) / self.tiers[level].bandwidth
+
+    def headroom(self, replicas: int) -> NDArray[np.int16]:
+        """Stages that may follow a span in memory; -1 where it fits nowhere or is none."""
+        fixed, each = self.spans.memory(self.prices.samples(replicas))
+        height = np.minimum(self.prices.headroom(fixed, each), LASTING)
+        return np.where(self.spans.nested, height, -1).astype(np.int16)
+
+    def ideal_s(self) -> float:
+        """Less than any plan takes: all work spread evenly, at the best sample counts."""
+        return float(self.work_s()[-1]) / self.devices
+
+    def work_s(self) -> NDArray[np.float64]:
+        """Device seconds of everything done at least, per state."""
+        counts = {
+            self.prices.samples(d) for d in range(1, self.devices + 1) if self.allowed(d)
+        } or {self.prices.microbatch_size}
+        samples = sorted(n for n in counts if self.prices.cost.covers(n))
+        if not samples:
+            return np.zeros(len(self.spans))
+        return self.spans.least_work_s(samples) * self.prices.microbatch_size
+
+    @property
+    def devices(self) -> int:
+        """Devices of all levels."""
+        return int(np.prod([tier.size for tier in self.tiers]))
+
+    def period_s(self, pieces: Sequence[Piece], level: int | None = None, copies: int = 1) -> float:
+        """The value of the recurrence for one plan."""
+        level = len(self.tiers) - 1 if level is None else level
+        cut = self.cut_s(level, copies)
+        longest = max((float(cut[piece.start]) for piece in pieces[1:]), default=0.0)
+        for piece in pieces:
+            m = piece.copies
+            if level:
+                inside = self.period_s(piece.inside, level - 1, copies * m)
+            else:
+                inside = float(self.compute_s(copies * m)[piece.start, piece.stop])
+            reduced = float(self.spans.reduced_bytes[piece.start, piece.stop])
+            reduce_s = reduced * self.reduce_s_per_byte(level, copies, m)
+            longest = max(longest, inside, reduce_s)
+        return longest
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """T^k of a plan: a span on ``copies`` components of the level below.
+
+    Attributes:
+        start, stop: states.
+        copies: components that each do the same on a share of every micro-batch.
+        inside: the pipeline in each of them; empty where a component is one device.
+    """
+
+    start: int
+    stop: int
+    copies: int
+    inside: tuple[Piece, ...] = ()
+
+
+def stages(
+    pieces: Sequence[Piece], sizes: Sequence[int], firsts: Sequence[int] = (0,)
+) -> Iterator[tuple[int, int, tuple[int, ...]]]:
+    """The stages of a plan in the order of the pipeline.
+
+    Args:
+        pieces: side by side from the first component on.
+        sizes: components per level, innermost first, up to the level of the pieces.
+        firsts: the first device of every copy of what holds the pieces.
+
+    Yields:
+        First and last state, and devices: those of one position in every copy.
+    """
+    each = int(np.prod(sizes[:-1]))
+    taken = 0
+    for piece in pieces:
+        own = [first + (taken + c) * each for first in firsts for c in range(piece.copies)]
+        if piece.inside:
+            yield from stages(piece.inside, sizes[:-1], own)
+        else:
+            yield piece.start, piece.stop, tuple(sorted(own))
+        taken += piece.copies
