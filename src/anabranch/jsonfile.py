@@ -22,6 +22,8 @@ from anabranch.errors import FileFormatError
 
 LARGEST_FILE = 2**28
 """Bytes. The profile of a model with 10,000 operators has about 5 MB."""
+LARGEST_SIZE = 2**60
+"""Bytes: an exbibyte. Whatever claims to have more in memory is a mistake."""
 
 _WIDTH = 100
 
@@ -40,8 +42,17 @@ def read_document(path: str | os.PathLike[str], schema: str, model: type[_Model]
         FileFormatError: if there is no such file, or it holds something else.
     """
     where = os.fspath(path)
-    document = _parse(_read_text(Path(path)), where)
+    document = parse(read_text(Path(path)), where)
     _check_schema(document, schema, where)
+    return validate(document, model, where)
+
+
+def validate(document: Any, model: type[_Model], where: str) -> _Model:
+    """A parsed document as its pydantic model.
+
+    Raises:
+        FileFormatError: naming file, key path and value.
+    """
     try:
         return model.model_validate(document)
     except ValidationError as error:
@@ -97,7 +108,7 @@ def explain(error: ValidationError) -> str:
     if first["type"] == "extra_forbidden":
         return f"unknown key {where}; misspelt, or written by another version of anabranch{more}"
     expected = first["msg"].removeprefix("Value error, ").replace("Input should be", "it should be")
-    return f"{where or 'the document'} is {_shown(first['input'])}; {expected}{more}"
+    return f"{where or 'the document'} is {shown(first['input'])}; {expected}{more}"
 
 
 def key_path(parts: tuple[int | str, ...]) -> str:
@@ -106,7 +117,12 @@ def key_path(parts: tuple[int | str, ...]) -> str:
     return text.removeprefix(".")
 
 
-def _read_text(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """A file as text.
+
+    Raises:
+        FileFormatError: if there is no such file, it is absurdly large, or no text in UTF-8.
+    """
     try:
         with path.open("rb") as file:
             data = file.read(LARGEST_FILE + 1)
@@ -124,11 +140,16 @@ def _read_text(path: Path) -> str:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise FileFormatError(
-            f"{path} is no text in UTF-8 (byte {error.start}); JSON was expected"
+            f"{path} is no text in UTF-8 (byte {error.start}), so none of the files read here"
         ) from None
 
 
-def _parse(text: str, where: str) -> Any:
+def parse(text: str, where: str) -> Any:
+    """Text as a JSON document.
+
+    Raises:
+        FileFormatError: if it is none, or has a key twice.
+    """
     if not text.strip():
         raise FileFormatError(f"{where} is empty; a JSON document was expected")
     try:
@@ -171,7 +192,7 @@ def _check_schema(document: Any, schema: str, where: str) -> None:
     kind, version = schema.split("/")
     needed = f'{_article(kind)} is needed here, with "schema": "{schema}"'
     if not isinstance(document, dict):
-        raise FileFormatError(f"{where} holds {_shown(document)}; {needed}")
+        raise FileFormatError(f"{where} holds {shown(document)}; {needed}")
     if "schema" not in document:
         raise FileFormatError(f"{where} does not say what it is: key schema is missing; {needed}")
     found = document["schema"]
@@ -180,19 +201,20 @@ def _check_schema(document: Any, schema: str, where: str) -> None:
     match = found.split("/") if isinstance(found, str) else []
     if len(match) == 2 and match[0] == kind:
         raise FileFormatError(
-            f"{where} is in version {_shown(match[1])} of the format {kind}; "
+            f"{where} is in version {shown(match[1])} of the format {kind}; "
             f"this anabranch reads version {version}"
         )
     if len(match) == 2 and match[0].startswith("anabranch.") and match[0].isprintable():
         raise FileFormatError(f"{where} is {_article(match[0])} ({found[:80]}); {needed}")
-    raise FileFormatError(f"{where}: schema is {_shown(found)}; {needed}")
+    raise FileFormatError(f"{where}: schema is {shown(found)}; {needed}")
 
 
 def _article(kind: str) -> str:
     return f"a {kind.removeprefix('anabranch.')[:40]}"
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """A value for a message: escaped, and not too long."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     try:

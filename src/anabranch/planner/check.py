@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from anabranch.cluster import GIB
 from anabranch.cost import CostModel
 from anabranch.errors import InvalidPlanError
+from anabranch.planner.inflight import least_in_flight
 from anabranch.planner.stages import StageGraph
 
 _NAMED = 5
@@ -55,27 +56,6 @@ def require(graph: StageGraph, cost: CostModel) -> None:
     problems = check(graph, cost)
     if problems:
         raise InvalidPlanError("the plan is not valid: " + "; ".join(problems))
-
-
-def least_in_flight(graph: StageGraph) -> list[int]:
-    """Per stage, the fewest micro-batches in flight under 1F1B.
-
-    That is one more than the longest distance to a sink. Where micro-batch sizes differ or k is
-    more than 1, the same in samples with one larger group per edge, which is never less than
-    GraphPipe's Table 2 asks for, and may be more.
-    """
-    held = [0] * len(graph)
-    for s in reversed(range(len(graph))):
-        group = graph.stages[s].k * graph.stages[s].microbatch_size
-        following = [(held[y], graph.stages[y]) for y in graph.successors[s]]
-        held[s] = max(
-            (samples + max(group, after.k * after.microbatch_size) for samples, after in following),
-            default=group,
-        )
-    return [
-        min(-(-held[s] // stage.microbatch_size), graph.num_microbatches(s))
-        for s, stage in enumerate(graph.stages)
-    ]
 
 
 def _operators(graph: StageGraph, cost: CostModel) -> list[str]:

@@ -207,7 +207,7 @@ def _check_replicas(schedule: Schedule, graph: StageGraph) -> None:
             [a for a in schedule.actions[each] if a.stage == s and a.peer < 0]
             for each in (device, group[0])
         )
-        for n, (a, b) in enumerate(zip(mine, first, strict=True)):
+        for n, (a, b) in enumerate(zip(mine, first, strict=False)):
             if a != b:
                 raise InvalidScheduleError(
                     f"devices {group[0]} and {device} hold one replica of stage {s}, but compute "

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from anabranch.errors import InvalidScheduleError
+from anabranch.planner.inflight import in_flight_samples
 from anabranch.planner.stages import StageGraph
 from anabranch.schedule.schedule import Action, Kind, Schedule
 
@@ -76,25 +77,6 @@ class KFKB:
                 )
             orders.append(alternate(s, num_microbatches, stage.in_flight, stage.k))
         return per_device(graph, orders)
-
-
-def in_flight_samples(k_x: int, b_x: int, k_y: int, b_y: int, held: int) -> int:
-    """Samples that stage x must hold so that stage y, which follows it and holds ``held``, never
-    starves.
-
-    GraphPipe, appendix A.1, Table 2 (ComputeInFlight); x forwards groups of k_x micro-batches of
-    b_x samples.
-    """
-    x, y, largest = k_x * b_x, k_y * b_y, max(b_x, b_y)
-    if x < b_y:
-        return held + b_y
-    if y < b_x:
-        return held + x - y + b_x
-    if x < y:
-        return held + (largest if largest == x else 2 * largest)
-    if x == y:
-        return held + (y if largest == y else 2 * largest)
-    return held + (x if largest == y else x - y + 2 * largest)
 
 
 def alternate(stage: int, num_microbatches: int, in_flight: int, k: int) -> tuple[Action, ...]:

@@ -14,28 +14,40 @@ Callback = Callable[[Any], object]
 
 
 class Engine:
-    """The clock. ``now`` is in seconds and moves only from event to event."""
+    """The clock. ``now`` is in seconds and moves only from event to event.
+
+    An event has a place among those of the same time. Whoever knows early when something will
+    happen, but not yet whether anybody cares, takes a place (``last_place += 1``) and puts in the
+    event later or never; ``place`` is that of the event that is happening.
+    """
+
+    __slots__ = ("_queue", "last_place", "now", "place")
 
     def __init__(self) -> None:
         self.now = 0.0
+        self.place = self.last_place = 0
         self._queue: list[tuple[float, int, Callback, Any]] = []
-        self._count = 0
 
     def at(self, time: float, callback: Callback, argument: Any) -> None:
         """Call ``callback(argument)`` when the clock shows ``time``, which is not in the past."""
-        # The count keeps simultaneous events in order, and tuples from comparing their callbacks.
-        self._count += 1
-        heappush(self._queue, (time, self._count, callback, argument))
+        # The place keeps simultaneous events in order, and tuples from comparing their callbacks.
+        self.last_place += 1
+        heappush(self._queue, (time, self.last_place, callback, argument))
+
+    def at_place(self, time: float, place: int, callback: Callback, argument: Any) -> None:
+        """Likewise, at a place that was taken before."""
+        heappush(self._queue, (time, place, callback, argument))
 
     def after(self, seconds: float, callback: Callback, argument: Any) -> None:
         """Call ``callback(argument)`` when this many seconds have passed."""
-        self.at(self.now + seconds, callback, argument)
+        self.last_place += 1
+        heappush(self._queue, (self.now + seconds, self.last_place, callback, argument))
 
     def run(self) -> None:
         """Go from event to event until none is left."""
         queue = self._queue
         while queue:
-            self.now, _, callback, argument = heappop(queue)
+            self.now, self.place, callback, argument = heappop(queue)
             callback(argument)
 
 

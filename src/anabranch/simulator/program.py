@@ -1,15 +1,18 @@
 """A schedule as numbers: what to look up once, before the clock runs.
 
-Every message gets an index that both ends know, so that the event loop reads lists instead of
-comparing actions.
+Every message gets an index that both ends know, so that the event loop reads lists of integers
+instead of comparing actions. A device's list, with 40 messages in all::
+
+    0RF3<..  0F3  0SF3>..  0SF3>..
+       7     -45     -9      -10        message m >= 0: receive it;  ~m: send it;
+                                        ~(40 + u): compute unit u
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from enum import IntEnum
 from typing import NamedTuple
 
 from anabranch.errors import InvalidScheduleError
@@ -19,34 +22,14 @@ from anabranch.schedule.schedule import Action, Kind, Schedule
 from anabranch.simulator.costs import StepCosts
 
 
-class Do(IntEnum):
-    """What a step does."""
-
-    COMPUTE = 0
-    SEND = 1
-    RECEIVE = 2
-
-
-class Step(NamedTuple):
-    """One action of one device.
-
-    Attributes:
-        do: compute, send or receive.
-        message: index of the message, or -1.
-        seconds: of compute.
-        before: bytes that are taken when it starts.
-        after: bytes that are released when it ends.
-        last: index of its stage if it is the stage's last backward on this device, else -1.
-        action: as scheduled.
+class Price(NamedTuple):
+    """What a message costs: seconds that it occupies its ports, seconds from then until it has
+    arrived, indices of the ports on its way.
     """
 
-    do: Do
-    message: int
-    seconds: float
-    before: float
-    after: float
-    last: int
-    action: Action
+    occupies_s: float
+    latency_s: float
+    ports: tuple[int, ...]
 
 
 @dataclass(slots=True)
@@ -54,39 +37,84 @@ class Messages:
     """Every message, by index; lists of equal length.
 
     Attributes:
-        occupies_s: seconds that it occupies its ports.
-        latency_s: seconds from then until it has arrived.
-        ports: indices of the ports on its way.
-        channel: index of its channel.
-        opens: how many messages of its channel have been taken when its receive is posted.
-        target: index of the receiving device.
-        in_channel: channel index -> its messages in order.
+        price: seconds and ports.
+        is_posted: whether its receive is posted before anything has been received.
+        releases: messages whose receives are posted when this one has been taken.
     """
 
-    occupies_s: list[float] = field(default_factory=list)
-    latency_s: list[float] = field(default_factory=list)
-    ports: list[tuple[int, ...]] = field(default_factory=list)
-    channel: list[int] = field(default_factory=list)
-    opens: list[int] = field(default_factory=list)
-    target: list[int] = field(default_factory=list)
-    in_channel: list[list[int]] = field(default_factory=list)
+    price: list[Price] = field(default_factory=list)
+    is_posted: list[bool] = field(default_factory=list)
+    releases: list[tuple[int, ...]] = field(default_factory=list)
+
+    def add(self, price: Price, count: int) -> int:
+        """Put in messages of one price; the index of the first."""
+        first = len(self.price)
+        self.price += [price] * count
+        self.is_posted += [True] * count
+        self.releases += [()] * count
+        return first
+
+    def post(self, groups: Sequence[Sequence[int]], slots: int) -> None:
+        """Decide when the receives of one channel are posted: when those of all but the latest
+        ``slots`` micro-batches, its own included, have been taken.
+
+        Args:
+            groups: messages of each micro-batch of the receiver, in the order of receiving.
+            slots: micro-batches whose receives may be posted.
+        """
+        for opener, opened in zip(groups, groups[slots:], strict=False):
+            self.releases[opener[-1]] = tuple(opened)
+            for message in opened:
+                self.is_posted[message] = False
+
+
+class Unit(NamedTuple):
+    """Compute that many steps have in common.
+
+    Attributes:
+        seconds: of compute.
+        before: bytes that are taken when it starts.
+        after: bytes that are released when it ends.
+        last: index of its stage if it is the stage's last backward on its device, else -1.
+        group: index of the devices that start it together, or -1.
+    """
+
+    seconds: float
+    before: float
+    after: float
+    last: int
+    group: int
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A lowered schedule with its prices.
+    """A schedule with its messages and prices.
 
     Attributes:
         devices: as in the schedule; everything else counts devices by their position in here.
-        steps: per device.
-        messages: what they exchange.
+        code: per device, its actions as integers.
+        units: what is computed.
+        messages: what the devices exchange.
         ports: port -> index.
+        groups: devices that compute together, each being one replica.
     """
 
     devices: tuple[int, ...]
-    steps: tuple[tuple[Step, ...], ...]
+    code: list[list[int]]
+    units: list[Unit]
     messages: Messages
     ports: dict[tuple[str, int, int], int]
+    groups: list[tuple[int, ...]]
+
+    def finishes(self) -> dict[int, int]:
+        """Stage -> how many devices run a last backward of it."""
+        count: dict[int, int] = defaultdict(int)
+        first = len(self.messages.price)
+        ends = {~(first + u): unit.last for u, unit in enumerate(self.units) if unit.last >= 0}
+        for code in self.code:
+            for end in ends.keys() & code:
+                count[ends[end]] += 1
+        return count
 
 
 def compile_schedule(schedule: Schedule, graph: StageGraph, costs: StepCosts) -> Program:
@@ -95,116 +123,139 @@ def compile_schedule(schedule: Schedule, graph: StageGraph, costs: StepCosts) ->
     Raises:
         InvalidScheduleError: if a send has no receive, or a receive no send.
     """
-    ports: dict[tuple[str, int, int], int] = {}
-    channels: dict[Channel, int] = {}
-    devices = tuple(schedule.actions)
-    messages = _number_messages(schedule, devices, costs, channels, ports)
-    sent = [0] * len(channels)
-    received = [0] * len(channels)
-    priced = _Compute(graph, costs)
-    steps = []
-    for device in devices:
-        actions = schedule.actions[device]
+    prices = Prices(graph, costs, tuple(schedule.actions))
+    messages, received = _number_messages(schedule, prices)
+    units = Units(graph, costs, prices.index)
+    sent: dict[Channel, int] = defaultdict(int)
+    taken: dict[Channel, int] = defaultdict(int)
+    count = len(messages.price)
+    code = []
+    for device, actions in schedule.actions.items():
         last = {a.stage: at for at, a in enumerate(actions) if a.kind in _BACKWARDS}
         mine = []
         for at, action in enumerate(actions):
             if action.peer < 0:
-                ends = action.stage if last.get(action.stage) == at else -1
-                mine.append(priced.step(action, device, ends))
+                mine.append(~(count + units.of(action, device, last.get(action.stage) == at)))
                 continue
             key = channel(action, device)
-            do, counts = (Do.SEND, sent) if action.kind in _SENDS else (Do.RECEIVE, received)
-            index = channels.get(key, -1)
-            if index < 0 or counts[index] == len(messages.in_channel[index]):
+            sends = action.kind in _SENDS
+            counts = sent if sends else taken
+            if counts[key] == len(received[key]):
                 raise InvalidScheduleError(f"device {device}: nobody receives {action}")
-            message = messages.in_channel[index][counts[index]]
-            counts[index] += 1
-            mine.append(Step(do, message, 0.0, 0.0, 0.0, -1, action))
-        steps.append(tuple(mine))
-    return Program(devices, tuple(steps), messages, ports)
+            message = received[key][counts[key]]
+            counts[key] += 1
+            mine.append(~message if sends else message)
+        code.append(mine)
+    return Program(prices.devices, code, units.known, messages, prices.ports, units.groups)
 
 
 def _number_messages(
-    schedule: Schedule,
-    devices: Sequence[int],
-    costs: StepCosts,
-    channels: dict[Channel, int],
-    ports: dict[tuple[str, int, int], int],
-) -> Messages:
-    """Number the messages by their receives; fills ``channels`` and ``ports``."""
+    schedule: Schedule, prices: Prices
+) -> tuple[Messages, dict[Channel, list[int]]]:
+    """Number the messages by their receives; also per channel, in the order of receiving."""
     table = Messages()
-    prices: dict[tuple[Channel, int], tuple[float, float, tuple[int, ...]]] = {}
-    for d, device in enumerate(devices):
-        # Channel -> (micro-batch, messages taken when it starts) of the latest micro-batches.
-        recent: dict[int, list[tuple[int, int]]] = defaultdict(list)
-        for action in schedule.actions[device]:
+    received: dict[Channel, list[int]] = defaultdict(list)
+    groups: dict[Channel, list[list[int]]] = defaultdict(list)
+    latest: dict[Channel, int] = {}
+    for device, actions in schedule.actions.items():
+        for action in actions:
             if action.kind not in _RECEIVES:
                 continue
             key = channel(action, device)
-            index = channels.setdefault(key, len(channels))
-            if index == len(table.in_channel):
-                table.in_channel.append([])
-            samples = action.stop - action.start
-            if (key, samples) not in prices:
-                prices[key, samples] = _price(key, samples, costs, ports)
-            occupies, latency, way = prices[key, samples]
-            starts = recent[index]
-            if not starts or starts[-1][0] != action.microbatch:
-                starts.append((action.microbatch, len(table.in_channel[index])))
-            table.in_channel[index].append(len(table.channel))
-            table.channel.append(index)
-            table.occupies_s.append(occupies)
-            table.latency_s.append(latency)
-            table.ports.append(way)
-            table.target.append(d)
-            # Its receive is posted when those of all but the latest ``slots`` micro-batches,
-            # its own included, have been taken.
-            table.opens.append(starts[max(len(starts) - schedule.slots, 0)][1])
-    return table
+            message = table.add(prices.of(*key, action.stop - action.start), 1)
+            received[key].append(message)
+            if latest.get(key) != action.microbatch:
+                latest[key] = action.microbatch
+                groups[key].append([])
+            groups[key][-1].append(message)
+    for each in groups.values():
+        table.post(each, schedule.slots)
+    return table, received
 
 
-def _price(
-    key: Channel, samples: int, costs: StepCosts, ports: dict[tuple[str, int, int], int]
-) -> tuple[float, float, tuple[int, ...]]:
-    source, target, a, b, forward = key
-    if forward:
-        nbytes = costs.message_bytes(source, target, samples)[0]
-    else:
-        nbytes = costs.message_bytes(target, source, samples)[1]
-    way = costs.route(a, b)
-    indices = tuple(ports.setdefault(port, len(ports)) for port in way.ports)
-    return nbytes / way.bandwidth, way.latency_s, indices
+class Prices:
+    """Prices of messages; each is asked for once.
 
+    Attributes:
+        devices: of the schedule.
+        index: device -> position.
+        ports: port -> index, as far as they are used.
+    """
 
-class _Compute:
-    """Prices of compute; each (stage, samples) is asked for once."""
-
-    def __init__(self, graph: StageGraph, costs: StepCosts) -> None:
+    def __init__(self, graph: StageGraph, costs: StepCosts, devices: tuple[int, ...]) -> None:
+        self.devices = devices
+        self.index = {device: d for d, device in enumerate(devices)}
+        self.ports: dict[tuple[str, int, int], int] = {}
         self._costs = costs
-        self._samples = {
-            (s, device): [
-                stop - start
-                for start, stop in (graph.slice(s, i, r) for i in range(graph.num_microbatches(s)))
-            ]
-            for s, stage in enumerate(graph.stages)
-            for r, device in enumerate(stage.devices)
-        }
-        self._known: dict[tuple[int, int], tuple[float, float, float, float]] = {}
+        self._ways: dict[tuple[int, int], tuple[float, float, tuple[int, ...]]] = {}
+        self._bytes: dict[tuple[int, int, int], tuple[float, float]] = {}
 
-    def step(self, action: Action, device: int, ends: int) -> Step:
-        """One compute step; ``ends`` is the stage whose last backward it is, or -1."""
-        key = action.stage, self._samples[action.stage, device][action.microbatch]
-        if key not in self._known:
-            self._known[key] = (*self._costs.compute_s(*key), *self._costs.flight_bytes(*key))
-        forward, backward, held, inside = self._known[key]
-        if action.kind is Kind.FORWARD:
-            return Step(Do.COMPUTE, -1, forward, held, 0.0, ends, action)
-        if action.kind is Kind.BACKWARD:
-            return Step(Do.COMPUTE, -1, backward, inside, inside + held, ends, action)
+    def of(self, source: int, target: int, a: int, b: int, forward: bool, samples: int) -> Price:
+        """Price of so many samples from stage ``source`` on device a to ``target`` on device b."""
+        way = self._ways.get((a, b))
+        if way is None:
+            route = self._costs.route(a, b)
+            indices = tuple(self.ports.setdefault(port, len(self.ports)) for port in route.ports)
+            way = self._ways[a, b] = route.bandwidth, route.latency_s, indices
+        bandwidth, latency_s, indices = way
+        edge = (source, target, samples) if forward else (target, source, samples)
+        if edge not in self._bytes:
+            self._bytes[edge] = self._costs.message_bytes(*edge)
+        return Price(self._bytes[edge][not forward] / bandwidth, latency_s, indices)
+
+
+class Units:
+    """Compute units; each is priced once.
+
+    Attributes:
+        known: by index.
+        groups: the devices of each replica that has several, by their positions.
+    """
+
+    def __init__(self, graph: StageGraph, costs: StepCosts, index: dict[int, int]) -> None:
+        self._graph, self._costs = graph, costs
+        self.known: list[Unit] = []
+        self.groups: list[tuple[int, ...]] = []
+        self._group_of: dict[tuple[int, int], int] = {}
+        for s, stage in enumerate(graph.stages):
+            for first in range(0, len(stage.devices), stage.tensor) if stage.tensor > 1 else ():
+                self._group_of[s, first // stage.tensor] = len(self.groups)
+                members = stage.devices[first : first + stage.tensor]
+                self.groups.append(tuple(index[device] for device in members))
+        self._replica_of = {
+            (s, device): at // stage.tensor
+            for s, stage in enumerate(graph.stages)
+            for at, device in enumerate(stage.devices)
+        }
+        self._index: dict[tuple[int, int, Kind, bool, int], int] = {}
+
+    def of(self, action: Action, device: int, is_last: bool) -> int:
+        """Unit of a scheduled action."""
+        replica = self._replica_of[action.stage, device]
+        start, stop = self._graph.slice(action.stage, action.microbatch, replica)
+        return self.unit(action.stage, action.kind, stop - start, replica, is_last)
+
+    def unit(self, stage: int, kind: Kind, samples: int, replica: int, is_last: bool) -> int:
+        """Unit of a stage for this many samples on one replica."""
+        group = self._group_of.get((stage, replica), -1)
+        key = stage, samples, kind, is_last, group
+        if key not in self._index:
+            self._index[key] = len(self.known)
+            last = stage if is_last else -1
+            self.known.append(Unit(*self._price(stage, kind, samples), last, group))
+        return self._index[key]
+
+    def _price(self, stage: int, kind: Kind, samples: int) -> tuple[float, float, float]:
+        forward, backward = self._costs.compute_s(stage, samples)
+        held, inside = self._costs.flight_bytes(stage, samples)
+        if kind is Kind.FORWARD:
+            return forward, held, 0.0
+        if kind is Kind.BACKWARD:
+            return backward, inside, inside + held
         # Profiles do not tell the halves apart; on matrix products they cost the same.
-        if action.kind is Kind.INPUT_GRADIENT:
-            return Step(Do.COMPUTE, -1, backward / 2, inside, 0.0, ends, action)
-        return Step(Do.COMPUTE, -1, backward / 2, 0.0, inside + held, ends, action)
+        if kind is Kind.INPUT_GRADIENT:
+            return backward / 2, inside, 0.0
+        return backward / 2, 0.0, inside + held
 
 
 _SENDS = frozenset((Kind.SEND_FORWARD, Kind.SEND_BACKWARD))

@@ -204,7 +204,8 @@ class _Priced:
         how = {"tensor": stage.tensor}
         self.machines = counts(cost.cluster, stage.devices)
         self.forward_s = cost.forward_s(ops, samples, **how)
-        self.backward_s = cost.backward_s(ops, samples, recompute=stage.recompute, **how)
+        recompute = {"recompute": stage.recompute}
+        self.backward_s = cost.backward_s(ops, samples, **recompute, **how)
         mask = cost.graph.mask(stage.operators)
         entering = {i for op in ops for i in cost.read[op]}
         entering = {i for i in entering if not mask >> cost.graph.values[i].producer & 1}
@@ -212,12 +213,14 @@ class _Priced:
         self.gradients = cost.backward_bytes(entering, size)
         first = counts(cost.cluster, stage.devices[:: stage.tensor])
         per_byte, latency_s = ring_price(cost.cluster, first)
-        reduced = [
-            cost.parameter_bytes(ops[: k + 1], trainable=True, **how) for k in range(len(ops))
-        ]
-        self.reduce_s = reduced[-1] * per_byte + latency_s * (reduced[-1] > 0)
-        if overlap and self.reduce_s:
-            each = [cost.backward_s([op], samples, recompute=stage.recompute, **how) for op in ops]
-            self.reduce_s = latency_s + max(
-                nbytes * per_byte - sum(each[:k]) for k, nbytes in enumerate(reduced)
-            )
+        self.reduce_s = 0.0
+        nbytes = cost.parameter_bytes(ops, trainable=True, **how)
+        if stage.replicas > 1 and nbytes:
+            self.reduce_s = nbytes * per_byte + latency_s
+            if overlap:
+                each = [cost.backward_s([op], samples, **recompute, **how) for op in ops]
+                self.reduce_s = latency_s + max(
+                    cost.parameter_bytes(ops[: k + 1], trainable=True, **how) * per_byte
+                    - sum(each[:k])
+                    for k in range(len(ops))
+                )

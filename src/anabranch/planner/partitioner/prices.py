@@ -177,6 +177,15 @@ class Prices:
         # More than all micro-batches are never in flight.
         return np.where(height == self.num_microbatches - 1, UNBOUNDED, height)
 
+    def most_height(self, fixed: float, per_microbatch: float) -> int:
+        """``headroom`` of one stage."""
+        count, free = self.num_microbatches, self.memory_bytes - fixed
+        if per_microbatch > 0:
+            held = int(min(max(free / per_microbatch, 0), count))
+        else:
+            held = count * (free >= 0)
+        return UNBOUNDED if held == count else held - 1
+
     def in_flight(self, height: Number) -> Number:
         """Micro-batches between forward and backward at least."""
         return np.minimum(height + 1, self.num_microbatches)
@@ -190,11 +199,13 @@ class Bound:
         period_s: seconds from one micro-batch to the next.
         spread: the period includes the all-reduce, spread over the micro-batches.
         reduce_s: seconds of the all-reduce of a step.
+        at: place of the micro-batch size among those that are searched together.
     """
 
     period_s: float
     spread: bool = True
     reduce_s: float = float("inf")
+    at: int = 0
 
 
 def seconds_per_byte(cost: CostModel, degree: int) -> float:

@@ -10,12 +10,12 @@ found the bound rises. As no part of a plan exceeds the whole, the result is exa
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator
 
 import numpy as np
 from numpy.typing import NDArray
 
+from anabranch.planner.pipedream.product import least_longest
 from anabranch.planner.pipedream.spans import Matrix
 from anabranch.planner.pipedream.terms import INFINITE, Meter, Piece, Terms
 
@@ -75,15 +75,16 @@ class Bounded:
 
     def _table(self, level: int, copies: int, rows: int | None = None) -> Table:
         """T and A at a level for 1, 2 .. components; ``rows``: only spans from the first states."""
-        terms = self._terms
-        cut = self._within(terms.cut_s(level, copies))
-        stage: list[Matrix] = []
-        best: list[Matrix] = []
-        for m in range(1, terms.tiers[level].size + 1):
-            stage.append(self._stage(level, copies, m))
-            best.append(stage[-1][:rows].copy())
-            into = [np.maximum(best[m - 1 - n], cut) for n in range(1, m)]
-            least_longest(into, stage[: m - 1], best[-1], self._meter)
+        size = self._terms.tiers[level].size
+        cut = self._within(self._terms.cut_s(level, copies))
+        stage = np.stack([self._stage(level, copies, m) for m in range(1, size + 1)])
+        best = stage[:, :rows].copy()
+        # What ends at a state and goes on behind it, by that state: [component, state, start].
+        ends = np.empty((size, len(cut), best.shape[1]))
+        for m in range(1, size + 1):
+            if m > 1:
+                least_longest(ends[m - 2 :: -1], stage[: m - 1], best[m - 1], self._meter)
+            ends[m - 1] = np.maximum(best[m - 1], cut).T
         return Table(cut, stage, best)
 
     def _stage(self, level: int, copies: int, m: int) -> Matrix:
@@ -120,7 +121,7 @@ class Table:
     """
 
     def __init__(
-        self, cut: NDArray[np.float64], stage: Sequence[Matrix], best: Sequence[Matrix]
+        self, cut: NDArray[np.float64], stage: NDArray[np.float64], best: NDArray[np.float64]
     ) -> None:
         self.cut = cut
         self.stage = stage
@@ -149,46 +150,3 @@ class Table:
             if len(at):
                 return int(at[0]), m - n, (int(at[0]), stop, n)
         raise AssertionError("an entry of the table has a split with its value")
-
-
-def least_longest(
-    first: Sequence[NDArray[Any]],
-    second: Sequence[NDArray[Any]],
-    result: NDArray[Any],
-    meter: Meter,
-    most: float = np.finfo(np.float64).max,
-) -> None:
-    """Lower ``result[u, v]`` to the least over c and s of max(first[c][u, s], second[c][s, v]).
-
-    Entries above ``most`` are absent: states with none on either side cost nothing.
-    """
-    if not first:
-        return
-    ends = np.stack([each.T for each in first])
-    begins = np.stack(second)
-    low, below = _extent(ends <= most)
-    high, above = _extent(begins[:, :, ::-1] <= most)
-    last = result.shape[1]
-    for s in np.flatnonzero(below & above):
-        rows, columns = slice(low[s], None), slice(None, last - high[s])
-        ending = ends[:, s, rows]
-        ending = ending[:, : min(s, ending.shape[1])]
-        beginning = begins[:, s, s + 1 : last - high[s]]
-        part = result[low[s] : low[s] + ending.shape[1], s + 1 : last - high[s]]
-        meter.spend(len(ends) * part.size)
-        if part.size * len(ends) <= _SMALL:
-            longest = np.maximum(ending[:, :, None], beginning[:, None, :]).min(axis=0)
-            np.minimum(part, longest, out=part)
-            continue
-        for one, other in zip(ending, beginning, strict=True):
-            np.minimum(part, np.maximum(one[:, None], other[None, :]), out=part)
-
-
-_SMALL = 1 << 14
-"""Numbers of entries that are handled in one go."""
-
-
-def _extent(present: NDArray[np.bool_]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Per state, the first entry that any table has, and whether there is one."""
-    some = present.any(axis=0)
-    return some.argmax(axis=1), some.any(axis=1)

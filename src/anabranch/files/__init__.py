@@ -1,0 +1,45 @@
+"""Profiles, clusters and plans as JSON files.
+
+What a reader may believe about a file is written down as pydantic models; the core types behind
+them stay plain dataclasses. Units are part of the key names. Operators go by name, so a file can be
+read and edited by people:
+
+    {
+      "schema": "anabranch.cluster/1",
+      "name": "two boxes",
+      "device": "v100",
+      "memory_bytes": 17179869184,
+      "cores": 0,
+      "levels": [
+        {"name": "node", "size": 4, "bandwidth_bytes_per_s": 45000000000.0, "latency_s": 5e-06},
+        {"name": "network", "size": 2, "bandwidth_bytes_per_s": 12500000000.0, "latency_s": 1e-05}
+      ]
+    }
+
+One module for each kind of file; ``fields`` has what all three need. A key that came later has a
+default, so older files stay readable.
+"""
+
+from __future__ import annotations
+
+from anabranch.files.clusters import CLUSTER, cluster_to_dict, load_cluster, save_cluster
+from anabranch.files.fields import LARGEST_SIZE, MOST_DEVICES
+from anabranch.files.plans import PLAN, load_plan, plan_to_dict, save_plan
+from anabranch.files.profiles import PROFILE, load_profile, profile_to_dict, save_profile
+
+__all__ = [
+    "CLUSTER",
+    "LARGEST_SIZE",
+    "MOST_DEVICES",
+    "PLAN",
+    "PROFILE",
+    "cluster_to_dict",
+    "load_cluster",
+    "load_plan",
+    "load_profile",
+    "plan_to_dict",
+    "profile_to_dict",
+    "save_cluster",
+    "save_plan",
+    "save_profile",
+]

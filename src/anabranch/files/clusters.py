@@ -1,0 +1,104 @@
+"""Cluster files: levels of devices and the links at each level."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from anabranch.cluster import Cluster, Level
+from anabranch.files.fields import (
+    LARGEST_SIZE,
+    MOST_DEVICES,
+    FilePath,
+    Seconds,
+    Strict,
+    Text,
+    build,
+    save,
+)
+from anabranch.jsonfile import read_document
+
+CLUSTER = "anabranch.cluster/1"
+
+
+def save_cluster(cluster: Cluster, path: FilePath) -> None:
+    """Write a cluster file.
+
+    Raises:
+        FileFormatError: if it cannot be written, or could not be read again.
+    """
+    save(path, _ClusterFile, cluster_to_dict(cluster))
+
+
+def load_cluster(text: FilePath) -> Cluster:
+    """A cluster by name, such as ``summit:8x4``, or from a cluster file.
+
+    Raises:
+        FileFormatError: naming file, key and value.
+        ValueError: if the text is neither a file nor the name of a preset; the message lists them.
+    """
+    path = Path(text)
+    looks_like_a_file = path.suffix == ".json" or os.sep in os.fspath(text)
+    if isinstance(text, str) and not looks_like_a_file and not _exists(path):
+        return Cluster.preset(text)
+    return build(path, _to_cluster, read_document(path, CLUSTER, _ClusterFile))
+
+
+def cluster_to_dict(cluster: Cluster) -> dict[str, Any]:
+    """The document that ``save_cluster`` writes."""
+    return {
+        "schema": CLUSTER,
+        "name": cluster.name,
+        "device": cluster.device,
+        "memory_bytes": cluster.memory_bytes,
+        "cores": cluster.cores,
+        "levels": [
+            {
+                "name": level.name,
+                "size": level.size,
+                "bandwidth_bytes_per_s": level.bandwidth,
+                "latency_s": level.latency_s,
+            }
+            for level in cluster.levels
+        ],
+    }
+
+
+class _Level(Strict):
+    name: Text
+    size: Annotated[int, Field(ge=1, le=MOST_DEVICES)]
+    bandwidth_bytes_per_s: Annotated[float, Field(gt=0, le=1e18)]
+    latency_s: Seconds
+
+
+class _ClusterFile(Strict):
+    schema_: Literal["anabranch.cluster/1"] = Field(alias="schema")
+    name: Text
+    device: Text
+    memory_bytes: Annotated[int, Field(ge=1, le=LARGEST_SIZE)]
+    cores: Annotated[int, Field(ge=0, le=MOST_DEVICES)] = 0
+    levels: Annotated[list[_Level], Field(min_length=1, max_length=100)]
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except (OSError, ValueError):  # a name that is too long, or has a null byte in it
+        return False
+
+
+def _to_cluster(file: _ClusterFile) -> Cluster:
+    devices = math.prod(level.size for level in file.levels)
+    if devices > MOST_DEVICES:
+        raise ValueError(
+            f"levels multiply to {devices} devices; at most {MOST_DEVICES} are allowed"
+        )
+    levels = tuple(
+        Level(level.name, level.size, level.bandwidth_bytes_per_s, level.latency_s)
+        for level in file.levels
+    )
+    return Cluster(file.name, file.device, file.memory_bytes, levels, file.cores)

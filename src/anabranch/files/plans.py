@@ -1,0 +1,181 @@
+"""Plan files: the stages, what they run on, and what the simulator says about them."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from anabranch.files.fields import (
+    MOST_DEVICES,
+    FilePath,
+    Index,
+    Name,
+    Samples,
+    Seconds,
+    Size,
+    Strict,
+    Text,
+    build,
+    save,
+)
+from anabranch.jsonfile import read_document
+from anabranch.planner.stages import Plan, Prediction, Stage, StageGraph
+
+PLAN = "anabranch.plan/1"
+
+
+def save_plan(plan: Plan, path: FilePath) -> None:
+    """Write a plan file.
+
+    Raises:
+        FileFormatError: if it cannot be written, or could not be read again.
+    """
+    save(path, _PlanFile, plan_to_dict(plan))
+
+
+def load_plan(path: FilePath) -> Plan:
+    """Read a plan file.
+
+    Raises:
+        FileFormatError: naming file, key and value.
+    """
+    return build(path, _to_plan, read_document(path, PLAN, _PlanFile))
+
+
+def plan_to_dict(plan: Plan) -> dict[str, Any]:
+    """The document that ``save_plan`` writes, which is also what the command line prints."""
+    graph = plan.stage_graph
+    step_s = plan.predicted.step_s
+    return {
+        "schema": PLAN,
+        "planner": plan.planner,
+        "model": plan.model,
+        "options": dict(plan.options),
+        "granularity": plan.granularity,
+        "device": plan.device,
+        "cluster": plan.cluster,
+        "profile": plan.profile,
+        "batch_size": graph.batch_size,
+        "schedule": plan.schedule,
+        "depth": graph.depth,
+        "search_s": plan.search_s,
+        "simulate_s": plan.simulate_s,
+        "predicted": {
+            "step_s": step_s,
+            "samples_per_s": graph.batch_size / step_s if step_s else 0.0,
+            "bottleneck_s_per_sample": plan.predicted.bottleneck_s_per_sample,
+            "bubble": plan.predicted.bubble,
+            "device_peak_bytes": list(plan.predicted.device_peak_bytes),
+        },
+        "stages": [
+            {
+                "operators": list(stage.operators),
+                "devices": list(stage.devices),
+                "microbatch_size": stage.microbatch_size,
+                "k": stage.k,
+                "in_flight": stage.in_flight,
+                "recompute": stage.recompute,
+                "tensor": stage.tensor,
+            }
+            for stage in graph.stages
+        ],
+        "edges": [list(edge) for edge in graph.edges],
+        "notes": list(plan.notes),
+    }
+
+
+class _Stage(Strict):
+    operators: Annotated[list[Name], Field(min_length=1)]
+    devices: Annotated[list[Index], Field(min_length=1)]
+    microbatch_size: Samples
+    k: Samples = 1
+    in_flight: Annotated[int, Field(ge=0, le=2**40)] = 0
+    recompute: bool = False
+    tensor: Annotated[int, Field(ge=1, le=MOST_DEVICES)] = 1
+
+
+class _Prediction(Strict):
+    step_s: Seconds
+    samples_per_s: Annotated[float, Field(ge=0)]
+    bottleneck_s_per_sample: Seconds
+    bubble: Annotated[float, Field(ge=-1e-6, le=1)]  # rounding may take it just below 0
+    device_peak_bytes: list[Size]
+
+
+class _PlanFile(Strict):
+    schema_: Literal["anabranch.plan/1"] = Field(alias="schema")
+    planner: Text
+    model: Text
+    options: dict[Text, Text] = Field(default_factory=dict)
+    granularity: Text = "layer"
+    device: Text = ""
+    cluster: Text
+    profile: Text
+    batch_size: Samples
+    schedule: Text
+    depth: int
+    search_s: Seconds
+    simulate_s: Seconds
+    predicted: _Prediction
+    stages: Annotated[list[_Stage], Field(min_length=1)]
+    edges: list[Annotated[list[Index], Field(min_length=2, max_length=2)]]
+    notes: list[Text]
+
+
+def _to_plan(file: _PlanFile) -> Plan:
+    graph = StageGraph(
+        stages=tuple(_to_stage(i, stage) for i, stage in enumerate(file.stages)),
+        edges=tuple((a, b) for a, b in file.edges),
+        batch_size=file.batch_size,
+    )
+    predicted = file.predicted
+    if file.depth != graph.depth:
+        raise ValueError(f"depth is {file.depth}, but the edges make it {graph.depth}")
+    if len(predicted.device_peak_bytes) != len(graph.devices):
+        raise ValueError(
+            f"predicted.device_peak_bytes has {len(predicted.device_peak_bytes)} entries; "
+            f"the stages use {len(graph.devices)} devices"
+        )
+    samples_per_s = file.batch_size / predicted.step_s if predicted.step_s else 0.0
+    if not math.isclose(predicted.samples_per_s, samples_per_s, rel_tol=1e-6):
+        raise ValueError(
+            f"predicted.samples_per_s is {predicted.samples_per_s:g}, "
+            f"but batch_size / predicted.step_s is {samples_per_s:g}"
+        )
+    return Plan(
+        stage_graph=graph,
+        schedule=file.schedule,
+        planner=file.planner,
+        model=file.model,
+        cluster=file.cluster,
+        profile=file.profile,
+        search_s=file.search_s,
+        simulate_s=file.simulate_s,
+        predicted=Prediction(
+            predicted.step_s,
+            predicted.bottleneck_s_per_sample,
+            predicted.bubble,
+            tuple(predicted.device_peak_bytes),
+        ),
+        granularity=file.granularity,
+        device=file.device,
+        options=tuple(file.options.items()),
+        notes=tuple(file.notes),
+    )
+
+
+def _to_stage(index: int, stage: _Stage) -> Stage:
+    try:
+        return Stage(
+            tuple(stage.operators),
+            tuple(stage.devices),
+            stage.microbatch_size,
+            stage.k,
+            stage.in_flight,
+            stage.recompute,
+            stage.tensor,
+        )
+    except ValueError as error:
+        raise ValueError(f"stages[{index}]: {error}") from None

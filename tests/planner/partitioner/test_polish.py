@@ -1,0 +1,134 @@
+"""What lies near a plan is valid, differs from it, and contains what an eye would try."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from anabranch.cost import CostModel
+from anabranch.errors import InfeasiblePlanError
+from anabranch.graph.cuts import decompose, operators
+from anabranch.graph.opgraph import Op, OpGraph, Parameter, Value
+from anabranch.planner import PLANNERS
+from anabranch.planner.check import check
+from anabranch.planner.partitioner.polish import Polisher
+from anabranch.planner.stages import Stage, StageGraph
+from anabranch.profile.profile import OpCost, Profile
+from tests.planner.helpers import cluster, cost_model
+from tests.strategies import planning_profiles
+
+
+def chain(seconds: list[int], *, kept: int = 0) -> Profile:
+    """Operators in a row; backward takes as long as forward."""
+    n = len(seconds)
+    graph = OpGraph(
+        tuple(Op(f"op{i}", (f"p{i}",)) for i in range(n)),
+        tuple(Value(i, (i + 1,), 1) for i in range(n - 1)),
+        tuple(Parameter(f"p{i}", 1) for i in range(n)),
+    )
+    costs = tuple(OpCost((s,), (s,), kept) for s in seconds)
+    return Profile(graph, (1,), costs, "cpu", "estimated", proportional=True)
+
+
+def near(
+    cost: CostModel, graph: StageGraph, *, simulated: int = 1000, **options: object
+) -> list[StageGraph]:
+    """All neighbours of a stage graph."""
+    order = tuple(operators(decompose(cost.graph)))
+    most = cost.cluster.num_devices
+    polish = Polisher(
+        cost, graph.batch_size, order, max_replicas=most, simulated=simulated, **options
+    )
+    return polish(graph)
+
+
+def stages(*contents: tuple[str, tuple[int, ...]], size: int = 1, batch: int = 8) -> StageGraph:
+    """A row of stages: operators by their numbers, devices."""
+    made = tuple(
+        Stage(tuple(f"op{digit}" for digit in ops), devices, size) for ops, devices in contents
+    )
+    return StageGraph(made, tuple((i, i + 1) for i in range(len(made) - 1)), batch)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    profile=planning_profiles(6, series_parallel=False),
+    devices=st.integers(1, 6),
+    batch_size=st.integers(1, 8),
+    memory=st.sampled_from([100, 10**9]),
+)
+def test_neighbours_are_valid(profile, devices, batch_size, memory):
+    """Whatever the graph, the batch and the memory: partitions, convex, on all devices, fitting."""
+    cost = cost_model(profile, devices, memory=memory, node=devices // 2 or None)
+    cost = cost if cost.cluster.num_devices == devices else cost_model(profile, devices)
+    try:
+        start = next(iter(PLANNERS["even"]()(cost, batch_size=batch_size)))
+    except InfeasiblePlanError:
+        return
+    for graph in near(cost, start):
+        assert check(graph, cost) == []
+        assert graph.batch_size == batch_size
+
+
+def test_an_operator_goes_to_the_stage_that_has_less_to_do():
+    """Of 3 + 1 seconds the second stage should have one operator more."""
+    cost = cost_model(chain([1, 1, 1, 1]), 2)
+    best = near(cost, stages(("012", (0,)), ("3", (1,))), microbatch_size=1)[0]
+    assert [stage.operators for stage in best.stages] == [("op0", "op1"), ("op2", "op3")]
+
+
+def test_devices_go_where_the_work_is():
+    """9 and 3 seconds on 2 + 2 devices are better served by 3 + 1."""
+    cost = cost_model(chain([9, 3]), 4)
+    found = near(cost, stages(("0", (0, 1)), ("1", (2, 3)), size=6, batch=48), microbatch_size=6)
+    assert [3, 1] in [[stage.replicas for stage in graph.stages] for graph in found[:2]]
+
+
+def test_stages_become_one_and_two():
+    """Data parallelism is a merge away, and a pipeline a split; both take about 64 seconds."""
+    cost = cost_model(chain([1, 1]), 2)
+    one = stages(("01", (0, 1)), size=2, batch=64)
+    two = stages(("0", (0,)), ("1", (1,)), size=2, batch=64)
+    assert [s.operators for s in one.stages] in [
+        [s.operators for s in graph.stages] for graph in near(cost, two)
+    ]
+    assert [s.operators for s in two.stages] in [
+        [s.operators for s in graph.stages] for graph in near(cost, one)
+    ]
+
+
+def test_recomputation_is_tried_and_can_be_forbidden():
+    """It costs time, so it comes last where memory is plenty."""
+    cost = cost_model(chain([1, 1]), 2)
+    start = stages(("0", (0,)), ("1", (1,)), batch=1)
+    assert not any(s.recompute for g in near(cost, start, recompute=False) for s in g.stages)
+    tight = CostModel(chain([1, 1], kept=30), cluster(2, memory=36), optimizer_factor=1.0)
+    big = stages(("0", (0,)), ("1", (1,)), size=1, batch=4)
+    assert all(check(graph, tight) == [] for graph in near(tight, big))
+
+
+def test_the_microbatch_size_can_be_fixed():
+    """Otherwise twice and half of it are tried."""
+    cost = cost_model(chain([1, 1]), 2)
+    start = stages(("0", (0,)), ("1", (1,)), size=2)
+    free = {s.microbatch_size for g in near(cost, start) for s in g.stages}
+    fixed = {s.microbatch_size for g in near(cost, start, microbatch_size=2) for s in g.stages}
+    assert fixed == {2}
+    assert 1 in free
+
+
+def test_stages_trade_places_between_nodes():
+    """On two nodes of two devices neighbours that exchange much should share a node."""
+    profile = chain([1, 1, 1, 1])
+    values = tuple(
+        Value(v.producer, v.consumers, 100 if v.producer in (0, 2) else 1)
+        for v in profile.graph.values
+    )
+    graph = OpGraph(profile.graph.ops, values, profile.graph.parameters)
+    heavy = Profile(graph, (1,), profile.costs, "cpu", "estimated", proportional=True)
+    cost = cost_model(heavy, 4, node=2, card=10.0)
+    apart = stages(("0", (0,)), ("1", (2,)), ("2", (1,)), ("3", (3,)))
+    best = near(cost, apart, microbatch_size=1)[0]
+    node = {name: stage.devices[0] // 2 for stage in best.stages for name in stage.operators}
+    assert node["op0"] == node["op1"]
+    assert node["op2"] == node["op3"]
