@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from anabranch.errors import FileFormatError
 
@@ -26,6 +26,13 @@ LARGEST_SIZE = 2**60
 """Bytes: an exbibyte. Whatever claims to have more in memory is a mistake."""
 
 _WIDTH = 100
+
+
+class Strict(BaseModel):
+    """Nothing is converted, nothing unknown is let pass."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
+
 
 _Model = TypeVar("_Model", bound=BaseModel)
 
@@ -47,8 +54,14 @@ def read_document(path: str | os.PathLike[str], schema: str, model: type[_Model]
     return validate(document, model, where)
 
 
-def validate(document: Any, model: type[_Model], where: str) -> _Model:
+def validate(document: Any, model: type[_Model], where: str, writer: str = "anabranch") -> _Model:
     """A parsed document as its pydantic model.
+
+    Args:
+        document: what ``parse`` returned.
+        model: what it has to be.
+        where: the file, for messages.
+        writer: the program whose format it is, likewise.
 
     Raises:
         FileFormatError: naming file, key path and value.
@@ -56,7 +69,7 @@ def validate(document: Any, model: type[_Model], where: str) -> _Model:
     try:
         return model.model_validate(document)
     except ValidationError as error:
-        raise FileFormatError(f"{where}: {explain(error)}") from None
+        raise FileFormatError(f"{where}: {explain(error, writer)}") from None
 
 
 def write_document(path: str | os.PathLike[str], document: Mapping[str, Any]) -> None:
@@ -96,7 +109,7 @@ def render(value: Any, indent: int = 0) -> str:
     )
 
 
-def explain(error: ValidationError) -> str:
+def explain(error: ValidationError, writer: str = "anabranch") -> str:
     """The first thing that is wrong with a document: key path, value, what was expected."""
     problems = error.errors(include_url=False)
     # A misspelt key is missing under its name and unknown under the other; the latter says more.
@@ -106,7 +119,7 @@ def explain(error: ValidationError) -> str:
     if first["type"] == "missing":
         return f"key {where} is missing{more}"
     if first["type"] == "extra_forbidden":
-        return f"unknown key {where}; misspelt, or written by another version of anabranch{more}"
+        return f"unknown key {where}; misspelt, or written by another version of {writer}{more}"
     expected = first["msg"].removeprefix("Value error, ").replace("Input should be", "it should be")
     return f"{where or 'the document'} is {shown(first['input'])}; {expected}{more}"
 

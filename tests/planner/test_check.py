@@ -9,7 +9,7 @@ import pytest
 from anabranch.cost import CostModel
 from anabranch.errors import InvalidPlanError
 from anabranch.graph.opgraph import Op, OpGraph, Parameter, Value
-from anabranch.planner.check import check, least_in_flight, require
+from anabranch.planner.check import check, require
 from anabranch.planner.stages import Stage, StageGraph
 from anabranch.profile.profile import OpCost, Profile
 from tests.planner.helpers import cost_model
@@ -127,16 +127,6 @@ def test_memory_with_decided_counts():
     deep = replace(VALID, stages=(replace(VALID.stages[0], in_flight=4), *VALID.stages[1:]))
     assert check(deep, cost(memory=72)) == []
     assert len(check(deep, cost(memory=71))) == 1
-
-
-def test_least_in_flight():
-    """Height + 1 with one size, no more than there are; in samples where sizes differ."""
-    assert least_in_flight(VALID) == [3, 2, 2, 1]
-    assert least_in_flight(replace(VALID, batch_size=4)) == [2, 2, 2, 1]
-    chain = graph("a", "b", "cd", edges="01 12")
-    sizes = [replace(s, microbatch_size=b) for s, b in zip(chain.stages, (1, 4, 2), strict=True)]
-    # stage 2 holds 2 samples, stage 1 then 2 + 4, which is 2 micro-batches, stage 0 then 6 + 4
-    assert least_in_flight(replace(chain, stages=tuple(sizes), batch_size=16)) == [10, 2, 1]
 
 
 def test_require_raises_everything():

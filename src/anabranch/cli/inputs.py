@@ -35,7 +35,7 @@ class Source:
     @property
     def is_file(self) -> bool:
         """Whether MODEL is a profile file."""
-        return self.model.endswith(".json") or Path(self.model).is_file()
+        return self.model.endswith((".json", ".txt")) or Path(self.model).is_file()
 
     @staticmethod
     def of_plan(plan: Plan) -> Source:
@@ -45,8 +45,9 @@ class Source:
         return Source(plan.model, preset, options, Granularity(plan.granularity))
 
     def recorded(self) -> tuple[tuple[str, str], ...]:
-        """Preset and options as a plan keeps them; none for a profile file."""
-        return () if self.is_file else (("preset", self.preset.value), *self.options.items())
+        """Preset and options as a plan keeps them; no preset for a profile file."""
+        preset = () if self.is_file else (("preset", self.preset.value),)
+        return (*preset, *self.options.items())
 
     def capture(self, workload: Workload) -> Captured:
         """The workload's module as a graph of operators."""
@@ -71,20 +72,7 @@ class Source:
     ) -> Profile:
         """The profile file as it is; otherwise the model captured, then measured or estimated."""
         if self.is_file:
-            from anabranch.files import load_profile
-
-            if self.options:
-                names = ", ".join(self.options)
-                raise typer.BadParameter(f"{self.model} is a profile; options ({names}) do nothing")
-            found = load_profile(Path(self.model))
-            if found.device.split(":")[0] != device.split(":")[0]:
-                typer.secho(
-                    f"{self.model} has times for {found.device}, but {device} is asked for: "
-                    "the seconds below are those of the former",
-                    err=True,
-                    fg="yellow",
-                )
-            return found
+            return self._from_file(device, samples)
         measured = device.split(":")[0] in ("cpu", "cuda")
         workload = self.workload(meta=not measured)
         counts = samples or powers_of_two(batch_size)
@@ -97,6 +85,45 @@ class Source:
         from anabranch.profile.estimate import estimate
 
         return usage(estimate, captured, device, counts)
+
+    def _from_file(self, device: str, samples: tuple[int, ...] | None) -> Profile:
+        from anabranch.files import load_profile
+        from anabranch.profile.readers import is_foreign, read_profile
+
+        path = Path(self.model)
+        if is_foreign(path):
+            found = usage(read_profile, path, self._samples_of_file(samples))
+        elif self.options or samples:
+            names = ", ".join([*self.options, *(["--samples"] if samples else [])])
+            raise typer.BadParameter(f"{self.model} is a profile; options ({names}) do nothing")
+        else:
+            found = load_profile(path)
+        if found.source == "imported":
+            note(
+                f"{self.model} is imported: its seconds are those of {found.device}, "
+                "whatever device is asked for"
+            )
+        elif found.device.split(":")[0] != device.split(":")[0]:
+            note(
+                f"{self.model} has times for {found.device}, but {device} is asked for: "
+                "the seconds below are those of the former"
+            )
+        return found
+
+    def _samples_of_file(self, counts: tuple[int, ...] | None) -> int | None:
+        """How many samples a mini-batch of another project's profile has, if the user says so."""
+        unknown = ", ".join(name for name in self.options if name != "samples")
+        if unknown:
+            raise typer.BadParameter(
+                f"{self.model} is a profile; its only option is samples, not {unknown}"
+            )
+        counts = parse_counts(self.options["samples"]) if "samples" in self.options else counts
+        if counts and len(counts) > 1:
+            raise typer.BadParameter(
+                f"{self.model} was measured with one mini-batch; say how many samples that had, "
+                f"one number, not {', '.join(map(str, counts))}"
+            )
+        return counts[0] if counts else None
 
 
 def read_cluster(text: str) -> Cluster:
@@ -134,6 +161,11 @@ def split_output(values: list[str] | None) -> tuple[dict[str, str], Path | None]
 def powers_of_two(largest: int) -> tuple[int, ...]:
     """1, 2, 4 ... and ``largest`` itself."""
     return tuple(sorted({1 << i for i in range(largest.bit_length())} | {largest}))
+
+
+def note(text: str) -> None:
+    """A remark on standard error, so that standard output stays a document."""
+    typer.secho(text, err=True, fg="yellow")
 
 
 def parse_counts(text: str) -> tuple[int, ...]:

@@ -11,16 +11,14 @@ from pydantic import Field
 
 from anabranch.cluster import Cluster, Level
 from anabranch.files.fields import (
-    LARGEST_SIZE,
     MOST_DEVICES,
     FilePath,
     Seconds,
-    Strict,
     Text,
     build,
     save,
 )
-from anabranch.jsonfile import read_document
+from anabranch.jsonfile import LARGEST_SIZE, Strict, read_document
 
 CLUSTER = "anabranch.cluster/1"
 

@@ -1,4 +1,4 @@
-"""What every kind of file shares: the types of its fields, and the way from document to core type."""
+"""What every kind of file shares: types of fields, and the way from document to core type."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, Field, ValidationError
 
 from anabranch.errors import FileFormatError
-from anabranch.jsonfile import LARGEST_SIZE, explain, write_document
-
-__all__ = ["LARGEST_SIZE", "MOST_DEVICES"]
+from anabranch.jsonfile import LARGEST_SIZE, Strict, explain, write_document
 
 MOST_DEVICES = 10**6
 """No cluster has a million devices; a product of level sizes quickly would."""
@@ -45,12 +43,6 @@ Size = Annotated[int, Field(ge=0, le=LARGEST_SIZE)]
 Seconds = Annotated[float, Field(ge=0, le=1e9)]
 Samples = Annotated[int, Field(ge=1, le=2**40)]
 Index = Annotated[int, Field(ge=0, lt=MOST_DEVICES)]
-
-
-class Strict(BaseModel):
-    """Nothing is converted, nothing unknown is let pass."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 _File = TypeVar("_File", bound=Strict)

@@ -15,12 +15,11 @@ from anabranch.files.fields import (
     Samples,
     Seconds,
     Size,
-    Strict,
     Text,
     build,
     save,
 )
-from anabranch.jsonfile import read_document
+from anabranch.jsonfile import Strict, read_document
 from anabranch.planner.stages import Plan, Prediction, Stage, StageGraph
 
 PLAN = "anabranch.plan/1"

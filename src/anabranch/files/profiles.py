@@ -15,13 +15,12 @@ from anabranch.files.fields import (
     Samples,
     Seconds,
     Size,
-    Strict,
     Text,
     build,
     save,
 )
 from anabranch.graph.opgraph import BATCH, Op, OpGraph, Parameter, Value
-from anabranch.jsonfile import read_document
+from anabranch.jsonfile import Strict, read_document
 from anabranch.profile.profile import OpCost, Profile, Sharded
 
 PROFILE = "anabranch.profile/1"
@@ -192,13 +191,13 @@ def _to_profile(file: _ProfileFile) -> Profile:
 def _to_sharded(i: int, file: _Sharded, graph: OpGraph) -> Sharded:
     where = f"sharded[{i}].operators"
     index = _index([op.name for op in file.operators], where)
-    for j, op in enumerate(file.operators):
-        if op.name not in graph.index:
-            raise ValueError(f'{where}[{j}].name is "{op.name}"; no operator has this name')
-    for op_ in graph.ops:
-        if op_.name not in index:
-            raise ValueError(f"{where} lacks operator {op_.name}")
-    ordered = [file.operators[index[op_.name]] for op_ in graph.ops]
+    for name, j in index.items():
+        if name not in graph.index:
+            raise ValueError(f'{where}[{j}].name is "{name}"; no operator has this name')
+    missing = [op.name for op in graph.ops if op.name not in index]
+    if missing:
+        raise ValueError(f"{where} lacks {missing[0]}")
+    ordered = [file.operators[index[op.name]] for op in graph.ops]
     return Sharded(
         file.degree,
         tuple(_to_cost(op) for op in ordered),

@@ -28,6 +28,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
+from functools import lru_cache
 from typing import NamedTuple
 
 from anabranch.graph.opgraph import BATCH, OpGraph
@@ -149,14 +150,15 @@ def overlaps(graph: StageGraph, x: int, y: int) -> Iterator[Overlap]:
 
 def pattern_of(
     graph: StageGraph, x: int, y: int
-) -> tuple[int, list[Overlap], int, list[Overlap]]:
+) -> tuple[int, tuple[Overlap, ...], int, tuple[Overlap, ...]]:
     """The overlaps of stages x and y repeat: period in samples, those of one period, how often
     they occur, and those of what is left of the batch, both counted from their own beginning.
     """
     source, target = graph.stages[x], graph.stages[y]
+    sizes = source.microbatch_size, source.replicas, target.microbatch_size, target.replicas
     unit = math.lcm(source.microbatch_size, target.microbatch_size)
     whole, left = divmod(graph.batch_size, unit)
-    return unit, _cut(source, target, unit) if whole else [], whole, _cut(source, target, left)
+    return unit, _cut(*sizes, unit) if whole else (), whole, _cut(*sizes, left)
 
 
 def _shifted(each: Overlap, microbatches_x: int, microbatches_y: int, samples: int) -> Overlap:
@@ -164,8 +166,10 @@ def _shifted(each: Overlap, microbatches_x: int, microbatches_y: int, samples: i
     return Overlap(i + microbatches_x, r, j + microbatches_y, q, start + samples, stop + samples)
 
 
-def _cut(source: Stage, target: Stage, samples: int) -> list[Overlap]:
-    made, needed = _slices(source, samples), _slices(target, samples)
+@lru_cache(maxsize=256)
+def _cut(b_x: int, d_x: int, b_y: int, d_y: int, samples: int) -> tuple[Overlap, ...]:
+    """Overlaps of so many samples in micro-batches of b_x on d_x replicas, and of b_y on d_y."""
+    made, needed = _slices(b_x, d_x, samples), _slices(b_y, d_y, samples)
     result = []
     a = b = 0
     while a < len(made) and b < len(needed):
@@ -174,17 +178,16 @@ def _cut(source: Stage, target: Stage, samples: int) -> list[Overlap]:
         if start < stop:
             result.append(Overlap(i, r, j, q, start, stop))
         a, b = a + (stop_x <= stop_y), b + (stop_y <= stop_x)
-    return result
+    return tuple(result)
 
 
-def _slices(stage: Stage, samples: int) -> list[tuple[int, int, int, int]]:
+def _slices(size: int, replicas: int, samples: int) -> list[tuple[int, int, int, int]]:
     """(start, stop, micro-batch, replica) of all that a stage holds of so many samples."""
-    size = stage.microbatch_size
     return [
         (start, stop, i, replica)
         for i in range(-(-samples // size))
         for replica, (start, stop) in enumerate(
-            split_evenly(i * size, min((i + 1) * size, samples), stage.replicas)
+            split_evenly(i * size, min((i + 1) * size, samples), replicas)
         )
         if start < stop
     ]

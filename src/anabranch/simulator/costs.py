@@ -11,9 +11,10 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple, Protocol
 
+from anabranch.cluster import Cluster
 from anabranch.cost import CostModel
 from anabranch.errors import InvalidPlanError
 from anabranch.planner.stages import StageGraph
@@ -41,7 +42,7 @@ class AllReduce(NamedTuple):
 
 
 class StepCosts(Protocol):
-    """Prices of one stage graph. Samples are those of one device's slice of a micro-batch."""
+    """Prices of one stage graph. Samples are those of one replica's slice of a micro-batch."""
 
     @property
     def cores(self) -> int:
@@ -59,8 +60,14 @@ class StepCosts(Protocol):
         ...
 
     def compute_s(self, stage: int, samples: int) -> tuple[float, float]:
-        """Seconds of a forward and of a backward."""
-        ...
+        """From the profile, with recomputation where the stage asks for it."""
+        if (stage, samples) not in self._seconds:
+            ops, of = self._ops[stage], self.graph.stages[stage]
+            self._seconds[stage, samples] = (
+                self.cost.forward_s(ops, samples, tensor=of.tensor),
+                self.cost.backward_s(ops, samples, recompute=of.recompute, tensor=of.tensor),
+            )
+        return self._seconds[stage, samples]
 
     def message_bytes(self, source: int, target: int, samples: int) -> tuple[float, float]:
         """Bytes along a stage edge, forward and back."""
@@ -94,7 +101,9 @@ class ModelCosts:
 
     graph: StageGraph
     cost: CostModel
-    _routes: dict[tuple[int, int], Route] = field(default_factory=dict, init=False, repr=False)
+    _seconds: dict[tuple[int, int], tuple[float, float]] = field(
+        default_factory=dict, init=False, repr=False
+    )
 
     def __post_init__(self) -> None:
         names = [name for stage in self.graph.stages for name in stage.operators]
@@ -162,12 +171,23 @@ class ModelCosts:
             )
         return self._routes[a, b]
 
+    @cached_property
+    def _routes(self) -> dict[tuple[int, int], Route]:
+        return _routes_of(self.cost.cluster)
+
     def all_reduces(self) -> Sequence[AllReduce]:
         """One per set of stages that read the same parameters: replicas, and holders of tied
         parameters.
 
         Gradients of tied parameters are taken to be summed over all devices of all holders at once.
+        Under tensor parallelism of degree t a device has a shard, and the devices with the same
+        shard sum it: one ring for each of the t positions. Holders that differ in t sum the
+        largest of their shards over all their devices.
         """
+        return self._all_reduces
+
+    @cached_property
+    def _all_reduces(self) -> tuple[AllReduce, ...]:
         holders: dict[str, list[int]] = defaultdict(list)
         for s, ops in enumerate(self._ops):
             for name in {name for i in ops for name in self.cost.graph.ops[i].parameters}:
@@ -178,11 +198,28 @@ class ModelCosts:
                 nbytes[tuple(holders[parameter.name])] += parameter.nbytes
         result = []
         for stages, size in sorted(nbytes.items()):
-            devices = tuple(sorted({d for s in stages for d in self.graph.stages[s].devices}))
-            if len(devices) > 1:
-                seconds = self.cost.allreduce_s(size, devices)
-                result.append(AllReduce(stages, devices, size, seconds, self._ring_ports(devices)))
-        return result
+            degrees = {self.graph.stages[s].tensor for s in stages}
+            shards = degrees.pop() if len(degrees) == 1 else 1
+            size = math.ceil(size * max(self._shard(s) for s in stages))
+            for k in range(shards):
+                devices = tuple(
+                    sorted({d for s in stages for d in self.graph.stages[s].devices[k::shards]})
+                )
+                if len(devices) > 1:
+                    seconds = self.cost.allreduce_s(size, devices)
+                    ports = self._ring_ports(devices)
+                    result.append(AllReduce(stages, devices, size, seconds, ports))
+        return tuple(result)
+
+    def _shard(self, stage: int) -> float:
+        """Share of a stage's trainable parameters that each of its devices holds."""
+        tensor = self.graph.stages[stage].tensor
+        if tensor == 1:
+            return 1.0
+        ops = self._ops[stage]
+        whole = self.cost.parameter_bytes(ops, trainable=True)
+        part = self.cost.parameter_bytes(ops, trainable=True, tensor=tensor)
+        return part / whole if whole else 0.0
 
     def _ring_ports(self, devices: tuple[int, ...]) -> tuple[tuple[str, int, int], ...]:
         after = devices[1:] + devices[:1]
@@ -197,14 +234,22 @@ class ModelCosts:
             microbatch_size=-(-of.microbatch_size // of.replicas),  # the largest slice
             replicas=1,
             in_flight=0,
+            tensor=of.tensor,
         )
 
     def flight_bytes(self, stage: int, samples: int) -> tuple[float, float]:
         """What entered and what the operators keep, if recomputed only during the backward."""
-        ops = self._ops[stage]
+        ops, of = self._ops[stage], self.graph.stages[stage]
         entering = self.cost.boundary_bytes(ops, samples)[0]
-        kept = sum(self.cost.profile.costs[i].kept_bytes for i in ops) * samples
-        return (entering, kept) if self.graph.stages[stage].recompute else (entering + kept, 0.0)
+        costs = self.cost.costs(of.tensor)
+        kept = sum(costs[i].kept_bytes for i in ops) * samples
+        return (entering, kept) if of.recompute else (entering + kept, 0.0)
+
+
+@lru_cache(maxsize=8)
+def _routes_of(cluster: Cluster) -> dict[tuple[int, int], Route]:
+    """Routes that were asked for, shared by all stage graphs on one cluster."""
+    return {}
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ instead of comparing actions. A device's list, with 40 messages in all::
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -46,10 +46,10 @@ class Messages:
     is_posted: list[bool] = field(default_factory=list)
     releases: list[tuple[int, ...]] = field(default_factory=list)
 
-    def add(self, price: Price, count: int) -> int:
-        """Put in messages of one price; the index of the first."""
-        first = len(self.price)
-        self.price += [price] * count
+    def add(self, prices: Sequence[Price], times: int = 1) -> int:
+        """Put in messages of these prices, in this order, so many times; the index of the first."""
+        first, count = len(self.price), len(prices) * times
+        self.price += [*prices] * times
         self.is_posted += [True] * count
         self.releases += [()] * count
         return first
@@ -66,6 +66,14 @@ class Messages:
             self.releases[opener[-1]] = tuple(opened)
             for message in opened:
                 self.is_posted[message] = False
+
+
+    def post_singly(self, indices: range, slots: int) -> None:
+        """The same where each micro-batch is one message, at once for all."""
+        openers, opened = indices[: max(len(indices) - slots, 0)], indices[slots:]
+        if opened:
+            self.releases[openers.start : openers.stop : openers.step] = zip(opened, strict=True)
+            self.is_posted[opened.start : opened.stop : opened.step] = [False] * len(opened)
 
 
 class Unit(NamedTuple):
@@ -97,6 +105,7 @@ class Program:
         messages: what the devices exchange.
         ports: port -> index.
         groups: devices that compute together, each being one replica.
+        finishes: stage -> how many devices run a last backward of it.
     """
 
     devices: tuple[int, ...]
@@ -105,16 +114,7 @@ class Program:
     messages: Messages
     ports: dict[tuple[str, int, int], int]
     groups: list[tuple[int, ...]]
-
-    def finishes(self) -> dict[int, int]:
-        """Stage -> how many devices run a last backward of it."""
-        count: dict[int, int] = defaultdict(int)
-        first = len(self.messages.price)
-        ends = {~(first + u): unit.last for u, unit in enumerate(self.units) if unit.last >= 0}
-        for code in self.code:
-            for end in ends.keys() & code:
-                count[ends[end]] += 1
-        return count
+    finishes: Counter[int]
 
 
 def compile_schedule(schedule: Schedule, graph: StageGraph, costs: StepCosts) -> Program:
@@ -146,7 +146,9 @@ def compile_schedule(schedule: Schedule, graph: StageGraph, costs: StepCosts) ->
             counts[key] += 1
             mine.append(~message if sends else message)
         code.append(mine)
-    return Program(prices.devices, code, units.known, messages, prices.ports, units.groups)
+    return Program(
+        prices.devices, code, units.known, messages, prices.ports, units.groups, units.finishes
+    )
 
 
 def _number_messages(
@@ -162,7 +164,7 @@ def _number_messages(
             if action.kind not in _RECEIVES:
                 continue
             key = channel(action, device)
-            message = table.add(prices.of(*key, action.stop - action.start), 1)
+            message = table.add([prices.of(*key, action.stop - action.start)])
             received[key].append(message)
             if latest.get(key) != action.microbatch:
                 latest[key] = action.microbatch
@@ -210,12 +212,14 @@ class Units:
     Attributes:
         known: by index.
         groups: the devices of each replica that has several, by their positions.
+        finishes: stage -> devices that asked for its last backward.
     """
 
     def __init__(self, graph: StageGraph, costs: StepCosts, index: dict[int, int]) -> None:
         self._graph, self._costs = graph, costs
         self.known: list[Unit] = []
         self.groups: list[tuple[int, ...]] = []
+        self.finishes: Counter[int] = Counter()
         self._group_of: dict[tuple[int, int], int] = {}
         for s, stage in enumerate(graph.stages):
             for first in range(0, len(stage.devices), stage.tensor) if stage.tensor > 1 else ():
@@ -228,15 +232,21 @@ class Units:
             for at, device in enumerate(stage.devices)
         }
         self._index: dict[tuple[int, int, Kind, bool, int], int] = {}
+        self._of_action: dict[tuple[int, int, Kind, bool, bool], int] = {}
 
     def of(self, action: Action, device: int, is_last: bool) -> int:
-        """Unit of a scheduled action."""
-        replica = self._replica_of[action.stage, device]
-        start, stop = self._graph.slice(action.stage, action.microbatch, replica)
-        return self.unit(action.stage, action.kind, stop - start, replica, is_last)
+        """Unit of a scheduled action; ``is_last`` if it is its stage's last backward there."""
+        s = action.stage
+        self.finishes[s] += is_last
+        is_short = action.microbatch == self._graph.num_microbatches(s) - 1
+        key = s, device, action.kind, is_short, is_last
+        if key not in self._of_action:
+            replica = self._replica_of[s, device]
+            start, stop = self._graph.slice(s, action.microbatch, replica)
+            self._of_action[key] = self._unit(s, action.kind, stop - start, replica, is_last)
+        return self._of_action[key]
 
-    def unit(self, stage: int, kind: Kind, samples: int, replica: int, is_last: bool) -> int:
-        """Unit of a stage for this many samples on one replica."""
+    def _unit(self, stage: int, kind: Kind, samples: int, replica: int, is_last: bool) -> int:
         group = self._group_of.get((stage, replica), -1)
         key = stage, samples, kind, is_last, group
         if key not in self._index:

@@ -2,14 +2,16 @@
 
 Every device goes through its list of actions:
 
-- compute takes the seconds of its slice of the micro-batch;
+- compute takes the seconds of its slice of the micro-batch; the devices of one replica (tensor
+  parallelism) start it together, when the last of them has come to it;
 - a send hands a message over and goes on; a receive waits for its message;
 - a message starts when it has been sent, its receive is posted and every port on its way is free,
   first come first served per port; it occupies them for bytes / bandwidth of the slowest link and
   arrives one latency later. Ports are a device's own link in each direction and the network cards
   it shares with the devices of its node;
-- when a stage has run its last backward on all replicas, its gradients are summed up; an all-reduce
-  goes in pieces, so that messages of other stages get between them;
+- when a stage has run its last backward on all replicas, its gradients are summed up, each shard
+  over the devices that have it, all shards at once; an all-reduce goes in pieces, so that messages
+  of other stages get between them;
 - the step ends with the last compute or all-reduce.
 
 This is what the runtime does with the same schedule, so that predicted and measured can be
@@ -19,21 +21,23 @@ compared.
 from __future__ import annotations
 
 import gc
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from operator import attrgetter
+from operator import attrgetter, length_hint
 
 from anabranch.cost import CostModel
 from anabranch.errors import DeadlockError
 from anabranch.planner.stages import StageGraph
 from anabranch.schedule.check import describe_deadlock
 from anabranch.schedule.lower import lower
-from anabranch.schedule.schedule import Action, Schedule
+from anabranch.schedule.schedule import Schedule
 from anabranch.simulator.costs import AllReduce, ModelCosts, StepCosts
+from anabranch.simulator.direct import compile_order
 from anabranch.simulator.engine import Callback, Engine, SharedCores
-from anabranch.simulator.program import Do, Program, compile_schedule
+from anabranch.simulator.program import Program, Unit, compile_schedule
 from anabranch.timeline import Span, Timeline
 
 PIECE_BYTES = 25 * 2**20
@@ -58,40 +62,77 @@ def run(graph: StageGraph, schedule: Schedule, costs: CostModel | StepCosts) -> 
         DeadlockError: if the schedule cannot be executed; the message shows what each device waits
             for.
     """
-    with _collector_paused():
+    with collector_paused():
         return _record(graph, schedule, costs)
 
 
 def _record(graph: StageGraph, schedule: Schedule, costs: CostModel | StepCosts) -> Timeline:
-    step = _simulate(graph, schedule, costs, record=True)
-    devices = step.program.devices
+    prices = _prices(graph, costs)
+    lowered = _lowered(graph, schedule, prices)
+    step = _run(compile_schedule(lowered, graph, prices), graph, lowered, prices)
     base: dict[int, float] = defaultdict(float)
     for s, stage in enumerate(graph.stages):
         for device in stage.devices:
-            base[device] += step.costs.base_bytes(s)
+            base[device] += prices.base_bytes(s)
     return Timeline(
-        spans=tuple(sorted(step.spans(), key=attrgetter("device", "start", "end"))),
-        devices=tuple(sorted(devices)),
+        spans=tuple(sorted(step.spans(lowered), key=attrgetter("device", "start", "end"))),
+        devices=tuple(sorted(step.program.devices)),
         source="predicted",
         step_s=step.end,
         memory={
-            device: _memory_curve(base[device], step.memory[d]) for d, device in enumerate(devices)
+            device: _memory_curve(base[device], step.memory(d))
+            for d, device in enumerate(step.program.devices)
         },
     )
 
 
 def step_seconds(graph: StageGraph, schedule: Schedule, costs: CostModel | StepCosts) -> float:
-    """Seconds of the step that ``run`` would record, in about half the time.
+    """Seconds of the step that ``run`` would record, in a fraction of the time.
 
     Raises:
         DeadlockError: as ``run``.
     """
-    with _collector_paused():
-        return _simulate(graph, schedule, costs, record=False).end
+    with collector_paused():
+        return simulate(graph, schedule, costs).end
+
+
+def simulate(graph: StageGraph, schedule: Schedule, costs: CostModel | StepCosts) -> Step:
+    """Run one step and keep when everything happened, as numbers.
+
+    Raises:
+        DeadlockError: as ``run``.
+    """
+    prices = _prices(graph, costs)
+    program = None if schedule.is_lowered else compile_order(schedule, graph, prices)
+    if program is None:
+        schedule = _lowered(graph, schedule, prices)
+        program = compile_schedule(schedule, graph, prices)
+    return _run(program, graph, schedule, prices)
+
+
+def _prices(graph: StageGraph, costs: CostModel | StepCosts) -> StepCosts:
+    return ModelCosts(graph, costs) if isinstance(costs, CostModel) else costs
+
+
+def _lowered(graph: StageGraph, schedule: Schedule, costs: StepCosts) -> Schedule:
+    if schedule.is_lowered:
+        return schedule
+    return lower(
+        schedule, graph, gradient_edges=costs.gradient_edges, data_edges=costs.data_edges
+    )
+
+
+def _run(program: Program, graph: StageGraph, schedule: Schedule, costs: StepCosts) -> Step:
+    step = Step(program, costs)
+    step.run()
+    stuck = dict(zip(program.devices, step.positions(), strict=True))
+    if any(at < len(code) for at, code in zip(stuck.values(), program.code, strict=True)):
+        raise DeadlockError(describe_deadlock(_lowered(graph, schedule, costs), graph, stuck))
+    return step
 
 
 @contextmanager
-def _collector_paused() -> Iterator[None]:
+def collector_paused() -> Iterator[None]:
     """No garbage collection: all that a step makes lives to its end; looking costs a third."""
     enabled = gc.isenabled()
     gc.disable()
@@ -100,22 +141,6 @@ def _collector_paused() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
-
-
-def _simulate(
-    graph: StageGraph, schedule: Schedule, costs: CostModel | StepCosts, *, record: bool
-) -> _Step:
-    prices = ModelCosts(graph, costs) if isinstance(costs, CostModel) else costs
-    if not schedule.is_lowered:
-        schedule = lower(
-            schedule, graph, gradient_edges=prices.gradient_edges, data_edges=prices.data_edges
-        )
-    step = _Step(compile_schedule(schedule, graph, prices), prices, record=record)
-    step.run()
-    stuck = {device: step.position[d] for d, device in enumerate(step.program.devices)}
-    if any(at < len(schedule.actions[device]) for device, at in stuck.items()):
-        raise DeadlockError(describe_deadlock(schedule, graph, stuck))
-    return step
 
 
 @dataclass(slots=True)
@@ -128,29 +153,38 @@ class _Pending:
     ports: tuple[int, ...]
 
 
-class _Step:
-    """The state of one simulated step; the hot loop reads plain lists."""
+class Step:
+    """The state of one simulated step.
 
-    def __init__(self, program: Program, costs: StepCosts, *, record: bool) -> None:
-        count = len(program.devices)
+    The loop spends its time on messages, so it works on lists of plain numbers, and a message is an
+    event only for a device that waits for it: its arrival is known as soon as it starts to move.
+
+    Attributes:
+        end: seconds of the whole step.
+        starts: per device, when its computes started, in the order of its list.
+        ends: likewise, when they ended.
+    """
+
+    def __init__(self, program: Program, costs: StepCosts) -> None:
+        devices, messages = len(program.devices), len(program.messages.price)
         self.program = program
-        self.costs = costs
-        self.record = record
         self.end = 0.0
-        self.position = [0] * count
-        self.memory: list[list[tuple[float, float]]] = [[] for _ in range(count)]
+        self.starts: list[list[float]] = [[] for _ in range(devices)]
+        self.ends: list[list[float]] = [[] for _ in range(devices)]
         self._engine = Engine()
         self._compute = self._clock(costs.cores)
-        self._started = [0.0] * count
-        self._waits_for = [-1] * count
-        self._messages = program.messages
-        self._is_sent = [False] * len(program.messages.channel)
-        self._has_arrived = [False] * len(program.messages.channel)
-        self._taken = [0] * len(program.messages.in_channel)
-        self._posted = [0] * len(program.messages.in_channel)
-        self._transfers: list[tuple[int, float, float]] = []
-        self._computed: list[tuple[int, float, float, Action]] = []
-        self._all_reduces = self._plan_all_reduces()
+        self._code = [iter(code) for code in program.code]
+        self._price, self._releases = program.messages.price, program.messages.releases
+        self._units = program.units
+        self._unit: list[Unit | None] = [None] * devices
+        self._missing = [len(group) for group in program.groups]
+        # A message moves as soon as it is both sent and posted: at the second of the two.
+        self._is_ready = list(program.messages.is_posted)
+        self._freed = [0.0] * messages
+        self._arrival = [math.inf] * messages
+        self._place = [0] * messages
+        self._waiter = [-1] * messages
+        self._all_reduces = self._plan_all_reduces(costs)
         self._free_at = [0.0] * len(program.ports)
 
     def _clock(self, cores: int) -> Callable[[float, Callback, int], None]:
@@ -158,105 +192,118 @@ class _Step:
             return SharedCores(self._engine, cores).after
         return self._engine.after
 
-    def _plan_all_reduces(self) -> list[list[_Pending]]:
+    def _plan_all_reduces(self, costs: StepCosts) -> dict[int, list[_Pending]]:
         """Per stage, the all-reduces that wait for it."""
         by_stage: dict[int, list[_Pending]] = defaultdict(list)
-        ends = [s.last for steps in self.program.steps for s in steps if s.last >= 0]
-        for work in self.costs.all_reduces():
+        for work in costs.all_reduces():
             pieces = min(max(-(-work.nbytes // PIECE_BYTES), 1), MOST_PIECES)
             ports = self.program.ports
             indices = tuple(ports.setdefault(port, len(ports)) for port in work.ports)
-            pending = _Pending(work, sum(ends.count(s) for s in work.stages), pieces, indices)
+            waits_for = sum(self.program.finishes[s] for s in work.stages)
+            pending = _Pending(work, waits_for, pieces, indices)
             for s in work.stages:
                 by_stage[s].append(pending)
-        return [by_stage[s] for s in range(max(ends, default=-1) + 1)]
+        return by_stage
 
     def run(self) -> None:
         """Start every device and go on until nothing happens."""
-        for channel in range(len(self._posted)):
-            self._post(channel)
-        for d in range(len(self.position)):
+        for d in range(len(self._code)):
             self._advance(d)
         self._engine.run()
 
     def _advance(self, d: int) -> None:
         """Go through the list of one device until it computes or has to wait."""
-        steps = self.program.steps[d]
-        at = self.position[d]
-        while at < len(steps):
-            do, message, seconds, before, _, _, _ = steps[at]
-            if do is Do.COMPUTE:
-                self.position[d] = at
-                self._started[d] = self._engine.now
-                if self.record and before:
-                    self.memory[d].append((self._engine.now, before))
-                self._compute(seconds, self._computed_one, d)
-                return
-            if do is Do.SEND:
-                self._is_sent[message] = True
-                channel = self._messages.channel[message]
-                if self._messages.opens[message] <= self._taken[channel]:
-                    self._transfer(message)
-            elif self._has_arrived[message]:
-                channel = self._messages.channel[message]
-                self._taken[channel] += 1
-                self._post(channel)
+        now, place = self._engine.now, self._engine.place
+        arrival, is_ready, transfer = self._arrival, self._is_ready, self._transfer
+        count, releases = len(arrival), self._releases
+        for x in self._code[d]:
+            if x >= 0:
+                at = arrival[x]
+                if at > now or (at == now and self._place[x] > place):
+                    self._waiter[x] = d
+                    if at < math.inf:
+                        self._engine.at_place(at, self._place[x], self._receive, x)
+                    return
+                for message in releases[x]:
+                    if is_ready[message]:
+                        transfer(message)
+                    else:
+                        is_ready[message] = True
+            elif (message := ~x) < count:
+                if is_ready[message]:
+                    transfer(message)
+                else:
+                    is_ready[message] = True
             else:
-                self._waits_for[d] = message
-                self.position[d] = at
+                unit = self._unit[d] = self._units[message - count]
+                if unit.group < 0:
+                    self.starts[d].append(now)
+                    self._compute(unit.seconds, self._computed, d)
+                else:
+                    self._come(unit)
                 return
-            at += 1
-        self.position[d] = at
 
-    def _computed_one(self, d: int) -> None:
-        _, _, _, _, after, last, action = self.program.steps[d][self.position[d]]
-        now = self._engine.now
-        if now > self.end:
-            self.end = now
-        if self.record:
-            self._computed.append((d, self._started[d], now, action))
-            if after:
-                self.memory[d].append((now, -after))
-        self.position[d] += 1
+    def _receive(self, message: int) -> None:
+        """A message has arrived that a device waits for."""
+        is_ready = self._is_ready
+        for other in self._releases[message]:
+            if is_ready[other]:
+                self._transfer(other)
+            else:
+                is_ready[other] = True
+        d, self._waiter[message] = self._waiter[message], -1
         self._advance(d)
-        if last >= 0:
-            # After the messages of this backward, which other stages wait for.
-            self._finish_stage(last)
-
-    def _post(self, channel: int) -> None:
-        """Post the receives that have become due; what was sent before starts to move."""
-        messages, opens = self._messages.in_channel[channel], self._messages.opens
-        at = self._posted[channel]
-        while at < len(messages) and opens[messages[at]] <= self._taken[channel]:
-            if self._is_sent[messages[at]]:
-                self._transfer(messages[at])
-            at += 1
-        self._posted[channel] = at
 
     def _transfer(self, message: int) -> None:
-        end = self._occupy(self._messages.ports[message], self._messages.occupies_s[message])
-        arrival = end + self._messages.latency_s[message]
-        if self.record:
-            start = end - self._messages.occupies_s[message]
-            self._transfers.append((message, start, arrival))
-        self._engine.at(arrival, self._arrive, message)
+        # What _occupy does, without the call.
+        seconds, latency_s, ports = self._price[message]
+        engine, free_at = self._engine, self._free_at
+        end = engine.now
+        for port in ports:
+            if free_at[port] > end:
+                end = free_at[port]
+        end += seconds
+        for port in ports:
+            free_at[port] = end
+        self._freed[message] = end
+        arrival = self._arrival[message] = end + latency_s
+        place = self._place[message] = engine.last_place = engine.last_place + 1
+        if self._waiter[message] >= 0:
+            engine.at_place(arrival, place, self._receive, message)
 
     def _occupy(self, ports: tuple[int, ...], seconds: float) -> float:
         """Take all ports as soon as the last of them is free; when they are free again."""
-        start = self._engine.now
+        free_at = self._free_at
+        end = self._engine.now
         for port in ports:
-            if self._free_at[port] > start:
-                start = self._free_at[port]
+            if free_at[port] > end:
+                end = free_at[port]
+        end += seconds
         for port in ports:
-            self._free_at[port] = start + seconds
-        return start + seconds
+            free_at[port] = end
+        return end
 
-    def _arrive(self, message: int) -> None:
-        self._has_arrived[message] = True
-        d = self._messages.target[message]
-        if self._waits_for[d] == message:
-            self._waits_for[d] = -1
-            self._advance(d)
+    def _come(self, unit: Unit) -> None:
+        """The last device of a replica to come to a unit starts it on all of them."""
+        self._missing[unit.group] -= 1
+        if self._missing[unit.group] == 0:
+            members = self.program.groups[unit.group]
+            self._missing[unit.group] = len(members)
+            for d in members:
+                self.starts[d].append(self._engine.now)
+                self._compute(unit.seconds, self._computed, d)
+
+    def _computed(self, d: int) -> None:
+        now, unit = self._engine.now, self._unit[d]
+        assert unit is not None
+        if now > self.end:
+            self.end = now
+        self.ends[d].append(now)
+        self._unit[d] = None
+        self._advance(d)
+        if unit.last >= 0:
+            # After the messages of this backward, which other stages wait for.
+            self._finish_stage(unit.last)
 
     def _finish_stage(self, stage: int) -> None:
         for pending in self._all_reduces[stage]:
@@ -271,16 +318,42 @@ class _Step:
             end = self._occupy(pending.ports, pending.work.seconds / pending.pieces)
             self._engine.at(end, self._sum_piece, (pending, left - 1))
 
-    def spans(self) -> list[Span]:
-        """Everything that was recorded; messages at both ends."""
-        devices = self.program.devices
-        spans = [Span(devices[d], start, end, action) for d, start, end, action in self._computed]
-        times = {message: (start, end) for message, start, end in self._transfers}
-        for d, steps in enumerate(self.program.steps):
-            spans += [
-                Span(devices[d], *times[s.message], s.action) for s in steps if s.message >= 0
-            ]
+    def positions(self) -> list[int]:
+        """Per device, how many of its actions are done."""
+        waiting = {d for d in self._waiter if d >= 0}
+        return [
+            len(code) - length_hint(rest) - (d in waiting or self._unit[d] is not None)
+            for d, (code, rest) in enumerate(zip(self.program.code, self._code, strict=True))
+        ]
+
+    def spans(self, schedule: Schedule) -> list[Span]:
+        """Everything that happened, by the lowered schedule; messages at both ends."""
+        spans = []
+        price = self.program.messages.price
+        for d, (device, code) in enumerate(
+            zip(self.program.devices, self.program.code, strict=True)
+        ):
+            computed = zip(self.starts[d], self.ends[d], strict=True)
+            for x, action in zip(code, schedule.actions[device], strict=True):
+                message = x if x >= 0 else ~x
+                if message < len(price):
+                    start = self._freed[message] - price[message].occupies_s
+                    spans.append(Span(device, start, self._arrival[message], action))
+                else:
+                    spans.append(Span(device, *next(computed), action))
         return spans
+
+    def memory(self, d: int) -> list[tuple[float, float]]:
+        """When a device took or released how many bytes."""
+        first = len(self.program.messages.price)
+        units = [self.program.units[~x - first] for x in self.program.code[d] if ~x >= first]
+        changes = []
+        for unit, start, end in zip(units, self.starts[d], self.ends[d], strict=True):
+            if unit.before:
+                changes.append((start, unit.before))
+            if unit.after:
+                changes.append((end, -unit.after))
+        return changes
 
 
 def _memory_curve(base: float, changes: list[tuple[float, float]]) -> tuple[tuple[float, int], ...]:

@@ -57,7 +57,7 @@ def _groups(
 
 
 def ring_price(cluster: Cluster, place: Place) -> tuple[float, float]:
-    """Seconds per byte and seconds of latency of a ring all-reduce, as ``CostModel.allreduce_s``."""
+    """Seconds per byte and of latency of a ring all-reduce, as ``CostModel.allreduce_s``."""
     d = sum(place)
     if d == 1:
         return 0.0, 0.0

@@ -180,11 +180,12 @@ def latency(
     if len(sizes) > 1:
         raise ValueError(f"DAPPLE has one micro-batch size, the stages have {sorted(sizes)}")
     priced = [_Priced(stage, cost, overlap_allreduce, even_slices) for stage in graph.stages]
-    forward, backward, reduce = [], [], []
+    forward: list[float] = []
+    backward: list[float] = []
+    reduce: list[float] = []
     for s, stage in enumerate(priced):
         if s:
-            before = priced[s - 1].machines
-            per_byte, latency_s = hop_price(cost.cluster, before, stage.machines)
+            per_byte, latency_s = hop_price(cost.cluster, priced[s - 1].place, stage.place)
             for row, nbytes in ((forward, stage.entering), (backward, stage.gradients)):
                 row.append(nbytes * per_byte + latency_s if nbytes else 0.0)
             reduce.append(0.0)
@@ -201,26 +202,33 @@ class _Priced:
         ops = [cost.graph.index[name] for name in stage.operators]
         size, replicas = stage.microbatch_size, stage.replicas
         samples = size / replicas if even_slices else -(-size // replicas)
-        how = {"tensor": stage.tensor}
-        self.machines = counts(cost.cluster, stage.devices)
-        self.forward_s = cost.forward_s(ops, samples, **how)
-        recompute = {"recompute": stage.recompute}
-        self.backward_s = cost.backward_s(ops, samples, **recompute, **how)
+        self.place = counts(cost.cluster, stage.devices)
+        self.forward_s = cost.forward_s(ops, samples, tensor=stage.tensor)
+        self.backward_s = cost.backward_s(
+            ops, samples, recompute=stage.recompute, tensor=stage.tensor
+        )
         mask = cost.graph.mask(stage.operators)
-        entering = {i for op in ops for i in cost.read[op]}
-        entering = {i for i in entering if not mask >> cost.graph.values[i].producer & 1}
+        read = {i for op in ops for i in cost.read[op]}
+        entering = {i for i in read if not mask >> cost.graph.values[i].producer & 1}
         self.entering = cost.forward_bytes(entering, size)
         self.gradients = cost.backward_bytes(entering, size)
-        first = counts(cost.cluster, stage.devices[:: stage.tensor])
-        per_byte, latency_s = ring_price(cost.cluster, first)
-        self.reduce_s = 0.0
-        nbytes = cost.parameter_bytes(ops, trainable=True, **how)
-        if stage.replicas > 1 and nbytes:
-            self.reduce_s = nbytes * per_byte + latency_s
-            if overlap:
-                each = [cost.backward_s([op], samples, **recompute, **how) for op in ops]
-                self.reduce_s = latency_s + max(
-                    cost.parameter_bytes(ops[: k + 1], trainable=True, **how) * per_byte
-                    - sum(each[:k])
-                    for k in range(len(ops))
-                )
+        self.reduce_s = self._reduce_s(stage, cost, ops, samples if overlap else None)
+
+    @staticmethod
+    def _reduce_s(stage: Stage, cost: CostModel, ops: list[int], overlap: float | None) -> float:
+        """Seconds of the all-reduce; with samples, what sticks out of their backward."""
+
+        def ring_s(count: int) -> float:
+            return per_byte * cost.parameter_bytes(ops[:count], trainable=True, tensor=stage.tensor)
+
+        ranks = stage.devices[:: stage.tensor]
+        per_byte, latency_s = ring_price(cost.cluster, counts(cost.cluster, ranks))
+        if not ring_s(len(ops)):
+            return 0.0
+        if overlap is None:
+            return ring_s(len(ops)) + latency_s
+        late, after = 0.0, 0.0
+        for k, op in enumerate(ops):
+            late = max(late, ring_s(k + 1) - after)
+            after += cost.backward_s([op], overlap, recompute=stage.recompute, tensor=stage.tensor)
+        return late + latency_s

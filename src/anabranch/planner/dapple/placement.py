@@ -18,11 +18,11 @@ policy falls back on used machines in that order, too.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from anabranch.cluster import Cluster
-from anabranch.planner.dapple.links import Place
+from anabranch.planner.dapple.links import Place, hop_price, ring_price
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,21 @@ class Step:
 
 @dataclass(frozen=True)
 class Machines:
-    """The machines of a cluster and the states that the policies lead to."""
+    """The machines of a cluster, the states that the policies lead to, and what lies between.
+
+    Everything asked is remembered: the same for every micro-batch size.
+    """
 
     cluster: Cluster
+    _steps: dict[tuple[Place, int], tuple[Step, ...]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    _hops: dict[tuple[Place, Place], tuple[float, float]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    _rings: dict[Place, tuple[float, float]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @cached_property
     def size(self) -> int:
@@ -64,11 +76,40 @@ class Machines:
 
     def steps(self, used: Place, wanted: int) -> tuple[Step, ...]:
         """What the three policies make of a request; each outcome once."""
-        found = {}
-        for policy in (fresh_first, append_first, scatter_first):
-            step = self._step(used, policy(used, self.size, wanted))
-            found.setdefault((step.used, step.place, step.taken), step)
-        return tuple(found.values())
+        if (used, wanted) not in self._steps:
+            policies = (fresh_first, append_first, scatter_first)
+            taken = dict.fromkeys(policy(used, self.size, wanted) for policy in policies)
+            self._steps[used, wanted] = tuple(self._step(used, each) for each in taken)
+        return self._steps[used, wanted]
+
+    def hop(self, source: Place, target: Place) -> tuple[float, float]:
+        """Seconds per byte and of latency from one stage to another."""
+        if (source, target) not in self._hops:
+            self._hops[source, target] = hop_price(self.cluster, source, target)
+        return self._hops[source, target]
+
+    def ring(self, place: Place) -> tuple[float, float]:
+        """Seconds per byte and of latency of an all-reduce."""
+        if place not in self._rings:
+            self._rings[place] = ring_price(self.cluster, place)
+        return self._rings[place]
+
+    def devices(self, steps: Sequence[Step]) -> list[tuple[int, ...]]:
+        """Devices of the stages that were placed one after the other, and of one on all others.
+
+        The first that is placed gets the last devices, so that a pipeline begins on device 0.
+        """
+        machines = list(reversed(range(len(self.empty))))
+        left = [list(range(m * self.size, (m + 1) * self.size)) for m in range(len(machines))]
+        result = []
+        for step in steps:
+            taken = []
+            for m, count in zip(machines, step.taken, strict=True):
+                taken += [left[m].pop() for _ in range(count)]
+            result.append(tuple(sorted(taken)))
+            machines = [machines[m] for m in step.order]
+        result.append(tuple(sorted(device for rest in left for device in rest)))
+        return result
 
     def _step(self, used: Place, taken: Place) -> Step:
         keys = [(-u - t, -t) for u, t in zip(used, taken, strict=True)]

@@ -95,6 +95,12 @@ class Tables:
         self.headroom = self._headroom()
         self._rings: dict[tuple[int, float], Floats] = {}
 
+    @property
+    def least_s(self) -> float:
+        """A lower bound on every L: all work shared out evenly."""
+        devices = self.terms.cost.cluster.num_devices
+        return float(self.num_microbatches * self.work_s[-1] / devices)
+
     def _time(self) -> None:
         order = list(self.terms.order)
         forward, backward = [], []
@@ -120,9 +126,9 @@ class Tables:
         )
         for k, degree in enumerate(self.degrees):
             n = self.terms.samples(self.microbatch_size, degree)
-            kept = row.kept_bytes * n
+            kept = row.kept_bytes() * n
             result[k] = prices.headroom(
-                row.state_bytes + cost.receive_slots * row.comes.at(n),
+                row.state_bytes() + cost.receive_slots * row.comes.at(n),
                 kept[None, :] - kept[:, None] + row.entering.at(n),
             )
         return result

@@ -85,9 +85,8 @@ class Assembler:
 
     def _may(self, part: Part) -> bool:
         size = self.prices.prices.microbatch_size
-        return part.replicas <= min(self.max_replicas, size) and self.prices.cost.covers(
-            self.prices.prices.samples(part.replicas)
-        )
+        within = part.devices <= self.max_replicas and part.replicas <= size
+        return within and self.prices.cost.covers(self.prices.prices.samples(part.replicas))
 
     def _halves(self, part: Part) -> list[Part]:
         """The part cut in two, each with as many replicas, so that the slower is quickest."""

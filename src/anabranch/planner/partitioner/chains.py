@@ -8,16 +8,27 @@ A chain is a row of items, each an operator or a block; a block is a set of chai
 
 ``partitioner.rows`` weighs contiguous ranges of items. Branches of a block that ``cuts.signature``
 calls the same are of one class, and only its first is searched.
+
+A model of more than ``ITEMS`` operators is made coarser: neighbours in a chain, whole blocks and
+neighbouring branches become one item as long as together they are no more than one in ``ITEMS`` of
+all compute. What is lost: a boundary between stages is up to one item away from where it would be
+best, so the longest period is at most that much compute above the least (per stage border, before
+``partitioner.borders`` moves single operators across).
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from anabranch.cost import CostModel
 from anabranch.graph.cuts import Leaf, Node, Parallel, Series, operators, signature
 from anabranch.planner.partitioner.rows import Row
+
+ITEMS = 256
+"""Models of more operators are made coarser, to about so many items."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +51,10 @@ class Chain:
     """Items in series.
 
     Attributes:
-        items: operators, by index, and blocks. row: the items as a row. below: for every cut j,
-            the most operators on a path through what comes after it in the whole model: no
-            stage that ends at the cut has a greater height.
+        items: operators, by index, and blocks; several operators in one item by their first.
+        row: the items as a row.
+        below: for every cut j, the most items on a path through what comes after it in the whole
+            model: no stage that ends at the cut has a greater height.
     """
 
     items: tuple[int | Block, ...]
@@ -57,40 +69,113 @@ class Chain:
 
 def build(cost: CostModel, tree: Node) -> Chain:
     """The chain that stands for a whole decomposition."""
-    kept = [(c.forward_s, c.backward_s, c.kept_bytes) for c in cost.profile.costs]
-    keys: list[Hashable] = [
-        (
-            kept[i],
-            tuple(
-                (parameter.nbytes, parameter.trainable)
-                for parameter in (cost.parameters[name] for name in op.parameters)
-            ),
-        )
-        for i, op in enumerate(cost.graph.ops)
-    ]
-    return _chain(cost, tree, 0, keys)
+    return _Builder(cost).chain(tree, 0)
 
 
-def line(cost: CostModel, order: Iterable[int]) -> Chain:
-    """The chain of all operators in one topological order."""
-    ops = tuple(order)
-    return Chain(ops, Row(cost, [1 << op for op in ops]), tuple(range(len(ops), -1, -1)))
+def line(cost: CostModel, order: Iterable[int], *, coarse: bool = False) -> Chain:
+    """The chain of all operators in one topological order.
+
+    Args:
+        cost: prices the operators.
+        order: of the operators.
+        coarse: make it coarser if there are many.
+    """
+    ops: list[Node] = [Leaf(op) for op in order]
+    parts = list(_Builder(cost).runs(ops)) if coarse else [[op] for op in ops]
+    masks = [sum(_mask(op) for op in part) for part in parts]
+    firsts = tuple(next(operators(part[0])) for part in parts)
+    return Chain(firsts, Row(cost, masks), tuple(range(len(firsts), -1, -1)))
 
 
 def span(chain: Chain) -> int:
-    """Operators on the longest path: no plan is deeper."""
+    """Items on the longest path: no plan is deeper."""
     return chain.below[0]
 
 
-def _chain(cost: CostModel, node: Node, below: int, keys: Sequence[Hashable]) -> Chain:
-    children = _flat(node)
-    cuts = [below]
-    items: list[int | Block] = []
-    for child in reversed(children):
-        items.append(child.op if isinstance(child, Leaf) else _block(cost, child, cuts[-1], keys))
-        cuts.append(cuts[-1] + _span(child))
-    masks = [_mask(child) for child in children]
-    return Chain(tuple(reversed(items)), Row(cost, masks), tuple(reversed(cuts)))
+class _Builder:
+    """Builds chains for one model."""
+
+    def __init__(self, cost: CostModel) -> None:
+        self._cost = cost
+        costs = cost.profile.costs
+        self._seconds = [each.forward_s[-1] + each.backward_s[-1] for each in costs]
+        coarse = len(costs) > ITEMS
+        self._small = sum(self._seconds) / ITEMS if coarse else -1.0
+
+    @cached_property
+    def _keys(self) -> list[Hashable]:
+        """Per operator what it costs."""
+        named = self._cost.parameters
+        return [
+            (
+                (each.forward_s, each.backward_s, each.kept_bytes),
+                tuple((named[name].nbytes, named[name].trainable) for name in op.parameters),
+            )
+            for op, each in zip(self._cost.graph.ops, self._cost.profile.costs, strict=True)
+        ]
+
+    def chain(self, node: Node, below: int) -> Chain:
+        """The chain of a part that has so many items below it."""
+        cuts = [below]
+        items: list[int | Block] = []
+        masks: list[int] = []
+        for run in reversed(list(self.runs(_flat(node)))):
+            only = run[0]
+            if len(run) == 1 and isinstance(only, Parallel) and not self._is_small(run):
+                block = self._block(only, cuts[-1])
+                items.append(block)
+                cuts.append(max(branch.below[0] for branch in block.branches))
+            else:
+                items.append(next(operators(only)))
+                cuts.append(cuts[-1] + 1)
+            masks.append(sum(_mask(each) for each in run))
+        row = Row(self._cost, masks[::-1])
+        return Chain(tuple(reversed(items)), row, tuple(reversed(cuts)))
+
+    def runs(self, nodes: Iterable[Node]) -> Iterator[list[Node]]:
+        """Neighbours that may be one item, each as long as it stays small."""
+        run: list[Node] = []
+        seconds = 0.0
+        for node in nodes:
+            more = sum(self._seconds[op] for op in operators(node)) if self._small >= 0 else 0.0
+            if run and (self._small < 0 or seconds + more > self._small):
+                yield run
+                run, seconds = [], 0.0
+            run.append(node)
+            seconds += more
+        if run:
+            yield run
+
+    def _is_small(self, run: Sequence[Node]) -> bool:
+        return sum(self._seconds[op] for each in run for op in operators(each)) <= self._small
+
+    def _block(self, node: Parallel, below: int) -> Block:
+        branches = [
+            run[0] if len(run) == 1 else Parallel(tuple(run)) for run in self.runs(node.children)
+        ]
+        classes: list[int] = []
+        ordered: list[Node] = []
+        for group in self._alike(branches):
+            classes += [len(classes)] * len(group)
+            ordered += group
+        return Block(
+            tuple(self.chain(child, below) for child in ordered),
+            tuple(classes),
+            Row(self._cost, [_mask(child) for child in ordered]),
+        )
+
+    def _alike(self, branches: Sequence[Node]) -> list[list[Node]]:
+        """Branches that are the same, in the order of the first of each kind."""
+        # Comparing costs is quick, and mostly enough to tell branches apart.
+        costs = [tuple(self._keys[op] for op in operators(each)) for each in branches]
+        often = Counter(costs)
+        alike: dict[Hashable, list[Node]] = {}
+        for place, (branch, key) in enumerate(zip(branches, costs, strict=True)):
+            same: Hashable = place
+            if often[key] > 1:
+                same = key, signature(self._cost.graph, branch, self._keys)
+            alike.setdefault(same, []).append(branch)
+        return list(alike.values())
 
 
 def _flat(node: Node) -> list[Node]:
@@ -100,28 +185,5 @@ def _flat(node: Node) -> list[Node]:
     return [each for child in node.children for each in _flat(child)]
 
 
-def _block(cost: CostModel, node: Node, below: int, keys: Sequence[Hashable]) -> Block:
-    assert isinstance(node, Parallel)
-    alike: dict[Hashable, list[Node]] = {}
-    for child in node.children:
-        alike.setdefault(signature(cost.graph, child, keys), []).append(child)
-    classes: list[int] = []
-    for group in alike.values():
-        classes += [len(classes)] * len(group)
-    ordered = [child for group in alike.values() for child in group]
-    return Block(
-        tuple(_chain(cost, child, below, keys) for child in ordered),
-        tuple(classes),
-        Row(cost, [_mask(child) for child in ordered]),
-    )
-
-
 def _mask(node: Node) -> int:
     return sum(1 << op for op in operators(node))
-
-
-def _span(node: Node) -> int:
-    if isinstance(node, Leaf):
-        return 1
-    spans = [_span(child) for child in node.children]
-    return sum(spans) if isinstance(node, Series) else max(spans)

@@ -22,6 +22,7 @@ all compute divided by the cores.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 
 from anabranch.cost import Port
 from anabranch.planner.partitioner.parts import Part, PartPrices, heights
@@ -101,18 +102,20 @@ def _transfers(
     if per_sample + fixed == 0:
         delay = prices.cost.way(devices[0][0], devices[1][0])[3]
         return delay, delay
-    size = prices.prices.microbatch_size
+    shape = ends[0].replicas, ends[0].tensor, ends[1].replicas, ends[1].tensor
     there: dict[Port, float] = {}
     back: dict[Port, float] = {}
     latency = 0.0
-    for i, j, samples in _overlapping_devices(size, *ends):
+    for i, j, samples in _overlapping_devices(prices.prices.microbatch_size, *shape):
         way, home, per_byte, delay = prices.cost.way(devices[0][i], devices[1][j])
-        latency = max(latency, delay)
+        if delay > latency:
+            latency = delay
+        seconds = (per_sample * samples + fixed) * per_byte
         for port in way:
-            there[port] = there.get(port, 0.0) + (per_sample * samples + fixed) * per_byte
+            there[port] = there.get(port, 0.0) + seconds
+        seconds = (grad_per_sample * samples + grad_fixed) * per_byte
         for port in home:
-            amount = (grad_per_sample * samples + grad_fixed) * per_byte
-            back[port] = back.get(port, 0.0) + amount
+            back[port] = back.get(port, 0.0) + seconds
     for busy in (there, back):
         for port, seconds in busy.items():
             load[port] = load.get(port, 0.0) + seconds
@@ -120,14 +123,19 @@ def _transfers(
     return latency + max(there.values()), (latency + max(back.values())) * grad
 
 
-def _overlapping_devices(size: int, source: Part, target: Part) -> Iterator[tuple[int, int, int]]:
+@lru_cache(maxsize=4096)
+def _overlapping_devices(
+    size: int, sources: int, source_tensor: int, targets: int, target_tensor: int
+) -> tuple[tuple[int, int, int], ...]:
     """Devices of two stages that exchange samples of a micro-batch, and how many.
 
     Each device of the target's replicas gets its whole slice, from one device of the source's.
     """
-    for i, j, samples in _overlaps(size, source.replicas, target.replicas):
-        for each in range(target.tensor):
-            yield i * source.tensor + each % source.tensor, j * target.tensor + each, samples
+    return tuple(
+        (i * source_tensor + each % source_tensor, j * target_tensor + each, samples)
+        for i, j, samples in _overlaps(size, sources, targets)
+        for each in range(target_tensor)
+    )
 
 
 def _overlaps(size: int, sources: int, targets: int) -> Iterator[tuple[int, int, int]]:

@@ -1,8 +1,9 @@
-"""Operators that need not be told apart by a search that is exact: ``partitioner.exact``.
+"""Operators that a search over all partitions need not, or cannot, tell apart.
 
 Profiles name operators that cost nothing: inputs, reshapes, one tensor out of a tuple. Each that may
-lie in any of several stages multiplies the downsets: a GNMT of 48 operators of which 21 compute has
-7,874 of them. A *free* operator (or group of such) has no seconds and no parameters. Moving it
+lie in any of several stages multiplies the downsets: PipeDream's GNMT of 48 operators has 7,874 of
+them, and 35 without. A *free* operator (or group of such) has no seconds and no parameters. Moving
+it
 
     up     into the stage of its first reader, if it reads no more bytes than it makes
     down   into the stage of its one producer, if all who read the same value are free and
@@ -15,12 +16,16 @@ makes no stage slower, whatever the stages are, and closes no circle of stages::
 
 What a free operator keeps for its backward moves with it, so in memory (not in the period) the
 search is exact only up to those bytes.
+
+Where the downsets are too many all the same, neighbours become one, those first that take the least
+time together: stages then begin and end at fewer places, which costs little while the largest group
+is small next to what a device computes.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from anabranch.cost import CostModel
 from anabranch.graph.opgraph import BATCH, Op, OpGraph, Value, bits
@@ -41,7 +46,28 @@ def atoms(cost: CostModel) -> tuple[int, ...]:
         moves = _moves(graph, [mask & ~free == 0 for mask in groups])
         if not moves:
             return groups
-        groups = _merged(cost.graph, groups, moves)
+        masks = dict(enumerate(groups))
+        for moved, into in moves:
+            masks[into] |= masks.pop(moved)
+        groups = ordered(cost.graph, masks.values())
+
+
+def merged(
+    cost: CostModel, groups: Sequence[int], enough: Callable[[tuple[int, ...]], bool]
+) -> tuple[int, ...]:
+    """Groups with neighbours put together, the lightest first, until they are few enough.
+
+    Args:
+        cost: prices the operators.
+        groups: bit masks, in topological order.
+        enough: whether these groups will do.
+    """
+    merging = _Merging(cost, groups)
+    while not enough(result := ordered(cost.graph, merging.masks.values())):
+        # A few at a time: asking may take longer than merging.
+        for _ in range(1 + len(result) // 32):
+            merging.merge_lightest()
+    return result
 
 
 def quotient(graph: OpGraph, groups: Sequence[int]) -> OpGraph:
@@ -65,6 +91,31 @@ def quotient(graph: OpGraph, groups: Sequence[int]) -> OpGraph:
     return OpGraph(ops, tuple(values), name=graph.name)
 
 
+def ordered(graph: OpGraph, groups: Iterable[int]) -> tuple[int, ...]:
+    """Groups in topological order; there must be one."""
+    left = list(groups)
+    home = _home(left)
+    readers: list[set[int]] = [set() for _ in left]
+    for a, b in graph.edges:
+        if home[a] != home[b]:
+            readers[home[a]].add(home[b])
+    waits = [0] * len(left)
+    for b in (b for each in readers for b in each):
+        waits[b] += 1
+    ready = [(mask & -mask, g) for g, mask in enumerate(left) if not waits[g]]
+    heapq.heapify(ready)
+    order = []
+    while ready:
+        g = heapq.heappop(ready)[1]
+        order.append(left[g])
+        for b in readers[g]:
+            waits[b] -= 1
+            if not waits[b]:
+                heapq.heappush(ready, (left[b] & -left[b], b))
+    assert len(order) == len(left), "groups wait for each other in a circle"
+    return tuple(order)
+
+
 def _home(groups: Sequence[int]) -> dict[int, int]:
     return {op: g for g, mask in enumerate(groups) for op in bits(mask)}
 
@@ -76,33 +127,6 @@ def _is_free(cost: CostModel, op: int) -> bool:
         or any(cost.costs(tensor)[op].backward_s)
         for tensor in cost.tensor_degrees
     )
-
-
-def _merged(
-    graph: OpGraph, groups: Sequence[int], moves: Sequence[tuple[int, int]]
-) -> tuple[int, ...]:
-    """The groups with the first of each pair put into the second, in topological order again."""
-    masks = dict(enumerate(groups))
-    for moved, into in moves:
-        masks[into] |= masks.pop(moved)
-    left = list(masks.values())
-    home = _home(left)
-    pairs = {(home[a], home[b]) for a, b in graph.edges if home[a] != home[b]}
-    waits = [0] * len(left)
-    for _, b in pairs:
-        waits[b] += 1
-    ready = [(mask & -mask, g) for g, mask in enumerate(left) if not waits[g]]
-    heapq.heapify(ready)
-    order = []
-    while ready:
-        g = heapq.heappop(ready)[1]
-        order.append(left[g])
-        for b in (b for a, b in pairs if a == g):
-            waits[b] -= 1
-            if not waits[b]:
-                heapq.heappush(ready, (left[b] & -left[b], b))
-    assert len(order) == len(left), "moves close no circle"
-    return tuple(order)
 
 
 def _moves(graph: OpGraph, free: Sequence[bool]) -> list[tuple[int, int]]:
@@ -149,3 +173,69 @@ def _sum(values: Iterable[Value]) -> _Bytes:
 
 def _at_most(some: _Bytes, others: _Bytes) -> bool:
     return all(a <= b for a, b in zip(some, others, strict=True))
+
+
+class _Merging:
+    """Groups that are put together along edges, the lightest pair first.
+
+    Two groups may be if the edge is the only way from one to the other. Groups between which there
+    is none may be as well, but only if no edge is left that has no other way around it: then there
+    is no edge.
+
+    Attributes:
+        masks: the groups by number; a merged one gets a new number.
+    """
+
+    def __init__(self, cost: CostModel, groups: Sequence[int]) -> None:
+        graph = quotient(cost.graph, groups)
+        forward, backward = cost.op_seconds(cost.profile.samples[0])
+        seconds = forward + backward
+        self.masks = dict(enumerate(groups))
+        self._seconds = {g: float(seconds[list(bits(m))].sum()) for g, m in self.masks.items()}
+        self._after = {g: set(bits(graph.successors[g])) for g in self.masks}
+        self._before = {g: set(bits(graph.predecessors[g])) for g in self.masks}
+        self._edges = [(self._together(a, b), a, b) for a, b in graph.edges]
+        heapq.heapify(self._edges)
+        self._next = len(groups)
+
+    def merge_lightest(self) -> None:
+        """Merge one pair, if there are two groups."""
+        while self._edges:
+            _, a, b = heapq.heappop(self._edges)
+            if b in self._after.get(a, ()) and not self._is_roundabout(a, b):
+                self._merge(a, b)
+                return
+        if len(self.masks) > 1:
+            a, b = sorted(self.masks, key=lambda g: (self._seconds[g], g))[:2]
+            self._merge(a, b)
+
+    def _together(self, a: int, b: int) -> float:
+        return self._seconds[a] + self._seconds[b]
+
+    def _is_roundabout(self, a: int, b: int) -> bool:
+        """Whether there is a way from a to b besides the edge."""
+        waiting = [g for g in self._after[a] if g != b]
+        seen = set(waiting)
+        while waiting:
+            g = waiting.pop()
+            if g == b:
+                return True
+            further = self._after[g] - seen
+            seen |= further
+            waiting += further
+        return False
+
+    def _merge(self, a: int, b: int) -> None:
+        new, self._next = self._next, self._next + 1
+        self.masks[new] = self.masks.pop(a) | self.masks.pop(b)
+        self._seconds[new] = self._together(a, b)
+        for these, those in ((self._after, self._before), (self._before, self._after)):
+            around = (these.pop(a) | these.pop(b)) - {a, b}
+            these[new] = around
+            for g in around:
+                those[g] -= {a, b}
+                those[g].add(new)
+        for g in self._after[new]:
+            heapq.heappush(self._edges, (self._together(new, g), new, g))
+        for g in self._before[new]:
+            heapq.heappush(self._edges, (self._together(new, g), g, new))

@@ -6,11 +6,13 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
+from anabranch.cost import CostModel
 from anabranch.graph.opgraph import bits
 from anabranch.planner.partitioner.prices import Prices
 
@@ -37,22 +39,122 @@ class Part:
         return self.replicas * self.tensor
 
 
-class PartPrices:
-    """Prices parts at one micro-batch size and remembers them."""
+@dataclass(frozen=True, slots=True)
+class Border:
+    """Bytes that cross the border of a set of operators, as (per sample, whatever the samples).
 
-    def __init__(self, prices: Prices) -> None:
+    Attributes:
+        enters: what is read from outside.
+        leaves: what is made for others.
+        enters_back: gradients of what leaves.
+        leaves_back: gradients of what enters.
+    """
+
+    enters: tuple[float, float]
+    leaves: tuple[float, float]
+    enters_back: tuple[float, float]
+    leaves_back: tuple[float, float]
+
+
+class Facts:
+    """What sets of operators weigh, whatever the micro-batch size; remembered."""
+
+    def __init__(self, cost: CostModel) -> None:
+        self.cost = cost
+        self._ops: dict[int, NDArray[np.intp]] = {}
+        self._border: dict[int, Border] = {}
+        self._flow: dict[tuple[int, int], tuple[float, float, float, float]] = {}
+        self._parameters: dict[tuple[int, int], tuple[int, int]] = {}
+        self._kept: dict[tuple[int, int], float] = {}
+        self._sharded = {t: cost.sharded_kept_bytes(t) for t in cost.tensor_degrees}
+
+    def ops(self, mask: int) -> NDArray[np.intp]:
+        """The operators of a set, ascending."""
+        if mask not in self._ops:
+            self._ops[mask] = np.fromiter(bits(mask), dtype=np.intp)
+        return self._ops[mask]
+
+    def kept_bytes(self, mask: int, tensor: int) -> float:
+        """Bytes kept for the backward per sample."""
+        if (mask, tensor) not in self._kept:
+            self._kept[mask, tensor] = float(self._sharded[tensor][self.ops(mask)].sum())
+        return self._kept[mask, tensor]
+
+    def parameter_bytes(self, mask: int, tensor: int) -> tuple[int, int]:
+        """Bytes of all parameters and of those that are trained."""
+        if (mask, tensor) not in self._parameters:
+            ops = self.ops(mask).tolist()
+            if tensor > 1:
+                all_bytes = self.cost.parameter_bytes(ops, tensor=tensor)
+                self._parameters[mask, tensor] = all_bytes, all_bytes
+            else:
+                named, graph = self.cost.parameters, self.cost.graph
+                used = [named[name] for name in {n for i in ops for n in graph.ops[i].parameters}]
+                self._parameters[mask, tensor] = (
+                    sum(parameter.nbytes for parameter in used),
+                    sum(parameter.nbytes for parameter in used if parameter.trainable),
+                )
+        return self._parameters[mask, tensor]
+
+    def border(self, mask: int) -> Border:
+        """What crosses the border."""
+        if mask not in self._border:
+            self._border[mask] = self._cross(mask)
+        return self._border[mask]
+
+    def _cross(self, mask: int) -> Border:
+        cost = self.cost
+        values, ops = cost.graph.values, self.ops(mask).tolist()
+        sums = [[0.0, 0.0] for _ in range(4)]
+        enters, leaves, enters_back, leaves_back = sums
+        for i in {i for op in ops for i in cost.read[op]}:
+            value = values[i]
+            if not mask >> value.producer & 1:
+                enters[not value.batched] += value.nbytes
+                leaves_back[not value.batched] += value.nbytes * value.grad
+        for op in ops:
+            for i in cost.made[op]:
+                if cost.readers[i] & ~mask:
+                    value = values[i]
+                    leaves[not value.batched] += value.nbytes
+                    enters_back[not value.batched] += value.nbytes * value.grad
+        a, b, c, d = ((each[0], each[1]) for each in sums)
+        return Border(a, b, c, d)
+
+    def flow(self, source: int, target: int) -> tuple[float, float, float, float]:
+        """Bytes from one set of operators to another: forward per sample, fixed; back likewise."""
+        if (source, target) not in self._flow:
+            sums = [0.0] * 4
+            for op in self.ops(source).tolist():
+                for i in self.cost.made[op]:
+                    if self.cost.readers[i] & target:
+                        value = self.cost.graph.values[i]
+                        sums[0 if value.batched else 1] += value.nbytes
+                        sums[2 if value.batched else 3] += value.nbytes * value.grad
+            self._flow[source, target] = (sums[0], sums[1], sums[2], sums[3])
+        return self._flow[source, target]
+
+
+class PartPrices:
+    """Prices parts at one micro-batch size and remembers them.
+
+    Args:
+        prices: the formulas.
+        facts: what sets of operators weigh, if several sizes are to share that.
+    """
+
+    def __init__(self, prices: Prices, facts: Facts | None = None) -> None:
         self.prices = prices
         self.cost = prices.cost
+        self.facts = facts or Facts(prices.cost)
         self._period_s: dict[Part, float] = {}
         self._compute_s: dict[Part, tuple[float, float]] = {}
         self._headroom: dict[Part, int] = {}
-        self._flow: dict[tuple[int, int], tuple[float, float, float, float]] = {}
-        self._reduced: dict[tuple[int, int], int] = {}
 
     def compute_s(self, part: Part) -> tuple[float, float]:
         """Forward and backward seconds on the fullest replica, recomputation included."""
         if part not in self._compute_s:
-            ops = list(bits(part.mask))
+            ops = self.facts.ops(part.mask)
             n = self.prices.samples(part.replicas)
             forward, backward = self.cost.op_seconds(n, part.tensor)
             there, back = float(forward[ops].sum()), float(backward[ops].sum())
@@ -62,75 +164,43 @@ class PartPrices:
     def period_s(self, part: Part) -> float:
         """Seconds from one micro-batch to the next."""
         if part not in self._period_s:
-            enter, leave = self._border(part)
-            self._period_s[part] = float(
-                self.prices.period_s(
-                    sum(self.compute_s(part)),
-                    enter,
-                    leave,
-                    self._reduced_bytes(part),
-                    part.replicas,
-                    part.tensor,
-                )
-            )
+            border, n = self.facts.border(part.mask), self.prices.samples(part.replicas)
+            enter = _size(border.enters, n) + _size(border.enters_back, n)
+            leave = _size(border.leaves, n) + _size(border.leaves_back, n)
+            traffic = max(enter, leave) * self.prices.share(part.devices)
+            spread = self.reduce_s(part) / self.prices.num_microbatches
+            self._period_s[part] = max(sum(self.compute_s(part)), traffic) + spread
         return self._period_s[part]
-
-    def _border(self, part: Part) -> tuple[float, float]:
-        """Bytes that come in and go out per micro-batch on the fullest replica, gradients too."""
-        values = self.cost.graph.values
-        enter = leave = 0.0
-        n = self.prices.samples(part.replicas)
-        for i in {i for op in bits(part.mask) for i in self.cost.read[op]}:
-            if not part.mask >> values[i].producer & 1:
-                enter += values[i].size(n)
-                leave += values[i].size(n) * values[i].grad
-        for i in (i for op in bits(part.mask) for i in self.cost.made[op]):
-            if self.cost.readers[i] & ~part.mask:
-                leave += values[i].size(n)
-                enter += values[i].size(n) * values[i].grad
-        return enter, leave
 
     def headroom(self, part: Part) -> int:
         """The largest height at which the part fits; -1 if none."""
         if part not in self._headroom:
             none, one = (self._bytes(part, in_flight) for in_flight in (0, 1))
-            self._headroom[part] = int(
-                self.prices.headroom(np.float64(none), np.float64(one - none))
-            )
+            self._headroom[part] = self.prices.most_height(none, one - none)
         return self._headroom[part]
 
     def _bytes(self, part: Part, in_flight: int) -> float:
-        return self.cost.device_bytes(
-            bits(part.mask),
-            microbatch_size=self.prices.samples(part.replicas) * part.replicas,
-            replicas=part.replicas,
-            in_flight=in_flight,
-            recompute=part.recompute,
-            tensor=part.tensor,
-        )
+        # As CostModel.device_bytes, from what is remembered.
+        n = self.prices.samples(part.replicas)
+        weights, trainable = self.facts.parameter_bytes(part.mask, part.tensor)
+        state = weights + trainable * (1 + self.cost.optimizer_factor)
+        kept = self.facts.kept_bytes(part.mask, part.tensor) * n
+        border = self.facts.border(part.mask)
+        enters, back = _size(border.enters, n), _size(border.enters_back, n)
+        inside = kept if part.recompute else in_flight * kept
+        return state + inside + in_flight * enters + self.cost.receive_slots * (enters + back)
 
     def flow(self, source: int, target: int) -> tuple[float, float, float, float]:
         """Bytes from one set of operators to another: forward per sample, fixed; back likewise."""
-        if (source, target) not in self._flow:
-            sums = [0.0] * 4
-            for i in self.cost.crossing(source, target):
-                value = self.cost.graph.values[i]
-                sums[0 if value.batched else 1] += value.nbytes
-                sums[2 if value.batched else 3] += value.nbytes * value.grad
-            self._flow[source, target] = (sums[0], sums[1], sums[2], sums[3])
-        return self._flow[source, target]
+        return self.facts.flow(source, target)
 
     def reduce_s(self, part: Part) -> float:
         """Seconds of the all-reduce of a part on devices in a row."""
-        return float(self.prices.allreduce_s(self._reduced_bytes(part), part.replicas, part.tensor))
+        reduced = self._reduced_bytes(part)
+        return float(self.prices.allreduce_s(reduced, part.replicas, part.tensor))
 
     def _reduced_bytes(self, part: Part) -> int:
-        key = part.mask, part.tensor
-        if key not in self._reduced:
-            self._reduced[key] = self.cost.parameter_bytes(
-                bits(part.mask), trainable=True, tensor=part.tensor
-            )
-        return self._reduced[key]
+        return self.facts.parameter_bytes(part.mask, part.tensor)[1]
 
     def allreduce_s(self, part: Part, devices: Sequence[int]) -> float:
         """Seconds of the all-reduce of a part on these devices."""
@@ -139,11 +209,17 @@ class PartPrices:
         return self.cost.allreduce_s(self._reduced_bytes(part), devices[:: part.tensor])
 
 
-def edges(prices: PartPrices, parts: Sequence[Part]) -> set[tuple[int, int]]:
+def _size(nbytes: tuple[float, float], samples: int) -> float:
+    return nbytes[0] * samples + nbytes[1]
+
+
+def edges(prices: PartPrices, parts: Iterable[Part]) -> set[tuple[int, int]]:
     """Pairs of parts between which values flow."""
-    home = {op: s for s, part in enumerate(parts) for op in bits(part.mask)}
-    pairs = {(home[a], home[b]) for a, b in prices.cost.graph.edges}
-    return {(x, y) for x, y in pairs if x != y}
+    home = [-1] * len(prices.cost.graph)
+    for s, part in enumerate(parts):
+        for op in prices.facts.ops(part.mask).tolist():
+            home[op] = s
+    return {(home[a], home[b]) for a, b in prices.cost.graph.edges if home[a] != home[b]}
 
 
 def heights(count: int, pairs: set[tuple[int, int]]) -> list[int]:

@@ -1,20 +1,24 @@
-"""Periods and memory of every range of a row at once, for one micro-batch size.
+"""Periods and memory of every range of a row at once, for several micro-batch sizes and all modes.
 
 Next to whole ranges, this prices what a range gains when a stage that begins or ends at the block
 beside it also takes the last or first operators of a branch (``Shares``).
+
+Arrays are [size s, mode k, ...]; a bound names its size, so what depends on bounds is [bound t,
+...].
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from anabranch.planner.partitioner.prices import Bound, Prices
-from anabranch.planner.partitioner.rows import Row
+from anabranch.planner.partitioner.prices import Bound, Mode, Prices
+from anabranch.planner.partitioner.rows import Row, Traffic
 
 INFINITE = 1 << 28
 """More devices than there are."""
@@ -22,13 +26,57 @@ INFINITE = 1 << 28
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int32]
 Bools = NDArray[np.bool_]
+Places = Any
+"""What picks entries of a matrix [start, stop]: slices or arrays of places."""
+
+
+class Sizes:
+    """Micro-batch sizes that are searched together, and the modes of all of them.
+
+    Attributes:
+        prices: one per size, of one model on one cluster.
+        modes: those of any size, fewest devices first; of equals the plainest first.
+        devices: of each mode: [k].
+        valid: whether a size may use a mode: [s, k].
+        samples: on the fullest replica, 0 where not valid: [s, k].
+        count: micro-batches: [s].
+        share: seconds per byte that crosses a border: [k].
+    """
+
+    def __init__(self, prices: Sequence[Prices]) -> None:
+        self.prices = tuple(prices)
+        self.modes = tuple(
+            sorted(
+                {mode for each in prices for mode in each.modes},
+                key=lambda mode: (mode.devices, mode.recompute, mode.tensor),
+            )
+        )
+        first = self.prices[0]
+        self.devices = np.array([mode.devices for mode in self.modes], dtype=np.int32)
+        self.valid: Bools = np.array([[m in each.modes for m in self.modes] for each in prices])
+        samples = [[each.samples(mode.replicas) for mode in self.modes] for each in prices]
+        self.samples: Floats = np.where(self.valid, np.array(samples, dtype=np.float64), 0.0)
+        self.count: Floats = np.array([each.num_microbatches for each in prices], dtype=np.float64)
+        self.share: Floats = np.array([first.share(mode.devices) for mode in self.modes])
+        self.memory_bytes = float(first.memory_bytes)
+        self.slots = first.cost.receive_slots
+        self.recompute: Bools = np.array([mode.recompute for mode in self.modes])
+        rings = [first.ring(mode.replicas, mode.tensor) for mode in self.modes]
+        self.ring_per_byte: Floats = np.array([each[0] for each in rings])
+        self.ring_fixed: Floats = np.array([each[1] for each in rings])
+        tensors = sorted({mode.tensor for mode in self.modes})
+        self.tensors = tuple(tensors)
+        self.tensor: NDArray[np.intp] = np.array([tensors.index(m.tensor) for m in self.modes])
+
+    def __len__(self) -> int:
+        return len(self.prices)
 
 
 @dataclass(frozen=True)
 class Shares:
     """What a stage gains with the part of a branch on one side of every cut.
 
-    Arrays are [k, c] for degree k and cut c.
+    Arrays are [s, k, c] for cut c, or [k, c].
 
     Attributes:
         compute_s: seconds of compute per micro-batch.
@@ -45,136 +93,244 @@ class Shares:
     fixed: Floats
     per_microbatch: Floats
 
-    def memory(self, in_flight: Ints) -> Floats:
-        """Bytes for several numbers in flight: [..., k, c]."""
-        return self.fixed + in_flight[..., None, None] * self.per_microbatch
-
     def take(self, cuts: Sequence[int]) -> Shares:
         """Only these cuts, in this order."""
         chosen = list(cuts)
-        return Shares(*(getattr(self, each.name)[:, chosen] for each in fields(self)))
+        return Shares(
+            self.compute_s[..., chosen],
+            self.traffic_s[..., chosen],
+            self.reduce_s[..., chosen],
+            self.fixed[..., chosen],
+            self.per_microbatch[..., chosen],
+        )
 
 
 class Ranges:
-    """One row at one micro-batch size; arrays are [degree, start, stop].
+    """One row at several micro-batch sizes.
 
-    Attributes:
-        compute_s: seconds of compute per micro-batch.
-        traffic_s: seconds of transfers per micro-batch.
-        reduce_s: seconds of all-reduce per step.
-        fixed: bytes of memory whatever is in flight.
-        per_microbatch: bytes of memory per micro-batch in flight.
-        headroom: the largest height at which the range fits.
+    Args:
+        row: weighs the ranges.
+        sizes: prices them.
     """
 
-    def __init__(self, row: Row, prices: Prices) -> None:
+    def __init__(self, row: Row, sizes: Sizes) -> None:
         self.row = row
-        self.prices = prices
-        shape = (len(prices.degrees), row.size + 1, row.size + 1)
-        self.compute_s = np.empty(shape)
-        self.traffic_s = np.empty(shape)
-        self.reduce_s = np.empty(shape)
-        self.fixed = np.empty(shape)
-        self.per_microbatch = np.empty(shape)
-        for k, degree in enumerate(prices.degrees):
-            self._price(k, degree)
-        self.headroom = prices.headroom(self.fixed, self.per_microbatch)
-        empty = np.tril(np.ones(shape[1:], dtype=bool))
-        self.headroom[:, empty] = -1
-        self._slowest_s = np.maximum(self.compute_s, self.traffic_s)
-        self._spread_s = self._slowest_s + self.reduce_s / prices.num_microbatches
+        self.sizes = sizes
+        everything = slice(None), slice(None)
+        self._slowest_s = np.maximum(
+            self._between(self._running)[:, :, *everything], self.traffic_s(everything)
+        )
+        # A size that may not use a mode never has it within a bound.
+        self._slowest_s[~sizes.valid] = np.inf
 
-    def _price(self, k: int, degree: int) -> None:
-        row, prices = self.row, self.prices
-        n = prices.samples(degree)
-        compute, kept = row.compute_s(n), row.kept_bytes * n
-        comes = row.comes.at(n)
-        np.subtract(compute[None, :], compute[:, None], out=self.compute_s[k])
-        np.multiply(np.maximum(comes, row.goes.at(n)), prices.share(degree), out=self.traffic_s[k])
-        self.reduce_s[k] = prices.allreduce_s(row.reduced_bytes, degree)
-        np.add(row.state_bytes, prices.cost.receive_slots * comes, out=self.fixed[k])
-        np.add(kept[None, :] - kept[:, None], row.entering.at(n), out=self.per_microbatch[k])
+    @cached_property
+    def _running(self) -> Floats:
+        """Seconds of the first j parts: [s, k, j]."""
+        sizes = self.sizes
+        result = np.zeros((len(sizes), len(sizes.modes), self.row.size + 1))
+        for s in range(len(sizes)):
+            for k, mode in enumerate(sizes.modes):
+                if sizes.valid[s, k]:
+                    result[s, k] = self.row.compute_s(
+                        sizes.samples[s, k], mode.tensor, recompute=mode.recompute
+                    )
+        return result
 
-    def need(self, bound: Bound, heights: int) -> Ints:
-        """Fewest devices for every range within a bound: [height, stop, start].
+    @cached_property
+    def _kept(self) -> Floats:
+        """Bytes kept per sample by the first j parts: [k, j]."""
+        per_tensor = np.stack([self.row.kept_bytes(tensor) for tensor in self.sizes.tensors])
+        return per_tensor[self.sizes.tensor]
 
-        ``INFINITE`` where no degree does. Where memory never depends on the height, the first axis
-        has length 1.
-        """
-        within = (self._spread_s if bound.spread else self._slowest_s) <= bound.period_s
+    @staticmethod
+    def _between(running: Floats) -> Floats:
+        return running[..., None, :] - running[..., :, None]
+
+    def compute_s(self, at: Places) -> Floats:
+        """Seconds of compute per micro-batch of some ranges (start, stop): [s, k, ...]."""
+        start, stop = at
+        return np.asarray(self._running[..., stop] - self._running[..., start])
+
+    def traffic_s(self, at: Places) -> Floats:
+        """Seconds of transfers per micro-batch of some ranges (start, stop): [s, k, ...]."""
+        comes, goes = self.row.comes, self.row.goes
+        scale = self.sizes.share
+        if comes.has_fixed or goes.has_fixed:
+            there, back = (self._at(each[at]) for each in (comes, goes))
+            largest = np.maximum(there, back)
+            return largest * scale.reshape(-1, *(1,) * (largest.ndim - 2))
+        most = np.maximum(comes.per_sample[at], goes.per_sample[at])
+        samples = self.sizes.samples * scale
+        return most * samples.reshape(*samples.shape, *(1,) * most.ndim)
+
+    def _at(self, traffic: Traffic) -> Floats:
+        """Bytes at the samples of every size and mode: [s, k, ...]."""
+        samples = self.sizes.samples
+        return traffic.at(samples.reshape(*samples.shape, *(1,) * traffic.per_sample.ndim))
+
+    def reduce_s(self, at: Places) -> Floats:
+        """Seconds of all-reduce per step of some ranges (start, stop): [k, ...]."""
+        return self._reduced(at, latency=True)
+
+    def _reduced(self, at: Places, *, latency: bool) -> Floats:
+        sizes = self.sizes
+        nbytes = np.stack([self.row.reduced(tensor)[at] for tensor in sizes.tensors])[sizes.tensor]
+        wide = (-1, *(1,) * (nbytes.ndim - 1))
+        seconds = nbytes * sizes.ring_per_byte.reshape(wide)
+        if latency:
+            seconds += (nbytes > 0) * sizes.ring_fixed.reshape(wide)
+        return np.asarray(seconds)
+
+    def memory(self, at: Places) -> tuple[Floats, Floats]:
+        """Bytes whatever is in flight, and per micro-batch in flight: [s, k, ...]."""
+        start, stop = at
+        return self._memory(
+            np.stack([self.row.state_bytes(tensor)[at] for tensor in self.sizes.tensors]),
+            self._kept[:, stop] - self._kept[:, start],
+            self.row.comes[at],
+            self.row.entering[at],
+        )
+
+    def _memory(
+        self, state: Floats, kept: Floats, comes: Traffic, entering: Traffic
+    ) -> tuple[Floats, Floats]:
+        sizes = self.sizes
+        wide = (len(sizes), len(sizes.modes), *(1,) * (kept.ndim - 1))
+        inside = kept * sizes.samples.reshape(wide)
+        fixed = state[sizes.tensor] + sizes.slots * self._at(comes)
+        per_microbatch = self._at(entering)
+        again = sizes.recompute
+        fixed[:, again] += inside[:, again]
+        per_microbatch[:, ~again] += inside[:, ~again]
+        return fixed, per_microbatch
+
+    @cached_property
+    def headroom(self) -> Ints:
+        """The largest height at which a range fits, -1 for none: [s, k, start, stop]."""
+        sizes = self.sizes
+        wide = (len(sizes), 1, 1, 1)
+        kept = self._between(self._kept)
+        state = np.stack([self.row.state_bytes(tensor) for tensor in sizes.tensors])
+        fixed, per_microbatch = self._memory(state, kept, self.row.comes, self.row.entering)
+        free = sizes.memory_bytes - fixed
+        count = sizes.count.reshape(wide)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            held = np.clip(free / per_microbatch, 0, count)
+        held = np.where(per_microbatch > 0, held, count * (free >= 0))
+        # More than all micro-batches are never in flight.
+        result = np.where(held == count, INFINITE, held - 1).astype(np.int32)
+        result[:, :, np.tril(np.ones(result.shape[2:], dtype=bool))] = -1
+        return result
+
+    @cached_property
+    def _reduce_s(self) -> Floats:
+        return self.reduce_s((slice(None), slice(None)))
+
+    @cached_property
+    def _spread_s(self) -> Floats:
+        return self._slowest_s + self._reduce_s / self.sizes.count[:, None, None, None]
+
+    def mode(self, bound: Bound, start: int, stop: int, height: int, devices: int) -> Mode:
+        """The quickest mode with so many devices in which a range is within a bound and fits."""
+        seconds = self._spread_s if bound.spread else self._slowest_s
+        at = self.sizes.devices == devices
+        at &= self.headroom[bound.at, :, start, stop] >= height
+        at &= seconds[bound.at, :, start, stop] <= bound.period_s
         if bound.reduce_s < np.inf:
-            within &= self.reduce_s <= bound.reduce_s
-        fits = np.where(within, self.headroom, -1).transpose(0, 2, 1)
-        shape = fits.shape[1:]
-        fits = fits.reshape(len(fits), -1)
-        degrees = np.array(self.prices.degrees, dtype=np.int32)
-        always = np.full(fits.shape[1], INFINITE, dtype=np.int32)
-        for k in reversed(range(len(fits))):
-            always[fits[k] >= heights - 1] = degrees[k]
-        graded, at = np.nonzero((fits >= 0) & (fits < heights - 1))
-        if not len(at):
-            return always.reshape(1, *shape)
-        # From the greatest height down ever more fits, and is put in at its height.
-        level, degree = fits[graded, at], degrees[graded]
-        order = np.lexsort((-degree, -level))
-        level, at, degree = level[order], at[order], degree[order]
+            at &= self._reduce_s[:, start, stop] <= bound.reduce_s
+        places = np.flatnonzero(at)
+        quickest = self._slowest_s[bound.at, places, start, stop].argmin()
+        return self.sizes.modes[places[quickest]]
+
+    def _within(self, bounds: Sequence[Bound], k: int) -> Bools:
+        """Whether ranges in one mode are within bounds, memory aside: [t, start, stop]."""
+        of = [bound.at for bound in bounds]
+        seconds = (self._spread_s if bounds[0].spread else self._slowest_s)[of, k]
+        within: Bools = seconds <= np.array([bound.period_s for bound in bounds])[:, None, None]
+        if any(bound.reduce_s < np.inf for bound in bounds):
+            longest = np.array([bound.reduce_s for bound in bounds])[:, None, None]
+            within &= self._reduce_s[k] <= longest
+        return within
+
+    def need(self, bounds: Sequence[Bound], heights: int) -> Ints:
+        """Fewest devices for every range within bounds: [bound, height, stop, start].
+
+        ``INFINITE`` where no mode does. Where memory does not depend on the height, the second axis
+        has length 1.
+
+        Args:
+            bounds: all with the all-reduce spread, or none.
+            heights: number of heights; the last stands for all greater ones too.
+        """
+        of = [bound.at for bound in bounds]
+        size = self.row.size + 1
+        result = np.full((len(bounds), size, size), INFINITE, dtype=np.int32)
+        graded = []
+        for k in reversed(range(len(self.sizes.modes))):
+            within = self._within(bounds, k)
+            headroom = self.headroom[of, k]
+            np.copyto(result, self.sizes.devices[k], where=within & (headroom >= heights - 1))
+            if heights > 1:
+                lower = within & (headroom >= 0) & (headroom < heights - 1)
+                places = np.flatnonzero(lower)
+                if len(places):
+                    graded.append((headroom.reshape(-1)[places], places, self.sizes.devices[k]))
+        always = result.transpose(0, 2, 1)[:, None]
+        return self._graded(always, graded, heights) if graded else np.ascontiguousarray(always)
+
+    @staticmethod
+    def _graded(
+        always: Ints, graded: Sequence[tuple[Ints, NDArray[np.intp], np.int32]], heights: int
+    ) -> Ints:
+        """From the greatest height down ever more fits, and is put in at its height."""
+        t, _, stops, starts = always.shape
+        level = np.concatenate([each[0] for each in graded])
+        place = np.concatenate([each[1] for each in graded])
+        devices = np.concatenate([np.full(len(each[1]), each[2]) for each in graded])
+        bound, range_ = np.divmod(place, stops * starts)
+        start, stop = np.divmod(range_, stops)
+        order = np.argsort(-level, kind="stable")
+        level, devices = level[order], devices[order]
+        bound, start, stop = bound[order], start[order], stop[order]
         ends = np.searchsorted(-level, -np.arange(heights), side="right")
-        result = np.empty((heights, fits.shape[1]), dtype=np.int32)
-        result[-1] = always
+        result = np.empty((t, heights, stops, starts), dtype=np.int32)
+        result[:, -1] = always[:, 0]
         for h in reversed(range(heights - 1)):
-            result[h] = result[h + 1]
+            result[:, h] = result[:, h + 1]
             some = slice(ends[h + 1], ends[h])
-            # Of two degrees at one place the smaller comes last, and stays.
-            result[h, at[some]] = np.minimum(result[h, at[some]], degree[some])
-        return result.reshape(heights, *shape)
+            # Of several modes at one place the one with the fewest devices comes last, and stays.
+            at = bound[some], h, stop[some], start[some]
+            result[at] = np.minimum(result[at], devices[some])
+        return result
 
     @cached_property
     def tails(self) -> Shares:
         """For a stage after this row's end that also takes the parts from cut c on."""
-        row, end = self.row, self.row.size
-
-        def gains(n: int) -> tuple[Floats, Floats, Floats]:
-            # What the tail sends on no longer enters the stage; what the tail reads does.
-            enter = row.entering.at(n)[:, end] - row.leaving.at(n)[:, end]
-            leave = row.leaving_gradients.at(n)[:, end] - row.entering_gradients.at(n)[:, end]
-            return enter, leave, enter
-
-        return self._shares(slice(None), end, gains)
+        row, end = self.row, (slice(None), self.row.size)
+        # What the tail sends on no longer enters the stage; what the tail reads does.
+        enter = row.entering[end].minus(row.leaving[end])
+        leave = row.leaving_gradients[end].minus(row.entering_gradients[end])
+        return self._shares(end, enter, leave, enter)
 
     @cached_property
     def heads(self) -> Shares:
         """For a stage before this row's start that also takes the parts up to cut c."""
-        row = self.row
+        row, start = self.row, (0, slice(None))
+        # What only the head reads no longer leaves the stage; what the head makes does.
+        enter = row.entering_gradients[start].minus(row.sole_gradients)
+        leave = row.leaving[start].minus(row.sole_reads)
+        return self._shares(start, enter, leave, enter.minus(enter))
 
-        def gains(n: int) -> tuple[Floats, Floats, Floats]:
-            # What only the head reads no longer leaves the stage; what the head makes does.
-            enter = row.entering_gradients.at(n)[0] - row.sole_gradients.at(n)
-            leave = row.leaving.at(n)[0] - row.sole_reads.at(n)
-            return enter, leave, np.zeros_like(enter)
-
-        return self._shares(0, slice(None), gains)
-
-    def _shares(
-        self,
-        start: int | slice,
-        stop: int | slice,
-        gains: Callable[[int], tuple[Floats, Floats, Floats]],
-    ) -> Shares:
-        row, prices = self.row, self.prices
-        kept = row.kept_bytes[stop] - row.kept_bytes[start]
-        columns = []
-        for degree in prices.degrees:
-            n = prices.samples(degree)
-            compute = row.compute_s(n)
-            reduced = row.reduced_bytes[start, stop]
-            enter, leave, held = gains(n)
-            columns.append(
-                (
-                    compute[stop] - compute[start],
-                    np.maximum(enter, leave) * prices.share(degree),
-                    prices.allreduce_s(reduced, degree, latency=False),
-                    row.state_bytes[start, stop] + prices.cost.receive_slots * enter,
-                    kept * n + held,
-                )
-            )
-        return Shares(*(np.stack(column) for column in zip(*columns, strict=True)))
+    def _shares(self, at: Places, enter: Traffic, leave: Traffic, held: Traffic) -> Shares:
+        start, stop = at
+        state = np.stack([self.row.state_bytes(tensor)[at] for tensor in self.sizes.tensors])
+        fixed, per_microbatch = self._memory(
+            state, self._kept[:, stop] - self._kept[:, start], enter, held
+        )
+        return Shares(
+            self.compute_s(at),
+            np.maximum(self._at(enter), self._at(leave)) * self.sizes.share[:, None],
+            self._reduced(at, latency=False),
+            fixed,
+            per_microbatch,
+        )

@@ -1,4 +1,4 @@
-"""Fewest devices for a model, if no stage may take longer than a bound.
+"""Fewest devices for a model, if no stage may take longer than a bound; for many bounds at once.
 
 For one bound on the period the states of a chain are (cut j, height h of the stage that ends
 there); the value is the fewest devices for everything before the cut::
@@ -6,16 +6,17 @@ there); the value is the fewest devices for everything before the cut::
     devices[h, j]  =  min over i < j of  need[h, j, i] + devices[h + 1, i]
 
 Height is the distance to the sink in stages: a stage at height h keeps at least h + 1
-micro-batches, so memory depends on it, and what comes before a stage lies one higher. For several
-caps u on the height everything is done at once, which gives the least depth for a number of
-devices. Arrays are [cap u, height h, cut j].
+micro-batches, so memory depends on it, and what comes before a stage lies one higher. The last
+height may stand for all greater ones. With one height only, memory is that of a stage at the sink,
+which gives a lower limit quickly, and often a plan. For several caps u on the height everything is
+done at once, which gives the least depth for a number of devices. Arrays are [bound t, cap u,
+height h, cut j]; bounds may belong to different micro-batch sizes.
 
 A block adds to its chain, in front of it the least devices of what came before it:
 
 - boundaries at both sides: every branch is a chain of its own; the devices add up and the height
   is the largest. Runs of whole branches (in the order of the block) may form one stage;
-- a stage after the block that also takes the last operators of some branches (``Sharing`` over
-  their cuts);
+- a stage after the block that also takes the last operators of some branches (``Beside``);
 - a stage before the block that also takes the first operators of some branches, likewise. To save
   time no more than ``HEADS`` cuts per branch are tried, and such a block has a boundary on its
   other side.
@@ -24,294 +25,257 @@ How high the branches reach couples them to what comes before. So branches are s
 at which that gets dearer: one cap if memory does not depend on the height, and for a block that
 nothing precedes.
 
-Time per bound: O(n^2 H) for a chain of n items, O(m D^2) for a block of m branches on D devices,
-in NumPy.
+Time per bound: O(n^2 H) for a chain of n items, O(m D A) for a block of m branches on D devices
+whose remainders need one of A amounts of them, in NumPy.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import takewhile
 
 import numpy as np
 
-from anabranch.planner.partitioner.chains import Block, Chain
+from anabranch.planner.partitioner.beside import Beside, Limits, Stages
+from anabranch.planner.partitioner.chains import Block, Chain, span
 from anabranch.planner.partitioner.prices import Bound, Prices
-from anabranch.planner.partitioner.ranges import INFINITE, Bools, Floats, Ints, Ranges, Shares
-from anabranch.planner.partitioner.sharing import Options, Sharing, whole, worthwhile
+from anabranch.planner.partitioner.ranges import INFINITE, Bools, Ints, Ranges, Sizes
+from anabranch.planner.partitioner.sharing import Groups, largest_groups, whole
 from anabranch.planner.partitioner.solved import Between, Fork, Found, Join, Solved
 
 HEADS = 8
 """Cuts per branch that a stage before a block may take, besides none and all of it."""
 
-FEW = 8
-"""Up to so many heights are looked at one by one."""
-
-_NONE = np.empty((0, 1), dtype=np.int32)
-
 
 class Reach:
-    """Solves one model at one micro-batch size for any bound.
+    """Solves one model at some micro-batch sizes for any bounds.
 
     Args:
         chain: the whole model.
-        prices: periods and memory.
+        prices: periods and memory, one per micro-batch size.
         limit: most devices.
+
+    Attributes:
         heights: number of heights; no plan has more stages on a path.
     """
 
-    def __init__(self, chain: Chain, prices: Prices, *, limit: int, heights: int) -> None:
+    def __init__(self, chain: Chain, prices: Sequence[Prices], *, limit: int) -> None:
         self.chain = chain
-        self.prices = prices
+        self.sizes = Sizes(prices)
         self.limit = limit
-        self.heights = heights
+        self.heights = min(limit, span(chain))
         self._ranges: dict[int, Ranges] = {}
-        self._bound = Bound(np.inf)
-        self._needs: dict[int, Ints] = {}
-
-    def solve(self, bound: Bound, caps: Sequence[int]) -> Found:
-        """Fewest devices within a bound, for several caps on the height."""
-        self._bound = bound
-        self._needs = {}
-        solved = self._solve(self.chain, np.array(caps, dtype=np.int32))
-        return Found(self.chain, self.prices.degrees, solved)
 
     def ranges(self, chain: Chain | Block) -> Ranges:
         """Prices of the ranges of a chain, or of the groups of a block."""
         key = id(chain)
         if key not in self._ranges:
-            self._ranges[key] = Ranges(chain.row, self.prices)
+            self._ranges[key] = Ranges(chain.row, self.sizes)
         return self._ranges[key]
 
-    @property
-    def _spread(self) -> float:
-        """What part of an all-reduce counts for each micro-batch."""
-        return 1 / self.prices.num_microbatches if self._bound.spread else 0.0
+    def lightly(self, bounds: Sequence[Bound]) -> Found:
+        """Fewest devices within bounds as if every stage were at the sink: a lower limit.
+
+        Args:
+            bounds: all with the all-reduce spread, or none.
+        """
+        return self._run(bounds, [0], heights=1, beyond=True)
+
+    def solve(self, bounds: Sequence[Bound], caps: Sequence[int] | None = None) -> Found:
+        """Fewest devices within bounds, for several caps on the height.
+
+        Args:
+            bounds: all with the all-reduce spread, or none.
+            caps: the largest height allowed, ascending; by default any.
+        """
+        if caps is not None:
+            return self._run(bounds, caps, heights=max(caps) + 1, beyond=False)
+        # More than all micro-batches are never in flight.
+        heights = min(self.heights, max(int(self.sizes.count[bound.at]) for bound in bounds))
+        return self._run(bounds, [heights - 1], heights=heights, beyond=True)
+
+    def _run(
+        self, bounds: Sequence[Bound], caps: Sequence[int], *, heights: int, beyond: bool
+    ) -> Found:
+        run = _Run(self, bounds, heights, beyond)
+        solved = run.solve(self.chain, np.array(caps, dtype=np.int32))
+        return Found(self.chain, self.ranges, run.limits.bounds, heights, solved)
+
+
+class _Run:
+    """All tables for some bounds.
+
+    Args:
+        reach: the model.
+        bounds: as for ``Reach.solve``.
+        heights: number of heights.
+        beyond: the last height stands for all greater ones too.
+    """
+
+    def __init__(self, reach: Reach, bounds: Sequence[Bound], heights: int, beyond: bool) -> None:
+        self.limits = Limits(reach.sizes, bounds)
+        self._reach = reach
+        self._heights = heights
+        self._beyond = beyond
+        self._needs: dict[int, Ints] = {}
 
     def _need(self, chain: Chain | Block) -> Ints:
         if id(chain) not in self._needs:
-            self._needs[id(chain)] = self.ranges(chain).need(self._bound, self.heights)
+            need = self._reach.ranges(chain).need(self.limits.bounds, self._heights)
+            self._needs[id(chain)] = need
         return self._needs[id(chain)]
 
-    def _solve(self, chain: Chain, caps: Ints, start: int = 0) -> Solved:
-        heights, n = self.heights, len(chain.items)
+    def solve(self, chain: Chain, caps: Ints, start: int = 0) -> Solved:
+        """The tables of a chain from one cut on."""
+        heights, n = self._heights, len(chain.items)
         need = self._need(chain)
-        devices = np.full((len(caps), heights + 1, n + 1), INFINITE, dtype=np.int32)
+        shape = len(self.limits.bounds), len(caps), heights + 1, n + 1
+        devices = np.full(shape, INFINITE, dtype=np.int32)
         devices[..., start] = np.where(np.arange(heights + 1) <= caps[:, None] + 1, 0, INFINITE)
         solved = Solved(caps, start, devices, need)
         for i, j in _stretches(chain, start):
             self._extend(chain, solved, i, j + 1)
             item = chain.items[j - 1]
             if isinstance(item, Block):
-                solved.between[j - 1] = self._pass(chain, item, j - 1, solved)
+                self._pass(chain, item, j - 1, solved)
         return solved
+
+    def _close(self, devices: Ints, reached: int) -> None:
+        """Complete cuts [t, u, h, j] where the last height also stands for what is beyond it."""
+        if self._beyond and reached == self._heights:
+            devices[:, :, reached] = devices[:, :, reached - 1]
 
     def _extend(self, chain: Chain, solved: Solved, i: int, j: int) -> None:
         """Stages that end at the cuts i .. j - 1, when all cuts before i are done."""
         devices, need, start = solved.devices, solved.need, solved.start
-        reached = min(self.heights, chain.below[i] + 1)
-        if j - i <= reached:
+        reached = min(self._heights, chain.below[i] + 1)
+        if j - i <= reached or self._beyond:
             for cut in range(i, j):
-                stage = need[:reached, cut, start:cut]
-                best = (devices[:, 1 : reached + 1, start:cut] + stage).min(axis=-1)
-                now = devices[:, :reached, cut]
+                stage = need[:, None, :reached, cut, start:cut]
+                best = (devices[:, :, 1 : reached + 1, start:cut] + stage).min(axis=-1)
+                now = devices[:, :, :reached, cut]
                 np.minimum(now, best, out=now)
+                self._close(devices[..., cut : cut + 1], reached)
             return
         for h in reversed(range(reached)):
-            stage = need[min(h, len(need) - 1), i:j, start:j]
-            best = (devices[:, h + 1, None, start:j] + stage).min(axis=-1)
-            now = devices[:, h, i:j]
+            stage = need[:, None, min(h, need.shape[1] - 1), i:j, start:j]
+            best = (devices[:, :, h + 1, None, start:j] + stage).min(axis=-1)
+            now = devices[:, :, h, i:j]
             np.minimum(now, best, out=now)
 
-    def _pass(self, chain: Chain, block: Block, p: int, solved: Solved) -> Between:
+    def _pass(self, chain: Chain, block: Block, p: int, solved: Solved) -> None:
         """Add to ``solved`` what leads through the block at position p."""
-        exits = min(self.heights, chain.below[p + 1] + 1)
+        exits = min(self._heights, chain.below[p + 1] + 1)
         before = solved.devices[..., p]
-        caps = _steps(before[:, 1:])
-        firsts = sorted(set(block.classes))
-        branches = {k: self._solve(block.branches[k], caps) for k in firsts}
-        ends = {k: each.devices[:, :exits, -1] for k, each in branches.items()}
-        groups = _spread(self._need(block), exits)
-        alone = [ends[k] for k in block.classes]
-        useful = worthwhile(alone, groups)
-        totals = whole(alone, groups, useful, caps)
-        between = Between(caps, branches, groups, useful, alone, totals)
-        _improve(solved.devices[:, :exits, p + 1], before[:, caps + 1], between.whole[-1])
-        if p > solved.start:
-            self._forks(chain, block, p, solved, between, exits)
-        if p + 1 < len(chain.items):
-            self._joins(chain, block, p, solved, between, exits)
-        return between
-
-    def _joins(
-        self, chain: Chain, block: Block, p: int, solved: Solved, between: Between, exits: int
-    ) -> None:
-        """Stages that begin in the block's branches and end at a later cut of the chain."""
-        stops = self._while_short(chain, [(p + 1, q) for q in range(p + 2, len(chain.items) + 1)])
-        if not stops:
-            return
-        devices = {k: each.devices[:, :exits] for k, each in between.branches.items()}
-        same = _alike(list(devices.values()), between.groups, between.caps)
-        # The stage lies one lower than what it leaves of the branches.
-        held = self.prices.in_flight(same.last - 1)
-        options = {}
-        for k, branch in between.branches.items():
-            tails = self.ranges(block.branches[k]).tails
-            some = branch.devices[:, same.last]
-            options[k] = self._options(some, tails, tails.memory(held)[None])
-        sharing = self._share(block, between, between.caps, same, options, between.worthwhile)
-        needs, degree, total = self._fewest(sharing, chain, stops, held[None, :])
-        needs, degree, total = (each[..., same.place] for each in (needs, degree, total))
-        needs[..., 0] = INFINITE  # no height is left for the stage itself
-        between.join = Join(sharing, same.place, p + 2, needs, degree, total)
-        before = solved.devices[:, between.caps + 1, p]
-        for q, need in enumerate(needs, start=p + 2):
-            _improve(solved.devices[:, : exits - 1, q], before, need[:, 1:])
-
-    def _forks(
-        self, chain: Chain, block: Block, p: int, solved: Solved, between: Between, exits: int
-    ) -> None:
-        """Stages that begin at an earlier cut of the chain and end in the block's branches."""
-        starts = self._while_short(chain, [(i, p) for i in reversed(range(solved.start, p))])
-        # A stage at height u + 1 is followed by branches of at most height u.
-        caps = _steps(np.concatenate([solved.devices[:, 2:, i] for i, _ in starts] or [_NONE]))
+        caps = _steps(before[..., 1:])
         if not len(caps):
             return
-        held = self.prices.in_flight(caps + 1)
-        cuts = {k: self._head_cuts(block.branches[k]) for k in between.branches}
-        suffixes = {(k, c): self._solve(block.branches[k], caps, c) for k in cuts for c in cuts[k]}
-        devices = {
-            k: np.stack([suffixes[k, c].devices[:, :exits, -1] for c in cuts[k]], axis=-1)
-            for k in cuts
-        }
-        same = _alike(list(devices.values()), between.groups, caps)
-        options = {}
-        for k in cuts:
-            heads = self.ranges(block.branches[k]).heads.take(cuts[k])
-            some = devices[k][:, same.last]
-            options[k] = self._options(some, heads, heads.memory(held)[:, None])
-        alone = [suffixes[k, 0].devices[:, :exits, -1] for k in block.classes]
-        useful = worthwhile(alone, between.groups)
-        sharing = self._share(block, between, caps, same, options, useful)
-        needs, degree, total = self._fewest(sharing, chain, starts, held[:, None])
-        needs, degree, total = (each[..., same.place] for each in (needs, degree, total))
-        between.fork = Fork(sharing, same.place, caps, needs, degree, total, suffixes, cuts)
-        for (i, _), need in zip(starts, needs, strict=True):
-            before = solved.devices[:, caps + 2, i]
-            _improve(solved.devices[:, :exits, p + 1], before, need)
-
-    def _while_short(self, chain: Chain, runs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-        """The first of these ever longer ranges, as long as some degree is quick enough."""
-        compute = self.ranges(chain).compute_s.min(axis=0)
-        return list(takewhile(lambda run: compute[run] <= self._bound.period_s, runs))
-
-    def _options(self, devices: Ints, shares: Shares, memory: Floats) -> Options:
-        spread = shares.reduce_s * self._spread
-        compute, traffic = shares.compute_s + spread, shares.traffic_s + spread
-        return Options(devices, compute, traffic, shares.reduce_s, memory)
-
-    def _share(
-        self,
-        block: Block,
-        between: Between,
-        caps: Ints,
-        same: Alike,
-        options: dict[int, Options],
-        useful: Bools,
-    ) -> Sharing:
-        # More than what all branches need on their own or in groups helps nobody.
-        most = sum(_largest(options[k].devices) for k in block.classes)
-        most += _largest(between.groups[useful]) * (len(block.classes) // 2)
-        return Sharing(
-            [options[k] for k in block.classes],
-            between.groups[..., same.last],
-            useful,
-            same.last <= caps[:, None],
-            min(self.limit, most),
-        )
+        branches = {k: self.solve(block.branches[k], caps) for k in sorted(set(block.classes))}
+        alone = {k: each.devices[:, :, :exits, -1] for k, each in branches.items()}
+        groups = _by_group(self._need(block), exits)
+        totals = self._whole([alone[k] for k in block.classes], groups, caps)
+        between = Between(caps, branches, groups, alone, totals)
+        solved.between[p] = between
+        _improve(solved.devices[:, :, :exits, p + 1], before[..., caps + 1], totals[-1])
+        if p > solved.start:
+            self._forks(chain, block, p, solved, between)
+        self._close(solved.devices[..., p + 1 : p + 2], exits)
+        if p + 1 < len(chain.items):
+            self._joins(chain, block, p, solved, between)
 
     @staticmethod
-    def _head_cuts(branch: Chain) -> list[int]:
-        """Cuts to try, from all of the branch to nothing of it."""
-        n = len(branch.items)
-        inner = (
-            range(1, n) if n <= HEADS + 1 else {n * i // (HEADS + 1) for i in range(1, HEADS + 1)}
+    def _whole(alone: Sequence[Ints], groups: Ints, caps: Ints) -> Ints:
+        """Fewest devices for the first j branches, no stage reaching out of the block: [j, t, u, e]."""
+        shape = alone[0].shape
+        flat = [each.reshape(shape[0], -1) for each in alone]
+        allowed = np.arange(shape[2]) <= caps[:, None]
+        some = np.repeat(groups[..., None, :], len(caps), axis=-2).reshape(*groups.shape[:3], -1)
+        return whole(flat, largest_groups(flat, some, allowed.reshape(-1))).reshape(-1, *shape)
+
+    def _joins(self, chain: Chain, block: Block, p: int, solved: Solved, between: Between) -> None:
+        """Stages that begin in the block's branches and end at a later cut of the chain."""
+        exits = between.groups.shape[-1]
+        # A stage at height h leaves what is one higher to the branches.
+        above = np.arange(1, exits + 1)
+        above = np.minimum(above, exits - 1) if self._last(exits) else above[:-1]
+        stops = self._while_short(chain, [(p + 1, q) for q in range(p + 2, len(chain.items) + 1)])
+        if not stops or not len(above):
+            return
+        beside = Beside(
+            block,
+            {k: branch.devices[:, :, above] for k, branch in between.branches.items()},
+            {k: self._reach.ranges(block.branches[k]).tails for k in between.branches},
+            between.groups[..., above],
+            above <= between.caps[:, None],
+            np.broadcast_to(np.arange(len(above)), (len(between.caps), len(above))),
         )
-        return [n, *sorted(inner, reverse=True), 0]
-
-    def _fewest(
-        self, sharing: Sharing, chain: Chain, runs: Sequence[tuple[int, int]], held: Ints
-    ) -> tuple[Ints, Ints, Ints]:
-        """The best shares to go with each of some ranges.
-
-        Returns:
-            Fewest devices, and for these the place of the stage's degree and the devices outside
-            the stage: [range, u, e].
-        """
-        ranges, bound = self.ranges(chain), self._bound
-        at = (slice(None), *np.array(runs).T)
-        reduce_s = ranges.reduce_s[at].T[:, None, None]
-        spread = reduce_s * self._spread
-        compute = ranges.compute_s[at].T[:, None, None] + spread
-        traffic = ranges.traffic_s[at].T[:, None, None] + spread
-        memory = ranges.fixed[at].T[:, None, None] + (
-            held[..., None] * ranges.per_microbatch[at].T[:, None, None]
+        sharing, place, tables = beside.share(
+            Stages.of(self._reach.ranges(chain), stops, self.limits),
+            self.limits,
+            self._reach.limit,
         )
-        fits: Bools = sharing.sums[0] + compute[..., None] <= bound.period_s
-        fits &= sharing.sums[1] + traffic[..., None] <= bound.period_s
-        fits &= sharing.sums[2] + reduce_s[..., None] <= bound.reduce_s
-        fits &= sharing.sums[3] + memory[..., None] <= self.prices.memory_bytes
-        total = fits.argmax(axis=-1).astype(np.int32)
-        degrees = np.array(self.prices.degrees, dtype=np.int32)
-        needs = np.where(fits.any(axis=-1), total + degrees, INFINITE).astype(np.int32)
-        k = needs.argmin(axis=-1).astype(np.int32)
-        best = k[..., None]
-        return (
-            np.take_along_axis(needs, best, axis=-1)[..., 0],
-            k,
-            np.take_along_axis(total, best, axis=-1)[..., 0],
+        between.join = Join(sharing, place, p + 2, *tables)
+        before = solved.devices[..., p][..., between.caps + 1]
+        for q, need in enumerate(tables[0], start=p + 2):
+            _improve(solved.devices[:, :, : len(above), q], before, need)
+        self._close(solved.devices[..., p + 2 : p + 2 + len(stops)], len(above))
+
+    def _last(self, reached: int) -> bool:
+        """Whether so many heights include one that stands for all greater ones."""
+        return self._beyond and reached == self._heights
+
+    def _forks(self, chain: Chain, block: Block, p: int, solved: Solved, between: Between) -> None:
+        """Stages that begin at an earlier cut of the chain and end in the block's branches."""
+        exits = between.groups.shape[-1]
+        starts = self._while_short(chain, [(i, p) for i in reversed(range(solved.start, p))])
+        # A stage at height u + 1 is followed by branches of at most height u.
+        above = np.arange(2, self._heights + 1 + self._beyond).clip(max=self._heights)
+        if not starts or not len(above):
+            return
+        before = np.stack([solved.devices[:, :, above, i] for i, _ in starts])
+        caps = _steps(before)
+        if not len(caps):
+            return
+        cuts = {k: _head_cuts(block.branches[k]) for k in between.branches}
+        suffixes = {(k, c): self.solve(block.branches[k], caps, c) for k in cuts for c in cuts[k]}
+        height = np.minimum(caps + 1, self._heights - 1)
+        beside = Beside(
+            block,
+            {
+                k: np.stack([suffixes[k, c].devices[:, :, :exits, -1] for c in cuts[k]], axis=-1)
+                for k in cuts
+            },
+            {k: self._reach.ranges(block.branches[k]).heads.take(cuts[k]) for k in cuts},
+            between.groups,
+            np.arange(exits) <= caps[:, None],
+            np.broadcast_to(height[:, None], (len(caps), exits)),
         )
+        sharing, place, tables = beside.share(
+            Stages.of(self._reach.ranges(chain), starts, self.limits),
+            self.limits,
+            self._reach.limit,
+        )
+        between.fork = Fork(sharing, place, caps, above[caps], *tables, suffixes, cuts)
+        for each, need in zip(before, tables[0], strict=True):
+            _improve(solved.devices[:, :, :exits, p + 1], each[..., caps], need)
+
+    def _while_short(self, chain: Chain, runs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+        """The first of these ever longer ranges, as long as some mode is quick enough."""
+        if not runs:
+            return []
+        start, stop = np.array(runs).T
+        sizes = self.limits.sizes
+        compute = self._reach.ranges(chain).compute_s((start, stop))
+        least = np.where(sizes.valid[..., None], compute, np.inf).min(axis=1)
+        short: Bools = (least[self.limits.at] <= self.limits.period_s[:, None]).any(axis=0)
+        return [run for run, _ in takewhile(lambda each: each[1], zip(runs, short, strict=True))]
 
 
-@dataclass(frozen=True)
-class Alike:
-    """Heights at which all that a block needs is the same.
-
-    Attributes:
-        last: the largest height of each class.
-        place: the class of each height.
-    """
-
-    last: Ints
-    place: Ints
-
-
-def _alike(devices: Sequence[Ints], groups: Ints, caps: Ints) -> Alike:
-    """Classes of heights: [e] of tables [u, e, c].
-
-    Memory still rises with the height, and is taken at the last of a class. So that this loses
-    little, a class ends where the height doubles, and up to ``FEW`` heights are never joined.
-    """
-    exits = groups.shape[-1]
-    if exits <= FEW:
-        return Alike(np.arange(exits, dtype=np.int32), np.arange(exits, dtype=np.int32))
-    keys: dict[tuple[int, bytes], int] = {}
-    place = np.empty(exits, dtype=np.int32)
-    last: list[int] = []
-    for e in range(exits):
-        table = b"".join(each[:, e].tobytes() for each in devices)
-        allowed = (e <= caps).tobytes()
-        key = e.bit_length(), table + groups[..., e].tobytes() + allowed
-        place[e] = keys.setdefault(key, len(keys))
-        last[place[e] :] = [e]
-    return Alike(np.array(last, dtype=np.int32), place)
-
-
-def _largest(devices: Ints) -> int:
-    """The most that is not infinite."""
-    finite = devices[devices < INFINITE]
-    return int(finite.max()) if finite.size else 0
+def _head_cuts(branch: Chain) -> list[int]:
+    """Cuts to try, from all of the branch to nothing of it."""
+    n = len(branch.items)
+    inner = range(1, n) if n <= HEADS + 1 else {n * i // (HEADS + 1) for i in range(1, HEADS + 1)}
+    return [n, *sorted(inner, reverse=True), 0]
 
 
 def _stretches(chain: Chain, start: int) -> Iterator[tuple[int, int]]:
@@ -324,22 +288,25 @@ def _stretches(chain: Chain, start: int) -> Iterator[tuple[int, int]]:
 
 
 def _steps(before: Ints) -> Ints:
-    """Heights u after which what comes before gets dearer; ``before`` is [t, u]."""
+    """Heights u after which what comes before gets dearer; ``before`` is [..., u]."""
+    flat = before.reshape(-1, before.shape[-1])
     following = np.concatenate(
-        [before[:, 1:], np.full((len(before), 1), 2 * INFINITE, dtype=before.dtype)], axis=1
+        [flat[:, 1:], np.full((len(flat), 1), 2 * INFINITE, dtype=flat.dtype)], axis=1
     )
-    dearer = (before < INFINITE) & (before < following)
+    dearer = (flat < INFINITE) & (flat < following)
     return np.flatnonzero(dearer.any(axis=0)).astype(np.int32)
 
 
-def _spread(need: Ints, exits: int) -> Ints:
-    """A table of groups as [stop, start, height], for the first ``exits`` heights."""
-    some = need[:exits].transpose(1, 2, 0)
-    return np.broadcast_to(some, (*some.shape[:2], exits))
+def _by_group(need: Ints, exits: int) -> Ints:
+    """A table of groups [t, h, stop, start] as [stop, start, t, e], for the first heights."""
+    some = need[:, :exits].transpose(2, 3, 0, 1)
+    return np.broadcast_to(some, (*some.shape[:3], exits))
 
 
 def _improve(devices: Ints, before: Ints, within: Ints) -> None:
-    """Lower ``devices`` [t, e] to the least over u of ``before`` [t, u] + ``within`` [u, e]."""
-    if before.shape[1]:
-        total = (before[:, :, None] + within[None]).min(axis=1)
-        np.minimum(devices, total, out=devices)
+    """Lower ``devices`` [t, u, e] to the least over w of ``before`` [t, u, w] + ``within`` [t, w, e]."""
+    if before.shape[2] == 1:
+        total = before + within
+    else:
+        total = (before[..., None] + within[:, None]).min(axis=2)
+    np.minimum(devices, total, out=devices)

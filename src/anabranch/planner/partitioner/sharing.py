@@ -6,11 +6,16 @@
 For every branch there are options: cut it at c, so that its remainder needs some number of
 devices and its share adds some seconds and bytes to the stage. Several whole branches may also
 form a stage of their own (a group), if they stand next to each other in the block. This is a
-knapsack with the number of devices as its capacity: over all branches, for every total v, the
-least compute. Traffic, all-reduce and memory are carried along with the lightest choice and checked
-afterwards.
+knapsack with the number of devices as its capacity: over all branches, for every total of at most
+v, the least compute. Traffic, all-reduce and memory are carried along with the lightest choice and
+checked afterwards; those that cannot exceed their limits are left out.
 
-All arrays are [cap u, height e, degree k, devices v], see ``partitioner.reach``.
+A group never needs more devices for having fewer branches, and the first branches of a block never
+need more than the first few more do. So of all groups that end at a branch and need a certain
+number of devices only the largest is tried.
+
+All arrays are [bound t, state m, mode k, devices v], where a state is a pair of cap and height of
+``partitioner.reach``.
 """
 
 from __future__ import annotations
@@ -19,8 +24,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from anabranch.planner.partitioner.ranges import INFINITE, Bools, Floats, Ints
+
+COMPUTE, TRAFFIC, REDUCE, MEMORY = range(4)
 
 
 @dataclass(frozen=True)
@@ -28,18 +36,27 @@ class Options:
     """The ways to cut one branch, each with a smaller share of the stage than the one before.
 
     Attributes:
-        devices: what the remainder needs: [u, e, c].
-        compute_s: seconds of compute of the share, the all-reduce included if it is spread: [k, c].
-        traffic_s: seconds of transfers of the share, likewise: [k, c].
-        reduce_s: seconds of all-reduce of the share: [k, c].
-        memory: bytes of the share: [u or 1, e or 1, k, c].
+        devices: what the remainder needs: [t, m, c].
+        shares: compute, traffic, all-reduce per mode and option, all that is spread over the
+            micro-batches included, and memory: [t, k, c], memory [t, m, k, c].
     """
 
     devices: Ints
-    compute_s: Floats
-    traffic_s: Floats
-    reduce_s: Floats
-    memory: Floats
+    shares: tuple[Floats, Floats, Floats, Floats]
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Runs of whole branches, each as one stage.
+
+    Attributes:
+        needs: fewest devices for branches i .. j - 1: [j, i, t, m].
+        largest: per branch j the amounts of devices that a group ending there may need, and the
+            first branch of the largest such group, -1 if there is none: (devices, [t, m]).
+    """
+
+    needs: Ints
+    largest: tuple[tuple[tuple[int, NDArray[np.intp]], ...], ...]
 
 
 @dataclass(frozen=True)
@@ -55,152 +72,159 @@ class Sharing:
 
     Args:
         options: one entry per branch.
-        groups: fewest devices for branches i .. j - 1 as one stage: [j, i, e].
-        worthwhile: which of these groups to consider: [j, i].
-        allowed: where a group is not too high: [u, e].
+        groups: stages of several whole branches.
         limit: most devices.
+        carried: which of the four sums may exceed their limits; compute always does.
 
     Attributes:
-        sums: compute, traffic, all-reduce and memory: [4, u, e, k, v].
+        sums: those of ``carried``, [t, m, k, v].
     """
 
     def __init__(
-        self,
-        options: Sequence[Options],
-        groups: Ints,
-        worthwhile: Bools,
-        allowed: Bools,
-        limit: int,
+        self, options: Sequence[Options], groups: Groups, limit: int, carried: Sequence[int]
     ) -> None:
         self._options = options
         self._groups = groups
-        u, e, _ = options[0].devices.shape
-        k = len(options[0].compute_s)
-        first = np.full((4, u, e, k, limit + 1), np.inf)
-        first[..., 0] = 0.0
-        self._sums = [first]
-        # Per branch: the devices that its option costs, or -1 - i for a group that starts at
-        # branch i.
-        self._choice: list[Ints] = []
-        self._shares: dict[int, list[tuple[int, Floats]]] = {}
-        self._allowed = allowed
+        t, m, _ = options[0].devices.shape
+        k = options[0].shares[COMPUTE].shape[1]
+        first = np.zeros((t, m, k, limit + 1))
+        self._sums = [{which: first for which in carried}]
+        self._cuts: dict[int, tuple[NDArray[np.intp], Ints, dict[int, Floats]]] = {}
         for j, option in enumerate(options, start=1):
-            self._sums.append(np.empty_like(first))
-            self._choice.append(np.empty(first.shape[1:], dtype=np.int32))
-            self._cut(option)
-            for i in range(j - 1):
-                if worthwhile[j, i]:
-                    self._group(i, j)
+            self._sums.append(self._cut(option))
+            for amount, starts in groups.largest[j]:
+                self._group(j, amount, starts)
         self.sums = self._sums[-1]
 
-    def _cut(self, option: Options) -> None:
-        before, after, choice = self._sums[-2], self._sums[-1], self._choice[-1]
-        limit = before.shape[-1] - 1
-        cuts = self._cuts(option, limit)
-        fewest = cuts[0][0] if cuts else limit + 1
-        after[..., :fewest] = np.inf
-        for v, share in cuts:
-            if v == fewest:
-                np.add(before[..., : limit + 1 - v], share, out=after[..., v:])
-                choice[...] = v
-                continue
-            total = before[..., : limit + 1 - v] + share
-            better = total[0] < after[0, ..., v:]
-            np.copyto(after[..., v:], total, where=better)
-            np.copyto(choice[..., v:], v, where=better)
+    def _cut(self, option: Options) -> dict[int, Floats]:
+        before = self._sums[-1]
+        limit = before[COMPUTE].shape[-1] - 1
+        amounts, _, shares = self._lightest(option, limit)
+        after = {which: np.full(table.shape, np.inf) for which, table in before.items()}
+        for a, v in enumerate(amounts):
+            total = before[COMPUTE][..., : limit + 1 - v] + shares[COMPUTE][a]
+            now = after[COMPUTE][..., v:]
+            if len(after) > 1:
+                better = total < now
+                for which in after:
+                    if which != COMPUTE:
+                        rest = before[which][..., : limit + 1 - v] + shares[which][a]
+                        np.copyto(after[which][..., v:], rest, where=better)
+            np.minimum(now, total, out=now)
+        return after
 
-    def _cuts(self, option: Options, limit: int) -> list[tuple[int, Floats]]:
-        """Devices that a branch may be given, and the lightest share that this leaves."""
-        if id(option) not in self._shares:
-            amounts = np.unique(option.devices[option.devices <= limit])
-            self._shares[id(option)] = [
-                (int(v), self._share(option, int(v))[..., None]) for v in amounts
-            ]
-        return self._shares[id(option)]
+    def _lightest(
+        self, option: Options, limit: int
+    ) -> tuple[NDArray[np.intp], Ints, dict[int, Floats]]:
+        """Devices that a branch may be given, the lightest option for each, and its shares.
 
-    @staticmethod
-    def _last(option: Options, v: int) -> Ints:
-        """The lightest option that leaves at most v devices' worth, -1 if none: [u, e]."""
-        within = option.devices[..., ::-1] <= v
-        count = within.shape[-1]
-        return np.where(within.any(-1), count - 1 - within.argmax(-1), -1).astype(np.int32)
+        Returns:
+            Amounts [a], options [a, t, m] (-1 for none), per sum its shares [a, t, m, k, 1].
+        """
+        if id(option) in self._cuts:
+            return self._cuts[id(option)]
+        amounts = np.unique(option.devices[option.devices <= limit]).astype(np.intp)
+        within = option.devices[..., ::-1] <= amounts[:, None, None, None]
+        last = np.where(within.any(-1), within.shape[-1] - 1 - within.argmax(-1), -1)
+        t, m = (np.arange(size) for size in last.shape[1:])
+        shares = {}
+        for which in self._sums[0]:
+            table = option.shares[which]
+            if which == MEMORY:
+                some = table[t[:, None], np.minimum(m, table.shape[1] - 1), :, last]
+            else:
+                some = table[t[:, None], :, last]
+            some[last < 0] = np.inf
+            shares[which] = some[..., None]
+        self._cuts[id(option)] = amounts, last.astype(np.int32), shares
+        return self._cuts[id(option)]
 
-    def _share(self, option: Options, v: int) -> Floats:
-        """The four sums of that option, infinite if there is none: [4, u, e, k]."""
-        cut = self._last(option, v)
-        share = np.empty((4, *cut.shape, len(option.compute_s)))
-        share[0] = option.compute_s.T[cut]
-        share[1] = option.traffic_s.T[cut]
-        share[2] = option.reduce_s.T[cut]
-        memory = np.broadcast_to(option.memory, (*cut.shape, *option.memory.shape[2:]))
-        share[3] = np.take_along_axis(memory, cut[..., None, None], axis=-1)[..., 0]
-        share[:, cut < 0] = np.inf
-        return share
+    def _group(self, j: int, amount: int, starts: NDArray[np.intp]) -> None:
+        after = self._sums[j]
+        limit = after[COMPUTE].shape[-1] - 1
+        if amount > limit:
+            return
+        possible = starts >= 0
+        for i in np.unique(starts[possible]):
+            here = (possible & (starts == i))[..., None, None]
+            before = self._sums[i]
+            better = before[COMPUTE][..., : limit + 1 - amount] < after[COMPUTE][..., amount:]
+            better &= here
+            for which, table in after.items():
+                np.copyto(
+                    table[..., amount:], before[which][..., : limit + 1 - amount], where=better
+                )
 
-    def _group(self, i: int, j: int) -> None:
-        before, after, choice = self._sums[i], self._sums[j], self._choice[j - 1]
-        count = before.shape[-1]
-        needed = self._groups[j, i]
-        for v in sorted(set(needed[needed < count].tolist())):
-            better = before[0, ..., : count - v] < after[0, ..., v:]
-            better &= (self._allowed & (needed == v))[..., None, None]
-            np.copyto(after[..., v:], before[..., : count - v], where=better)
-            np.copyto(choice[..., v:], -1 - i, where=better)
-
-    def taken(self, u: int, e: int, k: int, v: int) -> Taken:
+    def taken(self, t: int, m: int, k: int, v: int) -> Taken:
         """What the entry at these places of ``sums`` stands for."""
         options: list[int] = [-1] * len(self._options)
         groups = []
         j = len(self._options)
         while j:
-            choice = int(self._choice[j - 1][u, e, k, v])
-            if choice >= 0:
-                options[j - 1] = int(self._last(self._options[j - 1], choice)[u, e])
-                v -= choice
+            goal = self._sums[j][COMPUTE][t, m, k, v]
+            option = self._options[j - 1]
+            amounts, last, shares = self._cuts[id(option)]
+            some = amounts[amounts <= v]
+            before = self._sums[j - 1][COMPUTE][t, m, k, v - some]
+            totals = before + shares[COMPUTE][: len(some), t, m, k, 0]
+            found = np.flatnonzero(totals == goal)
+            if len(found):
                 j -= 1
-            else:
-                i = -1 - choice
-                groups.append((i, j))
-                v -= int(self._groups[j, i, e])
-                j = i
-        assert v == 0, "the devices of all options add up to the total"
+                options[j] = int(last[found[0], t, m])
+                v -= int(some[found[0]])
+                continue
+            i, amount = next(
+                (int(starts[t, m]), amount)
+                for amount, starts in self._groups.largest[j]
+                if starts[t, m] >= 0
+                and amount <= v
+                and self._sums[int(starts[t, m])][COMPUTE][t, m, k, v - amount] == goal
+            )
+            groups.append((i, j))
+            j, v = i, v - amount
         return Taken(tuple(options), tuple(groups))
 
 
-def worthwhile(alone: Sequence[Ints], groups: Ints) -> Bools:
-    """Which groups of at least two branches need fewer devices than the branches on their own.
+def largest_groups(alone: Sequence[Ints], needs: Ints, allowed: Bools) -> Groups:
+    """The groups of at least two branches that need fewer devices than the branches on their own.
 
     Args:
-        alone: per branch what it needs on its own: [u, e].
-        groups: as for ``Sharing``.
+        alone: per branch what it needs on its own: [t, m].
+        needs: fewest devices for branches i .. j - 1 as one stage: [j, i, t, m].
+        allowed: where a group is not too high: [t, m] or [m].
     """
+    count = len(alone)
     sums = np.cumsum([np.zeros_like(alone[0]), *alone], axis=0, dtype=np.int64)
-    together = groups[:, :, None]
-    fewer = (together < INFINITE) & (together < sums[:, None] - sums[None])
-    useful = np.asarray(fewer.any(axis=(2, 3)), dtype=bool)
+    useful = (needs < INFINITE) & (needs < sums[:, None] - sums[None]) & allowed
     # One branch on its own is among its ways to be cut.
-    useful &= np.tri(len(sums), k=-2, dtype=bool)
-    return useful
+    useful &= np.tri(count + 1, k=-2, dtype=bool)[:, :, None, None]
+    largest: list[tuple[tuple[int, NDArray[np.intp]], ...]] = [()] * (count + 1)
+    for j in np.flatnonzero(useful.any(axis=(1, 2, 3))):
+        some = np.where(useful[j, :j], needs[j, :j], INFINITE)
+        entries = []
+        for amount in np.unique(some[some < INFINITE]):
+            exact = some == amount
+            entries.append((int(amount), np.where(exact.any(axis=0), exact.argmax(axis=0), -1)))
+        largest[j] = tuple(entries)
+    return Groups(needs, tuple(largest))
 
 
-def whole(alone: Sequence[Ints], groups: Ints, worthwhile: Bools, caps: Ints) -> list[Ints]:
+def whole(alone: Sequence[Ints], groups: Groups) -> Ints:
     """Fewest devices for the first j branches, none of them shared with a stage outside the block.
 
     Args:
-        alone: per branch what it needs on its own: [u, e].
-        groups: as for ``Sharing``.
-        worthwhile: as for ``Sharing``.
-        caps: largest height allowed: [u].
+        alone: per branch what it needs on its own: [t, m].
+        groups: stages of several whole branches.
 
     Returns:
-        For j = 0 .. number of branches: [u, e].
+        For j = 0 .. number of branches: [j, t, m].
     """
-    allowed = np.arange(alone[0].shape[1])[None, :] <= caps[:, None]
-    result = [np.zeros_like(alone[0])]
+    result = np.zeros((len(alone) + 1, *alone[0].shape), dtype=np.int32)
+    t, m = np.ogrid[: alone[0].shape[0], : alone[0].shape[1]]
     for j, needed in enumerate(alone, start=1):
-        best = result[j - 1] + needed
-        for i in np.flatnonzero(worthwhile[j, :j]):
-            together = np.where(allowed, result[i] + groups[j, i], INFINITE)
+        best = np.minimum(result[j - 1] + needed, INFINITE)
+        for amount, starts in groups.largest[j]:
+            together = np.where(starts >= 0, result[starts, t, m] + amount, INFINITE)
             best = np.minimum(best, together)
-        result.append(np.minimum(best, INFINITE))
+        result[j] = best
     return result

@@ -1,15 +1,21 @@
-"""The tables that one bound leaves behind, and the stages that can be read from them."""
+"""The tables that some bounds leave behind, and the stages that can be read from them.
+
+Arrays are [bound t, cap u, height h, cut j]. Heights run to ``heights``, one more than stages may
+have: that is where what comes before the highest stage begins.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from anabranch.planner.partitioner.chains import Block, Chain
 from anabranch.planner.partitioner.parts import Part
-from anabranch.planner.partitioner.ranges import Bools, Ints
+from anabranch.planner.partitioner.prices import Bound
+from anabranch.planner.partitioner.ranges import Ints, Ranges
 from anabranch.planner.partitioner.sharing import Sharing, Taken
 
 
@@ -19,18 +25,18 @@ class Join:
 
     Attributes:
         sharing: what it may take of the branches.
-        place: for every height, its place in ``sharing``.
+        place: for every cap and height of the stage, the state in ``sharing``: [w, h].
         first: the first cut; the tables below have an entry for it and each following one.
-        needs: fewest devices, those of the stage included: [cut, u, e].
-        degree: for these, the place of the stage's degree: [cut, u, e].
-        total: and the devices of the branches' remainders: [cut, u, e].
+        needs: fewest devices, those of the stage included: [cut, t, w, h].
+        mode: for these, the place of the stage's mode: [cut, t, w, h].
+        total: and the devices of the branches' remainders: [cut, t, w, h].
     """
 
     sharing: Sharing
-    place: Ints
+    place: NDArray[np.intp]
     first: int
     needs: Ints
-    degree: Ints
+    mode: Ints
     total: Ints
 
 
@@ -40,18 +46,20 @@ class Fork:
 
     Attributes:
         sharing: what it may take of the branches.
-        place: for every height, its place in ``sharing``.
-        caps: largest heights of the branches: [u].
-        needs: as for ``Join``, but from the block's cut backwards; so ``degree`` and ``total``.
+        place: as for ``Join``, heights being those of what follows the block.
+        caps: largest heights of the branches: [w].
+        before: height of what comes before the stage: [w].
+        needs: as for ``Join``, but from the block's cut backwards; so ``mode`` and ``total``.
         suffixes: (class, cut) -> the branch from there on.
         cuts: class -> cut of each option.
     """
 
     sharing: Sharing
-    place: Ints
+    place: NDArray[np.intp]
     caps: Ints
+    before: Ints
     needs: Ints
-    degree: Ints
+    mode: Ints
     total: Ints
     suffixes: dict[tuple[int, int], Solved]
     cuts: dict[int, list[int]]
@@ -62,12 +70,11 @@ class Between:
     """A block in its chain.
 
     Attributes:
-        caps: heights at which what comes before the block gets dearer: [u].
+        caps: heights at which what comes before the block gets dearer: [w].
         branches: class -> the branch, solved on its own.
-        groups: fewest devices for branches i .. j - 1 as one stage: [j, i, e].
-        worthwhile: which of these to consider.
-        alone: per branch what it needs on its own: [u, e].
-        whole: what the first j branches need: [u, e].
+        groups: fewest devices for branches i .. j - 1 as one stage: [j, i, t, e].
+        alone: class -> what such a branch needs on its own: [t, w, e].
+        whole: what the first j branches need: [j, t, w, e].
         join: stages that leave the block.
         fork: stages that enter it.
     """
@@ -75,9 +82,8 @@ class Between:
     caps: Ints
     branches: dict[int, Solved]
     groups: Ints
-    worthwhile: Bools
-    alone: list[Ints]
-    whole: list[Ints]
+    alone: dict[int, Ints]
+    whole: Ints
     join: Join | None = None
     fork: Fork | None = None
 
@@ -90,8 +96,8 @@ class Solved:
         caps: largest heights: [u].
         start: the cut.
         devices: fewest for what lies between it and cut j, if the stage after that has height
-            h - 1: [u, h, j].
-        need: fewest devices for a stage: [h, j, i].
+            h - 1: [t, u, h, j].
+        need: fewest devices for a stage: [t, h, j, i].
         between: position -> the block there.
     """
 
@@ -103,40 +109,74 @@ class Solved:
 
 
 class Found:
-    """The answer for one bound: fewest devices per cap, and the stages behind them.
+    """The answer for some bounds: fewest devices per bound and cap, and the stages behind them.
+
+    Args:
+        chain: the whole model.
+        ranges: prices of the ranges of a chain or block.
+        bounds: what was asked.
+        heights: number of heights.
+        solved: the tables.
 
     Attributes:
-        devices: per cap.
+        bounds: what was asked.
+        devices: fewest per bound and cap: [t, u].
     """
 
-    def __init__(self, chain: Chain, degrees: Sequence[int], solved: Solved) -> None:
+    def __init__(
+        self,
+        chain: Chain,
+        ranges: Callable[[Chain | Block], Ranges],
+        bounds: Sequence[Bound],
+        heights: int,
+        solved: Solved,
+    ) -> None:
+        self.bounds = bounds
+        self.devices = solved.devices[:, :, 0, -1]
         self._chain = chain
-        self._degrees = degrees
+        self._ranges = ranges
+        self._heights = heights
         self._solved = solved
-        self.devices = solved.devices[:, 0, -1]
 
-    def parts(self, u: int) -> list[Part]:
-        """The stages for one cap, in no particular order."""
-        return list(self._walk(self._chain, self._solved, u, len(self._chain.items), 0))
+    def parts(self, t: int, u: int = 0) -> list[Part]:
+        """The stages for one bound and cap, in no particular order."""
+        reader = _Reader(self._ranges, self.bounds[t], t, self._heights)
+        return list(reader.walk(self._chain, self._solved, u, len(self._chain.items), 0))
 
-    def _walk(self, chain: Chain, solved: Solved, u: int, j: int, h: int) -> Iterator[Part]:
+
+@dataclass(frozen=True)
+class _Reader:
+    """Reads the stages for one bound, the last ones first."""
+
+    ranges: Callable[[Chain | Block], Ranges]
+    bound: Bound
+    t: int
+    heights: int
+
+    def walk(self, chain: Chain, solved: Solved, u: int, j: int, h: int) -> Iterator[Part]:
         """Stages of the chain from where it was solved to cut j, the last of them at height h."""
         while j > solved.start:
             stage = self._last_stage(solved, u, j, h)
             if stage is not None:
-                i, replicas = stage
-                yield Part(chain.row.mask(i, j), replicas)
-                j, h = i, h + 1
+                i, devices = stage
+                yield self._part(chain, i, j, h, devices)
+                j, h = i, self._above(h)
                 continue
             j, h, parts = self._through_block(chain, solved, u, j, h)
             yield from parts
 
-    @staticmethod
-    def _last_stage(solved: Solved, u: int, j: int, h: int) -> tuple[int, int] | None:
-        start = solved.start
-        column = solved.need[min(h, len(solved.need) - 1), j, start:j]
-        goal = solved.devices[u, h, j]
-        found = np.flatnonzero(column + solved.devices[u, h + 1, start:j] == goal)
+    def _above(self, h: int) -> int:
+        return min(h + 1, self.heights)
+
+    def _part(self, within: Chain | Block, i: int, j: int, h: int, devices: int) -> Part:
+        height = min(h, self.heights - 1)
+        mode = self.ranges(within).mode(self.bound, i, j, height, devices)
+        return Part(within.row.mask(i, j), mode.replicas, mode.recompute, mode.tensor)
+
+    def _last_stage(self, solved: Solved, u: int, j: int, h: int) -> tuple[int, int] | None:
+        start, devices = solved.start, solved.devices[self.t, u]
+        column = solved.need[self.t, min(h, solved.need.shape[1] - 1), j, start:j]
+        found = np.flatnonzero(column + devices[self._above(h), start:j] == devices[h, j])
         return (start + int(found[0]), int(column[found[0]])) if len(found) else None
 
     def _through_block(
@@ -158,10 +198,11 @@ class Found:
         self, chain: Chain, solved: Solved, p: int, between: Between, goal: tuple[int, int]
     ) -> tuple[int, int, list[Part]] | None:
         u, h = goal
+        e = min(h, between.whole.shape[-1] - 1)
+        devices = solved.devices[self.t, u]
         for w, cap in enumerate(between.caps):
-            needed = solved.devices[u, cap + 1, p] + between.whole[-1][w, h]
-            if needed == solved.devices[u, h, p + 1]:
-                return p, int(cap) + 1, list(self._branches(chain, p, between, w, h))
+            if devices[cap + 1, p] + between.whole[-1, self.t, w, e] == devices[h, p + 1]:
+                return p, int(cap) + 1, list(self._branches(chain, p, between, w, e))
         return None
 
     def _from_fork(
@@ -171,12 +212,14 @@ class Found:
         fork = between.fork
         if fork is None:
             return None
+        e = min(h, fork.needs.shape[-1] - 1)
+        devices = solved.devices[self.t, u]
         for back in range(len(fork.needs)):
-            for w, cap in enumerate(fork.caps):
-                needed = solved.devices[u, cap + 2, p - 1 - back] + fork.needs[back, w, h]
-                if needed == solved.devices[u, h, p + 1]:
-                    parts = list(self._fork(chain, p, between, fork, (back, w, h)))
-                    return p - 1 - back, int(cap) + 2, parts
+            for w, before in enumerate(fork.before):
+                needed = devices[before, p - 1 - back] + fork.needs[back, self.t, w, e]
+                if needed == devices[h, p + 1]:
+                    parts = list(self._fork(chain, p, between, fork, (back, w, e)))
+                    return p - 1 - back, int(before), parts
         return None
 
     def _into_join(
@@ -186,49 +229,53 @@ class Found:
         join = between.join
         assert join is not None
         after = j - join.first
-        if after >= len(join.needs) or h + 1 >= join.needs.shape[2]:
+        h = min(h, self.heights - 1)
+        if after >= len(join.needs) or h >= join.needs.shape[-1]:
             return None
+        devices = solved.devices[self.t, u]
         for w, cap in enumerate(between.caps):
-            needed = solved.devices[u, cap + 1, p] + join.needs[after, w, h + 1]
-            if needed == solved.devices[u, h, j]:
-                parts = list(self._join(chain, p, between, join, (after, w, h + 1)))
+            if devices[cap + 1, p] + join.needs[after, self.t, w, h] == devices[h, j]:
+                parts = list(self._join(chain, p, between, join, (after, w, h)))
                 return p, int(cap) + 1, parts
         return None
 
     def _branches(self, chain: Chain, p: int, between: Between, w: int, e: int) -> Iterator[Part]:
         block = chain.items[p]
         assert isinstance(block, Block)
+        whole = between.whole[:, self.t, w, e]
         j = len(block.branches)
         while j:
-            if between.whole[j][w, e] == between.whole[j - 1][w, e] + between.alone[j - 1][w, e]:
+            k = block.classes[j - 1]
+            if whole[j] == whole[j - 1] + between.alone[k][self.t, w, e]:
                 j -= 1
                 branch = block.branches[j]
-                solved = between.branches[block.classes[j]]
-                yield from self._walk(branch, solved, w, len(branch.items), e)
+                yield from self.walk(branch, between.branches[k], w, len(branch.items), e)
                 continue
-            i = next(
-                i
-                for i in range(j - 1)
-                if between.whole[i][w, e] + between.groups[j, i, e] == between.whole[j][w, e]
-            )
-            yield Part(block.row.mask(i, j), int(between.groups[j, i, e]))
+            i = next(i for i in range(j - 1) if whole[i] + self._group(between, i, j, e) == whole[j])
+            yield self._part(block, i, j, e, self._group(between, i, j, e))
             j = i
+
+    def _group(self, between: Between, i: int, j: int, e: int) -> int:
+        return int(between.groups[j, i, self.t, e])
 
     def _join(
         self, chain: Chain, p: int, between: Between, join: Join, at: tuple[int, int, int]
     ) -> Iterator[Part]:
         block = chain.items[p]
         assert isinstance(block, Block)
-        after, w, e = at
-        k = int(join.degree[at])
-        taken = join.sharing.taken(w, int(join.place[e]), k, int(join.total[at]))
+        after, w, h = at
+        # What is left of the branches lies one higher.
+        e = min(h + 1, between.groups.shape[-1] - 1)
+        k = int(join.mode[after, self.t, w, h])
+        total = int(join.total[after, self.t, w, h])
+        taken = join.sharing.taken(self.t, int(join.place[w, h]), k, total)
         mask = chain.row.mask(p + 1, join.first + after)
         for j, cut in enumerate(taken.options):
             if cut >= 0:
                 branch = block.branches[j]
                 mask |= branch.row.mask(cut, len(branch.items))
-                yield from self._walk(branch, between.branches[block.classes[j]], w, cut, e)
-        yield Part(mask, self._degrees[k])
+                yield from self.walk(branch, between.branches[block.classes[j]], w, cut, e)
+        yield self._shared(chain, mask, k)
         yield from self._groups(block, between, taken, e)
 
     def _fork(
@@ -237,8 +284,9 @@ class Found:
         block = chain.items[p]
         assert isinstance(block, Block)
         back, w, e = at
-        k = int(fork.degree[at])
-        taken = fork.sharing.taken(w, int(fork.place[e]), k, int(fork.total[at]))
+        k = int(fork.mode[back, self.t, w, e])
+        total = int(fork.total[back, self.t, w, e])
+        taken = fork.sharing.taken(self.t, int(fork.place[w, e]), k, total)
         mask = chain.row.mask(p - 1 - back, p)
         for j, option in enumerate(taken.options):
             if option >= 0:
@@ -246,11 +294,14 @@ class Found:
                 cut = fork.cuts[block.classes[j]][option]
                 mask |= branch.row.mask(0, cut)
                 solved = fork.suffixes[block.classes[j], cut]
-                yield from self._walk(branch, solved, w, len(branch.items), e)
-        yield Part(mask, self._degrees[k])
+                yield from self.walk(branch, solved, w, len(branch.items), e)
+        yield self._shared(chain, mask, k)
         yield from self._groups(block, between, taken, e)
 
-    @staticmethod
-    def _groups(block: Block, between: Between, taken: Taken, e: int) -> Iterator[Part]:
+    def _shared(self, chain: Chain, mask: int, k: int) -> Part:
+        mode = self.ranges(chain).sizes.modes[k]
+        return Part(mask, mode.replicas, mode.recompute, mode.tensor)
+
+    def _groups(self, block: Block, between: Between, taken: Taken, e: int) -> Iterator[Part]:
         for i, j in taken.groups:
-            yield Part(block.row.mask(i, j), int(between.groups[j, i, e]))
+            yield self._part(block, i, j, e, self._group(between, i, j, e))

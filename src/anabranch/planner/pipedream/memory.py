@@ -104,11 +104,10 @@ class Fitting:
             fewest.append(np.where(closed, none, least))
         if fewest[-1][0] >= LASTING:
             return None
-        return self._first_pieces(top, stage, fewest)
+        return self._pieces(top, stage, fewest)
 
-    def _first_pieces(
-        self, top: int, stage: Choices, fewest: list[Counts]
-    ) -> tuple[Piece, ...]:
+    def _pieces(self, top: int, stage: Choices, fewest: list[Counts]) -> tuple[Piece, ...]:
+        """The plan behind ``fewest``."""
         u, m = 0, len(stage)
         pieces = []
         while m:
@@ -118,20 +117,42 @@ class Fitting:
                 for rest in [fewest[m - n]]
                 if len(at := np.flatnonzero((table[u] + rest <= 0) & (rest + p == fewest[m][u])))
             )
-            pieces.append(self._piece(top, n, (u, s), p, int(fewest[m - n][s])))
+            pieces.append(self._piece(top, 1, n, (u, s), (p, int(fewest[m - n][s]))))
             u, m = s, m - n
         return tuple(pieces)
 
     def _piece(
-        self, level: int, copies: int, span: tuple[int, int], stages: int, behind: int
+        self, level: int, copies: int, n: int, span: tuple[int, int], stages: tuple[int, int]
     ) -> Piece:
-        return Piece(*span, 0)
+        """T on n components: a span, its stages and those behind it."""
+        inside = self._inside(level - 1, copies * n, span, stages) if level else ()
+        return Piece(*span, n, inside)
+
+    def _inside(
+        self, level: int, copies: int, span: tuple[int, int], stages: tuple[int, int]
+    ) -> tuple[Piece, ...]:
+        """The plan behind an entry of ``_table`` for a whole component."""
+        stage, best = self._table(level, copies)
+        closed = self._closed(level, copies)
+        (u, v), (q, behind) = span, stages
+        m = len(stage)
+        pieces = []
+        while not (q <= len(stage[m - 1]) and stage[m - 1][q - 1][u, v] <= -behind):
+            n, p, s = next(
+                (n, p, int(at[0]))
+                for n, p, table in _choices(stage[: m - 1])
+                if p < q <= p + len(best[m - n - 1])
+                for rest in [best[m - n - 1][q - p - 1][:, v]]
+                for first in [table[u] + np.int16(q - p)]
+                if len(at := np.flatnonzero(~closed & (np.maximum(first, rest) <= -behind)))
+            )
+            pieces.append(self._piece(level, copies, n, (u, s), (p, behind + q - p)))
+            u, m, q = s, m - n, q - p
+        return (*pieces, self._piece(level, copies, m, (u, v), (q, behind)))
 
     def _closed(self, level: int, copies: int) -> NDArray[np.bool_]:
-        """States at which no stage may end, as too much crosses them; the first is not asked."""
-        closed = self._terms.cut_s(level, copies) > self._bound
-        closed[0] = False
-        return np.asarray(closed)
+        """States at which no stage may end, as too much crosses them."""
+        return np.asarray(self._terms.cut_s(level, copies) > self._bound)
 
     def _component(self, level: int, copies: int) -> list[Counts]:
         """By number of stages, on a whole component; level -1: a device."""
@@ -143,7 +164,7 @@ class Fitting:
         return self._whole[level, copies]
 
     def _stage(self, level: int, copies: int, m: int) -> list[Counts]:
-        """T on m components, by number of stages; nothing where no stage may have so many copies."""
+        """T on m components, by number of stages; nothing where that is too many copies."""
         if not self._terms.possible(copies * m):
             return []
         within = self._terms.reduce_s(level, copies, m) <= self._bound

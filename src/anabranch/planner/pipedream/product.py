@@ -1,4 +1,4 @@
-"""The inner loop of both dynamic programmes: two parts in series, the longer of them, the best cut."""
+"""The inner loop of both programmes: two parts in series, the longer of them, the best cut."""
 
 from __future__ import annotations
 
@@ -48,5 +48,5 @@ def least_longest(
 
 def _first(present: NDArray[np.bool_]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
     """Per state, the first entry of any choice, and whether there is one."""
-    some = present.any(axis=0)
-    return some.argmax(axis=1), some.any(axis=1)
+    some: NDArray[np.bool_] = np.any(present, axis=0)
+    return np.argmax(some, axis=1), np.any(some, axis=1)

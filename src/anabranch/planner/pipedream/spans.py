@@ -57,18 +57,18 @@ class Spans:
     def seconds(self, samples: float) -> NDArray[np.float64]:
         """Forward and backward of everything done, per state."""
         forward, backward = self.cost.op_seconds(samples)
-        return self._done @ (forward + backward)
+        return np.asarray(self._done @ (forward + backward))
 
     def least_work_s(self, samples: Sequence[int]) -> NDArray[np.float64]:
         """Seconds per sample of everything done, each operator at the best of these counts."""
         per_sample = [np.add(*self.cost.op_seconds(n)) / n for n in samples]
-        return self._done @ np.min(per_sample, axis=0)
+        return np.asarray(self._done @ np.min(per_sample, axis=0))
 
     def crossing_bytes(self, samples: float) -> NDArray[np.float64]:
         """Bytes that pass from what is done to what is not, and the gradients that come back."""
-        return self._open @ (self._per_sample * (1 + self._grad)) * samples + self._open @ (
-            self._fixed * (1 + self._grad)
-        )
+        there_and_back = 1 + self._grad
+        nbytes = (self._per_sample * samples + self._fixed) * there_and_back
+        return np.asarray(self._open @ nbytes)
 
     @cached_property
     def reduced_bytes(self) -> Matrix:
@@ -145,7 +145,7 @@ class Spans:
 
         def of(nbytes: NDArray[np.float64]) -> Matrix:
             back = self._open * (nbytes * self._grad)
-            return back.sum(axis=1)[None, :] - self._made @ back.T
+            return np.asarray(back.sum(axis=1)[None, :] - self._made @ back.T)
 
         return of(self._per_sample), of(self._fixed)
 
@@ -154,11 +154,7 @@ class Spans:
         for i, op in enumerate(self.cost.graph.ops):
             for name in dict.fromkeys(op.parameters):
                 readers.setdefault(name, []).append(i)
-        chosen = [
-            name
-            for name in readers
-            if self.cost.parameters[name].trainable or not trainable
-        ]
+        chosen = [name for name in readers if self.cost.parameters[name].trainable or not trainable]
         # What one operator alone reads adds up; only what several read needs a product.
         alone = np.zeros(self._done.shape[1])
         tied = []

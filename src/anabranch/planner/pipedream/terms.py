@@ -22,7 +22,7 @@ micro-batches per all-reduce, is r * m. A synchronous step reduces once, R = M. 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -100,6 +100,9 @@ class Terms:
     tiers: tuple[Tier, ...]
     max_replicas: int
     accumulate: bool
+    _headrooms: dict[int, NDArray[np.int16]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def allowed(self, replicas: int) -> bool:
         """Whether a stage may have so many replicas."""
@@ -138,9 +141,12 @@ class Terms:
 
     def headroom(self, replicas: int) -> NDArray[np.int16]:
         """Stages that may follow a span in memory; -1 where it fits nowhere or is none."""
-        fixed, each = self.spans.memory(self.prices.samples(replicas))
-        height = np.minimum(self.prices.headroom(fixed, each), LASTING)
-        return np.where(self.spans.nested, height, -1).astype(np.int16)
+        if replicas not in self._headrooms:
+            fixed, each = self.spans.memory(self.prices.samples(replicas))
+            height = np.minimum(self.prices.headroom(fixed, each), LASTING)
+            found = np.where(self.spans.nested, height, -1).astype(np.int16)
+            self._headrooms[replicas] = found
+        return self._headrooms[replicas]
 
     def ideal_s(self) -> float:
         """Less than any plan takes: all work spread evenly, at the best sample counts."""

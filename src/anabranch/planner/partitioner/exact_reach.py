@@ -1,0 +1,128 @@
+"""Fewest devices within a bound, over all partitions of a graph: a dynamic programme on downsets.
+
+``exact_lattice`` says how a partition is a chain of layers. From the sink backwards::
+
+    layer[h, I, J]   =  min( need[h, I, J],  min over K of  need[h, I, K] + layer[h, K, J] )
+    devices[h, I]    =  min( devices[h - 1, I],  min over J of  layer[h, I, J] + devices[h - 1, J] )
+
+with need the fewest devices of one stage at height h within the bound, and devices what all beyond
+the downset I needs if nothing of it is higher than h. A layer's place in the chain is at least the
+height of its stages, and equal to it in one of the chains that stand for a partition. So this is
+exact in memory as well, and one pass answers for every depth.
+
+Time per bound: O((pairs + ways) * H) for H heights, in NumPy steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from anabranch.planner.partitioner.exact_lattice import Lattice
+from anabranch.planner.partitioner.exact_prices import NEVER, Bools, Ints, Priced, Weights
+from anabranch.planner.partitioner.parts import Part
+from anabranch.planner.partitioner.prices import Bound
+
+
+class ExactReach:
+    """Solves one lattice at one micro-batch size for any bound.
+
+    Args:
+        weights: of the stages of the lattice.
+        priced: their periods and memory.
+        heights: number of heights; no plan has more stages in a row.
+    """
+
+    def __init__(self, weights: Weights, priced: Priced, *, heights: int) -> None:
+        self.weights = weights
+        self.priced = priced
+        self.heights = heights
+
+    def solve(self, bound: Bound) -> ExactFound:
+        """Fewest devices within a bound, for every cap on the height."""
+        lattice = self.weights.lattice
+        within = self.priced.within(bound)
+        need = self.priced.need(within, self.heights)
+        layer = need.copy()
+        for split in lattice.splits:
+            ways = need[:, split.first] + layer[:, split.rest]
+            best = np.minimum.reduceat(ways, split.starts, axis=1)
+            layer[:, split.layers] = np.minimum(layer[:, split.layers], best)
+        np.minimum(layer, NEVER, out=layer)
+        devices = np.full((self.heights + 1, len(lattice.downsets)), NEVER, dtype=np.int32)
+        devices[0, -1] = 0
+        for h in range(self.heights):
+            ways = layer[min(h, len(layer) - 1)] + devices[h, lattice.above]
+            best = np.minimum.reduceat(ways, lattice.starts)
+            devices[h + 1] = devices[h]
+            np.minimum(devices[h, :-1], best, out=devices[h + 1, :-1])
+            if len(layer) == 1 and (devices[h + 1] == devices[h]).all():
+                devices[h + 1 :] = devices[h]
+                break
+        return ExactFound(self, within, need, layer, devices)
+
+
+class ExactFound:
+    """The answer for one bound.
+
+    Attributes:
+        devices: fewest devices per cap on the height.
+    """
+
+    def __init__(
+        self, reach: ExactReach, within: Bools, need: Ints, layer: Ints, devices: Ints
+    ) -> None:
+        self._reach = reach
+        self._lattice: Lattice = reach.weights.lattice
+        self._within = within
+        self._need = need
+        self._layer = layer
+        self._table = devices
+        self.devices = devices[1:, 0]
+
+    def parts(self, cap: int) -> list[Part]:
+        """The stages for one cap, from the first to the last."""
+        return list(self._walk(cap))
+
+    def _walk(self, h: int) -> Iterator[Part]:
+        lattice = self._lattice
+        place, last = 0, len(lattice.downsets) - 1
+        while place != last:
+            if h and self._table[h, place] == self._table[h + 1, place]:
+                h -= 1
+                continue
+            first = int(lattice.starts[place])
+            stop = int(np.searchsorted(lattice.below, place, side="right"))
+            row = self._layer[min(h, len(self._layer) - 1), first:stop]
+            ways = row + self._table[h, lattice.above[first:stop]]
+            pair = first + int(ways.argmin())
+            yield from self._stages(pair, h)
+            place, h = int(lattice.above[pair]), h - 1
+
+    def _stages(self, pair: int, h: int) -> Iterator[Part]:
+        """The stages of a layer."""
+        row = min(h, len(self._layer) - 1)
+        need, layer = self._need[row], self._layer[row]
+        while need[pair] != layer[pair]:
+            first, pair = self._split(pair, row)
+            yield self._part(first, h)
+        yield self._part(pair, h)
+
+    def _split(self, pair: int, row: int) -> tuple[int, int]:
+        for split in self._lattice.splits:
+            at = int(np.searchsorted(split.layers, pair))
+            if at == len(split.layers) or split.layers[at] != pair:
+                continue
+            count = len(split.first) // len(split.layers)
+            ways = slice(at * count, (at + 1) * count)
+            first, rest = split.first[ways], split.rest[ways]
+            best = int((self._need[row, first] + self._layer[row, rest]).argmin())
+            return int(first[best]), int(rest[best])
+        raise AssertionError("a layer that is no stage has several components")
+
+    def _part(self, pair: int, h: int) -> Part:
+        row = min(h, len(self._need) - 1)
+        devices = int(self._need[row, pair])
+        mode = self._reach.priced.mode(self._within, pair, h, devices)
+        return Part(self._reach.weights.mask(pair), mode.replicas, mode.recompute, mode.tensor)

@@ -1,0 +1,157 @@
+"""PipeDream as a planner: for every micro-batch size the plan that its recurrence likes best.
+
+The recurrence knows no memory. Where its plan does not fit, the best plan of the same kind that
+does is searched (``pipedream.memory``); where the levels of the cluster allow none at all, one
+that takes the devices as a single level on the slowest link, on which every row of stages with
+any replicas can be had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from anabranch.cluster import GIB
+from anabranch.cost import CostModel
+from anabranch.errors import BudgetError
+from anabranch.graph.cuts import decompose, operators
+from anabranch.planner.downsets import downsets, prefixes
+from anabranch.planner.infeasible import explain, require_sizes
+from anabranch.planner.partitioner.chains import line
+from anabranch.planner.partitioner.parts import Part, PartPrices, edges, fits
+from anabranch.planner.partitioner.prices import Prices, microbatch_sizes
+from anabranch.planner.partitioner.search import Problem
+from anabranch.planner.pipedream import memory, recurrence
+from anabranch.planner.pipedream.spans import Spans
+from anabranch.planner.pipedream.terms import Meter, Piece, Terms, flat, stages, tiers
+from anabranch.planner.stages import Stage, StageGraph
+
+MOST_BYTES = 4 * GIB
+"""What the tables of one level may take."""
+
+
+@dataclass(frozen=True)
+class PipeDream:
+    """PipeDream's hierarchical dynamic programme (Narayanan et al., SOSP 2019, section 3.1).
+
+    Optimal in its own objective, the time of the slowest stage, transfer or all-reduce, over
+    pipelines that follow the levels of the cluster, with any number of replicas. One proposal per
+    micro-batch size and objective.
+
+    Attributes:
+        max_replicas: devices per stage at most; 1 gives the straight pipeline. None: no limit.
+        antichains: stages are cut from the graph itself instead of from its operators in a row.
+        accumulate: also plan for one all-reduce per step, as a synchronous pipeline has it; False:
+            only the paper's objective, in which m replicas reduce once per m micro-batches.
+        budget: states at most where ``antichains`` is set.
+        steps: splits to compare at most; a thousand million take 2 to 5 s. A search that has found
+            plans by then ends with those.
+        tolerance: relative distance to the least period at which a search that memory restricts
+            ends.
+    """
+
+    max_replicas: int | None = None
+    antichains: bool = False
+    accumulate: bool = True
+    budget: int = 2000
+    steps: int = 10_000_000_000
+    tolerance: float = 0.01
+
+    schedules: ClassVar[tuple[str, ...]] = ("1f1b",)
+
+    def __call__(
+        self, cost: CostModel, *, batch_size: int, microbatch_size: int | None = None
+    ) -> Iterator[StageGraph]:
+        """Propose stage graphs, those of the largest micro-batches first; see ``planner.base``.
+
+        Raises:
+            InfeasiblePlanError: if nothing fits; the message says what would.
+            BudgetError: if the model has more states than ``budget``, if its tables would take more
+                than ``MOST_BYTES``, or if nothing was found in ``steps``.
+        """
+        limit = self.max_replicas or cost.cluster.num_devices
+        require_sizes(cost, batch_size, microbatch_size, limit)
+        order = tuple(operators(decompose(cost.graph)))
+        states = downsets(cost.graph, self.budget) if self.antichains else prefixes(order)
+        _require_tables(cost, len(states))
+        spans = Spans(cost, states)
+        sizes = [microbatch_size] if microbatch_size else microbatch_sizes(batch_size)
+        seen: set[StageGraph] = set()
+        try:
+            for graph in self._search(spans, batch_size, sizes[::-1], limit):
+                if graph not in seen:
+                    seen.add(graph)
+                    yield graph
+        except BudgetError:
+            if not seen:
+                raise
+        if not seen:
+            row = line(cost, order)
+            problem = Problem(cost, row, order, batch_size, limit, True, self.tolerance)
+            raise explain(problem, microbatch_size)
+
+    def _search(
+        self, spans: Spans, batch_size: int, sizes: Sequence[int], limit: int
+    ) -> Iterator[StageGraph]:
+        meter = Meter(self.steps)
+        cost = spans.cost
+        for size in sizes:
+            prices = Prices(cost, batch_size, size, (), cost.cluster.memory_bytes)
+            for accumulate in (False, True) if self.accumulate else (False,):
+                terms = Terms(spans, prices, tiers(cost.cluster), limit, accumulate)
+                graph = self._best(terms, meter)
+                if graph is not None:
+                    yield graph
+
+    def _best(self, terms: Terms, meter: Meter) -> StageGraph | None:
+        """The plan with the least period that fits."""
+        found = recurrence.solve(terms, meter)
+        graph = found and self._stage_graph(terms, found[1])
+        if graph:
+            return graph
+        level = replace(terms, tiers=flat(terms.prices.cost.cluster))
+        # What does not fit on a single level, on which much more is possible, fits on no other.
+        if memory.Fitting(level, float("inf"), meter).solve() is None:
+            return None
+        low = found[0] if found else 0.0
+        within = found and memory.solve(terms, meter, low, self.tolerance)
+        within = within or memory.solve(level, meter, level.ideal_s(), self.tolerance)
+        return within and self._stage_graph(terms, within[1])
+
+    def _stage_graph(self, terms: Terms, pieces: Sequence[Piece]) -> StageGraph | None:
+        """The stages of a plan on their devices; None if they do not fit."""
+        cost, states = terms.prices.cost, terms.spans.states
+        sizes = [tier.size for tier in terms.tiers]
+        placed = list(stages(pieces, sizes))
+        parts = [Part(states[v] & ~states[u], len(devices)) for u, v, devices in placed]
+        prices = PartPrices(terms.prices)
+        pairs = edges(prices, parts)
+        if not self.antichains:
+            # In a row every stage waits for the one before it.
+            pairs |= {(s, s + 1) for s in range(len(parts) - 1)}
+        if not fits(prices, parts, pairs):
+            return None
+        size = terms.prices.microbatch_size
+        return StageGraph(
+            tuple(
+                Stage(cost.graph.names(part.mask), devices, size)
+                for part, (_, _, devices) in zip(parts, placed, strict=True)
+            ),
+            tuple(sorted(pairs)),
+            terms.prices.batch_size,
+        )
+
+
+def _require_tables(cost: CostModel, states: int) -> None:
+    cluster = cost.cluster
+    # T and what it is made of, 8 bytes per span and component; headrooms take 2 per device.
+    components = max(tier.size for tier in tiers(cluster))
+    nbytes = max(16 * components, 2 * cluster.num_devices) * states**2
+    if nbytes > MOST_BYTES:
+        raise BudgetError(
+            f"planner pipedream would need {nbytes / GIB:.0f} GiB of tables for {states} states of "
+            f"{cost.graph.name or 'the model'} on {cluster.name}, its budget is "
+            f"{MOST_BYTES / GIB:.0f} GiB; capture the model in coarser operators, or use planner "
+            "sequential or graphpipe"
+        )

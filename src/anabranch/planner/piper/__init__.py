@@ -1,0 +1,44 @@
+"""Piper: a chain of stages, each with its own replicas, tensor parallelism and recomputation.
+
+After Tarnawski, Narayanan and Phanishayee, "Piper: Multidimensional Planner for DNN
+Parallelization" (NeurIPS 2021). A stage is any convex set of operators: the difference of two
+nested downsets, of which the plan is a chain::
+
+    {}  <  D1  <  D2  <  all            stage 0 = D1, stage 1 = D2 - D1, stage 2 = all - D2
+
+    best(D, k, s) = min over D' > D, replicas d, tensor degree t, recomputation r of
+                    max( load(D' - D, d, t, r), best(D', k - d * t, s - 1) )
+                    as long as the stage D' - D fits with min(s, M) micro-batches in flight
+
+for s stages behind D on k devices. They are counted from the end, as the memory of a stage depends
+on what follows it. Only the largest load counts, not the depth of the pipeline and not the number
+of its branches.
+
+states      downsets, nested pairs of them, and sums over both
+prices      the load of a stage, and how much it can keep in flight
+search      the recurrence, in an order that is quick
+assemble    devices for the stages
+planner     micro-batch sizes, and what to say when nothing fits
+
+What is not the paper's, or where it is silent:
+
+- The paper picks tensor degree and recomputation per layer, by a knapsack inside each stage. Here
+  both are one choice per stage: a ``Stage`` has one of each. What is lost are stages that recompute
+  only as many of their layers as memory asks for, or split only the large ones.
+- Its replicas take whole micro-batches in turn, so that a stage holds as many on each as there are
+  replicas from it to the end, over its own. Here every micro-batch is split over the replicas, as
+  everywhere in anabranch, and a stage with s - 1 stages behind it holds s.
+- It takes the micro-batch as given. Here every power of two is planned by itself and proposed.
+- Stages run as a line: there is an edge i -> i + 1 for every i, also where no value flows, because
+  the in-flight counts that memory is bounded by follow the line. Values go straight to the stages
+  that read them.
+- Replicas are powers of two (``any_degree`` lifts that), and the devices of one replica lie inside
+  one node.
+- Of plans with the same load, the fewest stages. Every device must have work, so two plans of the
+  least load are proposed where there are two: the fewest stages, whose idle devices then go to the
+  slowest of them, and the fewest that take all devices.
+"""
+
+from anabranch.planner.piper.planner import Piper
+
+__all__ = ["Piper"]

@@ -1,0 +1,221 @@
+"""Piper for every micro-batch size, and what to say when nothing fits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain
+from typing import ClassVar
+
+from anabranch.cluster import GIB
+from anabranch.cost import CostModel
+from anabranch.errors import InfeasiblePlanError
+from anabranch.graph.cuts import decompose, operators
+from anabranch.planner.downsets import downsets, prefixes
+from anabranch.planner.infeasible import require_sizes
+from anabranch.planner.partitioner.parts import Part
+from anabranch.planner.partitioner.prices import Prices, degrees, microbatch_sizes
+from anabranch.planner.piper.assemble import assemble
+from anabranch.planner.piper.prices import Choice, StagePrices
+from anabranch.planner.piper.search import Found, Search
+from anabranch.planner.piper.states import Pairs, States
+from anabranch.planner.stages import StageGraph
+
+_ROW_PAIRS = 1 << 24
+"""Nested pairs of the prefixes of a row; 5,700 operators have as many."""
+
+_ROUNDING = 1 + 1e-9
+"""Loads that are summed in another order may differ by so much."""
+
+_CLOSE = 1.02
+"""How near to the least memory a message must come."""
+
+
+@dataclass(frozen=True)
+class Piper:
+    """Dynamic programme over nested downsets; ``planner.piper`` states it.
+
+    Of all lines of convex stages, and for every micro-batch size, one with the least load, to
+    ``tolerance``. Time and memory grow with the nested pairs of downsets: a chain of n operators
+    has n (n + 1) / 2, k chains side by side about the k-th power of that.
+
+    Attributes:
+        max_replicas: replicas per stage at most. None: no limit.
+        recompute: stages may recompute.
+        linear: only stages that are runs of the operators in one order, branch after branch; needs
+            no budget.
+        any_degree: numbers of replicas that are no power of two as well.
+        tolerance: relative distance to the least load at which its search ends; 0 for none.
+        budget: downsets at most.
+        pairs: nested pairs of downsets at most; 16 million take about a gigabyte.
+    """
+
+    max_replicas: int | None = None
+    recompute: bool = True
+    linear: bool = False
+    any_degree: bool = False
+    tolerance: float = 1e-3
+    budget: int = 20_000
+    pairs: int = 16_000_000
+
+    schedules: ClassVar[tuple[str, ...]] = ("1f1b",)
+
+    def __call__(
+        self, cost: CostModel, *, batch_size: int, microbatch_size: int | None = None
+    ) -> Iterator[StageGraph]:
+        """Propose up to two stage graphs per micro-batch size, as they are found.
+
+        Raises:
+            InfeasiblePlanError: if nothing fits; the message says what would.
+            BudgetError: if the model has more downsets than ``budget``, or more nested pairs of
+                them than ``pairs``.
+        """
+        limit = self.max_replicas or cost.cluster.num_devices
+        require_sizes(cost, batch_size, microbatch_size, limit)
+        proposals = self._proposals(cost, batch_size, microbatch_size)
+        first = next(proposals, None)
+        if first is None:
+            raise self._explain(cost, batch_size, microbatch_size)
+        return chain([first], proposals)
+
+    def _proposals(
+        self, cost: CostModel, batch_size: int, microbatch_size: int | None
+    ) -> Iterator[StageGraph]:
+        row = _row(cost)
+        nested = None if self.linear else self._nested(cost)
+        for size in [microbatch_size] if microbatch_size else microbatch_sizes(batch_size):
+            prices, choices = self._at(cost, batch_size, size, cost.cluster.memory_bytes)
+            if not choices:
+                continue
+            stages, bound_s = StagePrices(prices, row[0], choices), None
+            if nested is not None:
+                # What a row achieves leaves few of the nested pairs that need a closer look.
+                known = self._least(stages, row[1])
+                bound_s = None if known is None else known.load_s * _ROUNDING
+                stages = StagePrices(prices, nested[0], choices)
+            yield from self._graphs(stages, (nested or row)[1], bound_s)
+
+    def _nested(self, cost: CostModel) -> tuple[States, Pairs]:
+        states = States(cost, downsets(cost.graph, self.budget))
+        return states, states.nested(self.pairs)
+
+    def _at(
+        self, cost: CostModel, batch_size: int, size: int, memory: float
+    ) -> tuple[Prices, list[Choice]]:
+        """Prices at a micro-batch size, and how a stage may run there."""
+        total, node = cost.cluster.num_devices, cost.cluster.group_sizes[0]
+        most = self.max_replicas or total
+        choices = [
+            Choice(replicas, tensor, recompute)
+            for tensor in cost.tensor_degrees
+            if node % tensor == 0
+            for replicas in self._degrees(cost, size, min(most, total // tensor))
+            for recompute in (False, True)
+            if self.recompute or not recompute
+        ]
+        used = tuple(sorted({choice.replicas for choice in choices}))
+        return Prices(cost, batch_size, size, used, memory), choices
+
+    def _degrees(self, cost: CostModel, size: int, limit: int) -> tuple[int, ...]:
+        if not self.any_degree:
+            return degrees(cost, size, limit)
+        return tuple(d for d in range(1, min(limit, size) + 1) if cost.covers(-(-size // d)))
+
+    def _graphs(
+        self, stages: StagePrices, pairs: Pairs, bound_s: float | None
+    ) -> Iterator[StageGraph]:
+        """Plans of the least load: with the fewest stages, and on exactly all devices."""
+        found = self._least(stages, pairs, bound_s=bound_s)
+        if found is None:
+            return
+        few = assemble(stages.prices, _parts(stages, found, exact=False), self.max_replicas)
+        if few is not None:
+            yield few
+        whole: Found | None = found
+        if not found.reached(exact=True):
+            # The devices that are idle may be of no use to any of the stages.
+            whole = None if few else self._least(stages, pairs, exact=True)
+        if whole is not None:
+            full = assemble(stages.prices, _parts(stages, whole, exact=True), self.max_replicas)
+            if full is not None and full != few:
+                yield full
+
+    def _least(
+        self,
+        stages: StagePrices,
+        pairs: Pairs,
+        *,
+        bound_s: float | None = None,
+        exact: bool = False,
+    ) -> Found | None:
+        """The plans of the least load.
+
+        Args:
+            stages: prices what is between the downsets.
+            pairs: of these downsets.
+            bound_s: a load that is known to be possible.
+            exact: plans must take all devices rather than some of them.
+        """
+        limit = stages.prices.cost.cluster.num_devices
+        search = Search(stages.states.starts, len(stages.states), limit, self.tolerance)
+        # Without a known load: upwards from one that could hardly be less.
+        bound = 2 * stages.least_s if bound_s is None else bound_s
+        while True:
+            bound = min(bound, stages.most_s) if bound > 0 else stages.most_s
+            kept = search.useful(pairs, stages.fewest_devices(pairs, bound))
+            if kept is not None:
+                found = search.least(stages.options(*kept, bound), bound, exact=exact)
+                if found is not None:
+                    return found
+            if bound >= stages.most_s:
+                return None
+            bound *= 2
+
+    def _explain(
+        self, cost: CostModel, batch_size: int, microbatch_size: int | None
+    ) -> InfeasiblePlanError:
+        """Why there is no plan: the memory that a row of the operators would do with."""
+        cluster, name = cost.cluster, cost.graph.name or "the model"
+        sizes = [microbatch_size] if microbatch_size else microbatch_sizes(batch_size)
+        size = next(b for b in sizes if self._at(cost, batch_size, b, cluster.memory_bytes)[1])
+        states, pairs = _row(cost)
+
+        def enough(memory: float) -> bool:
+            prices, choices = self._at(cost, batch_size, size, memory)
+            stages = StagePrices(prices, states, choices)
+            return self._least(stages, pairs, bound_s=stages.most_s) is not None
+
+        low, high = 0.0, float(cluster.memory_bytes)
+        while not enough(high):
+            low, high = high, high * 2
+        if high == cluster.memory_bytes:
+            return InfeasiblePlanError(
+                f"{name} fits the memory of {cluster.name}, but planner piper found no plan that "
+                f"gives each of its {cluster.num_devices} devices work with micro-batches of up to "
+                f"{max(sizes)} samples; use fewer devices or larger micro-batches, or allow "
+                "any_degree"
+            )
+        while high > low * _CLOSE and high > 1:
+            middle = (low + high) / 2
+            low, high = (low, middle) if enough(middle) else (middle, high)
+        return InfeasiblePlanError(
+            f"{name} needs about {high / GIB:.1f} GiB per device on {cluster.num_devices} devices "
+            f"(micro-batch {size}, a line of stages); {cluster.name} has "
+            f"{cluster.memory_bytes / GIB:.1f} GiB: take more devices or a smaller micro-batch"
+        )
+
+
+def _row(cost: CostModel) -> tuple[States, Pairs]:
+    """The operators in one order, branch after branch."""
+    states = States(cost, prefixes(tuple(operators(decompose(cost.graph)))))
+    return states, states.nested(_ROW_PAIRS)
+
+
+def _parts(stages: StagePrices, found: Found, *, exact: bool) -> list[Part]:
+    masks, options = stages.states.masks, found.options
+    result = []
+    for i in found.chain(exact=exact):
+        choice = stages.choices[int(options.choice[i])]
+        mask = masks[int(options.hi[i])] & ~masks[int(options.lo[i])]
+        result.append(Part(mask, choice.replicas, choice.recompute, choice.tensor))
+    return result

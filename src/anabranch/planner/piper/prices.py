@@ -1,0 +1,213 @@
+"""What Piper takes a stage to cost: its load, and how much it can keep in flight.
+
+For a stage on d replicas of t devices each, n = ceil(b / d) samples of a micro-batch on each
+replica, M micro-batches:
+
+    load    compute                     forward and backward at n samples and tensor degree t,
+                                        the forward once more with recomputation
+          + (in + out) * share(d * t)   all that crosses its border: values and gradients, both ways
+          + allreduce(d) / M            of its trainable parameters, once per step
+
+Nothing is taken to overlap: a load is a sum, as in Piper, where ``partitioner.prices`` takes the
+larger of compute and communication. ``share`` and ``allreduce`` are those of
+``partitioner.prices``, which knows that devices of a node share its network card; Piper's own
+formula has one bandwidth. Memory is ``CostModel.device_bytes``.
+
+What comes from operators alone is priced for every pair of downsets, as a bound from below that
+costs one subtraction; borders only where the bound says that the stage may be of use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from anabranch.planner.partitioner.prices import UNBOUNDED, Prices
+from anabranch.planner.piper.search import NEVER, Options
+from anabranch.planner.piper.states import Borders, Floats, Ints, Pairs, States
+
+_AT_ONCE = 1 << 20
+"""Pairs that are bounded at once."""
+
+_ROUNDING = 1 + 1e-9
+"""Sums in another order may differ by so much."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """How a stage may run.
+
+    Attributes:
+        replicas: slices of each micro-batch.
+        tensor: devices of each replica.
+        recompute: run the forward again in the backward.
+    """
+
+    replicas: int
+    tensor: int = 1
+    recompute: bool = False
+
+    @property
+    def devices(self) -> int:
+        """Number of devices."""
+        return self.replicas * self.tensor
+
+
+@dataclass(frozen=True)
+class _Sums:
+    """Per downset, what one choice costs for its operators on each device."""
+
+    forward_s: Floats
+    backward_s: Floats
+    kept_bytes: Floats
+    parameter_bytes: Floats
+    trainable_bytes: Floats
+
+
+class StagePrices:
+    """Prices the stages between nested downsets at one micro-batch size."""
+
+    def __init__(self, prices: Prices, states: States, choices: Sequence[Choice]) -> None:
+        self.prices = prices
+        self.states = states
+        self.choices = choices
+        self._known: dict[tuple[int, int], _Sums] = {}
+
+    @cached_property
+    def least_s(self) -> float:
+        """A load that would be the least if the model could be cut as one likes."""
+        limit = self.prices.cost.cluster.num_devices
+        return min(float(self._bound(each)[-1]) * each.devices / limit for each in self._plain)
+
+    @cached_property
+    def most_s(self) -> float:
+        """A load that no stage exceeds."""
+        whole = Pairs(np.zeros(1, dtype=np.int32), np.full(1, len(self.states) - 1, dtype=np.int32))
+        n = max(self.prices.samples(each.replicas) for each in self.choices)
+        values = self.prices.cost.graph.values
+        crossing = 4 * sum(value.size(n) for value in values)
+        borders = self.states.borders(whole)
+        return max(
+            float(self._price(whole, borders, each)[0][0])
+            + crossing * self.prices.share(each.devices)
+            for each in self.choices
+        )
+
+    @property
+    def _plain(self) -> list[Choice]:
+        return [each for each in self.choices if not each.recompute]
+
+    def _sums(self, choice: Choice) -> _Sums:
+        n, tensor = self.prices.samples(choice.replicas), choice.tensor
+        if (n, tensor) not in self._known:
+            cost, sums = self.prices.cost, self.states.sums
+            forward, backward = cost.op_seconds(n, tensor)
+            parameters, trainable = self.states.own_bytes
+            if tensor > 1:
+                ops = range(len(cost.graph))
+                each = [cost.parameter_bytes([op], tensor=tensor) for op in ops]
+                parameters = trainable = sums(np.array(each, dtype=np.float64))
+            kept = sums(cost.sharded_kept_bytes(tensor)) * n
+            self._known[n, tensor] = _Sums(
+                sums(forward), sums(backward), kept, parameters, trainable
+            )
+        return self._known[n, tensor]
+
+    def _bound(self, choice: Choice) -> Floats:
+        """Per downset; the difference of two is at most the load of the stage between them."""
+        sums = self._sums(choice)
+        reduce_s = self.prices.allreduce_s(
+            sums.trainable_bytes, choice.replicas, choice.tensor, latency=False
+        )
+        result: Floats = sums.forward_s + sums.backward_s + reduce_s / self.prices.num_microbatches
+        return result
+
+    def _least_bytes(self, choice: Choice) -> Floats:
+        """Per downset; the difference of two is at most what the stage between them needs."""
+        sums = self._sums(choice)
+        optimizer = 1 + self.prices.cost.optimizer_factor
+        return sums.parameter_bytes + sums.trainable_bytes * optimizer + sums.kept_bytes
+
+    def _within(self, choice: Choice, lo: Ints, hi: Ints, bound_s: float) -> NDArray[np.bool_]:
+        """Which stages are within a bound on the load and memory, by their operators alone."""
+        load, nbytes = self._bound(choice), self._least_bytes(choice)
+        memory = self.prices.memory_bytes * _ROUNDING
+        enough = load[hi] - load[lo] <= bound_s * _ROUNDING
+        return np.asarray(enough & (nbytes[hi] - nbytes[lo] <= memory))
+
+    def fewest_devices(self, pairs: Pairs, bound_s: float) -> Ints:
+        """Per pair, devices that a stage needs at least; ``NEVER`` if no number will do."""
+        result = np.full(len(pairs), NEVER, dtype=np.int32)
+        for choice in sorted(self._plain, key=lambda each: -each.devices):
+            for start in range(0, len(pairs), _AT_ONCE):
+                some = slice(start, start + _AT_ONCE)
+                enough = self._within(choice, pairs.lo[some], pairs.hi[some], bound_s)
+                result[some][enough] = choice.devices
+        return result
+
+    def options(self, pairs: Pairs, room: Ints, bound_s: float) -> Options:
+        """The stages between these pairs whose load is within a bound and that fit somewhere.
+
+        Recomputation is an option only where memory might ask for it.
+
+        Args:
+            pairs: of downsets.
+            room: per pair, the most devices that its stage may take.
+            bound_s: no load may be larger.
+        """
+        borders = self.states.borders(pairs)
+        kept: list[Options] = []
+        unlimited: NDArray[np.bool_] = np.zeros(0, dtype=np.bool_)
+        for index, choice in enumerate(self.choices):
+            if not choice.recompute:
+                within = self._within(choice, pairs.lo, pairs.hi, bound_s)
+                some = np.flatnonzero(within & (room >= choice.devices))
+                chosen, crossing = pairs.take(some), borders.take(some)
+            load, held = self._price(chosen, crossing, choice)
+            # Whoever can hold all micro-batches is over UNBOUNDED, however few they are.
+            least = np.where(chosen.hi == len(self.states) - 1, 1, 2)
+            keep = (load <= bound_s) & (held >= least)
+            if choice.recompute:
+                keep &= ~unlimited
+            else:
+                unlimited = held > UNBOUNDED
+            kept.append(
+                Options(
+                    chosen.lo[keep],
+                    chosen.hi[keep],
+                    np.full(keep.sum(), choice.devices, dtype=np.int32),
+                    load[keep],
+                    held[keep],
+                    np.full(keep.sum(), index, dtype=np.int32),
+                )
+            )
+        return Options.joined(kept)
+
+    def _price(self, pairs: Pairs, borders: Borders, choice: Choice) -> tuple[Floats, Ints]:
+        """Load, and micro-batches that can be in flight: 0 if none, over ``UNBOUNDED`` if all."""
+        sums, prices = self._sums(choice), self.prices
+        n = prices.samples(choice.replicas)
+
+        def stage(of: Floats) -> Floats:
+            return of[pairs.hi] - of[pairs.lo]
+
+        compute = stage(sums.forward_s + sums.backward_s + sums.forward_s * choice.recompute)
+        parameters, trainable = stage(sums.parameter_bytes), stage(sums.trainable_bytes)
+        if choice.tensor == 1:
+            parameters, trainable = parameters + borders.tied, trainable + borders.tied_trainable
+        traffic = borders.traffic * n + borders.traffic_fixed
+        reduce_s = prices.allreduce_s(trainable, choice.replicas, choice.tensor)
+        load = compute + traffic * prices.share(choice.devices) + reduce_s / prices.num_microbatches
+
+        kept = stage(sums.kept_bytes)
+        enter = borders.enter * n + borders.enter_fixed
+        gradients = borders.gradients * n + borders.gradients_fixed
+        fixed = parameters + trainable * (1 + prices.cost.optimizer_factor)
+        fixed = fixed + kept * choice.recompute + prices.cost.receive_slots * (enter + gradients)
+        each = enter + kept * (not choice.recompute)
+        held: Ints = prices.headroom(fixed, each) + np.int32(1)
+        return load, held

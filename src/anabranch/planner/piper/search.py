@@ -1,0 +1,311 @@
+"""Piper's recurrence, made quick: the least load under which a chain of downsets exists.
+
+With every stage that a plan may have (its operators, the devices it takes, its load, how many
+micro-batches it can keep in flight) there are three passes over the nested pairs, each linear in
+their number:
+
+    after(lo)     fewest devices from downset lo to the end, each load within a bound
+    before(hi)    fewest devices up to downset hi, likewise
+    stages(lo, k) fewest stages from lo to the end on exactly k devices, memory respected
+
+The first two know only that a stage keeps at least one micro-batch in flight, two if another
+follows it. So they give a lower bound on the load; and a stage is of use only if
+
+    before(lo) + its devices + after(hi)  <=  all devices,
+
+which near the least load leaves few of them, and few values of k: from after(lo) up to what the
+stages before cannot do without. The third is exact. What follows a stage matters to its memory only
+through the number of stages, and fewer are always better, so the fewest are all one has to know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from anabranch.planner.piper.states import Floats, Ints, Pairs
+
+NEVER = 1 << 24
+"""More devices or stages than there are."""
+
+_RISE = 0.05
+"""Where memory forbids the lower bound on the load: first step upwards, relative; then doubled."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Stages that a plan may have, ascending by ``lo``.
+
+    Attributes:
+        lo, hi: indices of the downsets before and after it.
+        devices: how many it takes.
+        load_s: seconds per micro-batch.
+        held: micro-batches that it can keep in flight.
+        choice: which number of replicas, tensor degree and recomputation it stands for.
+    """
+
+    lo: Ints
+    hi: Ints
+    devices: Ints
+    load_s: Floats
+    held: Ints
+    choice: Ints
+
+    def __len__(self) -> int:
+        return len(self.lo)
+
+    def take(self, keep: NDArray[Any]) -> Options:
+        """Those that a mask or ascending indices name."""
+        return Options(*(getattr(self, each.name)[keep] for each in fields(self)))
+
+    @staticmethod
+    def joined(several: Sequence[Options]) -> Options:
+        """All of these, in order; at least one."""
+        whole = Options(
+            *(
+                np.concatenate([getattr(options, each.name) for options in several])
+                for each in fields(Options)
+            )
+        )
+        return whole.take(np.argsort(whole.lo, kind="stable"))
+
+
+class Walk:
+    """Goes through pairs of downsets, ascending by ``lo``, one size of ``lo`` after the other.
+
+    A pair leads to a larger downset, so all pairs of one size can be treated at once.
+    """
+
+    def __init__(self, lo: Ints, hi: Ints, starts: NDArray[np.int64], states: int) -> None:
+        self.lo, self.hi, self.states = lo, hi, states
+        self._first = np.flatnonzero(np.diff(lo, prepend=-1))
+        self._row = lo[self._first]
+        cuts = np.searchsorted(lo, [*starts.tolist(), states])
+        rows = np.searchsorted(self._row, [*starts.tolist(), states])
+        self._levels = [
+            (a, b, i, j)
+            for (a, b), (i, j) in zip(pairwise(cuts.tolist()), pairwise(rows.tolist()), strict=True)
+            if a < b
+        ]
+
+    def backwards(self) -> Iterator[tuple[slice, NDArray[np.int64], Ints]]:
+        """Sizes, descending: the pairs, where each ``lo`` starts among them, and these ``lo``."""
+        for a, b, i, j in reversed(self._levels):
+            yield slice(a, b), self._first[i:j] - a, self._row[i:j]
+
+    def after(self, devices: Ints) -> Ints:
+        """Fewest devices from each downset to the end; ``devices`` per pair."""
+        result = np.full(self.states, NEVER, dtype=np.int32)
+        result[-1] = 0
+        for pairs, first, row in self.backwards():
+            total = devices[pairs] + result[self.hi[pairs]]
+            result[row] = np.minimum(np.minimum.reduceat(total, first), NEVER)
+        return result
+
+    def before(self, devices: Ints) -> Ints:
+        """Fewest devices from the start to each downset."""
+        result = np.full(self.states, NEVER, dtype=np.int32)
+        result[0] = 0
+        for a, b, _, _ in self._levels:
+            total = np.minimum(devices[a:b] + result[self.lo[a:b]], NEVER)
+            np.minimum.at(result, self.hi[a:b], total)
+        return result
+
+    def room(self, devices: Ints, limit: int) -> Ints | None:
+        """Per pair, the most devices its stage may take in a plan within a number of devices.
+
+        Returns:
+            None if there is no plan. Where it is less than ``devices``, the stage is of no use.
+        """
+        after = self.after(devices)
+        if after[0] > limit:
+            return None
+        others = self.before(devices)[self.lo] + after[self.hi]
+        return np.asarray(limit - others, dtype=np.int32)
+
+
+@dataclass(frozen=True)
+class Found:
+    """All plans within a bound on the load, and the fewest stages of each.
+
+    Attributes:
+        options: the stages that are of use.
+        after: per downset, fewest devices from there to the end.
+        stages: per downset and number of devices beyond ``after``, the fewest stages. The columns
+            start with as many that are never reached.
+    """
+
+    options: Options
+    after: Ints
+    stages: Ints
+
+    @property
+    def slack(self) -> int:
+        """Devices beyond the fewest."""
+        return int(self.stages.shape[1]) // 2
+
+    @property
+    def load_s(self) -> float:
+        """The largest load of the plan with the fewest stages."""
+        return float(self.options.load_s[self.chain(exact=False)].max())
+
+    def reached(self, *, exact: bool) -> bool:
+        """Whether there is a plan; one on exactly all devices."""
+        last = self.stages[0, -1:] if exact else self.stages[0, self.slack :]
+        return bool(last.min() < NEVER)
+
+    def chain(self, *, exact: bool) -> list[int]:
+        """The options of a plan with the fewest stages, first stage first.
+
+        Args:
+            exact: it takes all devices. Otherwise as few stages as any number of devices allows,
+                and then as many devices.
+        """
+        columns = self.stages[0, self.slack :]
+        extra = self.slack
+        if not exact:
+            extra -= int(np.argmin(columns[::-1]))
+        state, result = 0, []
+        while state < len(self.after) - 1:
+            a, b = np.searchsorted(self.options.lo, [state, state + 1]).tolist()
+            chosen = a + self._best(slice(a, b), state, extra)
+            hi = int(self.options.hi[chosen])
+            extra -= int(self.options.devices[chosen] + self.after[hi] - self.after[state])
+            state = hi
+            result.append(chosen)
+        return result
+
+    def _best(self, among: slice, state: int, extra: int) -> int:
+        """The least load among the options that lead to the fewest stages."""
+        options, count = self.options, self.stages[state, self.slack + extra]
+        hi = options.hi[among]
+        rest = extra - (options.devices[among] + self.after[hi] - self.after[state])
+        following = self.stages[hi, self.slack + np.maximum(rest, -self.slack)] + 1
+        possible = (following == count) & (options.held[among] >= count)
+        assert possible.any(), "the table was filled from these options"
+        return int(np.argmin(np.where(possible, options.load_s[among], np.inf)))
+
+
+@dataclass(frozen=True)
+class Search:
+    """Looks for the least load.
+
+    Attributes:
+        starts: index of the first downset of each size.
+        states: number of downsets.
+        limit: devices.
+        tolerance: relative distance to the least load at which it stops; 0 for none.
+    """
+
+    starts: NDArray[np.int64]
+    states: int
+    limit: int
+    tolerance: float
+
+    def least(self, options: Options, bound_s: float, *, exact: bool = False) -> Found | None:
+        """The plans of the least load, up to a bound; None if there are none.
+
+        Args:
+            options: stages to choose from.
+            bound_s: no load may be larger.
+            exact: plans must take all devices rather than some of them.
+        """
+        lower = self._lower_bound(options, bound_s)
+        if lower is None:
+            return None
+        low, high, rise = lower, lower, _RISE * lower
+        found = self._attempt(options, high, exact)
+        while found is None:
+            if high >= bound_s:
+                return None
+            low, high = high, min(high + rise, bound_s) if rise else bound_s
+            rise *= 2
+            found = self._attempt(options, high, exact)
+        while high > lower and high > low * (1 + self.tolerance):
+            middle = _between(found.options.load_s, low, high)
+            if middle is None:
+                break
+            better = self._attempt(found.options, middle, exact)
+            if better is None:
+                low = middle
+            else:
+                high, found = middle, better
+        return found
+
+    def useful(self, pairs: Pairs, devices: Ints) -> tuple[Pairs, Ints] | None:
+        """Pairs whose stage a plan may have, and the most devices for it; None without a plan.
+
+        Args:
+            pairs: nested pairs of downsets.
+            devices: per pair, those that its stage takes at least; ``NEVER`` if there is none.
+        """
+        walk = Walk(pairs.lo, pairs.hi, self.starts, self.states)
+        room = walk.room(devices, self.limit)
+        return None if room is None else (pairs.take(room >= devices), room[room >= devices])
+
+    def _lower_bound(self, options: Options, bound_s: float) -> float | None:
+        """The least load, but for what follows a stage making it keep more in flight."""
+        low, high = -float(np.finfo(float).tiny), bound_s
+        kept = self._within(options, high)
+        while kept is not None and high > low * (1 + self.tolerance):
+            options = kept
+            middle = _between(options.load_s, low, high)
+            if middle is None:
+                break
+            less = self._within(options, middle)
+            if less is None:
+                low = middle
+            else:
+                high, kept = middle, less
+        return None if kept is None else high
+
+    def _walk(self, options: Options) -> Walk:
+        return Walk(options.lo, options.hi, self.starts, self.states)
+
+    def _within(self, options: Options, bound_s: float) -> Options | None:
+        """The options of use under a bound."""
+        options = options.take(options.load_s <= bound_s)
+        room = self._walk(options).room(options.devices, self.limit)
+        return None if room is None else options.take(room >= options.devices)
+
+    def _attempt(self, options: Options, bound_s: float, exact: bool) -> Found | None:
+        kept = self._within(options, bound_s)
+        if kept is None:
+            return None
+        walk = self._walk(kept)
+        after = walk.after(kept.devices)
+        found = Found(kept, after, _fewest_stages(walk, kept, after, self.limit - int(after[0])))
+        return found if found.reached(exact=exact) else None
+
+
+def _between(loads: Floats, low: float, high: float) -> float | None:
+    """A load strictly between two, near the middle; None if there is none."""
+    inside = loads[(loads > low) & (loads < high)]
+    if not len(inside):
+        return None
+    below = inside[inside <= (low + high) / 2]
+    return float(below.max() if len(below) else inside.min())
+
+
+def _fewest_stages(walk: Walk, options: Options, after: Ints, slack: int) -> Ints:
+    """The table of ``Found.stages``."""
+    width = 2 * slack + 1
+    table = np.full((walk.states, width), NEVER, dtype=np.int32)
+    table[-1, slack] = 0
+    flat = table.reshape(-1)
+    # Devices beyond the fewest that each option uses up; never more than the slack, or it would
+    # not be of use.
+    wasted = options.devices + after[options.hi] - after[options.lo]
+    place = options.hi.astype(np.int64) * width + slack - wasted
+    for pairs, first, row in walk.backwards():
+        there, held = place[pairs], options.held[pairs]
+        for extra in range(slack + 1):
+            count = flat[there + extra] + 1
+            count = np.where(count <= held, count, NEVER)
+            table[row, slack + extra] = np.minimum.reduceat(count, first)
+    return table

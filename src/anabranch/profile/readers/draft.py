@@ -1,0 +1,355 @@
+"""A graph as some file draws it, on its way to a profile.
+
+The readers differ in how they come to nodes and edges; what follows is the same for all. Nodes that
+are data (an ``Input``) become part of the batch, which is at hand on every device and never sent:
+PipeDream's own optimizer takes them out of the graph as well. The other nodes become operators, in
+topological order and, where that leaves a choice, in the order of their ids:
+
+    node1 (Input) --> node2 --> node4            batch . . > node2 --> node4
+                  \\-> node3 --/                  batch . . > node3 --/
+
+The edges that leave a node with one and the same size are one value, which crosses to a stage once
+however many operators read it there; edges of another size are another value. A value has a
+gradient if anything before it is trained: parameters, or a backward that takes time.
+
+A file has times and sizes for one mini-batch. All times stay as they are (the profile is taken as
+proportional to samples); bytes are divided by the samples and rounded up.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import re
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from anabranch.errors import FileFormatError
+from anabranch.graph.opgraph import BATCH, Op, OpGraph, Parameter, Value
+from anabranch.jsonfile import LARGEST_SIZE
+from anabranch.profile.profile import OpCost, Profile, Sharded
+
+LONGEST_S = 1e9
+"""Seconds: thirty years. No operator takes longer."""
+MOST_SAMPLES = 2**40
+
+_LONGEST_NAME = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one of several devices does and holds of a node under tensor parallelism."""
+
+    forward_s: float
+    backward_s: float
+    kept_bytes: float
+    parameter_bytes: float
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One node of the file.
+
+    Attributes:
+        key: its id.
+        label: what it is, for people.
+        where: the place in the file, such as ``line 3``.
+        forward_s: seconds for the whole mini-batch.
+        backward_s: likewise.
+        kept_bytes: kept for the backward, likewise.
+        parameters: names and bytes; an empty name stands for the node's own. Nodes that name the
+            same one share it.
+        data: part of the batch; nothing leads to it.
+        kind: what to call it in a report.
+        parts: per degree of tensor parallelism; every node has the same degrees.
+    """
+
+    key: str
+    label: str
+    where: str
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    kept_bytes: float = 0.0
+    parameters: tuple[tuple[str, float], ...] = ()
+    data: bool = False
+    kind: str = ""
+    parts: Mapping[int, Part] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """One edge of the file.
+
+    Attributes:
+        producer: key of the node that it leaves.
+        consumer: key of the node that it leads to.
+        nbytes: what crosses for the whole mini-batch.
+        where: the place in the file.
+        output: tells several outputs of one size apart.
+    """
+
+    producer: str
+    consumer: str
+    nbytes: float
+    where: str
+    output: str = ""
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Everything that a reader has found.
+
+    Attributes:
+        file: for messages.
+        name: of the model.
+        nodes: in any order.
+        edges: likewise; one that occurs twice counts once.
+        samples: of the mini-batch that times and bytes are for.
+        device: what the times were measured on, and what was decided where the file is silent.
+        granularity: ``layer`` or ``operator``.
+    """
+
+    file: str
+    name: str
+    nodes: Sequence[Node]
+    edges: Sequence[Edge]
+    samples: int
+    device: str
+    granularity: str = "layer"
+
+    def profile(self) -> Profile:
+        """The profile.
+
+        Raises:
+            FileFormatError: if the nodes and edges are no connected graph without cycles.
+        """
+        by_key = _by_key(self.file, self.nodes)
+        _check_sizes(self.file, self.nodes)
+        order = [by_key[key] for key in topological_order(self.file, by_key, self.edges)]
+        names = unique_names({node.key: node.label for node in self.nodes})
+        ops = [node for node in order if not node.data]
+        _check_connected(self.file, by_key, self.edges)
+        graph = OpGraph(
+            ops=tuple(
+                Op(
+                    names[op.key],
+                    tuple(name or names[op.key] for name, _ in op.parameters),
+                    op.kind,
+                )
+                for op in ops
+            ),
+            values=self._values(order, names),
+            parameters=self._parameters(ops, names),
+            name=self.name,
+            granularity=self.granularity,
+        )
+        degrees = sorted(ops[0].parts or ())
+        return Profile(
+            graph,
+            samples=(self.samples,),
+            costs=tuple(self._cost(op.forward_s, op.backward_s, op.kept_bytes) for op in ops),
+            device=self.device,
+            source="imported",
+            proportional=True,
+            sharded=tuple(self._sharded(ops, degree) for degree in degrees),
+        )
+
+    def _cost(self, forward_s: float, backward_s: float, kept_bytes: float) -> OpCost:
+        return OpCost((forward_s,), (backward_s,), self._per_sample(kept_bytes))
+
+    def _per_sample(self, nbytes: float) -> int:
+        return math.ceil(nbytes / self.samples)
+
+    def _sharded(self, ops: Sequence[Node], degree: int) -> Sharded:
+        parts = [op.parts[degree] for op in ops if op.parts is not None]
+        return Sharded(
+            degree,
+            tuple(self._cost(p.forward_s, p.backward_s, p.kept_bytes) for p in parts),
+            tuple(math.ceil(p.parameter_bytes) for p in parts),
+        )
+
+    def _parameters(self, ops: Sequence[Node], names: Mapping[str, str]) -> tuple[Parameter, ...]:
+        nbytes: dict[str, int] = {}
+        for op in ops:
+            for name, size in op.parameters:
+                nbytes.setdefault(name or names[op.key], math.ceil(size))
+        return tuple(Parameter(name, size) for name, size in nbytes.items())
+
+    def _values(self, order: Sequence[Node], names: Mapping[str, str]) -> tuple[Value, ...]:
+        """One value per producer and size; those of the batch first."""
+        position = {op.key: i for i, op in enumerate(op for op in order if not op.data)}
+        readers: dict[tuple[str, float, str], set[int]] = {}
+        for edge in self.edges:
+            value = edge.producer, edge.nbytes, edge.output
+            readers.setdefault(value, set()).add(position[edge.consumer])
+        rank = {node.key: i for i, node in enumerate(order)}
+        trained = _trained(order, self.edges)
+        values = [
+            Value(
+                producer=position.get(producer, BATCH),
+                consumers=tuple(sorted(consumers)),
+                nbytes=self._per_sample(nbytes),
+                grad=producer in trained,
+                name="" if producer in position else names[producer],
+            )
+            for (producer, nbytes, _), consumers in sorted(
+                readers.items(), key=lambda item: (rank[item[0][0]], *item[0][1:])
+            )
+        ]
+        return tuple(sorted(values, key=lambda value: value.producer))
+
+
+def unique_names(labels: Mapping[str, str]) -> dict[str, str]:
+    """Key -> name: the labels shortened, with the keys in front where those are not unique."""
+    short = {key: _clean(label) for key, label in labels.items()}
+    if all(short.values()) and len(set(short.values())) == len(short):
+        return short
+    return {key: f"{key}.{label}" if label else key for key, label in short.items()}
+
+
+def _clean(label: str) -> str:
+    # Conv2d(3, 64, kernel_size=(11, 11)) -> Conv2d; and what a name in our files may not have.
+    text = re.sub(r"[^\w./+-]+", "_", label.partition("(")[0].strip())
+    return re.sub(r"\.{2,}", ".", text).strip("./")[:_LONGEST_NAME].rstrip("./")
+
+
+def sources(nodes: Iterable[str], edges: Iterable[Edge]) -> set[str]:
+    """Keys of the nodes that no edge leads to."""
+    return set(nodes) - {edge.consumer for edge in edges}
+
+
+def _by_key(file: str, nodes: Sequence[Node]) -> dict[str, Node]:
+    by_key: dict[str, Node] = {}
+    for node in nodes:
+        twin = by_key.setdefault(node.key, node)
+        if twin is not node:
+            raise FileFormatError(
+                f"{file}: {node.where} describes node {node.key}, and so does {twin.where}"
+            )
+    if all(node.data for node in nodes):
+        raise FileFormatError(f"{file} has no operators, only {len(nodes)} inputs")
+    return by_key
+
+
+def check_edges(file: str, keys: Container[str], edges: Iterable[Edge]) -> None:
+    """Refuse an edge from or to a node that does not exist.
+
+    Raises:
+        FileFormatError: naming the edge and the node.
+    """
+    for edge in edges:
+        for key in (edge.producer, edge.consumer):
+            if key not in keys:
+                raise FileFormatError(
+                    f"{file}: {edge.where} is an edge {edge.producer} -> {edge.consumer}, "
+                    f"but there is no node {key}"
+                )
+
+
+def _check_sizes(file: str, nodes: Sequence[Node]) -> None:
+    for node in nodes:
+        parts = (node.parts or {}).values()
+        seconds = [node.forward_s, node.backward_s]
+        seconds += [s for part in parts for s in (part.forward_s, part.backward_s)]
+        nbytes = [node.kept_bytes, *(size for _, size in node.parameters)]
+        nbytes += [size for part in parts for size in (part.kept_bytes, part.parameter_bytes)]
+        if max(seconds) > LONGEST_S or max(nbytes) > LARGEST_SIZE:
+            raise FileFormatError(
+                f"{file}: {node.where} makes an operator of {max(seconds):g} s and {max(nbytes):g} "
+                f"bytes; more than {LONGEST_S:g} s or {LARGEST_SIZE} bytes is a mistake"
+            )
+
+
+def topological_order(file: str, nodes: Collection[str], edges: Sequence[Edge]) -> list[str]:
+    """The keys in topological order, of those that may come next always the least.
+
+    Raises:
+        FileFormatError: naming a cycle, or an edge without its node.
+    """
+    check_edges(file, nodes, edges)
+    after: dict[str, set[str]] = {key: set() for key in nodes}
+    for edge in edges:
+        after[edge.producer].add(edge.consumer)
+    waiting = dict.fromkeys(nodes, 0)
+    for consumers in after.values():
+        for key in consumers:
+            waiting[key] += 1
+    ready = [(_natural(key), key) for key in nodes if not waiting[key]]
+    heapq.heapify(ready)
+    order = []
+    while ready:
+        _, key = heapq.heappop(ready)
+        order.append(key)
+        for consumer in after[key]:
+            waiting[consumer] -= 1
+            if not waiting[consumer]:
+                heapq.heappush(ready, (_natural(consumer), consumer))
+    if len(order) < len(nodes):
+        left = {key for key, count in waiting.items() if count}
+        raise FileFormatError(f"{file}: {_cycle(left, edges)}")
+    return order
+
+
+def _natural(key: str) -> list[int | str]:
+    # node2 before node10: PipeDream numbers modules in the order in which they first ran.
+    return [int(part) if part.isdecimal() else part for part in re.split(r"([0-9]+)", key)]
+
+
+def _cycle(left: set[str], edges: Sequence[Edge]) -> str:
+    """Name one cycle among nodes that each have a predecessor among them."""
+    before = {e.consumer: e for e in edges if e.producer in left and e.consumer in left}
+    path = {min(left): None}  # a dictionary for its order
+    last = min(left)
+    while before[last].producer not in path:
+        last = before[last].producer
+        path[last] = None
+    closing = before[last]
+    keys = list(path)
+    keys = keys[keys.index(closing.producer) :]
+    ring = [closing.producer, *reversed(keys)]
+    if len(ring) > 9:
+        ring = [*ring[:4], "...", *ring[-4:]]
+    return f"the edge in {closing.where} is part of a cycle of {len(keys)}: {' -> '.join(ring)}"
+
+
+def _check_connected(file: str, nodes: Mapping[str, Node], edges: Sequence[Edge]) -> None:
+    """Refuse parts that share nothing, or nothing but the batch: they are several models."""
+    beside: dict[str, list[str]] = {key: [] for key in nodes}
+    for edge in edges:
+        beside[edge.producer].append(edge.consumer)
+        beside[edge.consumer].append(edge.producer)
+    for key, others in beside.items():
+        if not others and len(nodes) > 1:
+            raise FileFormatError(
+                f"{file}: {nodes[key].where}: node {key} ({nodes[key].label[:60]}) is connected to "
+                "nothing; a profile is one connected graph"
+            )
+    ops = [key for key in nodes if not nodes[key].data]
+    reached, todo = {ops[0]}, [ops[0]]
+    while todo:
+        fresh = {key for key in beside[todo.pop()] if not nodes[key].data} - reached
+        reached |= fresh
+        todo += fresh
+    apart = [key for key in ops if key not in reached]
+    if apart:
+        raise FileFormatError(
+            f"{file} falls apart: nothing but the batch connects {_some(sorted(reached))} with "
+            f"{_some(apart)}; a profile is one connected graph"
+        )
+
+
+def _some(keys: Sequence[str]) -> str:
+    text = ", ".join(sorted(keys, key=_natural)[:4])
+    return text if len(keys) <= 4 else f"{text} and {len(keys) - 4} more"
+
+
+def _trained(order: Sequence[Node], edges: Sequence[Edge]) -> set[str]:
+    """Nodes whose outputs have a gradient."""
+    after: dict[str, list[str]] = {}
+    for edge in edges:
+        after.setdefault(edge.producer, []).append(edge.consumer)
+    trained = {node.key for node in order if node.parameters or node.backward_s > 0}
+    for node in order:
+        if node.key in trained:
+            trained.update(after.get(node.key, ()))
+    return trained

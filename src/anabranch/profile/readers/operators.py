@@ -1,0 +1,219 @@
+"""Which forward and backward nodes of a training graph make one operator.
+
+    x --> matmul --------> add --> loss            operators:  matmul --> add (with the loss)
+           ^ |              |       |
+      weight |              v       v
+           v v             add' <- loss'           add': gradient of add, and so on
+        matmul' <-----------+
+           v
+        update weight
+
+- Nodes of one colour class have to be on one device (the format says so): one operator. That gives
+  most backward nodes, and the update of a weight, their place.
+- A backward node whose class has no forward node belongs where its name points: ``node4grad`` to
+  ``node4``, ``Add7_Grad/Identity_0`` to ``Add7``.
+- The rest (sums of gradients of a value that several read; the loss, which this format counts as
+  backward) goes, class by class, where its result is needed: to the operator of a successor, among
+  several the last in forward order, whose backward is the first; without successors to the last
+  operator among its predecessors.
+
+Then every edge is a dependence between operators: forward ones as they are, those from forward to
+backward as well (the backward reads what the forward made), those between backward nodes the other
+way round. In the published layer graphs the latter are drawn along the forward edges instead; where
+all of them are, they say nothing new. Operators that depend on each other in a circle become one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from anabranch.errors import FileFormatError
+from anabranch.profile.readers.draft import Edge, topological_order
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One node of a training graph.
+
+    Attributes:
+        key: its id.
+        name: what it is called.
+        where: the place in the file.
+        color: its colour class, if it has one.
+        backward: runs in the backward.
+        weight: a parameter: costs nothing, and nothing leads to it.
+    """
+
+    key: str
+    name: str
+    where: str
+    color: int | None
+    backward: bool
+    weight: bool
+
+
+def group(
+    file: str, pieces: Mapping[str, Piece], edges: Sequence[Edge]
+) -> tuple[dict[str, str], list[Edge]]:
+    """Group the nodes into operators.
+
+    Args:
+        file: for messages.
+        pieces: the nodes by key.
+        edges: between them.
+
+    Returns:
+        Per node except weights the operator that it is part of, named by the key of one of its
+        forward nodes; and the edges between operators, with the key of the forward node that makes
+        the value as ``output``.
+
+    Raises:
+        FileFormatError: if the graph has a cycle, an edge to nothing or from backward to forward,
+            or a backward node that nothing connects with a forward node.
+    """
+    order = topological_order(file, pieces, edges)
+    for edge in edges:
+        if pieces[edge.producer].backward and not pieces[edge.consumer].backward:
+            raise FileFormatError(
+                f"{file}: {edge.where} leads from backward node {edge.producer} to forward node "
+                f"{edge.consumer}"
+            )
+    after = neighbours(edges)
+    owner = _by_class(pieces, order, after)
+    _by_name(pieces, owner)
+    _by_use(file, pieces, order, edges, owner)
+    between = _between(pieces, edges, owner)
+    merged = _circles(sorted(set(owner.values())), between)
+    owner = {key: merged[op] for key, op in owner.items()}
+    moved = [
+        Edge(merged[e.producer], merged[e.consumer], e.nbytes, e.where, e.output) for e in between
+    ]
+    return owner, [edge for edge in moved if edge.producer != edge.consumer]
+
+
+def neighbours(edges: Iterable[Edge], *, back: bool = False) -> dict[str, list[str]]:
+    """Per node that has any, its successors, or with ``back`` its predecessors."""
+    result: dict[str, list[str]] = {}
+    for edge in edges:
+        a, b = (edge.consumer, edge.producer) if back else (edge.producer, edge.consumer)
+        result.setdefault(a, []).append(b)
+    return result
+
+
+def _by_class(
+    pieces: Mapping[str, Piece], order: Sequence[str], after: Mapping[str, Sequence[str]]
+) -> dict[str, str]:
+    """Forward nodes by class, and whatever shares a class with one."""
+    owner: dict[str, str] = {}
+    of_class: dict[int, str] = {}
+    for key in order:
+        piece = pieces[key]
+        if not piece.backward and not piece.weight:
+            owner[key] = key if piece.color is None else of_class.setdefault(piece.color, key)
+    for piece in pieces.values():
+        # A weight that has its class to itself (and its gradient) belongs to its first reader.
+        readers = [owner[key] for key in after.get(piece.key, ()) if key in owner]
+        if piece.weight and piece.color is not None and readers:
+            of_class.setdefault(piece.color, readers[0])
+    for key, piece in pieces.items():
+        if piece.backward and piece.color in of_class:
+            owner[key] = of_class[piece.color]
+    return owner
+
+
+def _by_name(pieces: Mapping[str, Piece], owner: dict[str, str]) -> None:
+    named = {pieces[key].name: op for key, op in owner.items() if not pieces[key].backward}
+    for key, piece in pieces.items():
+        match = re.match(r"(.+?)(_Grad/.*|_?grad)$", piece.name)
+        if piece.backward and key not in owner and match and match[1] in named:
+            owner[key] = named[match[1]]
+
+
+def _by_use(
+    file: str,
+    pieces: Mapping[str, Piece],
+    order: Sequence[str],
+    edges: Sequence[Edge],
+    owner: dict[str, str],
+) -> None:
+    position = {key: i for i, key in enumerate(order)}
+    classes: dict[int | str, list[str]] = {}
+    for key, piece in pieces.items():
+        if piece.backward and key not in owner:
+            classes.setdefault(key if piece.color is None else piece.color, []).append(key)
+
+    def place(keys: Iterable[str], beside: Mapping[str, Sequence[str]]) -> None:
+        for key in keys:
+            if key in owner or not any(other in owner for other in beside.get(key, ())):
+                continue
+            if pieces[key].backward:
+                color = pieces[key].color
+                together = classes[key if color is None else color]
+                near = [owner[n] for k in together for n in beside.get(k, ()) if n in owner]
+                owner.update(dict.fromkeys(together, max(near, key=lambda op: position[op])))
+
+    place(reversed(order), neighbours(edges))
+    place(order, neighbours(edges, back=True))
+    lost = [piece for key, piece in pieces.items() if piece.backward and key not in owner]
+    if lost:
+        raise FileFormatError(
+            f"{file}: {lost[0].where}: nothing connects backward node {lost[0].key} "
+            f"({lost[0].name[:60]}) with a forward node"
+        )
+
+
+def _between(
+    pieces: Mapping[str, Piece], edges: Sequence[Edge], owner: Mapping[str, str]
+) -> list[Edge]:
+    """The dependences between operators."""
+    forward, backward = [], []
+    for edge in edges:
+        if edge.producer not in owner or edge.consumer not in owner:
+            continue  # a weight: it is no operator
+        a, b = owner[edge.producer], owner[edge.consumer]
+        if a == b:
+            continue
+        if pieces[edge.producer].backward:
+            backward.append(Edge(b, a, edge.nbytes, edge.where, edge.consumer))
+        else:
+            forward.append(Edge(a, b, edge.nbytes, edge.where, edge.producer))
+    known = {(edge.producer, edge.consumer) for edge in forward}
+    if all((edge.consumer, edge.producer) in known for edge in backward):
+        return forward
+    return forward + [edge for edge in backward if (edge.producer, edge.consumer) not in known]
+
+
+def _circles(ops: Sequence[str], edges: Sequence[Edge]) -> dict[str, str]:
+    """Operator -> the one that stands for all on a common circle (Kosaraju's algorithm)."""
+    finished = _depth_first(ops, neighbours(edges))
+    stands: dict[str, str] = {}
+    before = neighbours(edges, back=True)
+    for op in reversed(finished):
+        if op not in stands:
+            for found in _depth_first([op], before, stands):
+                stands[found] = op
+    return stands
+
+
+def _depth_first(
+    roots: Iterable[str], beside: Mapping[str, Sequence[str]], done: Iterable[str] = ()
+) -> list[str]:
+    """What the roots reach, each after everything that it was left for."""
+    seen, finished = set(done), []
+    for root in roots:
+        if root in seen:
+            continue
+        seen.add(root)
+        stack = [(root, iter(beside.get(root, ())))]
+        while stack:
+            key, rest = stack[-1]
+            fresh = next((other for other in rest if other not in seen), None)
+            if fresh is None:
+                finished.append(key)
+                stack.pop()
+            else:
+                seen.add(fresh)
+                stack.append((fresh, iter(beside.get(fresh, ()))))
+    return finished

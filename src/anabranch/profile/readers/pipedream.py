@@ -1,0 +1,209 @@
+"""PipeDream's ``graph.txt``, and DAPPLE's profiles, which have the same format.
+
+One line a node, one indented line (a tab, two spaces, or a space and a tab) an edge, in any order:
+
+    node1 -- Input -- forward_compute_time=18.0, backward_compute_time=0.0, ...
+    node2 -- Conv2d(3, 64) -- forward_compute_time=2.3, backward_compute_time=4.1,
+             activation_size=[411041792.0; 256.0], parameter_size=7168.0          (one line)
+            node1 -- node2
+
+Times are milliseconds and sizes bytes, both for one mini-batch on one GPU that the file does not
+name. What the file leaves open is decided so:
+
+- ``Input`` nodes carry the time it takes to load data, which PipeDream's optimizer sets to zero
+  before it takes them out of the graph. Here they are part of the batch. So is a first node that
+  costs nothing at all.
+- An activation size ``[a; b]`` belongs to a module with several outputs. Which consumer reads
+  which, the file does not say; as in PipeDream, every edge carries the sum.
+- Kept for the backward is the output of every module. What overwrites its input or is a view of it
+  (``ReLU(inplace)``, ``View``, ``__getitem__``) keeps nothing more. What a module saves inside is
+  in no column: for modules as large as the layers of DAPPLE's BERT, memory is a lower bound.
+- ``stage_id``, which PipeDream's optimizer appends, is a plan and no measurement: ignored.
+- The samples of the mini-batch are in no column either. In this order: what the caller says;
+  DAPPLE's ``pbs-N`` in the file name; the size of ``Input`` as images of 3 x 224 x 224 (or
+  3 x 299 x 299) in fp32; the output of an ``Embedding`` of known width, which counts tokens. If
+  nothing tells, the mini-batch as a whole is one sample, and the profile says so.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from anabranch.errors import FileFormatError
+from anabranch.jsonfile import LARGEST_SIZE, shown
+from anabranch.profile.profile import Profile
+from anabranch.profile.readers.draft import LONGEST_S, MOST_SAMPLES, Draft, Edge, Node, sources
+
+COLUMNS = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
+IMAGES = (3 * 224 * 224 * 4, 3 * 299 * 299 * 4)
+"""Bytes of one image: ImageNet's usual size, then Inception-v3's."""
+
+_KEY = re.compile(r"\w{1,100}", re.ASCII)
+_NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
+_ALIAS = re.compile(r"\w+\(.*\binplace(?!=False)|View\b|__getitem__\b")
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """One line about a node, in the file's units."""
+
+    key: str
+    description: str
+    line: int
+    forward_ms: float
+    backward_ms: float
+    activation_bytes: float
+    parameter_bytes: float
+
+
+def looks_like(text: str) -> bool:
+    """Whether the first line that says anything has PipeDream's separator."""
+    return " -- " in text.lstrip().partition("\n")[0]
+
+
+def read(text: str, path: Path, samples: int | None = None) -> Profile:
+    """The profile in a text of this format.
+
+    Args:
+        text: what the file holds.
+        path: its name, for messages and for DAPPLE's ``pbs-N``.
+        samples: of the mini-batch that was profiled.
+
+    Raises:
+        FileFormatError: naming file, line and value.
+    """
+    rows, edges = _parse(text, str(path))
+    if not rows:
+        raise FileFormatError(f"{path} has edges, but no line about a node")
+    size, unit = (samples, "") if samples else _mini_batch(rows, path)
+    if size > MOST_SAMPLES:
+        raise FileFormatError(
+            f"{path} is for {size} samples; more than {MOST_SAMPLES} is a mistake"
+        )
+    first = sources((row.key for row in rows), edges)
+    activations = {row.key: row.activation_bytes for row in rows}
+    return Draft(
+        file=str(path),
+        name=path.parent.name if path.name == "graph.txt" else path.stem,
+        nodes=[_node(row, row.key in first) for row in rows],
+        edges=[
+            Edge(e.producer, e.consumer, activations.get(e.producer, 0.0), e.where) for e in edges
+        ],
+        samples=size,
+        device=f"a GPU that PipeDream's format does not name{unit}",
+    ).profile()
+
+
+def _node(row: _Row, first: bool) -> Node:
+    nothing = row.forward_ms == row.backward_ms == row.parameter_bytes == 0
+    kind = row.description.partition("(")[0].strip()
+    data = first and (nothing or kind.lower().startswith("input"))
+    return Node(
+        key=row.key,
+        label=row.description,
+        where=f"line {row.line}",
+        forward_s=row.forward_ms / 1000,
+        backward_s=row.backward_ms / 1000,
+        kept_bytes=0.0 if _ALIAS.match(row.description) else row.activation_bytes,
+        parameters=(("", row.parameter_bytes),) if row.parameter_bytes else (),
+        data=data,
+        kind=re.sub(r"\W+", " ", kind)[:40].strip(),
+    )
+
+
+def _mini_batch(rows: list[_Row], path: Path) -> tuple[int, str]:
+    """Samples of the profiled mini-batch, and what is to be said about them."""
+    named = re.search(r"(?<![a-z])pbs-0*([1-9][0-9]{0,12})(?![0-9])", path.name)
+    if named:
+        return int(named[1]), ""
+    for row in rows:
+        if row.description == "Input" and images(row.activation_bytes):
+            return images(row.activation_bytes), ""
+    for row in rows:
+        width = re.match(r"Embedding\([0-9]+, ([1-9][0-9]{0,6})\b", row.description)
+        if width and _divides(4 * int(width[1]), row.activation_bytes):
+            return int(row.activation_bytes) // (4 * int(width[1])), ", a sample is a token"
+    return 1, ", a sample is the whole mini-batch (the file does not tell how many it has)"
+
+
+def images(nbytes: float) -> int:
+    """How many images of a usual size these are; 0 if not a whole number of them."""
+    return next((int(nbytes) // image for image in IMAGES if _divides(image, nbytes)), 0)
+
+
+def _divides(part: int, whole: float) -> bool:
+    return whole > 0 and whole == int(whole) and int(whole) % part == 0
+
+
+def _parse(text: str, file: str) -> tuple[list[_Row], list[Edge]]:
+    rows, edges = [], []
+    for number, line in enumerate(text.split("\n"), start=1):
+        where = f"{file}: line {number}"
+        if not line.strip():
+            continue
+        parts = [part.strip() for part in line.strip().split(" -- ")]
+        if line[0] in " \t":
+            edges.append(_edge(parts, where, number))
+        else:
+            rows.append(_row(parts, where, number))
+    return rows, edges
+
+
+def _edge(parts: list[str], where: str, number: int) -> Edge:
+    if len(parts) != 2 or not all(_KEY.fullmatch(part) for part in parts):
+        raise FileFormatError(
+            f"{where} is {shown(' -- '.join(parts))}; an indented line is an edge such as "
+            "node1 -- node2"
+        )
+    return Edge(parts[0], parts[1], 0.0, f"line {number}")
+
+
+def _row(parts: list[str], where: str, number: int) -> _Row:
+    if len(parts) > 3 and re.fullmatch(r"stage_id=[0-9]+", parts[-1]):
+        parts = parts[:-1]
+    if len(parts) < 3 or not _KEY.fullmatch(parts[0]):
+        raise FileFormatError(
+            f"{where} is {shown(' -- '.join(parts))}; a node is written as "
+            f"node1 -- description -- {'=0, '.join(COLUMNS)}=0, and an edge is indented"
+        )
+    columns = _columns(parts[-1], where)
+    values = {name: _numbers(name, columns[name], where) for name in COLUMNS}
+    return _Row(parts[0], " -- ".join(parts[1:-1]), number, *(sum(values[n]) for n in COLUMNS))
+
+
+def _columns(text: str, where: str) -> Mapping[str, str]:
+    columns: dict[str, str] = {}
+    for item in text.split(","):
+        name, equals, value = (part.strip() for part in item.partition("="))
+        if name not in COLUMNS or not equals:
+            raise FileFormatError(
+                f"{where} has {shown(item.strip())}; the columns are {', '.join(COLUMNS)}"
+            )
+        if name in columns:
+            raise FileFormatError(f"{where} has column {name} twice")
+        columns[name] = value
+    for name in COLUMNS:
+        if name not in columns:
+            raise FileFormatError(f"{where} lacks column {name}")
+    return columns
+
+
+def _numbers(name: str, text: str, where: str) -> list[float]:
+    """One number, or the list of an activation size."""
+    items = [text]
+    if name == "activation_size" and text.startswith("[") and text.endswith("]"):
+        items = [item.strip() for item in text[1:-1].split(";")]
+    is_time = name.endswith("_time")
+    most, unit = (LONGEST_S * 1000, "milliseconds") if is_time else (LARGEST_SIZE, "bytes")
+    numbers = [float(item) if _NUMBER.fullmatch(item) else math.nan for item in items]
+    for item, number in zip(items, numbers, strict=True):
+        if not 0 <= number <= most:
+            raise FileFormatError(
+                f"{where}: {name} is {shown(item)}; it should be a number of {unit} from 0 to "
+                f"{most:g}"
+            )
+    return numbers

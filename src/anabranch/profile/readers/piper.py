@@ -1,0 +1,209 @@
+"""Piper's JSON: layers with their costs for every degree of tensor parallelism.
+
+    nodes[i].TMPCs["4"] = [{id: "vanilla", timePerSample, parameterSize, memoryUsageA, ...},
+                           {id: "activation recomp", ...}]          costs on each of 4 devices
+
+Piper's sample is one micro-batch, and so is ours: batch sizes are then counted in the profiled
+micro-batches, unless the caller says how many samples one has. What the file leaves open is
+decided so:
+
+- ``timePerSample`` is forward and backward together. Recomputation runs the forward once more, so
+  the forward is what it adds; where that is not between nothing and the whole, a third.
+- The unit of time differs between the published files. A micro-batch that takes more than
+  ``LONGEST_S`` seconds on one device is taken to be in milliseconds: BERT-32 has 0.97 (seconds),
+  GNMT 520 and ResNet-50 462 (PipeDream's milliseconds, added up).
+- ``memoryUsageA`` is what a layer holds for each micro-batch in flight. In files whose variant with
+  recomputation keeps exactly what enters the layer (BERT), it includes what enters and not what
+  leaves; here a value is counted where it is made, so the one is taken off and the other put on. In
+  the others, made from PipeDream's profiles, it is the output: taken as it is.
+- ``memoryUsageB`` is twice the parameters (and with recomputation the inside of one micro-batch).
+  The cost model counts parameters, gradients, optimizer state and recomputation by itself: ignored.
+- ``syncTimeFw`` and ``syncTimeBw`` are bytes that Piper adds to an edge between stages to spread a
+  value over a group of devices. Traffic inside a group is in ``timePerSample`` already: ignored.
+- First nodes without parameters that cost nothing (``tensor``) are part of the batch. So are those
+  without a backward in files made from PipeDream's profiles (nodes named ``node1``): that is
+  ``Input``, and its time is that of loading data.
+- ``maxDevices``, ``maxMemoryPerDevice``, ``bandwidth`` and ``mbsInBatch`` (``maxBatchSize``) belong
+  to the cluster and the batch, which are given apart from a profile: ignored.
+- A degree that some node lacks is left out for all.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from anabranch.errors import FileFormatError
+from anabranch.jsonfile import LARGEST_SIZE, Strict, validate
+from anabranch.profile.profile import Profile
+from anabranch.profile.readers.draft import LONGEST_S as LONGEST_TIME
+from anabranch.profile.readers.draft import Draft, Edge, Node, Part, sources
+
+LONGEST_S = 10.0
+"""Seconds of one micro-batch through the whole model on one device; more must be milliseconds."""
+
+VANILLA = "vanilla"
+RECOMPUTE = "activation recomp"
+
+_Bytes = Annotated[float, Field(ge=0, le=LARGEST_SIZE)]
+_Degree = Annotated[str, Field(pattern=r"^[1-9][0-9]{0,5}$")]
+_Id = Annotated[int, Field(ge=0, le=2**53)]
+
+
+class _Variant(Strict):
+    id: Literal["vanilla", "activation recomp"]
+    time: Annotated[float, Field(ge=0, le=LONGEST_TIME, alias="timePerSample")]
+    parameter_bytes: _Bytes = Field(alias="parameterSize")
+    held_bytes: _Bytes = Field(alias="memoryUsageA")
+    fixed_bytes: _Bytes = Field(alias="memoryUsageB")
+    sync_forward: dict[str, _Bytes] = Field(alias="syncTimeFw")
+    sync_backward: dict[str, _Bytes] = Field(alias="syncTimeBw")
+
+
+class _Node(Strict):
+    id: _Id
+    name: Annotated[str, Field(max_length=1000)] = ""
+    variants: Annotated[dict[_Degree, list[_Variant]], Field(alias="TMPCs")]
+
+    def variant(self, degree: int, name: str = VANILLA) -> _Variant | None:
+        """One variant of one degree, if the node has it."""
+        return next((v for v in self.variants.get(str(degree), ()) if v.id == name), None)
+
+
+class _Edge(Strict):
+    source: _Id = Field(alias="sourceId")
+    target: _Id = Field(alias="destId")
+    nbytes: _Bytes = Field(alias="communicationCost")
+
+
+class _File(Strict):
+    devices: Annotated[int | None, Field(ge=1, alias="maxDevices")] = None
+    memory_bytes: Annotated[float | None, Field(gt=0, alias="maxMemoryPerDevice")] = None
+    bandwidth: Annotated[float | None, Field(gt=0)] = None
+    batch: Annotated[int | None, Field(ge=1, alias="mbsInBatch")] = None
+    batch_: Annotated[int | None, Field(ge=1, alias="maxBatchSize")] = None
+    nodes: Annotated[list[_Node], Field(min_length=1)]
+    edges: list[_Edge]
+
+
+def looks_like(document: Mapping[str, Any]) -> bool:
+    """Whether any node has costs per degree of tensor parallelism."""
+    nodes = document.get("nodes")
+    return isinstance(nodes, list) and any("TMPCs" in n for n in nodes if isinstance(n, dict))
+
+
+def read(document: Mapping[str, Any], path: Path, samples: int | None = None) -> Profile:
+    """The profile in a document of this format.
+
+    Args:
+        document: the parsed JSON.
+        path: its name, for messages.
+        samples: of the micro-batch that was profiled.
+
+    Raises:
+        FileFormatError: naming file, key path and value.
+    """
+    file = validate(document, _File, str(path), "Piper")
+    _check_variants(file, str(path))
+    edges = [
+        Edge(str(e.source), str(e.target), e.nbytes, f"edges[{i}]")
+        for i, e in enumerate(file.edges)
+    ]
+    total = sum(_need(node, 1).time for node in file.nodes)
+    milliseconds = total > LONGEST_S
+    unit = "milliseconds" if milliseconds else "seconds"
+    batch = "" if samples else ", a sample is a micro-batch"
+    return Draft(
+        file=str(path),
+        name=path.stem,
+        nodes=_nodes(file, edges, 1e-3 if milliseconds else 1.0),
+        edges=edges,
+        samples=samples or 1,
+        device=f"a device that Piper's format does not name, times read as {unit}{batch}",
+    ).profile()
+
+
+def _check_variants(file: _File, where: str) -> None:
+    for i, node in enumerate(file.nodes):
+        if "1" not in node.variants:
+            raise FileFormatError(f"{where}: key nodes[{i}].TMPCs.1 is missing")
+        for degree, variants in node.variants.items():
+            found = [variant.id for variant in variants]
+            if VANILLA not in found or len(set(found)) < len(found):
+                raise FileFormatError(
+                    f"{where}: nodes[{i}].TMPCs.{degree} has the variants "
+                    f'{", ".join(found) or "-"}; "{VANILLA}" is needed once, and "{RECOMPUTE}" '
+                    "may stand beside it once"
+                )
+
+
+def _nodes(file: _File, edges: list[Edge], second: float) -> list[Node]:
+    entering: dict[str, float] = {}
+    leaving: dict[str, set[float]] = {}
+    for edge in edges:
+        entering[edge.consumer] = entering.get(edge.consumer, 0.0) + edge.nbytes
+        leaving.setdefault(edge.producer, set()).add(edge.nbytes)
+    first = sources((str(node.id) for node in file.nodes), edges)
+    from_pipedream = all(re.fullmatch(r"node[0-9]+", node.name) for node in file.nodes)
+    inputs_held = _inputs_held(file, entering)
+    degrees = set.intersection(*({int(degree) for degree in n.variants} for n in file.nodes))
+    nodes = []
+    for i, node in enumerate(file.nodes):
+        key = str(node.id)
+        moved = 0.0
+        if inputs_held and key in entering:
+            moved = sum(leaving.get(key, ())) - entering[key]
+        parts = {degree: _part(node, degree, second, moved) for degree in sorted(degrees)}
+        whole = parts.pop(1)
+        nodes.append(
+            Node(
+                key=key,
+                label=node.name,
+                where=f"nodes[{i}]",
+                forward_s=whole.forward_s,
+                backward_s=whole.backward_s,
+                kept_bytes=whole.kept_bytes,
+                parameters=(("", whole.parameter_bytes),) if whole.parameter_bytes else (),
+                data=key in first and _is_data(node, from_pipedream),
+                parts=parts,
+            )
+        )
+    return nodes
+
+
+def _part(node: _Node, degree: int, second: float, moved: float) -> Part:
+    vanilla, recompute = _need(node, degree), node.variant(degree, RECOMPUTE)
+    forward = recompute.time - vanilla.time if recompute else 0.0
+    if not 0 < forward < vanilla.time:
+        forward = vanilla.time / 3
+    return Part(
+        forward_s=forward * second,
+        backward_s=(vanilla.time - forward) * second,
+        kept_bytes=max(0.0, vanilla.held_bytes + moved),
+        parameter_bytes=vanilla.parameter_bytes,
+    )
+
+
+def _inputs_held(file: _File, entering: Mapping[str, float]) -> bool:
+    """Whether recomputation keeps exactly what enters, wherever the file tells."""
+    kept = [(n.variant(1, RECOMPUTE), entering.get(str(n.id), 0.0)) for n in file.nodes]
+    told = [(v.held_bytes, enters) for v, enters in kept if v is not None and enters > 0]
+    return bool(told) and all(abs(held - enters) <= 0.01 * enters for held, enters in told)
+
+
+def _is_data(node: _Node, from_pipedream: bool) -> bool:
+    vanilla, recompute = _need(node, 1), node.variant(1, RECOMPUTE)
+    if vanilla.parameter_bytes:
+        return False
+    no_backward = recompute is not None and recompute.time >= 2 * vanilla.time * (1 - 1e-9)
+    return vanilla.time == 0 or (from_pipedream and no_backward)
+
+
+def _need(node: _Node, degree: int) -> _Variant:
+    found = node.variant(degree)
+    assert found is not None, "checked before"
+    return found

@@ -1,0 +1,132 @@
+"""The recurrence in arrays against the recurrence as it is written."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from anabranch.errors import BudgetError
+from anabranch.planner.downsets import downsets
+from anabranch.planner.pipedream.recurrence import solve
+from anabranch.planner.pipedream.terms import Meter, flat, stages
+from anabranch.profile.profile import OpCost, Profile
+from tests.planner import shapes
+from tests.planner.pipedream.reference import INFINITE, Reference, nodes, terms_for
+from tests.strategies import planning_profiles
+
+SIZES = st.sampled_from([(1,), (4,), (5,), (2, 2), (3, 2), (1, 4), (2, 1, 3), (2, 2, 2), (1, 1)])
+MANY = 10**9
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    planning_profiles(6, series_parallel=False),
+    SIZES,
+    st.sampled_from([1, 2, 3, 5, 8]),
+    st.integers(1, 4),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from([1, 2, 99]),
+)
+def test_equals_the_recurrence(profile, sizes, size, count, accumulate, antichains, limit):
+    """Any levels, counts and graph, in a row or by its antichains: the same value, to rounding."""
+    terms = terms_for(
+        profile,
+        nodes(*sizes),
+        microbatch_size=size,
+        batch_size=size * count,
+        accumulate=accumulate,
+        states=downsets(profile.graph) if antichains else None,
+        max_replicas=limit,
+    )
+    reference = Reference(terms)
+    found = solve(terms, Meter(MANY))
+    least = reference.least_s()
+    if found is None:
+        assert least == INFINITE
+        return
+    value, pieces = found
+    assert value == pytest.approx(least)
+    # The plan is worth what the table says, and fills the cluster.
+    assert terms.period_s(pieces) == pytest.approx(value)
+    placed = [devices for _, _, devices in stages(pieces, [tier.size for tier in terms.tiers])]
+    assert sorted(d for each in placed for d in each) == list(range(terms.devices))
+
+
+@settings(max_examples=60, deadline=None)
+@given(planning_profiles(5), st.sampled_from([(4,), (2, 2), (3, 2), (2, 2, 2)]))
+def test_is_the_papers_formula_where_time_is_proportional(profile, sizes):
+    """T^k = 1/m max(A^(k-1), 2(m-1) w / B_k), on time per mini-batch and whole mini-batches."""
+    once = tuple(OpCost(c.forward_s[:1], c.backward_s[:1], c.kept_bytes) for c in profile.costs)
+    linear = Profile(profile.graph, (1,), once, device="cpu", source="imported", proportional=True)
+    terms = terms_for(linear, nodes(*sizes), microbatch_size=24, batch_size=24)
+    reference = Reference(terms)
+
+    @cache
+    def a(k: int, u: int, v: int, m: int) -> float:
+        if k == 0:
+            return reference.compute_s(1, u, v)
+        least = t(k, u, v, m)
+        for s in reference.between(u, v):
+            for n in range(1, m):
+                cut = reference.cut_s(k - 1, 1, s)
+                least = min(least, max(a(k, u, s, m - n), cut, t(k, s, v, n)))
+        return least
+
+    @cache
+    def t(k: int, u: int, v: int, m: int) -> float:
+        inside = a(k - 1, u, v, terms.tiers[k - 2].size if k > 1 else 1)
+        weights = profile_weights(u, v)
+        return max(inside, 2 * (m - 1) * weights / terms.tiers[k - 1].bandwidth) / m
+
+    def profile_weights(u: int, v: int) -> int:
+        return terms.prices.cost.parameter_bytes(reference.ops(u, v), trainable=True)
+
+    levels = len(terms.tiers)
+    wanted = a(levels, 0, len(profile.graph), terms.tiers[-1].size)
+    found = solve(terms, Meter(MANY))
+    assert found is not None
+    assert found[0] == pytest.approx(wanted)
+
+
+@settings(max_examples=60, deadline=None)
+@given(planning_profiles(6, series_parallel=False), SIZES, st.booleans())
+def test_antichains_lose_nothing(profile, sizes, accumulate):
+    """A row is one way through the states of the graph, so the graph's own are never slower."""
+    common = {"microbatch_size": 8, "batch_size": 16, "accumulate": accumulate}
+    row = solve(terms_for(profile, nodes(*sizes), **common), Meter(MANY))
+    states = downsets(profile.graph)
+    graph = solve(terms_for(profile, nodes(*sizes), states=states, **common), Meter(MANY))
+    if row is not None:
+        assert graph is not None
+        assert graph[0] <= row[0] * (1 + 1e-12)
+
+
+@settings(max_examples=40, deadline=None)
+@given(planning_profiles(6), st.sampled_from([(2, 2), (2, 3), (2, 2, 2)]))
+def test_one_level_of_the_same_speed_is_no_slower(profile, sizes):
+    """Levels only forbid: without transfers and parameters one level has every plan of several."""
+    graph = replace(
+        profile.graph,
+        values=tuple(replace(v, nbytes=0) for v in profile.graph.values),
+        parameters=tuple(replace(p, nbytes=0) for p in profile.graph.parameters),
+    )
+    terms = terms_for(
+        replace(profile, graph=graph), nodes(*sizes), microbatch_size=8, batch_size=8
+    )
+    many = solve(terms, Meter(MANY))
+    one = solve(replace(terms, tiers=flat(terms.prices.cost.cluster)), Meter(MANY))
+    if many is not None:
+        assert one is not None
+        assert one[0] <= many[0] * (1 + 1e-12)
+
+
+def test_ends_where_the_meter_does():
+    """Both numbers and a way on."""
+    terms = terms_for(shapes.candle_uno(), nodes(4), microbatch_size=8, batch_size=8)
+    with pytest.raises(BudgetError, match=r"budget is 1e\+02; raise option steps"):
+        solve(terms, Meter(100))

@@ -1,0 +1,171 @@
+"""The recursion against all plans, one by one, and what it does when it may not look at them all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import combinations, pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from anabranch.cost import CostModel
+from anabranch.errors import BudgetError
+from anabranch.graph.cuts import decompose, operators
+from anabranch.graph.opgraph import Op, OpGraph, Parameter, Value
+from anabranch.planner.check import check
+from anabranch.planner.dapple.links import Place
+from anabranch.planner.dapple.objective import latency
+from anabranch.planner.dapple.placement import Machines, Step
+from anabranch.planner.dapple.planner import stage_graph
+from anabranch.planner.dapple.search import Budget, Chain, Search
+from anabranch.planner.dapple.tables import Tables, Terms
+from anabranch.planner.stages import StageGraph
+from anabranch.profile.profile import OpCost, Profile
+from tests.planner.helpers import cost_model
+from tests.strategies import planning_profiles
+
+PLENTY = 10**7
+
+
+def terms(cost: CostModel, batch_size: int, **options: object) -> Terms:
+    order = tuple(operators(decompose(cost.graph)))
+    return Terms(cost, batch_size, order, cost.cluster.num_devices, **options)
+
+
+def search(term: Terms, size: int, *, width: int | None = None, **options: object) -> list[Chain]:
+    machines = Machines(term.cost.cluster)
+    options = {"max_stages": None, "budget": Budget(PLENTY), **options}
+    return Search(Tables(term, size), machines, width=width, **options).run()
+
+
+def chain_profile(count: int, weights: int = 4) -> Profile:
+    """Operators of 1 s per sample and direction with 4 bytes per sample between them."""
+    graph = OpGraph(
+        tuple(Op(f"op{i}", (f"w{i}",)) for i in range(count)),
+        tuple(Value(i, (j,), 4) for i, j in pairwise(range(count))),
+        tuple(Parameter(f"w{i}", weights) for i in range(count)),
+    )
+    costs = tuple(OpCost((1.0,), (1.0,), 0) for _ in range(count))
+    return Profile(graph, (1,), costs, "v100", "imported", proportional=True)
+
+
+def everything(term: Terms, size: int) -> Iterator[StageGraph]:
+    """Every plan: all cuts, all numbers of replicas, all outcomes of the policies."""
+    machines = Machines(term.cost.cluster)
+    count = len(term.order)
+
+    def placed(used: Place, stages: int) -> Iterator[list[Step]]:
+        left = term.cost.cluster.num_devices - sum(used)
+        if stages == 1:
+            yield []
+            return
+        for wanted in range(1, left - stages + 2):
+            for step in machines.steps(used, wanted):
+                for rest in placed(step.used, stages - 1):
+                    yield [step, *rest]
+
+    for stages in range(1, min(count, term.cost.cluster.num_devices) + 1):
+        for cuts in combinations(range(1, count), stages - 1):
+            for steps in placed(machines.empty, stages):
+                devices = machines.devices(steps)[::-1]
+                chain = Chain(0.0, (0, *cuts, count), tuple(devices))
+                if all(len(each) in term.degrees(size) for each in devices):
+                    yield stage_graph(term, chain, size)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    profile=planning_profiles(6, series_parallel=False, max_bytes=40),
+    shape=st.sampled_from([(4, 4), (4, 2), (4, 1), (6, 3), (3, 1)]),
+    overlap=st.booleans(),
+    memory=st.sampled_from([250, 600, 10**9]),
+    card=st.sampled_from([2.0, 30.0]),
+    size=st.sampled_from([2, 4, 8]),
+)
+def test_equals_the_best_of_all_plans(profile, shape, overlap, memory, card, size):
+    """Small models on up to 6 devices, keeping every suffix: the least L that fits."""
+    devices, node = shape
+    cost = cost_model(
+        profile, devices, node=node, bandwidth=40.0, card=card, latency_s=0.25, memory=memory
+    )
+    term = terms(cost, 16, overlap_allreduce=overlap)
+    found = search(term, size)
+    plans = [graph for graph in everything(term, size) if not check(graph, cost)]
+    values = [latency(graph, cost, overlap_allreduce=overlap).total_s for graph in plans]
+    if not plans:
+        assert not found
+        return
+    assert found[0].latency_s == pytest.approx(min(values))
+    for chain in found:
+        graph = stage_graph(term, chain, size)
+        assert check(graph, cost) == []
+        own = latency(graph, cost, overlap_allreduce=overlap).total_s
+        assert chain.latency_s == pytest.approx(own)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    profile=planning_profiles(7, series_parallel=False, max_bytes=40),
+    shape=st.sampled_from([(4, 4), (6, 3), (6, 1), (8, 4)]),
+    memory=st.sampled_from([250, 600, 10**9]),
+)
+def test_a_few_suffixes_do_nearly_as_well(profile, shape, memory):
+    """Four per ranking: a plan wherever there is one, and within 5% of the best L."""
+    devices, node = shape
+    cost = cost_model(
+        profile, devices, node=node, bandwidth=40.0, card=4.0, latency_s=0.25, memory=memory
+    )
+    term = terms(cost, 16)
+    all_kept, few_kept = search(term, 8), search(term, 8, width=4)
+    assert bool(all_kept) == bool(few_kept)
+    if all_kept:
+        assert all_kept[0].latency_s <= few_kept[0].latency_s * (1 + 1e-9)
+        assert few_kept[0].latency_s <= 1.05 * all_kept[0].latency_s
+
+
+@settings(max_examples=40, deadline=None)
+@given(planning_profiles(6, max_bytes=40), st.integers(1, 4))
+def test_no_more_stages_than_allowed(profile, most):
+    """The best plan of so many stages, or none."""
+    cost = cost_model(profile, 4, bandwidth=40.0, latency_s=0.25)
+    term = terms(cost, 16)
+    found = search(term, 8, max_stages=most)
+    assert all(len(chain.devices) <= most for chain in found)
+    values = [
+        latency(graph, cost).total_s for graph in everything(term, 8) if len(graph) <= most
+    ]
+    assert min(values) == pytest.approx(found[0].latency_s)
+
+
+def test_all_devices_of_a_flat_network_are_alike():
+    """One device per machine: 6 of them have 6 states, however many subsets there are."""
+    cost = cost_model(chain_profile(6), 6, node=1, bandwidth=40.0, card=4.0)
+    machines = Machines(cost.cluster)
+    seen, todo = {machines.empty}, [machines.empty]
+    while todo:
+        used = todo.pop()
+        for wanted in range(1, 6 - sum(used)):
+            for step in machines.steps(used, wanted):
+                if step.used not in seen:
+                    seen.add(step.used)
+                    todo.append(step.used)
+    assert len(seen) == 6
+
+
+def test_heavy_weights_make_a_straight_pipeline():
+    """Reducing one operator's weights takes 100 s, its work on a micro-batch 16: no replicas.
+
+    A state that kept only the least T_PL would pair operators on two devices each, because the
+    all-reduce of the rest covers up theirs.
+    """
+    cost = cost_model(chain_profile(6, weights=4000), 6, node=1, bandwidth=40.0, card=40.0)
+    best, *_ = search(terms(cost, 64), 8, width=1)
+    assert [len(each) for each in best.devices] == [1] * 6
+
+
+def test_what_it_would_price_is_bounded():
+    """A budget of 100: the message has both numbers and the options."""
+    cost = cost_model(chain_profile(12), 8, bandwidth=40.0)
+    with pytest.raises(BudgetError, match=r"priced 1\d\d .*may price 100 .*budget"):
+        search(terms(cost, 64), 8, budget=Budget(100))
