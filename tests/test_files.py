@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import json
 import os
 from collections.abc import Callable
@@ -21,13 +22,14 @@ from anabranch.files import (
     load_plan,
     load_profile,
     plan_to_dict,
+    profile_to_dict,
     save_cluster,
     save_plan,
     save_profile,
 )
 from anabranch.graph.opgraph import BATCH, Op, OpGraph, Parameter, Value
 from anabranch.planner.stages import Plan, Prediction, Stage, StageGraph
-from anabranch.profile.profile import OpCost, Profile
+from anabranch.profile.profile import OpCost, Profile, Sharded
 from tests.strategies import clusters, plans, profiles
 
 # The folder is the same for all examples of a property; every example overwrites its file.
@@ -122,6 +124,7 @@ PLAN: dict[str, Any] = {
             "k": 1,
             "in_flight": 2,
             "recompute": False,
+            "tensor": 1,
         },
         {
             "operators": ["right"],
@@ -130,6 +133,7 @@ PLAN: dict[str, Any] = {
             "k": 1,
             "in_flight": 2,
             "recompute": True,
+            "tensor": 1,
         },
         {
             "operators": ["join", "loss"],
@@ -138,16 +142,44 @@ PLAN: dict[str, Any] = {
             "k": 1,
             "in_flight": 1,
             "recompute": False,
+            "tensor": 2,
         },
     ],
     "edges": [[0, 2], [1, 2]],
     "notes": [],
 }
 
+# The same tower on two and on four devices; the order of the operators does not matter.
+SHARDED: dict[str, Any] = PROFILE | {
+    "sharded": [
+        {
+            "degree": degree,
+            "operators": [
+                {
+                    "name": "layer",
+                    "forward_s": [0.001 / degree, 0.002 / degree],
+                    "backward_s": [0.002 / degree, 0.004 / degree],
+                    "kept_bytes_per_sample": 40 // degree,
+                    "parameter_bytes": 400 // degree,
+                },
+                {
+                    "name": "loss",
+                    "forward_s": [0.0, 0.0],
+                    "backward_s": [0.0, 0.0],
+                    "kept_bytes_per_sample": 0,
+                    "parameter_bytes": 0,
+                },
+            ],
+        }
+        for degree in (2, 4)
+    ]
+}
+
 KINDS: dict[str, tuple[dict[str, Any], Callable[[Path], object]]] = {
     "profile": (PROFILE, load_profile),
     "cluster": (CLUSTER, load_cluster),
     "plan": (PLAN, load_plan),
+    "sharded": (SHARDED, load_profile),
 }
 
 
@@ -180,6 +212,30 @@ def test_profile_by_eye(tmp_path: Path) -> None:
     )
 
 
+def test_tensor_parallelism_by_eye(tmp_path: Path) -> None:
+    """What each of two, and of four devices does of the same operators."""
+    document = copy.deepcopy(SHARDED)
+    document["sharded"][0]["operators"].reverse()
+    (tmp_path / "p.json").write_text(json.dumps(document))
+    nothing = OpCost((0.0, 0.0), (0.0, 0.0), 0)
+    assert load_profile(tmp_path / "p.json").sharded == (
+        Sharded(2, (OpCost((0.0005, 0.001), (0.001, 0.002), 20), nothing), (200, 0)),
+        Sharded(4, (OpCost((0.00025, 0.0005), (0.0005, 0.001), 10), nothing), (100, 0)),
+    )
+
+
+def test_files_from_before_tensor_parallelism(tmp_path: Path) -> None:
+    """They lack the keys that came with it, and load as ever; profiles are still written so."""
+    older = copy.deepcopy(PLAN)
+    for stage in older["stages"]:
+        del stage["tensor"]
+    (tmp_path / "plan.json").write_text(json.dumps(older))
+    graph = load_plan(tmp_path / "plan.json").stage_graph
+    assert [stage.tensor for stage in graph.stages] == [1, 1, 1]
+    (tmp_path / "p.json").write_text(json.dumps(PROFILE))
+    assert profile_to_dict(load_profile(tmp_path / "p.json")) == PROFILE
+
+
 def test_cluster_by_eye(tmp_path: Path) -> None:
     """The document above is two Summit nodes under another name."""
     (tmp_path / "c.json").write_text(json.dumps(CLUSTER))
@@ -197,7 +253,7 @@ def test_plan_by_eye(tmp_path: Path) -> None:
             stages=(
                 Stage(("left",), (0,), 2, in_flight=2),
                 Stage(("right",), (1,), 2, in_flight=2, recompute=True),
-                Stage(("join", "loss"), (2, 3), 2, in_flight=1),
+                Stage(("join", "loss"), (2, 3), 2, in_flight=1, tensor=2),
             ),
             edges=((0, 2), (1, 2)),
             batch_size=8,
@@ -215,8 +271,31 @@ def test_plan_by_eye(tmp_path: Path) -> None:
     )
 
 
+@st.composite
+def sharded_profiles(draw: st.DrawFn) -> Profile:
+    """Any profile, with the costs of any degrees of tensor parallelism."""
+    profile = draw(profiles())
+    degrees = draw(st.sets(st.integers(2, 16), max_size=2))
+    sharded = [
+        Sharded(
+            degree,
+            tuple(
+                OpCost(
+                    tuple(seconds / degree for seconds in cost.forward_s),
+                    cost.backward_s,
+                    draw(st.integers(0, 2**40)),
+                )
+                for cost in profile.costs
+            ),
+            tuple(draw(st.integers(0, 2**40)) for _ in profile.costs),
+        )
+        for degree in sorted(degrees)
+    ]
+    return dataclasses.replace(profile, sharded=tuple(sharded))
+
+
 @same_folder
-@given(profile=profiles())
+@given(profile=sharded_profiles())
 def test_profile_comes_back(profile: Profile, tmp_path: Path) -> None:
     """What is saved loads as an equal profile, with the names that equality leaves out."""
     save_profile(profile, tmp_path / "p.json")
@@ -235,9 +314,13 @@ def test_cluster_comes_back(cluster: Cluster, tmp_path: Path) -> None:
 
 
 @same_folder
-@given(plan=plans())
-def test_plan_comes_back(plan: Plan, tmp_path: Path) -> None:
+@given(plan=plans(), grouped=st.booleans())
+def test_plan_comes_back(plan: Plan, grouped: bool, tmp_path: Path) -> None:
     """What is saved loads as an equal plan, and the file is what the command line prints."""
+    if grouped:  # all devices of a stage hold one replica together
+        graph = plan.stage_graph
+        stages = tuple(dataclasses.replace(s, tensor=len(s.devices)) for s in graph.stages)
+        plan = dataclasses.replace(plan, stage_graph=dataclasses.replace(graph, stages=stages))
     save_plan(plan, tmp_path / "plan.json")
     assert load_plan(tmp_path / "plan.json") == plan
     assert json.loads((tmp_path / "plan.json").read_text()) == plan_to_dict(plan)
@@ -325,6 +408,7 @@ BROKEN: list[tuple[str, tuple[int | str, ...], object, str]] = [
     ("plan", ("batch_size",), 8.0, "batch_size is 8.0; it should be a valid integer"),
     ("plan", ("batch_size",), True, "batch_size is true; it should be a valid integer"),
     ("plan", ("stages", 0, "recompute"), 1, "stages[0].recompute is 1; it should be a valid bool"),
+    ("plan", ("stages", 0, "tensor"), True, "stages[0].tensor is true; it should be a valid integ"),
     ("plan", ("stages", 0, "devices", 0), "0", 'stages[0].devices[0] is "0"'),
     ("plan", ("edges", 0), [0, 1, 2], "edges[0] is [0, 1, 2]"),
     ("profile", ("operators",), {}, "operators is {}; it should be a valid list"),
@@ -377,6 +461,32 @@ BROKEN: list[tuple[str, tuple[int | str, ...], object, str]] = [
     ("plan", ("predicted", "device_peak_bytes"), [1], "device_peak_bytes has 1 entries"),
     ("plan", ("predicted", "samples_per_s"), 17.0, "predicted.samples_per_s is 17"),
     ("plan", ("stages", 2, "devices"), [2, 2], "stages[2]: a stage"),
+    ("plan", ("stages", 2, "tensor"), 3, "stages[2]: 2 devices are no whole number of groups of 3"),
+    ("plan", ("stages", 2, "tensor"), 0, "stages[2].tensor is 0"),
+    ("profile", ("sharded",), None, "sharded is null; it should be a valid list"),
+    ("sharded", ("sharded", 0, "degree"), 1, "sharded[0].degree is 1"),
+    ("sharded", ("sharded", 1, "degree"), 2, "degrees of tensor parallelism [2, 2] do not ascend"),
+    (
+        "sharded",
+        ("sharded", 0, "operators", 0, "kind"),
+        "",
+        "unknown key sharded[0].operators[0].",
+    ),
+    ("sharded", ("sharded", 0, "operators", 1), ..., "sharded[0].operators lacks loss"),
+    (
+        "sharded",
+        ("sharded", 0, "operators", 1, "name"),
+        "los",
+        'sharded[0].operators[1].name is "los',
+    ),
+    (
+        "sharded",
+        ("sharded", 0, "operators", 1, "name"),
+        "layer",
+        "and so is sharded[0].operators[",
+    ),
+    ("sharded", ("sharded", 0, "operators", 0, "forward_s"), [0.1], "operator layer lacks a time"),
+    ("sharded", ("sharded", 0, "operators", 0, "parameter_bytes"), -1, "parameter_bytes is -1"),
     ("cluster", ("levels", 0, "size"), 600_000, "levels multiply to 1200000 devices"),
 ]
 

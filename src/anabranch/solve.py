@@ -38,6 +38,9 @@ from anabranch.timeline import Timeline
 AUTO = ("1f1b", "1f1b-deep")
 """What ``schedule="auto"`` chooses from, least memory first. GPipe holds all micro-batches."""
 
+STARTS = 4
+"""Proposals whose neighbours are tried."""
+
 IMPROVEMENT = 40_000
 """Micro-batches times devices that may be simulated to improve on the best proposal."""
 
@@ -284,6 +287,8 @@ def _judge(
             batch_size = judge.best.graph.batch_size
             near = search.neighbourhood(cost, batch_size, microbatch_size)
             allowed = judge.simulated + IMPROVEMENT
+            for start in _unlike(proposals):
+                judge.consider(near(start))
             while judge.consider(near(judge.best.graph)) and judge.simulated < allowed:
                 pass
     except KeyboardInterrupt:
@@ -291,6 +296,14 @@ def _judge(
             raise
         return False
     return True
+
+
+def _unlike(proposals: Sequence[StageGraph]) -> list[StageGraph]:
+    """Of the proposals the first with each number of stages, and no more than ``STARTS``."""
+    first: dict[int, StageGraph] = {}
+    for graph in proposals:
+        first.setdefault(len(graph), graph)
+    return list(first.values())[:STARTS]
 
 
 def _schedules(name: str, search: Planner) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""The recursion against all plans, one by one, and what it does when it may not look at them all."""
+"""The recursion against all plans, one by one, and what it does when it may not see them all."""
 
 from __future__ import annotations
 
@@ -132,9 +132,7 @@ def test_no_more_stages_than_allowed(profile, most):
     term = terms(cost, 16)
     found = search(term, 8, max_stages=most)
     assert all(len(chain.devices) <= most for chain in found)
-    values = [
-        latency(graph, cost).total_s for graph in everything(term, 8) if len(graph) <= most
-    ]
+    values = [latency(graph, cost).total_s for graph in everything(term, 8) if len(graph) <= most]
     assert min(values) == pytest.approx(found[0].latency_s)
 
 
@@ -166,6 +164,6 @@ def test_heavy_weights_make_a_straight_pipeline():
 
 def test_what_it_would_price_is_bounded():
     """A budget of 100: the message has both numbers and the options."""
-    cost = cost_model(chain_profile(12), 8, bandwidth=40.0)
+    cost = cost_model(chain_profile(12, weights=4000), 8, node=1, bandwidth=40.0, card=40.0)
     with pytest.raises(BudgetError, match=r"priced 1\d\d .*may price 100 .*budget"):
         search(terms(cost, 64), 8, budget=Budget(100))

@@ -35,7 +35,7 @@ def mmt_on(nodes: int, memory_gib: float) -> CostModel:
 def test_names_the_memory_and_the_devices_that_would_do(planner):
     """32 layers of 192 MiB with Adam are about 6 GiB in all: 1 GiB is too little on 4 devices."""
     with pytest.raises(InfeasiblePlanError) as refused:
-        planner(mmt_on(1, 1.0), batch_size=64)
+        list(planner(mmt_on(1, 1.0), batch_size=64))
     match = MESSAGE.fullmatch(str(refused.value))
     assert match is not None, str(refused.value)
     needed, devices, there, enough = match.groups()

@@ -24,6 +24,7 @@ from anabranch.errors import (
 )
 from anabranch.planner.stages import Plan
 from anabranch.runtime.pipeline import Pipeline
+from anabranch.verification import verify
 from anabranch.workload import NamedParameters, Workload
 from tests.runtime.small import (
     Batch,
@@ -421,6 +422,31 @@ def test_a_plan_for_another_model_is_refused() -> None:
     chain, branches = built("Chain"), built("TwoBranch")
     with pytest.raises(InvalidPlanError, match=r"lacks operators of the model.*left"):
         Pipeline(branches.workload, plan(chain, 1), captured=branches.captured)
+
+
+def sharded_plan(model: Built) -> Plan:
+    """Stage 1 of two holds its one replica on devices 1 and 2 together."""
+    whole = plan(model, 2)
+    stages = whole.stage_graph.stages
+    shared = replace(stages[1], devices=(1, 2), tensor=2)
+    return replace(whole, stage_graph=replace(whole.stage_graph, stages=(stages[0], shared)))
+
+
+def test_tensor_parallelism_is_refused_on_every_rank() -> None:
+    """Before any of them waits for another, and before verify starts ranks at all."""
+    model = built("Chain")
+    sharded = sharded_plan(model)
+
+    def rank() -> str:
+        with pytest.raises(InvalidPlanError) as caught:
+            Pipeline(model.workload, sharded, captured=model.captured)
+        return str(caught.value)
+
+    texts = launch.run(rank, 3)
+    assert len(set(texts)) == 1
+    assert "operators of stage 1 between 2 devices (tensor parallelism, in 1 of 2" in texts[0]
+    with pytest.raises(InvalidPlanError, match="stage 1 between 2 devices"):
+        verify(model.workload, sharded, captured=model.captured)
 
 
 def test_a_plan_without_an_edge_that_the_model_needs_is_refused() -> None:

@@ -1,9 +1,14 @@
-"""Data parallelism: the whole model on every device, gradients accumulated over micro-batches."""
+"""Data parallelism: the whole model on every device, gradients accumulated over micro-batches.
+
+Where the profile has costs for it, several devices may hold one replica together (tensor
+parallelism); such a group lies inside a node. Recomputation makes every step longer, so it is used
+for a micro-batch size only if that does not fit without.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from anabranch.cluster import GIB
@@ -11,14 +16,20 @@ from anabranch.cost import CostModel
 from anabranch.errors import InfeasiblePlanError
 from anabranch.planner.infeasible import require_sizes
 from anabranch.planner.partitioner.assemble import Assembler, Candidate
-from anabranch.planner.partitioner.parts import Part, PartPrices
+from anabranch.planner.partitioner.parts import Facts, Part, PartPrices
 from anabranch.planner.partitioner.prices import Prices, microbatch_sizes
 from anabranch.planner.stages import StageGraph
 
 
 @dataclass(frozen=True)
 class DataParallel:
-    """One stage on all devices, for every micro-batch size; the least estimated step first."""
+    """One stage on all devices, for every micro-batch size; the least estimated step first.
+
+    Attributes:
+        recompute: run the forward again in the backward where it does not fit otherwise.
+    """
+
+    recompute: bool = False
 
     schedules: ClassVar[tuple[str, ...]] = ("1f1b",)
 
@@ -33,16 +44,14 @@ class DataParallel:
         """
         total = cost.cluster.num_devices
         require_sizes(cost, batch_size, microbatch_size, total)
-        found = sorted(
-            data_parallel(cost, batch_size, microbatch_size, total), key=lambda each: each.step_s
-        )
+        ways = data_parallel(cost, batch_size, microbatch_size, total, recompute=self.recompute)
+        found = sorted(ways, key=lambda each: each.step_s)
         if not found:
             raise self._explain(cost, batch_size, microbatch_size)
         return [candidate.graph for candidate in found]
 
-    @staticmethod
     def _explain(
-        cost: CostModel, batch_size: int, microbatch_size: int | None
+        self, cost: CostModel, batch_size: int, microbatch_size: int | None
     ) -> InfeasiblePlanError:
         total = cost.cluster.num_devices
         sizes = [
@@ -62,6 +71,7 @@ class DataParallel:
             microbatch_size=-(-sizes[0] // total) * total,
             replicas=total,
             in_flight=1,
+            recompute=self.recompute,
         )
         return InfeasiblePlanError(
             f"data parallelism needs {need / GIB:.1f} GiB on each device at "
@@ -72,16 +82,40 @@ class DataParallel:
 
 
 def data_parallel(
-    cost: CostModel, batch_size: int, microbatch_size: int | None, max_replicas: int
+    cost: CostModel,
+    batch_size: int,
+    microbatch_size: int | None,
+    max_replicas: int,
+    *,
+    recompute: bool = False,
+    facts: Facts | None = None,
 ) -> Iterator[Candidate]:
-    """The candidates, in the order of micro-batch sizes; none beyond ``max_replicas``."""
-    total = cost.cluster.num_devices
+    """The candidates, in the order of micro-batch sizes; none beyond ``max_replicas`` devices.
+
+    Args:
+        cost: prices the operators.
+        batch_size: samples of one step.
+        microbatch_size: only this size.
+        max_replicas: devices of a stage at most.
+        recompute: recompute where it does not fit otherwise.
+        facts: what sets of operators weigh, if that is known.
+    """
+    total, node = cost.cluster.num_devices, cost.cluster.group_sizes[0]
+    if total > max_replicas:
+        return
+    facts = facts or Facts(cost)
     everything = (1 << len(cost.graph)) - 1
     order = tuple(range(len(cost.graph)))
     for size in [microbatch_size] if microbatch_size else microbatch_sizes(batch_size):
-        if total <= min(size, max_replicas) and cost.covers(-(-size // total)):
-            prices = Prices(cost, batch_size, size, (total,), cost.cluster.memory_bytes)
-            assembler = Assembler(PartPrices(prices), order, total)
-            candidate = assembler.assemble([Part(everything, total)])
+        for tensor in (t for t in cost.tensor_degrees if node % t == 0 and total % t == 0):
+            replicas = total // tensor
+            if replicas > size or not cost.covers(-(-size // replicas)):
+                continue
+            prices = Prices(cost, batch_size, size, (replicas,), cost.cluster.memory_bytes)
+            part = Part(everything, replicas, tensor=tensor)
+            known = PartPrices(prices, facts)
+            if recompute and known.headroom(part) < 0:
+                part = replace(part, recompute=True)
+            candidate = Assembler(known, order, total).assemble([part])
             if candidate is not None:
                 yield candidate

@@ -1,56 +1,73 @@
 """Every partition of a small model: the yardstick for the planners that are clever.
 
 All partitions of up to ``MOST_OPERATORS`` operators into stages with an acyclic stage graph
-(4,140 partitions of 8 operators before that condition), every micro-batch size, and for each the
-numbers of replicas that give the least longest period within the devices and their memory.
+(4,140 partitions of 8 operators before that condition), and every micro-batch size. For each,
+
+- by default, the numbers of replicas, in powers of two, that give the least longest period within
+  the devices and their memory; devices that are left go where they help (``partitioner.assemble``);
+- with ``every``, all numbers of replicas that add up to the devices: 1 + 3 + 3 + 1 ways for 4
+  devices and 1 to 4 stages. The best of these, simulated, is the best plan there is on one level of
+  links. On several, devices are numbered in the two orders of ``partitioner.assemble`` only.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from anabranch.cost import CostModel
-from anabranch.errors import InfeasiblePlanError
+from anabranch.errors import BudgetError
 from anabranch.graph.cuts import decompose, operators
 from anabranch.planner.infeasible import explain, require_sizes
-from anabranch.planner.partitioner.assemble import Assembler, Candidate
+from anabranch.planner.partitioner.assemble import Candidate
 from anabranch.planner.partitioner.chains import build
 from anabranch.planner.partitioner.parts import Part, PartPrices, edges, heights
-from anabranch.planner.partitioner.prices import Prices, degrees, microbatch_sizes
-from anabranch.planner.partitioner.search import Problem, best
+from anabranch.planner.partitioner.prices import microbatch_sizes
+from anabranch.planner.partitioner.problem import Problem
 from anabranch.planner.stages import StageGraph
 
 MOST_OPERATORS = 8
 MOST_DEVICES = 64
+MOST_STAGE_GRAPHS = 100_000
+"""Stage graphs that ``every`` may ask for; about a minute and a half."""
+
+_Partitions = Sequence[tuple[tuple[int, ...], set[tuple[int, int]]]]
 
 
 @dataclass(frozen=True)
 class Exhaustive:
-    """Tries every partition, with replicas in powers of two.
+    """Tries every partition.
 
     Attributes:
         max_replicas: devices per stage at most. None: no limit.
-        candidates: stage graphs to propose at most.
+        candidates: stage graphs to propose at most. None: no limit.
+        every: try all numbers of replicas, not only those with the least longest period.
+        recompute: each stage may recompute.
     """
 
     max_replicas: int | None = None
-    candidates: int = 24
+    candidates: int | None = 24
+    every: bool = False
+    recompute: bool = False
 
     schedules: ClassVar[tuple[str, ...]] = ("1f1b", "1f1b-deep")
 
     def __call__(
         self, cost: CostModel, *, batch_size: int, microbatch_size: int | None = None
-    ) -> list[StageGraph]:
-        """Propose stage graphs, the least estimated step first; see ``planner.base``.
+    ) -> Iterator[StageGraph]:
+        """Propose stage graphs: some as they are found, then the least estimated step first.
+
+        See ``planner.base``.
 
         Raises:
-            InfeasiblePlanError: if the model or the cluster is too large, or nothing fits.
+            BudgetError: if the model or the cluster is too large.
+            InfeasiblePlanError: if nothing fits.
         """
         total = cost.cluster.num_devices
         if len(cost.graph) > MOST_OPERATORS or total > MOST_DEVICES:
-            raise InfeasiblePlanError(
+            raise BudgetError(
                 f"planner exhaustive takes up to {MOST_OPERATORS} operators and {MOST_DEVICES} "
                 f"devices; {cost.graph.name or 'the model'} has {len(cost.graph)} operators and "
                 f"{cost.cluster.name} {total} devices: capture coarser operators (blocks), or use "
@@ -58,42 +75,85 @@ class Exhaustive:
             )
         limit = self.max_replicas or total
         require_sizes(cost, batch_size, microbatch_size, limit)
-        found: list[Candidate] = []
-        masks = [m for m, _ in partitions(cost)]
+        problem = self._problem(cost, batch_size, limit)
+        everything = list(partitions(cost))
         sizes = [microbatch_size] if microbatch_size else microbatch_sizes(batch_size)
-        for size in sizes:
-            found += self._at_size(cost, batch_size, size, limit, masks)
-        if not found:
-            tree = decompose(cost.graph)
-            order = tuple(operators(tree))
-            problem = Problem(cost, build(cost, tree), order, batch_size, limit, False, 0.01)
-            raise explain(problem, microbatch_size)
-        return [candidate.graph for candidate in best(found, self.candidates)]
+        if self.every:
+            self._require_few(cost, everything, len(sizes))
+        return self._propose(problem, sizes, everything)
 
-    def _at_size(
-        self,
-        cost: CostModel,
-        batch_size: int,
-        size: int,
-        limit: int,
-        masks: Sequence[tuple[int, ...]],
-    ) -> Iterator[Candidate]:
-        memory = cost.cluster.memory_bytes
-        most = min(cost.cluster.num_devices, limit)
-        prices = PartPrices(Prices(cost, batch_size, size, degrees(cost, size, most), memory))
+    def _propose(
+        self, problem: Problem, sizes: Sequence[int], everything: _Partitions
+    ) -> Iterator[StageGraph]:
+        found: list[Candidate] = []
+        least_s = math.inf
+        for size in sizes:
+            for candidate in self._at_size(problem, size, everything):
+                found.append(candidate)
+                if candidate.step_s < least_s:
+                    least_s = candidate.step_s
+                    yield candidate.graph
+        if not found:
+            raise explain(problem, sizes[0] if len(sizes) == 1 else None)
+        found.sort(key=lambda each: each.step_s)
+        yield from list(dict.fromkeys(each.graph for each in found))[: self.candidates]
+
+    def _problem(self, cost: CostModel, batch_size: int, limit: int) -> Problem:
+        tree = decompose(cost.graph)
+        order = tuple(operators(tree))
+        chain = build(cost, tree)
+        return Problem(cost, chain, order, batch_size, limit, False, 0.01, self.recompute)
+
+    def _require_few(self, cost: CostModel, everything: _Partitions, sizes: int) -> None:
+        total = cost.cluster.num_devices
+        modes = (1 + self.recompute) * len(cost.tensor_degrees)
+        count = sizes * sum(
+            math.comb(total - 1, len(masks) - 1) * modes ** len(masks) for masks, _ in everything
+        )
+        if count > MOST_STAGE_GRAPHS:
+            raise BudgetError(
+                f"every partition of {cost.graph.name or 'the model'} with every number of "
+                f"replicas on {total} devices would be up to {count:,} stage graphs, more than "
+                f"the {MOST_STAGE_GRAPHS:,} that planner exhaustive tries; give a micro-batch "
+                "size, take fewer devices or coarser operators, or leave out the option every"
+            )
+
+    def _at_size(self, problem: Problem, size: int, everything: _Partitions) -> Iterator[Candidate]:
+        """Candidates of one micro-batch size: all, or as many as are asked for."""
+        assembler = problem.assembler(problem.prices(size))
+        if not assembler.prices.prices.degrees:
+            return
+        chosen = self._every(problem, assembler.prices, everything)
+        if not self.every:
+            chosen = self._quickest(problem, assembler.prices, everything)
+        for parts in chosen:
+            candidate = assembler.assemble(parts)
+            if candidate is not None:
+                yield candidate
+
+    def _every(
+        self, problem: Problem, prices: PartPrices, everything: _Partitions
+    ) -> Iterator[list[Part]]:
+        for masks, pairs in everything:
+            yield from _assignments(
+                prices,
+                list(zip(masks, heights(len(masks), pairs), strict=True)),
+                problem.cost.cluster.num_devices,
+                problem.max_replicas,
+            )
+
+    def _quickest(
+        self, problem: Problem, prices: PartPrices, everything: _Partitions
+    ) -> Iterator[list[Part]]:
         count = prices.prices.num_microbatches
         ranked: list[tuple[float, list[Part]]] = []
-        for partition in masks:
-            parts = best_replicas(prices, partition, cost.cluster.num_devices)
+        for masks, _ in everything:
+            parts = best_replicas(prices, masks, problem.cost.cluster.num_devices)
             if parts is not None:
                 period = max(prices.period_s(part) for part in parts)
                 ranked.append(((count - 1) * period + _longest_path(prices, parts), parts))
         ranked.sort(key=lambda each: each[0])
-        assembler = Assembler(prices, tuple(range(len(cost.graph))), limit)
-        for _, parts in ranked[: self.candidates]:
-            candidate = assembler.assemble(parts)
-            if candidate is not None:
-                yield candidate
+        return (parts for _, parts in ranked[: self.candidates])
 
 
 def partitions(cost: CostModel) -> Iterator[tuple[tuple[int, ...], set[tuple[int, int]]]]:
@@ -138,35 +198,61 @@ def best_replicas(prices: PartPrices, masks: Sequence[int], devices: int) -> lis
     """Replicas that make the longest period of a partition as short as can be.
 
     Args:
-        prices: prices the parts, at the degrees that may be used.
+        prices: prices the parts, in the modes that may be used.
         masks: the partition in topological order.
         devices: devices at most.
 
     Returns:
-        The parts with the fewest replicas for that period; None if memory or devices do not
+        The parts with the fewest devices for that period; None if memory or devices do not
         suffice.
     """
     plain = [Part(mask, 1) for mask in masks]
     height = heights(len(masks), edges(prices, plain))
     options = [
         [
-            (prices.period_s(part), part.replicas, part)
-            for part in (Part(mask, degree) for degree in prices.prices.degrees)
-            if prices.headroom(part) >= h
+            (part.devices, prices.period_s(part), part)
+            for mode in prices.prices.modes
+            if prices.headroom(part := Part(mask, mode.replicas, mode.recompute, mode.tensor)) >= h
         ]
         for mask, h in zip(masks, height, strict=True)
     ]
     if not all(options):
         return None
-    least = max(min(period for period, _, _ in each) for each in options)
-    for bound in sorted({period for each in options for period, _, _ in each if period >= least}):
+    least = max(min(period for _, period, _ in each) for each in options)
+    for bound in sorted({period for each in options for _, period, _ in each if period >= least}):
         chosen = [
-            min((degree, period, part) for period, degree, part in each if period <= bound)
+            min((option for option in each if option[1] <= bound), key=lambda option: option[:2])
             for each in options
         ]
-        if sum(degree for degree, _, _ in chosen) <= devices:
+        if sum(count for count, _, _ in chosen) <= devices:
             return [part for _, _, part in chosen]
     return None
+
+
+def _assignments(
+    prices: PartPrices, stages: Sequence[tuple[int, int]], devices: int, limit: int
+) -> Iterator[list[Part]]:
+    """All ways to give the stages, as (mask, height), exactly so many devices that fit memory."""
+    if not stages:
+        if devices == 0:
+            yield []
+        return
+    (mask, height), rest = stages[0], stages[1:]
+    most = min(devices - len(rest), limit)
+    for part in _modes(prices, mask, most):
+        if prices.headroom(part) >= height:
+            for others in _assignments(prices, rest, devices - part.devices, limit):
+                yield [part, *others]
+
+
+def _modes(prices: PartPrices, mask: int, most: int) -> Iterator[Part]:
+    """All ways to run a stage on up to so many devices, also with replicas in no power of two."""
+    of = prices.prices
+    for tensor in of.tensors:
+        for replicas in range(1, min(most // tensor, of.microbatch_size) + 1):
+            if of.cost.covers(of.samples(replicas)):
+                for recompute in (False, True)[: 1 + of.recompute]:
+                    yield Part(mask, replicas, recompute, tensor)
 
 
 def _longest_path(prices: PartPrices, parts: Sequence[Part]) -> float:

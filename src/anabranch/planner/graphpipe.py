@@ -35,15 +35,18 @@ tries at most ``partitioner.reach.HEADS`` cuts per branch.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
 from anabranch.cost import CostModel
 from anabranch.graph.cuts import decompose, operators
+from anabranch.planner.data_parallel import data_parallel
 from anabranch.planner.infeasible import explain, require_sizes
+from anabranch.planner.partitioner.assemble import Candidate
 from anabranch.planner.partitioner.chains import build
-from anabranch.planner.partitioner.search import Problem, best, candidates, unchained
-from anabranch.planner.sequential import Sequential
+from anabranch.planner.partitioner.problem import Problem
+from anabranch.planner.partitioner.search import best, candidates, in_a_row
 from anabranch.planner.stages import StageGraph
 
 
@@ -53,49 +56,73 @@ class GraphPipe:
 
     Attributes:
         max_replicas: devices per stage at most. None: no limit.
-        candidates: stage graphs to propose at most, besides those of ``Sequential``.
+        candidates: stage graphs to propose at most.
         tolerance: relative distance to the least period at which its search ends.
+        recompute: stages may run their forward again in the backward where memory is short.
     """
 
     max_replicas: int | None = None
-    candidates: int = 24
+    candidates: int = 20
     tolerance: float = 2e-3
+    recompute: bool = True
 
     schedules: ClassVar[tuple[str, ...]] = ("1f1b",)
 
     def __call__(
         self, cost: CostModel, *, batch_size: int, microbatch_size: int | None = None
-    ) -> list[StageGraph]:
-        """Propose stage graphs, the least estimated step first; see ``planner.base``.
+    ) -> Iterator[StageGraph]:
+        """Propose stage graphs: some as they are found, then the least estimated step first.
+
+        See ``planner.base``.
 
         Raises:
             InfeasiblePlanError: if nothing fits; the message says what would.
         """
         limit = self.max_replicas or cost.cluster.num_devices
         require_sizes(cost, batch_size, microbatch_size, limit)
-        problem = self.problem(cost, batch_size)
-        sequential = Sequential(self.max_replicas, self.candidates, self.tolerance)
-        chains = sequential.propose(cost, batch_size, microbatch_size)
-        own = list(unchained(problem, chains))
-        if problem.chain.blocks:
-            known_s = min((each.step_s for each in own), default=float("inf"))
-            own += candidates(problem, microbatch_size, known_s=known_s)
-        own = best(own, self.candidates)
-        found = best([*own, *chains], len(own) + len(chains))
-        if not found:
+        return self._propose(self.problem(cost, batch_size), microbatch_size)
+
+    def _propose(self, problem: Problem, microbatch_size: int | None) -> Iterator[StageGraph]:
+        whole = list(
+            data_parallel(
+                problem.cost,
+                problem.batch_size,
+                microbatch_size,
+                problem.max_replicas,
+                recompute=self.recompute,
+                facts=problem.facts,
+            )
+        )
+        known = min(whole, key=lambda each: each.step_s, default=None)
+        if known is not None:
+            yield known.graph
+        known_s = known.step_s if known is not None else float("inf")
+        found: list[Candidate] = []
+        for search in (
+            candidates(problem, microbatch_size, known_s=known_s),
+            in_a_row(problem, microbatch_size, found),
+        ):
+            for candidate in search:
+                found.append(candidate)
+                if candidate.step_s < known_s:
+                    known_s = candidate.step_s
+                    yield candidate.graph
+        ranked = best(found, self.candidates, always=whole)
+        if not ranked:
             raise explain(problem, microbatch_size)
-        return [candidate.graph for candidate in found]
+        for candidate in ranked:
+            yield candidate.graph
 
     def problem(self, cost: CostModel, batch_size: int) -> Problem:
         """What is searched."""
         tree = decompose(cost.graph)
-        limit = self.max_replicas or cost.cluster.num_devices
         return Problem(
             cost,
             build(cost, tree),
             tuple(operators(tree)),
             batch_size,
-            limit,
-            False,
-            self.tolerance,
+            self.max_replicas or cost.cluster.num_devices,
+            chained=False,
+            tolerance=self.tolerance,
+            recompute=self.recompute,
         )

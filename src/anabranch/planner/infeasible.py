@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from anabranch.cluster import GIB
 from anabranch.cost import CostModel
 from anabranch.errors import InfeasiblePlanError
-from anabranch.planner.partitioner.prices import Bound, degrees, microbatch_sizes
+from anabranch.planner.partitioner.prices import degrees, microbatch_sizes
 from anabranch.planner.partitioner.search import Problem
 
 _MOST_DEVICES = 1024
@@ -15,9 +13,21 @@ _MOST_DEVICES = 1024
 
 
 def require_sizes(
-    cost: CostModel, batch_size: int, microbatch_size: int | None, max_replicas: int
+    cost: CostModel,
+    batch_size: int,
+    microbatch_size: int | None,
+    max_replicas: int,
+    *,
+    tensor: int = 1,
 ) -> None:
     """Check the arguments that every planner takes.
+
+    Args:
+        cost: as for every planner.
+        batch_size: as for every planner.
+        microbatch_size: as for every planner.
+        max_replicas: replicas per stage at most.
+        tensor: devices of each replica at most.
 
     Raises:
         ValueError: for a batch or micro-batch that cannot be.
@@ -39,7 +49,7 @@ def require_sizes(
             f"{min(total, max_replicas)} devices per stage; profile again at more sample counts"
         )
     each = min(max_replicas, max(sizes))
-    usable = len(cost.graph) * each
+    usable = len(cost.graph) * each * tensor
     if usable < total:
         raise InfeasiblePlanError(
             f"{cost.graph.name or 'the model'} has {len(cost.graph)} operators with at most {each} "
@@ -75,13 +85,11 @@ def explain(problem: Problem, microbatch_size: int | None) -> InfeasiblePlanErro
 
 def _least_memory(problem: Problem, size: int) -> float:
     """Bytes per device with which the devices suffice, to a hundredth above."""
-    prices = problem.prices(size)
     low, high = 0.0, float(problem.cost.cluster.memory_bytes)
 
     def enough(memory: float) -> bool:
-        reach = problem.reach(replace(prices, memory_bytes=memory))
-        found = reach.solve(Bound(float("inf")), [reach.heights - 1])
-        return bool(found.devices[0] <= problem.cost.cluster.num_devices)
+        devices = problem.fewest_devices(size, memory_bytes=memory)
+        return devices <= problem.cost.cluster.num_devices
 
     while not enough(high):
         low, high = high, high * 2
@@ -93,7 +101,5 @@ def _least_memory(problem: Problem, size: int) -> float:
 
 def _least_devices(problem: Problem, size: int) -> int | None:
     """Devices of this memory that suffice; None if no number does."""
-    reach = problem.reach(problem.prices(size, _MOST_DEVICES), _MOST_DEVICES)
-    found = reach.solve(Bound(float("inf")), [reach.heights - 1])
-    devices = int(found.devices[0])
+    devices = problem.fewest_devices(size, limit=_MOST_DEVICES)
     return devices if devices <= _MOST_DEVICES else None

@@ -39,11 +39,13 @@ class Sequential:
         max_replicas: devices per stage at most; 1 gives the straight pipeline. None: no limit.
         candidates: stage graphs to propose at most.
         tolerance: relative distance to the least period at which its search ends.
+        recompute: stages may run their forward again in the backward where memory is short.
     """
 
     max_replicas: int | None = None
     candidates: int = 24
     tolerance: float = 2e-3
+    recompute: bool = True
 
     schedules: ClassVar[tuple[str, ...]] = ("1f1b",)
 
@@ -66,14 +68,31 @@ class Sequential:
     def problem(self, cost: CostModel, batch_size: int) -> Problem:
         """What is searched."""
         order = tuple(operators(decompose(cost.graph)))
-        limit = self.max_replicas or cost.cluster.num_devices
-        return Problem(cost, line(cost, order), order, batch_size, limit, True, self.tolerance)
+        return Problem(
+            cost,
+            line(cost, order, coarse=True),
+            order,
+            batch_size,
+            self.max_replicas or cost.cluster.num_devices,
+            chained=True,
+            tolerance=self.tolerance,
+            recompute=self.recompute,
+        )
 
     def propose(
         self, cost: CostModel, batch_size: int, microbatch_size: int | None
     ) -> list[Candidate]:
         """The best candidates with their estimates; empty if nothing fits."""
         problem = self.problem(cost, batch_size)
-        found = candidates(problem, microbatch_size)
-        whole = list(data_parallel(cost, batch_size, microbatch_size, problem.max_replicas))
+        found = list(candidates(problem, microbatch_size))
+        whole = list(
+            data_parallel(
+                cost,
+                batch_size,
+                microbatch_size,
+                problem.max_replicas,
+                recompute=self.recompute,
+                facts=problem.facts,
+            )
+        )
         return best(found, self.candidates, always=whole)

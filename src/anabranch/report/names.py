@@ -62,7 +62,7 @@ def ranges(numbers: Sequence[int]) -> str:
 
 def devices(stage: Stage) -> str:
     """``device 3`` or ``devices 0-3``."""
-    return f"device{'s' if stage.replicas > 1 else ''} {ranges(stage.devices)}"
+    return f"device{'s' if len(stage.devices) > 1 else ''} {ranges(stage.devices)}"
 
 
 def branches(graph: StageGraph) -> tuple[int, ...]:

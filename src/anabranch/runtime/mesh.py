@@ -20,11 +20,28 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from anabranch.errors import InvalidPlanError, StageFailedError
+from anabranch.planner.stages import StageGraph
 from anabranch.runtime.failure import Failure, PeerLostError
 from anabranch.runtime.transport import ProcessGroupTransport, Transport, guarded
 
 _FAILURE_KEY = "anabranch/failure"
 _GRACE_S = 1.0
+
+
+def require_whole_replicas(graph: StageGraph) -> None:
+    """Accept a plan whose replicas are one device each.
+
+    Raises:
+        InvalidPlanError: if a stage has tensor parallelism, which is planned and simulated only.
+    """
+    sharded = [s for s, stage in enumerate(graph.stages) if stage.tensor > 1]
+    if sharded:
+        raise InvalidPlanError(
+            f"the plan shares the operators of stage {sharded[0]} between "
+            f"{graph.stages[sharded[0]].tensor} devices (tensor parallelism, in {len(sharded)} of "
+            f"{len(graph)} stages), which can be planned and simulated but not run; plan with a "
+            "profile that has no costs for tensor parallelism"
+        )
 
 
 class Mesh:

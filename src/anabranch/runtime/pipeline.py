@@ -36,7 +36,7 @@ from anabranch.runtime.gradients import (
     reduce_gradients,
     sum_of_squares,
 )
-from anabranch.runtime.mesh import Mesh
+from anabranch.runtime.mesh import Mesh, require_whole_replicas
 from anabranch.runtime.recording import gather_timeline
 from anabranch.runtime.selfcheck import compare_with_eager
 from anabranch.runtime.state import State
@@ -76,8 +76,8 @@ class Pipeline:
         timeout: seconds until a silent rank counts as lost; more than the longest step takes.
 
     Raises:
-        InvalidPlanError: if the plan is for another model or another number of ranks, or ranks
-            disagree.
+        InvalidPlanError: if the plan is for another model or another number of ranks, ranks
+            disagree, or a stage has tensor parallelism.
         CaptureError: if the module cannot be captured.
     """
 
@@ -92,6 +92,7 @@ class Pipeline:
         check_gradients: bool = True,
         timeout: float = 600.0,
     ) -> None:
+        require_whole_replicas(plan.stage_graph)
         self.workload, self.plan = workload, plan
         self._captured = captured or steps.captured_for(workload, plan)
         module = self._captured.module

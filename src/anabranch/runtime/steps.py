@@ -16,7 +16,7 @@ from anabranch.errors import InvalidPlanError
 from anabranch.graph.capture import Captured, capture
 from anabranch.graph.split import Split, split, stages_like
 from anabranch.planner.stages import Plan, StageGraph, split_evenly
-from anabranch.runtime.mesh import Mesh
+from anabranch.runtime.mesh import Mesh, require_whole_replicas
 from anabranch.runtime.transport import Transport
 from anabranch.runtime.worker import Worker
 from anabranch.schedule import SCHEDULES
@@ -112,7 +112,11 @@ def prepare(captured: Captured, graph: StageGraph) -> None:
     """Specialise the program to every number of samples that a plan needs.
 
     Local ranks inherit what their parent has prepared; otherwise each of them does the same work.
+
+    Raises:
+        InvalidPlanError: if a stage has tensor parallelism.
     """
+    require_whole_replicas(graph)
     sizes = {
         stop - start
         for s, stage in enumerate(graph.stages)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from anabranch.planner.stages import StageGraph
+from anabranch.planner.stages import StageGraph, split_evenly
 from anabranch.simulator.costs import ModelCosts
 
 
@@ -17,10 +17,8 @@ def least_step_s(graph: StageGraph, costs: ModelCosts) -> float:
     busy, first, last = [0.0] * count, [0.0] * count, [0.0] * count
     for s, stage in enumerate(graph.stages):
         final = graph.num_microbatches(s) - 1
-        slices = {
-            tuple(stop - start for start, stop in (graph.slice(s, 0, r), graph.slice(s, final, r)))
-            for r in range(stage.replicas)
-        }
+        cut = (split_evenly(*graph.interval(s, i), stage.replicas) for i in (0, final))
+        slices = {(b - a, d - c) for (a, b), (c, d) in zip(*cut, strict=True)}
         seconds = {n: costs.compute_s(s, n) for pair in slices for n in pair}
         busy[s] = max(final * sum(seconds[n]) + sum(seconds[z]) for n, z in slices)
         # Of several slices, the bound must not assume which one a neighbour waits for.

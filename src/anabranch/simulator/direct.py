@@ -59,15 +59,15 @@ def compile_order(schedule: Schedule, graph: StageGraph, costs: StepCosts) -> Pr
     if orders is None:
         return None
     prices = Prices(graph, costs, tuple(schedule.actions))
-    table = Messages()
-    runs: list[_Run] = []
+    numbering = _Numbering(graph, prices, schedule.slots)
     for x, y in graph.edges:
         if _is_in((x, y), costs.data_edges):
-            runs += _edge(graph, (x, y), False, table, prices, schedule.slots)
+            numbering.add(x, y, back=False)
             if _is_in((x, y), costs.gradient_edges):
-                runs += _edge(graph, (x, y), True, table, prices, schedule.slots)
+                numbering.add(x, y, back=True)
     units = Units(graph, costs, prices.index)
-    code = _code(graph, orders, units, runs, len(table.price))
+    table = numbering.table
+    code = _code(graph, orders, units, numbering.runs, len(table.price))
     return Program(
         prices.devices, code, units.known, table, prices.ports, units.groups, units.finishes
     )
@@ -119,48 +119,86 @@ def _order(actions: Sequence[Action], stage: int, count: int) -> Sequence[int] |
     return result if forward == count and backward == 2 * count else None
 
 
-def _edge(
-    graph: StageGraph,
-    edge: tuple[int, int],
-    back: bool,
-    table: Messages,
-    prices: Prices,
-    slots: int,
-) -> list[_Run]:
-    """Number the messages of one direction of a stage edge, in the order of their samples."""
-    x, y = edge
-    source, target = graph.stages[x], graph.stages[y]
-    unit, pattern, whole, rest = pattern_of(graph, x, y)
-    per_x, per_y = unit // source.microbatch_size, unit // target.microbatch_size
-    rows_x, rows_y = (graph.num_microbatches(s) if back else 0 for s in edge)
-    runs: list[_Run] = []
-    channels: dict[tuple[int, int], list[list[list[range]]]] = defaultdict(list)
-    for overlaps, before, times in ((pattern, 0, whole), (rest, whole, 1)):
-        flows = [
-            (i + before * per_x, j + before * per_y, *pair, stop - start)
-            for i, r, j, q, start, stop in overlaps
-            for pair in device_pairs(source, r, target, q, back=back)
-            if pair[0] != pair[1]
-        ]
-        first = table.add(
+class _Flow(NamedTuple):
+    """One message of a period: from micro-batch i of stage x on device a to micro-batch j of stage
+    y on device b, or back.
+    """
+
+    i: int
+    j: int
+    a: int
+    b: int
+    samples: int
+
+
+class _Numbering:
+    """Numbers the messages of stage edges, those of one edge in the order of their samples.
+
+    Attributes:
+        table: all messages.
+        runs: all messages, by edge.
+    """
+
+    def __init__(self, graph: StageGraph, prices: Prices, slots: int) -> None:
+        self.table = Messages()
+        self.runs: list[_Run] = []
+        self._graph, self._prices, self._slots = graph, prices, slots
+
+    def add(self, x: int, y: int, *, back: bool) -> None:
+        """Number one direction of stage edge x -> y."""
+        source, target = self._graph.stages[x], self._graph.stages[y]
+        unit, pattern, whole, rest = pattern_of(self._graph, x, y)
+        per_x, per_y = unit // source.microbatch_size, unit // target.microbatch_size
+        channels: dict[tuple[int, int], list[list[list[range]]]] = defaultdict(list)
+        for overlaps, before, times in ((pattern, 0, whole), (rest, whole, 1)):
+            flows = [
+                _Flow(i + before * per_x, j + before * per_y, a, b, stop - start)
+                for i, r, j, q, start, stop in overlaps
+                for a, b in device_pairs(source, r, target, q, back=back)
+                if a != b
+            ]
+            indices = self._number(x, y, flows, times, back=back)
+            self._run(x, y, flows, indices, (per_x, per_y), back=back)
+            received: dict[tuple[int, int], dict[int, list[range]]] = defaultdict(dict)
+            for flow, mine in zip(flows, indices, strict=True):
+                microbatch = flow.i if back else flow.j
+                received[flow.a, flow.b].setdefault(microbatch, []).append(mine)
+            for pair, microbatches in received.items():
+                channels[pair].append(list(microbatches.values()))
+        for parts in channels.values():
+            _post(self.table, parts, self._slots)
+
+    def _number(
+        self, x: int, y: int, flows: Sequence[_Flow], times: int, *, back: bool
+    ) -> list[range]:
+        """Indices of each flow, one for each repetition."""
+        of = self._prices.of
+        first = self.table.add(
             [
-                prices.of(y, x, b, a, False, n) if back else prices.of(x, y, a, b, True, n)
-                for _, _, a, b, n in flows
+                of(y, x, b, a, False, samples) if back else of(x, y, a, b, True, samples)
+                for _, _, a, b, samples in flows
             ],
             times,
         )
-        stop, step = first + len(flows) * times, max(len(flows), 1)
-        received: dict[tuple[int, int], dict[int, list[range]]] = defaultdict(dict)
-        for p, (i, j, a, b, _) in enumerate(flows):
-            indices = range(first + p, stop, step)
+        stop = first + len(flows) * times
+        return [range(first + p, stop, len(flows)) for p in range(len(flows))]
+
+    def _run(
+        self,
+        x: int,
+        y: int,
+        flows: Sequence[_Flow],
+        indices: Sequence[range],
+        per_period: tuple[int, int],
+        *,
+        back: bool,
+    ) -> None:
+        rows_x, rows_y = (self._graph.num_microbatches(s) if back else 0 for s in (x, y))
+        per_x, per_y = per_period
+        for (i, j, a, b, _), mine in zip(flows, indices, strict=True):
             at_x, at_y = slice(rows_x + i, None, per_x), slice(rows_y + j, None, per_y)
-            runs.append(_Run(b, a, at_y, at_x, indices) if back else _Run(a, b, at_x, at_y, indices))
-            received[a, b].setdefault(i if back else j, []).append(indices)
-        for pair, microbatches in received.items():
-            channels[pair].append(list(microbatches.values()))
-    for parts in channels.values():
-        _post(table, parts, slots)
-    return runs
+            run = _Run(b, a, at_y, at_x, mine) if back else _Run(a, b, at_x, at_y, mine)
+            self.runs.append(run)
 
 
 def _post(table: Messages, parts: Sequence[Sequence[Sequence[range]]], slots: int) -> None:

@@ -328,20 +328,17 @@ class Step:
 
     def spans(self, schedule: Schedule) -> list[Span]:
         """Everything that happened, by the lowered schedule; messages at both ends."""
-        spans = []
-        price = self.program.messages.price
-        for d, (device, code) in enumerate(
-            zip(self.program.devices, self.program.code, strict=True)
-        ):
-            computed = zip(self.starts[d], self.ends[d], strict=True)
-            for x, action in zip(code, schedule.actions[device], strict=True):
+        computed, exchanged = [], []
+        for d, device in enumerate(self.program.devices):
+            times = zip(self.starts[d], self.ends[d], strict=True)
+            for x, action in zip(self.program.code[d], schedule.actions[device], strict=True):
                 message = x if x >= 0 else ~x
-                if message < len(price):
-                    start = self._freed[message] - price[message].occupies_s
-                    spans.append(Span(device, start, self._arrival[message], action))
-                else:
-                    spans.append(Span(device, *next(computed), action))
-        return spans
+                if message >= len(self._price):
+                    computed.append(Span(device, *next(times), action))
+                    continue
+                start = self._freed[message] - self._price[message].occupies_s
+                exchanged.append(Span(device, start, self._arrival[message], action))
+        return computed + exchanged
 
     def memory(self, d: int) -> list[tuple[float, float]]:
         """When a device took or released how many bytes."""

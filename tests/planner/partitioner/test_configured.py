@@ -22,7 +22,7 @@ from anabranch.planner.partitioner import configured as module
 from anabranch.planner.partitioner.configured import Search, configured
 from anabranch.planner.partitioner.configured_menu import Configs
 from anabranch.planner.partitioner.parts import Part, PartPrices
-from anabranch.planner.partitioner.search import Problem
+from anabranch.planner.partitioner.problem import Problem
 from anabranch.planner.stages import Stage, StageGraph
 from anabranch.planner.inflight import least_in_flight
 from anabranch.profile.profile import OpCost, Profile
@@ -61,15 +61,18 @@ def paces(given: Problem, partition: Sequence[int], pairs: Sequence[tuple[int, i
         prices = given.prices(b)
         parts = PartPrices(prices)
         each = []
-        for degree in prices.degrees:
+        for mode in prices.modes:
             need = given.cost.device_bytes(
                 bits(mask),
-                microbatch_size=-(-b // degree) * degree,
-                replicas=degree,
+                microbatch_size=-(-b // mode.replicas) * mode.replicas,
+                replicas=mode.replicas,
                 in_flight=held,
+                recompute=mode.recompute,
+                tensor=mode.tensor,
             )
             if need <= given.cost.cluster.memory_bytes:
-                each.append((parts.period_s(Part(mask, degree)) / b, degree))
+                part = Part(mask, mode.replicas, mode.recompute, mode.tensor)
+                each.append((parts.period_s(part) / b, mode.devices))
         options.append(each)
     if not all(options):
         return math.inf

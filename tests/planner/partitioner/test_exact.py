@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from anabranch.cost import CostModel
-from anabranch.errors import BudgetError
-from anabranch.graph.opgraph import bits
+from anabranch.graph.cuts import decompose, operators
 from anabranch.planner.exhaustive import best_replicas, partitions
-from anabranch.planner.graphpipe import GraphPipe
-from anabranch.planner.partitioner.exact import ExactSearch, exact_candidates, exact_weights
-from anabranch.planner.partitioner.parts import Part, PartPrices, edges, fits, heights
+from anabranch.planner.partitioner.chains import build
+from anabranch.planner.partitioner.exact import Exact, ExactSearch
+from anabranch.planner.partitioner.exact_lattice import Lattice
+from anabranch.planner.partitioner.exact_prices import Weights
+from anabranch.planner.partitioner.parts import Part, PartPrices, edges, heights
 from anabranch.planner.partitioner.prices import Bound
-from tests.planner import shapes
+from anabranch.planner.partitioner.problem import Problem
 from tests.planner.helpers import cost_model
 from tests.strategies import planning_profiles
 
@@ -24,25 +26,45 @@ UNBOUNDED = Bound(math.inf)
 LIMITS = {"compute": {}, "links": {"bandwidth": 3.0}, "memory": {}}
 
 
+def problem_of(cost: CostModel, batch_size: int) -> Problem:
+    """What is planned; the structure of the graph plays no part."""
+    tree = decompose(cost.graph)
+    order = tuple(operators(tree))
+    devices = cost.cluster.num_devices
+    return Problem(cost, build(cost, tree), order, batch_size, devices, False, 1e-3)
+
+
 def fronts(cost: CostModel, batch_size: int, size: int) -> list[tuple[int, float]]:
     """(stages on the longest path, longest period) of the plans that the search finds."""
-    problem = GraphPipe().problem(cost, batch_size)
+    problem = problem_of(cost, batch_size)
     prices = PartPrices(problem.prices(size))
     found = []
-    for parts in ExactSearch(problem, exact_weights(cost), size).front(UNBOUNDED):
+    for parts in ExactSearch(problem, exact_of(problem).weights, size).front(UNBOUNDED):
         found.append((depth(prices, parts), max(prices.period_s(part) for part in parts)))
     return found
+
+
+def exact_of(problem: Problem) -> Exact:
+    """The search for a graph of any structure."""
+    groups = tuple(1 << i for i in range(len(problem.cost.graph)))
+    lattice = Lattice(problem.cost.graph, budget=1000, ways=100_000)
+    return Exact(problem, Weights(problem.cost, lattice, groups), coarse=False)
 
 
 def depth(prices: PartPrices, parts: list[Part]) -> int:
     return max(heights(len(parts), edges(prices, parts))) + 1
 
 
-def least_periods(cost: CostModel, batch_size: int, size: int) -> dict[int, float]:
-    """Per depth the least period of all partitions, one by one."""
-    prices = PartPrices(GraphPipe().problem(cost, batch_size).prices(size))
+def least_periods(
+    cost: CostModel,
+    batch_size: int,
+    size: int,
+    allowed: Callable[[tuple[int, ...]], bool] = lambda masks: True,
+) -> dict[int, float]:
+    """Per depth the least period of all partitions that are allowed, one by one."""
+    prices = PartPrices(problem_of(cost, batch_size).prices(size))
     least: dict[int, float] = {}
-    for masks, _ in partitions(cost):
+    for masks in (masks for masks, _ in partitions(cost) if allowed(masks)):
         parts = best_replicas(prices, masks, cost.cluster.num_devices)
         if parts is not None:
             deep = depth(prices, parts)

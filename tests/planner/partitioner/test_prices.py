@@ -14,7 +14,7 @@ from anabranch.graph.opgraph import Op, OpGraph, Parameter, Value
 from anabranch.planner.partitioner.chains import line
 from anabranch.planner.partitioner.parts import Part, PartPrices
 from anabranch.planner.partitioner.prices import UNBOUNDED, Bound, Prices, degrees, microbatch_sizes
-from anabranch.planner.partitioner.ranges import INFINITE, Ranges
+from anabranch.planner.partitioner.ranges import INFINITE, Ranges, Sizes
 from anabranch.profile.profile import OpCost, Profile
 from tests.planner.helpers import cost_model
 from tests.strategies import planning_profiles
@@ -115,10 +115,10 @@ def test_ranges_agree_with_parts(profile, size, count, memory):
     common = Prices(cost, size * count, size, degrees(cost, size, 8), memory)
     parts = PartPrices(common)
     chain = line(cost, operators(decompose(cost.graph)))
-    ranges = Ranges(chain.row, common)
+    ranges = Ranges(chain.row, Sizes([common]))
     n = chain.row.size
     for bound in (Bound(6.0), Bound(40.0), Bound(40.0, spread=False, reduce_s=2.0)):
-        need = np.broadcast_to(ranges.need(bound, 4), (4, n + 1, n + 1))
+        need = np.broadcast_to(ranges.need([bound], 4)[0], (4, n + 1, n + 1))
         for i in range(n):
             for j in range(i + 1, n + 1):
                 for height in range(4):
@@ -154,5 +154,5 @@ def test_bound_is_inclusive(bound):
     """Exactly the bound is within it: 2 samples of a take 6 s."""
     fast = Cluster("fast", "cpu", 10**5, (Level("node", 4, 1e9, 0.0),))
     chain = line(CostModel(PROFILE, fast), range(2))
-    need = Ranges(chain.row, prices(2, cluster=fast).prices).need(Bound(bound), 1)
-    assert need[0, 1, 0] == (1 if bound == 6.0 else 2)
+    need = Ranges(chain.row, Sizes([prices(2, cluster=fast).prices])).need([Bound(bound)], 1)
+    assert need[0, 0, 1, 0] == (1 if bound == 6.0 else 2)

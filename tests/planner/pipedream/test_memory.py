@@ -33,16 +33,19 @@ def fit(terms: Terms, pieces) -> bool:
 @given(
     planning_profiles(5, series_parallel=False),
     st.sampled_from([(1,), (4,), (2, 2), (3, 2), (2, 3), (2, 2, 2)]),
-    st.sampled_from([2, 4, 8]),
+    st.sampled_from([2, 4, 8, 9]),
     st.integers(1, 4),
     st.integers(20, 120),
     st.booleans(),
+    st.sampled_from([0.5, 2.0, 10.0]),
 )
-def test_equals_the_best_plan_that_fits(profile, sizes, size, count, bytes_each, accumulate):
+def test_equals_the_best_plan_that_fits(
+    profile, sizes, size, count, bytes_each, accumulate, bandwidth
+):
     """Every pipeline inside every level, by hand: the same least period within memory."""
     terms = terms_for(
         profile,
-        nodes(*sizes, memory=bytes_each),
+        nodes(*sizes, bandwidths=[bandwidth] * len(sizes), memory=bytes_each),
         microbatch_size=size,
         batch_size=size * count,
         accumulate=accumulate,

@@ -158,6 +158,17 @@ def test_a_pipeline_inside_every_node():
     assert [stage.devices for stage in first.stages] == [(0, 3), (1, 4), (2, 5)]
 
 
+def test_levels_give_way():
+    """Two nodes of four, three operators, micro-batches of 3: nodes would have to be cut into two
+    stages each, or hold copies of one pipeline of four stages. Side by side the devices do.
+    """
+    profile = chain([1.0] * 3, [1] * 3, activation=1)
+    cost = CostModel(profile, nodes(4, 2), optimizer_factor=1.0)
+    for graph in PipeDream()(cost, batch_size=6, microbatch_size=3):
+        assert check(graph, cost) == []
+        assert sorted(stage.replicas for stage in graph.stages) == [2, 3, 3]
+
+
 def test_data_parallelism_is_a_special_case():
     """No weights to speak of, large activations: one stage on all devices, over both levels."""
     profile = chain([1.0] * 4, [1] * 4, activation=10_000)

@@ -115,9 +115,7 @@ def test_one_level_of_the_same_speed_is_no_slower(profile, sizes):
         values=tuple(replace(v, nbytes=0) for v in profile.graph.values),
         parameters=tuple(replace(p, nbytes=0) for p in profile.graph.parameters),
     )
-    terms = terms_for(
-        replace(profile, graph=graph), nodes(*sizes), microbatch_size=8, batch_size=8
-    )
+    terms = terms_for(replace(profile, graph=graph), nodes(*sizes), microbatch_size=8, batch_size=8)
     many = solve(terms, Meter(MANY))
     one = solve(replace(terms, tiers=flat(terms.prices.cost.cluster)), Meter(MANY))
     if many is not None:

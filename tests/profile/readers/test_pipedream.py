@@ -162,9 +162,7 @@ def test_bytes_per_sample_round_up(tmp_path: Path) -> None:
         ("pbs-006.txt", [node("i", "Input0")], 6, ""),
     ],
 )
-def test_mini_batch(
-    tmp_path: Path, name: str, inputs: list[str], samples: int, said: str
-) -> None:
+def test_mini_batch(tmp_path: Path, name: str, inputs: list[str], samples: int, said: str) -> None:
     """The file name first, then images, then the tokens of an embedding."""
     rest = [
         node("e", "Embedding(32320, 1024, padding_idx=0)", 1, 1, 3 * 4096, 100),

@@ -8,12 +8,19 @@ so a stage's place is a tuple of counts, machine by machine::
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from anabranch.cluster import Cluster
 
 Place = tuple[int, ...]
 """Devices of one stage on every machine."""
+
+Array = NDArray[Any]
+Floats = NDArray[np.float64]
 
 
 def counts(cluster: Cluster, devices: Sequence[int]) -> Place:
@@ -26,34 +33,32 @@ def counts(cluster: Cluster, devices: Sequence[int]) -> Place:
 
 
 def hop_price(cluster: Cluster, source: Place, target: Place) -> tuple[float, float]:
-    """Seconds per byte of one micro-batch and seconds of latency between two stages.
+    """Seconds per byte of one micro-batch and seconds of latency between two stages."""
+    per_byte, latency_s = hop_prices(cluster, np.array(source), np.array(target))
+    return float(per_byte), float(latency_s)
+
+
+def hop_prices(cluster: Cluster, sources: Array, targets: Array) -> tuple[Floats, Floats]:
+    """The same for many: arrays of places, [..., machine], that broadcast against each other.
 
     Replicas hold equal slices, numbered so that a slice stays in its machine where it can. The way
     is as slow as its fullest link: each device's own, and from level 1 on the network card of each
-    group, which sends what its replicas make more than they need (split and concatenation, section
-    5.2).
+    group, which sends what its replicas make beyond what they need (split and concatenation,
+    section 5.2).
     """
-    sent, got = sum(source), sum(target)
-    worst = max(1 / sent, 1 / got) / cluster.levels[0].bandwidth
-    level = 0
-    for i, a, b in _groups(cluster, source, target):
-        surplus = max(abs(x / sent - y / got) for x, y in zip(a, b, strict=True))
-        if surplus > 1e-12:
-            worst = max(worst, surplus / cluster.levels[i].bandwidth)
-            level = i
-    return worst, cluster.level_link(level).latency_s
-
-
-def _groups(
-    cluster: Cluster, source: Place, target: Place
-) -> Iterator[tuple[int, list[int], list[int]]]:
-    """Per level above the innermost, devices of both stages in the groups that it connects."""
-    a, b = list(source), list(target)
+    sent, got = sources.sum(axis=-1), targets.sum(axis=-1)
+    per_byte = np.maximum(1 / sent, 1 / got) / cluster.levels[0].bandwidth
+    latency_s = np.full(per_byte.shape, cluster.level_link(0).latency_s)
+    # What the groups that a level connects make beyond what they need, or less.
+    surplus = sources / sent[..., None] - targets / got[..., None]
     for i in range(1, len(cluster.levels)):
-        yield i, a, b
-        size = cluster.levels[i].size
-        a = [sum(a[k : k + size]) for k in range(0, len(a), size)]
-        b = [sum(b[k : k + size]) for k in range(0, len(b), size)]
+        level = cluster.levels[i]
+        most = np.abs(surplus).max(axis=-1)
+        crosses = most > 1e-12
+        per_byte = np.where(crosses, np.maximum(per_byte, most / level.bandwidth), per_byte)
+        latency_s = np.where(crosses, cluster.level_link(i).latency_s, latency_s)
+        surplus = surplus.reshape(*surplus.shape[:-1], -1, level.size).sum(axis=-1)
+    return per_byte, latency_s
 
 
 def ring_price(cluster: Cluster, place: Place) -> tuple[float, float]:

@@ -17,12 +17,62 @@ policy falls back on used machines in that order, too.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from anabranch.cluster import Cluster
-from anabranch.planner.dapple.links import Place, hop_price, ring_price
+from anabranch.planner.dapple.links import Place, ring_price
+
+Policy = Callable[[Place, int, int], Place]
+"""Devices per machine for a stage, by those in use, devices of a machine, and devices wanted."""
+
+
+def fresh_first(used: Place, size: int, wanted: int) -> Place:
+    """Devices of unused machines, one machine after the other."""
+    fresh = [m for m, count in enumerate(used) if not count]
+    return _fill(used, size, wanted, [*fresh, *_by_room(used, size, wanted)])
+
+
+def append_first(used: Place, size: int, wanted: int) -> Place:
+    """Devices of machines that are in use already."""
+    fresh = [m for m, count in enumerate(used) if not count]
+    return _fill(used, size, wanted, [*_by_room(used, size, wanted), *fresh])
+
+
+def scatter_first(used: Place, size: int, wanted: int) -> Place:
+    """The same number from every machine in use, or from every machine if none is."""
+    taken = [0] * len(used)
+    fresh = [m for m, count in enumerate(used) if not count]
+    for group in ([m for m, count in enumerate(used) if count], fresh):
+        while wanted and any(used[m] + taken[m] < size for m in group):
+            for m in group:
+                if wanted and used[m] + taken[m] < size:
+                    taken[m] += 1
+                    wanted -= 1
+    return tuple(taken)
+
+
+def _by_room(used: Place, size: int, wanted: int) -> list[int]:
+    """Used machines: first those that have room for all, the tightest first, then the roomiest."""
+
+    def key(m: int) -> tuple[bool, int, int]:
+        room = size - used[m]
+        return room < wanted, room if room >= wanted else -room, m
+
+    return sorted((m for m, count in enumerate(used) if count), key=key)
+
+
+def _fill(used: Place, size: int, wanted: int, machines: Iterable[int]) -> Place:
+    taken = [0] * len(used)
+    for m in machines:
+        taken[m] = min(size - used[m], wanted)
+        wanted -= taken[m]
+    return tuple(taken)
+
+
+POLICIES: tuple[Policy, ...] = (fresh_first, append_first, scatter_first)
+"""All three, composed."""
 
 
 @dataclass(frozen=True)
@@ -44,16 +94,14 @@ class Step:
 
 @dataclass(frozen=True)
 class Machines:
-    """The machines of a cluster, the states that the policies lead to, and what lies between.
+    """The machines of a cluster and the states that the policies lead to.
 
-    Everything asked is remembered: the same for every micro-batch size.
+    What was asked is remembered: it is the same for every micro-batch size.
     """
 
     cluster: Cluster
+    policies: tuple[Policy, ...] = POLICIES
     _steps: dict[tuple[Place, int], tuple[Step, ...]] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
-    _hops: dict[tuple[Place, Place], tuple[float, float]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
     _rings: dict[Place, tuple[float, float]] = field(
@@ -75,18 +123,11 @@ class Machines:
         return tuple(self.size - count for count in used)
 
     def steps(self, used: Place, wanted: int) -> tuple[Step, ...]:
-        """What the three policies make of a request; each outcome once."""
+        """What the policies make of a request; each outcome once."""
         if (used, wanted) not in self._steps:
-            policies = (fresh_first, append_first, scatter_first)
-            taken = dict.fromkeys(policy(used, self.size, wanted) for policy in policies)
+            taken = dict.fromkeys(policy(used, self.size, wanted) for policy in self.policies)
             self._steps[used, wanted] = tuple(self._step(used, each) for each in taken)
         return self._steps[used, wanted]
-
-    def hop(self, source: Place, target: Place) -> tuple[float, float]:
-        """Seconds per byte and of latency from one stage to another."""
-        if (source, target) not in self._hops:
-            self._hops[source, target] = hop_price(self.cluster, source, target)
-        return self._hops[source, target]
 
     def ring(self, place: Place) -> tuple[float, float]:
         """Seconds per byte and of latency of an all-reduce."""
@@ -132,46 +173,3 @@ class Machines:
                 merged.append([m for group in members for m in group])
             groups = merged
         return tuple(m for group in groups for m in group)
-
-
-def fresh_first(used: Place, size: int, wanted: int) -> Place:
-    """Devices of unused machines, one machine after the other."""
-    fresh = [m for m, count in enumerate(used) if not count]
-    return _fill(used, size, wanted, [*fresh, *_by_room(used, size, wanted)])
-
-
-def append_first(used: Place, size: int, wanted: int) -> Place:
-    """Devices of machines that are in use already."""
-    fresh = [m for m, count in enumerate(used) if not count]
-    return _fill(used, size, wanted, [*_by_room(used, size, wanted), *fresh])
-
-
-def scatter_first(used: Place, size: int, wanted: int) -> Place:
-    """The same number from every machine in use, or from every machine if none is."""
-    taken = [0] * len(used)
-    fresh = [m for m, count in enumerate(used) if not count]
-    for group in ([m for m, count in enumerate(used) if count], fresh):
-        while wanted and any(used[m] + taken[m] < size for m in group):
-            for m in group:
-                if wanted and used[m] + taken[m] < size:
-                    taken[m] += 1
-                    wanted -= 1
-    return tuple(taken)
-
-
-def _by_room(used: Place, size: int, wanted: int) -> list[int]:
-    """Used machines: first those that have room for all, the tightest first, then the roomiest."""
-
-    def key(m: int) -> tuple[bool, int, int]:
-        room = size - used[m]
-        return room < wanted, room if room >= wanted else -room, m
-
-    return sorted((m for m, count in enumerate(used) if count), key=key)
-
-
-def _fill(used: Place, size: int, wanted: int, machines: Iterable[int]) -> Place:
-    taken = [0] * len(used)
-    for m in machines:
-        taken[m] = min(size - used[m], wanted)
-        wanted -= taken[m]
-    return tuple(taken)

@@ -10,7 +10,7 @@ from typing import ClassVar
 from anabranch.cost import CostModel
 from anabranch.errors import InfeasiblePlanError
 from anabranch.graph.cuts import decompose, operators
-from anabranch.planner.dapple.placement import Machines
+from anabranch.planner.dapple.placement import Machines, append_first
 from anabranch.planner.dapple.search import Budget, Chain, Search
 from anabranch.planner.dapple.tables import Tables, Terms
 from anabranch.planner.infeasible import explain, require_sizes
@@ -18,7 +18,7 @@ from anabranch.planner.partitioner.prices import microbatch_sizes
 from anabranch.planner.sequential import Sequential
 from anabranch.planner.stages import Stage, StageGraph
 
-HOPELESS = 1.5
+HOPELESS = 1.2
 """A micro-batch size gets no proposal if its least L is not within this factor of the best."""
 
 RUNNER_UP = 1.1
@@ -71,24 +71,33 @@ class Dapple:
     def _chains(self, terms: Terms, microbatch_size: int | None) -> Iterator[tuple[Chain, int]]:
         """Plans of every micro-batch size that is not hopeless, with the size."""
         machines = Machines(terms.cost.cluster)
+        in_rows = Machines(terms.cost.cluster, (append_first,))
         sizes = [microbatch_size] if microbatch_size else microbatch_sizes(terms.batch_size)
         tables = [Tables(terms, size) for size in sizes if terms.degrees(size)]
         budget = Budget(self.budget)
         best_s = float("inf")
         for each in sorted(tables, key=lambda table: table.least_s):
-            search = Search(
-                each,
-                machines,
-                width=self.width,
-                max_stages=self.max_stages,
-                budget=budget,
-                limit_s=HOPELESS * best_s,
-            )
-            chains = search.run()
+            known = self._search(each, in_rows, budget, HOPELESS * best_s)
+            limit_s = min([HOPELESS * best_s, *(chain.latency_s for chain in known[:1])])
+            chains = self._search(each, machines, budget, limit_s)
+            chains = sorted([*known, *chains], key=lambda chain: chain.latency_s)
+            best_s = min([best_s, *(chain.latency_s for chain in chains[:1])])
             for chain in chains:
                 if chain.latency_s <= min(RUNNER_UP * chains[0].latency_s, HOPELESS * best_s):
                     yield chain, each.microbatch_size
-            best_s = min([best_s, *(chain.latency_s for chain in chains)])
+
+    def _search(
+        self, tables: Tables, machines: Machines, budget: Budget, limit_s: float
+    ) -> list[Chain]:
+        search = Search(
+            tables,
+            machines,
+            width=self.width,
+            max_stages=self.max_stages,
+            budget=budget,
+            limit_s=limit_s,
+        )
+        return search.run()
 
     def _explain(
         self, cost: CostModel, batch_size: int, microbatch_size: int | None

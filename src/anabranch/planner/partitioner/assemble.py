@@ -16,11 +16,16 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
-from anabranch.graph.opgraph import bits
+import numpy as np
+
 from anabranch.planner.partitioner.estimate import step_s
 from anabranch.planner.partitioner.parts import Part, PartPrices, edges, fits, heights
 from anabranch.planner.stages import Stage, StageGraph
+
+MOST_CUTS = 8
+"""Places at which a stage may be cut in two."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +37,8 @@ class Assembler:
         order: operators, branch after branch.
         max_replicas: devices per stage at most.
         chained: every stage waits for the one before it, as in a sequential pipeline.
+
+    Where the prices allow it, stages recompute that would not fit otherwise.
     """
 
     prices: PartPrices
@@ -45,43 +52,68 @@ class Assembler:
         spread = self._use_rest(list(parts), total - sum(part.devices for part in parts))
         if spread is None:
             return None
-        stages, pairs = self._arrange(spread)
+        stages, pairs = self.arrange(spread)
+        stages = self._slimmed(stages, pairs)
         if not fits(self.prices, stages, pairs):
             return None
-        return min(self._place(stages, pairs), key=lambda candidate: candidate.step_s)
+        placed = min(self._placements(stages, pairs), default=None)
+        if placed is None:
+            return None
+        period_s = max(self.prices.period_s(part) for part in stages)
+        return Candidate(self._stage_graph(stages, placed[1], pairs), placed[0], period_s)
+
+    def _slimmed(self, parts: list[Part], pairs: set[tuple[int, int]]) -> list[Part]:
+        """The parts, those that do not fit at their heights with recomputation."""
+        if not self.prices.prices.recompute:
+            return parts
+        height = heights(len(parts), pairs)
+        return [
+            part if self.prices.headroom(part) >= h else replace(part, recompute=True)
+            for part, h in zip(parts, height, strict=True)
+        ]
 
     def _use_rest(self, parts: list[Part], left: int) -> list[Part] | None:
+        """The parts on all devices; None if there are too many or too few devices."""
+        # What cannot use any of the devices left to good effect never will, as there will be fewer.
+        waiting = [self._ranked(part) for part in parts]
+        settled: list[Part] = []
+        heapq.heapify(waiting)
         while left > 0:
-            better = next(self._changes(parts, left, helpful=True), None)
-            change = better or min(
-                self._changes(parts, left, helpful=False), key=self._longest, default=None
-            )
-            if change is None:
-                return None
-            before, after = change
-            parts = [part for part in parts if part != before] + after
-            left -= sum(part.devices for part in after) - before.devices
-        return parts if left == 0 else None
+            if waiting:
+                part = heapq.heappop(waiting)[-1]
+                after = next(self._changes(part, left, helpful=True), None)
+                if after is None:
+                    settled.append(part)
+                    continue
+            else:
+                harmless = [(p, a) for p in settled for a in self._changes(p, left, helpful=False)]
+                if not harmless:
+                    return None
+                part, after = min(harmless, key=lambda change: self._longest(change[1]))
+                settled.remove(part)
+            for each in after:
+                heapq.heappush(waiting, self._ranked(each))
+            left -= sum(each.devices for each in after) - part.devices
+        return [*settled, *(each[-1] for each in waiting)] if left == 0 else None
 
-    def _longest(self, change: tuple[Part, list[Part]]) -> float:
-        return max(self.prices.period_s(part) for part in change[1])
+    def _ranked(self, part: Part) -> tuple[float, int, Part]:
+        return -self.prices.period_s(part), part.mask, part
 
-    def _changes(
-        self, parts: Sequence[Part], left: int, *, helpful: bool
-    ) -> Iterator[tuple[Part, list[Part]]]:
-        """Ways to use some of the devices left, those for the slowest part first."""
-        slowest = sorted(parts, key=lambda part: (-self.prices.period_s(part), part.mask))
-        for part in slowest:
-            period = self.prices.period_s(part)
-            for replicas in (2 * part.replicas, part.replicas + 1):
-                more = replace(part, replicas=replicas)
-                possible = more.devices - part.devices <= left and self._may(more)
-                if possible and (not helpful or self.prices.period_s(more) < period):
-                    yield part, [more]
-            if part.devices <= left:
-                halves = self._halves(part)
-                if halves and (not helpful or self._longest((part, halves)) < period):
-                    yield part, halves
+    def _longest(self, parts: Sequence[Part]) -> float:
+        return max(self.prices.period_s(part) for part in parts)
+
+    def _changes(self, part: Part, left: int, *, helpful: bool) -> Iterator[list[Part]]:
+        """Ways for a part to use some of the devices left."""
+        period = self.prices.period_s(part)
+        for replicas in (2 * part.replicas, part.replicas + 1):
+            more = replace(part, replicas=replicas)
+            possible = more.devices - part.devices <= left and self._may(more)
+            if possible and (not helpful or self.prices.period_s(more) < period):
+                yield [more]
+        if part.devices <= left:
+            halves = self._halves(part)
+            if halves and (not helpful or self._longest(halves) < period):
+                yield halves
 
     def _may(self, part: Part) -> bool:
         size = self.prices.prices.microbatch_size
@@ -90,33 +122,41 @@ class Assembler:
 
     def _halves(self, part: Part) -> list[Part]:
         """The part cut in two, each with as many replicas, so that the slower is quickest."""
-        ops = sorted(bits(part.mask), key=self.order.index)
-        first = 0
+        ops = sorted(self.prices.facts.ops(part.mask).tolist(), key=self._position.__getitem__)
+        seconds = self.prices.seconds(part)[ops].cumsum()
+        # Those whose compute is most even; messages decide among them.
+        longer = np.maximum(seconds[:-1], seconds[-1] - seconds[:-1])
+        counts = np.sort(np.argsort(longer, kind="stable")[:MOST_CUTS]) + 1
         cuts = []
-        for op in ops[:-1]:
-            first |= 1 << op
+        for count in counts.tolist():
+            first = sum(1 << op for op in ops[:count])
             cuts.append([replace(part, mask=first), replace(part, mask=part.mask & ~first)])
-        return min(cuts, key=lambda halves: self._longest((part, halves)), default=[])
+        return min(cuts, key=self._longest, default=[])
 
-    def _arrange(self, parts: Sequence[Part]) -> tuple[list[Part], set[tuple[int, int]]]:
+    @cached_property
+    def _position(self) -> dict[int, int]:
+        return {op: position for position, op in enumerate(self.order)}
+
+    def arrange(self, parts: Sequence[Part]) -> tuple[list[Part], set[tuple[int, int]]]:
         """Parts in topological order, branch after branch, and the stage edges."""
-        place = {op: position for position, op in enumerate(self.order)}
-        key = [min(place[op] for op in bits(part.mask)) for part in parts]
+        place, ops = self._position, self.prices.facts.ops
+        key = [min(place[op] for op in ops(part.mask).tolist()) for part in parts]
         pairs = edges(self.prices, parts)
         waits = [0] * len(parts)
-        for _, y in pairs:
+        following: list[list[int]] = [[] for _ in parts]
+        for x, y in pairs:
             waits[y] += 1
+            following[x].append(y)
         ready = [(key[s], s) for s in range(len(parts)) if not waits[s]]
         heapq.heapify(ready)
         ordered: list[int] = []
         while ready:
             _, s = heapq.heappop(ready)
             ordered.append(s)
-            for x, y in pairs:
-                if x == s:
-                    waits[y] -= 1
-                    if not waits[y]:
-                        heapq.heappush(ready, (key[y], y))
+            for y in following[s]:
+                waits[y] -= 1
+                if not waits[y]:
+                    heapq.heappush(ready, (key[y], y))
         assert len(ordered) == len(parts), "convex stages along a series-parallel order are acyclic"
         at = {s: position for position, s in enumerate(ordered)}
         moved = {(at[x], at[y]) for x, y in pairs}
@@ -124,23 +164,24 @@ class Assembler:
             moved |= {(s, s + 1) for s in range(len(parts) - 1)}
         return [parts[s] for s in ordered], moved
 
-    def _place(self, parts: Sequence[Part], pairs: set[tuple[int, int]]) -> Iterator[Candidate]:
+    def _placements(
+        self, parts: Sequence[Part], pairs: set[tuple[int, int]]
+    ) -> Iterator[tuple[float, list[list[int]]]]:
+        """Estimated steps, with the devices of every part."""
         height = heights(len(parts), pairs)
         forward = list(range(len(parts)))
         from_sink = sorted(forward, key=lambda s: (height[s], s))
         node = self.prices.cost.cluster.group_sizes[0]
-        seen = set()
+        seen: list[list[list[int]]] = []
         for order in (forward, from_sink):
-            devices = place([parts[s].devices for s in order], node)
-            chosen = [devices[order.index(s)] for s in forward]
-            if tuple(map(tuple, chosen)) in seen:
-                continue
-            seen.add(tuple(map(tuple, chosen)))
-            yield Candidate(
-                self._stage_graph(parts, chosen, pairs),
-                step_s(self.prices, parts, chosen, pairs),
-                max(self.prices.period_s(part) for part in parts),
+            devices = place(
+                [parts[s].devices for s in order], node, [parts[s].tensor for s in order]
             )
+            at = {s: position for position, s in enumerate(order)}
+            chosen = [devices[at[s]] for s in forward] if devices else []
+            if chosen and chosen not in seen:
+                seen.append(chosen)
+                yield step_s(self.prices, parts, chosen, pairs), chosen
 
     def _stage_graph(
         self, parts: Sequence[Part], devices: Sequence[Sequence[int]], pairs: set[tuple[int, int]]
@@ -171,20 +212,37 @@ class Candidate:
     period_s: float
 
 
-def place(replicas: Sequence[int], node: int) -> list[list[int]]:
-    """Device numbers for stages with these numbers of replicas, in order, on nodes of this size."""
-    total = sum(replicas)
+def place(
+    devices: Sequence[int], node: int, groups: Sequence[int] | None = None
+) -> list[list[int]]:
+    """Device numbers for stages with these numbers of devices, in order, on nodes of this size.
+
+    Args:
+        devices: of each stage.
+        node: devices of a node.
+        groups: devices of each stage that must lie in one node together, in a row; by default 1.
+
+    Returns:
+        Devices of each stage; empty if the nodes have no room for a group.
+    """
+    total = sum(devices)
+    groups = groups or [1] * len(devices)
     free = [list(range(start, min(start + node, total))) for start in range(0, total, node)]
-    result: list[list[int]] = [[] for _ in replicas]
-    for s in sorted(range(len(replicas)), key=lambda s: (replicas[s] < node, s)):
-        wanted = replicas[s]
+    result: list[list[int]] = [[] for _ in devices]
+    # Whole nodes first; then large groups, so that what is left of a node holds smaller ones.
+    for s in sorted(range(len(devices)), key=lambda s: (devices[s] < node, -groups[s], s)):
+        wanted, group = devices[s], groups[s]
         fitting = next((each for each in free if wanted <= len(each) and wanted <= node), None)
         if fitting is not None:
             result[s], fitting[:] = fitting[:wanted], fitting[wanted:]
             continue
+        taken: list[list[int]] = []
         for each in sorted(free, key=lambda each: -len(each)):
-            taken = min(wanted - len(result[s]), len(each))
-            result[s] += each[:taken]
-            each[:] = each[taken:]
-        result[s].sort()
+            some = min(wanted, len(each) // group * group)
+            taken.append(each[:some])
+            each[:] = each[some:]
+            wanted -= some
+        if wanted:
+            return []
+        result[s] = [device for each in sorted(taken) for device in each]
     return result

@@ -9,6 +9,7 @@ Arrays are [bound t, cap w, height h], [bound t, state m] or [range q, ...].
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -17,7 +18,15 @@ from numpy.typing import NDArray
 
 from anabranch.planner.partitioner.chains import Block
 from anabranch.planner.partitioner.prices import Bound
-from anabranch.planner.partitioner.ranges import INFINITE, Bools, Floats, Ints, Ranges, Shares, Sizes
+from anabranch.planner.partitioner.ranges import (
+    INFINITE,
+    Bools,
+    Floats,
+    Ints,
+    Ranges,
+    Shares,
+    Sizes,
+)
 from anabranch.planner.partitioner.sharing import (
     COMPUTE,
     MEMORY,
@@ -160,8 +169,9 @@ class Beside:
         held: Floats,
     ) -> list[int]:
         """The sums that may exceed their limits if all branches take what is heaviest."""
+        often = Counter(self.block.classes)
         most = [
-            sum(np.maximum(weights[k][i].max(axis=-1), 0.0) for k in self.block.classes)
+            sum(np.maximum(weights[k][i].max(axis=-1), 0.0) * n for k, n in often.items())
             for i in range(5)
         ]
         quick = stages.seconds[COMPUTE] <= limits.period_s[:, None, None]
@@ -210,9 +220,7 @@ class Beside:
         # Alone a branch needs what it does if nothing of it is taken: the last option.
         alone = [options[k].devices[..., -1] for k in self.block.classes]
         heights = states % self.heights.shape[1]
-        return largest_groups(
-            alone, self.groups[..., heights], self.allowed.reshape(-1)[states]
-        )
+        return largest_groups(alone, self.groups[..., heights], self.allowed.reshape(-1)[states])
 
 
 def _memory(fixed: Floats, per_microbatch: Floats, held: Floats) -> Floats:
@@ -227,8 +235,7 @@ def _fewest(
     count = stages.fixed.shape[-1]
     step = max(1, AT_ONCE // sharing.sums[COMPUTE].size)
     parts = [
-        _fewest_of(sharing, stages, slice(q, q + step), limits, held)
-        for q in range(0, count, step)
+        _fewest_of(sharing, stages, slice(q, q + step), limits, held) for q in range(0, count, step)
     ]
     needs, modes, totals = (np.concatenate(each) for each in zip(*parts, strict=True))
     return needs, modes, totals

@@ -22,8 +22,9 @@ Decided where the paper is silent:
 - the least seconds per sample favour large micro-batches and with them long fills. So every
   largest size has its candidates, and so have looser bounds (``LOOSER``).
 
-Files: ``configured_menu`` (configurations and prices), ``configured_shapes``, ``configured_reach``
-(states), ``configured_trace`` (stages behind a state), ``configured_plans`` (stage graphs).
+Files: ``configured_prices``, ``configured_menu`` (configurations and what they offer),
+``configured_shapes``, ``configured_reach`` (states), ``configured_trace`` (the stages behind a
+state), ``configured_plans`` (stage graphs).
 """
 
 from __future__ import annotations
@@ -31,13 +32,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from anabranch.planner.partitioner.assemble import Candidate
 from anabranch.planner.partitioner.configured_menu import Configs, Menu
 from anabranch.planner.partitioner.configured_plans import Finisher
+from anabranch.planner.partitioner.configured_prices import Book
 from anabranch.planner.partitioner.configured_reach import ConfiguredReach
 from anabranch.planner.partitioner.configured_trace import Chosen, Trace
 from anabranch.planner.partitioner.prices import microbatch_sizes
-from anabranch.planner.partitioner.search import Problem
+from anabranch.planner.partitioner.problem import Problem
+from anabranch.planner.stages import StageGraph
 
 BUDGET = 50_000_000
 """States that one bound may take: a few seconds, and about a gigabyte at worst."""
@@ -47,6 +52,12 @@ SPAN = 16
 
 LOOSER = (1.0, 1.1, 1.3)
 """Bounds that give candidates, as multiples of the least."""
+
+GUESS = 1.25
+GUESSES = 4
+"""Where the search for the least bound begins, as a multiple of all work shared out evenly; the
+next guess is this squared as large. After so many, whether anything fits is asked first.
+"""
 
 HOPELESS = 1.5
 """A largest size gets no candidate if its step cannot be within this factor of the best."""
@@ -72,17 +83,20 @@ def configured(
     Raises:
         BudgetError: if one bound takes more states than that.
     """
-    found: list[Candidate] = []
+    found: dict[StageGraph, Candidate] = {}
     least = float("inf")
-    for largest in [microbatch_size] if microbatch_size else _largest(problem):
-        sizes = _sizes(problem, largest) if per_stage_microbatch else [largest]
-        if not any(problem.prices(b).degrees for b in sizes):
+    book = None
+    for largest in [microbatch_size] if microbatch_size else microbatch_sizes(problem.batch_size):
+        sizes = _sizes(largest) if per_stage_microbatch else [largest]
+        sizes = [b for b in sizes if problem.prices(b).degrees]
+        if not sizes:
             continue
-        search = Search(problem, sizes, kfkb=kfkb, budget=budget)
+        search = Search(problem, sizes, kfkb=kfkb, budget=budget, book=book)
+        book = search.book
         for candidate in search.candidates(HOPELESS * least):
-            found.append(candidate)
+            found.setdefault(candidate.graph, candidate)
             least = min(least, candidate.step_s)
-    return found
+    return list(found.values())
 
 
 class Search:
@@ -90,21 +104,29 @@ class Search:
 
     Args:
         problem: what is to be planned.
-        sizes: micro-batch sizes that stages may have.
+        sizes: micro-batch sizes that stages may have; the profile must cover them.
         kfkb: k may be more than 1.
         budget: states that one bound may take.
+        book: of an earlier search of the same problem.
     """
 
-    def __init__(self, problem: Problem, sizes: Sequence[int], *, kfkb: bool, budget: int) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        sizes: Sequence[int],
+        *,
+        kfkb: bool,
+        budget: int = BUDGET,
+        book: Book | None = None,
+    ) -> None:
         self._problem = problem
         self._kfkb = kfkb
-        self._devices = problem.cost.cluster.num_devices
-        prices = [problem.prices(b) for b in sorted(sizes)]
-        self._sizes = [each.microbatch_size for each in prices if each.degrees]
-        configs = Configs.of(self._sizes, problem.batch_size, kfkb=kfkb)
-        menu = Menu([each for each in prices if each.degrees], configs)
-        self._menu = menu
-        self._reach = ConfiguredReach(problem.chain, menu, devices=self._devices, budget=budget)
+        self._sizes = tuple(sizes)
+        self.book = book or Book(problem.prices, problem.facts)
+        self._menu = Menu(self.book, Configs.of(sizes, problem.batch_size, kfkb=kfkb))
+        self._reach = ConfiguredReach(
+            problem.chain, self._menu, devices=problem.cost.cluster.num_devices, budget=budget
+        )
 
     def candidates(self, give_up_s: float = float("inf")) -> Iterator[Candidate]:
         """Stage graphs at the least bound and looser ones.
@@ -131,13 +153,14 @@ class Search:
         """The least seconds per sample of the slowest stage; None if nothing fits, or if it is
         sure to be more than ``give_up_s``.
         """
-        if not self._enough(float("inf")):
+        below, enough = self._bracket(give_up_s)
+        if enough is None:
             return None
         bounds = self._menu.bounds
-        low, high = -1, len(bounds) - 1
-        while high - low > 1:
-            if bounds[high] <= bounds[max(low, 0)] * (1 + self._problem.tolerance) and low >= 0:
-                break
+        low = int(np.searchsorted(bounds, below, side="right")) - 1
+        high = int(np.searchsorted(bounds, enough, side="right")) - 1
+        tolerance = 1 + self._problem.tolerance
+        while high - low > 1 and (low < 0 or bounds[high] > bounds[low] * tolerance):
             if low >= 0 and bounds[low] > give_up_s:
                 return None
             middle = (low + high) // 2
@@ -146,6 +169,28 @@ class Search:
             else:
                 low = middle
         return float(bounds[high])
+
+    def _bracket(self, give_up_s: float) -> tuple[float, float | None]:
+        """A bound that is too tight, and one that is not: from all work shared out evenly."""
+        below, bound_s = 0.0, GUESS * self._evenly_s()
+        for _ in range(GUESSES):
+            if self._enough(bound_s):
+                return below, bound_s
+            below, bound_s = bound_s, bound_s * GUESS**2
+            if below > give_up_s:
+                return below, None
+        return below, float("inf") if self._enough(float("inf")) else None
+
+    def _evenly_s(self) -> float:
+        """Seconds of work per sample in the least costly way, over the devices."""
+        least = float("inf")
+        for b in self._sizes:
+            prices = self.book.parts(b).prices
+            for mode in prices.modes:
+                n = prices.samples(mode.replicas)
+                seconds = sum(prices.cost.op_seconds(n, mode.tensor))
+                least = min(least, float(np.sum(seconds)) * mode.devices / b)
+        return least / self._problem.cost.cluster.num_devices
 
     def stages(self, bound_s: float) -> list[Chosen]:
         """The stages with the fewest devices within a bound that allows some."""
@@ -165,12 +210,7 @@ class Search:
                 yield [replace(each, k=group // each.microbatch_size) for each in stages]
 
 
-def _largest(problem: Problem) -> list[int]:
-    """Largest sizes to try."""
-    return [b for b in microbatch_sizes(problem.batch_size) if problem.prices(b).degrees]
-
-
-def _sizes(problem: Problem, largest: int) -> list[int]:
+def _sizes(largest: int) -> list[int]:
     """Sizes that go with a largest one."""
     powers = [b for b in (1 << i for i in range(largest.bit_length())) if b < largest]
     return [*(b for b in powers if b * SPAN >= largest), largest]

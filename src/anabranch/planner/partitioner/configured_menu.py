@@ -16,18 +16,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
 from anabranch.planner.inflight import in_flight_samples
-from anabranch.planner.partitioner.parts import Part, PartPrices
-from anabranch.planner.partitioner.prices import UNBOUNDED, Mode, Prices
+from anabranch.planner.partitioner.configured_prices import NEVER, Book, Floats, Ints, Priced
 from anabranch.planner.partitioner.rows import Row
-
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
-
-NEVER = 1 << 40
-"""More samples than there are: there is no such plan."""
 
 
 @dataclass(frozen=True)
@@ -117,39 +109,30 @@ class Offers:
         return self.masks(int(self.which[index]))
 
 
-@dataclass(frozen=True)
-class Priced:
-    """What sets of operators cost in every way to run them; arrays are [b, mode, set].
-
-    Attributes:
-        masks: operators of a set.
-        seconds: per sample, its share of the all-reduce included; infinite where impossible.
-        most: samples that the stage may hold; 0 where it does not fit.
-    """
-
-    masks: Callable[[int], int]
-    seconds: Floats
-    most: Ints
-
-
 class Menu:
-    """Prices stages at several micro-batch sizes.
+    """The stages of some micro-batch sizes.
 
     Args:
-        prices: one for each micro-batch size, ascending.
-        configs: the configurations of these sizes.
+        book: prices them.
+        configs: configurations; their sizes are those of the menu.
     """
 
-    def __init__(self, prices: Sequence[Prices], configs: Configs) -> None:
-        self.prices = list(prices)
+    def __init__(self, book: Book, configs: Configs) -> None:
         self.configs = configs
+        self._book = book
+        self._sizes = sorted({b for b, _ in configs.pairs})
+        prices = [book.parts(b).prices for b in self._sizes]
         self.modes = sorted(
             {mode for each in prices for mode in each.modes},
             key=lambda mode: (mode.devices, mode.recompute, mode.tensor),
         )
-        self._parts = [PartPrices(each) for each in self.prices]
         self._rows: dict[int, tuple[Row, Priced]] = {}
         self._sets: dict[tuple[int, ...], Priced] = {}
+
+    @property
+    def entries(self) -> int:
+        """Prices of every set of operators."""
+        return len(self._sizes) * len(self.modes)
 
     @property
     def bounds(self) -> Floats:
@@ -161,38 +144,21 @@ class Menu:
     def row(self, row: Row) -> Priced:
         """The ranges [i, j) of a row; the set of each is ``i * (size + 1) + j``."""
         if id(row) not in self._rows:
-            n = row.size + 1
-            shape = (len(self.prices), len(self.modes), n * n)
-            seconds, most = np.full(shape, np.inf), np.zeros(shape, dtype=np.int64)
-            some = np.triu(np.ones((n, n), dtype=bool), 1).ravel()
-            for s, prices in enumerate(self.prices):
-                for w, mode in enumerate(self.modes):
-                    if mode in prices.modes:
-                        time, held = _row_prices(prices, row, mode)
-                        seconds[s, w] = np.where(some, time.ravel(), np.inf)
-                        most[s, w] = np.where(some, held.ravel(), 0)
 
             def masks(index: int) -> int:
-                return row.mask(*divmod(index, n))
+                return row.mask(*divmod(index, row.size + 1))
 
-            self._rows[id(row)] = row, Priced(masks, seconds, most)
+            columns = [[self._book.row(row, b, mode) for mode in self.modes] for b in self._sizes]
+            self._rows[id(row)] = row, Priced.of(masks, columns)
         return self._rows[id(row)][1]
 
     def sets(self, masks: tuple[int, ...]) -> Priced:
         """Any sets of operators."""
         if masks not in self._sets:
-            shape = (len(self.prices), len(self.modes), len(masks))
-            seconds, most = np.full(shape, np.inf), np.zeros(shape, dtype=np.int64)
-            for s, parts in enumerate(self._parts):
-                b = parts.prices.microbatch_size
-                for w, mode in enumerate(self.modes):
-                    if mode not in parts.prices.modes:
-                        continue
-                    for i, mask in enumerate(masks):
-                        part = Part(mask, mode.replicas, mode.recompute, mode.tensor)
-                        seconds[s, w, i] = parts.period_s(part) / b
-                        most[s, w, i] = _samples(parts.prices, np.int64(parts.headroom(part)))
-            self._sets[masks] = Priced(masks.__getitem__, seconds, most)
+            columns = [
+                [self._book.sets(masks, b, mode) for mode in self.modes] for b in self._sizes
+            ]
+            self._sets[masks] = Priced.of(masks.__getitem__, columns)
         return self._sets[masks]
 
     def offers(self, priced: Priced, chosen: Ints, rows: Ints, bound_s: float) -> Offers | None:
@@ -214,7 +180,7 @@ class Menu:
         held = most[size, way, at]
         found = []
         for c, (b, _) in enumerate(self.configs.pairs):
-            b_at = next(i for i, each in enumerate(self.prices) if each.microbatch_size == b)
+            b_at = self._sizes.index(b)
             mine = np.flatnonzero((size == b_at) & (held >= min(self.configs.group[c], NEVER)))
             found.append((np.full(len(mine), c, dtype=np.int64), mine))
         config = np.concatenate([each for each, _ in found])
@@ -231,33 +197,3 @@ class Menu:
             priced.masks,
             chosen[at[mine]],
         )
-
-
-def _samples(prices: Prices, headroom: Ints) -> Ints:
-    """Samples in flight up to a height; as good as any number where all of the batch fits."""
-    most = (headroom.astype(np.int64) + 1) * prices.microbatch_size
-    return np.where(headroom >= UNBOUNDED, NEVER, most)
-
-
-def _row_prices(prices: Prices, row: Row, mode: Mode) -> tuple[Floats, Ints]:
-    """Seconds per sample and the most samples to hold, of all ranges."""
-    n = prices.samples(mode.replicas)
-    comes = row.comes.at(n)
-    period = prices.period_s(
-        _between(row.compute_s(n, mode.tensor, recompute=mode.recompute)),
-        comes,
-        row.goes.at(n),
-        row.reduced(mode.tensor),
-        mode.replicas,
-        mode.tensor,
-    )
-    kept = _between(row.kept_bytes(mode.tensor)) * n
-    fixed = row.state_bytes(mode.tensor) + prices.cost.receive_slots * comes
-    held = row.entering.at(n)
-    fixed, held = (fixed + kept, held) if mode.recompute else (fixed, held + kept)
-    return period / prices.microbatch_size, _samples(prices, prices.headroom(fixed, held))
-
-
-def _between(running: Floats) -> Floats:
-    """Sums over all ranges from those over the first parts."""
-    return running[None, :] - running[:, None]

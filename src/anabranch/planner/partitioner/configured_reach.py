@@ -39,7 +39,8 @@ import numpy as np
 
 from anabranch.errors import BudgetError
 from anabranch.planner.partitioner.chains import Block, Chain
-from anabranch.planner.partitioner.configured_menu import NEVER, Ints, Menu, Offers
+from anabranch.planner.partitioner.configured_menu import Menu, Offers
+from anabranch.planner.partitioner.configured_prices import NEVER, Ints
 from anabranch.planner.partitioner.configured_shapes import Shape, heads, tails
 
 Groups = dict[tuple[int, int], Ints]
@@ -130,7 +131,7 @@ class ConfiguredReach:
         self._bound_s = np.inf
         self._spent = 0
         # A range of the longest row has a price in every mode and size, before anything is solved.
-        self._spend((len(chain.items) + 1) ** 2 * len(menu.prices) * len(menu.modes))
+        self._spend((len(chain.items) + 1) ** 2 * menu.entries)
 
     def solve(self, bound_s: float) -> Solved:
         """All states within a bound.
@@ -455,7 +456,7 @@ class ConfiguredReach:
         self._spent += states
         if self._spent > self.budget:
             raise BudgetError(
-                f"planning {self.menu.prices[0].cost.graph.name or 'the model'} with a micro-batch "
+                f"planning {self.chain.row.cost.graph.name or 'the model'} with a micro-batch "
                 f"size per stage takes more than {self.budget:,} states for one bound on the "
                 f"period, its budget; {self._spent:,} were needed before the end was in sight: "
                 "give one micro-batch size, capture coarser operators, plan without "

@@ -6,8 +6,9 @@ A stage behind a block may hold the last operators of its branches, one before i
                      +--[ join ]
          [ e ][ f ]--+
 
-Up to ``SHAPES`` ways to cut the branches are all looked at. If there are more: one branch alone, at
-every cut, and all branches at once, each at the same number of items.
+Up to ``SHAPES`` ways to cut the branches are all looked at. If there are more: of one branch alone,
+and of all branches at once, the same number of items; up to ``AMOUNTS`` numbers, all of a branch
+among them.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ from math import prod
 from anabranch.planner.partitioner.chains import Block, Chain
 
 SHAPES = 36
-"""Ways to cut the branches of a block that are tried one by one."""
+"""Ways to cut the branches of a block that are all tried."""
+
+AMOUNTS = 8
+"""Where there are more, numbers of items of a branch that are."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +76,12 @@ def _amounts(block: Block, sizes: list[int]) -> Iterator[tuple[int, ...]]:
         yield from list(product(*(range(size + 1) for size in sizes)))[1:]
         return
     for b in sorted(set(block.classes)):
-        for t in range(1, sizes[b] + 1):
+        for t in _spread(sizes[b]):
             yield tuple(t if i == b else 0 for i in range(len(sizes)))
-    for t in range(1, max(sizes) + 1):
+    for t in _spread(max(sizes)):
         yield tuple(min(t, size) for size in sizes)
+
+
+def _spread(most: int) -> list[int]:
+    """Numbers from 1 to ``most``, evenly."""
+    return sorted({-(-most * i // AMOUNTS) for i in range(1, AMOUNTS + 1)})

@@ -9,7 +9,8 @@ import numpy as np
 
 from anabranch.graph.opgraph import bits
 from anabranch.planner.partitioner.chains import Block, Chain
-from anabranch.planner.partitioner.configured_menu import NEVER, Ints, Offers
+from anabranch.planner.partitioner.configured_menu import Offers
+from anabranch.planner.partitioner.configured_prices import NEVER, Ints
 from anabranch.planner.partitioner.configured_reach import ConfiguredReach, Passed, Solved
 from anabranch.planner.partitioner.configured_shapes import Shape
 from anabranch.planner.partitioner.prices import Mode

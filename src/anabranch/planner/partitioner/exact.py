@@ -1,64 +1,88 @@
-"""Plans from all partitions of a graph, where it has few downsets.
+"""Plans from all partitions of a graph, where it has few downsets or can be made to have few.
 
 ``partitioner.reach`` is fast because it looks at four kinds of stages in a series-parallel graph. A
 stage may be more than that (two short pieces from the middles of two branches), and not every graph
-is series-parallel (GNMT, where the decoder reads the encoder beside its own embedding). Where the
-downsets are few, all partitions can be searched at once instead: ``exact_reach``. The period that
-this finds is the least of all, for the prices of ``partitioner.prices``.
+is series-parallel (GNMT, where the decoder has its own embedding and reads the encoder at every
+layer). Where the downsets are few, all partitions can be searched at once: ``exact_reach``. The
+period that this finds is the least of all, for the prices of ``partitioner.prices``.
 
-When it is used:
+What is searched in this way:
 
-- the graph is not series-parallel: if operators that cost nothing are put to their neighbours
-  (``exact_atoms``), it has up to ``MOST_DOWNSETS`` downsets, and its layers up to ``MOST_WAYS``
-  first stages. PipeDream's GNMT has 35 then, AmoebaNet 54;
-- it is series-parallel and has branches, but no more than ``SMALL`` operators.
+- a series-parallel graph with up to ``SMALL`` downsets, or up to ``FEW`` operators; others pay a
+  millisecond for the question;
+- any graph that is not series-parallel. Operators that cost nothing go to their neighbours
+  (``exact_atoms``), which leaves PipeDream's GNMT with 35 downsets and Piper's with 75. If there
+  are more than ``MOST_DOWNSETS`` all the same (NASNet), neighbours become one until there are no
+  more than ``PER_DEVICE`` per device. This is ``coarse`` if the heaviest such group computes for
+  more than ``GRAIN`` of what falls to each device; then it is best to search the graph with some
+  order added (``graph.cuts``) as well.
 
-A downset is an entry in a few tables, so the counts of what lies in series add up; of what lies side
-by side they multiply. A model that has too many is planned with some order added (``graph.cuts``).
+The downsets of parts in series add up, those of parts side by side multiply.
 
-For every micro-batch size that is not hopeless this gives the front of longest period and depth:
-per depth the least period, once with the all-reduce spread over the micro-batches, once without it,
-the all-reduce held to about that of the first plan. So of plans with equal periods the shallowest
-is a candidate, and all shallower ones that are slower by no more than ``HOPELESS``.
+For every micro-batch size that is not hopeless the candidates are the front of longest period and
+depth: per depth the least period, once with the all-reduce spread over the micro-batches, once
+without it, the all-reduce held to about that of the first. So of plans with equal periods the
+shallowest is a candidate, and all shallower ones that are slower by no more than ``HOPELESS``. In
+small problems the plans with the shortest way through them join (``exact_paths``): with few
+micro-batches that counts as much as the period.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 
 import numpy as np
 
 from anabranch.cost import CostModel
+from anabranch.errors import BudgetError
 from anabranch.graph.cuts import decompose, is_series_parallel
-from anabranch.planner.partitioner.assemble import Assembler, Candidate
-from anabranch.planner.partitioner.exact_atoms import atoms, quotient
+from anabranch.graph.opgraph import bits
+from anabranch.planner.partitioner.assemble import Candidate
+from anabranch.planner.partitioner.exact_atoms import atoms, merged, quotient
 from anabranch.planner.partitioner.exact_lattice import Lattice
+from anabranch.planner.partitioner.exact_paths import ShortestPath
 from anabranch.planner.partitioner.exact_prices import Priced, Weights
-from anabranch.planner.partitioner.exact_reach import ExactReach
-from anabranch.planner.partitioner.parts import Part, PartPrices
+from anabranch.planner.partitioner.exact_reach import ExactFound, ExactReach
+from anabranch.planner.partitioner.parts import Part, edges
 from anabranch.planner.partitioner.prices import Bound, microbatch_sizes
-from anabranch.planner.partitioner.search import Problem
+from anabranch.planner.partitioner.problem import Problem
 
+FEW = 8
+SMALL = 64
 MOST_DOWNSETS = 300
-MOST_WAYS = 50_000
-SMALL = 8
+MOST_WAYS = 20_000
+"""Operators and downsets of a series-parallel graph, downsets of any other, and first stages of all
+layers together."""
+
+PER_DEVICE = 8
+LEAST_MERGED = 64
+"""Downsets per device, and in all, that are left where operators are put together."""
+
+FREE_UP_TO = 256
+"""Operators of a graph in which those that cost nothing are looked for one by one."""
+
+GRAIN = 0.25
+"""Share of a device's part of the work up to which a group of operators does no harm."""
 
 HOPELESS = 1.2
-"""No candidate for a micro-batch size or depth whose step cannot be within this factor of the best."""
+"""No candidate for a size or depth whose step cannot be within this factor of the best."""
+
+REFINED = 3
+THOROUGH = 4000
+"""Micro-batch sizes that get more than one candidate: those whose first are best; and the pairs of
+downsets up to which all do."""
+
+PATHS = 1 << 16
+FINER = 1.04
+"""Pairs of downsets times devices squared up to which the shortest ways are looked for, and the
+ratio of the periods at which they are."""
 
 REDUCE = 1.25
 REDUCE_SHARE = 0.03
 """All-reduces may take this many times the longest of the first plan, or this share of a step."""
-
-
-def is_worthwhile(problem: Problem) -> bool:
-    """Whether a graph is one for this search, as far as its structure tells; see above."""
-    graph = problem.cost.graph
-    if is_series_parallel(decompose(graph)):
-        return bool(problem.chain.blocks) and len(graph) <= SMALL
-    return True
 
 
 def exact_candidates(
@@ -67,62 +91,144 @@ def exact_candidates(
     *,
     budget: int = MOST_DOWNSETS,
     known_s: float = float("inf"),
-) -> list[Candidate]:
-    """Candidates for one micro-batch size or all, in no order; empty if nothing fits.
+) -> Iterator[Candidate]:
+    """Candidates from all partitions of a graph, in no order; none if nothing fits.
 
     Args:
         problem: what is to be planned; its chain is not used.
-        microbatch_size: only this size.
+        microbatch_size: only this size; None for all.
         budget: downsets at most.
         known_s: a step that is known to be possible, so that worse sizes can be left out.
 
     Raises:
-        BudgetError: if the model has more downsets than ``budget``, or more than ``MOST_WAYS``
-            ways to cut a layer.
+        BudgetError: if the model has more than ``budget`` downsets, or its layers more than
+            ``MOST_WAYS`` first stages.
     """
-    weights = exact_weights(problem.cost, budget=budget)
-    sizes = [microbatch_size] if microbatch_size else microbatch_sizes(problem.batch_size)
-    searches = [ExactSearch(problem, weights, b) for b in sizes if problem.prices(b).degrees]
-    least = known_s
-    found: list[Candidate] = []
-    for search in sorted(searches, key=lambda each: each.least_step_s):
-        for candidate in search.candidates(HOPELESS * least):
-            found.append(candidate)
-            least = min(least, candidate.step_s)
-    return found
+    groups = _atoms(problem.cost)
+    lattice = Lattice(quotient(problem.cost.graph, groups), budget=budget, ways=MOST_WAYS)
+    exact = Exact(problem, Weights(problem.cost, lattice, groups), coarse=False)
+    return exact.candidates(microbatch_size, known_s=known_s)
 
 
-def exact_weights(
-    cost: CostModel, *, budget: int = MOST_DOWNSETS, ways: int = MOST_WAYS
-) -> Weights:
-    """All stages of a model.
+@dataclass(frozen=True)
+class Exact:
+    """All partitions of a problem's graph, or of a coarser one.
 
-    Args:
-        cost: prices the operators.
-        budget: downsets at most.
-        ways: first stages of layers at most.
-
-    Raises:
-        BudgetError: if there are more.
+    Attributes:
+        problem: what is to be planned; its chain is not used.
+        weights: of all stages.
+        coarse: operators were put together that some good plan may well tell apart.
     """
-    groups = atoms(cost)
-    lattice = Lattice(quotient(cost.graph, groups), budget=budget, ways=ways)
-    return Weights(cost, lattice, groups)
+
+    problem: Problem
+    weights: Weights
+    coarse: bool
+
+    @staticmethod
+    def of(problem: Problem) -> Exact | None:
+        """The search for a problem that is one for it; None for others, in a millisecond."""
+        graph = problem.cost.graph
+        if not is_series_parallel(decompose(graph)):
+            return _of_any(problem)
+        groups = tuple(1 << i for i in range(len(graph)))
+        budget = SMALL if len(graph) > FEW else MOST_DOWNSETS
+        lattice = _lattice(problem.cost, groups, budget)
+        if lattice is None:
+            return None
+        return Exact(problem, Weights(problem.cost, lattice, groups), coarse=False)
+
+    def candidates(
+        self, microbatch_size: int | None, *, known_s: float = float("inf")
+    ) -> Iterator[Candidate]:
+        """Candidates for one micro-batch size or all, in no order; none if nothing fits.
+
+        Args:
+            microbatch_size: only this size; None for all.
+            known_s: a step that is known to be possible, so that worse sizes can be left out.
+        """
+        problem = self.problem
+        sizes = [microbatch_size] if microbatch_size else microbatch_sizes(problem.batch_size)
+        searches = [
+            ExactSearch(problem, self.weights, b) for b in sizes if problem.prices(b).degrees
+        ]
+        searches.sort(key=lambda each: each.least_step_s)
+        least = known_s
+        best: list[tuple[float, int]] = []
+        for at, search in enumerate(searches):
+            candidate = search.likeliest(HOPELESS * least)
+            if candidate is not None:
+                least = min(least, candidate.step_s)
+                best.append((candidate.step_s, at))
+                yield candidate
+        few = len(self.weights.lattice.below) <= THOROUGH
+        for _, at in sorted(best)[: None if few else REFINED]:
+            for candidate in searches[at].candidates(HOPELESS * least):
+                least = min(least, candidate.step_s)
+                yield candidate
+
+
+def _of_any(problem: Problem) -> Exact:
+    cost = problem.cost
+    groups = _atoms(cost)
+    lattice = _lattice(cost, groups, MOST_DOWNSETS)
+    if lattice is not None:
+        return Exact(problem, Weights(cost, lattice, groups), coarse=False)
+    budget = max(LEAST_MERGED, min(MOST_DOWNSETS, PER_DEVICE * cost.cluster.num_devices))
+    fewer = merged(cost, groups, lambda some: _lattice(cost, some, budget) is not None)
+    lattice = _lattice(cost, fewer, budget)
+    assert lattice is not None, "merging ends where there are few downsets"
+    return Exact(problem, Weights(cost, lattice, fewer), coarse=_is_coarse(cost, groups, fewer))
+
+
+def _atoms(cost: CostModel) -> tuple[int, ...]:
+    if len(cost.graph) <= FREE_UP_TO:
+        return atoms(cost)
+    return tuple(1 << i for i in range(len(cost.graph)))
+
+
+def _lattice(cost: CostModel, groups: tuple[int, ...], budget: int) -> Lattice | None:
+    if len(groups) >= budget:
+        return None
+    try:
+        lattice = Lattice(quotient(cost.graph, groups), budget=budget, ways=MOST_WAYS)
+        return lattice if lattice.splits is not None else None
+    except BudgetError:
+        return None
+
+
+def _is_coarse(cost: CostModel, before: tuple[int, ...], after: tuple[int, ...]) -> bool:
+    forward, backward = cost.op_seconds(cost.profile.samples[0])
+    seconds = forward + backward
+    known = set(before)
+    heaviest = max(
+        (float(seconds[list(bits(mask))].sum()) for mask in after if mask not in known),
+        default=0.0,
+    )
+    return heaviest > GRAIN * float(seconds.sum()) / cost.cluster.num_devices
 
 
 class ExactSearch:
-    """One micro-batch size."""
+    """One micro-batch size.
+
+    Args:
+        problem: what is to be planned.
+        weights: of all stages.
+        microbatch_size: the size.
+    """
 
     def __init__(self, problem: Problem, weights: Weights, microbatch_size: int) -> None:
         self._devices = problem.cost.cluster.num_devices
         self._prices = problem.prices(microbatch_size)
-        self._priced = Priced.of(weights, self._prices)
-        heights = min(self._devices, len(weights.atoms))
-        self._reach = ExactReach(weights, self._priced, heights=heights)
-        self._parts = PartPrices(self._prices)
-        self._assembler = Assembler(
-            self._parts, problem.order, problem.max_replicas, problem.chained
-        )
+        self._weights = weights
+        self._assembler = problem.assembler(self._prices)
+        self._seen: set[frozenset[Part]] = set()
+        self._spread: list[list[Part]] = []
+
+    @cached_property
+    def _reach(self) -> ExactReach:
+        heights = min(self._devices, len(self._weights.atoms))
+        priced = Priced.of(self._weights, self._prices, heights)
+        return ExactReach(self._weights, priced, heights=heights)
 
     @cached_property
     def least_step_s(self) -> float:
@@ -134,43 +240,58 @@ class ExactSearch:
             longest = min(longest, float(np.max(seconds)))
         return self._prices.num_microbatches * max(work / self._devices, longest)
 
-    def candidates(self, give_up: float) -> Iterator[Candidate]:
-        """Candidates whose step may be shorter than ``give_up`` seconds."""
+    def likeliest(self, give_up: float) -> Candidate | None:
+        """The candidate that looks best, if its step may be shorter than ``give_up`` seconds."""
         if self.least_step_s > give_up:
-            return
-        seen: set[frozenset[Part]] = set()
-        reduce_s = 0.0
-        for spread in (True, False):
-            bound = Bound(give_up / self._prices.num_microbatches, spread)
-            if not spread:
-                bound = replace(bound, reduce_s=reduce_s)
-            for parts in self.front(bound):
-                if frozenset(parts) in seen:
-                    continue
-                seen.add(frozenset(parts))
+            return None
+        bound = Bound(give_up / self._prices.num_microbatches)
+        self._spread = sorted(self.front(bound), key=self._rough_step_s)
+        return next(self._assembled(self._spread), None)
+
+    def candidates(self, give_up: float) -> Iterator[Candidate]:
+        """Further candidates whose step may be shorter than ``give_up`` seconds."""
+        bound = Bound(give_up / self._prices.num_microbatches)
+        reduce_s = REDUCE_SHARE * give_up / HOPELESS
+        for parts in chain(self._spread, self.shortest(bound)):
+            reduce_s = max(reduce_s, REDUCE * max(map(self._assembler.prices.reduce_s, parts)))
+            yield from self._assembled([parts])
+        bound = replace(bound, spread=False, reduce_s=reduce_s)
+        yield from self._assembled(chain(self.front(bound), self.shortest(bound)))
+
+    def _rough_step_s(self, parts: list[Part]) -> float:
+        """The longest period for all micro-batches but one, and the longest way for that."""
+        prices = self._assembler.prices
+        longest = [prices.period_s(part) for part in parts]
+        slowest = max(longest)
+        # The stages come in topological order.
+        for x, y in sorted(edges(prices, parts), reverse=True):
+            longest[x] = max(longest[x], longest[y] + prices.period_s(parts[x]))
+        return (self._prices.num_microbatches - 1) * slowest + max(longest)
+
+    def _assembled(self, found: Iterable[list[Part]]) -> Iterator[Candidate]:
+        for parts in found:
+            key = frozenset(parts)
+            if key not in self._seen:
+                self._seen.add(key)
                 candidate = self._assembler.assemble(parts)
-                if candidate is None:
-                    continue
-                if spread:
-                    longest = max(self._parts.reduce_s(part) for part in parts)
-                    reduce_s = max(reduce_s, REDUCE * longest, REDUCE_SHARE * candidate.step_s)
-                yield candidate
+                if candidate is not None:
+                    yield candidate
 
     def front(self, bound: Bound) -> Iterator[list[Part]]:
         """The plans of least period per depth, within a bound: the quickest and deepest first.
 
-        Of equal periods only the shallowest plan.
+        Of equal periods only the shallowest plan. Large depths are looked at in steps.
         """
-        periods = self._priced.periods(bound)
+        periods = self._reach.priced.periods(bound)
         top = self._reach.solve(bound)
         caps = np.flatnonzero(top.devices <= self._devices)
-        if not len(caps) or not len(periods):
+        if not len(caps):
             return
         # Per cap, the greatest place known to be too small and the least known to do.
         low = np.full(self._reach.heights, -1)
         high = np.full(self._reach.heights, len(periods) - 1)
         found = dict.fromkeys(caps.tolist(), top)
-        for cap in reversed(caps.tolist()):
+        for cap in (each for each in reversed(caps.tolist()) if each in self._steps):
             while high[cap] - low[cap] > 1:
                 middle = int(low[cap] + high[cap]) // 2
                 answer = self._reach.solve(replace(bound, period_s=float(periods[middle])))
@@ -178,6 +299,38 @@ class ExactSearch:
                 low[~enough] = np.maximum(low[~enough], middle)
                 for each in np.flatnonzero(enough & (middle < high)).tolist():
                     high[each], found[each] = middle, answer
-        for place in sorted(set(high[caps].tolist())):
-            cap = int(next(each for each in caps if high[each] == place))
-            yield found[cap].parts(cap)
+            if cap == caps[-1]:
+                yield found[cap].parts(self._shallowest(found[cap]))
+        shown = high[caps[-1]]
+        for cap in (each for each in reversed(caps.tolist()) if each in self._steps):
+            if high[cap] > shown:
+                shown = high[cap]
+                yield found[cap].parts(self._shallowest(found[cap]))
+
+    def _shallowest(self, found: ExactFound) -> int:
+        return int(np.flatnonzero(found.devices <= self._devices)[0])
+
+    @cached_property
+    def _steps(self) -> set[int]:
+        """Largest heights that are looked at: the greatest, all small ones, then by a quarter."""
+        heights = self._reach.heights
+        steps = [heights - 1, 0]
+        while steps[-1] < heights - 1:
+            steps.append(steps[-1] + 1 + steps[-1] // 8 * steps[-1] // 4)
+        return set(steps)
+
+    def shortest(self, bound: Bound) -> Iterator[list[Part]]:
+        """The plans with the shortest way through them, at some periods within a bound."""
+        lattice = self._weights.lattice
+        periods = self._reach.priced.periods(bound)
+        if not len(periods) or len(lattice.below) * self._devices**2 > PATHS:
+            return
+        last = np.inf
+        for period in periods[::-1].tolist():
+            if period * FINER > last:
+                continue
+            path = ShortestPath(self._reach, replace(bound, period_s=period), self._devices)
+            if not path.found:
+                return
+            last = period
+            yield list(path.parts())

@@ -1,9 +1,9 @@
 """Operators that a search over all partitions need not, or cannot, tell apart.
 
-Profiles name operators that cost nothing: inputs, reshapes, one tensor out of a tuple. Each that may
-lie in any of several stages multiplies the downsets: PipeDream's GNMT of 48 operators has 7,874 of
-them, and 35 without. A *free* operator (or group of such) has no seconds and no parameters. Moving
-it
+Profiles name operators that cost nothing: inputs, reshapes, one tensor out of a tuple. Each that
+may lie in any of several stages multiplies the downsets: PipeDream's GNMT of 48 operators has 7,874
+of them, and 35 without. A *free* operator (or group of such) has no seconds and no parameters.
+Moving it
 
     up     into the stage of its first reader, if it reads no more bytes than it makes
     down   into the stage of its one producer, if all who read the same value are free and

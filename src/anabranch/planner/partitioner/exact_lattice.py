@@ -79,8 +79,8 @@ class Lattice:
         self._ways = ways
         self._words = -(-len(graph) // _WORD)
         masks = self._masks = self._as_words(self.downsets)
-        nested = ~(masks[:, None] & ~masks[None, :]).any(axis=2)
-        np.fill_diagonal(nested, False)
+        outside = masks[:, None] & ~masks[None, :]
+        nested = ~np.any(outside, axis=2) & ~np.eye(len(masks), dtype=bool)
         self.below, self.above = np.nonzero(nested)
         self._pair = np.full(nested.shape, -1, dtype=np.int64)
         self._pair[nested] = np.arange(len(self.below))
@@ -97,7 +97,7 @@ class Lattice:
 
     def mask(self, pair: int) -> int:
         """Operators of a pair."""
-        return self.downsets[self.above[pair]] & ~self.downsets[self.below[pair]]
+        return self.downsets[int(self.above[pair])] & ~self.downsets[int(self.below[pair])]
 
     @cached_property
     def splits(self) -> tuple[Splits, ...]:
@@ -121,6 +121,16 @@ class Lattice:
             for count in range(2, len(table) + 1)
             if (counts == count).any()
         )
+
+    def ways(self, pair: int) -> tuple[Indices, Indices]:
+        """First stages of a layer with several components, and what remains after each."""
+        for split in self.splits:
+            at = int(np.searchsorted(split.layers, pair))
+            if at < len(split.layers) and split.layers[at] == pair:
+                count = len(split.first) // len(split.layers)
+                these = slice(at * count, (at + 1) * count)
+                return split.first[these], split.rest[these]
+        raise ValueError(f"layer {pair} has one component")
 
     def _component(self, inside: Masks) -> Masks:
         """Per set, the connected component of its first operator; nothing if it is empty."""
@@ -179,7 +189,7 @@ class Lattice:
     def _key(self, masks: Masks) -> Masks:
         # One word is its own key; of several, a sum with odd factors, modulo 2 ** 64.
         factors = np.array([pow(_FACTOR, word, 1 << 64) for word in range(self._words)], np.uint64)
-        return (masks * factors).sum(axis=-1, dtype=np.uint64)
+        return np.asarray((masks * factors).sum(axis=-1, dtype=np.uint64))
 
 
 def _subsets(parts: Masks) -> Iterator[Masks]:

@@ -22,7 +22,7 @@ from anabranch.graph.opgraph import BATCH, bits
 from anabranch.planner.partitioner.exact_lattice import Lattice
 from anabranch.planner.partitioner.prices import Bound, Mode, Prices
 
-NEVER = 1 << 28
+NEVER = float(1 << 28)
 """More devices than there are."""
 
 Floats = NDArray[np.float64]
@@ -59,7 +59,7 @@ class Weights:
         )
 
     def _difference(self, per_downset: Floats) -> Floats:
-        return per_downset[self.lattice.above] - per_downset[self.lattice.below]
+        return np.asarray(per_downset[self.lattice.above] - per_downset[self.lattice.below])
 
     def parameter_bytes(self, tensor: int, *, trainable: bool) -> Floats:
         """Bytes of parameters on each device, per stage."""
@@ -74,7 +74,9 @@ class Weights:
     def _parameter_bytes(self, tensor: int, trainable: bool) -> Floats:
         ops = range(len(self.cost.graph))
         if tensor > 1:
-            each = [self.cost.parameter_bytes([op], trainable=trainable, tensor=tensor) for op in ops]
+            each = [
+                self.cost.parameter_bytes([op], trainable=trainable, tensor=tensor) for op in ops
+            ]
             return self.total(np.array(each, dtype=np.float64))
         readers: dict[str, set[int]] = {}
         for op in ops:
@@ -94,7 +96,7 @@ class Weights:
 
     def _count(self, atoms: Iterable[int]) -> Floats:
         """How many of these atoms each downset holds."""
-        return self._holds[:, sorted(atoms)].sum(axis=1)
+        return np.asarray(self._holds[:, sorted(atoms)].sum(axis=1))
 
     @cached_property
     def _traffic(self) -> Floats:
@@ -120,9 +122,14 @@ class Weights:
         return sums
 
     def traffic(self, samples: int) -> tuple[Floats, Floats, Floats]:
-        """Bytes per micro-batch: what enters, and all that comes in and goes out, with gradients."""
+        """Bytes per micro-batch: what enters; and with gradients, what comes in and goes out."""
         enter, leave, enter_back, leave_back = self._traffic[:, 0] * samples + self._traffic[:, 1]
         return enter, enter + leave_back, leave + enter_back
+
+    def read_bytes(self, samples: int) -> Floats:
+        """Bytes per micro-batch of what enters and of its gradients."""
+        enter, back = self._traffic[0], self._traffic[2]
+        return np.asarray((enter + back)[0] * samples + (enter + back)[1])
 
 
 @dataclass(frozen=True)
@@ -132,6 +139,8 @@ class Priced:
     Attributes:
         modes: fewest devices first.
         slowest_s: seconds of compute or transfers per micro-batch, whichever is more.
+        path_share: what the stage adds to a way through it (compute, what it reads, and the
+            gradients of that), divided by so much that the stages of a plan stay below 1.
         reduce_s: seconds of all-reduce per step.
         spread_s: the period, with the all-reduce spread over the micro-batches.
         headroom: the largest height at which the stage fits.
@@ -139,62 +148,86 @@ class Priced:
 
     modes: tuple[Mode, ...]
     slowest_s: Floats
+    path_share: Floats
     reduce_s: Floats
     spread_s: Floats
     headroom: Ints
 
     @staticmethod
-    def of(weights: Weights, prices: Prices) -> Priced:
-        """Price all stages."""
-        slowest, reduced, headroom = [], [], []
+    def of(weights: Weights, prices: Prices, heights: int) -> Priced:
+        """Price all stages, with recomputation where one does not fit at all heights without."""
+        columns = []
+        modes: list[Mode] = []
+        roomy: set[tuple[int, int]] = set()
         for mode in prices.modes:
-            n = prices.samples(mode.replicas)
-            forward, backward = weights.cost.op_seconds(n, mode.tensor)
-            compute = weights.total(forward * (1 + mode.recompute) + backward)
-            enter, comes, goes = weights.traffic(n)
-            slowest.append(np.maximum(compute, np.maximum(comes, goes) * prices.share(mode.devices)))
-            trainable = weights.parameter_bytes(mode.tensor, trainable=True)
-            reduced.append(prices.allreduce_s(trainable, mode.replicas, mode.tensor))
-            state = weights.parameter_bytes(mode.tensor, trainable=False)
-            state = state + trainable * (1 + prices.cost.optimizer_factor)
-            kept = weights.total(weights.cost.sharded_kept_bytes(mode.tensor)) * n
-            fixed = state + prices.cost.receive_slots * comes + kept * mode.recompute
-            headroom.append(prices.headroom(fixed, enter + kept * (not mode.recompute)))
-        slowest_s, reduce_s = np.stack(slowest), np.stack(reduced)
+            if mode.recompute and (mode.replicas, mode.tensor) in roomy:
+                continue
+            modes.append(mode)
+            columns.append(_price(weights, prices, mode))
+            if (columns[-1][-1] >= heights - 1).all():
+                roomy.add((mode.replicas, mode.tensor))
+        slowest, path, reduce_s, room = (np.stack(each) for each in zip(*columns, strict=True))
         return Priced(
-            prices.modes,
-            slowest_s,
-            reduce_s,
-            slowest_s + reduce_s / prices.num_microbatches,
-            np.stack(headroom),
+            tuple(modes),
+            slowest_s=slowest,
+            path_share=path / (2 * len(weights.atoms) * path.max(initial=1e-300)),
+            reduce_s=reduce_s,
+            spread_s=slowest + reduce_s / prices.num_microbatches,
+            headroom=room,
         )
 
     def periods(self, bound: Bound) -> Floats:
-        """All periods of stages within a bound, ascending; of equal ones up to rounding the last."""
+        """Periods of stages within a bound, ascending; of those equal up to rounding the last."""
         periods = self.spread_s if bound.spread else self.slowest_s
         values = np.unique(periods[self.within(bound)])
-        return values[np.append(np.diff(values) > 1e-12 * values[1:], True)[: len(values)]]
+        last = np.append(np.diff(values) > 1e-12 * values[1:], True)[: len(values)]
+        return np.asarray(values[last])
 
     def within(self, bound: Bound) -> Bools:
         """Which stages keep a bound."""
         periods = self.spread_s if bound.spread else self.slowest_s
         return (periods <= bound.period_s) & (self.reduce_s <= bound.reduce_s)
 
-    def need(self, within: Bools, heights: int) -> Ints:
-        """Fewest devices per stage: [height, pair]; one row where no height is too great."""
+    def need(self, within: Bools, heights: int) -> Floats:
+        """Fewest devices per stage, and as a fraction its share of a path: [height, pair].
+
+        One row where no height is too great.
+        """
         fits = np.where(within, self.headroom, -1)
         rows = heights if ((fits >= 0) & (fits < heights - 1)).any() else 1
-        result = np.full((rows, fits.shape[1]), NEVER, dtype=np.int32)
-        for k in reversed(range(len(self.modes))):
+        result = np.full((rows, fits.shape[1]), NEVER)
+        for k, mode in enumerate(self.modes):
+            value = mode.devices + self.path_share[k]
             for h in range(rows):
-                result[h, fits[k] >= (h if rows > 1 else heights - 1)] = self.modes[k].devices
+                # Modes come with ever more devices, so what is there is not worse.
+                better = (fits[k] >= (h if rows > 1 else heights - 1)) & (value < result[h])
+                result[h, better] = value[better]
         return result
 
     def mode(self, within: Bools, pair: int, height: int, devices: int) -> Mode:
-        """The quickest mode of a stage with that many devices at that height."""
+        """The mode of a stage with that many devices at that height: that of ``need``."""
         chosen = [
-            (self.spread_s[k, pair], k)
+            (self.path_share[k, pair], k)
             for k, mode in enumerate(self.modes)
             if mode.devices == devices and within[k, pair] and self.headroom[k, pair] >= height
         ]
         return self.modes[min(chosen)[1]]
+
+
+def _price(weights: Weights, prices: Prices, mode: Mode) -> tuple[Floats, Floats, Floats, Ints]:
+    """Slowest and path seconds, those of the all-reduce, and the headroom of every stage."""
+    n, share = prices.samples(mode.replicas), prices.share(mode.devices)
+    forward, backward = weights.cost.op_seconds(n, mode.tensor)
+    compute = weights.total(forward * (1 + mode.recompute) + backward)
+    enter, comes, goes = weights.traffic(n)
+    trainable = weights.parameter_bytes(mode.tensor, trainable=True)
+    state = weights.parameter_bytes(mode.tensor, trainable=False)
+    state = state + trainable * (1 + prices.cost.optimizer_factor)
+    kept = weights.total(weights.cost.sharded_kept_bytes(mode.tensor)) * n
+    fixed = state + prices.cost.receive_slots * comes + kept * mode.recompute
+    return (
+        np.maximum(compute, np.maximum(comes, goes) * share),
+        compute + weights.read_bytes(n) * share,
+        prices.allreduce_s(trainable, mode.replicas, mode.tensor),
+        prices.headroom(fixed, enter + kept * (not mode.recompute)),
+    )

@@ -10,6 +10,9 @@ the downset I needs if nothing of it is higher than h. A layer's place in the ch
 height of its stages, and equal to it in one of the chains that stand for a partition. So this is
 exact in memory as well, and one pass answers for every depth.
 
+Of plans with equally many devices the one with the least sum of path shares is kept: the stages'
+own seconds and those of what they read, as the fraction of a number of devices.
+
 Time per bound: O((pairs + ways) * H) for H heights, in NumPy steps.
 """
 
@@ -20,9 +23,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from anabranch.planner.partitioner.exact_lattice import Lattice
-from anabranch.planner.partitioner.exact_prices import NEVER, Bools, Ints, Priced, Weights
+from anabranch.planner.partitioner.exact_prices import NEVER, Bools, Floats, Ints, Priced, Weights
 from anabranch.planner.partitioner.parts import Part
-from anabranch.planner.partitioner.prices import Bound
+from anabranch.planner.partitioner.prices import Bound, Mode
 
 
 class ExactReach:
@@ -39,6 +42,10 @@ class ExactReach:
         self.priced = priced
         self.heights = heights
 
+    def part(self, pair: int, mode: Mode) -> Part:
+        """A stage of the model."""
+        return Part(self.weights.mask(pair), mode.replicas, mode.recompute, mode.tensor)
+
     def solve(self, bound: Bound) -> ExactFound:
         """Fewest devices within a bound, for every cap on the height."""
         lattice = self.weights.lattice
@@ -50,7 +57,7 @@ class ExactReach:
             best = np.minimum.reduceat(ways, split.starts, axis=1)
             layer[:, split.layers] = np.minimum(layer[:, split.layers], best)
         np.minimum(layer, NEVER, out=layer)
-        devices = np.full((self.heights + 1, len(lattice.downsets)), NEVER, dtype=np.int32)
+        devices = np.full((self.heights + 1, len(lattice.downsets)), NEVER)
         devices[0, -1] = 0
         for h in range(self.heights):
             ways = layer[min(h, len(layer) - 1)] + devices[h, lattice.above]
@@ -71,7 +78,7 @@ class ExactFound:
     """
 
     def __init__(
-        self, reach: ExactReach, within: Bools, need: Ints, layer: Ints, devices: Ints
+        self, reach: ExactReach, within: Bools, need: Floats, layer: Floats, devices: Floats
     ) -> None:
         self._reach = reach
         self._lattice: Lattice = reach.weights.lattice
@@ -79,7 +86,7 @@ class ExactFound:
         self._need = need
         self._layer = layer
         self._table = devices
-        self.devices = devices[1:, 0]
+        self.devices: Ints = devices[1:, 0].astype(np.int32)
 
     def parts(self, cap: int) -> list[Part]:
         """The stages for one cap, from the first to the last."""
@@ -105,24 +112,14 @@ class ExactFound:
         row = min(h, len(self._layer) - 1)
         need, layer = self._need[row], self._layer[row]
         while need[pair] != layer[pair]:
-            first, pair = self._split(pair, row)
-            yield self._part(first, h)
+            firsts, rests = self._lattice.ways(pair)
+            best = int((need[firsts] + layer[rests]).argmin())
+            yield self._part(int(firsts[best]), h)
+            pair = int(rests[best])
         yield self._part(pair, h)
-
-    def _split(self, pair: int, row: int) -> tuple[int, int]:
-        for split in self._lattice.splits:
-            at = int(np.searchsorted(split.layers, pair))
-            if at == len(split.layers) or split.layers[at] != pair:
-                continue
-            count = len(split.first) // len(split.layers)
-            ways = slice(at * count, (at + 1) * count)
-            first, rest = split.first[ways], split.rest[ways]
-            best = int((self._need[row, first] + self._layer[row, rest]).argmin())
-            return int(first[best]), int(rest[best])
-        raise AssertionError("a layer that is no stage has several components")
 
     def _part(self, pair: int, h: int) -> Part:
         row = min(h, len(self._need) - 1)
         devices = int(self._need[row, pair])
         mode = self._reach.priced.mode(self._within, pair, h, devices)
-        return Part(self._reach.weights.mask(pair), mode.replicas, mode.recompute, mode.tensor)
+        return self._reach.part(pair, mode)

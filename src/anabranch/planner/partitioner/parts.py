@@ -161,6 +161,12 @@ class PartPrices:
             self._compute_s[part] = there, back + there * part.recompute
         return self._compute_s[part]
 
+    def seconds(self, part: Part) -> NDArray[np.float64]:
+        """Seconds of a micro-batch for every operator of the model, run as this part is."""
+        n = self.prices.samples(part.replicas)
+        forward, backward = self.cost.op_seconds(n, part.tensor)
+        return forward * (1 + part.recompute) + backward
+
     def period_s(self, part: Part) -> float:
         """Seconds from one micro-batch to the next."""
         if part not in self._period_s:

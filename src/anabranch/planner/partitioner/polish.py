@@ -6,7 +6,8 @@ and what the estimate (``partitioner.estimate``) likes is simulated:
 
 - a part of a stage goes to a neighbour: an operator with all that follows it in its stage, or with
   all that leads to it;
-- devices go from one stage to another;
+- devices go from one stage to another, and stages that lie in a row are cut again
+  (``partitioner.recut``);
 - two neighbours become one stage; one becomes two, one after the other or side by side;
 - another micro-batch size for all; recomputation or another tensor-parallel degree for one or all;
 - two stages trade places on the devices.
@@ -26,7 +27,8 @@ from anabranch.graph.opgraph import bits
 from anabranch.planner.partitioner.assemble import Assembler, Candidate
 from anabranch.planner.partitioner.estimate import step_s
 from anabranch.planner.partitioner.parts import Part, PartPrices, edges
-from anabranch.planner.partitioner.prices import Prices, degrees
+from anabranch.planner.partitioner.prices import Mode, Prices, degrees
+from anabranch.planner.partitioner.recut import Recut
 from anabranch.planner.stages import StageGraph
 
 FOCUS = 6
@@ -37,6 +39,9 @@ CHUNKS = 6
 
 CLOSE = 1.06
 """Changes whose estimate is within this factor of the plan's own are worth a simulation."""
+
+CLIMBS = 4
+"""Changes made one after the other before anything is simulated."""
 
 Parts = tuple[Part, ...]
 
@@ -72,6 +77,7 @@ class Polisher:
         self._fixed_size = microbatch_size
         self._recompute = recompute
         self._simulated = simulated
+        self._recut = Recut(cost, batch_size, order)
         self._assemblers: dict[int, Assembler] = {}
         self._known: dict[tuple[int, frozenset[Part]], Candidate | None] = {}
 
@@ -101,12 +107,12 @@ class Polisher:
         )
 
     def _climb(self, size: int, parts: Parts) -> Iterator[Candidate]:
-        """Everything one change away; and two changes, where the first is an improvement."""
+        """Everything one change away; and from the best of it on, as long as it gets better."""
         start = self._assembled(size, parts)
         if start is not None:
             yield start
         least = start.step_s if start else float("inf")
-        for _ in range(2):
+        for _ in range(CLIMBS):
             best: tuple[float, int, Parts] | None = None
             for other_size, changed in self._changes(size, parts):
                 candidate = self._assembled(other_size, changed)
@@ -135,19 +141,54 @@ class Polisher:
 
     def _changes(self, size: int, parts: Parts) -> Iterator[tuple[int, Parts]]:
         focus = self._focus(size, parts)
+        row = self._recut.row_of(parts)
+        others = [size // 2, size * 2] if self._fixed_size is None else []
+        sizes = [other for other in others if 1 <= other <= self._batch_size]
         for changed in (
             *self._shifts(parts, focus),
             *self._moved_devices(size, parts, focus),
             *self._merges(parts, focus),
             *self._splits(size, parts, focus),
             *self._modes(size, parts, focus),
+            *(self._recuts(size, row) if row else ()),
         ):
             if all(self._may(size, part) for part in changed if part not in parts):
                 yield size, changed
-        if self._fixed_size is None:
-            for other in (size // 2, size * 2):
-                if 1 <= other <= self._batch_size and all(self._may(other, p) for p in parts):
-                    yield other, parts
+        for other in sizes:
+            if all(self._may(other, part) for part in parts):
+                yield other, parts
+                for cut in self._recut.cut(other, [mode_of(part) for part in row or ()]):
+                    yield other, tuple(cut)
+
+    def _recuts(self, size: int, row: Sequence[Part]) -> Iterator[Parts]:
+        """Stages in a row with other devices, cut again as is best for these."""
+        for modes in self._other_modes(size, row):
+            if all(self._may(size, Part(0, m.replicas, m.recompute, m.tensor)) for m in modes):
+                for cut in self._recut.cut(size, modes):
+                    yield tuple(cut)
+
+    def _other_modes(self, size: int, row: Sequence[Part]) -> Iterator[list[Mode]]:
+        modes = [mode_of(part) for part in row]
+        focus = self._focus(size, tuple(row))
+        yield modes
+        for x in focus:
+            for y in focus:
+                if x == y or modes[x].tensor != modes[y].tensor:
+                    continue
+                for count in _some_of(modes[x].replicas):
+                    changed = list(modes)
+                    changed[x] = replace(modes[x], replicas=modes[x].replicas - count)
+                    changed[y] = replace(modes[y], replicas=modes[y].replicas + count)
+                    yield changed
+        for s in range(len(modes) - 1):
+            if modes[s].tensor == modes[s + 1].tensor:
+                both = replace(modes[s], replicas=modes[s].replicas + modes[s + 1].replicas)
+                yield [*modes[:s], both, *modes[s + 2 :]]
+        for s in focus:
+            for count in _some_of(modes[s].replicas):
+                first = replace(modes[s], replicas=modes[s].replicas - count)
+                second = replace(modes[s], replicas=count)
+                yield [*modes[:s], first, second, *modes[s + 1 :]]
 
     def _may(self, size: int, part: Part) -> bool:
         """Whether a part may have its replicas: every one has samples, the profile knows them."""
@@ -214,11 +255,10 @@ class Polisher:
                 x, y = parts[source], parts[to]
                 if source == to or x.tensor != y.tensor:
                     continue
-                for count in sorted({1, x.replicas // 2, x.replicas - 1} - {0}):
-                    if count < x.replicas:
-                        given = replace(x, replicas=x.replicas - count)
-                        taken = replace(y, replicas=y.replicas + count)
-                        yield _put(parts, {source: given, to: taken})
+                for count in _some_of(x.replicas):
+                    given = replace(x, replicas=x.replicas - count)
+                    taken = replace(y, replicas=y.replicas + count)
+                    yield _put(parts, {source: given, to: taken})
 
     def _merges(self, parts: Parts, focus: Sequence[int]) -> Iterator[Parts]:
         for x, y in self._borders(parts, focus):
@@ -230,7 +270,7 @@ class Polisher:
     def _splits(self, size: int, parts: Parts, focus: Sequence[int]) -> Iterator[Parts]:
         for s in focus:
             part = parts[s]
-            for count in sorted({1, part.replicas // 2, part.replicas - 1} - {0, part.replicas}):
+            for count in _some_of(part.replicas):
                 for first in self._heads(size, part, count / part.replicas):
                     head = replace(part, mask=first, replicas=count)
                     rest = part.mask & ~first
@@ -298,6 +338,16 @@ class Polisher:
                 moved = replace(graph, stages=tuple(replace(each, in_flight=0) for each in stages))
                 where = [stage.devices for stage in moved.stages]
                 yield Candidate(moved, step_s(prices, parts, where, pairs), 0.0)
+
+
+def mode_of(part: Part) -> Mode:
+    """How a part uses its devices."""
+    return Mode(part.replicas, part.recompute, part.tensor)
+
+
+def _some_of(count: int) -> list[int]:
+    """Numbers of replicas that may leave a stage of so many: one, half, all but one."""
+    return sorted({1, count // 2, count - 1} - {0, count})
 
 
 def _put(parts: Parts, changed: dict[int, Part | None]) -> Parts:

@@ -71,6 +71,14 @@ class Sizes:
     def __len__(self) -> int:
         return len(self.prices)
 
+    @cached_property
+    def by_devices(self) -> dict[int, list[int]]:
+        """Places of the modes with so many devices."""
+        result: dict[int, list[int]] = {}
+        for k, mode in enumerate(self.modes):
+            result.setdefault(mode.devices, []).append(k)
+        return result
+
 
 @dataclass(frozen=True)
 class Shares:
@@ -118,7 +126,7 @@ class Ranges:
         self.sizes = sizes
         everything = slice(None), slice(None)
         self._slowest_s = np.maximum(
-            self._between(self._running)[:, :, *everything], self.traffic_s(everything)
+            self._between(self._running), self.traffic_s(everything)
         )
         # A size that may not use a mode never has it within a bound.
         self._slowest_s[~sizes.valid] = np.inf
@@ -216,7 +224,7 @@ class Ranges:
         count = sizes.count.reshape(wide)
         with np.errstate(divide="ignore", invalid="ignore"):
             held = np.clip(free / per_microbatch, 0, count)
-        held = np.where(per_microbatch > 0, held, count * (free >= 0))
+        held = np.where(per_microbatch > 0, held, count * (free >= 0)).astype(np.int32)
         # More than all micro-batches are never in flight.
         result = np.where(held == count, INFINITE, held - 1).astype(np.int32)
         result[:, :, np.tril(np.ones(result.shape[2:], dtype=bool))] = -1
@@ -232,6 +240,9 @@ class Ranges:
 
     def mode(self, bound: Bound, start: int, stop: int, height: int, devices: int) -> Mode:
         """The quickest mode with so many devices in which a range is within a bound and fits."""
+        alike = self.sizes.by_devices[devices]
+        if len(alike) == 1:
+            return self.sizes.modes[alike[0]]
         seconds = self._spread_s if bound.spread else self._slowest_s
         at = self.sizes.devices == devices
         at &= self.headroom[bound.at, :, start, stop] >= height
@@ -252,7 +263,7 @@ class Ranges:
             within &= self._reduce_s[k] <= longest
         return within
 
-    def need(self, bounds: Sequence[Bound], heights: int) -> Ints:
+    def need(self, bounds: Sequence[Bound], heights: int, most: int | None = None) -> Ints:
         """Fewest devices for every range within bounds: [bound, height, stop, start].
 
         ``INFINITE`` where no mode does. Where memory does not depend on the height, the second axis
@@ -260,8 +271,12 @@ class Ranges:
 
         Args:
             bounds: all with the all-reduce spread, or none.
-            heights: number of heights; the last stands for all greater ones too.
+            heights: number of heights.
+            most: the height for which the last of them stands, if not for itself.
         """
+        most = heights - 1 if most is None else most
+        if most == 0:
+            return self._at_sink(bounds)
         of = [bound.at for bound in bounds]
         size = self.row.size + 1
         result = np.full((len(bounds), size, size), INFINITE, dtype=np.int32)
@@ -269,14 +284,53 @@ class Ranges:
         for k in reversed(range(len(self.sizes.modes))):
             within = self._within(bounds, k)
             headroom = self.headroom[of, k]
-            np.copyto(result, self.sizes.devices[k], where=within & (headroom >= heights - 1))
+            np.copyto(result, self.sizes.devices[k], where=within & (headroom >= most))
             if heights > 1:
-                lower = within & (headroom >= 0) & (headroom < heights - 1)
-                places = np.flatnonzero(lower)
+                places = np.flatnonzero(within & (headroom >= 0) & (headroom < most))
                 if len(places):
-                    graded.append((headroom.reshape(-1)[places], places, self.sizes.devices[k]))
+                    level = np.minimum(headroom.reshape(-1)[places], heights - 2)
+                    graded.append((level, places, self.sizes.devices[k]))
         always = result.transpose(0, 2, 1)[:, None]
         return self._graded(always, graded, heights) if graded else np.ascontiguousarray(always)
+
+    def _at_sink(self, bounds: Sequence[Bound]) -> Ints:
+        """``need`` if all stages are at height 0."""
+        of = [bound.at for bound in bounds]
+        start, stop = self._places
+        seconds, reduce_s = self._packed[bounds[0].spread], self._packed_reduce_s
+        period_s = np.array([bound.period_s for bound in bounds])[:, None]
+        longest = np.array([bound.reduce_s for bound in bounds])[:, None]
+        apart = bool((longest < np.inf).any())
+        packed = np.full((len(bounds), len(start)), INFINITE, dtype=np.int32)
+        for k in reversed(range(len(self.sizes.modes))):
+            within = seconds[of, k] <= period_s
+            if apart:
+                within &= reduce_s[k] <= longest
+            np.copyto(packed, self.sizes.devices[k], where=within)
+        size = self.row.size + 1
+        result = np.full((len(bounds), 1, size, size), INFINITE, dtype=np.int32)
+        result[:, 0, stop, start] = packed
+        return result
+
+    @cached_property
+    def _places(self) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+        """Starts and stops of all ranges that are not empty."""
+        return np.triu_indices(self.row.size + 1, 1)
+
+    @cached_property
+    def _packed(self) -> dict[bool, Floats]:
+        """Spread or not -> periods of these ranges, infinite where they fit at no height."""
+        at = (slice(None), slice(None), *self._places)
+        none = self.headroom[at] < 0
+        result = {}
+        for spread, seconds in ((False, self._slowest_s), (True, self._spread_s)):
+            result[spread] = seconds[at]
+            result[spread][none] = np.inf
+        return result
+
+    @cached_property
+    def _packed_reduce_s(self) -> Floats:
+        return self._reduce_s[(slice(None), *self._places)]
 
     @staticmethod
     def _graded(
@@ -303,10 +357,14 @@ class Ranges:
             result[at] = np.minimum(result[at], devices[some])
         return result
 
+    @property
+    def _cuts(self) -> NDArray[np.intp]:
+        return np.arange(self.row.size + 1)
+
     @cached_property
     def tails(self) -> Shares:
         """For a stage after this row's end that also takes the parts from cut c on."""
-        row, end = self.row, (slice(None), self.row.size)
+        row, end = self.row, (self._cuts, np.full(self.row.size + 1, self.row.size))
         # What the tail sends on no longer enters the stage; what the tail reads does.
         enter = row.entering[end].minus(row.leaving[end])
         leave = row.leaving_gradients[end].minus(row.entering_gradients[end])
@@ -315,7 +373,7 @@ class Ranges:
     @cached_property
     def heads(self) -> Shares:
         """For a stage before this row's start that also takes the parts up to cut c."""
-        row, start = self.row, (0, slice(None))
+        row, start = self.row, (np.zeros(self.row.size + 1, dtype=np.intp), self._cuts)
         # What only the head reads no longer leaves the stage; what the head makes does.
         enter = row.entering_gradients[start].minus(row.sole_gradients)
         leave = row.leaving[start].minus(row.sole_reads)

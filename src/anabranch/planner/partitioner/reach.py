@@ -43,6 +43,9 @@ from anabranch.planner.partitioner.ranges import INFINITE, Bools, Ints, Ranges, 
 from anabranch.planner.partitioner.sharing import Groups, largest_groups, whole
 from anabranch.planner.partitioner.solved import Between, Fork, Found, Join, Solved
 
+MOST_HEIGHTS = 64
+"""Greater heights are taken for the greatest where memory depends on the height."""
+
 HEADS = 8
 """Cuts per branch that a stage before a block may take, besides none and all of it."""
 
@@ -79,7 +82,7 @@ class Reach:
         Args:
             bounds: all with the all-reduce spread, or none.
         """
-        return self._run(bounds, [0], heights=1, beyond=True)
+        return self._run(bounds, [0], heights=1, most=0, beyond=True)
 
     def solve(self, bounds: Sequence[Bound], caps: Sequence[int] | None = None) -> Found:
         """Fewest devices within bounds, for several caps on the height.
@@ -89,17 +92,19 @@ class Reach:
             caps: the largest height allowed, ascending; by default any.
         """
         if caps is not None:
-            return self._run(bounds, caps, heights=max(caps) + 1, beyond=False)
+            heights = max(caps) + 1
+            return self._run(bounds, caps, heights=heights, most=heights - 1, beyond=False)
         # More than all micro-batches are never in flight.
-        heights = min(self.heights, max(int(self.sizes.count[bound.at]) for bound in bounds))
-        return self._run(bounds, [heights - 1], heights=heights, beyond=True)
+        most = min(self.heights, max(int(self.sizes.count[bound.at]) for bound in bounds)) - 1
+        heights = min(most + 1, MOST_HEIGHTS)
+        return self._run(bounds, [heights - 1], heights=heights, most=most, beyond=True)
 
     def _run(
-        self, bounds: Sequence[Bound], caps: Sequence[int], *, heights: int, beyond: bool
+        self, bounds: Sequence[Bound], caps: Sequence[int], *, heights: int, most: int, beyond: bool
     ) -> Found:
-        run = _Run(self, bounds, heights, beyond)
+        run = _Run(self, bounds, heights, most, beyond)
         solved = run.solve(self.chain, np.array(caps, dtype=np.int32))
-        return Found(self.chain, self.ranges, run.limits.bounds, heights, solved)
+        return Found(self.chain, self.ranges, run.limits.bounds, heights, most, solved)
 
 
 class _Run:
@@ -109,19 +114,24 @@ class _Run:
         reach: the model.
         bounds: as for ``Reach.solve``.
         heights: number of heights.
+        most: the height for which the last of them stands where memory is concerned.
         beyond: the last height stands for all greater ones too.
     """
 
-    def __init__(self, reach: Reach, bounds: Sequence[Bound], heights: int, beyond: bool) -> None:
+    def __init__(
+        self, reach: Reach, bounds: Sequence[Bound], heights: int, most: int, beyond: bool
+    ) -> None:
         self.limits = Limits(reach.sizes, bounds)
         self._reach = reach
         self._heights = heights
+        self._most = most
         self._beyond = beyond
         self._needs: dict[int, Ints] = {}
 
     def _need(self, chain: Chain | Block) -> Ints:
         if id(chain) not in self._needs:
-            need = self._reach.ranges(chain).need(self.limits.bounds, self._heights)
+            ranges = self._reach.ranges(chain)
+            need = ranges.need(self.limits.bounds, self._heights, self._most)
             self._needs[id(chain)] = need
         return self._needs[id(chain)]
 
@@ -207,7 +217,7 @@ class _Run:
             {k: self._reach.ranges(block.branches[k]).tails for k in between.branches},
             between.groups[..., above],
             above <= between.caps[:, None],
-            np.broadcast_to(np.arange(len(above)), (len(between.caps), len(above))),
+            self._held(np.broadcast_to(np.arange(len(above)), (len(between.caps), len(above)))),
         )
         sharing, place, tables = beside.share(
             Stages.of(self._reach.ranges(chain), stops, self.limits),
@@ -219,6 +229,10 @@ class _Run:
         for q, need in enumerate(tables[0], start=p + 2):
             _improve(solved.devices[:, :, : len(above), q], before, need)
         self._close(solved.devices[..., p + 2 : p + 2 + len(stops)], len(above))
+
+    def _held(self, heights: Ints) -> Ints:
+        """Heights as far as memory is concerned."""
+        return np.where(heights == self._heights - 1, self._most, heights)
 
     def _last(self, reached: int) -> bool:
         """Whether so many heights include one that stands for all greater ones."""
@@ -238,7 +252,7 @@ class _Run:
             return
         cuts = {k: _head_cuts(block.branches[k]) for k in between.branches}
         suffixes = {(k, c): self.solve(block.branches[k], caps, c) for k in cuts for c in cuts[k]}
-        height = np.minimum(caps + 1, self._heights - 1)
+        height = self._held(np.minimum(caps + 1, self._heights - 1))
         beside = Beside(
             block,
             {

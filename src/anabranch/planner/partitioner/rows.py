@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,10 +70,12 @@ class Row:
 
     def mask(self, start: int, stop: int) -> int:
         """Operators of a range."""
-        result = 0
-        for mask in self.masks[start:stop]:
-            result |= mask
-        return result
+        return self._first[stop] ^ self._first[start]
+
+    @cached_property
+    def _first(self) -> list[int]:
+        """Operators of the first j parts."""
+        return list(accumulate(self.masks, initial=0))
 
     def compute_s(self, samples: float, tensor: int = 1, *, recompute: bool = False) -> Matrix:
         """Forward and backward seconds of the first j parts, for j = 0 .. size."""
@@ -124,7 +127,9 @@ class Row:
         return self._parameters(trainable=False)
 
     def _sharded_parameters(self, tensor: int) -> Matrix:
-        per_op = [self.cost.parameter_bytes([i], tensor=tensor) for i in range(len(self.cost.graph))]
+        per_op = [
+            self.cost.parameter_bytes([i], tensor=tensor) for i in range(len(self.cost.graph))
+        ]
         sums = self._running(np.array(per_op, dtype=np.float64))
         return np.maximum(sums[None, :] - sums[:, None], 0.0)
 

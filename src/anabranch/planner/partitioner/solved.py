@@ -116,6 +116,7 @@ class Found:
         ranges: prices of the ranges of a chain or block.
         bounds: what was asked.
         heights: number of heights.
+        most: the height for which the last of them stands where memory is concerned.
         solved: the tables.
 
     Attributes:
@@ -129,6 +130,7 @@ class Found:
         ranges: Callable[[Chain | Block], Ranges],
         bounds: Sequence[Bound],
         heights: int,
+        most: int,
         solved: Solved,
     ) -> None:
         self.bounds = bounds
@@ -136,11 +138,12 @@ class Found:
         self._chain = chain
         self._ranges = ranges
         self._heights = heights
+        self._most = most
         self._solved = solved
 
     def parts(self, t: int, u: int = 0) -> list[Part]:
         """The stages for one bound and cap, in no particular order."""
-        reader = _Reader(self._ranges, self.bounds[t], t, self._heights)
+        reader = _Reader(self._ranges, self.bounds[t], t, self._heights, self._most)
         return list(reader.walk(self._chain, self._solved, u, len(self._chain.items), 0))
 
 
@@ -152,6 +155,7 @@ class _Reader:
     bound: Bound
     t: int
     heights: int
+    most: int
 
     def walk(self, chain: Chain, solved: Solved, u: int, j: int, h: int) -> Iterator[Part]:
         """Stages of the chain from where it was solved to cut j, the last of them at height h."""
@@ -169,7 +173,7 @@ class _Reader:
         return min(h + 1, self.heights)
 
     def _part(self, within: Chain | Block, i: int, j: int, h: int, devices: int) -> Part:
-        height = min(h, self.heights - 1)
+        height = h if h < self.heights - 1 else self.most
         mode = self.ranges(within).mode(self.bound, i, j, height, devices)
         return Part(within.row.mask(i, j), mode.replicas, mode.recompute, mode.tensor)
 
@@ -251,7 +255,9 @@ class _Reader:
                 branch = block.branches[j]
                 yield from self.walk(branch, between.branches[k], w, len(branch.items), e)
                 continue
-            i = next(i for i in range(j - 1) if whole[i] + self._group(between, i, j, e) == whole[j])
+            i = next(
+                i for i in range(j - 1) if whole[i] + self._group(between, i, j, e) == whole[j]
+            )
             yield self._part(block, i, j, e, self._group(between, i, j, e))
             j = i
 

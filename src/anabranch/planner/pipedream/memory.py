@@ -157,8 +157,9 @@ class Fitting:
     def _component(self, level: int, copies: int) -> list[Counts]:
         """By number of stages, on a whole component; level -1: a device."""
         if level < 0:
-            fits = self._terms.compute_s(copies) <= self._bound
-            return [np.where(fits, -self._terms.headroom(copies), np.int16(ABSENT))]
+            seconds = self._terms.compute_s(copies)
+            within = (seconds <= self._bound) & np.isfinite(seconds)
+            return [np.where(within, -self._terms.headroom(copies), np.int16(ABSENT))]
         if (level, copies) not in self._whole:
             self._whole[level, copies] = self._table(level, copies)[1][-1]
         return self._whole[level, copies]

@@ -21,7 +21,7 @@ from anabranch.planner.infeasible import explain, require_sizes
 from anabranch.planner.partitioner.chains import line
 from anabranch.planner.partitioner.parts import Part, PartPrices, edges, fits
 from anabranch.planner.partitioner.prices import Prices, microbatch_sizes
-from anabranch.planner.partitioner.search import Problem
+from anabranch.planner.partitioner.problem import Problem
 from anabranch.planner.pipedream import memory, recurrence
 from anabranch.planner.pipedream.spans import Spans
 from anabranch.planner.pipedream.terms import Meter, Piece, Terms, flat, stages, tiers
@@ -114,10 +114,11 @@ class PipeDream:
         # What does not fit on a single level, on which much more is possible, fits on no other.
         if memory.Fitting(level, float("inf"), meter).solve() is None:
             return None
-        low = found[0] if found else 0.0
-        within = found and memory.solve(terms, meter, low, self.tolerance)
-        within = within or memory.solve(level, meter, level.ideal_s(), self.tolerance)
-        return within and self._stage_graph(terms, within[1])
+        for each, low in ((terms, found and found[0]), (level, level.ideal_s())):
+            within = None if low is None else memory.solve(each, meter, low, self.tolerance)
+            if within is not None:
+                return self._stage_graph(each, within[1])
+        return None
 
     def _stage_graph(self, terms: Terms, pieces: Sequence[Piece]) -> StageGraph | None:
         """The stages of a plan on their devices; None if they do not fit."""

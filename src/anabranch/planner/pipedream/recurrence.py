@@ -4,8 +4,9 @@ Level by level from the devices up, as the paper has it: within a level all span
 component, then for two, and so on; at the last level only spans from the empty state. Every
 number of copies that higher levels may make of a component has tables of its own.
 
-What exceeds a bound is dropped at once, which leaves a narrow band of short spans; if nothing is
-found the bound rises. As no part of a plan exceeds the whole, the result is exact.
+What exceeds a bound is dropped at once, which leaves a narrow band of short spans, and the less of
+the model before a component, the more of the devices it has. If nothing is found the bound rises.
+As no part of a plan exceeds the whole, the result is exact.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ FIRST = 1.15
 RISE = 1.5
 RISES = 8
 """Ratio of the bounds that follow, and how many there are before the search has none."""
+
+_ROUNDING = 1 + 1e-9
 
 
 def solve(terms: Terms, meter: Meter) -> tuple[float, tuple[Piece, ...]] | None:
@@ -59,7 +62,7 @@ class Bounded:
     def solve(self) -> tuple[float, tuple[Piece, ...]] | None:
         """The least period within the bound and a plan with it."""
         top = len(self._terms.tiers) - 1
-        table = self._table(top, 1, rows=1)
+        table = self._table(top, 1)
         value = float(table.best[-1][0, -1])
         if value == INFINITE:
             return None
@@ -70,15 +73,19 @@ class Bounded:
         if level < 0:
             return self._within(self._terms.compute_s(copies))
         if (level, copies) not in self._whole:
-            self._whole[level, copies] = self._table(level, copies).best[-1]
+            count = len(self._terms.spans)
+            whole = np.full((count, count), INFINITE)
+            best = self._table(level, copies).best[-1]
+            whole[: len(best)] = best
+            self._whole[level, copies] = whole
         return self._whole[level, copies]
 
-    def _table(self, level: int, copies: int, rows: int | None = None) -> Table:
-        """T and A at a level for 1, 2 .. components; ``rows``: only spans from the first states."""
+    def _table(self, level: int, copies: int) -> Table:
+        """T and A at a level for 1, 2 .. components."""
         size = self._terms.tiers[level].size
         cut = self._within(self._terms.cut_s(level, copies))
         stage = np.stack([self._stage(level, copies, m) for m in range(1, size + 1)])
-        best = stage[:, :rows].copy()
+        best = stage[:, : self._starts(level, copies)].copy()
         # What ends at a state and goes on behind it, by that state: [component, state, start].
         ends = np.empty((size, len(cut), best.shape[1]))
         for m in range(1, size + 1):
@@ -86,6 +93,14 @@ class Bounded:
                 least_longest(ends[m - 2 :: -1], stage[: m - 1], best[m - 1], self._meter)
             ends[m - 1] = np.maximum(best[m - 1], cut).T
         return Table(cut, stage, best)
+
+    def _starts(self, level: int, copies: int) -> int:
+        """States at which a component's part may begin: other devices have to do what is before."""
+        others = self._terms.devices - copies * self._terms.component(level)
+        if others == 0:
+            return 1
+        within = self._terms.work_s() <= self._bound * others * _ROUNDING
+        return int(np.flatnonzero(within)[-1]) + 1
 
     def _stage(self, level: int, copies: int, m: int) -> Matrix:
         if not self._terms.possible(copies * m):
@@ -117,7 +132,7 @@ class Table:
     Attributes:
         cut: seconds per state.
         stage: T of 1, 2 .. components.
-        best: A likewise, perhaps only its first rows.
+        best: A likewise, of spans from the first few states.
     """
 
     def __init__(

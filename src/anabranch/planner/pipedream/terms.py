@@ -165,7 +165,11 @@ class Terms:
     @property
     def devices(self) -> int:
         """Devices of all levels."""
-        return int(np.prod([tier.size for tier in self.tiers]))
+        return self.component(len(self.tiers) - 1)
+
+    def component(self, level: int) -> int:
+        """Devices of one component of the next level: all that this level joins."""
+        return int(np.prod([tier.size for tier in self.tiers[: level + 1]]))
 
     def period_s(self, pieces: Sequence[Piece], level: int | None = None, copies: int = 1) -> float:
         """The value of the recurrence for one plan."""

@@ -17,15 +17,12 @@ from anabranch.planner.partitioner.parts import Part
 from anabranch.planner.partitioner.prices import Prices, degrees, microbatch_sizes
 from anabranch.planner.piper.assemble import assemble
 from anabranch.planner.piper.prices import Choice, StagePrices
-from anabranch.planner.piper.search import Found, Search
+from anabranch.planner.piper.search import ROUNDING, Found, Search
 from anabranch.planner.piper.states import Pairs, States
 from anabranch.planner.stages import StageGraph
 
 _ROW_PAIRS = 1 << 24
 """Nested pairs of the prefixes of a row; 5,700 operators have as many."""
-
-_ROUNDING = 1 + 1e-9
-"""Loads that are summed in another order may differ by so much."""
 
 _CLOSE = 1.02
 """How near to the least memory a message must come."""
@@ -71,7 +68,8 @@ class Piper:
                 them than ``pairs``.
         """
         limit = self.max_replicas or cost.cluster.num_devices
-        require_sizes(cost, batch_size, microbatch_size, limit)
+        tensor = max(_tensor_degrees(cost))
+        require_sizes(cost, batch_size, microbatch_size, limit, tensor=tensor)
         proposals = self._proposals(cost, batch_size, microbatch_size)
         first = next(proposals, None)
         if first is None:
@@ -90,8 +88,8 @@ class Piper:
             stages, bound_s = StagePrices(prices, row[0], choices), None
             if nested is not None:
                 # What a row achieves leaves few of the nested pairs that need a closer look.
-                known = self._least(stages, row[1])
-                bound_s = None if known is None else known.load_s * _ROUNDING
+                known = least(stages, row[1], self.tolerance)
+                bound_s = None if known is None else known.load_s * ROUNDING
                 stages = StagePrices(prices, nested[0], choices)
             yield from self._graphs(stages, (nested or row)[1], bound_s)
 
@@ -103,12 +101,11 @@ class Piper:
         self, cost: CostModel, batch_size: int, size: int, memory: float
     ) -> tuple[Prices, list[Choice]]:
         """Prices at a micro-batch size, and how a stage may run there."""
-        total, node = cost.cluster.num_devices, cost.cluster.group_sizes[0]
+        total = cost.cluster.num_devices
         most = self.max_replicas or total
         choices = [
             Choice(replicas, tensor, recompute)
-            for tensor in cost.tensor_degrees
-            if node % tensor == 0
+            for tensor in _tensor_degrees(cost)
             for replicas in self._degrees(cost, size, min(most, total // tensor))
             for recompute in (False, True)
             if self.recompute or not recompute
@@ -125,7 +122,7 @@ class Piper:
         self, stages: StagePrices, pairs: Pairs, bound_s: float | None
     ) -> Iterator[StageGraph]:
         """Plans of the least load: with the fewest stages, and on exactly all devices."""
-        found = self._least(stages, pairs, bound_s=bound_s)
+        found = least(stages, pairs, self.tolerance, bound_s=bound_s)
         if found is None:
             return
         few = assemble(stages.prices, _parts(stages, found, exact=False), self.max_replicas)
@@ -134,42 +131,11 @@ class Piper:
         whole: Found | None = found
         if not found.reached(exact=True):
             # The devices that are idle may be of no use to any of the stages.
-            whole = None if few else self._least(stages, pairs, exact=True)
+            whole = None if few else least(stages, pairs, self.tolerance, exact=True)
         if whole is not None:
             full = assemble(stages.prices, _parts(stages, whole, exact=True), self.max_replicas)
             if full is not None and full != few:
                 yield full
-
-    def _least(
-        self,
-        stages: StagePrices,
-        pairs: Pairs,
-        *,
-        bound_s: float | None = None,
-        exact: bool = False,
-    ) -> Found | None:
-        """The plans of the least load.
-
-        Args:
-            stages: prices what is between the downsets.
-            pairs: of these downsets.
-            bound_s: a load that is known to be possible.
-            exact: plans must take all devices rather than some of them.
-        """
-        limit = stages.prices.cost.cluster.num_devices
-        search = Search(stages.states.starts, len(stages.states), limit, self.tolerance)
-        # Without a known load: upwards from one that could hardly be less.
-        bound = 2 * stages.least_s if bound_s is None else bound_s
-        while True:
-            bound = min(bound, stages.most_s) if bound > 0 else stages.most_s
-            kept = search.useful(pairs, stages.fewest_devices(pairs, bound))
-            if kept is not None:
-                found = search.least(stages.options(*kept, bound), bound, exact=exact)
-                if found is not None:
-                    return found
-            if bound >= stages.most_s:
-                return None
-            bound *= 2
 
     def _explain(
         self, cost: CostModel, batch_size: int, microbatch_size: int | None
@@ -183,7 +149,7 @@ class Piper:
         def enough(memory: float) -> bool:
             prices, choices = self._at(cost, batch_size, size, memory)
             stages = StagePrices(prices, states, choices)
-            return self._least(stages, pairs, bound_s=stages.most_s) is not None
+            return least(stages, pairs, 1.0, bound_s=stages.most_s) is not None
 
         low, high = 0.0, float(cluster.memory_bytes)
         while not enough(high):
@@ -205,6 +171,12 @@ class Piper:
         )
 
 
+def _tensor_degrees(cost: CostModel) -> list[int]:
+    """Devices that may hold a replica together: they share a node."""
+    node = cost.cluster.group_sizes[0]
+    return [degree for degree in cost.tensor_degrees if node % degree == 0]
+
+
 def _row(cost: CostModel) -> tuple[States, Pairs]:
     """The operators in one order, branch after branch."""
     states = States(cost, prefixes(tuple(operators(decompose(cost.graph)))))
@@ -219,3 +191,36 @@ def _parts(stages: StagePrices, found: Found, *, exact: bool) -> list[Part]:
         mask = masks[int(options.hi[i])] & ~masks[int(options.lo[i])]
         result.append(Part(mask, choice.replicas, choice.recompute, choice.tensor))
     return result
+
+
+def least(
+    stages: StagePrices,
+    pairs: Pairs,
+    tolerance: float,
+    *,
+    bound_s: float | None = None,
+    exact: bool = False,
+) -> Found | None:
+    """The plans of the least load; None if nothing fits.
+
+    Args:
+        stages: prices what is between the downsets.
+        pairs: all nested pairs of these downsets.
+        tolerance: relative distance to the least load that will do.
+        bound_s: a load that is known to be possible.
+        exact: plans must take all devices rather than some of them.
+    """
+    limit = stages.prices.cost.cluster.num_devices
+    search = Search(stages.states.starts, len(stages.states), limit, tolerance)
+    # Without a known load: upwards from one that could hardly be less.
+    bound = 2 * stages.least_s if bound_s is None else bound_s
+    while True:
+        bound = min(bound, stages.most_s) if bound > 0 else stages.most_s
+        kept = search.useful(pairs, stages.fewest_devices(pairs, bound))
+        if kept is not None:
+            found = search.least(stages.options(*kept, bound), bound, exact=exact)
+            if found is not None:
+                return found
+        if bound >= stages.most_s:
+            return None
+        bound *= 2

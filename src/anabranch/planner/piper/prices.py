@@ -27,14 +27,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anabranch.planner.partitioner.prices import UNBOUNDED, Prices
-from anabranch.planner.piper.search import NEVER, Options
+from anabranch.planner.piper.search import NEVER, ROUNDING, Options
 from anabranch.planner.piper.states import Borders, Floats, Ints, Pairs, States
 
 _AT_ONCE = 1 << 20
-"""Pairs that are bounded at once."""
-
-_ROUNDING = 1 + 1e-9
-"""Sums in another order may differ by so much."""
+"""Pairs that are priced at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +132,8 @@ class StagePrices:
     def _within(self, choice: Choice, lo: Ints, hi: Ints, bound_s: float) -> NDArray[np.bool_]:
         """Which stages are within a bound on the load and memory, by their operators alone."""
         load, nbytes = self._bound(choice), self._least_bytes(choice)
-        memory = self.prices.memory_bytes * _ROUNDING
-        enough = load[hi] - load[lo] <= bound_s * _ROUNDING
+        memory = self.prices.memory_bytes * ROUNDING
+        enough = load[hi] - load[lo] <= bound_s * ROUNDING
         return np.asarray(enough & (nbytes[hi] - nbytes[lo] <= memory))
 
     def fewest_devices(self, pairs: Pairs, bound_s: float) -> Ints:
@@ -159,7 +156,14 @@ class StagePrices:
             room: per pair, the most devices that its stage may take.
             bound_s: no load may be larger.
         """
-        borders = self.states.borders(pairs)
+        kept = []
+        for start in range(0, len(pairs), _AT_ONCE):
+            some = slice(start, start + _AT_ONCE)
+            block = Pairs(pairs.lo[some], pairs.hi[some])
+            kept += self._block(block, self.states.borders(block), room[some], bound_s)
+        return Options.joined(kept)
+
+    def _block(self, pairs: Pairs, borders: Borders, room: Ints, bound_s: float) -> list[Options]:
         kept: list[Options] = []
         unlimited: NDArray[np.bool_] = np.zeros(0, dtype=np.bool_)
         for index, choice in enumerate(self.choices):
@@ -185,7 +189,7 @@ class StagePrices:
                     np.full(keep.sum(), index, dtype=np.int32),
                 )
             )
-        return Options.joined(kept)
+        return kept
 
     def _price(self, pairs: Pairs, borders: Borders, choice: Choice) -> tuple[Floats, Ints]:
         """Load, and micro-batches that can be in flight: 0 if none, over ``UNBOUNDED`` if all."""

@@ -33,6 +33,9 @@ from anabranch.planner.piper.states import Floats, Ints, Pairs
 NEVER = 1 << 24
 """More devices or stages than there are."""
 
+ROUNDING = 1 + 1e-9
+"""Loads that are summed in another order may differ by so much."""
+
 _RISE = 0.05
 """Where memory forbids the lower bound on the load: first step upwards, relative; then doubled."""
 
@@ -235,7 +238,9 @@ class Search:
                 low = middle
             else:
                 high, found = middle, better
-        return found
+        # Of loads that are as good, or differ by rounding alone, the one with the fewest stages.
+        as_good = max(high, low * (1 + self.tolerance)) * ROUNDING
+        return self._attempt(options, as_good, exact) or found
 
     def useful(self, pairs: Pairs, devices: Ints) -> tuple[Pairs, Ints] | None:
         """Pairs whose stage a plan may have, and the most devices for it; None without a plan.

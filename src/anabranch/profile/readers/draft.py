@@ -126,32 +126,31 @@ class Draft:
         by_key = _by_key(self.file, self.nodes)
         _check_sizes(self.file, self.nodes)
         order = [by_key[key] for key in topological_order(self.file, by_key, self.edges)]
-        names = unique_names({node.key: node.label for node in self.nodes})
-        ops = [node for node in order if not node.data]
         _check_connected(self.file, by_key, self.edges)
-        graph = OpGraph(
-            ops=tuple(
-                Op(
-                    names[op.key],
-                    tuple(name or names[op.key] for name, _ in op.parameters),
-                    op.kind,
-                )
-                for op in ops
-            ),
-            values=self._values(order, names),
-            parameters=self._parameters(ops, names),
-            name=self.name,
-            granularity=self.granularity,
-        )
+        ops = [node for node in order if not node.data]
         degrees = sorted(ops[0].parts or ())
         return Profile(
-            graph,
+            self._graph(order, ops),
             samples=(self.samples,),
             costs=tuple(self._cost(op.forward_s, op.backward_s, op.kept_bytes) for op in ops),
             device=self.device,
             source="imported",
             proportional=True,
             sharded=tuple(self._sharded(ops, degree) for degree in degrees),
+        )
+
+    def _graph(self, order: Sequence[Node], ops: Sequence[Node]) -> OpGraph:
+        names = unique_names({node.key: node.label for node in order})
+        made = []
+        for op in ops:
+            parameters = tuple(name or names[op.key] for name, _ in op.parameters)
+            made.append(Op(names[op.key], parameters, op.kind))
+        return OpGraph(
+            tuple(made),
+            self._values(order, names),
+            self._parameters(ops, names),
+            name=self.name,
+            granularity=self.granularity,
         )
 
     def _cost(self, forward_s: float, backward_s: float, kept_bytes: float) -> OpCost:
@@ -348,7 +347,8 @@ def _trained(order: Sequence[Node], edges: Sequence[Edge]) -> set[str]:
     after: dict[str, list[str]] = {}
     for edge in edges:
         after.setdefault(edge.producer, []).append(edge.consumer)
-    trained = {node.key for node in order if node.parameters or node.backward_s > 0}
+    ops = (node for node in order if not node.data)
+    trained = {node.key for node in ops if node.parameters or node.backward_s > 0}
     for node in order:
         if node.key in trained:
             trained.update(after.get(node.key, ()))

@@ -15,7 +15,7 @@
 - The rest (sums of gradients of a value that several read; the loss, which this format counts as
   backward) goes, class by class, where its result is needed: to the operator of a successor, among
   several the last in forward order, whose backward is the first; without successors to the last
-  operator among its predecessors.
+  operator among its predecessors; else to that of a node beside it.
 
 Then every edge is a dependence between operators: forward ones as they are, those from forward to
 backward as well (the backward reads what the forward made), those between backward nodes the other
@@ -83,7 +83,14 @@ def group(
     after = neighbours(edges)
     owner = _by_class(pieces, order, after)
     _by_name(pieces, owner)
-    _by_use(file, pieces, order, edges, owner)
+    _by_use(pieces, order, edges, owner)
+    _by_neighbour(pieces, edges, owner)
+    lost = [piece for key, piece in pieces.items() if piece.backward and key not in owner]
+    if lost:
+        raise FileFormatError(
+            f"{file}: {lost[0].where}: nothing connects backward node {lost[0].key} "
+            f"({lost[0].name[:60]}) with a forward node"
+        )
     between = _between(pieces, edges, owner)
     merged = _circles(sorted(set(owner.values())), between)
     owner = {key: merged[op] for key, op in owner.items()}
@@ -125,24 +132,31 @@ def _by_class(
 
 def _by_name(pieces: Mapping[str, Piece], owner: dict[str, str]) -> None:
     named = {pieces[key].name: op for key, op in owner.items() if not pieces[key].backward}
+    classes = _homeless(pieces, owner)
     for key, piece in pieces.items():
         match = re.match(r"(.+?)(_Grad/.*|_?grad)$", piece.name)
         if piece.backward and key not in owner and match and match[1] in named:
-            owner[key] = named[match[1]]
+            together = classes[key if piece.color is None else piece.color]
+            owner.update(dict.fromkeys(together, named[match[1]]))
+
+
+def _homeless(pieces: Mapping[str, Piece], owner: Mapping[str, str]) -> dict[int | str, list[str]]:
+    """Backward nodes without an operator, by class; those without a class each by itself."""
+    classes: dict[int | str, list[str]] = {}
+    for key, piece in pieces.items():
+        if piece.backward and key not in owner:
+            classes.setdefault(key if piece.color is None else piece.color, []).append(key)
+    return classes
 
 
 def _by_use(
-    file: str,
     pieces: Mapping[str, Piece],
     order: Sequence[str],
     edges: Sequence[Edge],
     owner: dict[str, str],
 ) -> None:
     position = {key: i for i, key in enumerate(order)}
-    classes: dict[int | str, list[str]] = {}
-    for key, piece in pieces.items():
-        if piece.backward and key not in owner:
-            classes.setdefault(key if piece.color is None else piece.color, []).append(key)
+    classes = _homeless(pieces, owner)
 
     def place(keys: Iterable[str], beside: Mapping[str, Sequence[str]]) -> None:
         for key in keys:
@@ -156,12 +170,30 @@ def _by_use(
 
     place(reversed(order), neighbours(edges))
     place(order, neighbours(edges, back=True))
-    lost = [piece for key, piece in pieces.items() if piece.backward and key not in owner]
-    if lost:
-        raise FileFormatError(
-            f"{file}: {lost[0].where}: nothing connects backward node {lost[0].key} "
-            f"({lost[0].name[:60]}) with a forward node"
-        )
+
+
+def _by_neighbour(
+    pieces: Mapping[str, Piece], edges: Sequence[Edge], owner: dict[str, str]
+) -> None:
+    """Whatever is left: from node to node, in any direction, across weights too."""
+    classes = _homeless(pieces, owner)
+    after, before = neighbours(edges), neighbours(edges, back=True)
+    homes = {
+        key: owner[reader]
+        for key, piece in pieces.items()
+        if piece.weight
+        for reader in after.get(key, ())
+        if reader in owner
+    }
+    todo = list((owner | homes).items())
+    while todo:
+        key, op = todo.pop()
+        for other in (*after.get(key, ()), *before.get(key, ())):
+            if pieces[other].backward and other not in owner:
+                color = pieces[other].color
+                together = classes[other if color is None else color]
+                owner.update(dict.fromkeys(together, op))
+                todo += [(each, op) for each in together]
 
 
 def _between(

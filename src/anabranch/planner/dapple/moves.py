@@ -1,0 +1,91 @@
+"""States of the recursion by number, and all ways to add a stage in front in one of them."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import numpy as np
+
+from anabranch.planner.dapple.labels import Floats, Index
+from anabranch.planner.dapple.links import Place, hop_prices
+from anabranch.planner.dapple.placement import Machines, Step
+from anabranch.planner.dapple.tables import Tables
+
+
+class Numbers:
+    """Numbers for places, in the order in which they come up."""
+
+    def __init__(self, first: Place) -> None:
+        self._number = {first: 0}
+        self.places = [first]
+
+    def __getitem__(self, place: Place) -> int:
+        if place not in self._number:
+            self._number[place] = len(self.places)
+            self.places.append(place)
+        return self._number[place]
+
+
+class Moves:
+    """All ways to add a stage in one state, one per entry; the same for every cut.
+
+    Attributes:
+        steps: where the stage is placed.
+        degree: place of its number of replicas in the tables.
+        target: number of the state that it leads to.
+        place: number of its place there.
+        free: devices that are left there.
+    """
+
+    def __init__(
+        self, used: Place, machines: Machines, tables: Tables, states: Numbers, places: Numbers
+    ) -> None:
+        self._machines = machines
+        self._tables = tables
+        left = machines.cluster.num_devices - sum(used)
+        ways = [
+            (k, step)
+            for k, degree in enumerate(tables.degrees)
+            if degree < left
+            for step in machines.steps(used, degree)
+        ]
+        self.steps: list[Step] = [step for _, step in ways]
+        self.degree: Index = np.array([k for k, _ in ways], dtype=np.intp)
+        self.target: Index = np.array([states[step.used] for step in self.steps], dtype=np.intp)
+        self.place: Index = np.array([places[step.place] for step in self.steps], dtype=np.intp)
+        self.free: Index = left - np.array(tables.degrees, dtype=np.intp)[self.degree]
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def hops(self, targets: list[Place]) -> tuple[Floats, Floats]:
+        """Price per byte and latency from the stage to stages behind it: [move, target]."""
+        sources = np.array([step.taken for step in self.steps])
+        return hop_prices(self._machines.cluster, sources[:, None, :], np.array(targets))
+
+    def ring(self, move: int) -> Floats:
+        """Seconds of the all-reduce of every run of operators as the stage: [i, j]."""
+        degree = self._tables.degrees[self.degree[move]]
+        return self._tables.reduce_s(degree, *self._machines.ring(self.steps[move].taken))
+
+    @cached_property
+    def closing(self) -> Index:
+        """Place of ``free`` in the tables, -1 if one stage cannot be on so many devices."""
+        return self._tables.index[self.free]
+
+    @cached_property
+    def closing_hop(self) -> tuple[Floats, Floats]:
+        """Price per byte and latency between a stage on all devices left and this one."""
+        rest = np.array([self._machines.rest(step.used) for step in self.steps])
+        place = np.array([step.place for step in self.steps])
+        return hop_prices(self._machines.cluster, rest, place)
+
+    @cached_property
+    def closing_ring(self) -> Floats:
+        """Seconds of the all-reduce of all before a cut on all devices left: [move, cut]."""
+        rings = np.zeros((len(self), len(self._tables.work_s)))
+        for k, step in enumerate(self.steps):
+            if self.closing[k] >= 0:
+                price = self._machines.ring(self._machines.rest(step.used))
+                rings[k] = self._tables.reduce_s(int(self.free[k]), *price)[0]
+        return rings

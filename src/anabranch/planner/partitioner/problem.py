@@ -1,0 +1,88 @@
+"""What is to be planned."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from anabranch.cost import CostModel
+from anabranch.planner.partitioner.assemble import Assembler
+from anabranch.planner.partitioner.chains import Chain
+from anabranch.planner.partitioner.parts import Facts, PartPrices
+from anabranch.planner.partitioner.prices import Bound, Prices, degrees
+from anabranch.planner.partitioner.reach import Reach
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is to be planned.
+
+    Attributes:
+        cost: prices the operators on the cluster.
+        chain: the model.
+        order: its operators, branch after branch.
+        batch_size: samples of one step.
+        max_replicas: devices per stage at most.
+        chained: every stage waits for the one before it.
+        tolerance: how near to the least period the search must come, relative.
+        recompute: stages may recompute.
+    """
+
+    cost: CostModel
+    chain: Chain
+    order: tuple[int, ...]
+    batch_size: int
+    max_replicas: int
+    chained: bool
+    tolerance: float
+    recompute: bool = False
+
+    @cached_property
+    def facts(self) -> Facts:
+        """What sets of operators weigh."""
+        return Facts(self.cost)
+
+    def prices(self, microbatch_size: int, limit: int | None = None) -> Prices:
+        """Prices at one micro-batch size.
+
+        Args:
+            microbatch_size: samples of one micro-batch.
+            limit: devices, if there are other than those of the cluster.
+        """
+        most = min(limit or self.cost.cluster.num_devices, self.max_replicas)
+        node = self.cost.cluster.group_sizes[0]
+        return Prices(
+            self.cost,
+            self.batch_size,
+            microbatch_size,
+            degrees(self.cost, microbatch_size, most),
+            self.cost.cluster.memory_bytes,
+            tensors=tuple(t for t in self.cost.tensor_degrees if t <= most and node % t == 0),
+            recompute=self.recompute,
+            max_devices=most,
+        )
+
+    def assembler(self, prices: Prices) -> Assembler:
+        """What makes stage graphs of parts at these prices."""
+        parts = PartPrices(prices, self.facts)
+        return Assembler(parts, self.order, self.max_replicas, self.chained)
+
+    def reach(self, *prices: Prices, limit: int | None = None) -> Reach:
+        """What searches this model at these prices."""
+        return Reach(self.chain, prices, limit=limit or self.cost.cluster.num_devices)
+
+    def fewest_devices(
+        self, microbatch_size: int, *, memory_bytes: float | None = None, limit: int | None = None
+    ) -> int:
+        """Devices with which there is a plan, however slow; more than ``limit`` if there is none.
+
+        Args:
+            microbatch_size: samples of one micro-batch.
+            memory_bytes: memory of a device, if other than the cluster's.
+            limit: devices at most, if other than the cluster's.
+        """
+        prices = self.prices(microbatch_size, limit)
+        if memory_bytes is not None:
+            prices = replace(prices, memory_bytes=memory_bytes)
+        reach = self.reach(prices, limit=limit)
+        return int(reach.solve([Bound(float("inf"))]).devices[0, 0])

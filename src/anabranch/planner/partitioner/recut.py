@@ -1,0 +1,132 @@
+"""Where to cut a row of stages, if the devices of every stage are given.
+
+    order     a1 a2 a3 | b1 b2 | b3 join          devices 2, 1, 1: which cuts are best?
+
+First the least longest period, then, among cuts within a factor ``slack`` of it, the shortest way
+through the pipeline and back: what a step is made of where there are M micro-batches is ``M - 1``
+periods and that way once. Both are short dynamic programmes over the cuts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from anabranch.cost import CostModel
+from anabranch.planner.partitioner.parts import Part
+from anabranch.planner.partitioner.prices import Mode, Prices
+from anabranch.planner.partitioner.ranges import Floats, Ranges, Sizes
+from anabranch.planner.partitioner.rows import Row
+
+MOST_CUTS = 128
+"""Cuts that are considered in a longer row, evenly spread."""
+
+SLACK = (1.0, 1.05, 1.2)
+"""Longest periods that are tried, as multiples of the least."""
+
+
+class Recut:
+    """Cuts one model's operators in one order.
+
+    Args:
+        cost: prices the operators.
+        batch_size: samples of one step.
+        order: the operators, in topological order.
+    """
+
+    def __init__(self, cost: CostModel, batch_size: int, order: Sequence[int]) -> None:
+        self._cost = cost
+        self._batch_size = batch_size
+        step = -(-len(order) // MOST_CUTS)
+        groups = [order[i : i + step] for i in range(0, len(order), step)]
+        self._row = Row(cost, [sum(1 << op for op in group) for group in groups])
+        self._place = {op: i for i, op in enumerate(order)}
+        self._tables: dict[tuple[int, Mode], tuple[Floats, Floats, Floats]] = {}
+
+    def row_of(self, parts: Sequence[Part]) -> list[Part] | None:
+        """The parts in the order of the row if each is a run of it, else None."""
+        spans = []
+        for part in parts:
+            places = [place for op, place in self._place.items() if part.mask >> op & 1]
+            if max(places) - min(places) + 1 != len(places):
+                return None
+            spans.append((min(places), part))
+        return [part for _, part in sorted(spans, key=lambda span: span[0])]
+
+    def cut(self, size: int, modes: Sequence[Mode]) -> list[list[Part]]:
+        """Stages with these modes, one after the other: up to one row of them per slack.
+
+        Args:
+            size: samples of a micro-batch.
+            modes: of the stages in order, at most as many as cuts are considered.
+        """
+        count = len(modes)
+        if not 0 < count <= self._row.size:
+            return []
+        tables = [self._table(size, mode) for mode in modes]
+        periods = [
+            np.where(headroom >= count - 1 - s, period, np.inf)
+            for s, (period, _, headroom) in enumerate(tables)
+        ]
+        least = periods[0][0]
+        for period in periods[1:]:
+            least = np.maximum(least[:, None], period).min(axis=0)
+        if not np.isfinite(least[-1]):
+            return []
+        found = []
+        for slack in SLACK:
+            cuts = self._shortest(periods, [way for _, way, _ in tables], least[-1] * slack)
+            if cuts not in found:
+                found.append(cuts)
+        return [self._parts(cuts, modes) for cuts in found]
+
+    @staticmethod
+    def _shortest(
+        periods: Sequence[Floats], ways: Sequence[Floats], bound: float
+    ) -> tuple[int, ...]:
+        """The cuts with the shortest way, no period beyond the bound."""
+        bound *= 1 + 1e-9
+        sums = np.where(periods[0][0] <= bound, ways[0][0], np.inf)
+        chosen = []
+        for period, way in zip(periods[1:], ways[1:], strict=True):
+            totals = sums[:, None] + np.where(period <= bound, way, np.inf)
+            chosen.append(totals.argmin(axis=0))
+            sums = totals.min(axis=0)
+        cuts = [len(sums) - 1]
+        for before in reversed(chosen):
+            cuts.append(int(before[cuts[-1]]))
+        return (0, *reversed(cuts))
+
+    def _parts(self, cuts: Sequence[int], modes: Sequence[Mode]) -> list[Part]:
+        return [
+            Part(self._row.mask(i, j), mode.replicas, mode.recompute, mode.tensor)
+            for i, j, mode in zip(cuts, cuts[1:], modes, strict=False)
+        ]
+
+    def _table(self, size: int, mode: Mode) -> tuple[Floats, Floats, Floats]:
+        """Period, seconds of the way through, and largest height of every run: [start, stop]."""
+        key = size, mode
+        if key not in self._tables:
+            cost = self._cost
+            prices = Prices(
+                cost,
+                self._batch_size,
+                size,
+                (mode.replicas,),
+                cost.cluster.memory_bytes,
+                (mode.tensor,),
+                mode.recompute,
+                cost.cluster.num_devices,
+            )
+            sizes = Sizes([prices])
+            ranges = Ranges(self._row, sizes)
+            k = sizes.modes.index(mode)
+            everything = slice(None), slice(None)
+            i, j = np.indices((self._row.size + 1,) * 2)
+            compute = ranges.compute_s((i, j))[0, k]
+            traffic = ranges.traffic_s(everything)[0, k]
+            spread = ranges.reduce_s(everything)[k] / prices.num_microbatches
+            period = np.maximum(compute, traffic) + spread
+            self._tables[key] = period, compute + traffic, ranges.headroom[0, k]
+        return self._tables[key]

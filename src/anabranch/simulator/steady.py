@@ -1,0 +1,199 @@
+"""How long is a step of very many micro-batches? Simulate a short one, find its period, repeat it.
+
+Once the pipeline is full, what happens in one period happens again in the next, until the
+micro-batches run out. Units are the least samples after which every stage has run whole groups::
+
+    short   | warm-up |  u  |  u  |  u  | drain |
+    long    | warm-up |  u  |  u  |  u  |  u  |  u  |  u  |  u  | drain |
+                      `- period -'     the same, and then the same again
+
+Until the first device comes to the end of its forwards, the short step and the long one are the
+same. If by then every compute of every device has ended one period after the one that corresponds
+to it, for as long as anything stays in flight, then the state has come back, and it will again: the
+long step is the short one plus periods. A period may span several units, where messages alternate
+on a port that they share.
+
+Under a schedule that runs all forwards first a stage may get ahead of the next without bound, so
+there is no state that comes back. There the step grows by the same amount with every unit sooner
+or later, and three short steps tell whether it does already. That is no proof: where two ways
+through the step are nearly as long as each other, the longer one may take over later.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from anabranch.cost import CostModel
+from anabranch.planner.stages import StageGraph
+from anabranch.schedule.schedule import Action, Kind, Schedule
+from anabranch.simulator.costs import StepCosts
+from anabranch.simulator.run import Step, collector_paused, simulate
+
+TOLERANCE = 1e-11
+"""How far times may be off the period, as a share of the short step: rounding."""
+
+MOST_UNITS = 48
+"""Units of the longest period that is looked for."""
+
+MOST_STEPS = 4
+"""Short steps that are simulated, each up to twice as long as the one before."""
+
+DIFFERENCE = 12
+"""Units between short steps that are compared: a multiple of most periods."""
+
+ONE_PACE = 1.02
+"""How much devices may differ in their mean seconds per unit, none of them running ahead."""
+
+OrderFor = Callable[[StageGraph], Schedule]
+
+
+def estimate_step_s(
+    graph: StageGraph,
+    order_for: OrderFor,
+    costs: CostModel | StepCosts,
+    *,
+    roughly: bool = False,
+) -> float | None:
+    """Seconds of a step, from shorter ones of the same stages.
+
+    Args:
+        graph: stages with their in-flight counts; the step is that of its batch.
+        order_for: the order of compute for a graph with another batch size.
+        costs: of ``graph``.
+        roughly: where no period is found but all devices go on at one pace, take the pace of the
+            longest short step. Then the result may be a hundredth off.
+
+    Returns:
+        None where no period is found in steps of up to half the batch: simulate the whole.
+
+    Raises:
+        DeadlockError: if the schedule cannot be executed.
+    """
+    unit = math.lcm(*(stage.k * stage.microbatch_size for stage in graph.stages))
+    total, left = divmod(graph.batch_size, unit)
+    held = [min(s.in_flight * s.microbatch_size, graph.batch_size) for s in graph.stages]
+    if min(held) >= graph.batch_size:
+        return _by_differences(graph, order_for, costs, unit)
+    units = 3 * -(-max(held) // unit) + 4
+    rough = None
+    with collector_paused():
+        for _ in range(MOST_STEPS):
+            if 2 * units > total:
+                break
+            short = replace(graph, batch_size=units * unit + left)
+            order = order_for(short)
+            step = simulate(short, order, costs)
+            logs = _logs(step, short, order, unit)
+            period = _period(logs, TOLERANCE * step.end)
+            missing = (total - units) % period.units if period else units
+            if period and not missing:
+                return step.end + (total - units) // period.units * period.seconds
+            pace = _mean_s(logs)
+            rough = step.end + (total - units) * pace if pace is not None else None
+            units += missing
+    return rough if roughly else None
+
+
+def _by_differences(
+    graph: StageGraph, order_for: OrderFor, costs: CostModel | StepCosts, unit: int
+) -> float | None:
+    """For all forwards first: three steps, each ``DIFFERENCE`` units longer than the one before."""
+    total, left = divmod(graph.batch_size, unit)
+    first = 2 * graph.depth + 4
+    for _ in range(MOST_STEPS):
+        # What is missing from the last of the three are whole differences.
+        first += (total - first) % DIFFERENCE
+        sizes = [first + i * DIFFERENCE for i in range(3)]
+        if 2 * sizes[-1] > total:
+            return None
+        shorts = [replace(graph, batch_size=n * unit + left) for n in sizes]
+        with collector_paused():
+            ends = [simulate(short, order_for(short), costs).end for short in shorts]
+        increase = ends[2] - ends[1]
+        if abs(increase - (ends[1] - ends[0])) <= TOLERANCE * ends[2]:
+            return ends[2] + (total - sizes[-1]) // DIFFERENCE * increase
+        first *= 2
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Log:
+    """What one device computes.
+
+    Attributes:
+        ends: when each compute ended, in order.
+        undisturbed: how many of them a longer batch would not change.
+        per_unit: computes in one unit.
+        held: computes of what is in flight at most.
+    """
+
+    ends: NDArray[np.float64]
+    undisturbed: int
+    per_unit: int
+    held: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Period:
+    """After so many units everything happens again, so many seconds later."""
+
+    units: int
+    seconds: float
+
+
+def _logs(step: Step, graph: StageGraph, order: Schedule, unit: int) -> list[_Log]:
+    whole = graph.batch_size // unit
+    logs, last_forwards = [], []
+    ends = dict(zip(step.program.devices, step.ends, strict=True))
+    for s, stage in enumerate(graph.stages):
+        microbatches = unit // stage.microbatch_size
+        computes = [a for a in order.actions[stage.devices[0]] if a.peer < 0]
+        # Two for each micro-batch, or three where backwards are split.
+        each = len(computes) // graph.num_microbatches(s)
+        last = computes.index(Action(s, Kind.FORWARD, whole * microbatches - 1))
+        for at, device in enumerate(stage.devices):
+            start, stop = graph.slice(s, 0, at // stage.tensor)
+            if start == stop:
+                continue  # more replicas than samples: it has nothing to do and is done at once
+            times = np.array(ends[device])
+            last_forwards.append(times[last])
+            logs.append(_Log(times, 0, each * microbatches, each * stage.in_flight))
+    until = min(last_forwards)
+    return [replace(log, undisturbed=int((log.ends <= until).sum())) for log in logs]
+
+
+def _period(logs: Sequence[_Log], tolerance: float) -> _Period | None:
+    """The shortest period that all devices repeat at the end of what is undisturbed."""
+    for units in range(1, MOST_UNITS + 1):
+        seconds: float | None = None
+        for log in logs:
+            shift = units * log.per_unit
+            last = log.undisturbed
+            first = last - max(shift, log.held)
+            if first < shift:
+                return None
+            later = log.ends[first:last] - log.ends[first - shift : last - shift]
+            seconds = float(later[-1]) if seconds is None else seconds
+            if np.abs(later - seconds).max() > tolerance:
+                break
+        else:
+            assert seconds is not None
+            return _Period(units, seconds)
+    return None
+
+
+def _mean_s(logs: Sequence[_Log]) -> float | None:
+    """Seconds per unit in the middle of the logs; None if devices differ in it, each at a pace of
+    its own.
+    """
+    paces = []
+    for log in logs:
+        first, last = len(log.ends) // 3, 2 * len(log.ends) // 3
+        units = (last - first) / log.per_unit
+        paces.append(float(log.ends[last] - log.ends[first]) / units)
+    return sum(paces) / len(paces) if max(paces) <= ONE_PACE * min(paces) else None

@@ -1,0 +1,152 @@
+"""What the user may name as MODEL: here, profiles of other projects."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from anabranch import cli
+from anabranch.cli.inputs import Source
+from anabranch.files import load_profile
+from anabranch.profile.readers import read_profile
+from tests.profile.readers.test_pipedream import node, write
+from tests.shared_profiles import SHARED, needs_shared
+
+GRAPH = [
+    node("node1", "Input", 9, 0, 64),
+    node("node2", "Left", 2, 4, 32, 80),
+    node("node3", "Right", 2, 4, 32, 80),
+    node("node4", "Join", 1, 2, 8, 8),
+    *("\tnode1 -- node2", "\tnode1 -- node3", "\tnode2 -- node4", "\tnode3 -- node4"),
+]
+
+
+@pytest.fixture
+def graph(tmp_path: Path) -> str:
+    """A profile in PipeDream's format."""
+    return str(write(tmp_path, GRAPH))
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Call ``anabranch``: (exit code, standard output, standard error as one line)."""
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["anabranch", *arguments])
+        with pytest.raises(SystemExit) as stopped:
+            cli.main()
+        out, err = capsys.readouterr()
+        return int(stopped.value.code or 0), out, " ".join(err.replace("│", " ").split())
+
+    return call
+
+
+def test_published_profiles_are_files(tmp_path: Path) -> None:
+    """By suffix, so that a misspelt path is not taken for a model, or because they are there."""
+    (tmp_path / "profile").touch()
+    assert Source("nothing.txt").is_file
+    assert Source("nothing.json").is_file
+    assert Source(str(tmp_path / "profile")).is_file
+    assert not Source("mmt").is_file
+    assert not Source("package.module:function").is_file
+
+
+def test_any_device_takes_an_imported_profile(graph: str, capsys) -> None:
+    """Its times stay what they are; one line on standard error says whose they are."""
+    found = Source(graph).profile("v100", 8)
+    assert found == read_profile(graph)
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "its seconds are those of a GPU that PipeDream's format does not name" in err
+    assert err.count("\n") == 1
+
+
+def test_the_samples_of_its_mini_batch(graph: str) -> None:
+    """Stated as an option of the model, or with --samples of the verb profile."""
+    assert Source(graph).profile("v100", 8).samples == (1,)
+    assert Source(graph, options={"samples": "16"}).profile("v100", 8).samples == (16,)
+    assert Source(graph).profile("v100", 8, samples=(32,)).samples == (32,)
+
+
+@pytest.mark.parametrize(
+    ("options", "samples", "message"),
+    [
+        ({"layers": "8"}, None, "its only option is samples, not layers"),
+        ({"samples": "1,2"}, None, "how many samples that had, one number, not 1, 2"),
+        ({"samples": "many"}, None, "write whole numbers"),
+        ({"samples": "0"}, None, "sample counts start at 1"),
+        ({"samples": str(2**41)}, None, "a mini-batch has between 1 and"),
+        ({}, (1, 2, 4), "one number, not 1, 2, 4"),
+    ],
+)
+def test_wrong_options(
+    graph: str, options: dict[str, str], samples: tuple[int, ...] | None, message: str
+) -> None:
+    """Wrong usage, with a way on."""
+    with pytest.raises(typer.BadParameter, match=message):
+        Source(graph, options=options).profile("v100", 8, samples)
+
+
+def test_our_own_profiles_take_no_options(run, graph: str, tmp_path: Path) -> None:
+    """Nothing is left to say about them, so nothing is ignored."""
+    ours = str(tmp_path / "ours.json")
+    assert run("profile", graph, "-o", ours)[0] == 0
+    for source, samples in ((Source(ours, options={"samples": "2"}), None), (Source(ours), (2,))):
+        with pytest.raises(typer.BadParameter, match="do nothing"):
+            source.profile("v100", 8, samples)
+
+
+def test_profile_turns_it_into_ours(run, graph: str, tmp_path: Path) -> None:
+    """``anabranch profile FILE -o out.json`` is the converter; its file plans alike."""
+    ours = str(tmp_path / "ours.json")
+    code, out, err = run("profile", graph, "--samples", "4", "-o", ours, "--json")
+    assert code == 0, err
+    document: dict[str, Any] = json.loads(out)
+    assert (document["operators"], document["samples"]) == (3, [4])
+    assert (document["source"], document["file"]) == ("imported", ours)
+    assert load_profile(ours) == read_profile(graph, 4)
+    assert "is imported" in err
+
+
+def test_a_plan_remembers_the_samples(run, graph: str, tmp_path: Path) -> None:
+    """``simulate PLAN`` alone reads the same profile again."""
+    file = str(tmp_path / "plan.json")
+    code, out, err = run(
+        "plan", graph, "--cluster", "summit:1x2", "--batch-size", "8", "--planner", "even",
+        "-o", "samples=4", "-o", file, "--json",
+    )  # fmt: skip
+    assert code == 0, err
+    made = json.loads(out)
+    assert made["options"] == {"samples": "4"}
+    code, out, err = run("simulate", file, "--json")
+    assert code == 0, err
+    assert json.loads(out)["step_s"] == pytest.approx(made["predicted"]["step_s"])
+
+
+@needs_shared
+@pytest.mark.parametrize(
+    "name",
+    [
+        "dapple/vgg-19-pbs-32.txt",
+        "pipedream/gnmt/graph.txt",
+        "piper/bert32a100.json",
+        "dnn-partitioning/OperatorGraphs/bert_l-3_training.json",
+    ],
+)
+def test_plans_from_published_profiles(run, name: str, tmp_path: Path) -> None:
+    """One of each kind, planned and checked by the command line."""
+    path = str(SHARED / name)
+    samples = read_profile(path).samples[0]
+    where = ("--cluster", "dgx-h100:1x4", "--batch-size", str(8 * samples), "--planner", "even")
+    where += ("--microbatch-size", str(samples))
+    file = str(tmp_path / "plan.json")
+    code, out, err = run("plan", path, *where, "-o", file, "--json")
+    assert code == 0, err
+    assert json.loads(out)["profile"].startswith("imported, a ")
+    code, out, err = run("check", file, path, "--json")
+    assert (code, json.loads(out)) == (0, {"valid": True, "problems": []})

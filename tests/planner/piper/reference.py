@@ -1,0 +1,130 @@
+"""Piper's recurrence as the paper writes it, on prices straight from the cost model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from hypothesis import strategies as st
+
+from anabranch.cost import CostModel
+from anabranch.graph.opgraph import BATCH, Op, OpGraph, Value, bits
+from anabranch.planner.downsets import downsets
+from anabranch.planner.partitioner.prices import Prices
+from anabranch.planner.piper.prices import Choice
+from anabranch.profile.profile import OpCost, Profile, Sharded
+from tests.strategies import planning_profiles
+
+NEVER = float("inf")
+
+
+@dataclass(frozen=True)
+class Reference:
+    """best(D, k, s), term by term."""
+
+    cost: CostModel
+    batch_size: int
+    size: int
+    choices: Sequence[Choice]
+
+    @cached_property
+    def prices(self) -> Prices:
+        """For the links alone."""
+        memory = self.cost.cluster.memory_bytes
+        return Prices(self.cost, self.batch_size, self.size, (), memory)
+
+    @cached_property
+    def downsets(self) -> list[int]:
+        """All of them."""
+        return downsets(self.cost.graph)
+
+    def load_s(self, mask: int, choice: Choice) -> float:
+        """Compute, all that crosses the border either way, and a share of the all-reduce."""
+        n, ops = self.prices.samples(choice.replicas), list(bits(mask))
+        seconds = self.cost.forward_s(ops, n, tensor=choice.tensor)
+        seconds += self.cost.backward_s(ops, n, recompute=choice.recompute, tensor=choice.tensor)
+        nbytes = 0.0
+        for value in self.cost.graph.values:
+            made = value.producer != BATCH and mask >> value.producer & 1
+            inside = [consumer for consumer in value.consumers if mask >> consumer & 1]
+            leaves = made and len(inside) < len(value.consumers)
+            enters = not made and value.producer != BATCH and inside
+            nbytes += value.size(n) * (1 + value.grad) * bool(leaves or enters)
+        seconds += nbytes * self.prices.share(choice.devices)
+        reduced = self.cost.parameter_bytes(ops, trainable=True, tensor=choice.tensor)
+        reduce_s = self.prices.allreduce_s(float(reduced), choice.replicas, choice.tensor)
+        return seconds + float(reduce_s) / self.prices.num_microbatches
+
+    def fits(self, mask: int, choice: Choice, behind: int) -> bool:
+        """Whether a stage with so many stages behind it fits."""
+        need = self.cost.device_bytes(
+            bits(mask),
+            microbatch_size=self.prices.samples(choice.replicas) * choice.replicas,
+            replicas=choice.replicas,
+            in_flight=min(behind + 1, self.prices.num_microbatches),
+            recompute=choice.recompute,
+            tensor=choice.tensor,
+        )
+        return need <= self.cost.cluster.memory_bytes
+
+    def best(self) -> dict[tuple[int, int], float]:
+        """(devices, stages) -> least load of the whole model on exactly so many."""
+        total = self.cost.cluster.num_devices
+        whole = self.downsets[-1]
+        best: dict[int, dict[tuple[int, int], float]] = {whole: {(0, 0): 0.0}}
+        for lo in reversed(self.downsets[:-1]):
+            here = best.setdefault(lo, {})
+            for hi in self.downsets:
+                if hi == lo or hi & lo != lo:
+                    continue
+                for choice in self.choices:
+                    load = self.load_s(hi & ~lo, choice)
+                    for (devices, stages), known in best[hi].items():
+                        key = devices + choice.devices, stages + 1
+                        if key[0] <= total and self.fits(hi & ~lo, choice, stages):
+                            here[key] = min(here.get(key, NEVER), max(load, known))
+        return best[0]
+
+
+@st.composite
+def rich_profiles(draw: st.DrawFn, max_ops: int = 5) -> Profile:
+    """With all that is allowed: shared and frozen parameters, values without a batch dimension,
+    operators that cost nothing, and costs under tensor parallelism.
+    """
+    profile = draw(planning_profiles(max_ops, series_parallel=False))
+    graph = profile.graph
+    shared = [draw(st.integers(0, i)) if draw(st.booleans()) else i for i in range(len(graph))]
+    ops = tuple(Op(op.name, (f"p{shared[i]}",)) for i, op in enumerate(graph.ops))
+    values = tuple(replace(value, batched=draw(st.booleans())) for value in graph.values)
+    parameters = tuple(replace(each, trainable=draw(st.booleans())) for each in graph.parameters)
+    free = OpCost((0.0,) * 4, (0.0,) * 4, 0)
+    costs = tuple(free if draw(st.booleans()) and i % 2 else c for i, c in enumerate(profile.costs))
+    sharded = tuple(
+        Sharded(
+            degree,
+            tuple(_scaled(c, draw(st.sampled_from([0.4, 0.75, 1.5]))) for c in costs),
+            tuple(draw(st.integers(0, 2)) for _ in costs),
+        )
+        for degree in (2, 4)
+        if draw(st.booleans())
+    )
+    made = OpGraph(ops, values, parameters, name="drawn")
+    return replace(profile, graph=made, costs=costs, sharded=sharded)
+
+
+def _scaled(cost: OpCost, by: float) -> OpCost:
+    return OpCost(
+        tuple(by * s for s in cost.forward_s),
+        tuple(by * s for s in cost.backward_s),
+        cost.kept_bytes // 2,
+    )
+
+
+def row(count: int, kept: int) -> Profile:
+    """Operators in a row, 1 s forward and 2 s backward; a byte between two, none of parameters."""
+    graph = OpGraph(
+        tuple(Op(f"op{i}") for i in range(count)),
+        tuple(Value(i, (i + 1,), 1, grad=False) for i in range(count - 1)),
+    )
+    return Profile(graph, (1,), (OpCost((1.0,), (2.0,), kept),) * count, "cpu", "measured", True)

@@ -1,0 +1,304 @@
+"""Planner piper: proposals that hold, what its options do, and when it gives up."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from anabranch.cluster import Cluster
+from anabranch.cost import CostModel
+from anabranch.errors import BudgetError, InfeasiblePlanError
+from anabranch.graph.opgraph import Op, OpGraph, Value
+from anabranch.planner.check import check
+from anabranch.planner.piper import Piper
+from anabranch.planner.piper.assemble import inside_nodes
+from anabranch.planner.piper.prices import Choice
+from anabranch.planner.stages import Stage, StageGraph
+from anabranch.profile.profile import OpCost, Profile, Sharded
+from anabranch.profile.readers import read_profile
+from tests.planner import shapes
+from tests.planner.helpers import cluster, cost_model
+from tests.planner.piper.reference import Reference, rich_profiles, row
+from tests.shared_profiles import SHARED, needs_shared
+
+
+def loads(graph: StageGraph, cost: CostModel) -> list[float]:
+    """The load of every stage."""
+    size = graph.stages[0].microbatch_size
+    reference = Reference(cost, graph.batch_size, size, [])
+    return [
+        reference.load_s(
+            cost.graph.mask(stage.operators),
+            Choice(stage.replicas, stage.tensor, stage.recompute),
+        )
+        for stage in graph.stages
+    ]
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    profile=rich_profiles(6),
+    devices=st.integers(1, 8),
+    batch_size=st.integers(1, 12),
+    memory=st.sampled_from([30, 60, 200, 10**9]),
+    options=st.sampled_from(
+        [{}, {"linear": True}, {"any_degree": True}, {"recompute": False}, {"max_replicas": 2}]
+    ),
+)
+def test_proposals_are_valid_and_reproducible(profile, devices, batch_size, memory, options):
+    """Any graph, batch and memory: valid proposals, the same twice, or a paragraph why not."""
+    node = devices // 2 if devices % 2 == 0 else None
+    machines = cluster(devices, node=node, memory=memory, bandwidth=8.0)
+    piper = Piper(**options)
+    try:
+        proposals = list(piper(CostModel(profile, machines, 1.0), batch_size=batch_size))
+    except InfeasiblePlanError:
+        return
+    cost = CostModel(profile, machines, 1.0)
+    assert proposals
+    assert [check(graph, cost) for graph in proposals] == [[] for _ in proposals]
+    assert len(set(proposals)) == len(proposals)
+    assert list(piper(cost, batch_size=batch_size)) == proposals
+    for graph in proposals:
+        assert set(pairwise(range(len(graph)))) <= set(graph.edges)
+        for stage in graph.stages:
+            assert stage.in_flight == 0
+            assert stage.replicas <= options.get("max_replicas", 8)
+            groups = [
+                stage.devices[i : i + stage.tensor]
+                for i in range(0, len(stage.devices), stage.tensor)
+            ]
+            assert all(len({d // machines.group_sizes[0] for d in group}) == 1 for group in groups)
+
+
+@settings(max_examples=60, deadline=None)
+@given(profile=rich_profiles(), devices=st.sampled_from([1, 2, 4]))
+def test_proposes_the_least_load_on_all_devices(profile, devices):
+    """Nothing on exactly all devices has a smaller load than the best proposal."""
+    cost = cost_model(profile, devices, memory=10**9, bandwidth=8.0)
+    proposals = list(Piper(tolerance=0.0)(cost, batch_size=16, microbatch_size=4))
+    choices = [
+        Choice(replicas, tensor, recompute)
+        for tensor in cost.tensor_degrees
+        for replicas in (1, 2, 4)
+        for recompute in (False, True)
+    ]
+    best = Reference(cost, 16, 4, choices).best()
+    least = min(load for (used, _), load in best.items() if used == devices)
+    assert min(max(loads(graph, cost)) for graph in proposals) <= least * (1 + 2e-9) + 1e-12
+
+
+def test_cuts_across_branches():
+    """Two branches on two devices. On the left the branches are as long as each other. On the right
+    a row can be cut after 5, 8 or 10 s of 14, and only the first operators of both have 7.
+
+    ::
+
+        a1 (5) a2 (2)        a1 (5) a2 (3)
+        b1 (4) b2 (3)        b1 (2) b2 (4)
+    """
+    assert split((5.0, 2.0, 4.0, 3.0)) == [7.0, 7.0]
+    assert split((5.0, 2.0, 4.0, 3.0), linear=True) == [7.0, 7.0]
+    assert split((5.0, 3.0, 2.0, 4.0)) == [7.0, 7.0]
+    assert split((5.0, 3.0, 2.0, 4.0), linear=True) == [6.0, 8.0]
+
+
+def split(seconds: tuple[float, ...], **options: bool) -> list[float]:
+    """Loads of two stages of a1 -> a2 and b1 -> b2, ascending."""
+    graph = OpGraph(
+        tuple(Op(name) for name in ("a1", "a2", "b1", "b2")),
+        (Value(0, (1,), 0), Value(2, (3,), 0)),
+    )
+    costs = tuple(OpCost((s,), (0.0,), 0) for s in seconds)
+    profile = Profile(graph, (1,), costs, "cpu", "measured", proportional=True)
+    cost = cost_model(profile, 2)
+    (planned,) = Piper(**options)(cost, batch_size=64, microbatch_size=1)
+    return sorted(loads(planned, cost))
+
+
+def test_tensor_parallelism_where_it_wins():
+    """One operator cannot be cut, and a micro-batch of one sample cannot be split: two devices
+    together are the only way to less than 30 s.
+    """
+    one = shapes.towers("small", 1, 0, layers=1, top=0)
+    halved = tuple(
+        replace(
+            cost,
+            forward_s=tuple(s / 2 for s in cost.forward_s),
+            backward_s=tuple(s / 2 for s in cost.backward_s),
+        )
+        for cost in one.costs
+    )
+    nbytes = tuple(4 * 4096 * 4096 // 2 if op.parameters else 0 for op in one.graph.ops)
+    sharded = replace(one, sharded=(Sharded(2, halved, nbytes),))
+    cost = cost_model(sharded, 4, node=2, memory=2**40, bandwidth=1e15)
+    graphs = list(Piper()(cost, batch_size=4, microbatch_size=1))
+    assert any(stage.tensor == 2 for stage in graphs[0].stages)
+    plain = cost_model(one, 3, memory=2**40, bandwidth=1e15)
+    straight = next(iter(Piper()(plain, batch_size=4, microbatch_size=1)))
+    assert max(loads(graphs[0], cost)) < max(loads(straight, plain))
+
+
+def test_tensor_groups_need_their_node():
+    """Nodes of one device: no degree but 1, although the profile has the costs."""
+    one = shapes.towers("small", 1, 0, layers=2, top=0)
+    free = tuple(replace(c, forward_s=(0.0,) * 16, backward_s=(0.0,) * 16) for c in one.costs)
+    sharded = replace(one, sharded=(Sharded(2, free, (0,) * len(free)),))
+    apart = cost_model(sharded, 2, node=1, memory=2**40)
+    together = cost_model(sharded, 2, memory=2**40)
+    assert {s.tensor for g in Piper()(apart, batch_size=4) for s in g.stages} == {1}
+    assert 2 in {s.tensor for g in Piper()(together, batch_size=4) for s in g.stages}
+
+
+def test_recomputes_only_where_memory_asks_for_it():
+    """A chain on two devices: with room none, with less the first stage, which holds two, then
+    both; without the option then nothing fits.
+    """
+    profile = shapes.towers("small", 1, 0, layers=8, width=64, top=0)
+    # 128 samples of 64 numbers kept by each of 4 or 5 operators, against small weights.
+    wide = tuple(replace(cost, kept_bytes=1 << 20) for cost in profile.costs)
+    profile = replace(profile, costs=wide)
+
+    def recomputing(memory: int, **options: bool) -> list[bool]:
+        cost = cost_model(profile, 2, memory=memory)
+        (graph,) = Piper(**options)(cost, batch_size=64, microbatch_size=1)
+        return [stage.recompute for stage in graph.stages]
+
+    mib = 1 << 20
+    assert recomputing(12 * mib) == [False, False]
+    assert recomputing(7 * mib) == [True, False]
+    with pytest.raises(InfeasiblePlanError, match=r"small needs about 0\.0 GiB"):
+        recomputing(5 * mib, recompute=False)
+    assert True in recomputing(int(5.5 * mib))
+
+
+def test_idle_devices_go_to_work():
+    """Three devices and one operator: 2 replicas and 1 device left, so 3 replicas."""
+    one = shapes.towers("small", 1, 0, layers=1, top=0)
+    cost = cost_model(one, 7, memory=2**40)
+    for graph in Piper()(cost, batch_size=64):
+        assert graph.devices == tuple(range(7))
+
+
+def test_any_degree():
+    """6 devices, 2 operators of 3 s per sample: 6 replicas of both is the least load. In powers of
+    two, 4 replicas of both are as good as 4 of one and 2 of the other; and idle devices go to work.
+    """
+    cost = cost_model(row(2, 0), 6)
+
+    def replicas(**options: bool) -> list[list[int]]:
+        graphs = Piper(**options)(cost, batch_size=768, microbatch_size=768)
+        return [sorted(stage.replicas for stage in graph.stages) for graph in graphs]
+
+    assert replicas() == [[6], [2, 4]]
+    assert replicas(any_degree=True) == [[6]]
+
+
+def test_gives_up_on_many_branches():
+    """7 branches of 8 operators: 9 ** 7 downsets. In a row they are planned."""
+    cost = cost_model(shapes.towers("wide", 7, 0, layers=8, top=1), 8, memory=2**40)
+    with pytest.raises(BudgetError, match=r"20,001 downsets .* budget of 20,000"):
+        Piper()(cost, batch_size=64)
+    graphs = list(Piper(linear=True)(cost, batch_size=64))
+    assert graphs
+    assert all(not check(graph, cost) for graph in graphs)
+
+
+def test_gives_up_on_too_many_pairs():
+    """3 branches of 4: 126 downsets, 3,375 pairs of which one holds the other and one more to all
+    from each of the 125.
+    """
+    cost = cost_model(shapes.towers("wide", 3, 0, layers=4, top=0), 2, memory=2**40)
+    with pytest.raises(BudgetError, match=r"pairs of them, more than the budget of 100 pairs"):
+        Piper(pairs=100)(cost, batch_size=8)
+    assert list(Piper(budget=200, pairs=4_000)(cost, batch_size=8))
+
+
+def test_keeps_the_microbatch_size():
+    """Only the size that was asked for, also if it is no power of two or does not divide."""
+    cost = cost_model(shapes.towers("small", 2, 1, layers=2, top=1), 2, memory=2**40)
+    for size in (3, 4):
+        for graph in Piper()(cost, batch_size=8, microbatch_size=size):
+            assert {stage.microbatch_size for stage in graph.stages} == {size}
+
+
+@pytest.mark.parametrize(("batch_size", "microbatch_size"), [(0, None), (8, 0), (8, 16)])
+def test_refuses_wrong_arguments(batch_size, microbatch_size):
+    """A plain ValueError, at the call."""
+    cost = cost_model(shapes.towers("small", 1, 1, layers=1, top=1), 2)
+    with pytest.raises(ValueError, match="batch"):
+        Piper()(cost, batch_size=batch_size, microbatch_size=microbatch_size)
+
+
+def test_says_what_memory_would_do():
+    """A model that fits nowhere: 384 MiB of weights with gradients and as much of an optimizer, in
+    two halves. With that it fits.
+    """
+    profile = shapes.towers("small", 2, 0, layers=2, top=1)
+    with pytest.raises(InfeasiblePlanError, match=r"small needs about 0\.6 GiB per device on 2 "):
+        Piper()(cost_model(profile, 2, memory=10**6), batch_size=8)
+    assert list(Piper()(cost_model(profile, 2, memory=600 * 2**20), batch_size=8))
+
+
+def test_a_row_never_has_a_smaller_load():
+    """Two branches of MMT: the best chain of downsets is at least as good as the best in a row."""
+    cost = CostModel(shapes.mmt(2, 6, parts=1), Cluster.preset("summit:2x4"))
+    for size in (2, 8, 32):
+        nested = Piper()(cost, batch_size=128, microbatch_size=size)
+        row = Piper(linear=True)(cost, batch_size=128, microbatch_size=size)
+        least = min(max(loads(graph, cost)) for graph in nested)
+        assert least <= min(max(loads(graph, cost)) for graph in row) * 1.001
+
+
+def test_groups_are_moved_into_nodes():
+    """Nodes of 4: a stage of one device before two groups of two, which would lie across."""
+    stages = [
+        Stage(("a",), (0,), 1),
+        Stage(("b",), (1, 2, 3, 4), 2, tensor=2),
+        Stage(("c",), (5, 6, 7), 3),
+    ]
+    placed = inside_nodes(stages, 4)
+    assert placed is not None
+    assert [stage.devices for stage in placed] == [(4,), (0, 1, 2, 3), (5, 6, 7)]
+    assert inside_nodes(placed, 4) == placed
+    assert inside_nodes(stages, 1) is None
+
+
+@needs_shared
+@pytest.mark.parametrize(
+    ("name", "machines", "options"),
+    [
+        ("bert32a100", "dgx-h100:1x8", {}),
+        ("resnet", "summit:2x4", {}),
+        ("gnmt", "summit:2x4", {"linear": True}),
+    ],
+)
+def test_plans_its_own_profiles(name, machines, options):
+    """The files that its authors published: valid plans."""
+    cost = CostModel(read_profile(SHARED / "piper" / f"{name}.json"), Cluster.preset(machines))
+    graphs = list(Piper(**options)(cost, batch_size=64, microbatch_size=1))
+    assert graphs
+    assert all(not check(graph, cost) for graph in graphs)
+
+
+@needs_shared
+def test_tensor_parallelism_of_its_bert():
+    """One sample, 8 devices: only together can they work on it, or in a line of 8 stages."""
+    profile = read_profile(SHARED / "piper" / "bert32a100.json")
+    assert [each.degree for each in profile.sharded] == [2, 4, 8]
+    cost = CostModel(profile, Cluster.preset("dgx-h100:1x8"))
+    for graph in Piper()(cost, batch_size=8, microbatch_size=1):
+        assert not check(graph, cost)
+
+
+@needs_shared
+def test_the_whole_of_gnmt_is_over_a_smaller_budget():
+    """17,000 downsets: within the default, not within 5,000."""
+    profile = read_profile(SHARED / "piper" / "gnmt.json")
+    cost = CostModel(profile, Cluster.preset("summit:2x4"))
+    with pytest.raises(BudgetError, match="5,001 downsets"):
+        Piper(budget=5_000)(cost, batch_size=64)
