@@ -287,7 +287,7 @@ def _judge(
             batch_size = judge.best.graph.batch_size
             near = search.neighbourhood(cost, batch_size, microbatch_size)
             allowed = judge.simulated + IMPROVEMENT
-            for start in _unlike(proposals):
+            for start in (judge.best.graph, *_unlike(proposals)):
                 judge.consider(near(start))
             while judge.consider(near(judge.best.graph)) and judge.simulated < allowed:
                 pass

@@ -11,7 +11,8 @@ Where we differ, or the paper is silent:
 - The dynamic programme of ``partitioner.reach`` asks for the fewest devices per (cut, height)
   instead of enumerating device splits and schedule configurations; with one micro-batch size and
   k = 1 a configuration is a height (Table 2: one micro-batch more per stage down to the sink).
-- Graphs that are not series-parallel get some order added (``graph.cuts``).
+- Small graphs and those that are not series-parallel are searched exactly, over all partitions
+  (``partitioner.exact``); only what is too large for that gets some order added (``graph.cuts``).
 - Transfers and all-reduces are part of the period: ``partitioner.prices`` has the formula.
 - The least period does not give the least step, so shallower plans at looser bounds are candidates
   too (``partitioner.search``), and so is all that ``Sequential`` proposes: as it is, and with the
@@ -45,8 +46,9 @@ from anabranch.planner.data_parallel import data_parallel
 from anabranch.planner.infeasible import explain, require_sizes
 from anabranch.planner.partitioner.assemble import Candidate
 from anabranch.planner.partitioner.chains import build
+from anabranch.planner.partitioner.exact import with_exact
 from anabranch.planner.partitioner.problem import Problem
-from anabranch.planner.partitioner.search import best, candidates, in_a_row
+from anabranch.planner.partitioner.search import best, in_a_row
 from anabranch.planner.stages import StageGraph
 
 
@@ -99,7 +101,7 @@ class GraphPipe:
         known_s = known.step_s if known is not None else float("inf")
         found: list[Candidate] = []
         for search in (
-            candidates(problem, microbatch_size, known_s=known_s),
+            with_exact(problem, microbatch_size, known_s=known_s),
             in_a_row(problem, microbatch_size, found),
         ):
             for candidate in search:

@@ -60,14 +60,8 @@ class StepCosts(Protocol):
         ...
 
     def compute_s(self, stage: int, samples: int) -> tuple[float, float]:
-        """From the profile, with recomputation where the stage asks for it."""
-        if (stage, samples) not in self._seconds:
-            ops, of = self._ops[stage], self.graph.stages[stage]
-            self._seconds[stage, samples] = (
-                self.cost.forward_s(ops, samples, tensor=of.tensor),
-                self.cost.backward_s(ops, samples, recompute=of.recompute, tensor=of.tensor),
-            )
-        return self._seconds[stage, samples]
+        """Seconds of a forward and of a backward."""
+        ...
 
     def message_bytes(self, source: int, target: int, samples: int) -> tuple[float, float]:
         """Bytes along a stage edge, forward and back."""
@@ -151,11 +145,13 @@ class ModelCosts:
 
     def compute_s(self, stage: int, samples: int) -> tuple[float, float]:
         """From the profile, with recomputation where the stage asks for it."""
-        ops, recompute = self._ops[stage], self.graph.stages[stage].recompute
-        return (
-            self.cost.forward_s(ops, samples),
-            self.cost.backward_s(ops, samples, recompute=recompute),
-        )
+        if (stage, samples) not in self._seconds:
+            ops, of = self._ops[stage], self.graph.stages[stage]
+            self._seconds[stage, samples] = (
+                self.cost.forward_s(ops, samples, tensor=of.tensor),
+                self.cost.backward_s(ops, samples, recompute=of.recompute, tensor=of.tensor),
+            )
+        return self._seconds[stage, samples]
 
     def message_bytes(self, source: int, target: int, samples: int) -> tuple[float, float]:
         """All values of the edge; those without a batch dimension go with every message."""

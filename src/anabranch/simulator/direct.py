@@ -1,8 +1,8 @@
-"""Compile a schedule without messages straight to numbers: what only asks for seconds needs no more.
+"""Compile a schedule without messages straight to numbers, which is all that seconds need.
 
-``lower`` makes four actions of every message, only for ``compile_schedule`` to number them. But what
-flows along a stage edge repeats itself with the micro-batches (``schedule.lower.pattern_of``), and
-what a device does for a micro-batch is a row of integers::
+``lower`` makes four actions of every message, only for ``compile_schedule`` to number them. But
+what flows along a stage edge repeats itself with the micro-batches (``schedule.lower.pattern_of``),
+and what a device does for a micro-batch is a row of integers::
 
     forward of micro-batch i     receives of every edge that enters, compute, sends of every edge
                                  that leaves
@@ -238,7 +238,8 @@ def _code(
         _append(rows[run.receiver][run.received], run.indices)
     for s, stage in enumerate(graph.stages):
         for device in stage.devices:
-            _append(rows[device], [~(first_unit + unit) for unit in _units(graph, s, device, units)])
+            mine = _units(graph, s, device, units)
+            _append(rows[device], [~(first_unit + unit) for unit in mine])
     for run in runs:
         indices = run.indices
         _append(rows[run.sender][run.sent], range(~indices.start, ~indices.stop, -indices.step))

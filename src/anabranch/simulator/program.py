@@ -67,7 +67,6 @@ class Messages:
             for message in opened:
                 self.is_posted[message] = False
 
-
     def post_singly(self, indices: range, slots: int) -> None:
         """The same where each micro-batch is one message, at once for all."""
         openers, opened = indices[: max(len(indices) - slots, 0)], indices[slots:]

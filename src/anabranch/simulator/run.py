@@ -117,9 +117,7 @@ def _prices(graph: StageGraph, costs: CostModel | StepCosts) -> StepCosts:
 def _lowered(graph: StageGraph, schedule: Schedule, costs: StepCosts) -> Schedule:
     if schedule.is_lowered:
         return schedule
-    return lower(
-        schedule, graph, gradient_edges=costs.gradient_edges, data_edges=costs.data_edges
-    )
+    return lower(schedule, graph, gradient_edges=costs.gradient_edges, data_edges=costs.data_edges)
 
 
 def _run(program: Program, graph: StageGraph, schedule: Schedule, costs: StepCosts) -> Step:

@@ -48,7 +48,7 @@ def exact_of(problem: Problem) -> Exact:
     """The search for a graph of any structure."""
     groups = tuple(1 << i for i in range(len(problem.cost.graph)))
     lattice = Lattice(problem.cost.graph, budget=1000, ways=100_000)
-    return Exact(problem, Weights(problem.cost, lattice, groups), coarse=False)
+    return Exact(problem, Weights(problem.cost, lattice, groups), alone=True)
 
 
 def depth(prices: PartPrices, parts: list[Part]) -> int:

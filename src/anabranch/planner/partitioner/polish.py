@@ -40,8 +40,11 @@ CHUNKS = 6
 CLOSE = 1.06
 """Changes whose estimate is within this factor of the plan's own are worth a simulation."""
 
-CLIMBS = 4
-"""Changes made one after the other before anything is simulated."""
+GAIN = 1e-3
+"""A change is an improvement if it shortens the estimated step by this share of it."""
+
+EFFORT = 12_000
+"""Stages that may be priced before the search for something better ends."""
 
 Parts = tuple[Part, ...]
 
@@ -77,6 +80,7 @@ class Polisher:
         self._fixed_size = microbatch_size
         self._recompute = recompute
         self._simulated = simulated
+        self._effort = EFFORT
         self._recut = Recut(cost, batch_size, order)
         self._assemblers: dict[int, Assembler] = {}
         self._known: dict[tuple[int, frozenset[Part]], Candidate | None] = {}
@@ -107,26 +111,38 @@ class Polisher:
         )
 
     def _climb(self, size: int, parts: Parts) -> Iterator[Candidate]:
-        """Everything one change away; and from the best of it on, as long as it gets better."""
+        """Everything one change away, each improvement at once a new start."""
         start = self._assembled(size, parts)
+        least = float("inf")
         if start is not None:
+            least = start.step_s
             yield start
-        least = start.step_s if start else float("inf")
-        for _ in range(CLIMBS):
-            best: tuple[float, int, Parts] | None = None
+        improved = True
+        while improved:
+            improved = False
             for other_size, changed in self._changes(size, parts):
+                if self._effort <= 0:
+                    return
+                if self._least_step_s(other_size, changed) > CLOSE * least:
+                    continue
                 candidate = self._assembled(other_size, changed)
-                if candidate is not None:
-                    yield candidate
-                    if candidate.step_s < least and (best is None or candidate.step_s < best[0]):
-                        best = candidate.step_s, other_size, changed
-            if best is None:
-                return
-            least, size, parts = best
+                if candidate is None:
+                    continue
+                yield candidate
+                if candidate.step_s < least * (1 - GAIN):
+                    least, size, parts = candidate.step_s, other_size, changed
+                    improved = True
+                    break
+
+    def _least_step_s(self, size: int, parts: Parts) -> float:
+        """What the busiest stage computes in a step: no estimate is less."""
+        prices = self._assembler(size).prices
+        return prices.prices.num_microbatches * max(sum(prices.compute_s(p)) for p in parts)
 
     def _assembled(self, size: int, parts: Parts) -> Candidate | None:
         key = size, frozenset(parts)
         if key not in self._known:
+            self._effort -= len(parts)
             self._known[key] = self._assembler(size).assemble(parts)
         return self._known[key]
 
@@ -144,16 +160,17 @@ class Polisher:
         row = self._recut.row_of(parts)
         others = [size // 2, size * 2] if self._fixed_size is None else []
         sizes = [other for other in others if 1 <= other <= self._batch_size]
-        for changed in (
-            *self._shifts(parts, focus),
-            *self._moved_devices(size, parts, focus),
-            *self._merges(parts, focus),
-            *self._splits(size, parts, focus),
-            *self._modes(size, parts, focus),
-            *(self._recuts(size, row) if row else ()),
+        for kind in (
+            self._recuts(size, row) if row else (),
+            self._merges(parts, focus),
+            self._modes(size, parts, focus),
+            self._moved_devices(size, parts, focus),
+            self._shifts(parts, focus),
+            self._splits(size, parts, focus),
         ):
-            if all(self._may(size, part) for part in changed if part not in parts):
-                yield size, changed
+            for changed in kind:
+                if all(self._may(size, part) for part in changed if part not in parts):
+                    yield size, changed
         for other in sizes:
             if all(self._may(other, part) for part in parts):
                 yield other, parts
