@@ -4,7 +4,10 @@ import pytest
 from hypothesis import given
 
 from anabranch.planner.stages import Stage, StageGraph
-from anabranch.report.svg import stage_graph_svg
+from anabranch.report.svg import stage_graph_svg, timeline_svg
+from anabranch.schedule import SCHEDULES
+from anabranch.simulator.costs import StageTimes
+from anabranch.simulator.run import run
 from tests.report.examples import TWO_TOWERS, chain, of_class, parse, plan, texts
 from tests.strategies import plans
 
@@ -70,3 +73,14 @@ def test_names_are_escaped():
     stage = Stage(("a<b>&\"'", "]]>"), (0,), 1)
     written = texts(parse(stage_graph_svg(plan(StageGraph((stage,), (), 1)))))
     assert "a<b>&\"'" in written
+
+
+def test_devices_that_share_a_replica_are_several():
+    """One replica on two devices, and its simulated step can be drawn."""
+    stages = (Stage(("a",), (0,), 2), Stage(("b",), (1, 2), 2, tensor=2))
+    rule = SCHEDULES["1f1b"]()
+    graph = rule.warm_up(StageGraph(stages, ((0, 1),), 4))
+    assert "devices 1-2" in texts(parse(stage_graph_svg(plan(graph))))
+    times = StageTimes([{2: 1.0}] * 2, [{2: 2.0}] * 2)
+    root = parse(timeline_svg([("predicted", run(graph, rule.order(graph), times))], graph))
+    assert sum(int(box.get("data-n", "0")) for box in of_class(root, "rect", "f", "b")) == 3 * 4

@@ -4,7 +4,7 @@ from anabranch.cluster import Cluster, Level
 from anabranch.cost import CostModel
 from anabranch.graph.opgraph import Op, OpGraph, Parameter, Value
 from anabranch.planner.stages import Stage, StageGraph
-from anabranch.profile.profile import OpCost, Profile
+from anabranch.profile.profile import OpCost, Profile, Sharded
 from anabranch.schedule import SCHEDULES
 from anabranch.simulator.run import run
 from anabranch.timeline import Timeline
@@ -30,8 +30,12 @@ def cost_model(
     parameter_bytes: int = 0,
     kept_bytes: int = 0,
     tied: tuple[int, ...] = (),
+    degrees: tuple[int, ...] = (),
 ) -> CostModel:
-    """One operator per stage, times proportional to samples; ``tied`` ones share a parameter."""
+    """One operator per stage, times proportional to samples; ``tied`` ones share a parameter.
+
+    Under tensor parallelism of one of these degrees, each device has an equal part of everything.
+    """
     names = [("tied" if i in tied else f"p{i}") for i in range(len(forward_s))]
     ops = tuple(Op(f"op{i}", (name,)) for i, name in enumerate(names))
     values = tuple(
@@ -43,15 +47,31 @@ def cost_model(
         OpCost((f,), (b,), kept_bytes) for f, b in zip(forward_s, backward_s, strict=True)
     )
     graph = OpGraph(ops, values, parameters)
-    return CostModel(Profile(graph, (1,), costs, "v100", "measured", True), machines)
+    sharded = tuple(
+        Sharded(
+            t,
+            tuple(
+                OpCost((f / t,), (b / t,), kept_bytes // t)
+                for f, b in zip(forward_s, backward_s, strict=True)
+            ),
+            (parameter_bytes // t,) * len(ops),
+        )
+        for t in degrees
+    )
+    profile = Profile(graph, (1,), costs, "v100", "measured", True, sharded)
+    return CostModel(profile, machines)
 
 
 def stage_graph(
-    edges: Edges, devices: list[tuple[int, ...]], batch_size: int, sizes: list[int] | None = None
+    edges: Edges,
+    devices: list[tuple[int, ...]],
+    batch_size: int,
+    sizes: list[int] | None = None,
+    tensor: list[int] | None = None,
 ) -> StageGraph:
     """Operator i alone in stage i."""
-    size = sizes or [1] * len(devices)
-    stages = tuple(Stage((f"op{i}",), d, size[i]) for i, d in enumerate(devices))
+    size, degree = sizes or [1] * len(devices), tensor or [1] * len(devices)
+    stages = tuple(Stage((f"op{i}",), d, size[i], tensor=degree[i]) for i, d in enumerate(devices))
     return StageGraph(stages, edges, batch_size)
 
 

@@ -69,3 +69,55 @@ def test_recomputing_stages_hold_what_enters():
     """Stage 1 takes in 130 bytes for 3 samples and keeps 15 more while its backward runs."""
     assert unbatched().flight_bytes(1, 3) == (130, 15)
     assert unbatched().compute_s(1, 3) == (3, 6)
+
+
+def sharded() -> ModelCosts:
+    """Stage 0 whole on one device, stage 1 on two replicas of two devices."""
+    cost = cost_model(
+        chain(2),
+        [2, 2],
+        [4, 4],
+        cluster(5, bandwidth=4),
+        value_bytes=10,
+        parameter_bytes=16,
+        kept_bytes=6,
+        degrees=(2,),
+    )
+    graph = stage_graph(chain(2), [(0,), (1, 2, 3, 4)], 4, [2, 4], [1, 2])
+    return ModelCosts(graph, cost)
+
+
+def test_tensor_parallelism_halves_what_a_device_computes_and_keeps():
+    """What enters is whole on each of the two."""
+    assert sharded().compute_s(0, 3) == (6, 12)
+    assert sharded().compute_s(1, 3) == (3, 6)
+    assert sharded().flight_bytes(1, 3) == (30 + 9, 0)
+    # Half of the parameters with gradient and two optimizer states, and one posted micro-batch of
+    # 2 samples.
+    assert sharded().base_bytes(1) == 8 * 4 + 20
+
+
+def test_a_ring_for_each_shard():
+    """Over the devices that have the same half: first with first, second with second."""
+    works = [(w.stages, w.devices, w.nbytes, w.seconds) for w in sharded().all_reduces()]
+    assert works == [((1,), (1, 3), 8, 2.0), ((1,), (2, 4), 8, 2.0)]
+
+
+def test_tied_parameters_under_tensor_parallelism():
+    """With one degree shard by shard; a whole holder and two halves sum the whole over all."""
+    cost = cost_model(
+        chain(2),
+        [1, 1],
+        [1, 1],
+        cluster(4, bandwidth=4),
+        parameter_bytes=16,
+        tied=(0, 1),
+        degrees=(2,),
+    )
+
+    def rings(devices: list[tuple[int, ...]], tensor: list[int]) -> list[tuple[object, ...]]:
+        costs = ModelCosts(stage_graph(chain(2), devices, 4, None, tensor), cost)
+        return [(w.stages, w.devices, w.nbytes) for w in costs.all_reduces()]
+
+    assert rings([(0, 1), (2, 3)], [2, 2]) == [((0, 1), (0, 2), 8), ((0, 1), (1, 3), 8)]
+    assert rings([(0,), (1, 2)], [1, 2]) == [((0, 1), (0, 1, 2), 16)]

@@ -29,6 +29,24 @@ def test_events_at_one_time_keep_their_order():
     assert seen == ["z", "y", "x"]
 
 
+def test_a_place_is_kept_for_an_event_that_is_put_in_later():
+    """y took its place before z came; x happens first and knows that y is still to come."""
+    engine, seen = Engine(), []
+
+    def note(what):
+        seen.append(what)
+        if what == "x":
+            assert engine.place < place
+            engine.at_place(1.0, place, note, "y")
+
+    engine.at(1.0, note, "x")
+    engine.last_place += 1
+    place = engine.last_place
+    engine.at(1.0, note, "z")
+    engine.run()
+    assert seen == ["x", "y", "z"]
+
+
 def ends(cores: int, jobs: list[tuple[float, float]]) -> list[float]:
     """When each (start, seconds of work) ends."""
     engine = Engine()

@@ -1,5 +1,7 @@
 """Compiling a schedule: what both ends of a message agree on."""
 
+from dataclasses import replace
+
 import pytest
 
 from anabranch.errors import InvalidScheduleError
@@ -8,31 +10,82 @@ from anabranch.schedule import SCHEDULES
 from anabranch.schedule.lower import lower
 from anabranch.schedule.schedule import Schedule
 from anabranch.simulator.costs import StageTimes
+from anabranch.simulator.direct import compile_order
 from anabranch.simulator.program import compile_schedule
+from anabranch.simulator.run import step_seconds
 
 GRAPH = StageGraph((Stage(("a",), (0,), 1), Stage(("b",), (1,), 2)), ((0, 1),), 6)
 TIMES = StageTimes([{1: 1.0}] * 2, [{1: 2.0}] * 2)
 
 
 def test_receives_are_posted_for_whole_microbatches():
-    """Stage 1 takes two messages per micro-batch; message n opens when so many have been taken."""
+    """Stage 1 takes two messages per micro-batch: with one slot the second of them lets in both of
+    the next, with two slots both of the next but one.
+    """
     rule = SCHEDULES["gpipe"]()
     warm = rule.warm_up(GRAPH)
 
-    def opens(slots: int) -> list[int]:
+    def posted(slots: int, *, direct: bool) -> tuple[list[bool], list[tuple[int, ...]]]:
         order = Schedule(rule.order(warm).actions, slots)
-        table = compile_schedule(lower(order, warm, gradient_edges=()), warm, TIMES).messages
-        return table.opens
+        forward = replace(TIMES, gradient_edges=frozenset())
+        program = (
+            compile_order(order, warm, forward)
+            if direct
+            else compile_schedule(lower(order, warm, gradient_edges=()), warm, forward)
+        )
+        assert program is not None
+        return program.messages.is_posted, program.messages.releases
 
-    assert opens(1) == [0, 0, 2, 2, 4, 4]
-    assert opens(2) == [0, 0, 0, 0, 2, 2]
+    one = [True, True] + [False] * 4, [(), (2, 3), (), (4, 5), (), ()]
+    assert posted(1, direct=False) == posted(1, direct=True) == one
+    two = [True] * 4 + [False] * 2, [(), (4, 5), (), (), (), ()]
+    assert posted(2, direct=False) == posted(2, direct=True) == two
+
+
+def test_code_is_receives_sends_and_compute():
+    """Four messages: 0 and 1 forward, 2 and 3 back; then units in the order in which they occur."""
+    graph = StageGraph((Stage(("a",), (0,), 1), Stage(("b",), (1,), 1)), ((0, 1),), 2)
+    rule = SCHEDULES["gpipe"]()
+    warm = rule.warm_up(graph)
+    program = compile_order(rule.order(warm), warm, TIMES)
+    assert program is not None
+    words = [[_word(x, 4) for x in code] for code in program.code]
+    assert words == [
+        ["unit 0", "send 0", "unit 0", "send 1", "take 2", "unit 1", "take 3", "unit 2"],
+        ["take 0", "unit 3", "take 1", "unit 3", "unit 4", "send 2", "unit 5", "send 3"],
+    ]
+    assert [unit.last for unit in program.units] == [-1, -1, 0, -1, -1, 1]
+
+
+def _word(x: int, messages: int) -> str:
+    if x >= 0:
+        return f"take {x}"
+    return f"send {~x}" if ~x < messages else f"unit {~x - messages}"
 
 
 def test_halves_of_a_backward_take_half_of_it_each():
     """The weight gradient is the last of its stage, and releases what was held."""
     graph = StageGraph((Stage(("a",), (0,), 1),), (), 1)
-    program = compile_schedule(Schedule.parse("0: 0F0 0I0 0W0"), graph, TIMES)
-    assert [(step.seconds, step.last) for step in program.steps[0]] == [(1, -1), (1, -1), (1, 0)]
+    schedule = Schedule.parse("0: 0F0 0I0 0W0")
+    assert compile_order(schedule, graph, TIMES) is None
+    program = compile_schedule(schedule, graph, TIMES)
+    assert program.code == [[~0, ~1, ~2]]
+    assert [(unit.seconds, unit.last) for unit in program.units] == [(1, -1), (1, -1), (1, 0)]
+
+
+@pytest.mark.parametrize("lines", ["0: 0F1 0F0 0B0 0B1", "0: 0F0 0F1 0B0", "0: 0F0 0B1 0F1 0B0"])
+def test_only_orders_of_all_microbatches_compile_directly(lines):
+    """Whatever else somebody writes by hand goes the long way."""
+    graph = StageGraph((Stage(("a",), (0,), 1),), (), 2)
+    assert compile_order(Schedule.parse(lines), graph, TIMES) is None
+
+
+def test_stages_that_share_a_device_go_the_long_way():
+    """What one of them sends to the other on that device is no message."""
+    graph = StageGraph((Stage(("a",), (0,), 1), Stage(("b",), (0,), 1)), ((0, 1),), 1)
+    schedule = Schedule.parse("0: 0F0 1F0 1B0 0B0")
+    assert compile_order(schedule, graph, TIMES) is None
+    assert step_seconds(graph, schedule, TIMES) == 6
 
 
 def test_a_send_that_nobody_receives():

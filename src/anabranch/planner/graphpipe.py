@@ -46,6 +46,7 @@ from anabranch.planner.data_parallel import data_parallel
 from anabranch.planner.infeasible import explain, require_sizes
 from anabranch.planner.partitioner.assemble import Candidate
 from anabranch.planner.partitioner.chains import build
+from anabranch.planner.partitioner.configured import configured
 from anabranch.planner.partitioner.exact import with_exact
 from anabranch.planner.partitioner.problem import Problem
 from anabranch.planner.partitioner.search import best, in_a_row
@@ -61,12 +62,17 @@ class GraphPipe:
         candidates: stage graphs to propose at most.
         tolerance: relative distance to the least period at which its search ends.
         recompute: stages may run their forward again in the backward where memory is short.
+        per_stage_microbatch: plans whose stages have different micro-batch sizes are searched too
+            (``partitioner.configured``). The size that is asked for is then the largest.
+        kfkb: stages may alternate k forwards and k backwards; likewise.
     """
 
     max_replicas: int | None = None
     candidates: int = 20
     tolerance: float = 2e-3
     recompute: bool = True
+    per_stage_microbatch: bool = False
+    kfkb: bool = False
 
     schedules: ClassVar[tuple[str, ...]] = ("1f1b",)
 
@@ -79,6 +85,7 @@ class GraphPipe:
 
         Raises:
             InfeasiblePlanError: if nothing fits; the message says what would.
+            BudgetError: if the options for schedule configurations take too many states.
         """
         limit = self.max_replicas or cost.cluster.num_devices
         require_sizes(cost, batch_size, microbatch_size, limit)
@@ -109,11 +116,23 @@ class GraphPipe:
                 if candidate.step_s < known_s:
                     known_s = candidate.step_s
                     yield candidate.graph
-        ranked = best(found, self.candidates, always=whole)
+        own = self._configured(problem, microbatch_size)
+        ranked = [*best(found, self.candidates, always=whole), *best(own, self.candidates)]
         if not ranked:
             raise explain(problem, microbatch_size)
         for candidate in ranked:
             yield candidate.graph
+
+    def _configured(self, problem: Problem, microbatch_size: int | None) -> list[Candidate]:
+        """What the options for schedule configurations add."""
+        if not (self.per_stage_microbatch or self.kfkb):
+            return []
+        return configured(
+            problem,
+            per_stage_microbatch=self.per_stage_microbatch,
+            kfkb=self.kfkb,
+            microbatch_size=microbatch_size,
+        )
 
     def problem(self, cost: CostModel, batch_size: int) -> Problem:
         """What is searched."""

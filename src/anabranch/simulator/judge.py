@@ -1,12 +1,9 @@
-"""Which of many proposed stage graphs has the shortest step? Simulate as few of them as will do.
+"""Which of many proposed stage graphs has the shortest step? Simulate as little of them as will do.
 
-Two things keep that cheap:
-
-- a step is at least what its busiest stage computes, plus the way to that stage and back from it. A
-  proposal whose bound is above the best step so far is not simulated, and nothing is lost;
-- with many micro-batches the middle of a step repeats itself. A long step is first judged by two
-  short ones and the line through them, and simulated in full unless that is worse than the best by
-  more than ``MARGIN``. That is a rule of thumb: it could pass over a best one by less than that.
+- A step is at least what its busiest stage computes, plus the way to that stage and back from it. A
+  proposal whose bound is above the best step so far is not simulated, and nothing is lost.
+- With many micro-batches the middle of a step repeats itself: a long step is a short one and many
+  periods (``simulator.steady``).
 
 A warm-up deeper than a stage has memory for is made as deep as memory allows. As counts may not
 rise along a stage edge, what follows such a stage is held to its count as well.
@@ -29,9 +26,7 @@ from anabranch.schedule.schedule import Schedule
 from anabranch.simulator.bound import least_step_s
 from anabranch.simulator.costs import ModelCosts
 from anabranch.simulator.run import step_seconds
-
-MARGIN = 0.02
-"""How far the estimate of a long step may be off, as a share of it."""
+from anabranch.simulator.steady import estimate_step_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +80,7 @@ class Judge:
     def _consider(self, candidate: Candidate) -> None:
         if candidate.least_s > self.best_s:
             return
-        if self._estimate(candidate) * (1 - MARGIN) > self.best_s:
-            return
-        order = self._order(candidate.graph, candidate.schedule)
-        seconds = step_seconds(candidate.graph, order, candidate.costs)
+        seconds = self._seconds(candidate)
         self.simulated += _num_actions(candidate)
         tie = math.isclose(seconds, self.best_s, rel_tol=1e-9)
         assert self.best is not None, "the first candidate is the best until another is better"
@@ -167,23 +159,13 @@ class Judge:
         free = self._cost.cluster.memory_bytes - none
         return int(free // (one - none)) if one > none else graph.num_microbatches(s)
 
-    def _estimate(self, candidate: Candidate) -> float:
-        """Step seconds by the line through two short batches; 0 if the batch itself is short."""
-        graph = candidate.graph
-        unit = math.lcm(*(stage.k * stage.microbatch_size for stage in graph.stages))
-        held = max(stage.in_flight * stage.microbatch_size for stage in graph.stages)
-        first = 2 * -(-held // unit) + 8
-        second = first + 8
-        if not math.isfinite(self.best_s) or graph.batch_size < 2 * (first + second) * unit:
-            return 0.0
-        times = []
-        for units in (first, second):
-            short = replace(graph, batch_size=units * unit)
-            times.append(
-                step_seconds(short, self._order(short, candidate.schedule), candidate.costs)
-            )
-        slope = (times[1] - times[0]) / (second - first)
-        return times[1] + slope * (graph.batch_size / unit - second)
+    def _seconds(self, candidate: Candidate) -> float:
+        """The step of a candidate."""
+        graph, schedule = candidate.graph, candidate.schedule
+        steady = estimate_step_s(graph, lambda g: self._order(g, schedule), candidate.costs)
+        if steady is not None:
+            return steady
+        return step_seconds(graph, self._order(graph, schedule), candidate.costs)
 
     def _why_none(self, planner: str) -> str:
         reasons = [reason for reason in self._rejected if isinstance(reason, str)]

@@ -31,8 +31,9 @@ from anabranch.schedule.kfkb import KFKB
 from anabranch.schedule.lower import lower
 from anabranch.simulator.costs import ModelCosts
 from anabranch.simulator.run import run
+from anabranch.solve import plan
 from tests.planner import shapes
-from tests.planner.helpers import cost_model, expressible
+from tests.planner.helpers import cluster, cost_model, expressible
 from tests.strategies import planning_profiles
 
 
@@ -149,7 +150,7 @@ def test_without_options_it_is_the_plain_search(profile, devices, size, memory):
         return int(reach.solve([Bound(period_s)]).devices[0, 0]) <= devices
 
     if found is None:
-        assert not enough(math.inf)
+        assert not enough(1e9)
     else:
         assert enough(found * size * (1 + 1e-9))
         assert not enough(found * size * (1 - 1e-6))
@@ -196,12 +197,37 @@ def test_figure_5():
     assert search(ample, [4]).least_bound() == 2.0
     assert all(search(tight, [size]).least_bound() > 2.0 for size in (1, 2, 4))
     assert search(tight, [1, 2, 4]).least_bound() == 2.0
-    (uniform,) = {c.graph for c in candidates(ample, per_stage=False, size=4) if len(c.graph) == 3}
+    uniform = candidates(ample, per_stage=False, size=4)[0].graph
     assert held(uniform) == [12, 8, 4]
-    tailored = next(c.graph for c in candidates(tight) if len(c.graph) == 3)
+    tailored = candidates(tight)[0].graph
     assert held(tailored) == [10, 8, 4]
     assert [stage.microbatch_size for stage in tailored.stages][1:] == [2, 4]
     assert simulated_s(tailored, tight.cost) < simulated_s(uniform, ample.cost)
+
+
+def test_options_of_graphpipe():
+    """In the memory of Figure 5, unequal sizes take little more than half of the step."""
+    steps = {}
+    for option in (False, True):
+        found = plan(
+            FIGURE_5,
+            cluster(3, memory=10),
+            32,
+            max_replicas=1,
+            schedule="1f1b",
+            planner_options={"per_stage_microbatch": option, "recompute": False},
+        )
+        steps[option] = found.predicted.step_s
+        sizes = {stage.microbatch_size for stage in found.stage_graph.stages}
+        assert len(sizes) == (2 if option else 1)
+    assert steps[True] < 0.6 * steps[False]
+
+
+def test_options_are_off():
+    """By default all stages of a proposal have one size and k = 1."""
+    for graph in GraphPipe()(cost_model(FIGURE_5, 3, memory=10), batch_size=32):
+        assert len({(stage.microbatch_size, stage.k) for stage in graph.stages}) == 1
+        assert graph.stages[0].k == 1
 
 
 def test_groups_let_a_stage_before_a_small_micro_batch_hold_less():

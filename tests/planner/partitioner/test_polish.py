@@ -35,11 +35,8 @@ def near(
 ) -> list[StageGraph]:
     """All neighbours of a stage graph."""
     order = tuple(operators(decompose(cost.graph)))
-    most = cost.cluster.num_devices
-    polish = Polisher(
-        cost, graph.batch_size, order, max_replicas=most, simulated=simulated, **options
-    )
-    return polish(graph)
+    options = {"max_replicas": cost.cluster.num_devices, **options}
+    return Polisher(cost, graph.batch_size, order, simulated=simulated, **options)(graph)
 
 
 def stages(*contents: tuple[str, tuple[int, ...]], size: int = 1, batch: int = 8) -> StageGraph:
@@ -110,9 +107,11 @@ def test_recomputation_is_tried_and_can_be_forbidden():
 def test_the_microbatch_size_can_be_fixed():
     """Otherwise twice and half of it are tried."""
     cost = cost_model(chain([1, 1]), 2)
-    start = stages(("0", (0,)), ("1", (1,)), size=2)
-    free = {s.microbatch_size for g in near(cost, start) for s in g.stages}
-    fixed = {s.microbatch_size for g in near(cost, start, microbatch_size=2) for s in g.stages}
+    start = stages(("0", (0,)), ("1", (1,)), size=2, batch=64)
+    free, fixed = (
+        {s.microbatch_size for g in near(cost, start, max_replicas=1, **one) for s in g.stages}
+        for one in ({}, {"microbatch_size": 2})
+    )
     assert fixed == {2}
     assert 1 in free
 

@@ -20,8 +20,8 @@ INFINITE = math.inf
 
 
 def nodes(*sizes: int, bandwidths: Sequence[float] = (), memory: int = 10**9) -> Cluster:
-    """A cluster with levels of these sizes, innermost first."""
-    speeds = bandwidths or [10.0 / (i + 1) for i in range(len(sizes))]
+    """A cluster with levels of these sizes, innermost first; slow enough that links matter."""
+    speeds = bandwidths or [1.0 / (i + 1) for i in range(len(sizes))]
     levels = tuple(
         Level(f"level {i}", size, speed, latency_s=0.0)
         for i, (size, speed) in enumerate(zip(sizes, speeds, strict=True))

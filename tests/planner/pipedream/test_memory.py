@@ -9,9 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from anabranch.graph.opgraph import Op, OpGraph, Parameter, Value
 from anabranch.planner.partitioner.parts import Part, PartPrices, fits
 from anabranch.planner.pipedream import memory, recurrence
 from anabranch.planner.pipedream.terms import Meter, Terms, stages
+from anabranch.profile.profile import OpCost, Profile
 from tests.planner.pipedream.reference import Reference, nodes, terms_for
 from tests.strategies import planning_profiles
 
@@ -70,6 +72,27 @@ def test_equals_the_best_plan_that_fits(
     sizes = [tier.size for tier in terms.tiers]
     alike = [plan for period, plan in periods if period <= value * (1 + 1e-6)]
     assert len(list(stages(pieces, sizes))) == min(len(list(stages(p, sizes))) for p in alike)
+
+
+def test_no_cut_that_is_too_slow_inside_a_component():
+    """Four layers that need a device each; the links inside the nodes are the slower ones, and
+    what crosses the first and the third cut takes 20 s there and back.
+    """
+    n = 4
+    graph = OpGraph(
+        tuple(Op(f"layer{i}", (f"w{i}",)) for i in range(n)),
+        tuple(Value(i, (i + 1,), nbytes) for i, nbytes in enumerate((10, 1, 10))),
+        tuple(Parameter(f"w{i}", 100) for i in range(n)),
+    )
+    costs = tuple(OpCost((1.0,), (2.0,), 0) for _ in range(n))
+    profile = Profile(graph, (1,), costs, device="cpu", source="imported", proportional=True)
+    cluster = nodes(2, 2, bandwidths=(1.0, 1.0), memory=400)
+    terms = terms_for(profile, cluster, microbatch_size=1, batch_size=1)
+    found = memory.solve(terms, Meter(MANY), terms.ideal_s(), 1e-9)
+    assert found is not None
+    assert found[0] == 20
+    assert [piece.copies for piece in found[1]] == [1, 1]
+    assert [[inner.stop for inner in piece.inside] for piece in found[1]] == [[1, 2], [3, 4]]
 
 
 @settings(max_examples=60, deadline=None)

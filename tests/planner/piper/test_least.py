@@ -12,7 +12,7 @@ from anabranch.planner.partitioner.prices import Prices
 from anabranch.planner.piper.planner import least
 from anabranch.planner.piper.prices import Choice, StagePrices
 from anabranch.planner.piper.search import ROUNDING, Found
-from anabranch.planner.piper.states import Pairs, States
+from anabranch.planner.piper.states import Pairs, Space, States
 from anabranch.profile.profile import OpCost, Profile
 from tests.planner.helpers import cluster, cost_model
 from tests.planner.piper.reference import Reference, rich_profiles, row
@@ -27,9 +27,9 @@ def searched(
     """What the search finds, and the prices it used."""
     cost, size = reference.cost, reference.size
     prices = Prices(cost, reference.batch_size, size, (), cost.cluster.memory_bytes)
-    states = States(cost, reference.downsets)
-    stages = StagePrices(prices, states, reference.choices)
-    return stages, least(stages, states.nested(EVERYTHING), tolerance, exact=exact)
+    space = Space.of(cost, reference.downsets, EVERYTHING)
+    stages = StagePrices(prices, space.states, reference.choices)
+    return stages, least(stages, space, tolerance, exact=exact)
 
 
 def drawn_reference(
@@ -123,8 +123,8 @@ def test_a_known_load_changes_nothing(profile, factor):
     reference = drawn_reference(profile, 4, 90, 8.0, 16)
     stages, found = searched(reference)
     if found is not None:
-        pairs = stages.states.nested(EVERYTHING)
-        again = least(stages, pairs, 0.0, bound_s=found.load_s * factor)
+        space = Space.of(reference.cost, reference.downsets, EVERYTHING)
+        again = least(stages, space, 0.0, bound_s=found.load_s * factor)
         assert again is not None
         assert again.load_s == pytest.approx(found.load_s, rel=2e-9)
 
@@ -184,7 +184,7 @@ def test_borders_follow_the_values(profile):
     reference = Reference(cost, 8, 4, [])
     states = States(cost, reference.downsets)
     pairs = states.nested(EVERYTHING)
-    borders = states.borders(pairs)
+    borders, traffic = states.borders(pairs), states.traffic(pairs)
     own = states.own_bytes
     for at, (a, b) in enumerate(zip(pairs.lo.tolist(), pairs.hi.tolist(), strict=True)):
         ops = list(bits(states.masks[b] & ~states.masks[a]))
@@ -192,6 +192,7 @@ def test_borders_follow_the_values(profile):
         assert borders.enter[at] * 3 + borders.enter_fixed[at] == enter
         assert borders.gradients[at] * 3 + borders.gradients_fixed[at] == gradients
         assert borders.traffic[at] * 3 + borders.traffic_fixed[at] >= enter + leave
+        assert borders.traffic[at] * (1 - 2e-6) <= traffic[at] <= borders.traffic[at]
         assert own[0][b] - own[0][a] + borders.tied[at] == cost.parameter_bytes(ops)
         trainable = cost.parameter_bytes(ops, trainable=True)
         assert own[1][b] - own[1][a] + borders.tied_trainable[at] == trainable

@@ -243,8 +243,10 @@ class Search:
         tables = self._tables
         steady = tables.num_microbatches - 1
         suffix = added.suffix
-        average = tables.work_s[added.start] / moves.free[added.move]
-        rest, rest_back = tables.least_both_s[added.start], tables.least_backward_s[added.start]
+        free = moves.free[added.move]
+        average = tables.work_s[added.start] / free
+        rest = tables.least_both_s[free, added.start]
+        rest_back = tables.least_backward_s[free, added.start]
         least = np.maximum(
             tables.num_microbatches * np.maximum(added.peak_s, average),
             steady * suffix.pivot_s + suffix.between_s + rest,

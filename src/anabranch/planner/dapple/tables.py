@@ -78,8 +78,8 @@ class Tables:
         gradients: [i, j] bytes that it sends back.
         work_s: [cut] device-seconds of all operators before the cut, whatever the replicas, at
             least.
-        least_both_s, least_forward_s, least_backward_s: [cut] their seconds for one micro-batch,
-            at least.
+        least_both_s, least_backward_s: [devices, cut] their seconds for one micro-batch, at least,
+            on so many devices.
     """
 
     def __init__(self, terms: Terms, microbatch_size: int) -> None:
@@ -113,9 +113,15 @@ class Tables:
         self.both_s = self.forward_s + self.backward_s
         each = np.diff(self.both_s)
         self.work_s = _sums((each * np.array(self.degrees)[:, None]).min(axis=0))
-        self.least_both_s = _sums(each.min(axis=0))
-        self.least_forward_s = _sums(np.diff(self.forward_s).min(axis=0))
-        self.least_backward_s = _sums(np.diff(self.backward_s).min(axis=0))
+        self.least_both_s = self._least(self.both_s)
+        self.least_backward_s = self._least(self.backward_s)
+
+    def _least(self, seconds: Floats) -> Floats:
+        least = np.minimum.accumulate(np.diff(seconds), axis=0)
+        devices = np.arange(len(self.index))
+        at = np.searchsorted(self.degrees, devices, side="right") - 1
+        sums = np.concatenate([np.zeros((len(least), 1)), np.cumsum(least, axis=1)], axis=1)
+        return np.where((at >= 0)[:, None], sums[at], np.inf)
 
     def _headroom(self) -> Ints:
         row, cost = self.terms.row, self.terms.cost

@@ -6,4 +6,5 @@ chains, line             the model as the search sees it: with its branches, or 
 reach, sharing, solved   the dynamic programme: fewest devices under a bound on the period
 search                   micro-batch sizes, bounds and depths to try
 assemble, estimate       devices for the stages, and the rank of a proposal
+configured_*             the search with a micro-batch size and a k for every stage
 """

@@ -94,7 +94,8 @@ class Book:
                 for i, mask in enumerate(masks):
                     part = Part(mask, mode.replicas, mode.recompute, mode.tensor)
                     seconds[i] = parts.period_s(part) / size
-                    most[i] = _samples(parts.prices, np.int64(parts.headroom(part)))
+                    height = np.array(parts.headroom(part), dtype=np.int64)
+                    most[i] = _samples(parts.prices, height)
             self._sets[key] = seconds, most
         return self._sets[key]
 

@@ -31,86 +31,24 @@ Only those are looked at whose first stages all have one configuration.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from math import prod
 
 import numpy as np
+from numpy.typing import NDArray
 
-from anabranch.errors import BudgetError
 from anabranch.planner.partitioner.chains import Block, Chain
 from anabranch.planner.partitioner.configured_menu import Menu, Offers
 from anabranch.planner.partitioner.configured_prices import NEVER, Ints
 from anabranch.planner.partitioner.configured_shapes import Shape, heads, tails
-
-Groups = dict[tuple[int, int], Ints]
-
-
-@dataclass
-class Choices:
-    """What may follow a block; arrays have one entry per choice.
-
-    Attributes:
-        owner: the column, in the chain's own arrays, of what follows the chain.
-        column: the column of the branches' arrays.
-        devices: used by what follows.
-        shape: how much of the branches the first stage behind the block holds.
-        config: configuration of the first stage; -1 if the chain ends with the block.
-        alike: the first stages are those of another block.
-    """
-
-    owner: Ints
-    column: Ints
-    devices: Ints
-    shape: Ints
-    config: Ints
-    alike: Ints
-
-
-@dataclass
-class Passed:
-    """How a block was solved.
-
-    Attributes:
-        choices: what may follow it.
-        shapes: per shape, the cut of every branch at which the stage behind begins; then which
-            stages those are.
-        heads: per shape, the cut at which a stage before it ends.
-        branches: by first branch of a class and its end.
-        groups: of runs of whole branches, what they offer.
-    """
-
-    choices: Choices
-    shapes: list[Shape]
-    heads: list[Shape]
-    branches: dict[tuple[int, int], Solved]
-    groups: dict[tuple[int, int], Offers]
-    behind: Offers | None
-
-
-@dataclass
-class Solved:
-    """A chain up to a cut, with several things that may follow; arrays are [row, config, column,
-    devices].
-
-    Attributes:
-        required: rows are the cuts, then the shapes of the heads of its blocks.
-        first: rows are the cuts; stages that are ranges (with heads).
-        alike: likewise, where a block begins at the cut and its first stages are all of one
-            configuration.
-        offers: per cut, the stages that begin there.
-        passed: per position, how a block was solved.
-        after: what follows requires: [config, column].
-    """
-
-    chain: Chain
-    stop: int
-    after: Ints
-    required: Ints
-    first: Ints
-    alike: Ints
-    offers: list[Offers | None]
-    passed: dict[int, Passed] = field(default_factory=dict)
+from anabranch.planner.partitioner.configured_share import Together
+from anabranch.planner.partitioner.configured_states import (
+    Arithmetic,
+    Choices,
+    Passed,
+    Solved,
+    joined,
+    picked,
+)
 
 
 class ConfiguredReach:
@@ -126,12 +64,12 @@ class ConfiguredReach:
     def __init__(self, chain: Chain, menu: Menu, *, devices: int, budget: int) -> None:
         self.chain = chain
         self.menu = menu
+        name = chain.row.cost.graph.name
+        self.arithmetic = Arithmetic(menu, devices=devices, budget=budget, name=name)
         self.devices = devices
-        self.budget = budget
         self._bound_s = np.inf
-        self._spent = 0
-        # A range of the longest row has a price in every mode and size, before anything is solved.
-        self._spend((len(chain.items) + 1) ** 2 * menu.entries)
+        # Every range has a price in every size and mode, before anything is solved.
+        self.arithmetic.spend(_ranges(chain) * menu.entries)
 
     def solve(self, bound_s: float) -> Solved:
         """All states within a bound.
@@ -140,7 +78,7 @@ class ConfiguredReach:
             BudgetError: if there are too many.
         """
         self._bound_s = bound_s
-        self._spent = 0
+        self.arithmetic.spent = 0
         nothing = np.zeros((len(self.menu.configs), 1), dtype=np.int64)
         return self._solve(self.chain, len(self.chain.items), nothing, False, True)
 
@@ -163,7 +101,7 @@ class ConfiguredReach:
         starts = dict(zip(rows, np.cumsum([stop + 1, *map(len, rows.values())]), strict=False))
         shape = (len(after), after.shape[1], self.devices + 1)
         count = stop + 1 + sum(map(len, rows.values()))
-        self._spend(count * prod(shape))
+        self.arithmetic.spend(count * prod(shape))
         required = np.full((count, *shape), NEVER)
         required[stop] = after[:, :, None]
         first, same = (np.full((stop + 1, *shape), NEVER) for _ in range(2))
@@ -178,8 +116,8 @@ class ConfiguredReach:
             offers = self._offers(chain, stop, j, rows, starts)
             solved.offers[j] = offers
             if offers is not None:
-                first[j] = self._least(offers, self._hold(offers, required))
-            np.minimum(required[j], self._require(first[j]), out=required[j])
+                first[j] = self.arithmetic.least(offers, self.arithmetic.hold(offers, required))
+            np.minimum(required[j], self.arithmetic.require(first[j]), out=required[j])
         return solved
 
     def _offers(
@@ -201,35 +139,6 @@ class ConfiguredReach:
                 priced = self.menu.sets(masks)
                 found.append(self.menu.offers(priced, at, starts[p] + at, self._bound_s))
         return joined(found)
-
-    def _hold(self, offers: Offers, required: Ints) -> Ints:
-        """What each of some stages holds, whatever the devices: [offer, column, devices]."""
-        self._spend(len(offers) * required.shape[-1] * required.shape[-2])
-        found = required[offers.row, offers.config]
-        shifted = np.full(found.shape, NEVER)
-        for d in np.unique(offers.devices):
-            if d <= self.devices:
-                mine = offers.devices == d
-                shifted[mine, :, d:] = found[mine, :, : self.devices + 1 - d]
-        held = self.menu.configs.held(offers.config, shifted)
-        return np.where(held <= offers.most[:, None, None], held, NEVER)
-
-    def _least(self, offers: Offers, held: Ints) -> Ints:
-        """The least of the stages of every configuration."""
-        result = np.full((len(self.menu.configs), *held.shape[1:]), NEVER)
-        for c in np.unique(offers.config):
-            result[c] = held[offers.config == c].min(axis=0)
-        return result
-
-    def _require(self, first: Ints) -> Ints:
-        """What first stages require of a stage before them, by its configuration."""
-        configs = self.menu.configs
-        result = np.full(first.shape, NEVER)
-        for y in range(len(configs)):
-            if (first[y] < NEVER).any():
-                self._spend(first.size)
-                np.minimum(result, first[y] + configs.more[:, y, None, None], out=result)
-        return np.minimum(result, NEVER)
 
     def _pass(
         self,
@@ -284,110 +193,13 @@ class ConfiguredReach:
         """Improve a row by some choices of one shape."""
         if not len(mine):
             return
-        shared = self.share(block, passed, mine, head=head, alike=alike, leads=leads)[-1]
+        together = Together(self.arithmetic, block, passed, mine, head, alike, leads)
+        shared = together.share()[-1]
         used = passed.choices.devices[mine]
         target = solved.alike[p] if alike else solved.required[p if row is None else row]
         for q, (owner, devices) in enumerate(zip(passed.choices.owner[mine], used, strict=True)):
             column = target[:, owner, devices:]
             np.minimum(column, shared[:, q, : self.devices + 1 - devices], out=column)
-
-    def share(
-        self,
-        block: Block,
-        passed: Passed,
-        mine: Ints,
-        *,
-        head: Shape | None = None,
-        alike: bool = False,
-        leads: bool = False,
-        config: slice = slice(None),
-    ) -> list[Ints]:
-        """What the first branches require together, for none to all of them.
-
-        Args:
-            block: the block.
-            passed: how it was solved.
-            mine: choices of what follows, all of one shape.
-            head: how much of the branches a stage before the block holds.
-            alike: what their first stages hold, all of one configuration, instead.
-            leads: nothing comes before, so that only what is possible matters.
-            config: of which configurations.
-
-        Returns:
-            Arrays [config, choice, devices].
-        """
-        tables = self.tables(block, passed, mine, head=head, alike=alike, leads=leads)
-        tables = [table[config] for table in tables]
-        best = [np.zeros_like(tables[0])]
-        runs = self.runs(block, passed, mine, head=head, alike=alike, leads=leads)
-        for m, table in enumerate(tables, start=1):
-            now = self._combine(best[m - 1], table)
-            for (i, j), run in runs.items():
-                if j == m:
-                    now = np.minimum(now, self._combine(best[i], run[config]))
-            best.append(now)
-        return best
-
-    def tables(
-        self,
-        block: Block,
-        passed: Passed,
-        mine: Ints,
-        *,
-        head: Shape | None,
-        alike: bool,
-        leads: bool,
-    ) -> list[Ints]:
-        """What each branch requires: [config, choice, devices]."""
-        shape = passed.shapes[int(passed.choices.shape[mine[0]])]
-        columns = passed.choices.column[mine]
-        result = []
-        for b, k in enumerate(block.classes):
-            branch = passed.branches[k, shape.cuts[b]]
-            cut = head.cuts[b] if head else 0
-            if not alike:
-                table = branch.required[cut][:, columns]
-            else:
-                # A branch that the stage behind holds as a whole has no first stage: row 0 of
-                # ``first`` says never.
-                table = np.minimum(branch.first[cut], branch.alike[cut])[:, columns]
-            result.append(_lead(table) if leads else table)
-        return result
-
-    def runs(
-        self,
-        block: Block,
-        passed: Passed,
-        mine: Ints,
-        *,
-        head: Shape | None,
-        alike: bool,
-        leads: bool,
-    ) -> Groups:
-        """What runs of whole branches require, by first branch and end."""
-        shape = passed.shapes[int(passed.choices.shape[mine[0]])]
-        sizes = [len(branch.items) for branch in block.branches]
-        left = [stop - (head.cuts[b] if head else 0) for b, stop in enumerate(shape.cuts)]
-        after = next(iter(passed.branches.values())).after[:, passed.choices.column[mine]]
-        pool = np.broadcast_to(after[None, ..., None], (1, *after.shape, self.devices + 1))
-        result = {}
-        for (i, j), offers in passed.groups.items():
-            if left[i:j] == sizes[i:j]:
-                table = self._least(offers, self._hold(offers, pool))
-                table = table if alike else self._require(table)
-                result[i, j] = _lead(table) if leads else table
-        return result
-
-    def _combine(self, one: Ints, other: Ints) -> Ints:
-        """The least maximum of two, sharing out the devices."""
-        self._spend(one.size * (self.devices + 1) // 2)
-        result = np.full(one.shape, NEVER)
-        for d in range(self.devices + 1):
-            if d and (one[..., d] == one[..., d - 1]).all():
-                continue
-            both = np.maximum(one[..., d, None], other[..., : self.devices + 1 - d])
-            np.minimum(result[..., d:], both, out=result[..., d:])
-        return result
 
     def _groups(self, block: Block) -> dict[tuple[int, int], Offers]:
         n = block.row.size + 1
@@ -417,10 +229,11 @@ class ConfiguredReach:
         offers = self.menu.offers(self.menu.sets(masks), np.arange(len(masks)), rows, self._bound_s)
         if offers is None:
             return None, {}
-        held = self._hold(offers, solved.required)
+        held = self.arithmetic.hold(offers, solved.required)
         of = 1 + offers.which // len(stops)
         return offers, {
-            int(s): self._least(picked(offers, of == s), held[of == s]) for s in np.unique(of)
+            int(s): self.arithmetic.least(picked(offers, of == s), held[of == s])
+            for s in np.unique(of)
         }
 
     def _choices(self, solved: Solved, p: int, behind: dict[int, Ints]) -> tuple[Choices, Ints]:
@@ -446,66 +259,23 @@ class ConfiguredReach:
         required = np.array(vectors, dtype=np.int64)
         kept = _undominated(table, required)
         table, required = table[kept], required[kept]
-        self._spend(len(found) * len(kept))
+        self.arithmetic.spend(len(found) * len(kept))
         after, column = np.unique(required, axis=0, return_inverse=True)
         owner, devices, shape, config, alike_ = table.T
         choices = Choices(owner, column.reshape(-1), devices, shape, config, alike_)
         return choices, np.ascontiguousarray(after.T)
 
-    def _spend(self, states: int) -> None:
-        self._spent += states
-        if self._spent > self.budget:
-            raise BudgetError(
-                f"planning {self.chain.row.cost.graph.name or 'the model'} with a micro-batch "
-                f"size per stage takes more than {self.budget:,} states for one bound on the "
-                f"period, its budget; {self._spent:,} were needed before the end was in sight: "
-                "give one micro-batch size, capture coarser operators, plan without "
-                "per_stage_microbatch and kfkb, or allow more states"
-            )
+
+def _ranges(chain: Chain) -> int:
+    """Pairs of cuts in a chain, its branches and their groups."""
+    count = (len(chain.items) + 1) ** 2
+    for block in chain.blocks:
+        count += (len(block.branches) + 1) ** 2
+        count += sum(_ranges(block.branches[k]) for k in set(block.classes))
+    return count
 
 
-def joined(offers: Sequence[Offers | None]) -> Offers | None:
-    """Offers of several kinds as one; ``which`` counts through them."""
-    some = [each for each in offers if each is not None]
-    if len(some) < 2:
-        return some[0] if some else None
-    kinds = [np.full(len(each), i) for i, each in enumerate(some)]
-    kind = np.concatenate(kinds)
-    which = np.concatenate([each.which for each in some])
-
-    def masks(index: int) -> int:
-        return some[int(kind[index])].masks(int(which[index]))
-
-    return Offers(
-        np.concatenate([each.config for each in some]),
-        np.concatenate([each.devices for each in some]),
-        np.concatenate([each.most for each in some]),
-        np.concatenate([each.row for each in some]),
-        np.concatenate([each.mode for each in some]),
-        masks,
-        np.arange(len(kind)),
-    )
-
-
-def picked(offers: Offers, some: np.ndarray) -> Offers:
-    """Some of these offers."""
-    return Offers(
-        offers.config[some],
-        offers.devices[some],
-        offers.most[some],
-        offers.row[some],
-        offers.mode[some],
-        offers.masks,
-        offers.which[some],
-    )
-
-
-def _lead(table: Ints) -> Ints:
-    """Whatever the configuration of what comes before: there is nothing."""
-    return np.where(table.min(axis=0, keepdims=True) < NEVER, 0, NEVER)
-
-
-def _steps(table: Ints) -> np.ndarray:
+def _steps(table: Ints) -> NDArray[np.bool_]:
     """Where one more device makes less."""
     falls = table < NEVER
     falls[..., 1:] &= table[..., 1:] < table[..., :-1]

@@ -11,8 +11,10 @@ from anabranch.graph.opgraph import bits
 from anabranch.planner.partitioner.chains import Block, Chain
 from anabranch.planner.partitioner.configured_menu import Offers
 from anabranch.planner.partitioner.configured_prices import NEVER, Ints
-from anabranch.planner.partitioner.configured_reach import ConfiguredReach, Passed, Solved
+from anabranch.planner.partitioner.configured_reach import ConfiguredReach
 from anabranch.planner.partitioner.configured_shapes import Shape
+from anabranch.planner.partitioner.configured_share import Together
+from anabranch.planner.partitioner.configured_states import Passed, Solved
 from anabranch.planner.partitioner.prices import Mode
 
 
@@ -138,15 +140,9 @@ class Trace:
             mine = np.flatnonzero(fits)
             if not len(mine):
                 continue
-            best = self._reach.share(
-                block,
-                passed,
-                mine,
-                head=head,
-                alike=alike,
-                leads=before is None,
-                config=slice(0, 1) if before is None else slice(before, before + 1),
-            )
+            first = before is None
+            together = Together(self._reach.arithmetic, block, passed, mine, head, alike, first)
+            best = together.share(slice(before or 0, (before or 0) + 1))
             left = devices - choices.devices[mine]
             needed = best[-1][0, np.arange(len(mine)), left]
             if needed.min() <= target:
@@ -174,11 +170,10 @@ class Trace:
     ) -> Iterator[Chosen]:
         """Share out the devices over the branches, last branch first."""
         mine = np.array([choice])
-        first = before is None
-        tables = self._reach.tables(block, passed, mine, head=head, alike=alike, leads=first)
-        runs = self._reach.runs(block, passed, mine, head=head, alike=alike, leads=first)
-        at = 0 if before is None else before
-        shape = passed.shapes[int(passed.choices.shape[choice])]
+        arithmetic, first = self._reach.arithmetic, before is None
+        together = Together(arithmetic, block, passed, mine, head, alike, first)
+        tables, runs, shape = together.tables(), together.runs(), together.shape
+        at = before or 0
         column = int(passed.choices.column[choice])
         m = len(tables)
         while m:

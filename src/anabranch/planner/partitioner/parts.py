@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -83,18 +84,31 @@ class Facts:
     def parameter_bytes(self, mask: int, tensor: int) -> tuple[int, int]:
         """Bytes of all parameters and of those that are trained."""
         if (mask, tensor) not in self._parameters:
-            ops = self.ops(mask).tolist()
-            if tensor > 1:
-                all_bytes = self.cost.parameter_bytes(ops, tensor=tensor)
-                self._parameters[mask, tensor] = all_bytes, all_bytes
-            else:
-                named, graph = self.cost.parameters, self.cost.graph
-                used = [named[name] for name in {n for i in ops for n in graph.ops[i].parameters}]
-                self._parameters[mask, tensor] = (
-                    sum(parameter.nbytes for parameter in used),
-                    sum(parameter.nbytes for parameter in used if parameter.trainable),
-                )
+            self._parameters[mask, tensor] = self._count(mask, tensor)
         return self._parameters[mask, tensor]
+
+    def _count(self, mask: int, tensor: int) -> tuple[int, int]:
+        if tensor > 1:
+            held = self.cost.parameter_bytes(self.ops(mask).tolist(), tensor=tensor)
+            return held, held
+        if self._untied is not None:
+            everything, trained = self._untied[self.ops(mask)].sum(axis=0).tolist()
+            return everything, trained
+        ops = self.ops(mask).tolist()
+        return self.cost.parameter_bytes(ops), self.cost.parameter_bytes(ops, trainable=True)
+
+    @cached_property
+    def _untied(self) -> NDArray[np.int64] | None:
+        """Per operator its parameters' bytes and those trained; None if operators share any."""
+        named, ops = self.cost.parameters, self.cost.graph.ops
+        names = [name for op in ops for name in set(op.parameters)]
+        if len(names) != len(set(names)):
+            return None
+        rows = []
+        for op in ops:
+            own = [named[name] for name in set(op.parameters)]
+            rows.append((sum(p.nbytes for p in own), sum(p.nbytes for p in own if p.trainable)))
+        return np.array(rows, dtype=np.int64)
 
     def border(self, mask: int) -> Border:
         """What crosses the border."""

@@ -37,7 +37,7 @@ FOCUS = 6
 CHUNKS = 6
 """Parts of one stage that are tried at each neighbour."""
 
-CLOSE = 1.06
+CLOSE = 1.04
 """Changes whose estimate is within this factor of the plan's own are worth a simulation."""
 
 GAIN = 1e-3
@@ -71,7 +71,7 @@ class Polisher:
         max_replicas: int,
         microbatch_size: int | None = None,
         recompute: bool = True,
-        simulated: int = 8,
+        simulated: int = 6,
     ) -> None:
         self._cost = cost
         self._batch_size = batch_size
@@ -157,7 +157,7 @@ class Polisher:
 
     def _changes(self, size: int, parts: Parts) -> Iterator[tuple[int, Parts]]:
         focus = self._focus(size, parts)
-        row = self._recut.row_of(parts)
+        row = self._recut.row_of(parts) if self._is_chain(parts) else None
         others = [size // 2, size * 2] if self._fixed_size is None else []
         sizes = [other for other in others if 1 <= other <= self._batch_size]
         for kind in (
@@ -176,6 +176,11 @@ class Polisher:
                 yield other, parts
                 for cut in self._recut.cut(other, [mode_of(part) for part in row or ()]):
                     yield other, tuple(cut)
+
+    def _is_chain(self, parts: Parts) -> bool:
+        """Whether every stage waits for the one before it: no two run side by side."""
+        found = edges(self._any_part_prices(), parts)
+        return all((x, x + 1) in found for x in range(len(parts) - 1))
 
     def _recuts(self, size: int, row: Sequence[Part]) -> Iterator[Parts]:
         """Stages in a row with other devices, cut again as is best for these."""
@@ -236,11 +241,12 @@ class Polisher:
                 yield from self._shift(parts, y, x, chunk)
 
     def _borders(self, parts: Parts, focus: Sequence[int]) -> list[tuple[int, int]]:
-        pairs = edges(PartPrices(self._any_prices()), parts)
+        pairs = edges(self._any_part_prices(), parts)
         return sorted((x, y) for x, y in pairs if x in focus or y in focus)
 
-    def _any_prices(self) -> Prices:
-        return next(iter(self._assemblers.values())).prices.prices
+    def _any_part_prices(self) -> PartPrices:
+        """Edges do not depend on the micro-batch size."""
+        return next(iter(self._assemblers.values())).prices
 
     def _chunks(self, inside: int, outside: int, closure: Sequence[int]) -> list[int]:
         """Parts of ``inside`` that can go over: an operator with its closure, smallest first."""

@@ -114,7 +114,7 @@ class Shares:
 
 
 class Ranges:
-    """One row at several micro-batch sizes.
+    """One row at several micro-batch sizes; tables are [s, k, p] for the p-th range not empty.
 
     Args:
         row: weighs the ranges.
@@ -124,12 +124,14 @@ class Ranges:
     def __init__(self, row: Row, sizes: Sizes) -> None:
         self.row = row
         self.sizes = sizes
-        everything = slice(None), slice(None)
-        self._slowest_s = np.maximum(
-            self._between(self._running), self.traffic_s(everything)
-        )
+        # Row after row of the upper triangle.
+        self._all: tuple[NDArray[np.intp], NDArray[np.intp]] = np.triu_indices(row.size + 1, 1)
+        self._slowest_s = np.maximum(self.compute_s(self._all), self.traffic_s(self._all))
         # A size that may not use a mode never has it within a bound.
         self._slowest_s[~sizes.valid] = np.inf
+
+    def _place(self, start: int, stop: int) -> int:
+        return start * self.row.size - start * (start - 1) // 2 + stop - start - 1
 
     @cached_property
     def _running(self) -> Floats:
@@ -149,10 +151,6 @@ class Ranges:
         """Bytes kept per sample by the first j parts: [k, j]."""
         per_tensor = np.stack([self.row.kept_bytes(tensor) for tensor in self.sizes.tensors])
         return per_tensor[self.sizes.tensor]
-
-    @staticmethod
-    def _between(running: Floats) -> Floats:
-        return running[..., None, :] - running[..., :, None]
 
     def compute_s(self, at: Places) -> Floats:
         """Seconds of compute per micro-batch of some ranges (start, stop): [s, k, ...]."""
@@ -214,54 +212,48 @@ class Ranges:
 
     @cached_property
     def headroom(self) -> Ints:
-        """The largest height at which a range fits, -1 for none: [s, k, start, stop]."""
-        sizes = self.sizes
-        wide = (len(sizes), 1, 1, 1)
-        kept = self._between(self._kept)
-        state = np.stack([self.row.state_bytes(tensor) for tensor in sizes.tensors])
-        fixed, per_microbatch = self._memory(state, kept, self.row.comes, self.row.entering)
-        free = sizes.memory_bytes - fixed
-        count = sizes.count.reshape(wide)
+        """The largest height at which a range fits, -1 for none: [s, k, p]."""
+        fixed, per_microbatch = self.memory(self._all)
+        free = self.sizes.memory_bytes - fixed
+        count = self.sizes.count[:, None, None]
         with np.errstate(divide="ignore", invalid="ignore"):
             held = np.clip(free / per_microbatch, 0, count)
         held = np.where(per_microbatch > 0, held, count * (free >= 0)).astype(np.int32)
         # More than all micro-batches are never in flight.
-        result = np.where(held == count, INFINITE, held - 1).astype(np.int32)
-        result[:, :, np.tril(np.ones(result.shape[2:], dtype=bool))] = -1
-        return result
+        return np.where(held == count, INFINITE, held - 1).astype(np.int32)
 
     @cached_property
     def _reduce_s(self) -> Floats:
-        return self.reduce_s((slice(None), slice(None)))
+        return self.reduce_s(self._all)
 
     @cached_property
     def _spread_s(self) -> Floats:
-        return self._slowest_s + self._reduce_s / self.sizes.count[:, None, None, None]
+        return self._slowest_s + self._reduce_s / self.sizes.count[:, None, None]
+
+    @cached_property
+    def _at_sink(self) -> dict[bool, Floats]:
+        """Spread or not -> periods, infinite where a range fits at no height."""
+        none = self.headroom < 0
+        return {
+            spread: np.where(none, np.inf, seconds)
+            for spread, seconds in ((False, self._slowest_s), (True, self._spread_s))
+        }
 
     def mode(self, bound: Bound, start: int, stop: int, height: int, devices: int) -> Mode:
         """The quickest mode with so many devices in which a range is within a bound and fits."""
         alike = self.sizes.by_devices[devices]
         if len(alike) == 1:
             return self.sizes.modes[alike[0]]
+        p = self._place(start, stop)
         seconds = self._spread_s if bound.spread else self._slowest_s
         at = self.sizes.devices == devices
-        at &= self.headroom[bound.at, :, start, stop] >= height
-        at &= seconds[bound.at, :, start, stop] <= bound.period_s
+        at &= self.headroom[bound.at, :, p] >= height
+        at &= seconds[bound.at, :, p] <= bound.period_s
         if bound.reduce_s < np.inf:
-            at &= self._reduce_s[:, start, stop] <= bound.reduce_s
+            at &= self._reduce_s[:, p] <= bound.reduce_s
         places = np.flatnonzero(at)
-        quickest = self._slowest_s[bound.at, places, start, stop].argmin()
+        quickest = self._slowest_s[bound.at, places, p].argmin()
         return self.sizes.modes[places[quickest]]
-
-    def _within(self, bounds: Sequence[Bound], k: int) -> Bools:
-        """Whether ranges in one mode are within bounds, memory aside: [t, start, stop]."""
-        of = [bound.at for bound in bounds]
-        seconds = (self._spread_s if bounds[0].spread else self._slowest_s)[of, k]
-        within: Bools = seconds <= np.array([bound.period_s for bound in bounds])[:, None, None]
-        if any(bound.reduce_s < np.inf for bound in bounds):
-            longest = np.array([bound.reduce_s for bound in bounds])[:, None, None]
-            within &= self._reduce_s[k] <= longest
-        return within
 
     def need(self, bounds: Sequence[Bound], heights: int, most: int | None = None) -> Ints:
         """Fewest devices for every range within bounds: [bound, height, stop, start].
@@ -275,85 +267,56 @@ class Ranges:
             most: the height for which the last of them stands, if not for itself.
         """
         most = heights - 1 if most is None else most
-        if most == 0:
-            return self._at_sink(bounds)
         of = [bound.at for bound in bounds]
-        size = self.row.size + 1
-        result = np.full((len(bounds), size, size), INFINITE, dtype=np.int32)
+        # [t, p], and what fits at some heights only as (level, place in [t, p], devices).
+        always = np.full((len(bounds), len(self._all[0])), INFINITE, dtype=np.int32)
         graded = []
         for k in reversed(range(len(self.sizes.modes))):
             within = self._within(bounds, k)
-            headroom = self.headroom[of, k]
-            np.copyto(result, self.sizes.devices[k], where=within & (headroom >= most))
-            if heights > 1:
-                places = np.flatnonzero(within & (headroom >= 0) & (headroom < most))
+            if most:
+                headroom = self.headroom[of, k]
+                places = np.flatnonzero(within & (headroom < most))
                 if len(places):
                     level = np.minimum(headroom.reshape(-1)[places], heights - 2)
                     graded.append((level, places, self.sizes.devices[k]))
-        always = result.transpose(0, 2, 1)[:, None]
-        return self._graded(always, graded, heights) if graded else np.ascontiguousarray(always)
-
-    def _at_sink(self, bounds: Sequence[Bound]) -> Ints:
-        """``need`` if all stages are at height 0."""
-        of = [bound.at for bound in bounds]
-        start, stop = self._places
-        seconds, reduce_s = self._packed[bounds[0].spread], self._packed_reduce_s
-        period_s = np.array([bound.period_s for bound in bounds])[:, None]
-        longest = np.array([bound.reduce_s for bound in bounds])[:, None]
-        apart = bool((longest < np.inf).any())
-        packed = np.full((len(bounds), len(start)), INFINITE, dtype=np.int32)
-        for k in reversed(range(len(self.sizes.modes))):
-            within = seconds[of, k] <= period_s
-            if apart:
-                within &= reduce_s[k] <= longest
-            np.copyto(packed, self.sizes.devices[k], where=within)
+                within &= headroom >= most
+            np.copyto(always, self.sizes.devices[k], where=within)
+        table = self._graded(always, graded, heights) if graded else always[:, None]
         size = self.row.size + 1
-        result = np.full((len(bounds), 1, size, size), INFINITE, dtype=np.int32)
-        result[:, 0, stop, start] = packed
+        start, stop = self._all
+        result = np.full((*table.shape[:2], size, size), INFINITE, dtype=np.int32)
+        result[:, :, stop, start] = table
         return result
 
-    @cached_property
-    def _places(self) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-        """Starts and stops of all ranges that are not empty."""
-        return np.triu_indices(self.row.size + 1, 1)
-
-    @cached_property
-    def _packed(self) -> dict[bool, Floats]:
-        """Spread or not -> periods of these ranges, infinite where they fit at no height."""
-        at = (slice(None), slice(None), *self._places)
-        none = self.headroom[at] < 0
-        result = {}
-        for spread, seconds in ((False, self._slowest_s), (True, self._spread_s)):
-            result[spread] = seconds[at]
-            result[spread][none] = np.inf
-        return result
-
-    @cached_property
-    def _packed_reduce_s(self) -> Floats:
-        return self._reduce_s[(slice(None), *self._places)]
+    def _within(self, bounds: Sequence[Bound], k: int) -> Bools:
+        """Whether ranges in one mode are within bounds and fit at height 0: [t, p]."""
+        of = [bound.at for bound in bounds]
+        seconds = self._at_sink[bounds[0].spread][of, k]
+        within: Bools = seconds <= np.array([bound.period_s for bound in bounds])[:, None]
+        if any(bound.reduce_s < np.inf for bound in bounds):
+            longest = np.array([bound.reduce_s for bound in bounds])[:, None]
+            within &= self._reduce_s[k] <= longest
+        return within & (seconds < np.inf)
 
     @staticmethod
     def _graded(
         always: Ints, graded: Sequence[tuple[Ints, NDArray[np.intp], np.int32]], heights: int
     ) -> Ints:
-        """From the greatest height down ever more fits, and is put in at its height."""
-        t, _, stops, starts = always.shape
+        """From the greatest height down ever more fits, and is put in at its height: [t, h, p]."""
         level = np.concatenate([each[0] for each in graded])
         place = np.concatenate([each[1] for each in graded])
         devices = np.concatenate([np.full(len(each[1]), each[2]) for each in graded])
-        bound, range_ = np.divmod(place, stops * starts)
-        start, stop = np.divmod(range_, stops)
         order = np.argsort(-level, kind="stable")
         level, devices = level[order], devices[order]
-        bound, start, stop = bound[order], start[order], stop[order]
+        bound, p = np.divmod(place[order], always.shape[1])
         ends = np.searchsorted(-level, -np.arange(heights), side="right")
-        result = np.empty((t, heights, stops, starts), dtype=np.int32)
-        result[:, -1] = always[:, 0]
+        result = np.empty((len(always), heights, always.shape[1]), dtype=np.int32)
+        result[:, -1] = always
         for h in reversed(range(heights - 1)):
             result[:, h] = result[:, h + 1]
             some = slice(ends[h + 1], ends[h])
             # Of several modes at one place the one with the fewest devices comes last, and stays.
-            at = bound[some], h, stop[some], start[some]
+            at = bound[some], h, p[some]
             result[at] = np.minimum(result[at], devices[some])
         return result
 

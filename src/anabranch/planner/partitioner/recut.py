@@ -16,7 +16,7 @@ import numpy as np
 from anabranch.cost import CostModel
 from anabranch.planner.partitioner.parts import Part
 from anabranch.planner.partitioner.prices import Mode, Prices
-from anabranch.planner.partitioner.ranges import Floats, Ranges, Sizes
+from anabranch.planner.partitioner.ranges import Floats, Ints
 from anabranch.planner.partitioner.rows import Row
 
 MOST_CUTS = 128
@@ -42,7 +42,7 @@ class Recut:
         groups = [order[i : i + step] for i in range(0, len(order), step)]
         self._row = Row(cost, [sum(1 << op for op in group) for group in groups])
         self._place = {op: i for i, op in enumerate(order)}
-        self._tables: dict[tuple[int, Mode], tuple[Floats, Floats, Floats]] = {}
+        self._tables: dict[tuple[int, Mode], tuple[Floats, Floats, Ints]] = {}
 
     def row_of(self, parts: Sequence[Part]) -> list[Part] | None:
         """The parts in the order of the row if each is a run of it, else None."""
@@ -104,29 +104,32 @@ class Recut:
             for i, j, mode in zip(cuts, cuts[1:], modes, strict=False)
         ]
 
-    def _table(self, size: int, mode: Mode) -> tuple[Floats, Floats, Floats]:
+    def _table(self, size: int, mode: Mode) -> tuple[Floats, Floats, Ints]:
         """Period, seconds of the way through, and largest height of every run: [start, stop]."""
         key = size, mode
         if key not in self._tables:
-            cost = self._cost
-            prices = Prices(
-                cost,
-                self._batch_size,
-                size,
-                (mode.replicas,),
-                cost.cluster.memory_bytes,
-                (mode.tensor,),
-                mode.recompute,
-                cost.cluster.num_devices,
-            )
-            sizes = Sizes([prices])
-            ranges = Ranges(self._row, sizes)
-            k = sizes.modes.index(mode)
-            everything = slice(None), slice(None)
-            i, j = np.indices((self._row.size + 1,) * 2)
-            compute = ranges.compute_s((i, j))[0, k]
-            traffic = ranges.traffic_s(everything)[0, k]
-            spread = ranges.reduce_s(everything)[k] / prices.num_microbatches
-            period = np.maximum(compute, traffic) + spread
-            self._tables[key] = period, compute + traffic, ranges.headroom[0, k]
+            self._tables[key] = self._price(self._prices(size), mode)
         return self._tables[key]
+
+    def _prices(self, size: int) -> Prices:
+        memory = self._cost.cluster.memory_bytes
+        return Prices(self._cost, self._batch_size, size, (), memory)
+
+    def _price(self, prices: Prices, mode: Mode) -> tuple[Floats, Floats, Ints]:
+        row, n = self._row, prices.samples(mode.replicas)
+        running = row.compute_s(n, mode.tensor, recompute=mode.recompute)
+        compute = running[None, :] - running[:, None]
+        comes = row.comes.at(n)
+        traffic = np.maximum(comes, row.goes.at(n)) * prices.share(mode.devices)
+        reduce_s = prices.allreduce_s(row.reduced(mode.tensor), mode.replicas, mode.tensor)
+        period = np.maximum(compute, traffic) + reduce_s / prices.num_microbatches
+        period[np.tril_indices(len(period))] = np.inf
+        kept = row.kept_bytes(mode.tensor) * n
+        inside = kept[None, :] - kept[:, None]
+        fixed = row.state_bytes(mode.tensor) + self._cost.receive_slots * comes
+        held = row.entering.at(n)
+        if mode.recompute:
+            fixed = fixed + inside
+        else:
+            held = held + inside
+        return period, compute + traffic, prices.headroom(fixed, held)

@@ -144,24 +144,14 @@ class Sharing:
         limit = after[COMPUTE].shape[-1] - 1
         if amount > limit:
             return
-        t, m = np.ogrid[: starts.shape[0], : starts.shape[1]]
-        firsts = np.unique(starts)
-        firsts = firsts[firsts >= 0]
-        if len(firsts) == 1:
-            before = self._sums[firsts[0]]
-        else:
-            before = {
-                which: np.stack([self._sums[i][which] for i in firsts])[
-                    np.searchsorted(firsts, starts), t, m
-                ]
-                for which in after
-            }
-        total = before[COMPUTE][..., : limit + 1 - amount]
         now = after[COMPUTE][..., amount:]
-        better = (total < now) & (starts >= 0)[..., None, None]
-        for which, table in after.items():
-            rest = before[which][..., : limit + 1 - amount]
-            np.copyto(table[..., amount:], rest, where=better)
+        for i in np.unique(starts[starts >= 0]):
+            before = self._sums[i]
+            better = before[COMPUTE][..., : limit + 1 - amount] < now
+            better &= (starts == i)[..., None, None]
+            for which, table in after.items():
+                rest = before[which][..., : limit + 1 - amount]
+                np.copyto(table[..., amount:], rest, where=better)
 
     def taken(self, t: int, m: int, k: int, v: int) -> Taken:
         """What the entry at these places of ``sums`` stands for."""

@@ -18,7 +18,7 @@ from anabranch.planner.partitioner.prices import Prices, degrees, microbatch_siz
 from anabranch.planner.piper.assemble import assemble
 from anabranch.planner.piper.prices import Choice, StagePrices
 from anabranch.planner.piper.search import ROUNDING, Found, Search
-from anabranch.planner.piper.states import Pairs, States
+from anabranch.planner.piper.states import Space
 from anabranch.planner.stages import StageGraph
 
 _ROW_PAIRS = 1 << 24
@@ -80,22 +80,20 @@ class Piper:
         self, cost: CostModel, batch_size: int, microbatch_size: int | None
     ) -> Iterator[StageGraph]:
         row = _row(cost)
-        nested = None if self.linear else self._nested(cost)
+        space = row if self.linear else self._nested(cost)
         for size in [microbatch_size] if microbatch_size else microbatch_sizes(batch_size):
             prices, choices = self._at(cost, batch_size, size, cost.cluster.memory_bytes)
             if not choices:
                 continue
-            stages, bound_s = StagePrices(prices, row[0], choices), None
-            if nested is not None:
+            known = None
+            if space is not row:
                 # What a row achieves leaves few of the nested pairs that need a closer look.
-                known = least(stages, row[1], self.tolerance)
-                bound_s = None if known is None else known.load_s * ROUNDING
-                stages = StagePrices(prices, nested[0], choices)
-            yield from self._graphs(stages, (nested or row)[1], bound_s)
+                known = least(StagePrices(prices, row.states, choices), row, self.tolerance)
+            bound_s = None if known is None else known.load_s * ROUNDING
+            yield from self._graphs(StagePrices(prices, space.states, choices), space, bound_s)
 
-    def _nested(self, cost: CostModel) -> tuple[States, Pairs]:
-        states = States(cost, downsets(cost.graph, self.budget))
-        return states, states.nested(self.pairs)
+    def _nested(self, cost: CostModel) -> Space:
+        return Space.of(cost, downsets(cost.graph, self.budget), self.pairs)
 
     def _at(
         self, cost: CostModel, batch_size: int, size: int, memory: float
@@ -119,10 +117,10 @@ class Piper:
         return tuple(d for d in range(1, min(limit, size) + 1) if cost.covers(-(-size // d)))
 
     def _graphs(
-        self, stages: StagePrices, pairs: Pairs, bound_s: float | None
+        self, stages: StagePrices, space: Space, bound_s: float | None
     ) -> Iterator[StageGraph]:
         """Plans of the least load: with the fewest stages, and on exactly all devices."""
-        found = least(stages, pairs, self.tolerance, bound_s=bound_s)
+        found = least(stages, space, self.tolerance, bound_s=bound_s)
         if found is None:
             return
         few = assemble(stages.prices, _parts(stages, found, exact=False), self.max_replicas)
@@ -131,7 +129,7 @@ class Piper:
         whole: Found | None = found
         if not found.reached(exact=True):
             # The devices that are idle may be of no use to any of the stages.
-            whole = None if few else least(stages, pairs, self.tolerance, exact=True)
+            whole = None if few else least(stages, space, self.tolerance, exact=True)
         if whole is not None:
             full = assemble(stages.prices, _parts(stages, whole, exact=True), self.max_replicas)
             if full is not None and full != few:
@@ -144,12 +142,12 @@ class Piper:
         cluster, name = cost.cluster, cost.graph.name or "the model"
         sizes = [microbatch_size] if microbatch_size else microbatch_sizes(batch_size)
         size = next(b for b in sizes if self._at(cost, batch_size, b, cluster.memory_bytes)[1])
-        states, pairs = _row(cost)
+        row = _row(cost)
 
         def enough(memory: float) -> bool:
             prices, choices = self._at(cost, batch_size, size, memory)
-            stages = StagePrices(prices, states, choices)
-            return least(stages, pairs, 1.0, bound_s=stages.most_s) is not None
+            stages = StagePrices(prices, row.states, choices)
+            return least(stages, row, 1.0, bound_s=stages.most_s) is not None
 
         low, high = 0.0, float(cluster.memory_bytes)
         while not enough(high):
@@ -177,10 +175,9 @@ def _tensor_degrees(cost: CostModel) -> list[int]:
     return [degree for degree in cost.tensor_degrees if node % degree == 0]
 
 
-def _row(cost: CostModel) -> tuple[States, Pairs]:
+def _row(cost: CostModel) -> Space:
     """The operators in one order, branch after branch."""
-    states = States(cost, prefixes(tuple(operators(decompose(cost.graph)))))
-    return states, states.nested(_ROW_PAIRS)
+    return Space.of(cost, prefixes(tuple(operators(decompose(cost.graph)))), _ROW_PAIRS)
 
 
 def _parts(stages: StagePrices, found: Found, *, exact: bool) -> list[Part]:
@@ -195,7 +192,7 @@ def _parts(stages: StagePrices, found: Found, *, exact: bool) -> list[Part]:
 
 def least(
     stages: StagePrices,
-    pairs: Pairs,
+    space: Space,
     tolerance: float,
     *,
     bound_s: float | None = None,
@@ -205,7 +202,7 @@ def least(
 
     Args:
         stages: prices what is between the downsets.
-        pairs: all nested pairs of these downsets.
+        space: these downsets.
         tolerance: relative distance to the least load that will do.
         bound_s: a load that is known to be possible.
         exact: plans must take all devices rather than some of them.
@@ -216,7 +213,8 @@ def least(
     bound = 2 * stages.least_s if bound_s is None else bound_s
     while True:
         bound = min(bound, stages.most_s) if bound > 0 else stages.most_s
-        kept = search.useful(pairs, stages.fewest_devices(pairs, bound))
+        devices = stages.fewest_devices(space.pairs, space.traffic, bound)
+        kept = search.useful(space.pairs, devices)
         if kept is not None:
             found = search.least(stages.options(*kept, bound), bound, exact=exact)
             if found is not None:

@@ -13,8 +13,8 @@ larger of compute and communication. ``share`` and ``allreduce`` are those of
 ``partitioner.prices``, which knows that devices of a node share its network card; Piper's own
 formula has one bandwidth. Memory is ``CostModel.device_bytes``.
 
-What comes from operators alone is priced for every pair of downsets, as a bound from below that
-costs one subtraction; borders only where the bound says that the stage may be of use.
+For every pair of downsets a bound from below is taken first, which costs one subtraction and knows
+the traffic; the rest only where the bound says that the stage may be of use.
 """
 
 from __future__ import annotations
@@ -129,22 +129,34 @@ class StagePrices:
         optimizer = 1 + self.prices.cost.optimizer_factor
         return sums.parameter_bytes + sums.trainable_bytes * optimizer + sums.kept_bytes
 
-    def _within(self, choice: Choice, lo: Ints, hi: Ints, bound_s: float) -> NDArray[np.bool_]:
-        """Which stages are within a bound on the load and memory, by their operators alone."""
-        load, nbytes = self._bound(choice), self._least_bytes(choice)
-        memory = self.prices.memory_bytes * ROUNDING
-        enough = load[hi] - load[lo] <= bound_s * ROUNDING
-        return np.asarray(enough & (nbytes[hi] - nbytes[lo] <= memory))
+    def fewest_devices(self, pairs: Pairs, traffic: NDArray[np.float32], bound_s: float) -> Ints:
+        """Per pair, devices that a stage needs at least; ``NEVER`` if no number will do.
 
-    def fewest_devices(self, pairs: Pairs, bound_s: float) -> Ints:
-        """Per pair, devices that a stage needs at least; ``NEVER`` if no number will do."""
+        Args:
+            pairs: of downsets.
+            traffic: bytes per sample that cross the border of each stage, rounded downwards.
+            bound_s: no load may be larger.
+        """
         result = np.full(len(pairs), NEVER, dtype=np.int32)
         for choice in sorted(self._plain, key=lambda each: -each.devices):
             for start in range(0, len(pairs), _AT_ONCE):
                 some = slice(start, start + _AT_ONCE)
-                enough = self._within(choice, pairs.lo[some], pairs.hi[some], bound_s)
+                enough = self._within(choice, pairs.take(some), traffic[some], bound_s)
                 result[some][enough] = choice.devices
         return result
+
+    def _within(
+        self, choice: Choice, pairs: Pairs, traffic: NDArray[np.float32], bound_s: float
+    ) -> NDArray[np.bool_]:
+        """Which stages are within a bound on the load and in memory, as far as one sees at once."""
+        load, nbytes = self._bound(choice), self._least_bytes(choice)
+        crossing = self.prices.share(choice.devices) * self.prices.samples(choice.replicas)
+        least = load[pairs.hi] - load[pairs.lo] + traffic * crossing
+        enough = least <= bound_s * ROUNDING
+        memory = self.prices.memory_bytes * ROUNDING
+        if nbytes[-1] > memory:
+            enough &= nbytes[pairs.hi] - nbytes[pairs.lo] <= memory
+        return np.asarray(enough)
 
     def options(self, pairs: Pairs, room: Ints, bound_s: float) -> Options:
         """The stages between these pairs whose load is within a bound and that fit somewhere.
@@ -159,7 +171,7 @@ class StagePrices:
         kept = []
         for start in range(0, len(pairs), _AT_ONCE):
             some = slice(start, start + _AT_ONCE)
-            block = Pairs(pairs.lo[some], pairs.hi[some])
+            block = pairs.take(some)
             kept += self._block(block, self.states.borders(block), room[some], bound_s)
         return Options.joined(kept)
 
@@ -168,8 +180,7 @@ class StagePrices:
         unlimited: NDArray[np.bool_] = np.zeros(0, dtype=np.bool_)
         for index, choice in enumerate(self.choices):
             if not choice.recompute:
-                within = self._within(choice, pairs.lo, pairs.hi, bound_s)
-                some = np.flatnonzero(within & (room >= choice.devices))
+                some = np.flatnonzero(room >= choice.devices)
                 chosen, crossing = pairs.take(some), borders.take(some)
             load, held = self._price(chosen, crossing, choice)
             # Whoever can hold all micro-batches is over UNBOUNDED, however few they are.

@@ -33,8 +33,14 @@ from anabranch.planner.piper.states import Floats, Ints, Pairs
 NEVER = 1 << 24
 """More devices or stages than there are."""
 
+_STAGES = np.int64(1 << 20)
+"""More stages than a plan has, and a power of two."""
+
 ROUNDING = 1 + 1e-9
 """Loads that are summed in another order may differ by so much."""
+
+_AT_ONCE = 1 << 18
+"""Entries of a table that are filled at once."""
 
 _RISE = 0.05
 """Where memory forbids the lower bound on the load: first step upwards, relative; then doubled."""
@@ -118,6 +124,20 @@ class Walk:
             total = np.minimum(devices[a:b] + result[self.lo[a:b]], NEVER)
             np.minimum.at(result, self.hi[a:b], total)
         return result
+
+    def fits(self, options: Options, limit: int) -> bool:
+        """Whether the fewest devices, and of these the fewest stages, make a plan in memory.
+
+        Some plan may fit where this one does not, as it takes more devices and fewer stages.
+        """
+        best = np.full(self.states, NEVER * _STAGES, dtype=np.int64)
+        best[-1] = 0
+        cost = options.devices * _STAGES + 1
+        for pairs, first, row in self.backwards():
+            total = cost[pairs] + best[self.hi[pairs]]
+            total[total % _STAGES > options.held[pairs]] = NEVER * _STAGES
+            best[row] = np.minimum(np.minimum.reduceat(total, first), NEVER * _STAGES)
+        return bool(best[0] // _STAGES <= limit)
 
     def room(self, devices: Ints, limit: int) -> Ints | None:
         """Per pair, the most devices its stage may take in a plan within a number of devices.
@@ -230,17 +250,18 @@ class Search:
             rise *= 2
             found = self._attempt(options, high, exact)
         while high > lower and high > low * (1 + self.tolerance):
-            middle = _between(found.options.load_s, low, high)
+            middle = _between(found.load_s, low, high)
             if middle is None:
                 break
-            better = self._attempt(found.options, middle, exact)
+            better = self._attempt(found, middle, exact)
             if better is None:
                 low = middle
             else:
                 high, found = middle, better
         # Of loads that are as good, or differ by rounding alone, the one with the fewest stages.
-        as_good = max(high, low * (1 + self.tolerance)) * ROUNDING
-        return self._attempt(options, as_good, exact) or found
+        as_good = self._within(options, max(high, low * (1 + self.tolerance)) * ROUNDING)
+        assert as_good is not None, "a larger bound admits the same plans"
+        return self._found(as_good)
 
     def useful(self, pairs: Pairs, devices: Ints) -> tuple[Pairs, Ints] | None:
         """Pairs whose stage a plan may have, and the most devices for it; None without a plan.
@@ -278,14 +299,19 @@ class Search:
         room = self._walk(options).room(options.devices, self.limit)
         return None if room is None else options.take(room >= options.devices)
 
-    def _attempt(self, options: Options, bound_s: float, exact: bool) -> Found | None:
+    def _attempt(self, options: Options, bound_s: float, exact: bool) -> Options | None:
+        """The options of use under a bound if it leaves a plan; None if not."""
         kept = self._within(options, bound_s)
         if kept is None:
             return None
+        if not exact and self._walk(kept).fits(kept, self.limit):
+            return kept
+        return kept if self._found(kept).reached(exact=exact) else None
+
+    def _found(self, kept: Options) -> Found:
         walk = self._walk(kept)
         after = walk.after(kept.devices)
-        found = Found(kept, after, _fewest_stages(walk, kept, after, self.limit - int(after[0])))
-        return found if found.reached(exact=exact) else None
+        return Found(kept, after, _fewest_stages(walk, kept, after, self.limit - int(after[0])))
 
 
 def _between(loads: Floats, low: float, high: float) -> float | None:
@@ -309,8 +335,11 @@ def _fewest_stages(walk: Walk, options: Options, after: Ints, slack: int) -> Int
     place = options.hi.astype(np.int64) * width + slack - wasted
     for pairs, first, row in walk.backwards():
         there, held = place[pairs], options.held[pairs]
-        for extra in range(slack + 1):
+        step = max(1, _AT_ONCE // len(there))
+        for start in range(0, slack + 1, step):
+            extra = np.arange(start, min(start + step, slack + 1))[:, None]
             count = flat[there + extra] + 1
-            count = np.where(count <= held, count, NEVER)
-            table[row, slack + extra] = np.minimum.reduceat(count, first)
+            count[count > held] = NEVER
+            fewest = np.minimum.reduceat(count, first, axis=1)
+            table[row, slack + start : slack + start + len(extra)] = fewest.T
     return table

@@ -46,8 +46,8 @@ class Pairs:
     def __len__(self) -> int:
         return len(self.lo)
 
-    def take(self, keep: NDArray[Any]) -> Pairs:
-        """Those that a mask or ascending indices name."""
+    def take(self, keep: NDArray[Any] | slice) -> Pairs:
+        """Those that a mask, ascending indices or a slice name."""
         return Pairs(self.lo[keep], self.hi[keep])
 
 
@@ -74,6 +74,26 @@ class Borders:
     def take(self, keep: NDArray[Any]) -> Borders:
         """Those of the stages that a mask or indices name."""
         return Borders(*(getattr(self, each.name)[keep] for each in fields(self)))
+
+
+@dataclass(frozen=True)
+class Space:
+    """What is searched: downsets, pairs of them, and what at least crosses between each."""
+
+    states: States
+    pairs: Pairs
+    traffic: NDArray[np.float32]
+
+    @staticmethod
+    def of(cost: CostModel, masks: Sequence[int], budget: int) -> Space:
+        """All nested pairs of these downsets, ascending by size.
+
+        Raises:
+            BudgetError: if there are more than ``budget``.
+        """
+        states = States(cost, masks)
+        pairs = states.nested(budget)
+        return Space(states, pairs, states.traffic(pairs))
 
 
 class States:
@@ -170,6 +190,22 @@ class States:
                 total[first] += parameter.nbytes
                 trainable[first] += parameter.nbytes * parameter.trainable
         return self.sums(total), self.sums(trainable)
+
+    def traffic(self, pairs: Pairs) -> NDArray[np.float32]:
+        """Bytes per sample that cross the border of each stage either way, at most."""
+        made, left, nbytes = self._values
+        both = nbytes[:, 0] + nbytes[:, 2]
+        held = (made & (left > 0)) @ both
+        result = np.empty(len(pairs), dtype=np.float32)
+        for lo, start, stop in _rows(pairs.lo):
+            live = np.flatnonzero(made[lo] & (left[lo] > 0))
+            hi = pairs.hi[start:stop]
+            after = left[hi[:, None], live]
+            inside = (after == left[lo, live]) @ both[live] + (after > 0) @ both[live]
+            result[start:stop] = held[lo] + held[hi] - inside
+        # Rounded downwards.
+        result *= np.float32(1 - 1e-6)
+        return result
 
     def borders(self, pairs: Pairs) -> Borders:
         """What crosses the borders of the stages between pairs of downsets."""
