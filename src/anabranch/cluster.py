@@ -115,11 +115,17 @@ class Cluster:
 
     def level_link(self, level: int) -> Link:
         """The slowest link on a way that climbs to this level."""
-        on_the_way = self.levels[: level + 1]
-        return Link(
-            bandwidth=min(each.bandwidth for each in on_the_way),
-            latency_s=max(each.latency_s for each in on_the_way),
-            level=level,
+        return self._level_links[level]
+
+    @cached_property
+    def _level_links(self) -> tuple[Link, ...]:
+        return tuple(
+            Link(
+                bandwidth=min(each.bandwidth for each in self.levels[: level + 1]),
+                latency_s=max(each.latency_s for each in self.levels[: level + 1]),
+                level=level,
+            )
+            for level in range(len(self.levels))
         )
 
     def slowest_link(self, devices: Iterable[int]) -> Link:

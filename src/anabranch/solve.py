@@ -89,18 +89,19 @@ def plan(
     if ignored:
         notes.append(f"planner {planner} has no limit on replicas; {max_replicas} is ignored")
     started = time.perf_counter()
-    proposals, complete = _collect(
+    proposals, stopped = _collect(
         search(cost, batch_size=batch_size, microbatch_size=microbatch_size)
     )
     searched = time.perf_counter()
     judge = Judge(cost, _schedules(schedule, search))
-    judged = _judge(judge, search, cost, proposals, microbatch_size, improve=complete)
+    judged = _judge(judge, search, cost, proposals, microbatch_size, improve=not stopped)
     best = judge.winner(planner)
     require(best.graph, cost)
     timeline = _verified_run(best.graph, best.schedule, cost)
     finished = time.perf_counter()
-    if not (complete and judged):
-        notes.append(f"interrupted: the best of the first {len(proposals)} proposals")
+    if stopped or not judged:
+        why = stopped or "interrupted"
+        notes.append(f"{why}: the best of the first {len(proposals)} proposals")
     return Plan(
         stage_graph=best.graph,
         schedule=best.schedule,
@@ -259,16 +260,16 @@ def _verified_run(graph: StageGraph, schedule: str, cost: CostModel) -> Timeline
     return run(graph, lowered, costs)
 
 
-def _collect(proposals: Iterable[StageGraph]) -> tuple[list[StageGraph], bool]:
-    """What a planner proposes, and whether it came to its end."""
+def _collect(proposals: Iterable[StageGraph]) -> tuple[list[StageGraph], str]:
+    """What a planner proposes, and why it did not come to its end, if so."""
     found: list[StageGraph] = []
     try:
         found.extend(proposals)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, BudgetError) as stopped:
         if not found:
             raise
-        return found, False
-    return found, True
+        return found, str(stopped) or "interrupted"
+    return found, ""
 
 
 def _judge(

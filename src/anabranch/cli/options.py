@@ -9,13 +9,29 @@ import typer
 
 # The tables of planners and schedules, spelled out so that --help needs no import; a test holds
 # them together.
-Planner = StrEnum("Planner", ["graphpipe", "sequential", "data-parallel", "even", "exhaustive"])
+Planner = StrEnum(
+    "Planner",
+    [
+        "graphpipe",
+        "pipedream",
+        "dapple",
+        "piper",
+        "sequential",
+        "data-parallel",
+        "even",
+        "exhaustive",
+    ],
+)
 Schedule = StrEnum("Schedule", ["auto", "published", "gpipe", "1f1b", "1f1b-deep"])
 Granularity = StrEnum("Granularity", ["operator", "layer", "block"])
 Preset = StrEnum("Preset", ["published", "small"])
 
 Model = Annotated[
-    str, typer.Argument(metavar="MODEL", help="Built-in name or package.module:function.")
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="Built-in name, package.module:function, or for planning a profile file.",
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
 Output = Annotated[

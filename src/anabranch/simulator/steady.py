@@ -32,7 +32,8 @@ from anabranch.cost import CostModel
 from anabranch.planner.stages import StageGraph
 from anabranch.schedule.schedule import Action, Kind, Schedule
 from anabranch.simulator.costs import StepCosts
-from anabranch.simulator.run import Step, collector_paused, simulate
+from anabranch.simulator.run import collector_paused, simulate
+from anabranch.simulator.step import Step
 
 TOLERANCE = 1e-11
 """How far times may be off the period, as a share of the short step: rounding."""

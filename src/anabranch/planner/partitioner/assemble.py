@@ -235,6 +235,8 @@ def place(
         fitting = next((each for each in free if wanted <= len(each) and wanted <= node), None)
         if fitting is not None:
             result[s], fitting[:] = fitting[:wanted], fitting[wanted:]
+            if not fitting:
+                free.remove(fitting)
             continue
         taken: list[list[int]] = []
         for each in sorted(free, key=lambda each: -len(each)):
@@ -242,7 +244,10 @@ def place(
             taken.append(each[:some])
             each[:] = each[some:]
             wanted -= some
+            if not wanted:
+                break
         if wanted:
             return []
+        free = [each for each in free if each]
         result[s] = [device for each in sorted(taken) for device in each]
     return result

@@ -80,10 +80,11 @@ THOROUGH = 4000
 """Micro-batch sizes that get more than one candidate: those whose first are best; and the pairs of
 downsets up to which all do."""
 
-PATHS = 1 << 16
+PATHS = 1 << 15
 FINER = 1.04
+MOST_PERIODS = 12
 """Pairs of downsets times devices squared up to which the shortest ways are looked for, and the
-ratio of the periods at which they are."""
+ratio of the periods at which they are, and the most of these."""
 
 REDUCE = 1.25
 REDUCE_SHARE = 0.03
@@ -350,12 +351,13 @@ class ExactSearch:
         periods = self._reach.priced.periods(bound)
         if not len(periods) or len(lattice.below) * self._devices**2 > PATHS:
             return
+        count = 0
         last = np.inf
         for period in periods[::-1].tolist():
             if period * FINER > last:
                 continue
             path = ShortestPath(self._reach, replace(bound, period_s=period), self._devices)
-            if not path.found:
+            if not path.found or count == MOST_PERIODS:
                 return
-            last = period
+            count, last = count + 1, period
             yield list(path.parts())

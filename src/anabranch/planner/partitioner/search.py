@@ -23,8 +23,9 @@ once more with recomputation.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 
@@ -85,7 +86,7 @@ CAPS = 6
 DEARER = 1.02
 """Recomputation is tried where heights cost more than this factor in the least period."""
 
-ENTRIES = 1 << 24
+ENTRIES = 1 << 22
 """Entries of the largest tables that are made at once."""
 
 
@@ -149,14 +150,13 @@ class Table:
         size: the micro-batch size.
         bounds: ascending.
         first: place of the first that suffices.
-        found, t: where its stages can be read.
+        stages: its stages.
     """
 
     size: Size
     bounds: Sequence[Bound]
     first: int
-    found: Found
-    t: int
+    stages: Callable[[], list[Part]]
 
     @property
     def outline_s(self) -> float:
@@ -209,8 +209,8 @@ class Search:
         for place, size in enumerate(self.sizes):
             size.pool, size.at = divmod(place, together)
         self._pools = -(-len(self.sizes) // together)
-        self._large = together < TOGETHER
         self._at_once = max(2, ENTRIES // (ranges + sharing))
+        self._large = together < TOGETHER or self._at_once < TOGETHER * len(LADDER)
 
     @property
     def best_s(self) -> float:
@@ -388,7 +388,13 @@ class Search:
                 size.low = max(size.low, bounds[last].period_s)
             if first is not None:
                 size.high = bounds[first].period_s
-                result.append(Table(size, bounds, first, *places[first]))
+                found, t = places[first]
+                stages = partial(found.parts, t)
+                if self._large:
+                    # Large tables are not kept.
+                    parts = stages()
+                    stages = partial(list, parts)
+                result.append(Table(size, bounds, first, stages))
         return result
 
     def _reach(self, size: Size) -> Reach:
@@ -442,7 +448,7 @@ class Search:
             factor: as for ``_add``.
         """
         size = table.size
-        place, parts, recompute = table.first, table.found.parts(table.t), size.recompute
+        place, parts, recompute = table.first, table.stages(), size.recompute
         if not self._fits(size, parts):
             place, parts, recompute = self._heavily(size, table.bounds, table.first)
         if place > table.first:

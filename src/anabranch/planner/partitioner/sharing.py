@@ -30,6 +30,9 @@ from anabranch.planner.partitioner.ranges import INFINITE, Bools, Floats, Ints
 
 COMPUTE, TRAFFIC, REDUCE, MEMORY = range(4)
 
+SMALL = 1 << 11
+"""Tables of a state with more entries are filled one after the other."""
+
 
 @dataclass(frozen=True)
 class Options:
@@ -101,17 +104,39 @@ class Sharing:
         limit = before[COMPUTE].shape[-1] - 1
         amounts, _, shares = self._lightest(option, limit)
         after = {which: np.full(table.shape, np.inf) for which, table in before.items()}
-        for a, v in enumerate(amounts):
-            total = before[COMPUTE][..., : limit + 1 - v] + shares[COMPUTE][a]
+        if before[COMPUTE][0, 0].size <= SMALL:
+            self._take(amounts, before, after, shares)
+            return after
+        # One state after the other: each has amounts of its own, and its tables fit the cache.
+        for t, m in np.ndindex(option.devices.shape[:2]):
+            some = np.isin(amounts, option.devices[t, m])
+            self._take(
+                amounts[some],
+                {which: table[t, m] for which, table in before.items()},
+                {which: table[t, m] for which, table in after.items()},
+                {which: table[some, t, m] for which, table in shares.items()},
+            )
+        return after
+
+    @staticmethod
+    def _take(
+        amounts: NDArray[np.intp],
+        before: dict[int, Floats],
+        after: dict[int, Floats],
+        shares: dict[int, Floats],
+    ) -> None:
+        """Lower ``after`` [..., k, v] to the best share for each amount of devices."""
+        count = before[COMPUTE].shape[-1]
+        for a, v in enumerate(amounts.tolist()):
+            total = before[COMPUTE][..., : count - v] + shares[COMPUTE][a]
             now = after[COMPUTE][..., v:]
             if len(after) > 1:
                 better = total < now
                 for which in after:
                     if which != COMPUTE:
-                        rest = before[which][..., : limit + 1 - v] + shares[which][a]
+                        rest = before[which][..., : count - v] + shares[which][a]
                         np.copyto(after[which][..., v:], rest, where=better)
             np.minimum(now, total, out=now)
-        return after
 
     def _lightest(
         self, option: Options, limit: int
