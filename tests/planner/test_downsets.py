@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from anabranch.errors import BudgetError
 from anabranch.graph.opgraph import Op, OpGraph, Value, bits
-from anabranch.planner.downsets import MOST_DOWNSETS, downsets, extensions, frontier, prefixes
+from anabranch.planner.downsets import MOST_DOWNSETS, downsets, prefixes
 from tests.strategies import op_graphs
 
 
@@ -92,35 +92,6 @@ def test_refuses_an_empty_budget():
     """The empty set is a downset."""
     with pytest.raises(ValueError, match="at least 1"):
         downsets(branches(1, 1), 0)
-
-
-@settings(max_examples=100, deadline=None)
-@given(graph=op_graphs(max_ops=7))
-def test_extensions_lead_to_the_next_size(graph):
-    """From every downset to exactly those that hold it and one operator more."""
-    found = by_definition(graph)
-    for downset in found:
-        larger = {each for each in found if each & downset == downset}
-        expected = {each for each in larger if each.bit_count() == downset.bit_count() + 1}
-        assert {downset | 1 << i for i in bits(extensions(graph, downset))} == expected
-
-
-@settings(max_examples=100, deadline=None)
-@given(graph=op_graphs(max_ops=7))
-def test_frontiers_are_the_antichains(graph):
-    """Each downset has its own, of operators that do not depend on each other, and it is closed
-    under what they depend on.
-    """
-    seen = set()
-    for downset in by_definition(graph):
-        top = frontier(graph, downset)
-        seen.add(top)
-        closed = top
-        for i in bits(top):
-            assert not graph.ancestors[i] & top
-            closed |= graph.ancestors[i]
-        assert closed == downset
-    assert len(seen) == len(by_definition(graph))
 
 
 def test_prefixes_of_a_row():

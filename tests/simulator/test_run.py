@@ -298,6 +298,19 @@ def test_a_deadlock_is_reported_not_endless():
         run(graph, schedule, StageTimes([{1: 1.0}] * 2, [{1: 1.0}] * 2))
 
 
+def test_a_device_that_waits_for_the_others_of_its_replica_is_named():
+    """Device 1 never comes to its second forward, because nobody sends the gradient."""
+    graph = StageGraph((Stage(("a",), (0, 1), 1, tensor=2), Stage(("b",), (2,), 1)), ((0, 1),), 2)
+    schedule = Schedule.parse(
+        "0: 0F0 0F1 0B0 0B1\n1: 0F0 0RB0<1@2[0:1] 0F1 0B0 0B1\n2: 1F0 1F1 1B0 1B1"
+    )
+    with pytest.raises(DeadlockError) as caught:
+        run(graph, schedule, StageTimes([{1: 1.0}] * 2, [{1: 1.0}] * 2))
+    lines = str(caught.value).splitlines()
+    assert "device 0, step 2 of 4, waits for the other devices of its replica" in lines[1]
+    assert "device 1, step 2 of 5, waits for the gradient of samples 0 to 0" in lines[2]
+
+
 def test_a_plan_for_another_model_is_refused():
     """Operators by name; the message has one of them."""
     cost = cost_model((), [1], [1], cluster(1))

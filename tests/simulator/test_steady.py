@@ -128,10 +128,10 @@ def test_what_is_found_is_exact(plan, schedule):
 
 @given(long_plans(), st.sampled_from(["1f1b", "1f1b-deep"]))
 def test_a_rough_estimate_is_near(plan, schedule):
-    """Within a twentieth where there is any; it is to pass over plans, not to choose one."""
+    """Within a tenth where there is any; it is to pass over plans, not to choose one."""
     graph, costs = plan
     rule = SCHEDULES[schedule]()
     graph = rule.warm_up(graph)
     found = estimate_step_s(graph, rule.order, costs, roughly=True)
     if found is not None:
-        assert found == pytest.approx(step_seconds(graph, rule.order(graph), costs), rel=0.05)
+        assert found == pytest.approx(step_seconds(graph, rule.order(graph), costs), rel=0.1)

@@ -48,6 +48,7 @@ from anabranch.planner.partitioner.assemble import Candidate
 from anabranch.planner.partitioner.chains import build
 from anabranch.planner.partitioner.configured import configured
 from anabranch.planner.partitioner.exact import with_exact
+from anabranch.planner.partitioner.polish import Polisher
 from anabranch.planner.partitioner.problem import Problem
 from anabranch.planner.partitioner.search import best, in_a_row
 from anabranch.planner.stages import StageGraph
@@ -132,6 +133,19 @@ class GraphPipe:
             per_stage_microbatch=self.per_stage_microbatch,
             kfkb=self.kfkb,
             microbatch_size=microbatch_size,
+        )
+
+    def neighbourhood(
+        self, cost: CostModel, batch_size: int, microbatch_size: int | None
+    ) -> Polisher:
+        """What lies near a stage graph; see ``planner.base`` and ``partitioner.polish``."""
+        return Polisher(
+            cost,
+            batch_size,
+            tuple(operators(decompose(cost.graph))),
+            max_replicas=self.max_replicas or cost.cluster.num_devices,
+            microbatch_size=microbatch_size,
+            recompute=self.recompute,
         )
 
     def problem(self, cost: CostModel, batch_size: int) -> Problem:

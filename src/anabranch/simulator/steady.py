@@ -8,10 +8,12 @@ micro-batches run out. Units are the least samples after which every stage has r
                       `- period -'     the same, and then the same again
 
 Until the first device comes to the end of its forwards, the short step and the long one are the
-same. If by then every compute of every device has ended one period after the one that corresponds
-to it, for as long as anything stays in flight, then the state has come back, and it will again: the
-long step is the short one plus periods. A period may span several units, where messages alternate
-on a port that they share.
+same. If by then every compute of every device has ended, and every message it took has arrived, one
+period after the one that corresponds to it, for as long as anything stays in flight, then the state
+has come back, and it will again: the long step is the short one plus periods. A period may span
+several units, where messages alternate on a port that they share. (One thing is not in the state:
+where messages come to a port at the same time but for rounding, rounding decides which goes first,
+and may decide otherwise later. Then the step itself is known to a ten-thousandth at best.)
 
 Under a schedule that runs all forwards first a stage may get ahead of the next without bound, so
 there is no state that comes back. There the step grows by the same amount with every unit sooner
@@ -67,7 +69,7 @@ def estimate_step_s(
         order_for: the order of compute for a graph with another batch size.
         costs: of ``graph``.
         roughly: where no period is found but all devices go on at one pace, take the pace of the
-            longest short step. Then the result may be a hundredth off.
+            longest short step. Then the result may be a few hundredths off.
 
     Returns:
         None where no period is found in steps of up to half the batch: simulate the whole.
@@ -124,16 +126,18 @@ def _by_differences(
 
 @dataclass(frozen=True, slots=True)
 class _Log:
-    """What one device computes.
+    """What one device does.
 
     Attributes:
-        ends: when each compute ended, in order.
-        undisturbed: how many of them a longer batch would not change.
+        times: when what it receives arrived and what it computes ended, in the order of its list.
+        computes: which of them are computes.
+        undisturbed: how many computes a longer batch would not change.
         per_unit: computes in one unit.
         held: computes of what is in flight at most.
     """
 
-    ends: NDArray[np.float64]
+    times: NDArray[np.float64]
+    computes: NDArray[np.intp]
     undisturbed: int
     per_unit: int
     held: int
@@ -150,22 +154,23 @@ class _Period:
 def _logs(step: Step, graph: StageGraph, order: Schedule, unit: int) -> list[_Log]:
     whole = graph.batch_size // unit
     logs, last_forwards = [], []
-    ends = dict(zip(step.program.devices, step.ends, strict=True))
+    recorded = dict(zip(step.program.devices, step.logs(), strict=True))
     for s, stage in enumerate(graph.stages):
         microbatches = unit // stage.microbatch_size
-        computes = [a for a in order.actions[stage.devices[0]] if a.peer < 0]
+        actions = [a for a in order.actions[stage.devices[0]] if a.peer < 0]
         # Two for each micro-batch, or three where backwards are split.
-        each = len(computes) // graph.num_microbatches(s)
-        last = computes.index(Action(s, Kind.FORWARD, whole * microbatches - 1))
+        each = len(actions) // graph.num_microbatches(s)
+        last = actions.index(Action(s, Kind.FORWARD, whole * microbatches - 1))
         for at, device in enumerate(stage.devices):
             start, stop = graph.slice(s, 0, at // stage.tensor)
             if start == stop:
                 continue  # more replicas than samples: it has nothing to do and is done at once
-            times = np.array(ends[device])
-            last_forwards.append(times[last])
-            logs.append(_Log(times, 0, each * microbatches, each * stage.in_flight))
+            times, is_compute = recorded[device]
+            computes = np.flatnonzero(is_compute)
+            last_forwards.append(times[computes[last]])
+            logs.append(_Log(times, computes, 0, each * microbatches, each * stage.in_flight))
     until = min(last_forwards)
-    return [replace(log, undisturbed=int((log.ends <= until).sum())) for log in logs]
+    return [replace(log, undisturbed=int((log.times[log.computes] <= until).sum())) for log in logs]
 
 
 def _period(logs: Sequence[_Log], tolerance: float) -> _Period | None:
@@ -173,12 +178,15 @@ def _period(logs: Sequence[_Log], tolerance: float) -> _Period | None:
     for units in range(1, MOST_UNITS + 1):
         seconds: float | None = None
         for log in logs:
-            shift = units * log.per_unit
-            last = log.undisturbed
+            shift, last = units * log.per_unit, log.undisturbed - 1
             first = last - max(shift, log.held)
             if first < shift:
                 return None
-            later = log.ends[first:last] - log.ends[first - shift : last - shift]
+            begin, end = log.computes[first] + 1, log.computes[last] + 1
+            back = log.computes[last] - log.computes[last - shift]
+            if begin < back:
+                return None
+            later = log.times[begin:end] - log.times[begin - back : end - back]
             seconds = float(later[-1]) if seconds is None else seconds
             if np.abs(later - seconds).max() > tolerance:
                 break
@@ -194,7 +202,7 @@ def _mean_s(logs: Sequence[_Log]) -> float | None:
     """
     paces = []
     for log in logs:
-        first, last = len(log.ends) // 3, 2 * len(log.ends) // 3
-        units = (last - first) / log.per_unit
-        paces.append(float(log.ends[last] - log.ends[first]) / units)
+        first, last = len(log.computes) // 3, 2 * len(log.computes) // 3
+        seconds = log.times[log.computes[last]] - log.times[log.computes[first]]
+        paces.append(float(seconds) / ((last - first) / log.per_unit))
     return sum(paces) / len(paces) if max(paces) <= ONE_PACE * min(paces) else None

@@ -13,6 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from operator import length_hint
 
+import numpy as np
+from numpy.typing import NDArray
+
 from anabranch.schedule.schedule import Schedule
 from anabranch.simulator.costs import AllReduce, StepCosts
 from anabranch.simulator.engine import Callback, Engine, SharedCores
@@ -219,6 +222,22 @@ class Step:
                 start = self._freed[message] - self._price[message].occupies_s
                 exchanged.append(Span(device, start, self._arrival[message], action))
         return computed + exchanged
+
+    def logs(self) -> list[tuple[NDArray[np.float64], NDArray[np.bool_]]]:
+        """Per device in the order of its list, when what it receives arrived and what it computes
+        ended, and which of these are computes.
+        """
+        arrival, first = np.array(self._arrival), len(self._price)
+        result = []
+        for listed, ends in zip(self.program.code, self.ends, strict=True):
+            code = np.array(listed)
+            code = code[(code >= 0) | (code <= ~first)]  # without sends
+            computes = code < 0
+            times = np.empty(len(code))
+            times[computes] = ends
+            times[~computes] = arrival[code[~computes]]
+            result.append((times, computes))
+        return result
 
     def memory(self, d: int) -> list[tuple[float, float]]:
         """When a device took or released how many bytes."""

@@ -19,6 +19,7 @@ from tests.planner.pipedream.reference import INFINITE, Reference, nodes, terms_
 from tests.strategies import planning_profiles
 
 SIZES = st.sampled_from([(1,), (4,), (5,), (2, 2), (3, 2), (1, 4), (2, 1, 3), (2, 2, 2), (1, 1)])
+SPEEDS = st.tuples(*[st.sampled_from([0.2, 1.0, 10.0])] * 3)
 MANY = 10**9
 
 
@@ -31,12 +32,13 @@ MANY = 10**9
     st.booleans(),
     st.booleans(),
     st.sampled_from([1, 2, 99]),
+    SPEEDS,
 )
-def test_equals_the_recurrence(profile, sizes, size, count, accumulate, antichains, limit):
+def test_equals_the_recurrence(profile, sizes, size, count, accumulate, antichains, limit, speeds):
     """Any levels, counts and graph, in a row or by its antichains: the same value, to rounding."""
     terms = terms_for(
         profile,
-        nodes(*sizes),
+        nodes(*sizes, bandwidths=speeds[: len(sizes)]),
         microbatch_size=size,
         batch_size=size * count,
         accumulate=accumulate,
@@ -58,12 +60,13 @@ def test_equals_the_recurrence(profile, sizes, size, count, accumulate, antichai
 
 
 @settings(max_examples=60, deadline=None)
-@given(planning_profiles(5), st.sampled_from([(4,), (2, 2), (3, 2), (2, 2, 2)]))
-def test_is_the_papers_formula_where_time_is_proportional(profile, sizes):
+@given(planning_profiles(5), st.sampled_from([(4,), (2, 2), (3, 2), (2, 2, 2)]), SPEEDS)
+def test_is_the_papers_formula_where_time_is_proportional(profile, sizes, speeds):
     """T^k = 1/m max(A^(k-1), 2(m-1) w / B_k), on time per mini-batch and whole mini-batches."""
     once = tuple(OpCost(c.forward_s[:1], c.backward_s[:1], c.kept_bytes) for c in profile.costs)
     linear = Profile(profile.graph, (1,), once, device="cpu", source="imported", proportional=True)
-    terms = terms_for(linear, nodes(*sizes), microbatch_size=24, batch_size=24)
+    cluster = nodes(*sizes, bandwidths=speeds[: len(sizes)])
+    terms = terms_for(linear, cluster, microbatch_size=24, batch_size=24)
     reference = Reference(terms)
 
     @cache

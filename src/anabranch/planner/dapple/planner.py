@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import ClassVar
 
 from anabranch.cost import CostModel
@@ -18,7 +18,7 @@ from anabranch.planner.partitioner.prices import microbatch_sizes
 from anabranch.planner.sequential import Sequential
 from anabranch.planner.stages import Stage, StageGraph
 
-HOPELESS = 1.2
+NEAR = 1.2
 """A micro-batch size gets no proposal if its least L is not within this factor of the best."""
 
 RUNNER_UP = 1.1
@@ -35,8 +35,8 @@ class Dapple:
         max_replicas: devices per stage at most; 1 gives the straight pipeline. None: no limit.
         max_stages: stages at most. None: no limit.
         candidates: stage graphs to propose at most.
-        width: plans to keep per state and ranking; the paper keeps one. None: all, which is exact
-            and takes exponential time.
+        width: plans to keep per state and ranking; the paper keeps one. None: all, which finds the
+            least L for certain and takes exponential time.
         budget: plans that may be priced. A million take about a second.
     """
 
@@ -44,15 +44,18 @@ class Dapple:
     max_replicas: int | None = None
     max_stages: int | None = None
     candidates: int = 24
-    width: int | None = 4
-    budget: int = 30_000_000
+    width: int | None = 2
+    budget: int = 50_000_000
 
     schedules: ClassVar[tuple[str, ...]] = ("1f1b", "1f1b-deep")
 
     def __call__(
         self, cost: CostModel, *, batch_size: int, microbatch_size: int | None = None
-    ) -> list[StageGraph]:
+    ) -> Iterator[StageGraph]:
         """Propose stage graphs, the least L first; see ``planner.base``.
+
+        Where several machines have several devices each, what is known before placements are
+        searched comes even before that.
 
         Raises:
             InfeasiblePlanError: if nothing fits; the message says what would.
@@ -62,29 +65,51 @@ class Dapple:
         require_sizes(cost, batch_size, microbatch_size, limit)
         order = tuple(operators(decompose(cost.graph)))
         terms = Terms(cost, batch_size, order, limit, self.overlap_allreduce)
-        found = sorted(self._chains(terms, microbatch_size), key=lambda each: each[0].latency_s)
-        if not found:
+        proposals = self._proposals(terms, microbatch_size)
+        first = next(proposals, None)
+        if first is None:
             raise self._explain(cost, batch_size, microbatch_size)
-        graphs = [stage_graph(terms, chain, size) for chain, size in found[: self.candidates]]
-        return list(dict.fromkeys(graphs))
+        return chain([first], proposals)
 
-    def _chains(self, terms: Terms, microbatch_size: int | None) -> Iterator[tuple[Chain, int]]:
-        """Plans of every micro-batch size that is not hopeless, with the size."""
-        machines = Machines(terms.cost.cluster)
-        in_rows = Machines(terms.cost.cluster, (append_first,))
+    def _proposals(self, terms: Terms, microbatch_size: int | None) -> Iterator[StageGraph]:
+        cluster = terms.cost.cluster
+        machines, in_rows = Machines(cluster), Machines(cluster, (append_first,))
+        budget = Budget(self.budget)
+        found = self._in_rows(terms, microbatch_size, in_rows, budget)
+        seen: set[StageGraph] = set()
+        if found and 1 < machines.size < cluster.num_devices:
+            early = found[0].graph(terms)
+            seen.add(early)
+            yield early
+            best_s = found[0].chain.latency_s
+            for table, known in _by_size(found):
+                limit_s = min(known.latency_s, NEAR * best_s)
+                chains = self._search(table, machines, budget, limit_s)
+                found += [Planned(chain, table) for chain in chains]
+                best_s = min(each.chain.latency_s for each in found)
+        for each in _worthwhile(found)[: self.candidates]:
+            graph = each.graph(terms)
+            if graph not in seen:
+                seen.add(graph)
+                yield graph
+
+    def _in_rows(
+        self, terms: Terms, microbatch_size: int | None, machines: Machines, budget: Budget
+    ) -> list[Planned]:
+        """Plans of every micro-batch size that is not hopeless, machines filled up in turn.
+
+        That is as good as composing the policies where machines have one device or there is one
+        machine. Where not, it is quick, and knowing a good plan makes the other search quicker.
+        """
         sizes = [microbatch_size] if microbatch_size else microbatch_sizes(terms.batch_size)
         tables = [Tables(terms, size) for size in sizes if terms.degrees(size)]
-        budget = Budget(self.budget)
+        found: list[Planned] = []
         best_s = float("inf")
-        for each in sorted(tables, key=lambda table: table.least_s):
-            known = self._search(each, in_rows, budget, HOPELESS * best_s)
-            limit_s = min([HOPELESS * best_s, *(chain.latency_s for chain in known[:1])])
-            chains = self._search(each, machines, budget, limit_s)
-            chains = sorted([*known, *chains], key=lambda chain: chain.latency_s)
-            best_s = min([best_s, *(chain.latency_s for chain in chains[:1])])
-            for chain in chains:
-                if chain.latency_s <= min(RUNNER_UP * chains[0].latency_s, HOPELESS * best_s):
-                    yield chain, each.microbatch_size
+        for table in sorted(tables, key=lambda table: table.least_s):
+            chains = self._search(table, machines, budget, NEAR * best_s)
+            found += [Planned(chain, table) for chain in chains]
+            best_s = min([best_s, *(chain.latency_s for chain in chains)])
+        return _worthwhile(found)
 
     def _search(
         self, tables: Tables, machines: Machines, budget: Budget, limit_s: float
@@ -110,6 +135,38 @@ class Dapple:
             )
         problem = Sequential(max_replicas=self.max_replicas).problem(cost, batch_size)
         return explain(problem, microbatch_size)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan and the tables of its micro-batch size."""
+
+    chain: Chain
+    tables: Tables
+
+    def graph(self, terms: Terms) -> StageGraph:
+        """The plan as a stage graph."""
+        return stage_graph(terms, self.chain, self.tables.microbatch_size)
+
+
+def _worthwhile(found: list[Planned]) -> list[Planned]:
+    """Those that are near the best and the best of their size, the least L first."""
+    ranked = sorted(found, key=lambda each: each.chain.latency_s)
+    best = {table: chain.latency_s for table, chain in _by_size(ranked)}
+    return [
+        each
+        for each in ranked
+        if each.chain.latency_s
+        <= min(RUNNER_UP * best[each.tables], NEAR * ranked[0].chain.latency_s)
+    ]
+
+
+def _by_size(found: list[Planned]) -> list[tuple[Tables, Chain]]:
+    """The best plan of every micro-batch size, the least L first."""
+    best: dict[Tables, Chain] = {}
+    for each in sorted(found, key=lambda each: each.chain.latency_s):
+        best.setdefault(each.tables, each.chain)
+    return list(best.items())
 
 
 def stage_graph(terms: Terms, chain: Chain, microbatch_size: int) -> StageGraph:

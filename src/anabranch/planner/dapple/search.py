@@ -37,6 +37,9 @@ from anabranch.planner.dapple.tables import Tables
 EXACT = 1 + 1e-9
 """Room for rounding when a bound is compared with a latency."""
 
+BREADTH = 4
+"""x"""
+
 CHUNK = 400_000
 """Suffixes that are priced in one go, about; each takes about 300 bytes."""
 
@@ -121,8 +124,11 @@ class Search:
         self._pending[0].append(start)
         for in_use in range(self._machines.cluster.num_devices):
             states = [s for s in self._pending if sum(self._states.places[s]) == in_use]
-            for state in sorted(states, key=lambda s: self._states.places[s]):
+            states.sort(key=lambda s: self._states.places[s])
+            for state in states:
                 self._settle(state)
+            self._thin_out(states)
+            for state in states:
                 self._extend(state)
         found = [label for label in self._best.values() if label.closed_s[0] < np.inf]
         return [self._chain(label) for label in sorted(found, key=lambda each: each.closed_s[0])]
@@ -133,6 +139,19 @@ class Search:
         if self._width is not None and len(labels):
             labels = labels.take(best_of_groups(labels, labels.start, self._width))
         self._settled[state] = labels
+
+    def _thin_out(self, states: list[int]) -> None:
+        """Of all states with as many devices in use, keep the best suffixes of every cut."""
+        if self._width is None or len(states) < 2:
+            return
+        together = Labels.join([self._settled[state] for state in states])
+        if len(together):
+            kept = best_of_groups(together, together.start, BREADTH * self._width)
+            ends = np.cumsum([len(self._settled[state]) for state in states])
+            home = np.searchsorted(ends, kept, side="right")
+            for k, state in enumerate(states):
+                begin = ends[k] - len(self._settled[state])
+                self._settled[state] = self._settled[state].take(kept[home == k] - begin)
 
     def _extend(self, state: int) -> None:
         """All ways to add a stage in front of the suffixes of a state, some at a time."""
@@ -222,6 +241,7 @@ class Search:
             closed_s=unknown,
             hoped_s=unknown,
             least_s=unknown,
+            moved_s=unknown,
             source=np.full(len(move), state),
             parent=parent,
             move=move,

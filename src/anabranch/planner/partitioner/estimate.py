@@ -1,22 +1,25 @@
 """How long a step takes, roughly and in a millisecond: what candidates are ranked by.
 
-    s, y      a stage and one that follows it;   M micro-batches
+    s, x, y   a stage, one before it and one after it;   M micro-batches
     F, B      forward and backward seconds of a micro-batch on the fullest replica
     f, b      seconds of a transfer of a micro-batch along an edge, forward and back
     h         height: longest distance to a sink
 
-    load      busiest port (a device's link or a node's network card, in one direction), with
-              everything that crosses it
+    load(s)   busiest port (a device's link or a node's network card, in one direction) that
+              transfers of s use, with everything that crosses it
     round(s)  F + B + max over y of (f + b + round(y)): from a forward to its backward
-    held(s)   micro-batches in flight: 2h + 1, less where memory ends, never less than h + 1
-    period    max over s of max(F + B, load, round(s) / held(s))
+    w(s)      micro-batches in flight: 2h + 1, less where memory ends, never less than h + 1
+    pace(s)   max(F + B, load, round / w): seconds from one micro-batch to the next
     start(s)  longest way from a source, of F and f
-    end(s)    max(start + (M - 1) * period + F + B,   max over y of (end(y) + b) + B)
+    last(s)   start of the last forward: after w - 1 forwards and M - w of both, or
+              max over x of (last(x) + F(x) + f), or M - 1 - w paces after the first backward
+    end(s)    max(start + (M - 1) * pace + F + B,   last + F + B,   max over y of (end(y) + b) + B)
     step      max over s of (end + all-reduce)
 
-That is ``(M - 1) * bottleneck + critical path`` with the all-reduce of a stage hidden behind
-stages that finish later. Where devices are processes that share few cores, the period is at least
-all compute divided by the cores.
+With M much larger than w that is ``(M - 1) * bottleneck + critical path``; with few micro-batches a
+slow first stage costs less than a slow last one, as its forwards run ahead. The all-reduce of a
+stage hides behind stages that finish later. Where devices are processes that share few cores, no
+pace is less than all compute divided by the cores.
 """
 
 from __future__ import annotations
@@ -43,52 +46,76 @@ def step_s(
         devices: of each part.
         pairs: stage edges. Along one without values its ends wait for each other all the same.
     """
-    count = prices.prices.num_microbatches
     compute = [prices.compute_s(part) for part in parts]
     successors: list[list[tuple[int, float, float]]] = [[] for _ in parts]
     load: dict[Port, float] = {}
+    used: list[set[Port]] = [set() for _ in parts]
     for x, y in sorted(pairs):
-        there, back = _transfers(prices, (parts[x], parts[y]), (devices[x], devices[y]), load)
-        successors[x].append((y, there, back))
-    period = _period(prices, parts, compute, successors, heights(len(parts), pairs))
-    period = max(period, max(load.values(), default=0.0))
-
-    start = [0.0] * len(parts)
-    for s, (forward, _) in enumerate(compute):
-        for y, there, _ in successors[s]:
-            start[y] = max(start[y], start[s] + forward + there)
-    end = [0.0] * len(parts)
-    step = 0.0
-    for s in reversed(range(len(parts))):
-        forward, backward = compute[s]
-        end[s] = start[s] + (count - 1) * period + forward + backward
-        for y, _, back in successors[s]:
-            end[s] = max(end[s], end[y] + back + backward)
-        step = max(step, end[s] + prices.allreduce_s(parts[s], devices[s]))
-    return step
-
-
-def _period(
-    prices: PartPrices,
-    parts: Sequence[Part],
-    compute: Sequence[tuple[float, float]],
-    successors: Sequence[Sequence[tuple[int, float, float]]],
-    height: Sequence[int],
-) -> float:
-    count = prices.prices.num_microbatches
-    cluster = prices.cost.cluster
-    work = sum(part.devices * sum(compute[s]) for s, part in enumerate(parts))
-    shared = 0 < cluster.cores < cluster.num_devices
-    period = work / cluster.cores if shared else 0.0
-    around = [0.0] * len(parts)
-    for s in reversed(range(len(parts))):
-        own = sum(compute[s])
-        around[s] = own + max(
-            (there + back + around[y] for y, there, back in successors[s]), default=0
+        there, back, ports = _transfers(
+            prices, (parts[x], parts[y]), (devices[x], devices[y]), load
         )
-        held = max(min(2 * height[s], prices.headroom(parts[s])), height[s]) + 1
-        period = max(period, own, around[s] / held if held < count else 0.0)
-    return period
+        successors[x].append((y, there, back))
+        used[x] |= ports
+        used[y] |= ports
+    loads = [max((load[port] for port in ports), default=0.0) for ports in used]
+    pipeline = _Pipeline(prices, parts, compute, successors, heights(len(parts), pairs), loads)
+    ends = pipeline.ends()
+    reduces = (prices.allreduce_s(p, where) for p, where in zip(parts, devices, strict=True))
+    return max(end + reduce_s for end, reduce_s in zip(ends, reduces, strict=True))
+
+
+class _Pipeline:
+    """The recurrences at the head of this file."""
+
+    def __init__(
+        self,
+        prices: PartPrices,
+        parts: Sequence[Part],
+        compute: Sequence[tuple[float, float]],
+        successors: Sequence[Sequence[tuple[int, float, float]]],
+        height: Sequence[int],
+        loads: Sequence[float],
+    ) -> None:
+        self._count = prices.prices.num_microbatches
+        self._compute = compute
+        self._successors = successors
+        cluster = prices.cost.cluster
+        work = sum(part.devices * sum(compute[s]) for s, part in enumerate(parts))
+        shared = 0 < cluster.cores < cluster.num_devices
+        least = work / cluster.cores if shared else 0.0
+        self._round = [0.0] * len(parts)
+        self._pace = [0.0] * len(parts)
+        self._held = [0] * len(parts)
+        for s in reversed(range(len(parts))):
+            own = sum(compute[s])
+            self._round[s] = own + max(
+                (there + back + self._round[y] for y, there, back in successors[s]), default=0
+            )
+            h = height[s]
+            held = min(max(min(2 * h, prices.headroom(parts[s])), h) + 1, self._count)
+            waits = self._round[s] / held if held < self._count else 0.0
+            self._held[s] = held
+            self._pace[s] = max(own, loads[s], least, waits)
+
+    def ends(self) -> list[float]:
+        """When each stage has run its last backward."""
+        count, pace, held = self._count, self._pace, self._held
+        start = [0.0] * len(pace)
+        last = [0.0] * len(pace)
+        for s, (forward, _) in enumerate(self._compute):
+            ahead = start[s] + (count - held[s]) * pace[s] + (held[s] - 1) * forward
+            waits = start[s] + self._round[s] + (count - 1 - held[s]) * pace[s]
+            last[s] = max(last[s], ahead, waits if held[s] < count else 0.0)
+            for y, there, _ in self._successors[s]:
+                start[y] = max(start[y], start[s] + forward + there)
+                last[y] = max(last[y], last[s] + forward + there)
+        end = [0.0] * len(pace)
+        for s in reversed(range(len(pace))):
+            forward, backward = self._compute[s]
+            own = max(start[s] + (count - 1) * pace[s], last[s]) + forward + backward
+            others = (end[y] + back + backward for y, _, back in self._successors[s])
+            end[s] = max(own, *others, 0.0)
+        return end
 
 
 def _transfers(
@@ -96,12 +123,14 @@ def _transfers(
     ends: tuple[Part, Part],
     devices: tuple[Sequence[int], Sequence[int]],
     load: dict[Port, float],
-) -> tuple[float, float]:
-    """Seconds of a micro-batch along an edge, forward and back; adds to ``load`` per port."""
+) -> tuple[float, float, set[Port]]:
+    """Seconds of a micro-batch along an edge, forward and back, and the ports on the way; adds to
+    ``load`` per port.
+    """
     per_sample, fixed, grad_per_sample, grad_fixed = prices.flow(ends[0].mask, ends[1].mask)
     if per_sample + fixed == 0:
         delay = prices.cost.way(devices[0][0], devices[1][0])[3]
-        return delay, delay
+        return delay, delay, set()
     shape = ends[0].replicas, ends[0].tensor, ends[1].replicas, ends[1].tensor
     there: dict[Port, float] = {}
     back: dict[Port, float] = {}
@@ -120,7 +149,8 @@ def _transfers(
         for port, seconds in busy.items():
             load[port] = load.get(port, 0.0) + seconds
     grad = grad_per_sample + grad_fixed > 0
-    return latency + max(there.values()), (latency + max(back.values())) * grad
+    ports = there.keys() | back.keys()
+    return latency + max(there.values()), (latency + max(back.values())) * grad, ports
 
 
 @lru_cache(maxsize=4096)

@@ -80,11 +80,10 @@ THOROUGH = 4000
 """Micro-batch sizes that get more than one candidate: those whose first are best; and the pairs of
 downsets up to which all do."""
 
-PATHS = 1 << 15
-FINER = 1.04
-MOST_PERIODS = 12
+PATHS = 1 << 13
+MOST_PERIODS = 16
 """Pairs of downsets times devices squared up to which the shortest ways are looked for, and the
-ratio of the periods at which they are, and the most of these."""
+most periods at which they are."""
 
 REDUCE = 1.25
 REDUCE_SHARE = 0.03
@@ -346,18 +345,20 @@ class ExactSearch:
         return set(steps)
 
     def shortest(self, bound: Bound) -> Iterator[list[Part]]:
-        """The plans with the shortest way through them, at some periods within a bound."""
-        lattice = self._weights.lattice
-        periods = self._reach.priced.periods(bound)
-        if not len(periods) or len(lattice.below) * self._devices**2 > PATHS:
+        """Plans of least step for deep warm-up; then the front of period and way through a plan."""
+        if len(self._weights.lattice.below) * self._devices**2 > PATHS:
             return
-        count = 0
-        last = np.inf
-        for period in periods[::-1].tolist():
-            if period * FINER > last:
-                continue
-            path = ShortestPath(self._reach, replace(bound, period_s=period), self._devices)
-            if not path.found or count == MOST_PERIODS:
+        periods = self._reach.priced.periods(bound)
+        count = len(periods)
+        for _ in range(MOST_PERIODS):
+            if not len(periods):
                 return
-            count, last = count + 1, period
+            within = replace(bound, period_s=float(periods[-1]))
+            path = ShortestPath(self._reach, within, self._devices)
+            if not path.found:
+                return
+            if len(periods) == count and (parts := path.balanced(self._prices.num_microbatches)):
+                yield parts[::-1]
             yield list(path.parts())
+            # Whatever is quicker than this plan has a longer way, or it would have been found.
+            periods = periods[: np.searchsorted(periods, path.period_s * (1 - 1e-9))]

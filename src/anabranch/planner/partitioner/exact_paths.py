@@ -9,6 +9,14 @@ path. So for any bound on the period, over the same layers::
 
 The sum over layers is what no way through the plan exceeds; a way may skip a layer.
 
+With deep warm-up and few micro-batches a stage that has all its forwards behind it waits for
+nothing, so only the way to it and back from it is added to its own work, nothing beyond it::
+
+    step  =  max over stages of  way to the stage and back + M * time of the stage
+
+For a bound on that, the least way (head) to every downset from the source on says whether there is
+a plan: a layer may follow if its head and M times its longest stage are within the bound.
+
 Time per bound: O((pairs + ways) * D^2 * H) for D devices and H heights: for small problems.
 """
 
@@ -23,6 +31,9 @@ from anabranch.planner.partitioner.exact_reach import ExactReach
 from anabranch.planner.partitioner.parts import Part
 from anabranch.planner.partitioner.prices import Bound
 
+BISECTIONS = 12
+"""Halvings of the bound on a step."""
+
 
 class ShortestPath:
     """The plan within a bound that has the shortest way through it, if there is one.
@@ -34,6 +45,7 @@ class ShortestPath:
 
     Attributes:
         found: whether there is a plan.
+        period_s: its longest period; known once its parts have been asked for.
     """
 
     def __init__(self, reach: ExactReach, bound: Bound, devices: int) -> None:
@@ -47,6 +59,8 @@ class ShortestPath:
         self._stage = [self._stages(fits >= h) for h in rows]
         self._layer = [self._layers(stage) for stage in self._stage]
         self._path = self._paths()
+        self.period_s = 0.0
+        self._periods = reach.priced.spread_s if bound.spread else reach.priced.slowest_s
         self.found = bool(np.isfinite(self._path[-1][-1, 0]))
 
     def _stages(self, allowed: Bools) -> Floats:
@@ -102,6 +116,58 @@ class ShortestPath:
             yield from self._cut(pair, used, h - 1)
             place, k, h = int(lattice.above[pair]), k - used, h - 1
 
+    def balanced(self, microbatches: int) -> list[Part]:
+        """The stages of the plan with the least step for deep warm-up, from the last to the first.
+
+        None where memory does not allow the stages at every height.
+        """
+        low, high = 0.0, float(microbatches + self._reach.heights)
+        head = self._heads(microbatches, high)
+        if not np.isfinite(head[-1, -1]):
+            return []
+        for _ in range(BISECTIONS):
+            middle = (low + high) / 2
+            tried = self._heads(microbatches, middle)
+            if np.isfinite(tried[-1, -1]):
+                high, head = middle, tried
+            else:
+                low = middle
+        return list(self._from_sink(microbatches, high, head))
+
+    def _heads(self, microbatches: int, step: float) -> Floats:
+        """Least way to every downset with up to k devices, the step within the bound: [k, I]."""
+        lattice, layer = self._lattice, self._layer[-1]
+        order = np.argsort(lattice.above, kind="stable")
+        starts = np.searchsorted(lattice.above[order], np.arange(1, len(lattice.downsets)))
+        head = np.full((self._devices + 1, len(lattice.downsets)), np.inf)
+        head[:, 0] = 0.0
+        while True:
+            before = head.copy()
+            for k in range(1, self._devices + 1):
+                ways = self._onward(before[: self._devices + 1 - k], layer[k], microbatches, step)
+                best = np.minimum.reduceat(ways[:, order], starts, axis=1)
+                np.minimum(head[k:, 1:], best, out=head[k:, 1:])
+            if (head == before).all():
+                return head
+
+    def _onward(self, head: Floats, layer: Floats, microbatches: int, step: float) -> Floats:
+        """The way to a layer and through it, infinite where it is not allowed: [k, pair]."""
+        there = head[:, self._lattice.below]
+        return np.where(there + microbatches * layer <= step, there + layer, np.inf)
+
+    def _from_sink(self, microbatches: int, step: float, head: Floats) -> Iterator[Part]:
+        layer = self._layer[-1]
+        place, k = len(self._lattice.downsets) - 1, self._devices
+        while place:
+            pairs = np.flatnonzero(self._lattice.above == place)
+            ways = [
+                self._onward(head[k - used : k - used + 1], layer[used], microbatches, step)[0]
+                for used in range(1, k + 1)
+            ]
+            row, way = divmod(int(np.array(ways)[:, pairs].argmin()), len(pairs))
+            yield from self._cut(int(pairs[way]), row + 1, self._reach.heights - 1)
+            place, k = int(self._lattice.below[pairs[way]]), k - row - 1
+
     def _cut(self, pair: int, k: int, h: int) -> Iterator[Part]:
         """The stages of a layer on up to k devices."""
         row = min(h, len(self._layer) - 1)
@@ -123,4 +189,5 @@ class ShortestPath:
             for at, mode in enumerate(priced.modes)
             if mode.devices <= k and self._within[at, pair] and priced.headroom[at, pair] >= row
         )
+        self.period_s = max(self.period_s, float(self._periods[best, pair]))
         return self._reach.part(pair, priced.modes[best])

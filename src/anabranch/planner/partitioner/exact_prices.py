@@ -139,8 +139,9 @@ class Priced:
     Attributes:
         modes: fewest devices first.
         slowest_s: seconds of compute or transfers per micro-batch, whichever is more.
-        path_share: what the stage adds to a way through it (compute, what it reads, and the
-            gradients of that), divided by so much that the stages of a plan stay below 1.
+        path_share: what the stage adds to a way through it (compute, what it reads and the
+            gradients of that, and the all-reduce spread over the micro-batches), divided by so much
+            that the stages of a plan stay below 1.
         reduce_s: seconds of all-reduce per step.
         spread_s: the period, with the all-reduce spread over the micro-batches.
         headroom: the largest height at which the stage fits.
@@ -167,6 +168,7 @@ class Priced:
             if (columns[-1][-1] >= heights - 1).all():
                 roomy.add((mode.replicas, mode.tensor))
         slowest, path, reduce_s, room = (np.stack(each) for each in zip(*columns, strict=True))
+        path = path + reduce_s / prices.num_microbatches
         return Priced(
             tuple(modes),
             slowest_s=slowest,

@@ -21,6 +21,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import cached_property
+from itertools import accumulate, pairwise
+from operator import or_
 
 from anabranch.cost import CostModel
 from anabranch.graph.opgraph import bits
@@ -37,8 +40,12 @@ FOCUS = 6
 CHUNKS = 6
 """Parts of one stage that are tried at each neighbour."""
 
-CLOSE = 1.04
+CLOSE = 1.06
 """Changes whose estimate is within this factor of the plan's own are worth a simulation."""
+
+MOST_SIMULATED = 120
+LEAST_SIMULATED = 6
+"""Neighbours that are worth a simulation: so many over the number of stages, but at least a few."""
 
 GAIN = 1e-3
 """A change is an improvement if it shortens the estimated step by this share of it."""
@@ -59,7 +66,8 @@ class Polisher:
         max_replicas: replicas of a stage at most.
         microbatch_size: the only one allowed, or None.
         recompute: whether stages may recompute.
-        simulated: neighbours to propose at a time, at most.
+        simulated: neighbours to propose at a time, at most; by default the more the fewer stages
+            there are.
     """
 
     def __init__(
@@ -71,7 +79,7 @@ class Polisher:
         max_replicas: int,
         microbatch_size: int | None = None,
         recompute: bool = True,
-        simulated: int = 6,
+        simulated: int | None = None,
     ) -> None:
         self._cost = cost
         self._batch_size = batch_size
@@ -101,7 +109,8 @@ class Polisher:
         found += self._elsewhere(graph, size, parts)
         ranked = sorted((each for each in found if each.step_s <= limit), key=lambda c: c.step_s)
         unique = {each.graph: None for each in ranked}
-        return list(unique)[: self._simulated]
+        most = self._simulated or max(LEAST_SIMULATED, MOST_SIMULATED // len(parts))
+        return list(unique)[:most]
 
     def _parts(self, graph: StageGraph) -> Parts:
         mask = self._cost.graph.mask
@@ -162,6 +171,7 @@ class Polisher:
         sizes = [other for other in others if 1 <= other <= self._batch_size]
         for kind in (
             self._recuts(size, row) if row else (),
+            self._slides(row) if row else (),
             self._merges(parts, focus),
             self._modes(size, parts, focus),
             self._moved_devices(size, parts, focus),
@@ -174,8 +184,10 @@ class Polisher:
         for other in sizes:
             if all(self._may(other, part) for part in parts):
                 yield other, parts
-                for cut in self._recut.cut(other, [mode_of(part) for part in row or ()]):
-                    yield other, tuple(cut)
+            for modes in _rescaled([mode_of(part) for part in row or ()]):
+                if all(self._may(other, _of(mode)) for mode in modes):
+                    for cut in self._recut.cut(other, modes):
+                        yield other, tuple(cut)
 
     def _is_chain(self, parts: Parts) -> bool:
         """Whether every stage waits for the one before it: no two run side by side."""
@@ -185,14 +197,36 @@ class Polisher:
     def _recuts(self, size: int, row: Sequence[Part]) -> Iterator[Parts]:
         """Stages in a row with other devices, cut again as is best for these."""
         for modes in self._other_modes(size, row):
-            if all(self._may(size, Part(0, m.replicas, m.recompute, m.tensor)) for m in modes):
+            if all(self._may(size, _of(mode)) for mode in modes):
                 for cut in self._recut.cut(size, modes):
                     yield tuple(cut)
+
+    def _slides(self, row: Sequence[Part]) -> Iterator[Parts]:
+        """Several neighbouring cuts of a row, all of them a little earlier or later."""
+        cuts = list(accumulate((part.mask.bit_count() for part in row), initial=0))
+        last = len(row) - 1
+        for i in range(1, last + 1):
+            # Of a long row only runs of cuts that reach one of its ends.
+            for j in range(i, last + 1):
+                if len(row) > FOCUS and i > 1 and j < last and i != j:
+                    continue
+                for step in (-1, 1, -2, 2):
+                    moved = [cut + step * (i <= s <= j) for s, cut in enumerate(cuts)]
+                    if all(a < b for a, b in pairwise(moved)):
+                        yield tuple(
+                            replace(part, mask=self._first[b] ^ self._first[a])
+                            for part, (a, b) in zip(row, pairwise(moved), strict=True)
+                        )
+
+    @cached_property
+    def _first(self) -> list[int]:
+        """Masks of the first n operators in order."""
+        return list(accumulate((1 << op for op in self._order), or_, initial=0))
 
     def _other_modes(self, size: int, row: Sequence[Part]) -> Iterator[list[Mode]]:
         modes = [mode_of(part) for part in row]
         focus = self._focus(size, tuple(row))
-        yield modes
+        yield from _rescaled(modes)
         for x in focus:
             for y in focus:
                 if x == y or modes[x].tensor != modes[y].tensor:
@@ -366,6 +400,27 @@ class Polisher:
 def mode_of(part: Part) -> Mode:
     """How a part uses its devices."""
     return Mode(part.replicas, part.recompute, part.tensor)
+
+
+def _of(mode: Mode) -> Part:
+    """A part without operators that uses its devices so."""
+    return Part(0, mode.replicas, mode.recompute, mode.tensor)
+
+
+def _rescaled(modes: Sequence[Mode]) -> Iterator[list[Mode]]:
+    """A row of stages as it is, with every two made one, and with every one made two."""
+    if modes:
+        yield list(modes)
+    if len(modes) > 1 and len({(mode.tensor, mode.recompute) for mode in modes}) == 1:
+        pairs = [modes[i : i + 2] for i in range(0, len(modes), 2)]
+        yield [replace(pair[0], replicas=sum(m.replicas for m in pair)) for pair in pairs]
+    if all(mode.replicas > 1 for mode in modes):
+        halves = [(mode.replicas - mode.replicas // 2, mode.replicas // 2) for mode in modes]
+        yield [
+            replace(mode, replicas=count)
+            for mode, both in zip(modes, halves, strict=True)
+            for count in both
+        ]
 
 
 def _some_of(count: int) -> list[int]:

@@ -16,6 +16,7 @@ of its branches.
 
 states      downsets, nested pairs of them, and sums over both
 prices      the load of a stage, and how much it can keep in flight
+walk        passes over the stages that a plan may have
 search      the recurrence, in an order that is quick
 assemble    devices for the stages
 planner     micro-batch sizes, and what to say when nothing fits
@@ -34,9 +35,11 @@ What is not the paper's, or where it is silent:
   that read them.
 - Replicas are powers of two (``any_degree`` lifts that), and the devices of one replica lie inside
   one node.
-- Of plans with the same load, the fewest stages. Every device must have work, so two plans of the
-  least load are proposed where there are two: the fewest stages, whose idle devices then go to the
-  slowest of them, and the fewest that take all devices.
+- Of plans with the same load, first those whose stages are runs of the operators in one order,
+  branch after branch; then those with the fewest stages.
+- Every device must have work, so two plans of the least load are proposed where there are two: the
+  fewest stages, whose idle devices then go to the slowest of them, and the fewest that take all
+  devices.
 """
 
 from anabranch.planner.piper.planner import Piper

@@ -40,11 +40,11 @@ class Piper:
         max_replicas: replicas per stage at most. None: no limit.
         recompute: stages may recompute.
         linear: only stages that are runs of the operators in one order, branch after branch; needs
-            no budget.
+            no budget up to 5,700 of them.
         any_degree: numbers of replicas that are no power of two as well.
         tolerance: relative distance to the least load at which its search ends; 0 for none.
         budget: downsets at most.
-        pairs: nested pairs of downsets at most; 16 million take about a gigabyte.
+        pairs: nested pairs of downsets at most; 16 million take about half a gigabyte.
     """
 
     max_replicas: int | None = None
@@ -80,17 +80,15 @@ class Piper:
         self, cost: CostModel, batch_size: int, microbatch_size: int | None
     ) -> Iterator[StageGraph]:
         row = _row(cost)
-        space = row if self.linear else self._nested(cost)
+        nested = None if self.linear else self._nested(cost)
         for size in [microbatch_size] if microbatch_size else microbatch_sizes(batch_size):
             prices, choices = self._at(cost, batch_size, size, cost.cluster.memory_bytes)
             if not choices:
                 continue
-            known = None
-            if space is not row:
-                # What a row achieves leaves few of the nested pairs that need a closer look.
-                known = least(StagePrices(prices, row.states, choices), row, self.tolerance)
-            bound_s = None if known is None else known.load_s * ROUNDING
-            yield from self._graphs(StagePrices(prices, space.states, choices), space, bound_s)
+            spaces = [row] if nested is None else [row, nested]
+            yield from self._graphs(
+                [(StagePrices(prices, space.states, choices), space) for space in spaces]
+            )
 
     def _nested(self, cost: CostModel) -> Space:
         return Space.of(cost, downsets(cost.graph, self.budget), self.pairs)
@@ -116,11 +114,19 @@ class Piper:
             return degrees(cost, size, limit)
         return tuple(d for d in range(1, min(limit, size) + 1) if cost.covers(-(-size // d)))
 
-    def _graphs(
-        self, stages: StagePrices, space: Space, bound_s: float | None
-    ) -> Iterator[StageGraph]:
-        """Plans of the least load: with the fewest stages, and on exactly all devices."""
-        found = least(stages, space, self.tolerance, bound_s=bound_s)
+    def _graphs(self, searched: list[tuple[StagePrices, Space]]) -> Iterator[StageGraph]:
+        """Plans of the least load: with the fewest stages, and on exactly all devices.
+
+        Args:
+            searched: prices for a row of the operators, and for the space that holds it as well.
+        """
+        found, stages = None, searched[0][0]
+        for each, space in searched:
+            # What a row achieves leaves few of the nested pairs that need a closer look.
+            bound_s = found and found.load_s / max(1 + self.tolerance, ROUNDING)
+            better = least(each, space, self.tolerance, bound_s=bound_s)
+            if better is not None:
+                found, stages = better, each
         if found is None:
             return
         few = assemble(stages.prices, _parts(stages, found, exact=False), self.max_replicas)
@@ -129,6 +135,7 @@ class Piper:
         whole: Found | None = found
         if not found.reached(exact=True):
             # The devices that are idle may be of no use to any of the stages.
+            stages, space = searched[-1]
             whole = None if few else least(stages, space, self.tolerance, exact=True)
         if whole is not None:
             full = assemble(stages.prices, _parts(stages, whole, exact=True), self.max_replicas)
@@ -204,21 +211,22 @@ def least(
         stages: prices what is between the downsets.
         space: these downsets.
         tolerance: relative distance to the least load that will do.
-        bound_s: a load that is known to be possible.
+        bound_s: no load may be larger.
         exact: plans must take all devices rather than some of them.
     """
     limit = stages.prices.cost.cluster.num_devices
     search = Search(stages.states.starts, len(stages.states), limit, tolerance)
-    # Without a known load: upwards from one that could hardly be less.
+    # Without a bound: upwards from a load that could hardly be less.
     bound = 2 * stages.least_s if bound_s is None else bound_s
+    last = stages.most_s if bound_s is None else bound_s
     while True:
-        bound = min(bound, stages.most_s) if bound > 0 else stages.most_s
+        bound = min(bound, last) if bound > 0 else last
         devices = stages.fewest_devices(space.pairs, space.traffic, bound)
         kept = search.useful(space.pairs, devices)
         if kept is not None:
             found = search.least(stages.options(*kept, bound), bound, exact=exact)
             if found is not None:
                 return found
-        if bound >= stages.most_s:
+        if bound >= last:
             return None
         bound *= 2

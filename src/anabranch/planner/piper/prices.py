@@ -27,8 +27,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anabranch.planner.partitioner.prices import UNBOUNDED, Prices
-from anabranch.planner.piper.search import NEVER, ROUNDING, Options
+from anabranch.planner.piper.search import ROUNDING
 from anabranch.planner.piper.states import Borders, Floats, Ints, Pairs, States
+from anabranch.planner.piper.walk import NEVER, Options
 
 _AT_ONCE = 1 << 20
 """Pairs that are priced at once."""
@@ -172,10 +173,10 @@ class StagePrices:
         for start in range(0, len(pairs), _AT_ONCE):
             some = slice(start, start + _AT_ONCE)
             block = pairs.take(some)
-            kept += self._block(block, self.states.borders(block), room[some], bound_s)
+            kept.append(self._block(block, self.states.borders(block), room[some], bound_s))
         return Options.joined(kept)
 
-    def _block(self, pairs: Pairs, borders: Borders, room: Ints, bound_s: float) -> list[Options]:
+    def _block(self, pairs: Pairs, borders: Borders, room: Ints, bound_s: float) -> Options:
         kept: list[Options] = []
         unlimited: NDArray[np.bool_] = np.zeros(0, dtype=np.bool_)
         for index, choice in enumerate(self.choices):
@@ -200,7 +201,7 @@ class StagePrices:
                     np.full(keep.sum(), index, dtype=np.int32),
                 )
             )
-        return kept
+        return Options.joined(kept).sorted()
 
     def _price(self, pairs: Pairs, borders: Borders, choice: Choice) -> tuple[Floats, Ints]:
         """Load, and micro-batches that can be in flight: 0 if none, over ``UNBOUNDED`` if all."""

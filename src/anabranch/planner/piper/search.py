@@ -1,8 +1,8 @@
 """Piper's recurrence, made quick: the least load under which a chain of downsets exists.
 
 With every stage that a plan may have (its operators, the devices it takes, its load, how many
-micro-batches it can keep in flight) there are three passes over the nested pairs, each linear in
-their number:
+micro-batches it can keep in flight) there are three passes over the nested pairs (``walk``), each
+linear in their number:
 
     after(lo)     fewest devices from downset lo to the end, each load within a bound
     before(hi)    fewest devices up to downset hi, likewise
@@ -20,21 +20,13 @@ through the number of stages, and fewer are always better, so the fewest are all
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
-from itertools import pairwise
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from anabranch.planner.piper.states import Floats, Ints, Pairs
-
-NEVER = 1 << 24
-"""More devices or stages than there are."""
-
-_STAGES = np.int64(1 << 20)
-"""More stages than a plan has, and a power of two."""
+from anabranch.planner.piper.walk import NEVER, Options, Walk
 
 ROUNDING = 1 + 1e-9
 """Loads that are summed in another order may differ by so much."""
@@ -44,112 +36,6 @@ _AT_ONCE = 1 << 18
 
 _RISE = 0.05
 """Where memory forbids the lower bound on the load: first step upwards, relative; then doubled."""
-
-
-@dataclass(frozen=True)
-class Options:
-    """Stages that a plan may have, ascending by ``lo``.
-
-    Attributes:
-        lo, hi: indices of the downsets before and after it.
-        devices: how many it takes.
-        load_s: seconds per micro-batch.
-        held: micro-batches that it can keep in flight.
-        choice: which number of replicas, tensor degree and recomputation it stands for.
-    """
-
-    lo: Ints
-    hi: Ints
-    devices: Ints
-    load_s: Floats
-    held: Ints
-    choice: Ints
-
-    def __len__(self) -> int:
-        return len(self.lo)
-
-    def take(self, keep: NDArray[Any]) -> Options:
-        """Those that a mask or ascending indices name."""
-        return Options(*(getattr(self, each.name)[keep] for each in fields(self)))
-
-    @staticmethod
-    def joined(several: Sequence[Options]) -> Options:
-        """All of these, in order; at least one."""
-        whole = Options(
-            *(
-                np.concatenate([getattr(options, each.name) for options in several])
-                for each in fields(Options)
-            )
-        )
-        return whole.take(np.argsort(whole.lo, kind="stable"))
-
-
-class Walk:
-    """Goes through pairs of downsets, ascending by ``lo``, one size of ``lo`` after the other.
-
-    A pair leads to a larger downset, so all pairs of one size can be treated at once.
-    """
-
-    def __init__(self, lo: Ints, hi: Ints, starts: NDArray[np.int64], states: int) -> None:
-        self.lo, self.hi, self.states = lo, hi, states
-        self._first = np.flatnonzero(np.diff(lo, prepend=-1))
-        self._row = lo[self._first]
-        cuts = np.searchsorted(lo, [*starts.tolist(), states])
-        rows = np.searchsorted(self._row, [*starts.tolist(), states])
-        self._levels = [
-            (a, b, i, j)
-            for (a, b), (i, j) in zip(pairwise(cuts.tolist()), pairwise(rows.tolist()), strict=True)
-            if a < b
-        ]
-
-    def backwards(self) -> Iterator[tuple[slice, NDArray[np.int64], Ints]]:
-        """Sizes, descending: the pairs, where each ``lo`` starts among them, and these ``lo``."""
-        for a, b, i, j in reversed(self._levels):
-            yield slice(a, b), self._first[i:j] - a, self._row[i:j]
-
-    def after(self, devices: Ints) -> Ints:
-        """Fewest devices from each downset to the end; ``devices`` per pair."""
-        result = np.full(self.states, NEVER, dtype=np.int32)
-        result[-1] = 0
-        for pairs, first, row in self.backwards():
-            total = devices[pairs] + result[self.hi[pairs]]
-            result[row] = np.minimum(np.minimum.reduceat(total, first), NEVER)
-        return result
-
-    def before(self, devices: Ints) -> Ints:
-        """Fewest devices from the start to each downset."""
-        result = np.full(self.states, NEVER, dtype=np.int32)
-        result[0] = 0
-        for a, b, _, _ in self._levels:
-            total = np.minimum(devices[a:b] + result[self.lo[a:b]], NEVER)
-            np.minimum.at(result, self.hi[a:b], total)
-        return result
-
-    def fits(self, options: Options, limit: int) -> bool:
-        """Whether the fewest devices, and of these the fewest stages, make a plan in memory.
-
-        Some plan may fit where this one does not, as it takes more devices and fewer stages.
-        """
-        best = np.full(self.states, NEVER * _STAGES, dtype=np.int64)
-        best[-1] = 0
-        cost = options.devices * _STAGES + 1
-        for pairs, first, row in self.backwards():
-            total = cost[pairs] + best[self.hi[pairs]]
-            total[total % _STAGES > options.held[pairs]] = NEVER * _STAGES
-            best[row] = np.minimum(np.minimum.reduceat(total, first), NEVER * _STAGES)
-        return bool(best[0] // _STAGES <= limit)
-
-    def room(self, devices: Ints, limit: int) -> Ints | None:
-        """Per pair, the most devices its stage may take in a plan within a number of devices.
-
-        Returns:
-            None if there is no plan. Where it is less than ``devices``, the stage is of no use.
-        """
-        after = self.after(devices)
-        if after[0] > limit:
-            return None
-        others = self.before(devices)[self.lo] + after[self.hi]
-        return np.asarray(limit - others, dtype=np.int32)
 
 
 @dataclass(frozen=True)

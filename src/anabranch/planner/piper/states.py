@@ -191,11 +191,20 @@ class States:
                 trainable[first] += parameter.nbytes * parameter.trainable
         return self.sums(total), self.sums(trainable)
 
+    @cached_property
+    def _held(self) -> Floats:
+        """Per downset, bytes of the values that it made and that are read later; four columns."""
+        made, left, nbytes = self._values
+        rows = range(0, len(self), _ROWS)
+        return np.concatenate(
+            [(made[i : i + _ROWS] & (left[i : i + _ROWS] > 0)) @ nbytes for i in rows]
+        )
+
     def traffic(self, pairs: Pairs) -> NDArray[np.float32]:
         """Bytes per sample that cross the border of each stage either way, at most."""
         made, left, nbytes = self._values
         both = nbytes[:, 0] + nbytes[:, 2]
-        held = (made & (left > 0)) @ both
+        held = self._held[:, 0] + self._held[:, 2]
         result = np.empty(len(pairs), dtype=np.float32)
         for lo, start, stop in _rows(pairs.lo):
             live = np.flatnonzero(made[lo] & (left[lo] > 0))
@@ -210,9 +219,7 @@ class States:
     def borders(self, pairs: Pairs) -> Borders:
         """What crosses the borders of the stages between pairs of downsets."""
         made, left, nbytes = self._values
-        held = np.zeros((len(self), 4))
-        for i in range(0, len(self), _ROWS):
-            held[i : i + _ROWS] = (made[i : i + _ROWS] & (left[i : i + _ROWS] > 0)) @ nbytes
+        held = self._held
         enter = np.empty((len(pairs), 4))
         leave = np.empty((len(pairs), 4))
         for lo, start, stop in _rows(pairs.lo):
@@ -259,7 +266,13 @@ def _supersets(columns: Sequence[NDArray[np.uint64]], lo: int, first: int) -> In
 
 def _rows(lo: Ints) -> Iterator[tuple[int, int, int]]:
     """Runs of equal entries of an ascending array: entry, start, stop."""
-    if len(lo):
-        starts = np.flatnonzero(np.diff(lo, prepend=-1)).tolist()
-        for start, stop in pairwise([*starts, len(lo)]):
-            yield int(lo[start]), start, stop
+    for start, stop in pairwise([*runs(lo).tolist(), len(lo)]):
+        yield int(lo[start]), start, stop
+
+
+def runs(ascending: Ints) -> NDArray[np.int64]:
+    """Where each run of equal entries starts."""
+    if not len(ascending):
+        return np.zeros(0, dtype=np.int64)
+    changes = np.flatnonzero(ascending[1:] != ascending[:-1])
+    return np.concatenate([[0], changes + 1])

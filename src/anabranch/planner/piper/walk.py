@@ -1,0 +1,138 @@
+"""Passes over the stages that a plan may have, from one downset to larger ones.
+
+::
+
+    lo   {}  {}  {}   a   a   b   a,b         a pair per stage; all pairs of one size of lo, here
+    hi   a   b   a,b  a,b all a,b all         0, 1 and 2, can be treated at once
+         |---------|  |---------|  |-|
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from anabranch.planner.piper.states import Floats, Ints, runs
+
+NEVER = 1 << 24
+"""More devices or stages than there are."""
+
+_STAGES = 1 << 20
+"""More stages than a plan has, and a power of two."""
+
+_NEVER = NEVER * _STAGES
+"""More than any number of devices times ``_STAGES``, and stages."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Stages that a plan may have, ascending by ``lo``.
+
+    Attributes:
+        lo, hi: indices of the downsets before and after it.
+        devices: how many it takes.
+        load_s: seconds per micro-batch.
+        held: micro-batches that it can keep in flight.
+        choice: which number of replicas, tensor degree and recomputation it stands for.
+    """
+
+    lo: Ints
+    hi: Ints
+    devices: Ints
+    load_s: Floats
+    held: Ints
+    choice: Ints
+
+    def __len__(self) -> int:
+        return len(self.lo)
+
+    def take(self, keep: NDArray[Any]) -> Options:
+        """Those that a mask or ascending indices name."""
+        return Options(*(getattr(self, each.name)[keep] for each in fields(self)))
+
+    def sorted(self) -> Options:
+        """The same, ascending by ``lo``."""
+        return self.take(np.argsort(self.lo, kind="stable"))
+
+    @staticmethod
+    def joined(several: Sequence[Options]) -> Options:
+        """All of these, in order; at least one."""
+        return Options(
+            *(
+                np.concatenate([getattr(options, each.name) for options in several])
+                for each in fields(Options)
+            )
+        )
+
+
+class Walk:
+    """Goes through pairs of downsets, ascending by ``lo``, one size of ``lo`` after the other.
+
+    A pair leads to a larger downset, so all pairs of one size can be treated at once.
+    """
+
+    def __init__(self, lo: Ints, hi: Ints, starts: NDArray[np.int64], states: int) -> None:
+        self.lo, self.hi, self.states = lo, hi, states
+        self._first = runs(lo)
+        self._row = lo[self._first]
+        cuts = np.searchsorted(lo, [*starts.tolist(), states])
+        rows = np.searchsorted(self._row, [*starts.tolist(), states])
+        self._levels = [
+            (a, b, i, j)
+            for (a, b), (i, j) in zip(pairwise(cuts.tolist()), pairwise(rows.tolist()), strict=True)
+            if a < b
+        ]
+
+    def backwards(self) -> Iterator[tuple[slice, NDArray[np.int64], Ints]]:
+        """Sizes, descending: the pairs, where each ``lo`` starts among them, and these ``lo``."""
+        for a, b, i, j in reversed(self._levels):
+            yield slice(a, b), self._first[i:j] - a, self._row[i:j]
+
+    def after(self, devices: Ints) -> Ints:
+        """Fewest devices from each downset to the end; ``devices`` per pair."""
+        result = np.full(self.states, NEVER, dtype=np.int32)
+        result[-1] = 0
+        for pairs, first, row in self.backwards():
+            total = devices[pairs] + result[self.hi[pairs]]
+            result[row] = np.minimum(np.minimum.reduceat(total, first), NEVER)
+        return result
+
+    def before(self, devices: Ints) -> Ints:
+        """Fewest devices from the start to each downset."""
+        result = np.full(self.states, NEVER, dtype=np.int32)
+        result[0] = 0
+        for a, b, _, _ in self._levels:
+            total = np.minimum(devices[a:b] + result[self.lo[a:b]], NEVER)
+            np.minimum.at(result, self.hi[a:b], total)
+        return result
+
+    def fits(self, options: Options, limit: int) -> bool:
+        """Whether the fewest devices, and of these the fewest stages, make a plan in memory.
+
+        Some plan may fit where this one does not, as it takes more devices and fewer stages.
+        """
+        best = np.full(self.states, _NEVER, dtype=np.int64)
+        best[-1] = 0
+        cost = options.devices.astype(np.int64) * _STAGES + 1
+        for pairs, first, row in self.backwards():
+            total = cost[pairs] + best[self.hi[pairs]]
+            total[total % _STAGES > options.held[pairs]] = _NEVER
+            best[row] = np.minimum(np.minimum.reduceat(total, first), _NEVER)
+        return bool(best[0] // _STAGES <= limit)
+
+    def room(self, devices: Ints, limit: int) -> Ints | None:
+        """Per pair, the most devices its stage may take in a plan within a number of devices.
+
+        Returns:
+            None if there is no plan. Where it is less than ``devices``, the stage is of no use.
+        """
+        after = self.after(devices)
+        if after[0] > limit:
+            return None
+        others = self.before(devices)[self.lo] + after[self.hi]
+        return np.asarray(limit - others, dtype=np.int32)
