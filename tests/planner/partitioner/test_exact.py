@@ -13,9 +13,10 @@ from anabranch.cost import CostModel
 from anabranch.graph.cuts import decompose, operators
 from anabranch.planner.exhaustive import best_replicas, partitions
 from anabranch.planner.partitioner.chains import build
-from anabranch.planner.partitioner.exact import Exact, ExactSearch
+from anabranch.planner.partitioner.exact import Exact
 from anabranch.planner.partitioner.exact_lattice import Lattice
 from anabranch.planner.partitioner.exact_prices import Weights
+from anabranch.planner.partitioner.exact_search import ExactSearch
 from anabranch.planner.partitioner.parts import Part, PartPrices, edges, heights
 from anabranch.planner.partitioner.prices import Bound
 from anabranch.planner.partitioner.problem import Problem

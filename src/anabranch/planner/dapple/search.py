@@ -276,7 +276,9 @@ class Search:
         moves_on = steady * average + np.maximum(suffix.behind_s, rest_back)
         on = steady * average > steady * suffix.pivot_s + suffix.between_s
         hoped = np.maximum(least, np.where(on, moves_on, stays) + rest - rest_back)
-        return replace(added, closed_s=self._closed_s(added, moves), hoped_s=hoped, least_s=least)
+        moved = np.maximum(steady * suffix.pivot_s + suffix.between_s, steady * average)
+        moved = moved + np.maximum(suffix.behind_s, rest_back) + rest - rest_back
+        return replace(added, closed_s=self._closed_s(added, moves), hoped_s=hoped, least_s=least, moved_s=np.maximum(least, moved))
 
     def _closed_s(self, added: Labels, moves: Moves) -> Floats:
         """T_PL: all that comes before as one stage on all devices that are left."""

@@ -23,22 +23,13 @@ estimated step of 222 ms, against 12 s and 289 ms.
 
 The downsets of parts in series add up, those of parts side by side multiply.
 
-For every micro-batch size that is not hopeless the candidates are the front of longest period and
-depth: per depth the least period, once with the all-reduce spread over the micro-batches, once
-without it, the all-reduce held to about that of the first. So of plans with equal periods the
-shallowest is a candidate, and all shallower ones that are slower by no more than ``HOPELESS``. In
-small problems the plans with the shortest way through them join (``exact_paths``): with few
-micro-batches that counts as much as the period.
+``exact_search`` says what the candidates of one micro-batch size are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
-from functools import cached_property
-from itertools import chain
-
-import numpy as np
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 from anabranch.cost import CostModel
 from anabranch.errors import BudgetError
@@ -47,11 +38,9 @@ from anabranch.graph.opgraph import bits
 from anabranch.planner.partitioner.assemble import Candidate
 from anabranch.planner.partitioner.exact_atoms import atoms, merged, quotient
 from anabranch.planner.partitioner.exact_lattice import Lattice
-from anabranch.planner.partitioner.exact_paths import ShortestPath
-from anabranch.planner.partitioner.exact_prices import Priced, Weights
-from anabranch.planner.partitioner.exact_reach import ExactFound, ExactReach
-from anabranch.planner.partitioner.parts import Part, edges
-from anabranch.planner.partitioner.prices import Bound, microbatch_sizes
+from anabranch.planner.partitioner.exact_prices import Weights
+from anabranch.planner.partitioner.exact_search import HOPELESS, ExactSearch
+from anabranch.planner.partitioner.prices import microbatch_sizes
 from anabranch.planner.partitioner.problem import Problem
 from anabranch.planner.partitioner.search import candidates
 
@@ -72,22 +61,10 @@ FREE_UP_TO = 256
 GRAIN = 1.0
 """Share of what falls to each device up to which a group of operators does little harm."""
 
-HOPELESS = 1.2
-"""No candidate for a size or depth whose step cannot be within this factor of the best."""
-
 REFINED = 3
 THOROUGH = 4000
 """Micro-batch sizes that get more than one candidate: those whose first are best; and the pairs of
 downsets up to which all do."""
-
-PATHS = 1 << 13
-MOST_PERIODS = 16
-"""Pairs of downsets times devices squared up to which the shortest ways are looked for, and the
-most periods at which they are."""
-
-REDUCE = 1.25
-REDUCE_SHARE = 0.03
-"""All-reduces may take this many times the longest of the first plan, or this share of a step."""
 
 
 def exact_candidates(
@@ -230,135 +207,3 @@ def _is_fine(cost: CostModel, before: tuple[int, ...], after: tuple[int, ...]) -
         default=0.0,
     )
     return heaviest <= GRAIN * float(seconds.sum()) / cost.cluster.num_devices
-
-
-class ExactSearch:
-    """One micro-batch size.
-
-    Args:
-        problem: what is to be planned.
-        weights: of all stages.
-        microbatch_size: the size.
-    """
-
-    def __init__(self, problem: Problem, weights: Weights, microbatch_size: int) -> None:
-        self._devices = problem.cost.cluster.num_devices
-        self._prices = problem.prices(microbatch_size)
-        self._weights = weights
-        self._assembler = problem.assembler(self._prices)
-        self._seen: set[frozenset[Part]] = set()
-        self._spread: list[list[Part]] = []
-
-    @cached_property
-    def _reach(self) -> ExactReach:
-        heights = min(self._devices, len(self._weights.atoms))
-        priced = Priced.of(self._weights, self._prices, heights)
-        return ExactReach(self._weights, priced, heights=heights)
-
-    @cached_property
-    def least_step_s(self) -> float:
-        """No step is shorter: all work shared out evenly, and no less than the longest operator."""
-        cost, work, longest = self._prices.cost, float("inf"), float("inf")
-        for mode in self._prices.modes:
-            seconds = sum(cost.op_seconds(self._prices.samples(mode.replicas), mode.tensor))
-            work = min(work, float(np.sum(seconds)) * mode.devices)
-            longest = min(longest, float(np.max(seconds)))
-        return self._prices.num_microbatches * max(work / self._devices, longest)
-
-    def likeliest(self, give_up: float) -> Candidate | None:
-        """The candidate that looks best, if its step may be shorter than ``give_up`` seconds."""
-        if self.least_step_s > give_up:
-            return None
-        bound = Bound(give_up / self._prices.num_microbatches)
-        self._spread = sorted(self.front(bound), key=self._rough_step_s)
-        return next(self._assembled(self._spread), None)
-
-    def candidates(self, give_up: float) -> Iterator[Candidate]:
-        """Further candidates whose step may be shorter than ``give_up`` seconds."""
-        bound = Bound(give_up / self._prices.num_microbatches)
-        reduce_s = REDUCE_SHARE * give_up / HOPELESS
-        for parts in chain(self._spread, self.shortest(bound)):
-            reduce_s = max(reduce_s, REDUCE * max(map(self._assembler.prices.reduce_s, parts)))
-            yield from self._assembled([parts])
-        bound = replace(bound, spread=False, reduce_s=reduce_s)
-        yield from self._assembled(chain(self.front(bound), self.shortest(bound)))
-
-    def _rough_step_s(self, parts: list[Part]) -> float:
-        """The longest period for all micro-batches but one, and the longest way for that."""
-        prices = self._assembler.prices
-        longest = [prices.period_s(part) for part in parts]
-        slowest = max(longest)
-        # The stages come in topological order.
-        for x, y in sorted(edges(prices, parts), reverse=True):
-            longest[x] = max(longest[x], longest[y] + prices.period_s(parts[x]))
-        return (self._prices.num_microbatches - 1) * slowest + max(longest)
-
-    def _assembled(self, found: Iterable[list[Part]]) -> Iterator[Candidate]:
-        for parts in found:
-            key = frozenset(parts)
-            if key not in self._seen:
-                self._seen.add(key)
-                candidate = self._assembler.assemble(parts)
-                if candidate is not None:
-                    yield candidate
-
-    def front(self, bound: Bound) -> Iterator[list[Part]]:
-        """The plans of least period per depth, within a bound: the quickest and deepest first.
-
-        Of equal periods only the shallowest plan. Large depths are looked at in steps.
-        """
-        periods = self._reach.priced.periods(bound)
-        top = self._reach.solve(bound)
-        caps = np.flatnonzero(top.devices <= self._devices)
-        if not len(caps):
-            return
-        # Per cap, the greatest place known to be too small and the least known to do.
-        low = np.full(self._reach.heights, -1)
-        high = np.full(self._reach.heights, len(periods) - 1)
-        found = dict.fromkeys(caps.tolist(), top)
-        for cap in (each for each in reversed(caps.tolist()) if each in self._steps):
-            while high[cap] - low[cap] > 1:
-                middle = int(low[cap] + high[cap]) // 2
-                answer = self._reach.solve(replace(bound, period_s=float(periods[middle])))
-                enough = answer.devices <= self._devices
-                low[~enough] = np.maximum(low[~enough], middle)
-                for each in np.flatnonzero(enough & (middle < high)).tolist():
-                    high[each], found[each] = middle, answer
-            if cap == caps[-1]:
-                yield found[cap].parts(self._shallowest(found[cap]))
-        shown = high[caps[-1]]
-        for cap in (each for each in reversed(caps.tolist()) if each in self._steps):
-            if high[cap] > shown:
-                shown = high[cap]
-                yield found[cap].parts(self._shallowest(found[cap]))
-
-    def _shallowest(self, found: ExactFound) -> int:
-        return int(np.flatnonzero(found.devices <= self._devices)[0])
-
-    @cached_property
-    def _steps(self) -> set[int]:
-        """Largest heights that are looked at: the greatest, all small ones, then by a quarter."""
-        heights = self._reach.heights
-        steps = [heights - 1, 0]
-        while steps[-1] < heights - 1:
-            steps.append(steps[-1] + 1 + steps[-1] // 8 * steps[-1] // 4)
-        return set(steps)
-
-    def shortest(self, bound: Bound) -> Iterator[list[Part]]:
-        """Plans of least step for deep warm-up; then the front of period and way through a plan."""
-        if len(self._weights.lattice.below) * self._devices**2 > PATHS:
-            return
-        periods = self._reach.priced.periods(bound)
-        count = len(periods)
-        for _ in range(MOST_PERIODS):
-            if not len(periods):
-                return
-            within = replace(bound, period_s=float(periods[-1]))
-            path = ShortestPath(self._reach, within, self._devices)
-            if not path.found:
-                return
-            if len(periods) == count and (parts := path.balanced(self._prices.num_microbatches)):
-                yield parts[::-1]
-            yield list(path.parts())
-            # Whatever is quicker than this plan has a longer way, or it would have been found.
-            periods = periods[: np.searchsorted(periods, path.period_s * (1 - 1e-9))]

@@ -51,7 +51,9 @@ GAIN = 1e-3
 """A change is an improvement if it shortens the estimated step by this share of it."""
 
 EFFORT = 12_000
-"""Stages that may be priced before the search for something better ends."""
+LOOK_ROUND = 1_000
+"""Stages that may be priced before the search for something better ends, and after a change that is
+an improvement, to see whether another is a better one."""
 
 Parts = tuple[Part, ...]
 
@@ -120,7 +122,7 @@ class Polisher:
         )
 
     def _climb(self, size: int, parts: Parts) -> Iterator[Candidate]:
-        """Everything one change away, each improvement at once a new start."""
+        """What is one change away, and from the best of it on as long as it gets better."""
         start = self._assembled(size, parts)
         least = float("inf")
         if start is not None:
@@ -129,19 +131,23 @@ class Polisher:
         improved = True
         while improved:
             improved = False
+            best_s, enough = least * (1 - GAIN), 0
             for other_size, changed in self._changes(size, parts):
-                if self._effort <= 0:
-                    return
-                if self._least_step_s(other_size, changed) > CLOSE * least:
+                if self._effort <= enough:
+                    break
+                if self._least_step_s(other_size, changed) > CLOSE * best_s:
                     continue
                 candidate = self._assembled(other_size, changed)
                 if candidate is None:
                     continue
                 yield candidate
-                if candidate.step_s < least * (1 - GAIN):
-                    least, size, parts = candidate.step_s, other_size, changed
+                if candidate.step_s < best_s:
+                    if not improved:
+                        enough = max(0, self._effort - LOOK_ROUND)
                     improved = True
-                    break
+                    best_s, best = candidate.step_s, (other_size, changed)
+            if improved:
+                least, (size, parts) = best_s, best
 
     def _least_step_s(self, size: int, parts: Parts) -> float:
         """What the busiest stage computes in a step: no estimate is less."""

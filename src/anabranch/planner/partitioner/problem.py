@@ -64,8 +64,16 @@ class Problem:
 
     def assembler(self, prices: Prices) -> Assembler:
         """What makes stage graphs of parts at these prices."""
-        parts = PartPrices(prices, self.facts)
-        return Assembler(parts, self.order, self.max_replicas, self.chained)
+        if prices.microbatch_size not in self._known or (
+            self._known[prices.microbatch_size].prices is not prices
+        ):
+            self._known[prices.microbatch_size] = PartPrices(prices, self.facts)
+        known = self._known[prices.microbatch_size]
+        return Assembler(known, self.order, self.max_replicas, self.chained)
+
+    @cached_property
+    def _known(self) -> dict[int, PartPrices]:
+        return {}
 
     def reach(self, *prices: Prices, limit: int | None = None) -> Reach:
         """What searches this model at these prices."""

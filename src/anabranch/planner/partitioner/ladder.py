@@ -1,0 +1,304 @@
+"""Many bounds on the period at once: which suffice, and with which stages.
+
+Memory rises with the height of a stage. A bound is first tried as if every stage were at the sink,
+which costs little and is a lower limit; the stages found that way often fit. Where they do not, the
+bounds from there on are tried again with all heights, and where that costs more than ``DEARER``,
+once more with recomputation.
+
+Small models are looked at for several micro-batch sizes and all their bounds in one go, as what
+takes time then is the number of NumPy calls. In large ones it is the size of the tables, so those
+are made one after the other, and no more of them than are needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import numpy as np
+
+from anabranch.planner.partitioner.assemble import Candidate
+from anabranch.planner.partitioner.chains import Block, Chain
+from anabranch.planner.partitioner.parts import Part, fits
+from anabranch.planner.partitioner.prices import Bound, Prices
+from anabranch.planner.partitioner.problem import Problem
+from anabranch.planner.partitioner.reach import Reach
+
+TOGETHER = 4
+"""Micro-batch sizes that are looked at together."""
+
+ENTRIES = 1 << 22
+"""Entries of the largest tables that are made at once."""
+
+MANY = 1 << 16
+"""Entries per bound from which on a model is large."""
+
+DEARER = 1.02
+"""Recomputation is tried where heights cost more than this factor in the least period."""
+
+TOP = 1e4
+"""Where no bound is known to suffice but none at all, this many times the one that failed."""
+
+
+@dataclass(eq=False)
+class Size:
+    """One micro-batch size.
+
+    Attributes:
+        prices: of this size.
+        least_s: no period is shorter.
+        pool, at: where its tables are.
+        low: a bound on the period under which there are too few devices.
+        high: one under which there are enough; infinite if none is known.
+        parts: the stages under ``high``.
+        recompute: whether those may recompute.
+        found: candidates so far.
+        seen: the stages that became candidates, or failed to.
+    """
+
+    prices: Prices
+    least_s: float
+    pool: int = 0
+    at: int = 0
+    low: float = 0.0
+    high: float = float("inf")
+    parts: list[Part] = field(default_factory=list)
+    recompute: bool = False
+    found: list[Candidate] = field(default_factory=list)
+    seen: set[frozenset[Part]] = field(default_factory=set)
+
+    @property
+    def count(self) -> int:
+        """Micro-batches of a step."""
+        return self.prices.num_microbatches
+
+    @property
+    def outline_s(self) -> float:
+        """No step of two stages in a row is shorter, as far as is known."""
+        return (self.count + 1) * self.low
+
+    @property
+    def best_s(self) -> float:
+        """The least estimated step so far."""
+        return min((each.step_s for each in self.found), default=float("inf"))
+
+    def between(self, steps: int) -> list[float]:
+        """Periods from above low to high, evenly spaced in ratio."""
+        top = min(self.high, TOP * self.low)
+        periods = [self.low * (top / self.low) ** (i / steps) for i in range(1, steps)]
+        return [*periods, self.high]
+
+    def bounds(self, periods: Iterable[float], template: Bound) -> list[Bound]:
+        """Bounds for this size."""
+        return [replace(template, period_s=each, at=self.at) for each in periods]
+
+
+Job = tuple[Size, Sequence[Bound]]
+"""A size and bounds for it, ascending."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Bounds of a size, ascending, and the first that suffices if every stage were at the sink.
+
+    Attributes:
+        size: the micro-batch size.
+        bounds: ascending.
+        first: place of the first that suffices.
+        stages: its stages.
+    """
+
+    size: Size
+    bounds: Sequence[Bound]
+    first: int
+    stages: Callable[[], list[Part]]
+
+    @property
+    def outline_s(self) -> float:
+        """About what a step takes if the way there and back is that of a few stages."""
+        return (self.size.count + 3) * self.bounds[self.first].period_s
+
+
+class Ladder:
+    """Makes the tables of one problem.
+
+    Args:
+        problem: what is planned.
+        sizes: micro-batch sizes, the most promising first; they are put into pools.
+
+    Attributes:
+        pools: sizes that are looked at together.
+        is_large: tables are made one after the other.
+    """
+
+    def __init__(self, problem: Problem, sizes: Sequence[Size]) -> None:
+        self._problem = problem
+        self._devices = problem.cost.cluster.num_devices
+        modes = max((len(size.prices.modes) for size in sizes), default=1)
+        ranges, sharing = entries(problem.chain, modes, self._devices)
+        self.is_large = ranges + sharing > MANY
+        self._at_once = max(1, ENTRIES // (ranges + sharing))
+        together = 1 if self.is_large else TOGETHER
+        self.pools = [sizes[i : i + together] for i in range(0, len(sizes), together)]
+        for pool, some in enumerate(self.pools):
+            for at, size in enumerate(some):
+                size.pool, size.at = pool, at
+        self._reaches: dict[tuple[int, bool], Reach] = {}
+
+    def _reach(self, size: Size) -> Reach:
+        key = size.pool, size.recompute
+        if key not in self._reaches:
+            if self.is_large:
+                self._reaches.clear()
+            prices = [
+                replace(each.prices, recompute=size.recompute) for each in self.pools[size.pool]
+            ]
+            self._reaches[key] = self._problem.reach(*prices)
+        return self._reaches[key]
+
+    def lightly(self, jobs: Sequence[Job]) -> list[Table]:
+        """Tables for some bounds of every size, as if stages were at the sink.
+
+        Returns:
+            One per size for which some bound suffices; low and high of the sizes are set.
+        """
+        result = []
+        for together in self._together(jobs):
+            result += self._one_by_one(*together[0]) if self.is_large else self._at_a_time(together)
+        return result
+
+    @staticmethod
+    def _together(jobs: Sequence[Job]) -> list[list[Job]]:
+        groups: dict[tuple[int, bool], list[Job]] = {}
+        for size, bounds in jobs:
+            if bounds:
+                groups.setdefault((size.pool, size.recompute), []).append((size, bounds))
+        return list(groups.values())
+
+    def _at_a_time(self, jobs: Sequence[Job]) -> Iterator[Table]:
+        found = self._reach(jobs[0][0]).lightly([bound for _, each in jobs for bound in each])
+        start = 0
+        for size, bounds in jobs:
+            devices = found.devices[start : start + len(bounds), 0]
+            first = next((i for i, each in enumerate(devices) if each <= self._devices), None)
+            self._note(size, bounds, first)
+            if first is not None:
+                yield Table(size, bounds, first, partial(found.parts, start + first))
+            start += len(bounds)
+
+    def _one_by_one(self, size: Size, bounds: Sequence[Bound]) -> Iterator[Table]:
+        reach = self._reach(size)
+        for start in range(0, len(bounds), self._at_once):
+            found = reach.lightly(bounds[start : start + self._at_once])
+            enough = np.flatnonzero(found.devices[:, 0] <= self._devices)
+            if len(enough):
+                first = start + int(enough[0])
+                self._note(size, bounds, first)
+                # Large tables are not kept.
+                yield Table(size, bounds, first, partial(list, found.parts(int(enough[0]))))
+                return
+        self._note(size, bounds, None)
+
+    @staticmethod
+    def _note(size: Size, bounds: Sequence[Bound], first: int | None) -> None:
+        last = len(bounds) - 1 if first is None else first - 1
+        if last >= 0:
+            size.low = max(size.low, bounds[last].period_s)
+        if first is not None:
+            size.high = bounds[first].period_s
+
+    def settle(self, table: Table) -> None:
+        """Set high and parts of a size to the first bound that suffices, memory and all."""
+        size, bounds = table.size, table.bounds
+        place, parts, recompute = table.first, table.stages(), size.recompute
+        if not self._fits(size, parts):
+            place, parts, recompute = self._heavily(size, bounds, place)
+        if place > table.first:
+            size.low = bounds[place - 1].period_s
+        size.high = bounds[place].period_s if parts else np.inf
+        size.parts, size.recompute = parts, recompute
+
+    def _fits(self, size: Size, parts: Sequence[Part]) -> bool:
+        assembler = self._problem.assembler(size.prices)
+        arranged, pairs = assembler.arrange(parts)
+        return fits(assembler.prices, arranged, pairs)
+
+    def _heavily(
+        self, size: Size, bounds: Sequence[Bound], first: int
+    ) -> tuple[int, list[Part], bool]:
+        """The first bound from a place on that suffices when memory rises with the height.
+
+        Returns:
+            Its place, the stages (none if no bound suffices), and whether they may recompute.
+        """
+        place, parts = self._with_heights(size, bounds, first)
+        dear = not parts or bounds[place].period_s > DEARER * bounds[first].period_s
+        if self._problem.recompute and not size.recompute and dear:
+            again = replace(size, recompute=True)
+            other, its_parts = self._with_heights(again, bounds[: place + 1], first)
+            if its_parts and (not parts or other < place):
+                return other, its_parts, True
+        return place, parts, size.recompute
+
+    def _with_heights(
+        self, size: Size, bounds: Sequence[Bound], first: int
+    ) -> tuple[int, list[Part]]:
+        reach = self._reach(size)
+        step = max(1, self._at_once // min(reach.heights, size.count))
+        for start in range(first, len(bounds), step):
+            found = reach.solve(bounds[start : start + step])
+            enough = np.flatnonzero(found.devices[:, 0] <= self._devices)
+            if len(enough):
+                return start + int(enough[0]), found.parts(int(enough[0]))
+        return len(bounds) - 1, []
+
+    def shallowest(
+        self, jobs: Sequence[Job], caps: Sequence[int]
+    ) -> Iterator[tuple[Size, list[Part]]]:
+        """For bounds from the least up, stages of ever smaller depth.
+
+        Args:
+            jobs: sizes and bounds.
+            caps: largest heights to try, ascending.
+        """
+        step = max(1, self._at_once // (len(caps) * (max(caps) + 1)))
+        for together in self._together(jobs):
+            bounds = [bound for _, each in together for bound in each]
+            of = [size for size, each in together for _ in each]
+            least = {id(size): len(caps) for size in of}
+            for start in range(0, len(bounds), step):
+                found = self._reach(of[0]).solve(bounds[start : start + step], caps)
+                for t, devices in enumerate(found.devices):
+                    size = of[start + t]
+                    enough = np.flatnonzero(devices[: least[id(size)]] <= self._devices)
+                    if len(enough):
+                        least[id(size)] = int(enough[0])
+                        yield size, found.parts(t, int(enough[0]))
+
+
+def least_period(prices: Prices) -> float:
+    """A lower limit: all work shared out evenly, and no less than the longest operator."""
+    work = longest = float("inf")
+    for mode in prices.modes:
+        seconds = sum(prices.cost.op_seconds(prices.samples(mode.replicas), mode.tensor))
+        work = min(work, float(np.sum(seconds)) * mode.devices)
+        longest = min(longest, float(np.max(seconds)))
+    return max(work / prices.cost.cluster.num_devices, longest) * (1 - 1e-9)
+
+
+def entries(chain: Chain, modes: int, devices: int) -> tuple[int, int]:
+    """About how many entries the tables of a model have, per bound.
+
+    Returns:
+        Those of ranges, and those of shares.
+    """
+    ranges, sharing = (chain.row.size + 1) ** 2, 0
+    for item in chain.items:
+        if isinstance(item, Block):
+            ranges += (item.row.size + 1) ** 2
+            sharing += (item.row.size + 1) * modes * (devices + 1)
+            for k in set(item.classes):
+                inner = entries(item.branches[k], modes, devices)
+                ranges, sharing = ranges + inner[0], sharing + inner[1]
+    return ranges, sharing
