@@ -19,7 +19,8 @@ from anabranch.planner.exhaustive import best_replicas, partitions
 from anabranch.planner.graphpipe import GraphPipe
 from anabranch.planner.partitioner import beside
 from anabranch.planner.partitioner.parts import Part, PartPrices
-from anabranch.planner.partitioner.search import DEARER, Search
+from anabranch.planner.partitioner.ladder import DEARER
+from anabranch.planner.partitioner.search import Search
 from anabranch.planner.partitioner.sharing import Sharing
 from anabranch.planner.sequential import Sequential
 from anabranch.profile.profile import OpCost, Profile
@@ -85,9 +86,7 @@ LIMITS = {
     st.integers(8, 80),
     st.booleans(),
 )
-def test_equals_the_best_expressible_plan(
-    profile, devices, size, count, limit, memory, recompute
-):
+def test_equals_the_best_expressible_plan(profile, devices, size, count, limit, memory, recompute):
     """Whatever limits it, the least period is that of the best plan out of all, one by one."""
     if limit == "all-reduce":
         profile = without_values(profile)

@@ -3,7 +3,8 @@
 - A step is at least what its busiest stage computes, plus the way to that stage and back from it. A
   proposal whose bound is above the best step so far is not simulated, and nothing is lost.
 - With many micro-batches the middle of a step repeats itself: a long step is a short one and many
-  periods (``simulator.steady``).
+  periods (``simulator.steady``). Where it does so only roughly, a step that is more than ``MARGIN``
+  above the best by its short ones is not simulated in full.
 
 A warm-up deeper than a stage has memory for is made as deep as memory allows. As counts may not
 rise along a stage edge, what follows such a stage is held to its count as well.
@@ -27,6 +28,11 @@ from anabranch.simulator.bound import least_step_s
 from anabranch.simulator.costs import ModelCosts
 from anabranch.simulator.run import step_seconds
 from anabranch.simulator.steady import estimate_step_s
+
+
+MARGIN = 0.005
+"""How far a step without a period may be off its estimate, as a share of it: a rule of thumb, by
+which a best one could be passed over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +87,8 @@ class Judge:
         if candidate.least_s > self.best_s:
             return
         seconds = self._seconds(candidate)
+        if seconds is None:
+            return
         self.simulated += _num_actions(candidate)
         tie = math.isclose(seconds, self.best_s, rel_tol=1e-9)
         assert self.best is not None, "the first candidate is the best until another is better"
@@ -159,12 +167,17 @@ class Judge:
         free = self._cost.cluster.memory_bytes - none
         return int(free // (one - none)) if one > none else graph.num_microbatches(s)
 
-    def _seconds(self, candidate: Candidate) -> float:
-        """The step of a candidate."""
+    def _seconds(self, candidate: Candidate) -> float | None:
+        """The step of a candidate; None if it is sure, or all but sure, to be longer."""
         graph, schedule = candidate.graph, candidate.schedule
-        steady = estimate_step_s(graph, lambda g: self._order(g, schedule), candidate.costs)
+        steady = estimate_step_s(
+            graph, lambda g: self._order(g, schedule), candidate.costs, roughly=True
+        )
         if steady is not None:
-            return steady
+            if steady.periodic:
+                return steady.seconds
+            if steady.seconds * (1 - MARGIN) > self.best_s:
+                return None
         return step_seconds(graph, self._order(graph, schedule), candidate.costs)
 
     def _why_none(self, planner: str) -> str:

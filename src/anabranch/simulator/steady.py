@@ -55,13 +55,21 @@ ONE_PACE = 1.02
 OrderFor = Callable[[StageGraph], Schedule]
 
 
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Seconds of a step, and whether they rest on a period."""
+
+    seconds: float
+    periodic: bool
+
+
 def estimate_step_s(
     graph: StageGraph,
     order_for: OrderFor,
     costs: CostModel | StepCosts,
     *,
     roughly: bool = False,
-) -> float | None:
+) -> Estimate | None:
     """Seconds of a step, from shorter ones of the same stages.
 
     Args:
@@ -95,16 +103,17 @@ def estimate_step_s(
             period = _period(logs, TOLERANCE * step.end)
             missing = (total - units) % period.units if period else units
             if period and not missing:
-                return step.end + (total - units) // period.units * period.seconds
+                seconds = step.end + (total - units) // period.units * period.seconds
+                return Estimate(seconds, periodic=True)
             pace = _mean_s(logs)
             rough = step.end + (total - units) * pace if pace is not None else None
             units += missing
-    return rough if roughly else None
+    return Estimate(rough, periodic=False) if roughly and rough is not None else None
 
 
 def _by_differences(
     graph: StageGraph, order_for: OrderFor, costs: CostModel | StepCosts, unit: int
-) -> float | None:
+) -> Estimate | None:
     """For all forwards first: three steps, each ``DIFFERENCE`` units longer than the one before."""
     total, left = divmod(graph.batch_size, unit)
     first = 2 * graph.depth + 4
@@ -119,7 +128,8 @@ def _by_differences(
             ends = [simulate(short, order_for(short), costs).end for short in shorts]
         increase = ends[2] - ends[1]
         if abs(increase - (ends[1] - ends[0])) <= TOLERANCE * ends[2]:
-            return ends[2] + (total - sizes[-1]) // DIFFERENCE * increase
+            seconds = ends[2] + (total - sizes[-1]) // DIFFERENCE * increase
+            return Estimate(seconds, periodic=True)
         first *= 2
     return None
 

@@ -44,7 +44,6 @@ class Labels:
     closed_s: Floats
     hoped_s: Floats
     least_s: Floats
-    moved_s: Floats
     source: Index
     parent: Index
     move: Index
@@ -99,7 +98,6 @@ def best_of_groups(labels: Labels, group: Index, width: int) -> Index:
     rankings = (
         (width, (labels.hoped_s, labels.closed_s)),
         (width, (labels.closed_s, labels.hoped_s)),
-        (width, (labels.hoped_s, labels.moved_s)),
         (1, (labels.hoped_s, labels.stages)),
     )
     kept = np.zeros(len(group), dtype=bool)

@@ -21,6 +21,9 @@ from anabranch.planner.stages import Stage, StageGraph
 NEAR = 1.2
 """A micro-batch size gets no proposal if its least L is not within this factor of the best."""
 
+PLACED = 1.1
+"""Placements are searched for a micro-batch size if what is known of it is within this factor."""
+
 RUNNER_UP = 1.1
 """Nor does a plan that is not within this factor of the best of its micro-batch size."""
 
@@ -44,7 +47,7 @@ class Dapple:
     max_replicas: int | None = None
     max_stages: int | None = None
     candidates: int = 24
-    width: int | None = 2
+    width: int | None = 4
     budget: int = 50_000_000
 
     schedules: ClassVar[tuple[str, ...]] = ("1f1b", "1f1b-deep")
@@ -83,6 +86,8 @@ class Dapple:
             yield early
             best_s = found[0].chain.latency_s
             for table, known in _by_size(found):
+                if known.latency_s > PLACED * best_s:
+                    continue
                 limit_s = min(known.latency_s, NEAR * best_s)
                 chains = self._search(table, machines, budget, limit_s)
                 found += [Planned(chain, table) for chain in chains]

@@ -14,7 +14,8 @@ L is no sum, so the best T_PL of a state need not lead to the best plan: while t
 most of the model on most of the devices, its all-reduce covers up whatever lies behind it. So a
 state keeps several suffixes: ``width`` with the least T_PL, as in the paper, ``width`` with the
 least estimate of what they can become part of (the rest shared out evenly, nothing of it reduced),
-and one of the fewest stages, which leaves most memory, so that a plan is found if any fits.
+and one of the fewest stages, which leaves most memory, so that a plan is found if any fits. Of the
+states with equally many devices in use together, ``BREADTH`` times as many are kept per cut.
 
 Suffixes that cannot beat the best plan are dropped, by the two lower bounds of ``dapple.objective``
 with the work that is left shared out evenly over the devices that are left.
@@ -38,7 +39,8 @@ EXACT = 1 + 1e-9
 """Room for rounding when a bound is compared with a latency."""
 
 BREADTH = 4
-"""x"""
+"""Of all states with as many devices in use, this many times as many suffixes are kept per cut as
+of one state: how the machines are filled matters less than how many devices are left."""
 
 CHUNK = 400_000
 """Suffixes that are priced in one go, about; each takes about 300 bytes."""
@@ -241,7 +243,6 @@ class Search:
             closed_s=unknown,
             hoped_s=unknown,
             least_s=unknown,
-            moved_s=unknown,
             source=np.full(len(move), state),
             parent=parent,
             move=move,
@@ -276,9 +277,7 @@ class Search:
         moves_on = steady * average + np.maximum(suffix.behind_s, rest_back)
         on = steady * average > steady * suffix.pivot_s + suffix.between_s
         hoped = np.maximum(least, np.where(on, moves_on, stays) + rest - rest_back)
-        moved = np.maximum(steady * suffix.pivot_s + suffix.between_s, steady * average)
-        moved = moved + np.maximum(suffix.behind_s, rest_back) + rest - rest_back
-        return replace(added, closed_s=self._closed_s(added, moves), hoped_s=hoped, least_s=least, moved_s=np.maximum(least, moved))
+        return replace(added, closed_s=self._closed_s(added, moves), hoped_s=hoped, least_s=least)
 
     def _closed_s(self, added: Labels, moves: Moves) -> Floats:
         """T_PL: all that comes before as one stage on all devices that are left."""

@@ -99,6 +99,25 @@ class Stages:
 
 
 @dataclass(frozen=True)
+class Shared:
+    """What stages next to a block take of it.
+
+    Attributes:
+        sharing: the lightest shares.
+        place: for every cap and height the state in ``sharing``: [w, h].
+        needs: fewest devices, those of the stage included: [q, t, w, h].
+        mode: for these, the place of the stage's mode: [q, t, w, h].
+        total: and the devices of the branches' remainders: [q, t, w, h].
+    """
+
+    sharing: Sharing
+    place: NDArray[np.intp]
+    needs: Ints
+    mode: Ints
+    total: Ints
+
+
+@dataclass(frozen=True)
 class Beside:
     """A block as the stages next to it see it.
 
@@ -118,19 +137,13 @@ class Beside:
     allowed: Bools
     heights: Ints
 
-    def share(
-        self, stages: Stages, limits: Limits, limit: int
-    ) -> tuple[Sharing, Ints, tuple[Ints, Ints, Ints]]:
+    def share(self, stages: Stages, limits: Limits, limit: int) -> Shared:
         """What the stages take.
 
         Args:
             stages: the ranges of operators.
             limits: the bounds.
             limit: most devices.
-
-        Returns:
-            The shares; the state of every cap and height; and per range fewest devices, for these
-            the place of the stage's mode, and the devices outside the stage: [q, t, w, h].
         """
         weights = {k: self._weights(shares, limits) for k, shares in self.shares.items()}
         most_held = np.minimum(self.heights.max() + 1, limits.count)[:, None, None]
@@ -152,8 +165,8 @@ class Beside:
         sharing = Sharing(
             [options[k] for k in self.block.classes], groups, min(limit, most), carried
         )
-        tables = _fewest(sharing, stages, limits, held)
-        return sharing, place, (tables[0][..., place], tables[1][..., place], tables[2][..., place])
+        needs, mode, total = (t[..., place] for t in _fewest(sharing, stages, limits, held))
+        return Shared(sharing, place, needs, mode, total)
 
     @staticmethod
     def _weights(shares: Shares, limits: Limits) -> list[Floats]:

@@ -64,15 +64,15 @@ class Problem:
 
     def assembler(self, prices: Prices) -> Assembler:
         """What makes stage graphs of parts at these prices."""
-        if prices.microbatch_size not in self._known or (
-            self._known[prices.microbatch_size].prices is not prices
-        ):
-            self._known[prices.microbatch_size] = PartPrices(prices, self.facts)
-        known = self._known[prices.microbatch_size]
-        return Assembler(known, self.order, self.max_replicas, self.chained)
+        known = self._assemblers.get(prices.microbatch_size)
+        if known is None or known.prices.prices is not prices:
+            parts = PartPrices(prices, self.facts)
+            known = Assembler(parts, self.order, self.max_replicas, self.chained)
+            self._assemblers[prices.microbatch_size] = known
+        return known
 
     @cached_property
-    def _known(self) -> dict[int, PartPrices]:
+    def _assemblers(self) -> dict[int, Assembler]:
         return {}
 
     def reach(self, *prices: Prices, limit: int | None = None) -> Reach:

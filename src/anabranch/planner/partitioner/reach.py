@@ -36,11 +36,11 @@ from itertools import takewhile
 
 import numpy as np
 
-from anabranch.planner.partitioner.beside import Beside, Limits, Stages
+from anabranch.planner.partitioner.beside import Beside, Limits, Shared, Stages
 from anabranch.planner.partitioner.chains import Block, Chain, span
 from anabranch.planner.partitioner.prices import Bound, Prices
 from anabranch.planner.partitioner.ranges import INFINITE, Bools, Ints, Ranges, Sizes
-from anabranch.planner.partitioner.sharing import Groups, largest_groups, whole
+from anabranch.planner.partitioner.sharing import largest_groups, whole
 from anabranch.planner.partitioner.solved import Between, Fork, Found, Join, Solved
 
 MOST_HEIGHTS = 64
@@ -127,6 +127,8 @@ class _Run:
         self._most = most
         self._beyond = beyond
         self._needs: dict[int, Ints] = {}
+        self._solved: dict[tuple[int, int, bytes], Solved] = {}
+        self._shared: dict[tuple[int, int, bytes], Shared] = {}
 
     def _need(self, chain: Chain | Block) -> Ints:
         if id(chain) not in self._needs:
@@ -137,6 +139,12 @@ class _Run:
 
     def solve(self, chain: Chain, caps: Ints, start: int = 0) -> Solved:
         """The tables of a chain from one cut on."""
+        key = id(chain), start, caps.tobytes()
+        if key not in self._solved:
+            self._solved[key] = self._solve(chain, caps, start)
+        return self._solved[key]
+
+    def _solve(self, chain: Chain, caps: Ints, start: int) -> Solved:
         heights, n = self._heights, len(chain.items)
         need = self._need(chain)
         shape = len(self.limits.bounds), len(caps), heights + 1, n + 1
@@ -211,28 +219,27 @@ class _Run:
         stops = self._while_short(chain, [(p + 1, q) for q in range(p + 2, len(chain.items) + 1)])
         if not stops or not len(above):
             return
-        beside = Beside(
-            block,
-            {k: branch.devices[:, :, above] for k, branch in between.branches.items()},
-            {k: self._reach.ranges(block.branches[k]).tails for k in between.branches},
-            between.groups[..., above],
-            above <= between.caps[:, None],
-            self._held(np.broadcast_to(np.arange(len(above)), (len(between.caps), len(above)))),
-        )
-        sharing, place, tables = beside.share(
-            Stages.of(self._reach.ranges(chain), stops, self.limits),
-            self.limits,
-            self._reach.limit,
-        )
-        between.join = Join(sharing, place, p + 2, *tables)
+        key = id(block), 1, between.caps.tobytes()
+        if key not in self._shared:
+            beside = Beside(
+                block,
+                {k: branch.devices[:, :, above] for k, branch in between.branches.items()},
+                {k: self._reach.ranges(block.branches[k]).tails for k in between.branches},
+                between.groups[..., above],
+                above <= between.caps[:, None],
+                self._held(np.broadcast_to(np.arange(len(above)), (len(between.caps), len(above)))),
+            )
+            self._shared[key] = self._share(beside, chain, stops)
+        shared = self._shared[key]
+        between.join = Join(shared, p + 2)
         before = solved.devices[..., p][..., between.caps + 1]
-        for q, need in enumerate(tables[0], start=p + 2):
+        for q, need in enumerate(shared.needs, start=p + 2):
             _improve(solved.devices[:, :, : len(above), q], before, need)
         self._close(solved.devices[..., p + 2 : p + 2 + len(stops)], len(above))
 
-    def _held(self, heights: Ints) -> Ints:
-        """Heights as far as memory is concerned."""
-        return np.where(heights == self._heights - 1, self._most, heights)
+    def _share(self, beside: Beside, chain: Chain, runs: Sequence[tuple[int, int]]) -> Shared:
+        stages = Stages.of(self._reach.ranges(chain), runs, self.limits)
+        return beside.share(stages, self.limits, self._reach.limit)
 
     def _last(self, reached: int) -> bool:
         """Whether so many heights include one that stands for all greater ones."""
@@ -240,38 +247,41 @@ class _Run:
 
     def _forks(self, chain: Chain, block: Block, p: int, solved: Solved, between: Between) -> None:
         """Stages that begin at an earlier cut of the chain and end in the block's branches."""
-        exits = between.groups.shape[-1]
-        starts = self._while_short(chain, [(i, p) for i in reversed(range(solved.start, p))])
+        starts = self._while_short(chain, [(i, p) for i in reversed(range(p))])
+        count = min(len(starts), p - solved.start)
         # A stage at height u + 1 is followed by branches of at most height u.
         above = np.arange(2, self._heights + 1 + self._beyond).clip(max=self._heights)
-        if not starts or not len(above):
+        if not count or not len(above):
             return
-        before = np.stack([solved.devices[:, :, above, i] for i, _ in starts])
+        before = np.stack([solved.devices[:, :, above, i] for i, _ in starts[:count]])
         caps = _steps(before)
         if not len(caps):
             return
         cuts = {k: _head_cuts(block.branches[k]) for k in between.branches}
         suffixes = {(k, c): self.solve(block.branches[k], caps, c) for k in cuts for c in cuts[k]}
-        height = self._held(np.minimum(caps + 1, self._heights - 1))
-        beside = Beside(
-            block,
-            {
-                k: np.stack([suffixes[k, c].devices[:, :, :exits, -1] for c in cuts[k]], axis=-1)
-                for k in cuts
-            },
-            {k: self._reach.ranges(block.branches[k]).heads.take(cuts[k]) for k in cuts},
-            between.groups,
-            np.arange(exits) <= caps[:, None],
-            np.broadcast_to(height[:, None], (len(caps), exits)),
-        )
-        sharing, place, tables = beside.share(
-            Stages.of(self._reach.ranges(chain), starts, self.limits),
-            self.limits,
-            self._reach.limit,
-        )
-        between.fork = Fork(sharing, place, caps, above[caps], *tables, suffixes, cuts)
-        for each, need in zip(before, tables[0], strict=True):
+        key = id(block), 0, caps.tobytes()
+        if key not in self._shared:
+            exits = between.groups.shape[-1]
+            height = self._held(np.minimum(caps + 1, self._heights - 1))
+            ends = {at: each.devices[:, :, :exits, -1] for at, each in suffixes.items()}
+            beside = Beside(
+                block,
+                {k: np.stack([ends[k, c] for c in cuts[k]], axis=-1) for k in cuts},
+                {k: self._reach.ranges(block.branches[k]).heads.take(cuts[k]) for k in cuts},
+                between.groups,
+                np.arange(exits) <= caps[:, None],
+                np.broadcast_to(height[:, None], (len(caps), exits)),
+            )
+            self._shared[key] = self._share(beside, chain, starts)
+        shared = self._shared[key]
+        between.fork = Fork(shared, count, above[caps], suffixes, cuts)
+        for each, need in zip(before, shared.needs, strict=False):
+            exits = need.shape[-1]
             _improve(solved.devices[:, :, :exits, p + 1], each[..., caps], need)
+
+    def _held(self, heights: Ints) -> Ints:
+        """Heights as far as memory is concerned."""
+        return np.where(heights == self._heights - 1, self._most, heights)
 
     def _while_short(self, chain: Chain, runs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
         """The first of these ever longer ranges, as long as some mode is quick enough."""

@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
+from anabranch.planner.partitioner.beside import Shared
 from anabranch.planner.partitioner.chains import Block, Chain
 from anabranch.planner.partitioner.parts import Part
 from anabranch.planner.partitioner.prices import Bound
 from anabranch.planner.partitioner.ranges import Ints, Ranges
-from anabranch.planner.partitioner.sharing import Sharing, Taken
+from anabranch.planner.partitioner.sharing import Taken
 
 
 @dataclass
@@ -24,20 +24,12 @@ class Join:
     """A stage from a block's branches up to a cut of the chain that holds the block.
 
     Attributes:
-        sharing: what it may take of the branches.
-        place: for every cap and height of the stage, the state in ``sharing``: [w, h].
-        first: the first cut; the tables below have an entry for it and each following one.
-        needs: fewest devices, those of the stage included: [cut, t, w, h].
-        mode: for these, the place of the stage's mode: [cut, t, w, h].
-        total: and the devices of the branches' remainders: [cut, t, w, h].
+        shared: what it may take of the branches, for each cut from the first on.
+        first: the first cut.
     """
 
-    sharing: Sharing
-    place: NDArray[np.intp]
+    shared: Shared
     first: int
-    needs: Ints
-    mode: Ints
-    total: Ints
 
 
 @dataclass
@@ -45,22 +37,17 @@ class Fork:
     """A stage from a cut of the chain that holds a block into the block's branches.
 
     Attributes:
-        sharing: what it may take of the branches.
-        place: as for ``Join``, heights being those of what follows the block.
-        caps: largest heights of the branches: [w].
+        shared: what it may take of the branches, for each cut from the block backwards; heights are
+            those of what follows the block.
+        count: cuts that there are.
         before: height of what comes before the stage: [w].
-        needs: as for ``Join``, but from the block's cut backwards; so ``mode`` and ``total``.
         suffixes: (class, cut) -> the branch from there on.
         cuts: class -> cut of each option.
     """
 
-    sharing: Sharing
-    place: NDArray[np.intp]
-    caps: Ints
+    shared: Shared
+    count: int
     before: Ints
-    needs: Ints
-    mode: Ints
-    total: Ints
     suffixes: dict[tuple[int, int], Solved]
     cuts: dict[int, list[int]]
 
@@ -216,11 +203,11 @@ class _Reader:
         fork = between.fork
         if fork is None:
             return None
-        e = min(h, fork.needs.shape[-1] - 1)
+        e = min(h, fork.shared.needs.shape[-1] - 1)
         devices = solved.devices[self.t, u]
-        for back in range(len(fork.needs)):
+        for back in range(min(fork.count, len(fork.shared.needs))):
             for w, before in enumerate(fork.before):
-                needed = devices[before, p - 1 - back] + fork.needs[back, self.t, w, e]
+                needed = devices[before, p - 1 - back] + fork.shared.needs[back, self.t, w, e]
                 if needed == devices[h, p + 1]:
                     parts = list(self._fork(chain, p, between, fork, (back, w, e)))
                     return p - 1 - back, int(before), parts
@@ -234,11 +221,12 @@ class _Reader:
         assert join is not None
         after = j - join.first
         h = min(h, self.heights - 1)
-        if after >= len(join.needs) or h >= join.needs.shape[-1]:
+        needs = join.shared.needs
+        if after >= len(needs) or h >= needs.shape[-1]:
             return None
         devices = solved.devices[self.t, u]
         for w, cap in enumerate(between.caps):
-            if devices[cap + 1, p] + join.needs[after, self.t, w, h] == devices[h, j]:
+            if devices[cap + 1, p] + needs[after, self.t, w, h] == devices[h, j]:
                 parts = list(self._join(chain, p, between, join, (after, w, h)))
                 return p, int(cap) + 1, parts
         return None
@@ -272,9 +260,9 @@ class _Reader:
         after, w, h = at
         # What is left of the branches lies one higher.
         e = min(h + 1, between.groups.shape[-1] - 1)
-        k = int(join.mode[after, self.t, w, h])
-        total = int(join.total[after, self.t, w, h])
-        taken = join.sharing.taken(self.t, int(join.place[w, h]), k, total)
+        k = int(join.shared.mode[after, self.t, w, h])
+        total = int(join.shared.total[after, self.t, w, h])
+        taken = join.shared.sharing.taken(self.t, int(join.shared.place[w, h]), k, total)
         mask = chain.row.mask(p + 1, join.first + after)
         for j, cut in enumerate(taken.options):
             if cut >= 0:
@@ -290,9 +278,9 @@ class _Reader:
         block = chain.items[p]
         assert isinstance(block, Block)
         back, w, e = at
-        k = int(fork.mode[back, self.t, w, e])
-        total = int(fork.total[back, self.t, w, e])
-        taken = fork.sharing.taken(self.t, int(fork.place[w, e]), k, total)
+        k = int(fork.shared.mode[back, self.t, w, e])
+        total = int(fork.shared.total[back, self.t, w, e])
+        taken = fork.shared.sharing.taken(self.t, int(fork.shared.place[w, e]), k, total)
         mask = chain.row.mask(p - 1 - back, p)
         for j, option in enumerate(taken.options):
             if option >= 0:
