@@ -55,7 +55,7 @@ def test_chain_of_equal_stages():
 
 
 def test_slow_stage_sets_the_pace():
-    """The middle stage is never idle between 1 s and 25 s, and the first ends one backward later."""
+    """The middle stage is busy from 1 s to 25 s, and the first ends one backward later."""
     prices = parts_prices(CHAIN, seconds=[1, 3, 1])
     assert step_s(prices, CHAIN_PARTS, [[0], [1], [2]], CHAIN_PAIRS) == pytest.approx(26)
 

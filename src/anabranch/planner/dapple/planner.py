@@ -138,7 +138,7 @@ class Dapple:
                 f"{cost.cluster.num_devices} devices of {cost.cluster.name} and fits their "
                 "memory; raise option max_stages"
             )
-        problem = Sequential(max_replicas=self.max_replicas).problem(cost, batch_size)
+        problem = Sequential(self.max_replicas, recompute=False).problem(cost, batch_size)
         return explain(problem, microbatch_size)
 
 
