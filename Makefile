@@ -33,7 +33,7 @@ check: install
 	$(BIN)/codespell src tests docs examples benchmarks README.md CHANGELOG.md CONTRIBUTING.md
 
 bench: install
-	$(BIN)/python -m benchmarks.planning
+	$(BIN)/python -m benchmarks.planners
 
 docs: install
 	$(BIN)/python -m pip install --quiet --group docs

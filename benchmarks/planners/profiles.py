@@ -6,6 +6,7 @@ The profiles are not part of this repository; ``--profiles`` names their folder.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -49,10 +50,22 @@ def cases(folder: Path, devices: tuple[int, ...] = DEVICES) -> Iterator[tuple[Pa
 
 
 def rows(
-    folder: Path, planners: tuple[str, ...] = PLANNERS, devices: tuple[int, ...] = DEVICES
+    folder: Path,
+    planners: tuple[str, ...] = PLANNERS,
+    devices: tuple[int, ...] = DEVICES,
+    share: float = 1.0,
 ) -> Iterator[Row]:
-    """One row per profile, cluster and planner; the batch is 2 profiled mini-batches per device."""
-    for path, cluster, count in cases(folder, devices):
+    """One row per profile, cluster and planner; the batch is 2 profiled mini-batches per device.
+
+    Args:
+        folder: of the profiles.
+        planners: to compare.
+        devices: sizes of the clusters.
+        share: of all cases, drawn at random with a fixed seed.
+    """
+    drawn = list(cases(folder, devices))
+    random.Random(0).shuffle(drawn)
+    for path, cluster, count in drawn[: max(1, round(share * len(drawn)))]:
         profile = read_profile(path)
         batch = 2 * profile.samples[0] * count
         for planner in planners:

@@ -41,7 +41,7 @@ AUTO = ("1f1b", "1f1b-deep")
 STARTS = 4
 """Proposals whose neighbours are tried."""
 
-IMPROVEMENT = 40_000
+IMPROVEMENT = 100_000
 """Micro-batches times devices that may be simulated to improve on the best proposal."""
 
 
@@ -291,8 +291,8 @@ def _judge(
             near = search.neighbourhood(cost, batch_size, microbatch_size)
             allowed = judge.simulated + IMPROVEMENT
             for start in (judge.best.graph, *_unlike(proposals)):
-                judge.consider(near(start))
-            while judge.consider(near(judge.best.graph)) and judge.simulated < allowed:
+                judge.consider(near(start), allowed)
+            while judge.consider(near(judge.best.graph), allowed):
                 pass
     except KeyboardInterrupt:
         if judge.best is None:

@@ -103,7 +103,7 @@ def test_max_stages():
     """At most two, and a paragraph where that is not possible."""
     cost = CostModel(shapes.mmt(parts=1), Cluster.preset("summit:2x4"))
     assert {len(graph) for graph in Dapple(max_stages=2)(cost, batch_size=256)} <= {1, 2}
-    with pytest.raises(InfeasiblePlanError, match="at most 2 stages .* max_stages"):
+    with pytest.raises(InfeasiblePlanError, match=r"at most 2 stages .* max_stages"):
         Dapple(max_stages=2, max_replicas=2)(cost, batch_size=256)
 
 

@@ -76,8 +76,7 @@ def test_the_bounds_hold(front, back, num_microbatches):
     total = phases(forward, backward, reduce, num_microbatches).total_s * (1 + 1e-9)
     both = [f + b for f, b in zip(forward, backward, strict=True)]
     assert total >= num_microbatches * max(both)
-    before = sum(f + b for f, b, _ in front)
-    assert total >= (num_microbatches - 1) * suffix.pivot_s + suffix.between_s + before
+    assert total >= (num_microbatches - 1) * suffix.pivot_s + suffix.between_s
 
 
 def two_machines(**options: float) -> Cluster:

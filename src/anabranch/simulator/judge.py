@@ -68,10 +68,14 @@ class Judge:
         self._seen: set[StageGraph] = set()
         self._rejected: list[str | float] = []
 
-    def consider(self, proposals: Iterable[StageGraph]) -> bool:
+    def consider(self, proposals: Iterable[StageGraph], allowed: float = math.inf) -> bool:
         """Judge proposals, each only once; whether one of them is the best now.
 
         An interrupt leaves ``best`` as good as what was simulated until then.
+
+        Args:
+            proposals: stage graphs.
+            allowed: no further simulation once ``simulated`` has come to this.
         """
         before = self.best
         candidates = sorted(self._candidates(proposals), key=_num_actions)
@@ -80,16 +84,17 @@ class Judge:
         # Few micro-batches first: those steps are quick to simulate, and their results prune the
         # rest.
         for candidate in candidates:
-            self._consider(candidate)
+            if self.simulated < allowed:
+                self._consider(candidate)
         return self.best is not before
 
     def _consider(self, candidate: Candidate) -> None:
         if candidate.least_s > self.best_s:
             return
+        self.simulated += _num_actions(candidate)
         seconds = self._seconds(candidate)
         if seconds is None:
             return
-        self.simulated += _num_actions(candidate)
         tie = math.isclose(seconds, self.best_s, rel_tol=1e-9)
         assert self.best is not None, "the first candidate is the best until another is better"
         if candidate.peak_bytes < self.best.peak_bytes if tie else seconds < self.best_s:

@@ -22,9 +22,10 @@ So L grows stage by stage from the back, and six numbers say all about the stage
 (``Suffix``), whatever comes before them. Two facts hold for every L and let a search leave early
 (M micro-batches, x_s = F_s + B_s):
 
-- L >= M * x_s for every stage. If s is before Q or is Q, L holds the x of Q and of all up to s,
-  and (M - 1) x_Q + what lies between is at least (M - 1) x_s; a stage behind Q has a smaller x.
-- L >= (M - 1) x_Q + between + (x of all stages to come), Q and what lies before it in a suffix.
+- L >= M * x_s for every stage s. Up to Q: L holds the x of Q and of all up to s, and (M - 1) x_Q
+  plus what lies between is at least (M - 1) x_s. Behind Q: x_s is less than x_Q.
+- L >= (M - 1) x_Q + (x of what lies before Q), for the pivot Q of any suffix: whatever takes over
+  has more.
 
 The paper leaves out what an overlapped all-reduce costs in T_e, though its data parallelism has one
 (section 6.3, "DP Overlap"). Decided here: the gradients of operator o are complete once the last

@@ -18,7 +18,8 @@ and one of the fewest stages, which leaves most memory, so that a plan is found 
 states with equally many devices in use together, ``BREADTH`` times as many are kept per cut.
 
 Suffixes that cannot beat the best plan are dropped, by the two lower bounds of ``dapple.objective``
-with the work that is left shared out evenly over the devices that are left.
+with the work that is left shared out evenly over the devices that are left. So with all suffixes
+kept the plan has the least L of all that the policies lead to.
 """
 
 from __future__ import annotations
@@ -270,7 +271,7 @@ class Search:
         rest_back = tables.least_backward_s[free, added.start]
         least = np.maximum(
             tables.num_microbatches * np.maximum(added.peak_s, average),
-            steady * suffix.pivot_s + suffix.between_s + rest,
+            steady * suffix.pivot_s + suffix.between_s,
         )
         stays = suffix.warm_s + steady * suffix.pivot_s
         stays = stays + np.maximum(suffix.ending_s, suffix.back_s + rest_back)

@@ -135,10 +135,10 @@ class Ladder:
     def __init__(self, problem: Problem, sizes: Sequence[Size]) -> None:
         self._problem = problem
         self._devices = problem.cost.cluster.num_devices
-        modes = max((len(size.prices.modes) for size in sizes), default=1)
+        modes = max((len(size.prices.degrees) for size in sizes), default=1)
         ranges, sharing = entries(problem.chain, modes, self._devices)
         self.is_large = ranges + sharing > MANY
-        self._at_once = max(1, ENTRIES // (ranges + sharing))
+        self._at_once = max(1, int(ENTRIES / (ranges + sharing)))
         together = 1 if self.is_large else TOGETHER
         self.pools = [sizes[i : i + together] for i in range(0, len(sizes), together)]
         for pool, some in enumerate(self.pools):
@@ -165,7 +165,10 @@ class Ladder:
         """
         result = []
         for together in self._together(jobs):
-            result += self._one_by_one(*together[0]) if self.is_large else self._at_a_time(together)
+            if not self.is_large:
+                result += self._at_a_time(together)
+            for size, bounds in together if self.is_large else []:
+                result += self._one_by_one(size, bounds)
         return result
 
     @staticmethod
@@ -188,17 +191,21 @@ class Ladder:
             start += len(bounds)
 
     def _one_by_one(self, size: Size, bounds: Sequence[Bound]) -> Iterator[Table]:
+        """By bisection: what suffices does so under every greater bound."""
         reach = self._reach(size)
-        for start in range(0, len(bounds), self._at_once):
-            found = reach.lightly(bounds[start : start + self._at_once])
-            enough = np.flatnonzero(found.devices[:, 0] <= self._devices)
-            if len(enough):
-                first = start + int(enough[0])
-                self._note(size, bounds, first)
+        low, high = 0, len(bounds)
+        parts: list[Part] = []
+        while low < high:
+            middle = (low + high) // 2
+            found = reach.lightly([bounds[middle]])
+            if found.devices[0, 0] <= self._devices:
                 # Large tables are not kept.
-                yield Table(size, bounds, first, partial(list, found.parts(int(enough[0]))))
-                return
-        self._note(size, bounds, None)
+                high, parts = middle, found.parts(0)
+            else:
+                low = middle + 1
+        self._note(size, bounds, high if parts else None)
+        if parts:
+            yield Table(size, bounds, high, partial(list, parts))
 
     @staticmethod
     def _note(size: Size, bounds: Sequence[Bound], first: int | None) -> None:
@@ -287,18 +294,26 @@ def least_period(prices: Prices) -> float:
     return max(work / prices.cost.cluster.num_devices, longest) * (1 - 1e-9)
 
 
-def entries(chain: Chain, modes: int, devices: int) -> tuple[int, int]:
+def entries(chain: Chain, modes: int, devices: float) -> tuple[float, float]:
     """About how many entries the tables of a model have, per bound.
+
+    Args:
+        chain: the model, or a part of it.
+        modes: number of modes.
+        devices: about as many as this part can use.
 
     Returns:
         Those of ranges, and those of shares.
     """
-    ranges, sharing = (chain.row.size + 1) ** 2, 0
-    for item in chain.items:
+    ranges, sharing = (chain.row.size + 1) ** 2.0, 0.0
+    weight = sum(mask.bit_count() for mask in chain.row.masks)
+    for item, mask in zip(chain.items, chain.row.masks, strict=True):
         if isinstance(item, Block):
+            some = devices * mask.bit_count() / weight
             ranges += (item.row.size + 1) ** 2
-            sharing += (item.row.size + 1) * modes * (devices + 1)
+            sharing += (item.row.size + 1) * modes * (some + 1)
             for k in set(item.classes):
-                inner = entries(item.branches[k], modes, devices)
+                part = some * item.row.masks[k].bit_count() / mask.bit_count()
+                inner = entries(item.branches[k], modes, part)
                 ranges, sharing = ranges + inner[0], sharing + inner[1]
     return ranges, sharing

@@ -251,8 +251,11 @@ class Search:
             if size.parts and self._promising(size, PROMISING):
                 limit = max(self._limit(PROMISING) / size.count, size.high)
                 periods = [size.high * ratio for ratio in LOOSER if size.high * ratio <= limit]
-                jobs.append((size, size.bounds(periods, self._apart(size)[0])))
+                bounds = size.bounds(periods, self._apart(size)[0])
+                jobs.append((size, bounds[::2] if self._ladder.is_large else bounds))
         caps = self._caps([size for size, _ in jobs])
+        if self._ladder.is_large:
+            jobs, caps = jobs[:1], caps[-3:]
         if caps:
             for size, parts in self._ladder.shallowest(jobs, caps):
                 yield from self._add(size, parts, PROMISING)
