@@ -391,7 +391,7 @@ def test_options_of_a_planner(propose):
     assert found(cost, 8, planner_options={"times": 3}).schedule == "1f1b"
     with pytest.raises(ValueError, match=r"no option speed; it has graph, times"):
         found(cost, 8, planner_options={"speed": 3})
-    with pytest.raises(ValueError, match=r"option times of planner test is True"):
+    with pytest.raises(ValueError, match=r"option times of planner test is True; it takes int"):
         found(cost, 8, planner_options={"times": True})
 
 

@@ -320,19 +320,22 @@ def _planner(
 ) -> tuple[Planner, bool]:
     """The planner with its options, and whether the limit on replicas had to be ignored."""
     search = planners.PLANNERS[name]()
-    known: set[str] = {f.name for f in fields(search)} if is_dataclass(search) else set()
-    unknown = sorted(set(options) - known)
+    known: dict[str, str] = {}
+    if is_dataclass(search):
+        # The names of types: annotations are text.
+        known = {f.name: getattr(f.type, "__name__", str(f.type)) for f in fields(search)}
+    unknown = sorted(set(options) - set(known))
     if unknown:
         raise ValueError(
             f"planner {name} has no option {', '.join(unknown)}; it has "
             f"{', '.join(sorted(known)) or 'none'}"
         )
     for option, value in options.items():
-        default = getattr(search, option)
-        kinds = (int, type(None)) if default is None else (type(default),)
-        if isinstance(value, bool) is not isinstance(default, bool) or not isinstance(value, kinds):
+        kinds = known[option].split(" | ")
+        kind = "None" if value is None else type(value).__name__
+        if kind not in kinds and not (kind == "int" and "float" in kinds):
             raise ValueError(
-                f"option {option} of planner {name} is {value!r}; it should be like {default!r}"
+                f"option {option} of planner {name} is {value!r}; it takes {known[option]}"
             )
     ignored = max_replicas is not None and "max_replicas" not in known
     chosen = dict(options)

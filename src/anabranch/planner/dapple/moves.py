@@ -29,6 +29,8 @@ class Numbers:
 class Moves:
     """All ways to add a stage in one state, one per entry; the same for every cut.
 
+    Enough devices are left for at least one more stage.
+
     Attributes:
         steps: where the stage is placed.
         degree: place of its number of replicas in the tables.
@@ -46,7 +48,7 @@ class Moves:
         ways = [
             (k, step)
             for k, degree in enumerate(tables.degrees)
-            if degree < left
+            if left - degree >= tables.degrees[0]
             for step in machines.steps(used, degree)
         ]
         self.steps: list[Step] = [step for _, step in ways]

@@ -121,7 +121,7 @@ class Tables:
         devices = np.arange(len(self.index))
         at = np.searchsorted(self.degrees, devices, side="right") - 1
         sums = np.concatenate([np.zeros((len(least), 1)), np.cumsum(least, axis=1)], axis=1)
-        return np.where((at >= 0)[:, None], sums[at], np.inf)
+        return sums[np.maximum(at, 0)]
 
     def _headroom(self) -> Ints:
         row, cost = self.terms.row, self.terms.cost

@@ -65,7 +65,7 @@ def merged(
     merging = _Merging(cost, groups)
     while not enough(result := ordered(cost.graph, merging.masks.values())):
         # A few at a time: asking may take longer than merging.
-        for _ in range(1 + len(result) // 32):
+        for _ in range(1 + len(result) // 16):
             merging.merge_lightest()
     return result
 
