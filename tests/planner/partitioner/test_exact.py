@@ -9,18 +9,27 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from anabranch.cluster import Cluster
 from anabranch.cost import CostModel
+from anabranch.errors import BudgetError
 from anabranch.graph.cuts import decompose, operators
+from anabranch.graph.opgraph import Op, OpGraph, Value
+from anabranch.planner.check import check
 from anabranch.planner.exhaustive import best_replicas, partitions
 from anabranch.planner.partitioner.chains import build
-from anabranch.planner.partitioner.exact import Exact
+from anabranch.planner.partitioner.exact import Exact, exact_candidates, with_exact
 from anabranch.planner.partitioner.exact_lattice import Lattice
 from anabranch.planner.partitioner.exact_prices import Weights
 from anabranch.planner.partitioner.exact_search import ExactSearch
 from anabranch.planner.partitioner.parts import Part, PartPrices, edges, heights
 from anabranch.planner.partitioner.prices import Bound
 from anabranch.planner.partitioner.problem import Problem
+from anabranch.planner.partitioner.search import candidates
+from anabranch.profile.profile import OpCost, Profile
+from anabranch.profile.readers import read_profile
+from tests.planner import shapes
 from tests.planner.helpers import cost_model
+from tests.shared_profiles import SHARED, needs_shared
 from tests.strategies import planning_profiles
 
 UNBOUNDED = Bound(math.inf)
@@ -94,3 +103,72 @@ def test_finds_the_front_of_all_partitions(profile, devices, size, count, limit,
     found = fronts(cost, size * count, size)[::-1]
     assert [deep for deep, _ in found] == [deep for deep, _ in wanted]
     assert [period for _, period in found] == pytest.approx([p for _, p in wanted], rel=1e-9)
+
+
+def test_leaves_large_models_to_others():
+    """The papers' models have too many downsets, and say so at once."""
+    problem = problem_of(cost_model(shapes.mmt(), 4), 64)
+    assert Exact.of(problem) is None
+    with pytest.raises(BudgetError, match="more than the budget of 300"):
+        list(exact_candidates(problem, 8))
+
+
+def ladder(rungs: int) -> Profile:
+    """Two chains of operators; each rung of the first is read by the same of the second."""
+    ops = tuple(Op(f"{side}{i}") for i in range(rungs) for side in "ab")
+    values = tuple(
+        Value(2 * i, tuple(sorted({2 * i + 1, *([2 * i + 2] if i < rungs - 1 else [])})), 1)
+        for i in range(rungs)
+    ) + tuple(Value(2 * i + 1, (2 * i + 3,), 1) for i in range(rungs - 1))
+    costs = tuple(OpCost((1.0 + i % 3,), (2.0,), 1) for i in range(2 * rungs))
+    return Profile(OpGraph(ops, values), (1,), costs, "cpu", "measured", proportional=True)
+
+
+def test_puts_operators_together_where_there_are_too_many():
+    """A ladder of 15 rungs has 136 downsets, one of 40 has 861: 8 are left per device."""
+    few, many = (Exact.of(problem_of(cost_model(ladder(n), 16), 64)) for n in (15, 40))
+    assert len(few.weights.lattice.downsets) == 136
+    assert len(few.weights.atoms) == 30
+    assert len(many.weights.lattice.downsets) <= 128
+    assert few.alone
+    for each in (few, many):
+        found = min(each.candidates(4), key=lambda candidate: candidate.period_s)
+        assert check(found.graph, each.problem.cost) == []
+        # all work shared out evenly
+        least = sum(sum(c.forward_s + c.backward_s) for c in each.problem.cost.profile.costs) / 16
+        assert found.period_s <= 1.35 * 4 * least
+
+
+def test_a_coarse_search_is_not_alone():
+    """On a few operators per device, what is put together is as much as a device computes."""
+    wide = [*((0, i) for i in range(1, 13)), *((i, 13) for i in range(1, 13))]
+    ops = tuple(Op(f"op{i}") for i in range(14))
+    # With these it is not series-parallel.
+    across = [(1, 3), (1, 4), (2, 4)]
+    graph = OpGraph(ops, tuple(Value(a, (b,), 0) for a, b in (*wide, *across)))
+    costs = tuple(OpCost((1.0,), (2.0,), 1) for _ in ops)
+    profile = Profile(graph, (1,), costs, "cpu", "measured", proportional=True)
+    many, few = (Exact.of(problem_of(cost_model(profile, d), 16)) for d in (14, 2))
+    assert (many.alone, few.alone) == (False, True)
+    assert {c.graph for c in with_exact(many.problem, 4)} > {c.graph for c in many.candidates(4)}
+
+
+@needs_shared
+@pytest.mark.parametrize(
+    ("name", "downsets"),
+    [
+        ("pipedream/gnmt/graph.txt", 35),
+        ("piper/gnmt.json", None),
+        ("dapple/amoeba-6-pbs-8-complicated.txt", 53),
+    ],
+)
+def test_published_profiles(name, downsets):
+    """Graphs that are not series-parallel lose nothing; the reader leaves one that is."""
+    profile = next(read_profile(path) for path in SHARED.rglob("*") if str(path).endswith(name))
+    problem = problem_of(CostModel(profile, Cluster.preset("summit:2x4")), 64)
+    exact = Exact.of(problem)
+    assert (exact and len(exact.weights.lattice.downsets)) == downsets
+    if exact is not None:
+        ours = min(candidate.period_s for candidate in exact.candidates(8))
+        others = min(candidate.period_s for candidate in candidates(problem, 8))
+        assert ours <= others * (1 + 1e-9)

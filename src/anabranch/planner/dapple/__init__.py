@@ -9,6 +9,8 @@ links       what a hop and an all-reduce cost, by devices per machine
 placement   the three policies: fresh, append and scatter first
 tables      what every run of operators costs
 labels      many unfinished pipelines at a time, and which of them to keep
+moves       all ways to add a stage
+budget      how many pipelines may be priced
 search      the recursion
 planner     micro-batch sizes, and stage graphs of what was found
 

@@ -10,8 +10,9 @@ from typing import ClassVar
 from anabranch.cost import CostModel
 from anabranch.errors import InfeasiblePlanError
 from anabranch.graph.cuts import decompose, operators
+from anabranch.planner.dapple.budget import Budget
 from anabranch.planner.dapple.placement import Machines, append_first
-from anabranch.planner.dapple.search import Budget, Chain, Search
+from anabranch.planner.dapple.search import Chain, Search
 from anabranch.planner.dapple.tables import Tables, Terms
 from anabranch.planner.infeasible import explain, require_sizes
 from anabranch.planner.partitioner.prices import microbatch_sizes

@@ -29,7 +29,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from anabranch.errors import BudgetError
+from anabranch.planner.dapple.budget import Budget
 from anabranch.planner.dapple.labels import Floats, Index, Labels, best_of_groups, pick
 from anabranch.planner.dapple.moves import Moves, Numbers
 from anabranch.planner.dapple.objective import NOTHING
@@ -60,29 +60,6 @@ class Chain:
     latency_s: float
     cuts: tuple[int, ...]
     devices: tuple[tuple[int, ...], ...]
-
-
-@dataclass
-class Budget:
-    """Suffixes that may be priced: how many in all, and how many were."""
-
-    total: int
-    used: int = 0
-
-    def spend(self, count: int, microbatch_size: int) -> None:
-        """Take some.
-
-        Raises:
-            BudgetError: if there are not as many left.
-        """
-        self.used += count
-        if self.used > self.total:
-            raise BudgetError(
-                f"planner dapple got to micro-batches of {microbatch_size} samples, would have "
-                f"priced {self.used:,} pipelines there, and may price {self.total:,} in all: raise "
-                "its option budget, lower width, set max_stages, give one micro-batch size, or "
-                "capture the model in coarser operators"
-            )
 
 
 class Search:

@@ -31,8 +31,8 @@ TOGETHER = 4
 ENTRIES = 1 << 22
 """Entries of the largest tables that are made at once."""
 
-MANY = 1 << 16
-"""Entries per bound from which on a model is large."""
+MANY = 200
+"""Entries per bound, item and branch from which on a model is large."""
 
 DEARER = 1.02
 """Recomputation is tried where heights cost more than this factor in the least period."""
@@ -137,7 +137,7 @@ class Ladder:
         self._devices = problem.cost.cluster.num_devices
         modes = max((len(size.prices.degrees) for size in sizes), default=1)
         ranges, sharing = entries(problem.chain, modes, self._devices)
-        self.is_large = ranges + sharing > MANY
+        self.is_large = ranges + sharing > MANY * len(problem.order)
         self._at_once = max(1, int(ENTRIES / (ranges + sharing)))
         together = 1 if self.is_large else TOGETHER
         self.pools = [sizes[i : i + together] for i in range(0, len(sizes), together)]
@@ -260,6 +260,10 @@ class Ladder:
                 return start + int(enough[0]), found.parts(int(enough[0]))
         return len(bounds) - 1, []
 
+    def room(self, caps: Sequence[int]) -> int:
+        """Bounds that can be looked at together for several caps on the height."""
+        return self._at_once // (len(caps) * (max(caps) + 1))
+
     def shallowest(
         self, jobs: Sequence[Job], caps: Sequence[int]
     ) -> Iterator[tuple[Size, list[Part]]]:
@@ -269,7 +273,7 @@ class Ladder:
             jobs: sizes and bounds.
             caps: largest heights to try, ascending.
         """
-        step = max(1, self._at_once // (len(caps) * (max(caps) + 1)))
+        step = max(1, self.room(caps))
         for together in self._together(jobs):
             bounds = [bound for _, each in together for bound in each]
             of = [size for size, each in together for _ in each]

@@ -38,7 +38,8 @@ STEPS = 6
 """Bounds that are tried next, between the last that failed and the first that did not."""
 
 NEAR = 1.05
-"""Unless these are so near to each other."""
+NEAR_ENOUGH = 1.12
+"""Unless these are so near to each other; in large models, so."""
 
 CLOSER = (0.86, 0.88, 0.9, 0.92, 0.94, 0.955, 0.97, 0.98, 0.99, 1.0, 1.03, 1.1)
 """The bounds that are tried closely, as multiples of the period of a candidate."""
@@ -174,18 +175,20 @@ class Search:
             self._ladder.settle(table)
             yield from self._add(table.size, table.size.parts, np.inf)
         near = [table for table in tables if self._promising(table.size, self._hopeless)]
+        enough = NEAR_ENOUGH if self._ladder.is_large else NEAR
         again = self._ladder.lightly(
             [
                 (table.size, table.size.bounds(table.size.between(STEPS), Bound(np.inf)))
                 for table in near
-                if table.size.high > NEAR * table.size.low
+                if table.size.high > enough * table.size.low
             ]
         )
         latest = {id(table.size): table for table in [*near, *again]}
         for table in near:
             if self._promising(table.size, self._hopeless):
                 self._ladder.settle(latest[id(table.size)])
-                yield from self._add(table.size, table.size.parts, LIKELY)
+                likely = PROMISING if self._ladder.is_large else LIKELY
+                yield from self._add(table.size, table.size.parts, likely)
 
     def _rungs(self, size: Size) -> list[float]:
         """The first bounds for a size, without those with which it would be hopeless."""
@@ -251,11 +254,10 @@ class Search:
             if size.parts and self._promising(size, PROMISING):
                 limit = max(self._limit(PROMISING) / size.count, size.high)
                 periods = [size.high * ratio for ratio in LOOSER if size.high * ratio <= limit]
-                bounds = size.bounds(periods, self._apart(size)[0])
-                jobs.append((size, bounds[::2] if self._ladder.is_large else bounds))
+                jobs.append((size, size.bounds(periods, self._apart(size)[0])))
         caps = self._caps([size for size, _ in jobs])
-        if self._ladder.is_large:
-            jobs, caps = jobs[:1], caps[-3:]
+        if caps and self._ladder.room(caps) < sum(len(bounds) for _, bounds in jobs):
+            jobs, caps = [(size, bounds[::2]) for size, bounds in jobs[:1]], caps[-3:]
         if caps:
             for size, parts in self._ladder.shallowest(jobs, caps):
                 yield from self._add(size, parts, PROMISING)
