@@ -283,9 +283,13 @@ class Ladder:
                 for t, devices in enumerate(found.devices):
                     size = of[start + t]
                     enough = np.flatnonzero(devices[: least[id(size)]] <= self._devices)
-                    if len(enough):
-                        least[id(size)] = int(enough[0])
-                        yield size, found.parts(t, int(enough[0]))
+                    if not len(enough):
+                        continue
+                    if least[id(size)] == len(caps):
+                        # At the least bound also whatever depth takes the fewest devices.
+                        yield size, found.parts(t, len(caps) - 1)
+                    least[id(size)] = int(enough[0])
+                    yield size, found.parts(t, int(enough[0]))
 
 
 def least_period(prices: Prices) -> float:

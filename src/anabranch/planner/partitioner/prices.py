@@ -219,15 +219,25 @@ def seconds_per_byte(cost: CostModel, degree: int) -> float:
     return worst
 
 
-def degrees(cost: CostModel, microbatch_size: int, limit: int) -> tuple[int, ...]:
-    """Powers of two up to ``limit`` that leave each replica a sample count in the profile."""
-    result = []
-    degree = 1
-    while degree <= min(limit, microbatch_size):
-        if cost.covers(-(-microbatch_size // degree)):
-            result.append(degree)
-        degree *= 2
-    return tuple(result)
+def degrees(
+    cost: CostModel, microbatch_size: int, limit: int, *, uneven: bool = False
+) -> tuple[int, ...]:
+    """Numbers of replicas up to ``limit`` that leave each a sample count in the profile.
+
+    Args:
+        cost: knows the profile.
+        microbatch_size: samples of one micro-batch.
+        limit: replicas at most.
+        uneven: besides the powers of two three times them, and what they leave of ``limit``: a
+            stage of 15 beside one of 1.
+    """
+    powers = [1 << i for i in range(limit.bit_length())]
+    found = {*powers, *(3 * p for p in powers), *(limit - p for p in powers)} if uneven else powers
+    return tuple(
+        degree
+        for degree in sorted(found)
+        if 1 <= degree <= min(limit, microbatch_size) and cost.covers(-(-microbatch_size // degree))
+    )
 
 
 def microbatch_sizes(batch_size: int) -> tuple[int, ...]:

@@ -13,6 +13,10 @@ from anabranch.planner.partitioner.prices import Bound, Prices, degrees
 from anabranch.planner.partitioner.reach import Reach
 
 
+MOST_UNEVEN = 128
+"""Operators of a row for which numbers of replicas besides the powers of two are tried."""
+
+
 @dataclass(frozen=True)
 class Problem:
     """What is to be planned.
@@ -55,12 +59,17 @@ class Problem:
             self.cost,
             self.batch_size,
             microbatch_size,
-            degrees(self.cost, microbatch_size, most),
+            degrees(self.cost, microbatch_size, most, uneven=self._is_short_row),
             self.cost.cluster.memory_bytes,
             tensors=tuple(t for t in self.cost.tensor_degrees if t <= most and node % t == 0),
             recompute=self.recompute,
             max_devices=most,
         )
+
+    @cached_property
+    def _is_short_row(self) -> bool:
+        """Whether more numbers of replicas cost little time: no branches, not many operators."""
+        return not self.chain.blocks and len(self.chain.items) <= MOST_UNEVEN
 
     def assembler(self, prices: Prices) -> Assembler:
         """What makes stage graphs of parts at these prices."""

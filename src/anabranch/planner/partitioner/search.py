@@ -263,15 +263,15 @@ class Search:
                 yield from self._add(size, parts, PROMISING)
 
     def _caps(self, sizes: Sequence[Size]) -> list[int]:
-        """Largest heights to try, all of them less than what is known."""
+        """Largest heights to try, up to what is known."""
         known = 0
         for size in sizes:
             parts, pairs = self._assembler(size).arrange(size.parts)
             known = max(known, *heights(len(parts), pairs))
         caps = [0]
-        while caps[-1] < known - 1:
-            caps.append(min(known - 1, caps[-1] + 1 + caps[-1] // 4))
-        return caps[-CAPS:] if known else []
+        while caps[-1] < known:
+            caps.append(min(known, caps[-1] + 1 + caps[-1] // 4))
+        return caps[-CAPS:] if sizes else []
 
     def _add(self, size: Size, parts: list[Part], factor: float) -> Iterator[Candidate]:
         """The plan of these stages, if there are any, unless its step is more than a multiple of
@@ -280,8 +280,7 @@ class Search:
         key = frozenset(parts)
         if parts and key not in size.seen and self._alone_s(size, parts) <= self._limit(factor):
             size.seen.add(key)
-            candidate = self._assembler(size).assemble(parts)
-            if candidate is not None:
+            for candidate in self._assembler(size).assemblies(parts):
                 size.found.append(candidate)
                 yield candidate
 
