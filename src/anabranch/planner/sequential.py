@@ -14,7 +14,7 @@ Piper relay them through the stages in between, which would cost more).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from anabranch.cost import CostModel
@@ -23,8 +23,13 @@ from anabranch.planner.data_parallel import data_parallel
 from anabranch.planner.infeasible import explain, require_sizes
 from anabranch.planner.partitioner.assemble import Candidate
 from anabranch.planner.partitioner.chains import line
-from anabranch.planner.partitioner.search import Problem, best, candidates
+from anabranch.planner.partitioner.prices import microbatch_sizes
+from anabranch.planner.partitioner.problem import Problem
+from anabranch.planner.partitioner.search import Search, best
 from anabranch.planner.stages import StageGraph
+
+THOROUGH = 1.4
+"""How far from the best estimate micro-batch sizes and plans are still looked at."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +89,19 @@ class Sequential:
     ) -> list[Candidate]:
         """The best candidates with their estimates; empty if nothing fits."""
         problem = self.problem(cost, batch_size)
-        found = list(candidates(problem, microbatch_size))
+        sizes = [microbatch_size] if microbatch_size else microbatch_sizes(batch_size)
+        # A yardstick is worth some time: no size is left out early, all are looked at closely.
+        found = [
+            candidate
+            for uneven in (False, True)
+            for candidate in Search(
+                replace(problem, uneven=uneven),
+                sizes,
+                hopeless=THOROUGH,
+                refined=len(sizes),
+                likely=THOROUGH,
+            ).run()
+        ]
         whole = list(
             data_parallel(
                 cost,

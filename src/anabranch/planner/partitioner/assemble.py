@@ -8,8 +8,10 @@ the stages with the most compute per device come first in a second try, and the 
 
 Devices are given out in rows: first the stages that need a whole node or more, then the others,
 each to the first node with room, so that replicas of a stage lie in one node where possible. Two
-orders are tried and the quicker kept: branch after branch, which keeps a branch in a node, and
-from the sink backwards, which keeps the last stages of the branches near their join.
+orders are tried: branch after branch, which keeps a branch in a node, and from the sink backwards,
+which keeps the last stages of the branches near their join. In plans of few stages each stage is
+also spread over all nodes, so that transfers stay inside them and only all-reduces leave: good for
+large activations and few parameters (DAPPLE's "scatter first"). The quickest is kept.
 """
 
 from __future__ import annotations
@@ -30,6 +32,12 @@ MANY_LEFT = 0.25
 
 MOST_CUTS = 8
 """Places at which a stage may be cut in two."""
+
+
+MOST_SCATTERED = 8
+SCATTERED = 1.05
+"""Stages of a plan for which devices spread over the nodes are tried, and what their estimate is
+multiplied by: all-reduces and transfers of many stages meet at the cards."""
 
 
 @dataclass(frozen=True)
@@ -202,6 +210,10 @@ class Assembler:
             if chosen and chosen not in seen:
                 seen.append(chosen)
                 yield step_s(self.prices, parts, chosen, pairs), chosen
+        if all(part.tensor == 1 for part in parts) and len(parts) <= MOST_SCATTERED:
+            chosen = scatter([part.replicas for part in parts], node)
+            if chosen and chosen not in seen:
+                yield SCATTERED * step_s(self.prices, parts, chosen, pairs), chosen
 
     def _stage_graph(
         self, parts: Sequence[Part], devices: Sequence[Sequence[int]], pairs: set[tuple[int, int]]
@@ -230,6 +242,29 @@ class Candidate:
     graph: StageGraph
     step_s: float
     period_s: float
+
+
+def scatter(replicas: Sequence[int], node: int) -> list[list[int]]:
+    """Device numbers for stages that are spread over all nodes as evenly as can be.
+
+    Args:
+        replicas: of each stage, together as many as there are devices.
+        node: devices of a node.
+
+    Returns:
+        Devices of each stage; empty if there is one node only, or no stage of several devices.
+    """
+    total = sum(replicas)
+    free = [list(range(start, min(start + node, total))) for start in range(0, total, node)]
+    if len(free) == 1 or max(replicas) == 1:
+        return []
+    result: list[list[int]] = [[] for _ in replicas]
+    for s in sorted(range(len(replicas)), key=lambda s: (-replicas[s], s)):
+        for _ in range(replicas[s]):
+            most = max(free, key=len)
+            result[s].append(most.pop(0))
+        result[s].sort()
+    return result
 
 
 def place(

@@ -30,6 +30,7 @@ class Problem:
         chained: every stage waits for the one before it.
         tolerance: how near to the least period the search must come, relative.
         recompute: stages may recompute.
+        uneven: in a short row, numbers of replicas besides the powers of two are tried.
     """
 
     cost: CostModel
@@ -40,6 +41,7 @@ class Problem:
     chained: bool
     tolerance: float
     recompute: bool = False
+    uneven: bool = True
 
     @cached_property
     def facts(self) -> Facts:
@@ -59,7 +61,7 @@ class Problem:
             self.cost,
             self.batch_size,
             microbatch_size,
-            degrees(self.cost, microbatch_size, most, uneven=self._is_short_row),
+            degrees(self.cost, microbatch_size, most, uneven=self.uneven and self._is_short_row),
             self.cost.cluster.memory_bytes,
             tensors=tuple(t for t in self.cost.tensor_degrees if t <= most and node % t == 0),
             recompute=self.recompute,

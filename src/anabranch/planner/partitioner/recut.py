@@ -4,7 +4,8 @@
 
 First the least longest period, then, among cuts within a factor ``slack`` of it, the shortest way
 through the pipeline and back: what a step is made of where there are M micro-batches is ``M - 1``
-periods and that way once. Both are short dynamic programmes over the cuts.
+periods and that way once. Both are short dynamic programmes over the cuts, for stages that lie in
+nodes of their own and for stages that are spread over all nodes (``partitioner.assemble``).
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ class Recut:
         groups = [order[i : i + step] for i in range(0, len(order), step)]
         self._row = Row(cost, [sum(1 << op for op in group) for group in groups])
         self._place = {op: i for i, op in enumerate(order)}
-        self._tables: dict[tuple[int, Mode], tuple[Floats, Floats, Ints]] = {}
+        self._tables: dict[tuple[int, Mode, bool], tuple[Floats, Floats, Ints]] = {}
+        self._links = (False, True) if len(cost.cluster.levels) > 1 else (False,)
 
     def row_of(self, parts: Sequence[Part]) -> list[Part] | None:
         """The parts in the order of the row if each is a run of it, else None."""
@@ -61,10 +63,17 @@ class Recut:
             size: samples of a micro-batch.
             modes: of the stages in order, at most as many as cuts are considered.
         """
-        count = len(modes)
-        if not 0 < count <= self._row.size:
+        if not 0 < len(modes) <= self._row.size:
             return []
-        tables = [self._table(size, mode) for mode in modes]
+        found: list[tuple[int, ...]] = []
+        for inside in self._links:
+            found += [each for each in self._cuts(size, modes, inside) if each not in found]
+        return [self._parts(cuts, modes) for cuts in found]
+
+    def _cuts(self, size: int, modes: Sequence[Mode], inside: bool) -> list[tuple[int, ...]]:
+        """The best cuts if what crosses them leaves its node, or stays inside."""
+        count = len(modes)
+        tables = [self._table(size, mode, inside) for mode in modes]
         periods = [
             np.where(headroom >= count - 1 - s, period, np.inf)
             for s, (period, _, headroom) in enumerate(tables)
@@ -74,12 +83,8 @@ class Recut:
             least = np.maximum(least[:, None], period).min(axis=0)
         if not np.isfinite(least[-1]):
             return []
-        found = []
-        for slack in SLACK:
-            cuts = self._shortest(periods, [way for _, way, _ in tables], least[-1] * slack)
-            if cuts not in found:
-                found.append(cuts)
-        return [self._parts(cuts, modes) for cuts in found]
+        ways = [way for _, way, _ in tables]
+        return [self._shortest(periods, ways, least[-1] * slack) for slack in SLACK]
 
     @staticmethod
     def _shortest(
@@ -104,32 +109,34 @@ class Recut:
             for i, j, mode in zip(cuts, cuts[1:], modes, strict=False)
         ]
 
-    def _table(self, size: int, mode: Mode) -> tuple[Floats, Floats, Ints]:
+    def _table(self, size: int, mode: Mode, inside: bool) -> tuple[Floats, Floats, Ints]:
         """Period, seconds of the way through, and largest height of every run: [start, stop]."""
-        key = size, mode
+        key = size, mode, inside
         if key not in self._tables:
-            self._tables[key] = self._price(self._prices(size), mode)
+            self._tables[key] = self._price(self._prices(size), mode, inside)
         return self._tables[key]
 
     def _prices(self, size: int) -> Prices:
         memory = self._cost.cluster.memory_bytes
         return Prices(self._cost, self._batch_size, size, (), memory)
 
-    def _price(self, prices: Prices, mode: Mode) -> tuple[Floats, Floats, Ints]:
+    def _price(self, prices: Prices, mode: Mode, inside: bool) -> tuple[Floats, Floats, Ints]:
         row, n = self._row, prices.samples(mode.replicas)
         running = row.compute_s(n, mode.tensor, recompute=mode.recompute)
         compute = running[None, :] - running[:, None]
         comes = row.comes.at(n)
-        traffic = np.maximum(comes, row.goes.at(n)) * prices.share(mode.devices)
+        link = self._cost.cluster.levels[0]
+        share = 1 / link.bandwidth if inside else prices.share(mode.devices)
+        traffic = np.maximum(comes, row.goes.at(n)) * share
         reduce_s = prices.allreduce_s(row.reduced(mode.tensor), mode.replicas, mode.tensor)
         period = np.maximum(compute, traffic) + reduce_s / prices.num_microbatches
         period[np.tril_indices(len(period))] = np.inf
         kept = row.kept_bytes(mode.tensor) * n
-        inside = kept[None, :] - kept[:, None]
+        contents = kept[None, :] - kept[:, None]
         fixed = row.state_bytes(mode.tensor) + self._cost.receive_slots * comes
         held = row.entering.at(n)
         if mode.recompute:
-            fixed = fixed + inside
+            fixed = fixed + contents
         else:
-            held = held + inside
+            held = held + contents
         return period, compute + traffic, prices.headroom(fixed, held)

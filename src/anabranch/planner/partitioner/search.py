@@ -79,6 +79,7 @@ class Search:
         known_s: a step that is known to be possible, so that worse sizes can be left out.
         hopeless: a size is left out if its step cannot be within this factor of the best.
         refined: sizes that are looked at closely, at most.
+        likely: a coarse plan is left out if it is longer than the best by this factor.
     """
 
     def __init__(
@@ -89,7 +90,9 @@ class Search:
         *,
         hopeless: float = HOPELESS,
         refined: int = REFINED,
+        likely: float = LIKELY,
     ) -> None:
+        self._likely = likely
         self._problem = problem
         self._known_s = known_s
         self._hopeless = hopeless
@@ -187,7 +190,7 @@ class Search:
         for table in near:
             if self._promising(table.size, self._hopeless):
                 self._ladder.settle(latest[id(table.size)])
-                likely = PROMISING if self._ladder.is_large else LIKELY
+                likely = PROMISING if self._ladder.is_large else self._likely
                 yield from self._add(table.size, table.size.parts, likely)
 
     def _rungs(self, size: Size) -> list[float]:
@@ -296,11 +299,7 @@ class Search:
 
 
 def candidates(
-    problem: Problem,
-    microbatch_size: int | None,
-    *,
-    known_s: float = float("inf"),
-    refined: int = REFINED,
+    problem: Problem, microbatch_size: int | None, *, known_s: float = float("inf")
 ) -> Iterator[Candidate]:
     """Candidates for one micro-batch size or all, as they are found; none if nothing fits.
 
@@ -308,10 +307,9 @@ def candidates(
         problem: what is to be planned.
         microbatch_size: only this size.
         known_s: a step that is known to be possible, so that worse sizes can be left out.
-        refined: sizes that are looked at closely, at most.
     """
     sizes = [microbatch_size] if microbatch_size else microbatch_sizes(problem.batch_size)
-    yield from Search(problem, sizes, known_s, refined=refined).run()
+    yield from Search(problem, sizes, known_s).run()
 
 
 def in_a_row(
@@ -334,8 +332,8 @@ def in_a_row(
     if not sizes:
         sizes = [microbatch_size] if microbatch_size else list(microbatch_sizes(problem.batch_size))
     known_s = ranked[0].step_s if ranked else float("inf")
-    row = replace(problem, chain=line(problem.cost, problem.order, coarse=True))
-    yield from Search(row, sizes, known_s, hopeless=PROMISING).coarse()
+    row = replace(problem, chain=line(problem.cost, problem.order, coarse=True), uneven=False)
+    yield from Search(row, sizes, known_s, hopeless=LIKELY).coarse()
 
 
 def best(
