@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     from anabranch.profile.estimate import estimate as estimate
     from anabranch.profile.measure import measure as measure
     from anabranch.profile.profile import Profile as Profile
+    from anabranch.profile.readers import read_profile as read_profile
     from anabranch.runtime.pipeline import Pipeline as Pipeline
+    from anabranch.solve import compare as compare
     from anabranch.solve import plan as plan
     from anabranch.solve import simulate as simulate
     from anabranch.timeline import Timeline as Timeline
@@ -40,12 +42,14 @@ _HOME = {
     "Timeline": "timeline",
     "Workload": "workload",
     "capture": "graph.capture",
+    "compare": "solve",
     "estimate": "profile.estimate",
     "load_cluster": "files",
     "load_plan": "files",
     "load_profile": "files",
     "measure": "profile.measure",
     "plan": "solve",
+    "read_profile": "profile.readers",
     "run": "launch",
     "save_cluster": "files",
     "save_plan": "files",

@@ -127,7 +127,7 @@ def compare(
     profile: Profile,
     cluster: Cluster,
     batch_size: int,
-    planners_: Iterable[str] | None = None,
+    names: Iterable[str] | None = None,
     **options: Any,
 ) -> Iterator[tuple[str, Plan | AnabranchError]]:
     """Every planner on the same profile, judged by the same simulator.
@@ -136,14 +136,14 @@ def compare(
         profile: seconds and bytes of the model's operators.
         cluster: devices, links and memory.
         batch_size: samples of one step.
-        planners_: keys of ``planner.PLANNERS``; by default all.
+        names: keys of ``planner.PLANNERS``; by default all.
         options: as for ``plan``, but for the planner and its options.
 
     Yields:
         Per planner its name and its plan, or the error that says why it has none: nothing fits, or
         its search would take more than it was given.
     """
-    for name in planners.PLANNERS if planners_ is None else planners_:
+    for name in planners.PLANNERS if names is None else names:
         try:
             yield name, plan(profile, cluster, batch_size, planner=name, **options)
         except (InfeasiblePlanError, BudgetError) as error:

@@ -25,11 +25,8 @@ from anabranch.planner.partitioner.assemble import Candidate
 from anabranch.planner.partitioner.chains import line
 from anabranch.planner.partitioner.prices import microbatch_sizes
 from anabranch.planner.partitioner.problem import Problem
-from anabranch.planner.partitioner.search import Search, best
+from anabranch.planner.partitioner.search import THOROUGH, Search, best
 from anabranch.planner.stages import StageGraph
-
-THOROUGH = 1.4
-"""How far from the best estimate micro-batch sizes and plans are still looked at."""
 
 
 @dataclass(frozen=True)
@@ -94,13 +91,7 @@ class Sequential:
         found = [
             candidate
             for uneven in (False, True)
-            for candidate in Search(
-                replace(problem, uneven=uneven),
-                sizes,
-                hopeless=THOROUGH,
-                refined=len(sizes),
-                likely=THOROUGH,
-            ).run()
+            for candidate in Search(replace(problem, uneven=uneven), sizes, effort=THOROUGH).run()
         ]
         whole = list(
             data_parallel(

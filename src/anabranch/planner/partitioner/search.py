@@ -20,7 +20,7 @@ not (data parallelism, branches that never meet) is found if its size is worth a
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -44,23 +44,11 @@ NEAR_ENOUGH = 1.12
 CLOSER = (0.86, 0.88, 0.9, 0.92, 0.94, 0.955, 0.97, 0.98, 0.99, 1.0, 1.03, 1.1)
 """The bounds that are tried closely, as multiples of the period of a candidate."""
 
-LOOSER = (1.0, 1.02, 1.04, 1.08, 1.13, 1.2, 1.3, 1.42)
-"""Multiples of the least period that are tried for smaller depths."""
-
 CAPS = 6
 """Depths that are tried at most."""
 
-HOPELESS = 1.2
-"""A micro-batch size gets no candidate if its step cannot be within this factor of the best."""
-
-LIKELY = 1.12
-"""Plans are left out whose steps are longer than this many times the best if nothing is sent."""
-
 PROMISING = 1.05
-"""The same where it is looked closely, for sizes and plans."""
-
-REFINED = 3
-"""Micro-batch sizes that are looked at closely: those with the best coarse candidates."""
+"""Where it is looked closely, sizes and plans are left out that cannot be within this factor."""
 
 ROWS = 3
 """Micro-batch sizes for which stages that are runs of the model in one order are tried too."""
@@ -70,6 +58,28 @@ REDUCE_SHARE = 0.03
 """All-reduces may take this many times the longest of the coarse plan, or this share of a step."""
 
 
+@dataclass(frozen=True)
+class Effort:
+    """How much is looked at.
+
+    Attributes:
+        hopeless: a size gets no candidate if its step cannot be within this factor of the best.
+        likely: coarse plans are left out that are longer than the best by this factor, messages
+            aside.
+        refined: sizes that are looked at closely: those with the best coarse candidates.
+        looser: multiples of the least period that are tried for smaller depths.
+    """
+
+    hopeless: float
+    likely: float
+    refined: int
+    looser: tuple[float, ...]
+
+
+QUICK = Effort(1.2, 1.12, 3, (1.0, 1.02, 1.04, 1.08, 1.13, 1.2, 1.3, 1.42))
+THOROUGH = Effort(1.4, 1.4, 99, tuple(1.02**i for i in range(20)))
+
+
 class Search:
     """The search for one problem.
 
@@ -77,9 +87,7 @@ class Search:
         problem: what is to be planned.
         sizes: micro-batch sizes.
         known_s: a step that is known to be possible, so that worse sizes can be left out.
-        hopeless: a size is left out if its step cannot be within this factor of the best.
-        refined: sizes that are looked at closely, at most.
-        likely: a coarse plan is left out if it is longer than the best by this factor.
+        effort: how much is looked at.
     """
 
     def __init__(
@@ -87,16 +95,11 @@ class Search:
         problem: Problem,
         sizes: Sequence[int],
         known_s: float = float("inf"),
-        *,
-        hopeless: float = HOPELESS,
-        refined: int = REFINED,
-        likely: float = LIKELY,
+        effort: Effort = QUICK,
     ) -> None:
-        self._likely = likely
         self._problem = problem
         self._known_s = known_s
-        self._hopeless = hopeless
-        self._refined = refined
+        self._effort = effort
         self._sizes: list[Size] = []
         found = []
         for prices in map(problem.prices, sizes):
@@ -104,14 +107,14 @@ class Search:
                 least_s = least_period(prices)
                 found.append(Size(prices, least_s, low=least_s))
         found.sort(key=lambda size: size.outline_s)
-        self._sizes = [size for size in found if self._promising(size, hopeless)]
+        self._sizes = [size for size in found if self._promising(size, effort.hopeless)]
         self._ladder = Ladder(problem, self._sizes)
 
     def run(self) -> Iterator[Candidate]:
         """Candidates as they are found; none if nothing fits."""
         yield from self.coarse()
         feasible = sorted((s for s in self._sizes if s.found), key=lambda size: size.best_s)
-        refined = feasible[: self._refined]
+        refined = feasible[: self._effort.refined]
         yield from self._closely(refined)
         yield from self._shallow(refined)
 
@@ -162,7 +165,7 @@ class Search:
         jobs = [
             (size, size.bounds(self._rungs(size), Bound(np.inf)))
             for size in sizes
-            if self._promising(size, self._hopeless)
+            if self._promising(size, self._effort.hopeless)
         ]
         tables = self._ladder.lightly(jobs)
         if self._problem.recompute:
@@ -177,7 +180,7 @@ class Search:
             # Its estimate tells which of the others are hopeless.
             self._ladder.settle(table)
             yield from self._add(table.size, table.size.parts, np.inf)
-        near = [table for table in tables if self._promising(table.size, self._hopeless)]
+        near = [table for table in tables if self._promising(table.size, self._effort.hopeless)]
         enough = NEAR_ENOUGH if self._ladder.is_large else NEAR
         again = self._ladder.lightly(
             [
@@ -188,14 +191,14 @@ class Search:
         )
         latest = {id(table.size): table for table in [*near, *again]}
         for table in near:
-            if self._promising(table.size, self._hopeless):
+            if self._promising(table.size, self._effort.hopeless):
                 self._ladder.settle(latest[id(table.size)])
-                likely = PROMISING if self._ladder.is_large else self._likely
+                likely = PROMISING if self._ladder.is_large else self._effort.likely
                 yield from self._add(table.size, table.size.parts, likely)
 
     def _rungs(self, size: Size) -> list[float]:
         """The first bounds for a size, without those with which it would be hopeless."""
-        most = self._limit(self._hopeless) / (size.count + 1)
+        most = self._limit(self._effort.hopeless) / (size.count + 1)
         periods = [size.least_s * ratio for ratio in LADDER]
         return [period for period in periods if period <= most or period == np.inf]
 
@@ -256,7 +259,9 @@ class Search:
         for size in sizes:
             if size.parts and self._promising(size, PROMISING):
                 limit = max(self._limit(PROMISING) / size.count, size.high)
-                periods = [size.high * ratio for ratio in LOOSER if size.high * ratio <= limit]
+                periods = [
+                    size.high * ratio for ratio in self._effort.looser if size.high * ratio <= limit
+                ]
                 jobs.append((size, size.bounds(periods, self._apart(size)[0])))
         caps = self._caps([size for size, _ in jobs])
         if caps and self._ladder.room(caps) < sum(len(bounds) for _, bounds in jobs):
@@ -333,7 +338,7 @@ def in_a_row(
         sizes = [microbatch_size] if microbatch_size else list(microbatch_sizes(problem.batch_size))
     known_s = ranked[0].step_s if ranked else float("inf")
     row = replace(problem, chain=line(problem.cost, problem.order, coarse=True), uneven=False)
-    yield from Search(row, sizes, known_s, hopeless=LIKELY).coarse()
+    yield from Search(row, sizes, known_s, replace(QUICK, hopeless=QUICK.likely)).coarse()
 
 
 def best(
