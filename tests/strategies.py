@@ -122,6 +122,7 @@ def plans(draw: st.DrawFn) -> Plan:
         profile="estimated, v100, at 1, 2 samples",
         search_s=draw(SECONDS),
         simulate_s=draw(SECONDS),
+        improve_s=draw(SECONDS),
         predicted=predicted,
         granularity=draw(st.sampled_from(["operator", "layer", "block"])),
         device=draw(st.sampled_from(["", "v100", "cpu"])),

@@ -57,6 +57,7 @@ def figures(plan: Plan) -> Row:
         "peak_bytes": max(plan.predicted.device_peak_bytes),
         "search_s": plan.search_s,
         "simulate_s": plan.simulate_s,
+        "improve_s": plan.improve_s,
     }
 
 

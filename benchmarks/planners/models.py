@@ -102,14 +102,15 @@ def show(found: list[Row]) -> str:
                 text = f"{row['search_s']:.3f}" if "search_s" in row else milliseconds(row)
                 published = row["published_search_s"]
                 line.append(text + (f" ({published:g})" if published else ""))
-            line.append(f"{of['graphpipe']['simulate_s']:.2f}")
+            ours = of["graphpipe"]
+            line += [f"{ours['simulate_s']:.2f}", f"{ours['improve_s']:.2f}"]
             seconds.append(line)
     heading = ["model", "devices", *PLANNERS, "straight", "gain", "gain, published schedules"]
     return "\n\n".join(
         [
             "Predicted step, ms:",
             table(heading, steps),
-            "Search seconds (published in brackets) and seconds of simulation of ours:",
-            table(["model", "devices", *PLANNERS, "simulation"], seconds),
+            "Search seconds (published in brackets); simulation and improvement of ours:",
+            table(["model", "devices", *PLANNERS, "simulation", "improvement"], seconds),
         ]
     )

@@ -7,7 +7,7 @@ scheduled and simulated (``simulator.judge``), and the figures of a plan are alw
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, cast
 
@@ -94,8 +94,14 @@ def plan(
     )
     searched = time.perf_counter()
     judge = Judge(cost, _schedules(schedule, search))
-    judged = _judge(judge, search, cost, proposals, microbatch_size, improve=not stopped)
+    judged = _uninterrupted(judge, lambda: judge.consider(proposals))
     best = judge.winner(planner)
+    simulated = time.perf_counter()
+    if judged and not stopped and isinstance(search, Improver):
+        near = search.neighbourhood(cost, batch_size, microbatch_size)
+        judged = _uninterrupted(judge, lambda: _improve(judge, near, proposals))
+        best = judge.winner(planner)
+    improved = time.perf_counter()
     require(best.graph, cost)
     timeline = _verified_run(best.graph, best.schedule, cost)
     finished = time.perf_counter()
@@ -110,7 +116,8 @@ def plan(
         cluster=cluster.name,
         profile=profile.origin,
         search_s=searched - started,
-        simulate_s=finished - searched,
+        simulate_s=simulated - searched + finished - improved,
+        improve_s=improved - simulated,
         predicted=Prediction(
             step_s=timeline.step_s,
             bottleneck_s_per_sample=bottleneck_s_per_sample(best.graph, cost),
@@ -274,31 +281,29 @@ def _collect(proposals: Iterable[StageGraph]) -> tuple[list[StageGraph], str]:
     return found, ""
 
 
-def _judge(
-    judge: Judge,
-    search: Planner,
-    cost: CostModel,
-    proposals: Sequence[StageGraph],
-    microbatch_size: int | None,
-    *,
-    improve: bool,
-) -> bool:
-    """Judge the proposals, then what lies near the best of them; False if interrupted."""
+def _uninterrupted(judge: Judge, work: Callable[[], object]) -> bool:
+    """Do some work for a judge; False if that was interrupted and there is a best plan."""
     try:
-        judge.consider(proposals)
-        if improve and isinstance(search, Improver) and judge.best is not None:
-            batch_size = judge.best.graph.batch_size
-            near = search.neighbourhood(cost, batch_size, microbatch_size)
-            allowed = judge.simulated + IMPROVEMENT
-            for start in (judge.best.graph, *_unlike(proposals)):
-                judge.consider(near(start), allowed)
-            while judge.consider(near(judge.best.graph), allowed):
-                pass
+        work()
     except KeyboardInterrupt:
         if judge.best is None:
             raise
         return False
     return True
+
+
+def _improve(
+    judge: Judge,
+    near: Callable[[StageGraph], Iterable[StageGraph]],
+    proposals: Sequence[StageGraph],
+) -> None:
+    """Judge what lies near the best plan and near others unlike it, as long as it gets better."""
+    assert judge.best is not None, "there is something to improve"
+    allowed = judge.simulated + IMPROVEMENT
+    for start in (judge.best.graph, *_unlike(proposals)):
+        judge.consider(near(start), allowed)
+    while judge.consider(near(judge.best.graph), allowed):
+        pass
 
 
 def _unlike(proposals: Sequence[StageGraph]) -> list[StageGraph]:

@@ -171,7 +171,8 @@ def plan(
         return
     typer.echo(found.summary())
     typer.echo(
-        f"found in {found.search_s:.3f} s of search and {found.simulate_s:.3f} s of simulation"
+        f"found in {found.search_s:.3f} s of search, {found.simulate_s:.3f} s of simulation and "
+        f"{found.improve_s:.3f} s of improvement"
     )
     for name, other in others.items():
         typer.echo(against(name, other, found))

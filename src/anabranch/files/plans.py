@@ -61,6 +61,7 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
         "depth": graph.depth,
         "search_s": plan.search_s,
         "simulate_s": plan.simulate_s,
+        "improve_s": plan.improve_s,
         "predicted": {
             "step_s": step_s,
             "samples_per_s": graph.batch_size / step_s if step_s else 0.0,
@@ -117,6 +118,7 @@ class _PlanFile(Strict):
     depth: int
     search_s: Seconds
     simulate_s: Seconds
+    improve_s: Seconds = 0.0
     predicted: _Prediction
     stages: Annotated[list[_Stage], Field(min_length=1)]
     edges: list[Annotated[list[Index], Field(min_length=2, max_length=2)]]
@@ -152,6 +154,7 @@ def _to_plan(file: _PlanFile) -> Plan:
         profile=file.profile,
         search_s=file.search_s,
         simulate_s=file.simulate_s,
+        improve_s=file.improve_s,
         predicted=Prediction(
             predicted.step_s,
             predicted.bottleneck_s_per_sample,

@@ -165,7 +165,8 @@ class Plan:
         model: what was planned, as the user wrote it.
         cluster: name of the cluster.
         profile: the origin of the costs.
-        search_s: seconds the planner took; ``simulate_s``: seconds spent on judging its proposals.
+        search_s: seconds the planner took; ``simulate_s``: seconds spent on judging its proposals;
+            ``improve_s``: seconds spent on what lies near the best of them.
         predicted: the simulator's figures.
         granularity: how the model was captured; a run captures it the same way, so that operator
             names agree.
@@ -187,6 +188,7 @@ class Plan:
     device: str = ""
     options: tuple[tuple[str, str], ...] = ()
     notes: tuple[str, ...] = ()
+    improve_s: float = 0.0
 
     def summary(self) -> str:
         """A table of the stages and the predicted figures, as plain text."""

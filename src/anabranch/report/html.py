@@ -316,6 +316,7 @@ def _notes(notes: Sequence[str]) -> str:
 
 
 def _footer(plan: Plan) -> str:
-    search, simulate = milliseconds(plan.search_s), milliseconds(plan.simulate_s)
+    search = milliseconds(plan.search_s)
+    simulate = milliseconds(plan.simulate_s + plan.improve_s)
     said = f"anabranch \u00b7 search {search}, simulation {simulate} \u00b7 costs: {plan.profile}"
     return f"<footer>{escape(said)}</footer>"

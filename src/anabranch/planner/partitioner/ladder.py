@@ -278,18 +278,19 @@ class Ladder:
             bounds = [bound for _, each in together for bound in each]
             of = [size for size, each in together for _ in each]
             least = {id(size): len(caps) for size in of}
+            fewest = {id(size): self._devices + 1 for size in of}
             for start in range(0, len(bounds), step):
                 found = self._reach(of[0]).solve(bounds[start : start + step], caps)
                 for t, devices in enumerate(found.devices):
                     size = of[start + t]
-                    enough = np.flatnonzero(devices[: least[id(size)]] <= self._devices)
-                    if not len(enough):
-                        continue
-                    if least[id(size)] == len(caps):
-                        # At the least bound also whatever depth takes the fewest devices.
+                    if fewest[id(size)] > devices[-1]:
+                        # Whatever the depth, with fewer devices than before.
+                        fewest[id(size)] = int(devices[-1])
                         yield size, found.parts(t, len(caps) - 1)
-                    least[id(size)] = int(enough[0])
-                    yield size, found.parts(t, int(enough[0]))
+                    enough = np.flatnonzero(devices[: least[id(size)]] <= self._devices)
+                    if len(enough):
+                        least[id(size)] = int(enough[0])
+                        yield size, found.parts(t, int(enough[0]))
 
 
 def least_period(prices: Prices) -> float:

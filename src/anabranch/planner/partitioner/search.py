@@ -44,9 +44,6 @@ NEAR_ENOUGH = 1.12
 CLOSER = (0.86, 0.88, 0.9, 0.92, 0.94, 0.955, 0.97, 0.98, 0.99, 1.0, 1.03, 1.1)
 """The bounds that are tried closely, as multiples of the period of a candidate."""
 
-CAPS = 6
-"""Depths that are tried at most."""
-
 PROMISING = 1.05
 """Where it is looked closely, sizes and plans are left out that cannot be within this factor."""
 
@@ -68,16 +65,18 @@ class Effort:
             aside.
         refined: sizes that are looked at closely: those with the best coarse candidates.
         looser: multiples of the least period that are tried for smaller depths.
+        caps: depths that are tried at most.
     """
 
     hopeless: float
     likely: float
     refined: int
     looser: tuple[float, ...]
+    caps: int
 
 
-QUICK = Effort(1.2, 1.12, 3, (1.0, 1.02, 1.04, 1.08, 1.13, 1.2, 1.3, 1.42))
-THOROUGH = Effort(1.4, 1.4, 99, tuple(1.02**i for i in range(20)))
+QUICK = Effort(1.2, 1.12, 3, (1.0, 1.02, 1.04, 1.08, 1.13, 1.2, 1.3, 1.42), 6)
+THOROUGH = Effort(1.4, 1.4, 99, tuple(1.02**i for i in range(20)), 12)
 
 
 class Search:
@@ -278,8 +277,8 @@ class Search:
             known = max(known, *heights(len(parts), pairs))
         caps = [0]
         while caps[-1] < known:
-            caps.append(min(known, caps[-1] + 1 + caps[-1] // 4))
-        return caps[-CAPS:] if sizes else []
+            caps.append(min(known, caps[-1] + 1 + caps[-1] // (self._effort.caps - 2)))
+        return caps[-self._effort.caps :] if sizes else []
 
     def _add(self, size: Size, parts: list[Part], factor: float) -> Iterator[Candidate]:
         """The plan of these stages, if there are any, unless its step is more than a multiple of
