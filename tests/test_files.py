@@ -109,6 +109,7 @@ PLAN: dict[str, Any] = {
     "depth": 2,
     "search_s": 0.25,
     "simulate_s": 0.5,
+    "improve_s": 0.0,
     "predicted": {
         "step_s": 0.5,
         "samples_per_s": 16.0,

@@ -18,8 +18,8 @@ from anabranch.planner.check import check
 from anabranch.planner.exhaustive import best_replicas, partitions
 from anabranch.planner.graphpipe import GraphPipe
 from anabranch.planner.partitioner import beside
-from anabranch.planner.partitioner.parts import Part, PartPrices
 from anabranch.planner.partitioner.ladder import DEARER
+from anabranch.planner.partitioner.parts import Part, PartPrices
 from anabranch.planner.partitioner.search import Search
 from anabranch.planner.partitioner.sharing import Sharing
 from anabranch.planner.sequential import Sequential

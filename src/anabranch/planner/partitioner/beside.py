@@ -1,4 +1,4 @@
-"""Stages next to a block that take a part of its branches: what they may take, and the fewest devices.
+"""Stages next to a block that take a part of its branches: which part, and the fewest devices.
 
 ``Sharing`` knows the lightest shares for every number of devices outside the stage. Here are the
 stages: runs of operators behind the block (or before it), each at some cap and height. Where all
@@ -10,7 +10,7 @@ Arrays are [bound t, cap w, height h], [bound t, state m] or [range q, ...].
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -68,11 +68,13 @@ class Limits:
         self.count = sizes.count[self.at]
         self.spread = 1 / self.count * bounds[0].spread
 
-    def per_bound(self, compute: Floats, traffic: Floats, reduce_s: Floats) -> list[Floats]:
+    def per_bound(
+        self, compute: Floats, traffic: Floats, reduce_s: Floats
+    ) -> tuple[Floats, Floats, Floats]:
         """Seconds of [s, k, ...] and [k, ...] under every bound: [t, k, ...]."""
         spread = self.spread.reshape(-1, *(1,) * reduce_s.ndim) * reduce_s
         every = np.broadcast_to(reduce_s, spread.shape)
-        return [compute[self.at] + spread, traffic[self.at] + spread, every]
+        return compute[self.at] + spread, traffic[self.at] + spread, every
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,7 @@ class Stages:
         fixed, per_microbatch: bytes of memory: [t, k, q].
     """
 
-    seconds: Sequence[Floats]
+    seconds: tuple[Floats, Floats, Floats]
     fixed: Floats
     per_microbatch: Floats
 
@@ -96,6 +98,33 @@ class Stages:
         seconds[COMPUTE][~limits.sizes.valid[limits.at]] = np.inf
         fixed, per_microbatch = ranges.memory(at)
         return Stages(seconds, fixed[limits.at], per_microbatch[limits.at])
+
+
+@dataclass(frozen=True)
+class Weights:
+    """What a stage gains by each option of a branch, under every bound.
+
+    Attributes:
+        seconds: compute, traffic and all-reduce, spread included: [t, k, c] each.
+        fixed, per_microbatch: bytes of memory: [t, k, c].
+    """
+
+    seconds: tuple[Floats, Floats, Floats]
+    fixed: Floats
+    per_microbatch: Floats
+
+    @staticmethod
+    def of(shares: Shares, limits: Limits) -> Weights:
+        """Those of some shares."""
+        return Weights(
+            limits.per_bound(shares.compute_s, shares.traffic_s, shares.reduce_s),
+            shares.fixed[limits.at],
+            shares.per_microbatch[limits.at],
+        )
+
+    def memory(self, held: Floats) -> Floats:
+        """Bytes for some numbers in flight [t, m]: [t, m, k, c]."""
+        return self.fixed[:, None] + held[..., None, None] * self.per_microbatch[:, None]
 
 
 @dataclass(frozen=True)
@@ -145,7 +174,7 @@ class Beside:
             limits: the bounds.
             limit: most devices.
         """
-        weights = {k: self._weights(shares, limits) for k, shares in self.shares.items()}
+        weights = {k: Weights.of(shares, limits) for k, shares in self.shares.items()}
         most_held = np.minimum(self.heights.max() + 1, limits.count)[:, None, None]
         carried = self._carried(stages, weights, limits, most_held)
         states, place = self._states(by_height=MEMORY in carried)
@@ -153,7 +182,7 @@ class Beside:
         options = {
             k: Options(
                 devices.reshape(len(limits.at), -1, devices.shape[-1])[:, states],
-                (*weights[k][:3], _memory(*weights[k][3:], held)),
+                (*weights[k].seconds, weights[k].memory(held)),
             )
             for k, devices in self.devices.items()
         }
@@ -168,36 +197,35 @@ class Beside:
         needs, mode, total = (t[..., place] for t in _fewest(sharing, stages, limits, held))
         return Shared(sharing, place, needs, mode, total)
 
-    @staticmethod
-    def _weights(shares: Shares, limits: Limits) -> list[Floats]:
-        """Compute, traffic, all-reduce, fixed memory and memory per micro-batch: [t, k, c]."""
-        seconds = limits.per_bound(shares.compute_s, shares.traffic_s, shares.reduce_s)
-        return [*seconds, shares.fixed[limits.at], shares.per_microbatch[limits.at]]
-
     def _carried(
         self,
         stages: Stages,
-        weights: Mapping[int, list[Floats]],
+        weights: Mapping[int, Weights],
         limits: Limits,
         held: Floats,
     ) -> list[int]:
         """The sums that may exceed their limits if all branches take what is heaviest."""
         often = Counter(self.block.classes)
-        most = [
-            sum(np.maximum(weights[k][i].max(axis=-1), 0.0) * n for k, n in often.items())
-            for i in range(5)
-        ]
+
+        def heaviest(of: Callable[[Weights], Floats]) -> Floats:
+            """What all branches add at most: [t, k]."""
+            tables = [np.maximum(of(weights[k]).max(axis=-1), 0.0) * n for k, n in often.items()]
+            return np.asarray(np.sum(tables, axis=0))
+
         quick = stages.seconds[COMPUTE] <= limits.period_s[:, None, None]
 
         def exceeds(base: Floats, which: Floats, limit: Floats | float) -> bool:
             return bool((quick & (base + which[..., None] > limit)).any())
 
-        memory = most[3] + held[..., 0] * most[4]
+        fixed, per_microbatch = heaviest(lambda w: w.fixed), heaviest(lambda w: w.per_microbatch)
+        memory = fixed + held[..., 0] * per_microbatch
+        traffic = heaviest(lambda w: w.seconds[TRAFFIC])
+        reduce_s = heaviest(lambda w: w.seconds[REDUCE])
         base = stages.fixed + held * stages.per_microbatch
         found = [COMPUTE]
-        if exceeds(stages.seconds[TRAFFIC], most[TRAFFIC], limits.period_s[:, None, None]):
+        if exceeds(stages.seconds[TRAFFIC], traffic, limits.period_s[:, None, None]):
             found.append(TRAFFIC)
-        if exceeds(stages.seconds[REDUCE], most[REDUCE], limits.reduce_s[:, None, None]):
+        if exceeds(stages.seconds[REDUCE], reduce_s, limits.reduce_s[:, None, None]):
             found.append(REDUCE)
         if exceeds(base, memory, limits.sizes.memory_bytes):
             found.append(MEMORY)
@@ -234,11 +262,6 @@ class Beside:
         alone = [options[k].devices[..., -1] for k in self.block.classes]
         heights = states % self.heights.shape[1]
         return largest_groups(alone, self.groups[..., heights], self.allowed.reshape(-1)[states])
-
-
-def _memory(fixed: Floats, per_microbatch: Floats, held: Floats) -> Floats:
-    """Bytes of [t, k, c] for some numbers in flight [t, m]: [t, m, k, c]."""
-    return fixed[:, None] + held[..., None, None] * per_microbatch[:, None]
 
 
 def _fewest(

@@ -92,6 +92,12 @@ def span(chain: Chain) -> int:
     return chain.below[0]
 
 
+def count(chain: Chain) -> int:
+    """Items of a chain and of all chains inside it."""
+    inner = [branch for block in chain.blocks for branch in block.branches]
+    return len(chain.items) + sum(map(count, inner))
+
+
 class _Builder:
     """Builds chains for one model."""
 

@@ -163,7 +163,7 @@ class Ladder:
         Returns:
             One per size for which some bound suffices; low and high of the sizes are set.
         """
-        result = []
+        result: list[Table] = []
         for together in self._together(jobs):
             if not self.is_large:
                 result += self._at_a_time(together)

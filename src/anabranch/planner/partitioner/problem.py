@@ -12,7 +12,6 @@ from anabranch.planner.partitioner.parts import Facts, PartPrices
 from anabranch.planner.partitioner.prices import Bound, Prices, degrees
 from anabranch.planner.partitioner.reach import Reach
 
-
 MOST_UNEVEN = 128
 """Operators of a row for which numbers of replicas besides the powers of two are tried."""
 

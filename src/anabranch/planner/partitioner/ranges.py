@@ -253,7 +253,7 @@ class Ranges:
             at &= self._reduce_s[:, p] <= bound.reduce_s
         places = np.flatnonzero(at)
         quickest = self._slowest_s[bound.at, places, p].argmin()
-        return self.sizes.modes[places[quickest]]
+        return self.sizes.modes[int(places[quickest])]
 
     def need(self, bounds: Sequence[Bound], heights: int, most: int | None = None) -> Ints:
         """Fewest devices for every range within bounds: [bound, height, stop, start].

@@ -37,7 +37,7 @@ from itertools import takewhile
 import numpy as np
 
 from anabranch.planner.partitioner.beside import Beside, Limits, Shared, Stages
-from anabranch.planner.partitioner.chains import Block, Chain, span
+from anabranch.planner.partitioner.chains import Block, Chain, count, span
 from anabranch.planner.partitioner.prices import Bound, Prices
 from anabranch.planner.partitioner.ranges import INFINITE, Bools, Ints, Ranges, Sizes
 from anabranch.planner.partitioner.sharing import largest_groups, whole
@@ -47,7 +47,11 @@ MOST_HEIGHTS = 64
 """Greater heights are taken for the greatest where memory depends on the height."""
 
 HEADS = 8
-"""Cuts per branch that a stage before a block may take, besides none and all of it."""
+FEW_HEADS = 3
+"""Cuts per branch that a stage before a block may take, besides none and all of it; and in models
+of more than ``MANY_ITEMS`` items."""
+
+MANY_ITEMS = 256
 
 
 class Reach:
@@ -60,6 +64,7 @@ class Reach:
 
     Attributes:
         heights: number of heights; no plan has more stages on a path.
+        heads: cuts per branch that a stage before a block may take, besides none and all of it.
     """
 
     def __init__(self, chain: Chain, prices: Sequence[Prices], *, limit: int) -> None:
@@ -67,6 +72,7 @@ class Reach:
         self.sizes = Sizes(prices)
         self.limit = limit
         self.heights = min(limit, span(chain))
+        self.heads = HEADS if count(chain) <= MANY_ITEMS else FEW_HEADS
         self._ranges: dict[int, Ranges] = {}
 
     def ranges(self, chain: Chain | Block) -> Ranges:
@@ -203,7 +209,7 @@ class _Run:
 
     @staticmethod
     def _whole(alone: Sequence[Ints], groups: Ints, caps: Ints) -> Ints:
-        """Fewest devices for the first j branches, no stage reaching out of the block: [j, t, u, e]."""
+        """Fewest devices for the first j branches, no stage leaving the block: [j, t, u, e]."""
         shape = alone[0].shape
         flat = [each.reshape(shape[0], -1) for each in alone]
         allowed = np.arange(shape[2]) <= caps[:, None]
@@ -257,7 +263,7 @@ class _Run:
         caps = _steps(before)
         if not len(caps):
             return
-        cuts = {k: _head_cuts(block.branches[k]) for k in between.branches}
+        cuts = {k: _head_cuts(block.branches[k], self._reach.heads) for k in between.branches}
         suffixes = {(k, c): self.solve(block.branches[k], caps, c) for k in cuts for c in cuts[k]}
         key = id(block), 0, caps.tobytes()
         if key not in self._shared:
@@ -295,10 +301,10 @@ class _Run:
         return [run for run, _ in takewhile(lambda each: each[1], zip(runs, short, strict=True))]
 
 
-def _head_cuts(branch: Chain) -> list[int]:
+def _head_cuts(branch: Chain, heads: int) -> list[int]:
     """Cuts to try, from all of the branch to nothing of it."""
     n = len(branch.items)
-    inner = range(1, n) if n <= HEADS + 1 else {n * i // (HEADS + 1) for i in range(1, HEADS + 1)}
+    inner = range(1, n) if n <= heads + 1 else {n * i // (heads + 1) for i in range(1, heads + 1)}
     return [n, *sorted(inner, reverse=True), 0]
 
 
@@ -328,7 +334,7 @@ def _by_group(need: Ints, exits: int) -> Ints:
 
 
 def _improve(devices: Ints, before: Ints, within: Ints) -> None:
-    """Lower ``devices`` [t, u, e] to the least over w of ``before`` [t, u, w] + ``within`` [t, w, e]."""
+    """Lower ``devices`` [t, u, e] to the least of ``before`` [t, u, w] + ``within`` [t, w, e]."""
     if before.shape[2] == 1:
         total = before + within
     else:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,9 +34,9 @@ class Traffic:
         scaled: Matrix = self.per_sample * samples
         return scaled + self.fixed if self.has_fixed else scaled
 
-    def __getitem__(self, places: object) -> Traffic:
+    def __getitem__(self, places: Any) -> Traffic:
         """Those of some ranges."""
-        return Traffic(self.per_sample[places], self.fixed[places])  # type: ignore[index]
+        return Traffic(self.per_sample[places], self.fixed[places])
 
     @cached_property
     def has_fixed(self) -> bool:

@@ -25,7 +25,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from anabranch.planner.partitioner.assemble import Assembler, Candidate
-from anabranch.planner.partitioner.chains import line
+from anabranch.planner.partitioner.borders import moved
+from anabranch.planner.partitioner.chains import ITEMS, line
 from anabranch.planner.partitioner.ladder import Job, Ladder, Size, least_period
 from anabranch.planner.partitioner.parts import Part, heights
 from anabranch.planner.partitioner.prices import Bound, microbatch_sizes
@@ -287,7 +288,10 @@ class Search:
         key = frozenset(parts)
         if parts and key not in size.seen and self._alone_s(size, parts) <= self._limit(factor):
             size.seen.add(key)
-            for candidate in self._assembler(size).assemblies(parts):
+            assembler = self._assembler(size)
+            if len(self._problem.order) > ITEMS:
+                parts = moved(assembler.prices, assembler.arrange(parts)[0])
+            for candidate in assembler.assemblies(parts):
                 size.found.append(candidate)
                 yield candidate
 

@@ -91,7 +91,7 @@ class Sharing:
         t, m, _ = options[0].devices.shape
         k = options[0].shares[COMPUTE].shape[1]
         first = np.zeros((t, m, k, limit + 1))
-        self._sums = [{which: first for which in carried}]
+        self._sums = [dict.fromkeys(carried, first)]
         self._cuts: dict[int, tuple[NDArray[np.intp], Ints, dict[int, Floats]]] = {}
         for j, option in enumerate(options, start=1):
             self._sums.append(self._cut(option))
