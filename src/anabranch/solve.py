@@ -41,8 +41,10 @@ AUTO = ("1f1b", "1f1b-deep")
 STARTS = 4
 """Proposals whose neighbours are tried."""
 
-IMPROVEMENT = 100_000
-"""Micro-batches times devices that may be simulated to improve on the best proposal."""
+SIMULATION = 500_000
+IMPROVEMENT = 50_000
+"""Micro-batches times devices that may be simulated to judge proposals, those with fewest first, and
+to improve on the best of them. Only models on many hundred devices come near the former."""
 
 
 def plan(
@@ -94,7 +96,7 @@ def plan(
     )
     searched = time.perf_counter()
     judge = Judge(cost, _schedules(schedule, search))
-    judged = _uninterrupted(judge, lambda: judge.consider(proposals))
+    judged = _uninterrupted(judge, lambda: judge.consider(proposals, SIMULATION))
     best = judge.winner(planner)
     simulated = time.perf_counter()
     if judged and not stopped and isinstance(search, Improver):

@@ -56,7 +56,8 @@ class Judge:
     Attributes:
         best: the winner so far; with equal steps the one with less memory.
         best_s: its step.
-        simulated: micro-batches times devices simulated so far, a measure of the work done.
+        simulated: micro-batches times devices simulated so far, a measure of the work done. Where
+            a step repeats itself, only so many are counted as it takes to see that.
     """
 
     def __init__(self, cost: CostModel, schedules: Sequence[str]) -> None:
@@ -91,7 +92,7 @@ class Judge:
     def _consider(self, candidate: Candidate) -> None:
         if candidate.least_s > self.best_s:
             return
-        self.simulated += _num_actions(candidate)
+        self.simulated += _work(candidate)
         seconds = self._seconds(candidate)
         if seconds is None:
             return
@@ -198,6 +199,14 @@ class Judge:
             f"device, which has {self._cost.cluster.memory_bytes / GIB:.2f} GiB; use devices with "
             "that much memory, more devices, a smaller micro-batch or an optimizer with less state"
         )
+
+
+def _work(candidate: Candidate) -> int:
+    graph = candidate.graph
+    return sum(
+        min(graph.num_microbatches(s), 4 * stage.in_flight + 8) * len(stage.devices)
+        for s, stage in enumerate(graph.stages)
+    )
 
 
 def _num_actions(candidate: Candidate) -> int:

@@ -16,10 +16,10 @@ from itertools import islice
 from anabranch.graph.opgraph import bits
 from anabranch.planner.partitioner.parts import Part, PartPrices, edges
 
-MOST_MOVES = 64
+MOST_MOVES = 16
 """Moves at most."""
 
-MOST_WAYS = 16
+MOST_WAYS = 8
 """Ways for the slowest stage to change that are looked at before each move."""
 
 

@@ -34,6 +34,9 @@ from anabranch.planner.partitioner.prices import Mode, Prices, degrees
 from anabranch.planner.partitioner.recut import Recut
 from anabranch.planner.stages import StageGraph
 
+MOST_STAGES = 48
+"""Stages of a plan that is improved."""
+
 FOCUS = 6
 """Stages that are changed in a plan with more."""
 
@@ -101,10 +104,12 @@ class Polisher:
     def __call__(self, graph: StageGraph) -> list[StageGraph]:
         """Stage graphs near this one, the least estimated step first.
 
-        None for a graph whose stages differ in micro-batch size or k.
+        None for a graph whose stages differ in micro-batch size or k, nor for one with more than
+        ``MOST_STAGES``, where one change makes little difference.
         """
         sizes = {stage.microbatch_size for stage in graph.stages}
-        if len(sizes) > 1 or any(stage.k > 1 for stage in graph.stages):
+        uneven = len(sizes) > 1 or any(stage.k > 1 for stage in graph.stages)
+        if uneven or len(graph) > MOST_STAGES:
             return []
         size = sizes.pop()
         parts = self._parts(graph)

@@ -39,7 +39,7 @@ STEPS = 6
 """Bounds that are tried next, between the last that failed and the first that did not."""
 
 NEAR = 1.05
-NEAR_ENOUGH = 1.12
+NEAR_ENOUGH = 1.3
 """Unless these are so near to each other; in large models, so."""
 
 CLOSER = (0.86, 0.88, 0.9, 0.92, 0.94, 0.955, 0.97, 0.98, 0.99, 1.0, 1.03, 1.1)
@@ -77,6 +77,12 @@ class Effort:
 
 
 QUICK = Effort(1.2, 1.12, 3, (1.0, 1.02, 1.04, 1.08, 1.13, 1.2, 1.3, 1.42), 6)
+BRIEF = Effort(1.1, 1.05, 2, (1.0, 1.04, 1.13, 1.3), 3)
+"""For models of more than ``ITEMS`` operators."""
+
+IN_A_ROW = Effort(1.12, 1.12, 0, (), 0)
+"""For ``in_a_row``: nothing closely."""
+
 THOROUGH = Effort(1.4, 1.4, 99, tuple(1.02**i for i in range(20)), 12)
 
 
@@ -87,7 +93,7 @@ class Search:
         problem: what is to be planned.
         sizes: micro-batch sizes.
         known_s: a step that is known to be possible, so that worse sizes can be left out.
-        effort: how much is looked at.
+        effort: how much is looked at; by default little in a large model.
     """
 
     def __init__(
@@ -95,11 +101,12 @@ class Search:
         problem: Problem,
         sizes: Sequence[int],
         known_s: float = float("inf"),
-        effort: Effort = QUICK,
+        effort: Effort | None = None,
     ) -> None:
         self._problem = problem
         self._known_s = known_s
-        self._effort = effort
+        self._is_coarse = len(problem.order) > ITEMS
+        self._effort = effort or (BRIEF if self._is_coarse else QUICK)
         self._sizes: list[Size] = []
         found = []
         for prices in map(problem.prices, sizes):
@@ -107,7 +114,7 @@ class Search:
                 least_s = least_period(prices)
                 found.append(Size(prices, least_s, low=least_s))
         found.sort(key=lambda size: size.outline_s)
-        self._sizes = [size for size in found if self._promising(size, effort.hopeless)]
+        self._sizes = [size for size in found if self._promising(size, self._effort.hopeless)]
         self._ladder = Ladder(problem, self._sizes)
 
     def run(self) -> Iterator[Candidate]:
@@ -193,8 +200,7 @@ class Search:
         for table in near:
             if self._promising(table.size, self._effort.hopeless):
                 self._ladder.settle(latest[id(table.size)])
-                likely = PROMISING if self._ladder.is_large else self._effort.likely
-                yield from self._add(table.size, table.size.parts, likely)
+                yield from self._add(table.size, table.size.parts, self._effort.likely)
 
     def _rungs(self, size: Size) -> list[float]:
         """The first bounds for a size, without those with which it would be hopeless."""
@@ -289,7 +295,7 @@ class Search:
         if parts and key not in size.seen and self._alone_s(size, parts) <= self._limit(factor):
             size.seen.add(key)
             assembler = self._assembler(size)
-            if len(self._problem.order) > ITEMS:
+            if self._is_coarse:
                 parts = moved(assembler.prices, assembler.arrange(parts)[0])
             for candidate in assembler.assemblies(parts):
                 size.found.append(candidate)
@@ -341,7 +347,7 @@ def in_a_row(
         sizes = [microbatch_size] if microbatch_size else list(microbatch_sizes(problem.batch_size))
     known_s = ranked[0].step_s if ranked else float("inf")
     row = replace(problem, chain=line(problem.cost, problem.order, coarse=True), uneven=False)
-    yield from Search(row, sizes, known_s, replace(QUICK, hopeless=QUICK.likely)).coarse()
+    yield from Search(row, sizes, known_s, IN_A_ROW).coarse()
 
 
 def best(
