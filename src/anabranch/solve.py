@@ -41,10 +41,10 @@ AUTO = ("1f1b", "1f1b-deep")
 STARTS = 4
 """Proposals whose neighbours are tried."""
 
-SIMULATION = 500_000
+SIMULATION = 300_000
 IMPROVEMENT = 50_000
-"""Micro-batches times devices that may be simulated to judge proposals, those with fewest first, and
-to improve on the best of them. Only models on many hundred devices come near the former."""
+"""Micro-batches times devices that may be simulated to judge proposals, those with fewest first,
+and to improve on the best of them. Only plans for many hundred devices come near the former."""
 
 
 def plan(
@@ -124,7 +124,7 @@ def plan(
             step_s=timeline.step_s,
             bottleneck_s_per_sample=bottleneck_s_per_sample(best.graph, cost),
             bubble=timeline.bubble,
-            device_peak_bytes=tuple(timeline.peak_bytes[d] for d in timeline.devices),
+            device_peak_bytes=tuple(timeline.peak_bytes.values()),
         ),
         device=profile.device,
         granularity=profile.graph.granularity,
@@ -174,7 +174,8 @@ def simulate(
         profile: seconds and bytes of the model's operators.
         cluster: where it shall run; may be another one than it was planned for.
         schedule: another schedule than the plan's, with that schedule's own in-flight counts;
-            ``auto`` for the faster of those that ``plan`` chooses from.
+            ``auto`` for the faster of those that ``plan`` chooses from, ``published`` for those of
+            the planner's paper.
         optimizer_factor: optimizer state in bytes per byte of trainable parameter.
 
     Raises:
@@ -184,8 +185,8 @@ def simulate(
     """
     cost = CostModel(profile, cluster, optimizer_factor=optimizer_factor)
     graph, name = plan_.stage_graph, schedule or plan_.schedule
-    if name == "auto":
-        judge = Judge(cost, AUTO)
+    if name in ("auto", "published"):
+        judge = Judge(cost, _schedules(name, planners.PLANNERS[plan_.planner]()))
         judge.consider([graph])
         best = judge.winner(plan_.planner)
         graph, name = best.graph, best.schedule

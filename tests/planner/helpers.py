@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 
 from anabranch.cluster import Cluster, Level
 from anabranch.cost import CostModel
 from anabranch.planner.partitioner.chains import Block, Chain
-from anabranch.profile.profile import Profile
+from anabranch.profile.profile import OpCost, Profile, Sharded
 
 FAST = 1e18
 
@@ -33,6 +34,21 @@ def cluster(
 def cost_model(profile: Profile, devices: int, **options: object) -> CostModel:
     """The profile on a small cluster."""
     return CostModel(profile, cluster(devices, **options), optimizer_factor=1.0)
+
+
+def sharded(profile: Profile, degree: int = 2) -> Profile:
+    """The same with tensor parallelism: a launch more, the rest of everything split."""
+    costs = tuple(
+        OpCost(
+            tuple(0.5 + t / degree for t in each.forward_s),
+            tuple(0.5 + t / degree for t in each.backward_s),
+            each.kept_bytes // degree,
+        )
+        for each in profile.costs
+    )
+    nbytes = {p.name: p.nbytes for p in profile.graph.parameters}
+    held = tuple(sum(nbytes[n] for n in op.parameters) // degree for op in profile.graph.ops)
+    return replace(profile, sharded=(Sharded(degree, costs, held),))
 
 
 def expressible(chain: Chain, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, ...]]:

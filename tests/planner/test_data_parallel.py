@@ -9,7 +9,7 @@ from anabranch.cost import CostModel
 from anabranch.errors import InfeasiblePlanError
 from anabranch.planner.data_parallel import DataParallel
 from tests.planner import shapes
-from tests.planner.helpers import cost_model
+from tests.planner.helpers import cost_model, sharded
 
 SMALL = shapes.towers("small", 2, 1, layers=2, top=1)
 
@@ -45,3 +45,26 @@ def test_says_what_a_device_would_need():
     """The whole model on each: about 350 million weights, 16 bytes each with Adam's state."""
     with pytest.raises(InfeasiblePlanError, match=r"needs \d+\.\d GiB on each device at 1 samples"):
         DataParallel()(cost_model(SMALL, 2, memory=2**30), batch_size=4)
+
+
+def test_recomputes_only_where_it_does_not_fit_otherwise():
+    """Small micro-batches fit as they are; the largest does not, and recomputes if it may."""
+    profile = shapes.mmt(branches=1, layers=4, parts=1)
+    cost = cost_model(profile, 2, memory=1_000_000_000)
+
+    def found(planner: DataParallel) -> dict[int, bool]:
+        graphs = planner(cost, batch_size=256)
+        return {g.stages[0].microbatch_size: g.stages[0].recompute for g in graphs}
+
+    plain, more = found(DataParallel()), found(DataParallel(recompute=True))
+    assert set(plain) < set(more)
+    assert {size: more[size] for size in plain} == plain
+    assert all(more[size] for size in set(more) - set(plain))
+    assert not any(plain.values())
+
+
+def test_replicas_of_several_devices():
+    """Two devices for each of two replicas, or four of one: both are proposed."""
+    cost = cost_model(sharded(SMALL), 4, node=2, memory=2**40)
+    stages = [g.stages[0] for g in DataParallel()(cost, batch_size=4, microbatch_size=4)]
+    assert sorted((stage.replicas, stage.tensor) for stage in stages) == [(2, 2), (4, 1)]

@@ -18,14 +18,17 @@ from anabranch.planner.check import check
 from anabranch.planner.exhaustive import best_replicas, partitions
 from anabranch.planner.graphpipe import GraphPipe
 from anabranch.planner.partitioner import beside
+from anabranch.planner.partitioner.chains import ITEMS, count
 from anabranch.planner.partitioner.ladder import DEARER
 from anabranch.planner.partitioner.parts import Part, PartPrices
 from anabranch.planner.partitioner.search import Search
 from anabranch.planner.partitioner.sharing import Sharing
 from anabranch.planner.sequential import Sequential
+from anabranch.planner.stages import StageGraph
 from anabranch.profile.profile import OpCost, Profile
+from anabranch.simulator.judge import Judge
 from tests.planner import shapes
-from tests.planner.helpers import cost_model, expressible
+from tests.planner.helpers import cost_model, expressible, sharded
 from tests.strategies import planning_profiles
 
 
@@ -122,16 +125,86 @@ def test_any_graph_gets_valid_plans(profile, devices, batch_size):
     assert [check(graph, cost) for graph in proposals] == [[] for _ in proposals]
 
 
+def least_step_s(cost: CostModel, proposals: Iterable[StageGraph]) -> float:
+    """The shortest simulated step."""
+    judge = Judge(cost, ("1f1b", "1f1b-deep"))
+    judge.consider(proposals)
+    return judge.best_s
+
+
 @settings(max_examples=20, deadline=None)
 @given(planning_profiles(8), st.integers(1, 8), st.sampled_from([4, 8, 16]))
-def test_proposes_all_that_sequential_does(profile, devices, batch_size):
-    """So that the best of its proposals, simulated, is never behind the best sequential plan."""
+def test_is_never_behind_sequential(profile, devices, batch_size):
+    """The best of its proposals, simulated, is as good as the best sequential plan."""
     cost = cost_model(profile, devices, bandwidth=50.0)
     try:
         chains = Sequential()(cost, batch_size=batch_size)
     except InfeasiblePlanError:
         return
-    assert set(chains) <= set(GraphPipe()(cost, batch_size=batch_size))
+    own = least_step_s(cost, GraphPipe()(cost, batch_size=batch_size))
+    assert own <= least_step_s(cost, chains) * (1 + 1e-9)
+
+
+def test_data_parallelism_comes_first():
+    """A plan is there before the search begins, and is proposed again among all others."""
+    cost = CostModel(shapes.mmt(parts=1), Cluster.preset("summit:2x4"))
+    proposals = list(GraphPipe()(cost, batch_size=128))
+    assert len(proposals[0]) == 1
+    assert proposals[0] in proposals[1:]
+    assert len(set(proposals)) <= 2 * GraphPipe().candidates
+
+
+def test_recomputes_where_memory_is_short():
+    """Layers that keep more than a device holds: with recomputation there is a plan."""
+    profile = shapes.mmt(branches=2, layers=4, parts=1)
+    kept = tuple(replace(each, kept_bytes=40 * each.kept_bytes) for each in profile.costs)
+    cost = cost_model(replace(profile, costs=kept), 4, memory=2 * 10**9)
+    with pytest.raises(InfeasiblePlanError, match=r"needs at least .* GiB"):
+        list(GraphPipe(recompute=False)(cost, batch_size=64, microbatch_size=16))
+    found = list(GraphPipe()(cost, batch_size=64, microbatch_size=16))
+    assert any(stage.recompute for graph in found for stage in graph.stages)
+    assert [check(graph, cost) for graph in found] == [[] for _ in found]
+
+
+def test_does_not_recompute_where_memory_is_ample():
+    """It costs a forward."""
+    cost = CostModel(shapes.mmt(parts=1), Cluster.preset("summit:2x4"))
+    proposals = list(GraphPipe()(cost, batch_size=128))
+    assert not any(stage.recompute for graph in proposals[-5:] for stage in graph.stages)
+
+
+def test_tensor_groups_lie_inside_nodes():
+    """One sample, two operators, four devices: each replica is spread over a node of two."""
+    profile = sharded(drawn({"a": 4, "b": 4}, {"b": "a"}, out=1))
+    cost = cost_model(profile, 4, node=2)
+    proposals = list(GraphPipe()(cost, batch_size=4, microbatch_size=1))
+    assert [check(graph, cost) for graph in proposals] == [[] for _ in proposals]
+    best = [(stage.tensor, stage.devices) for stage in proposals[-1].stages]
+    assert best == [(2, (0, 1)), (2, (2, 3))]
+
+
+@settings(max_examples=30, deadline=None)
+@given(planning_profiles(6), st.integers(1, 6), st.sampled_from([1, 2, 4]))
+def test_least_period_with_tensor_groups(profile, devices, size):
+    """As the best expressible plan out of all, each stage in any mode."""
+    cost = cost_model(sharded(profile), devices, node=None)
+    found, _ = found_period(cost, size, size)
+    masks, _ = partition_masks(cost, size)
+    assert found == pytest.approx(least_period(cost, size, size, masks), rel=1e-6)
+
+
+@pytest.mark.parametrize("branches", [0, 8], ids=["row", "branches"])
+def test_large_models(branches):
+    """Of 600 operators on 256 devices: valid plans from tables of bounded size."""
+    layers = 600 // max(1, branches)
+    profile = shapes.towers("large", max(1, branches), 0, layers=layers, width=2048, top=1)
+    assert len(profile.graph) > 600
+    cost = CostModel(profile, Cluster.preset("summit:64x4"))
+    problem = GraphPipe().problem(cost, 4096)
+    assert count(problem.chain) <= 2 * ITEMS
+    proposals = list(GraphPipe()(cost, batch_size=4096, microbatch_size=256))
+    assert [check(graph, cost) for graph in proposals] == [[] for _ in proposals]
+    assert max(len(graph) for graph in proposals) > 8
 
 
 def first_stages(profile: Profile, devices: int, size: int, **options: object) -> list[str]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
@@ -183,5 +184,14 @@ def usage(function: Callable[..., _T], *args: Any, **options: Any) -> _T:
     """Call with what the user typed; a ValueError about it is wrong usage (exit code 2)."""
     try:
         return function(*args, **options)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+@contextmanager
+def usage_errors() -> Iterator[None]:
+    """As ``usage``, for a block."""
+    try:
+        yield
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None

@@ -18,6 +18,7 @@ from anabranch.cli.inputs import (
     split_output,
     try_plan,
     usage,
+    usage_errors,
 )
 from anabranch.cli.options import (
     AsJson,
@@ -211,7 +212,7 @@ def compare(
     chosen = [each.value for each in planner or Planner]
     found: dict[str, Plan | AnabranchError] = {}
     # An interrupt that meets a planner without any proposal ends the comparison, not the table.
-    with progress_bar("planning") as progress, suppress(KeyboardInterrupt):
+    with progress_bar("planning") as progress, suppress(KeyboardInterrupt), usage_errors():
         progress(0, len(chosen))
         for name, each in search(
             costs,

@@ -77,6 +77,13 @@ class GraphPipe:
 
     schedules: ClassVar[tuple[str, ...]] = ("1f1b",)
 
+    def __post_init__(self) -> None:
+        if self.tolerance <= 0 or self.candidates < 1 or (self.max_replicas or 1) < 1:
+            raise ValueError(
+                f"tolerance is {self.tolerance}, candidates {self.candidates} and max_replicas "
+                f"{self.max_replicas}; they must be above 0, at least 1 and at least 1"
+            )
+
     def __call__(
         self, cost: CostModel, *, batch_size: int, microbatch_size: int | None = None
     ) -> Iterator[StageGraph]:

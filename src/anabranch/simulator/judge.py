@@ -29,7 +29,6 @@ from anabranch.simulator.costs import ModelCosts
 from anabranch.simulator.run import step_seconds
 from anabranch.simulator.steady import estimate_step_s
 
-
 MARGIN = 0.005
 """How far a step without a period may be off its estimate, as a share of it: a rule of thumb, by
 which a best one could be passed over."""

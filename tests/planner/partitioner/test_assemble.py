@@ -88,9 +88,34 @@ def test_straddles_where_it_must():
     assert place([6, 2], 4) == [[0, 1, 2, 3, 4, 5], [6, 7]]
 
 
+def test_groups_lie_inside_a_node():
+    """A replica on two devices has both in one node; the one that is alone takes what is left."""
+    assert place([3, 6, 3], 4, [1, 2, 1]) == [[8, 9, 10], [0, 1, 2, 3, 4, 5], [6, 7, 11]]
+    assert place([3, 3, 2], 4, [1, 1, 2]) == [[2, 3, 4], [5, 6, 7], [0, 1]]
+    assert place([3, 3], 3, [3, 2]) == []
+
+
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=8), st.sampled_from([1, 2, 4, 8]))
 def test_gives_every_device_once(replicas, node):
     """Whatever the sizes."""
     placed = place(replicas, node)
     assert [len(devices) for devices in placed] == replicas
     assert sorted(sum(placed, [])) == list(range(sum(replicas)))  # noqa: RUF017
+
+
+def test_recomputes_what_does_not_fit_otherwise():
+    """Two stages of 100 bytes per sample kept: three in flight are too many for the first."""
+    n = 2
+    graph = OpGraph((Op("a"), Op("b")), (Value(0, (1,), 1),))
+    costs = tuple(OpCost((1.0,), (1.0,), 100) for _ in range(n))
+    profile = Profile(graph, (1,), costs, device="cpu", source="measured", proportional=True)
+    cluster = Cluster("flat", "cpu", 150, (Level("node", 2, 1e9, 0.0),))
+    for recompute in (False, True):
+        cost = CostModel(profile, cluster)
+        prices = Prices(cost, 4, 1, (1, 2), 150, recompute=recompute)
+        found = Assembler(PartPrices(prices), (0, 1), 2).assemble([Part(1, 1), Part(2, 1)])
+        if recompute:
+            assert found is not None
+            assert [stage.recompute for stage in found.graph.stages] == [True, False]
+        else:
+            assert found is None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -16,7 +18,7 @@ from anabranch.planner.partitioner.parts import Part, PartPrices
 from anabranch.planner.partitioner.prices import UNBOUNDED, Bound, Prices, degrees, microbatch_sizes
 from anabranch.planner.partitioner.ranges import INFINITE, Ranges, Sizes
 from anabranch.profile.profile import OpCost, Profile
-from tests.planner.helpers import cost_model
+from tests.planner.helpers import cost_model, sharded
 from tests.strategies import planning_profiles
 
 #  a --100 bytes per sample--> b;   1 s forward and 2 s backward per sample, 900 bytes of weights
@@ -108,11 +110,23 @@ def test_microbatch_sizes():
     st.sampled_from([1, 3, 4, 8]),
     st.integers(1, 3),
     st.integers(30, 200),
+    st.booleans(),
+    st.booleans(),
 )
-def test_ranges_agree_with_parts(profile, size, count, memory):
-    """Any graph, every range of its order and degree: table and single price are the same."""
+def test_ranges_agree_with_parts(profile, size, count, memory, tensor, recompute):
+    """Any graph, every range of its order and mode: table and single price are the same."""
+    profile = sharded(profile) if tensor else profile
     cost = cost_model(profile, 8, node=4, memory=memory, bandwidth=7.0, card=3.0, latency_s=0.5)
-    common = Prices(cost, size * count, size, degrees(cost, size, 8), memory)
+    common = Prices(
+        cost,
+        size * count,
+        size,
+        degrees(cost, size, 8),
+        memory,
+        cost.tensor_degrees,
+        recompute,
+        8,
+    )
     parts = PartPrices(common)
     chain = line(cost, operators(decompose(cost.graph)))
     ranges = Ranges(chain.row, Sizes([common]))
@@ -127,14 +141,14 @@ def test_ranges_agree_with_parts(profile, size, count, memory):
 
 
 def fewest(parts: PartPrices, mask: int, bound: Bound, height: int) -> int:
-    for degree in parts.prices.degrees:
-        part = Part(mask, degree)
+    for mode in parts.prices.modes:
+        part = Part(mask, mode.replicas, mode.recompute, mode.tensor)
         period, reduce_s = parts.period_s(part), parts.reduce_s(part)
         if not bound.spread:
             period -= reduce_s / parts.prices.num_microbatches
         within = period <= bound.period_s + 1e-9 and reduce_s <= bound.reduce_s
         if within and parts.headroom(part) >= height:
-            return degree
+            return part.devices
     return INFINITE
 
 
@@ -156,3 +170,45 @@ def test_bound_is_inclusive(bound):
     chain = line(CostModel(PROFILE, fast), range(2))
     need = Ranges(chain.row, Sizes([prices(2, cluster=fast).prices])).need([Bound(bound)], 1)
     assert need[0, 0, 1, 0] == (1 if bound == 6.0 else 2)
+
+
+def test_modes():
+    """Fewest devices first, the plainest first; groups of two on at most four devices."""
+    cost = CostModel(sharded(PROFILE), NODES)
+    some = Prices(cost, 16, 4, (1, 2, 4), 1e9, (1, 2), recompute=True, max_devices=4)
+    assert [(m.replicas, m.tensor, m.recompute) for m in some.modes] == [
+        (1, 1, False),
+        (1, 1, True),
+        (2, 1, False),
+        (1, 2, False),
+        (2, 1, True),
+        (1, 2, True),
+        (4, 1, False),
+        (2, 2, False),
+        (4, 1, True),
+        (2, 2, True),
+    ]
+
+
+def test_several_sizes_and_bounds_at_once():
+    """Each bound is for one size: the tables are those of the sizes alone."""
+    fast = Cluster("fast", "cpu", 10**5, (Level("node", 4, 1e9, 0.0),))
+    chain = line(CostModel(PROFILE, fast), range(2))
+    each = [prices(size, cluster=fast).prices for size in (2, 8)]
+    bounds = [Bound(6.0, at=0), Bound(12.1, at=1), Bound(24.0, at=1)]
+    together = Ranges(chain.row, Sizes(each)).need(bounds, 1)
+    alone = [Ranges(chain.row, Sizes([each[b.at]])).need([replace(b, at=0)], 1) for b in bounds]
+    assert (together == np.concatenate(alone)).all()
+    # a takes 3 s per sample: 2 samples on one device, 8 samples on two and on one.
+    assert together[:, 0, 1, 0].tolist() == [1, 2, 1]
+
+
+def test_the_last_height_may_stand_for_greater_ones():
+    """Memory for three micro-batches in flight: height 2 but not 5."""
+    chain = line(CostModel(PROFILE, NODES, optimizer_factor=1.0), range(2))
+    limited = Prices(CostModel(PROFILE, NODES, 1.0), 16, 1, (1,), 2830.0)
+    ranges = Ranges(chain.row, Sizes([limited]))
+    # 900 bytes three times and 100 to receive; 10 per micro-batch in flight.
+    assert int(ranges.headroom[0, 0, 0]) == 2
+    assert ranges.need([Bound(1e9)], 3)[0, :, 1, 0].tolist() == [1]
+    assert ranges.need([Bound(1e9)], 3, 5)[0, :, 1, 0].tolist() == [1, 1, INFINITE]

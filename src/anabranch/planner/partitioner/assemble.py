@@ -35,8 +35,9 @@ MOST_CUTS = 8
 
 
 MOST_SCATTERED = 8
+MOST_DEVICES = 128
 SCATTERED = 1.05
-"""Stages of a plan for which devices spread over the nodes are tried, and what their estimate is
+"""Stages and devices of a plan for which devices spread over the nodes are tried, and what their estimate is
 multiplied by: all-reduces and transfers of many stages meet at the cards."""
 
 
@@ -210,7 +211,8 @@ class Assembler:
             if chosen and chosen not in seen:
                 seen.append(chosen)
                 yield step_s(self.prices, parts, chosen, pairs), chosen
-        if all(part.tensor == 1 for part in parts) and len(parts) <= MOST_SCATTERED:
+        few = len(parts) <= MOST_SCATTERED and sum(part.devices for part in parts) <= MOST_DEVICES
+        if few and all(part.tensor == 1 for part in parts):
             chosen = scatter([part.replicas for part in parts], node)
             if chosen and chosen not in seen:
                 yield SCATTERED * step_s(self.prices, parts, chosen, pairs), chosen

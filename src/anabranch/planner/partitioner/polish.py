@@ -35,7 +35,8 @@ from anabranch.planner.partitioner.recut import Recut
 from anabranch.planner.stages import StageGraph
 
 MOST_STAGES = 48
-"""Stages of a plan that is improved."""
+MOST_DEVICES = 128
+"""Stages and devices of a plan that is improved: pricing one takes a millisecond, not ten."""
 
 FOCUS = 6
 """Stages that are changed in a plan with more."""
@@ -105,11 +106,12 @@ class Polisher:
         """Stage graphs near this one, the least estimated step first.
 
         None for a graph whose stages differ in micro-batch size or k, nor for one with more than
-        ``MOST_STAGES``, where one change makes little difference.
+        ``MOST_STAGES`` or ``MOST_DEVICES``, where one change makes little difference.
         """
         sizes = {stage.microbatch_size for stage in graph.stages}
         uneven = len(sizes) > 1 or any(stage.k > 1 for stage in graph.stages)
-        if uneven or len(graph) > MOST_STAGES:
+        large = len(graph) > MOST_STAGES or self._cost.cluster.num_devices > MOST_DEVICES
+        if uneven or large:
             return []
         size = sizes.pop()
         parts = self._parts(graph)
