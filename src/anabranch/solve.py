@@ -185,8 +185,11 @@ def simulate(
     """
     cost = CostModel(profile, cluster, optimizer_factor=optimizer_factor)
     graph, name = plan_.stage_graph, schedule or plan_.schedule
+    if name == "published" and plan_.planner not in planners.PLANNERS:
+        raise ValueError(f"planner {plan_.planner!r} is unknown here, and so is its schedule")
     if name in ("auto", "published"):
-        judge = Judge(cost, _schedules(name, planners.PLANNERS[plan_.planner]()))
+        chosen = AUTO if name == "auto" else planners.PLANNERS[plan_.planner]().schedules
+        judge = Judge(cost, chosen)
         judge.consider([graph])
         best = judge.winner(plan_.planner)
         graph, name = best.graph, best.schedule

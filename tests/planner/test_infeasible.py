@@ -40,11 +40,11 @@ def test_names_the_memory_and_the_devices_that_would_do(planner):
     assert match is not None, str(refused.value)
     needed, devices, there, enough = match.groups()
     assert (devices, there) == ("4", "1.0")
-    assert planner(mmt_on(1, float(needed) + 0.05), batch_size=64)
+    assert list(planner(mmt_on(1, float(needed) + 0.05), batch_size=64))
     with pytest.raises(InfeasiblePlanError):
-        planner(mmt_on(1, float(needed) * 0.95), batch_size=64)
+        list(planner(mmt_on(1, float(needed) * 0.95), batch_size=64))
     assert int(enough) <= 32
-    assert planner(mmt_on(-(-int(enough) // 4), 1.0), batch_size=64)
+    assert list(planner(mmt_on(-(-int(enough) // 4), 1.0), batch_size=64))
 
 
 def test_no_number_of_devices_helps_a_single_large_operator():
@@ -52,7 +52,7 @@ def test_no_number_of_devices_helps_a_single_large_operator():
     profile = shapes.towers("tables", 0, 2, top=1)
     cost = cost_model(profile, 2, memory=2**28)
     with pytest.raises(InfeasiblePlanError, match=r"has 0\.2 GiB$"):
-        GraphPipe()(cost, batch_size=8)
+        list(GraphPipe()(cost, batch_size=8))
 
 
 @settings(max_examples=25, deadline=None)
@@ -64,7 +64,7 @@ def test_the_suggested_memory_suffices(profile, devices, memory):
     if devices > len(profile.graph):
         return
     try:
-        planner(cost, batch_size=4)
+        list(planner(cost, batch_size=4))
     except InfeasiblePlanError:
         message = str(explain(planner.problem(cost, 4), None))
         assert "needs at least" in message
@@ -85,13 +85,13 @@ def test_the_suggested_memory_suffices(profile, devices, memory):
             re.findall(r"at least ([\d.]+) GiB", str(explain(planner.problem(cost, 4), None)))[0]
         )
         enough = cost_model(large, devices, memory=int((needed * 1.02 + 0.1) * 2**30))
-        assert planner(enough, batch_size=4)
+        assert list(planner(enough, batch_size=4))
 
 
 def test_says_how_many_devices_can_be_used():
     """A straight pipeline of 35 operators on 64 devices."""
     with pytest.raises(InfeasiblePlanError, match="at most 35 of the 64 devices"):
-        GraphPipe(max_replicas=1)(mmt_on(16, 16.0), batch_size=64)
+        list(GraphPipe(max_replicas=1)(mmt_on(16, 16.0), batch_size=64))
 
 
 def test_says_when_no_plan_uses_all_devices():
@@ -99,4 +99,4 @@ def test_says_when_no_plan_uses_all_devices():
     profile = shapes.towers("small", 1, 0, layers=1, top=0)
     cost = cost_model(profile, 4, memory=2**40)
     with pytest.raises(InfeasiblePlanError, match="at most 3 of the 4 devices"):
-        GraphPipe()(cost, batch_size=1)
+        list(GraphPipe()(cost, batch_size=1))

@@ -1,14 +1,14 @@
 """Data parallelism: the whole model on every device, gradients accumulated over micro-batches.
 
 Where the profile has costs for it, several devices may hold one replica together (tensor
-parallelism); such a group lies inside a node. Recomputation makes every step longer, so it is used
-for a micro-batch size only if that does not fit without.
+parallelism); such a group lies inside a node. Recomputation saves nothing here: with one
+micro-batch in flight its insides are kept at once either way.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 from anabranch.cluster import GIB
@@ -23,13 +23,7 @@ from anabranch.planner.stages import StageGraph
 
 @dataclass(frozen=True)
 class DataParallel:
-    """One stage on all devices, for every micro-batch size; the least estimated step first.
-
-    Attributes:
-        recompute: run the forward again in the backward where it does not fit otherwise.
-    """
-
-    recompute: bool = False
+    """One stage on all devices, for every micro-batch size; the least estimated step first."""
 
     schedules: ClassVar[tuple[str, ...]] = ("1f1b",)
 
@@ -44,14 +38,15 @@ class DataParallel:
         """
         total = cost.cluster.num_devices
         require_sizes(cost, batch_size, microbatch_size, total)
-        ways = data_parallel(cost, batch_size, microbatch_size, total, recompute=self.recompute)
+        ways = data_parallel(cost, batch_size, microbatch_size, total)
         found = sorted(ways, key=lambda each: each.step_s)
         if not found:
             raise self._explain(cost, batch_size, microbatch_size)
         return [candidate.graph for candidate in found]
 
+    @staticmethod
     def _explain(
-        self, cost: CostModel, batch_size: int, microbatch_size: int | None
+        cost: CostModel, batch_size: int, microbatch_size: int | None
     ) -> InfeasiblePlanError:
         total = cost.cluster.num_devices
         sizes = [
@@ -71,7 +66,6 @@ class DataParallel:
             microbatch_size=-(-sizes[0] // total) * total,
             replicas=total,
             in_flight=1,
-            recompute=self.recompute,
         )
         return InfeasiblePlanError(
             f"data parallelism needs {need / GIB:.1f} GiB on each device at "
@@ -87,7 +81,6 @@ def data_parallel(
     microbatch_size: int | None,
     max_replicas: int,
     *,
-    recompute: bool = False,
     facts: Facts | None = None,
 ) -> Iterator[Candidate]:
     """The candidates, in the order of micro-batch sizes; none beyond ``max_replicas`` devices.
@@ -97,7 +90,6 @@ def data_parallel(
         batch_size: samples of one step.
         microbatch_size: only this size.
         max_replicas: devices of a stage at most.
-        recompute: recompute where it does not fit otherwise.
         facts: what sets of operators weigh, if that is known.
     """
     total, node = cost.cluster.num_devices, cost.cluster.group_sizes[0]
@@ -113,9 +105,6 @@ def data_parallel(
                 continue
             prices = Prices(cost, batch_size, size, (replicas,), cost.cluster.memory_bytes)
             part = Part(everything, replicas, tensor=tensor)
-            known = PartPrices(prices, facts)
-            if recompute and known.headroom(part) < 0:
-                part = replace(part, recompute=True)
-            candidate = Assembler(known, order, total).assemble([part])
+            candidate = Assembler(PartPrices(prices, facts), order, total).assemble([part])
             if candidate is not None:
                 yield candidate

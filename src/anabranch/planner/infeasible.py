@@ -48,7 +48,9 @@ def require_sizes(
             f"{microbatch_size or f'1 to {batch_size}'} samples on up to "
             f"{min(total, max_replicas)} devices per stage; profile again at more sample counts"
         )
-    each = min(max_replicas, max(sizes))
+    node = cost.cluster.group_sizes[0]
+    tensor = max(t for t in cost.tensor_degrees if node % t == 0)
+    each = min(max_replicas, max(sizes) * tensor)
     usable = len(cost.graph) * each * tensor
     if usable < total:
         raise InfeasiblePlanError(

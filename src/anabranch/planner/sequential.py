@@ -52,10 +52,10 @@ class Sequential:
     schedules: ClassVar[tuple[str, ...]] = ("1f1b",)
 
     def __post_init__(self) -> None:
-        if self.tolerance <= 0 or self.candidates < 1 or (self.max_replicas or 1) < 1:
+        if self.tolerance < 0 or self.candidates < 1 or (self.max_replicas or 1) < 1:
             raise ValueError(
                 f"tolerance is {self.tolerance}, candidates {self.candidates} and max_replicas "
-                f"{self.max_replicas}; they must be above 0, at least 1 and at least 1"
+                f"{self.max_replicas}; they must be at least 0, 1 and 1"
             )
 
     def __call__(
@@ -84,7 +84,7 @@ class Sequential:
             batch_size,
             self.max_replicas or cost.cluster.num_devices,
             chained=True,
-            tolerance=self.tolerance,
+            tolerance=max(self.tolerance, 1e-9),
             recompute=self.recompute,
         )
 
@@ -106,7 +106,6 @@ class Sequential:
                 batch_size,
                 microbatch_size,
                 problem.max_replicas,
-                recompute=self.recompute,
                 facts=problem.facts,
             )
         )

@@ -33,12 +33,11 @@ MANY_LEFT = 0.25
 MOST_CUTS = 8
 """Places at which a stage may be cut in two."""
 
-
 MOST_SCATTERED = 8
 MOST_DEVICES = 128
 SCATTERED = 1.05
-"""Stages and devices of a plan for which devices spread over the nodes are tried, and what their estimate is
-multiplied by: all-reduces and transfers of many stages meet at the cards."""
+"""Stages and devices of a plan for which devices spread over the nodes are tried, and what their
+estimate is multiplied by: all-reduces and transfers of many stages meet at the cards."""
 
 
 @dataclass(frozen=True)

@@ -215,7 +215,9 @@ def least(
         exact: plans must take all devices rather than some of them.
     """
     limit = stages.prices.cost.cluster.num_devices
-    search = Search(stages.states.starts, len(stages.states), limit, tolerance)
+    # The search comes so near twice, to a lower bound and from there to the least.
+    near = (1 + tolerance) ** 0.5 - 1
+    search = Search(stages.states.starts, len(stages.states), limit, near)
     # Without a bound: upwards from a load that could hardly be less.
     bound = 2 * stages.least_s if bound_s is None else bound_s
     last = stages.most_s if bound_s is None else bound_s
