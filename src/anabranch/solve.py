@@ -41,7 +41,7 @@ AUTO = ("1f1b", "1f1b-deep")
 STARTS = 4
 """Proposals whose neighbours are tried."""
 
-SIMULATION = 300_000
+SIMULATION = 150_000
 IMPROVEMENT = 50_000
 """Micro-batches times devices that may be simulated to judge proposals, those with fewest first,
 and to improve on the best of them. Only plans for many hundred devices come near the former."""

@@ -136,6 +136,7 @@ class Assembler:
         for replicas in (2 * part.replicas, part.replicas + 1):
             more = replace(part, replicas=replicas)
             possible = more.devices - part.devices <= left and self._may(more)
+            possible = possible and self.prices.headroom(more) >= 0
             if possible and (not helpful or self.prices.period_s(more) < period):
                 yield [more]
         if part.devices <= left:
@@ -159,7 +160,8 @@ class Assembler:
         for count in counts.tolist():
             first = sum(1 << op for op in ops[:count])
             cuts.append([replace(part, mask=first), replace(part, mask=part.mask & ~first)])
-        return min(cuts, key=self._longest, default=[])
+        fitting = (cut for cut in cuts if all(self.prices.headroom(part) >= 0 for part in cut))
+        return min(fitting, key=self._longest, default=[])
 
     @cached_property
     def _position(self) -> dict[int, int]:
