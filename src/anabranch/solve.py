@@ -17,7 +17,6 @@ from anabranch.cost import CostModel
 from anabranch.errors import (
     AnabranchError,
     BudgetError,
-    InfeasiblePlanError,
     InvalidPlanError,
     InvalidScheduleError,
 )
@@ -155,7 +154,7 @@ def compare(
     for name in planners.PLANNERS if names is None else names:
         try:
             yield name, plan(profile, cluster, batch_size, planner=name, **options)
-        except (InfeasiblePlanError, BudgetError) as error:
+        except AnabranchError as error:
             yield name, error
 
 

@@ -153,11 +153,13 @@ def plan(
         model=model,
     )
     found = replace(found, options=source.recorded())
-    others = {}
-    if baselines and planner is Planner.graphpipe:
-        others = find_baselines(costs, machines, found, microbatch_size, schedule, max_replicas)
     if file is not None:
         save_plan(found, file)
+    others: dict[str, Plan | str] = {}
+    stopped = any("interrupted" in note for note in found.notes)
+    if baselines and planner is Planner.graphpipe and not stopped:
+        with suppress(KeyboardInterrupt):
+            others = find_baselines(costs, machines, found, microbatch_size, schedule, max_replicas)
     if as_json:
         document = plan_to_dict(found)
         document["baselines"] = {

@@ -193,7 +193,8 @@ class Plan:
     def summary(self) -> str:
         """A table of the stages and the predicted figures, as plain text."""
         graph = self.stage_graph
-        samples_per_s = graph.batch_size / self.predicted.step_s
+        step_s = self.predicted.step_s
+        samples_per_s = graph.batch_size / step_s if step_s else 0.0
         peak = max(self.predicted.device_peak_bytes)
         count = len(graph.devices)
         shape = f"{len(graph)} stages, depth {graph.depth}"

@@ -57,7 +57,7 @@ OrderFor = Callable[[StageGraph], Schedule]
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Seconds of a step, and whether they rest on a period."""
+    """Seconds of a step, and whether they rest on a period that was found rather than on a trend."""
 
     seconds: float
     periodic: bool
@@ -129,7 +129,7 @@ def _by_differences(
         increase = ends[2] - ends[1]
         if abs(increase - (ends[1] - ends[0])) <= TOLERANCE * ends[2]:
             seconds = ends[2] + (total - sizes[-1]) // DIFFERENCE * increase
-            return Estimate(seconds, periodic=True)
+            return Estimate(seconds, periodic=False)
         first *= 2
     return None
 

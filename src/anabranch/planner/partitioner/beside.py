@@ -97,7 +97,9 @@ class Stages:
         seconds = limits.per_bound(ranges.compute_s(at), ranges.traffic_s(at), ranges.reduce_s(at))
         seconds[COMPUTE][~limits.sizes.valid[limits.at]] = np.inf
         fixed, per_microbatch = ranges.memory(at)
-        return Stages(seconds, fixed[limits.at], per_microbatch[limits.at])
+        fixed = np.array(fixed[limits.at])
+        fixed[~limits.sizes.valid[limits.at]] = np.inf
+        return Stages(seconds, fixed, per_microbatch[limits.at])
 
 
 @dataclass(frozen=True)

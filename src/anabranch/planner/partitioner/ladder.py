@@ -300,7 +300,7 @@ def least_period(prices: Prices) -> float:
         seconds = sum(prices.cost.op_seconds(prices.samples(mode.replicas), mode.tensor))
         work = min(work, float(np.sum(seconds)) * mode.devices)
         longest = min(longest, float(np.max(seconds)))
-    return max(work / prices.cost.cluster.num_devices, longest) * (1 - 1e-9)
+    return max(1e-12, work / prices.cost.cluster.num_devices, longest) * (1 - 1e-9)
 
 
 def entries(chain: Chain, modes: int, devices: float) -> tuple[float, float]:
