@@ -8,6 +8,9 @@ from anabranch.errors import InfeasiblePlanError
 from anabranch.planner.partitioner.prices import degrees, microbatch_sizes
 from anabranch.planner.partitioner.search import Problem
 
+_MORE_MEMORY = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 4.0)
+"""Multiples of the memory that some devices need which are tried for all of them."""
+
 _MOST_DEVICES = 1024
 """Device counts beyond this are not suggested."""
 
@@ -71,6 +74,10 @@ def explain(problem: Problem, microbatch_size: int | None) -> InfeasiblePlanErro
     name = cost.graph.name or "the model"
     memory = _least_memory(problem, size)
     count = _least_devices(problem, size)
+    # On all devices, pipelines are longer or micro-batches larger than on as few as will do.
+    memory = next(
+        (m for m in (memory * ratio for ratio in _MORE_MEMORY) if problem.fills(sizes, m)), memory
+    )
     if memory <= cluster.memory_bytes:
         return InfeasiblePlanError(
             f"{name} fits the memory of {cluster.name} on {count} devices, but no plan uses all "

@@ -57,7 +57,7 @@ OrderFor = Callable[[StageGraph], Schedule]
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Seconds of a step, and whether they rest on a period that was found rather than on a trend."""
+    """Seconds of a step, and whether they rest on a period rather than on a trend."""
 
     seconds: float
     periodic: bool

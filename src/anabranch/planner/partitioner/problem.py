@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -11,6 +12,7 @@ from anabranch.planner.partitioner.chains import Chain
 from anabranch.planner.partitioner.parts import Facts, PartPrices
 from anabranch.planner.partitioner.prices import Bound, Prices, degrees
 from anabranch.planner.partitioner.reach import Reach
+from anabranch.planner.partitioner.solved import Found
 
 MOST_UNEVEN = 128
 """Operators of a row for which numbers of replicas besides the powers of two are tried."""
@@ -99,8 +101,28 @@ class Problem:
             memory_bytes: memory of a device, if other than the cluster's.
             limit: devices at most, if other than the cluster's.
         """
+        found = self._with_fewest(microbatch_size, memory_bytes, limit)[1]
+        return int(found.devices[0, 0])
+
+    def _with_fewest(
+        self, microbatch_size: int, memory_bytes: float | None, limit: int | None = None
+    ) -> tuple[Prices, Found]:
         prices = self.prices(microbatch_size, limit)
         if memory_bytes is not None:
             prices = replace(prices, memory_bytes=memory_bytes)
-        reach = self.reach(prices, limit=limit)
-        return int(reach.solve([Bound(float("inf"))]).devices[0, 0])
+        return prices, self.reach(prices, limit=limit).solve([Bound(float("inf"))])
+
+    def fills(self, sizes: Sequence[int], memory_bytes: float) -> bool:
+        """Whether so much memory suffices for a plan on all devices, at the least or most of some
+        micro-batch sizes.
+        """
+        covered = [size for size in sizes if self.prices(size).degrees]
+        for size in dict.fromkeys((covered[0], covered[-1])):
+            prices, found = self._with_fewest(size, memory_bytes)
+            if found.devices[0, 0] <= self.cost.cluster.num_devices:
+                assembler = Assembler(
+                    PartPrices(prices, self.facts), self.order, self.max_replicas, self.chained
+                )
+                if assembler.assemble(found.parts(0)) is not None:
+                    return True
+        return False
