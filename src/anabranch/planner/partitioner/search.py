@@ -51,6 +51,9 @@ PROMISING = 1.05
 ROWS = 3
 """Micro-batch sizes for which stages that are runs of the model in one order are tried too."""
 
+SHORT = 10
+"""Models of up to so many operators are searched as closely as can be: that takes no time."""
+
 REDUCE = 1.25
 REDUCE_SHARE = 0.03
 """All-reduces may take this many times the longest of the coarse plan, or this share of a step."""
@@ -323,7 +326,11 @@ def candidates(
         known_s: a step that is known to be possible, so that worse sizes can be left out.
     """
     sizes = [microbatch_size] if microbatch_size else microbatch_sizes(problem.batch_size)
-    yield from Search(problem, sizes, known_s).run()
+    if len(problem.order) > SHORT:
+        yield from Search(problem, sizes, known_s).run()
+        return
+    for uneven in (False, True):
+        yield from Search(replace(problem, uneven=uneven), sizes, known_s, THOROUGH).run()
 
 
 def in_a_row(
@@ -347,7 +354,11 @@ def in_a_row(
         sizes = [microbatch_size] if microbatch_size else list(microbatch_sizes(problem.batch_size))
     known_s = ranked[0].step_s if ranked else float("inf")
     row = replace(problem, chain=line(problem.cost, problem.order, coarse=True), uneven=False)
-    yield from Search(row, sizes, known_s, IN_A_ROW).coarse()
+    if len(problem.order) > SHORT:
+        yield from Search(row, sizes, known_s, IN_A_ROW).coarse()
+        return
+    for uneven in (False, True):
+        yield from Search(replace(row, uneven=uneven), sizes, effort=THOROUGH).run()
 
 
 def best(
