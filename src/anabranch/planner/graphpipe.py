@@ -46,8 +46,8 @@ from anabranch.planner.data_parallel import data_parallel
 from anabranch.planner.infeasible import explain, require_sizes
 from anabranch.planner.partitioner.assemble import Candidate
 from anabranch.planner.partitioner.chains import build
-from anabranch.planner.partitioner.configured import configured
-from anabranch.planner.partitioner.exact import with_exact
+from anabranch.planner.partitioner.configured.candidates import configured
+from anabranch.planner.partitioner.exact.candidates import with_exact
 from anabranch.planner.partitioner.polish import Polisher
 from anabranch.planner.partitioner.problem import Problem
 from anabranch.planner.partitioner.search import best, in_a_row

@@ -4,8 +4,8 @@ prices    what a stage on d replicas costs: its period, and whether it fits
 rows, ranges, parts      tables of those prices for all stages that a plan may have
 chains, line             the model as the search sees it: with its branches, or in a row
 reach, sharing, solved   the dynamic programme: fewest devices under a bound on the period
-exact_*                  the search over all partitions of graphs with few downsets
+exact                    the search over all partitions of graphs with few downsets
 search                   micro-batch sizes, bounds and depths to try
 assemble, estimate       devices for the stages, and the rank of a proposal
-configured_*             the search with a micro-batch size and a k for every stage
+configured               the search with a micro-batch size and a k for every stage
 """

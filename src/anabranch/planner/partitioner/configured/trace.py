@@ -9,12 +9,12 @@ import numpy as np
 
 from anabranch.graph.opgraph import bits
 from anabranch.planner.partitioner.chains import Block, Chain
-from anabranch.planner.partitioner.configured_menu import Offers
-from anabranch.planner.partitioner.configured_prices import NEVER, Ints
-from anabranch.planner.partitioner.configured_reach import ConfiguredReach
-from anabranch.planner.partitioner.configured_shapes import Shape
-from anabranch.planner.partitioner.configured_share import Together
-from anabranch.planner.partitioner.configured_states import Passed, Solved
+from anabranch.planner.partitioner.configured.menu import Offers
+from anabranch.planner.partitioner.configured.prices import NEVER, Ints
+from anabranch.planner.partitioner.configured.reach import ConfiguredReach
+from anabranch.planner.partitioner.configured.shapes import Shape
+from anabranch.planner.partitioner.configured.share import Together
+from anabranch.planner.partitioner.configured.states import Passed, Solved
 from anabranch.planner.partitioner.prices import Mode
 
 

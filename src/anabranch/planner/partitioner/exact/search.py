@@ -7,7 +7,7 @@ The bottleneck is not the step, so there are several kinds of best:
   plans with equal periods the shallowest is a candidate, and all shallower ones that are slower by
   no more than ``HOPELESS``;
 - in small problems, the front of longest period and shortest way through a plan, and the least step
-  for deep warm-up (``exact_paths``): with few micro-batches these count as much.
+  for deep warm-up (``exact.paths``): with few micro-batches these count as much.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from itertools import chain
 import numpy as np
 
 from anabranch.planner.partitioner.assemble import Candidate
-from anabranch.planner.partitioner.exact_paths import ShortestPath
-from anabranch.planner.partitioner.exact_prices import Priced, Weights
-from anabranch.planner.partitioner.exact_reach import ExactFound, ExactReach
+from anabranch.planner.partitioner.exact.paths import ShortestPath
+from anabranch.planner.partitioner.exact.prices import Priced, Weights
+from anabranch.planner.partitioner.exact.reach import ExactFound, ExactReach
 from anabranch.planner.partitioner.parts import Part, edges
 from anabranch.planner.partitioner.prices import Bound
 from anabranch.planner.partitioner.problem import Problem

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 
 from anabranch.errors import BudgetError
 from anabranch.graph.opgraph import Op, OpGraph, Value, bits
-from anabranch.planner.partitioner.exact_lattice import Lattice
+from anabranch.planner.partitioner.exact.lattice import Lattice
 from tests.strategies import op_graphs
 
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from anabranch.cost import CostModel
 from anabranch.planner.exhaustive import partitions
-from anabranch.planner.partitioner.exact_paths import ShortestPath
-from anabranch.planner.partitioner.exact_prices import Priced
-from anabranch.planner.partitioner.exact_reach import ExactReach
+from anabranch.planner.partitioner.exact.paths import ShortestPath
+from anabranch.planner.partitioner.exact.prices import Priced
+from anabranch.planner.partitioner.exact.reach import ExactReach
 from anabranch.planner.partitioner.parts import Part, edges, fits
 from anabranch.planner.partitioner.prices import Bound
 from tests.planner.helpers import cost_model

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from anabranch.cost import CostModel
 from anabranch.graph.opgraph import Op, OpGraph, Parameter, Value
-from anabranch.planner.partitioner.exact_atoms import atoms, merged, ordered, quotient
+from anabranch.planner.partitioner.exact.atoms import atoms, merged, ordered, quotient
 from anabranch.planner.partitioner.parts import PartPrices
 from anabranch.profile.profile import OpCost, Profile
 from tests.planner.helpers import cluster, cost_model

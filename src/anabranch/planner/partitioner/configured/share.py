@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from anabranch.planner.partitioner.chains import Block
-from anabranch.planner.partitioner.configured_prices import NEVER, Ints
-from anabranch.planner.partitioner.configured_shapes import Shape
-from anabranch.planner.partitioner.configured_states import Arithmetic, Passed
+from anabranch.planner.partitioner.configured.prices import NEVER, Ints
+from anabranch.planner.partitioner.configured.shapes import Shape
+from anabranch.planner.partitioner.configured.states import Arithmetic, Passed
 
 
 @dataclass(frozen=True)

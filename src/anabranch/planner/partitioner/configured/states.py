@@ -1,6 +1,6 @@
 """The states of a search with schedule configurations, and the arithmetic on them.
 
-``configured_reach`` says what they mean. Every array of samples is [..., configuration, column,
+``configured.reach`` says what they mean. Every array of samples is [..., configuration, column,
 devices], a column for each of the things that may follow.
 """
 
@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 
 from anabranch.errors import BudgetError
 from anabranch.planner.partitioner.chains import Chain
-from anabranch.planner.partitioner.configured_menu import Menu, Offers
-from anabranch.planner.partitioner.configured_prices import NEVER, Ints
-from anabranch.planner.partitioner.configured_shapes import Shape
+from anabranch.planner.partitioner.configured.menu import Menu, Offers
+from anabranch.planner.partitioner.configured.prices import NEVER, Ints
+from anabranch.planner.partitioner.configured.shapes import Shape
 
 
 @dataclass

@@ -23,7 +23,7 @@ branch is a chain of its own, and branches share out the devices::
 
 All choices are columns of one array, so that a branch is solved for them at once. Stages may also
 be runs of whole branches; and a stage behind or before a block may hold the ends of branches next
-to it, for a few ways to cut them (``configured_shapes``).
+to it, for a few ways to cut them (``configured.shapes``).
 
 Where a block follows a block directly, a choice is not one stage but one per branch of the second.
 Only those are looked at whose first stages all have one configuration.
@@ -37,11 +37,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anabranch.planner.partitioner.chains import Block, Chain
-from anabranch.planner.partitioner.configured_menu import Menu, Offers
-from anabranch.planner.partitioner.configured_prices import NEVER, Ints
-from anabranch.planner.partitioner.configured_shapes import Shape, heads, tails
-from anabranch.planner.partitioner.configured_share import Together
-from anabranch.planner.partitioner.configured_states import (
+from anabranch.planner.partitioner.configured.menu import Menu, Offers
+from anabranch.planner.partitioner.configured.prices import NEVER, Ints
+from anabranch.planner.partitioner.configured.shapes import Shape, heads, tails
+from anabranch.planner.partitioner.configured.share import Together
+from anabranch.planner.partitioner.configured.states import (
     Arithmetic,
     Choices,
     Passed,

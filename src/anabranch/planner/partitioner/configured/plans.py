@@ -28,7 +28,7 @@ from anabranch.graph.opgraph import bits
 from anabranch.planner.check import check, stage_bytes
 from anabranch.planner.inflight import in_flight_samples, least_in_flight
 from anabranch.planner.partitioner.assemble import Candidate, place
-from anabranch.planner.partitioner.configured_trace import Chosen
+from anabranch.planner.partitioner.configured.trace import Chosen
 from anabranch.planner.partitioner.prices import Mode
 from anabranch.planner.stages import Stage, StageGraph
 

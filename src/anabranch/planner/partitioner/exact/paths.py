@@ -1,6 +1,6 @@
 """The shortest way through a plan within a bound and a number of devices.
 
-A step is about ``(M - 1) * period + path``. ``exact_reach`` finds the least period; with few
+A step is about ``(M - 1) * period + path``. ``exact.reach`` finds the least period; with few
 micro-batches the path matters as much, and the quickest plan has some longer period and a shorter
 path. So for any bound on the period, over the same layers::
 
@@ -26,8 +26,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from anabranch.planner.partitioner.exact_prices import Bools, Floats
-from anabranch.planner.partitioner.exact_reach import ExactReach
+from anabranch.planner.partitioner.exact.prices import Bools, Floats
+from anabranch.planner.partitioner.exact.reach import ExactReach
 from anabranch.planner.partitioner.parts import Part
 from anabranch.planner.partitioner.prices import Bound
 

@@ -3,7 +3,7 @@
 ``partitioner.reach`` is fast because it looks at four kinds of stages in a series-parallel graph. A
 stage may be more than that (two short pieces from the middles of two branches), and not every graph
 is series-parallel (GNMT, where the decoder has its own embedding and reads the encoder at every
-layer). Where the downsets are few, all partitions can be searched at once: ``exact_reach``. The
+layer). Where the downsets are few, all partitions can be searched at once: ``exact.reach``. The
 period that this finds is the least of all, for the prices of ``partitioner.prices``.
 
 What is searched in this way:
@@ -11,7 +11,7 @@ What is searched in this way:
 - a series-parallel graph with up to ``SMALL`` downsets, or up to ``FEW`` operators; others pay a
   millisecond for the question;
 - any graph that is not series-parallel. Operators that cost nothing go to their neighbours
-  (``exact_atoms``), which leaves PipeDream's GNMT with 35 downsets and Piper's with 75. If there
+  (``exact.atoms``), which leaves PipeDream's GNMT with 35 downsets and Piper's with 75. If there
   are more than ``MOST_DOWNSETS`` all the same (NASNet), neighbours become one until there are no
   more than ``PER_DEVICE`` per device.
 
@@ -23,7 +23,7 @@ estimated step of 222 ms, against 12 s and 289 ms.
 
 The downsets of parts in series add up, those of parts side by side multiply.
 
-``exact_search`` says what the candidates of one micro-batch size are.
+``exact.search`` says what the candidates of one micro-batch size are.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from anabranch.errors import BudgetError
 from anabranch.graph.cuts import decompose, is_series_parallel
 from anabranch.graph.opgraph import bits
 from anabranch.planner.partitioner.assemble import Candidate
-from anabranch.planner.partitioner.exact_atoms import atoms, merged, quotient
-from anabranch.planner.partitioner.exact_lattice import Lattice
-from anabranch.planner.partitioner.exact_prices import Weights
-from anabranch.planner.partitioner.exact_search import HOPELESS, ExactSearch
+from anabranch.planner.partitioner.exact.atoms import atoms, merged, quotient
+from anabranch.planner.partitioner.exact.lattice import Lattice
+from anabranch.planner.partitioner.exact.prices import Weights
+from anabranch.planner.partitioner.exact.search import HOPELESS, ExactSearch
 from anabranch.planner.partitioner.prices import microbatch_sizes
 from anabranch.planner.partitioner.problem import Problem
 from anabranch.planner.partitioner.search import candidates

@@ -19,8 +19,8 @@ from anabranch.planner.check import check
 from anabranch.planner.graphpipe import GraphPipe
 from anabranch.planner.inflight import least_in_flight
 from anabranch.planner.partitioner.assemble import Candidate
-from anabranch.planner.partitioner.configured import Search, configured
-from anabranch.planner.partitioner.configured_menu import Configs
+from anabranch.planner.partitioner.configured.candidates import Search, configured
+from anabranch.planner.partitioner.configured.menu import Configs
 from anabranch.planner.partitioner.parts import Part, PartPrices
 from anabranch.planner.partitioner.prices import Bound
 from anabranch.planner.partitioner.problem import Problem

@@ -18,7 +18,7 @@ from functools import cached_property
 import numpy as np
 
 from anabranch.planner.inflight import in_flight_samples
-from anabranch.planner.partitioner.configured_prices import NEVER, Book, Floats, Ints, Priced
+from anabranch.planner.partitioner.configured.prices import NEVER, Book, Floats, Ints, Priced
 from anabranch.planner.partitioner.rows import Row
 
 

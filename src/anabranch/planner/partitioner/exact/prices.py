@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from anabranch.cost import CostModel
 from anabranch.graph.opgraph import BATCH, bits
-from anabranch.planner.partitioner.exact_lattice import Lattice
+from anabranch.planner.partitioner.exact.lattice import Lattice
 from anabranch.planner.partitioner.prices import Bound, Mode, Prices
 
 NEVER = float(1 << 28)

@@ -17,10 +17,10 @@ from anabranch.graph.opgraph import Op, OpGraph, Value
 from anabranch.planner.check import check
 from anabranch.planner.exhaustive import best_replicas, partitions
 from anabranch.planner.partitioner.chains import build
-from anabranch.planner.partitioner.exact import Exact, exact_candidates, with_exact
-from anabranch.planner.partitioner.exact_lattice import Lattice
-from anabranch.planner.partitioner.exact_prices import Weights
-from anabranch.planner.partitioner.exact_search import ExactSearch
+from anabranch.planner.partitioner.exact.candidates import Exact, exact_candidates, with_exact
+from anabranch.planner.partitioner.exact.lattice import Lattice
+from anabranch.planner.partitioner.exact.prices import Weights
+from anabranch.planner.partitioner.exact.search import ExactSearch
 from anabranch.planner.partitioner.parts import Part, PartPrices, edges, heights
 from anabranch.planner.partitioner.prices import Bound
 from anabranch.planner.partitioner.problem import Problem

@@ -1,6 +1,6 @@
 """Fewest devices within a bound, over all partitions of a graph: a dynamic programme on downsets.
 
-``exact_lattice`` says how a partition is a chain of layers. From the sink backwards::
+``exact.lattice`` says how a partition is a chain of layers. From the sink backwards::
 
     layer[h, I, J]   =  min( need[h, I, J],  min over K of  need[h, I, K] + layer[h, K, J] )
     devices[h, I]    =  min( devices[h - 1, I],  min over J of  layer[h, I, J] + devices[h - 1, J] )
@@ -22,8 +22,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from anabranch.planner.partitioner.exact_lattice import Lattice
-from anabranch.planner.partitioner.exact_prices import NEVER, Bools, Floats, Ints, Priced, Weights
+from anabranch.planner.partitioner.exact.lattice import Lattice
+from anabranch.planner.partitioner.exact.prices import NEVER, Bools, Floats, Ints, Priced, Weights
 from anabranch.planner.partitioner.parts import Part
 from anabranch.planner.partitioner.prices import Bound, Mode
 

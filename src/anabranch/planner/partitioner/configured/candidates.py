@@ -9,7 +9,7 @@ sizes of their own it holds 10 (GraphPipe, Figure 5)::
 
 The objective is the paper's: the seconds per sample of the slowest stage, all-reduce included. For
 each largest micro-batch size the least bound on it is found by bisection over the values that
-stages can have, each bound asking ``configured_reach`` whether the devices suffice.
+stages can have, each bound asking ``configured.reach`` whether the devices suffice.
 
 Decided where the paper is silent:
 
@@ -22,9 +22,9 @@ Decided where the paper is silent:
 - the least seconds per sample favour large micro-batches and with them long fills. So every
   largest size has its candidates, and so have looser bounds (``LOOSER``).
 
-Files: ``configured_prices``, ``configured_menu`` (configurations and what they offer),
-``configured_shapes``, ``configured_reach`` (states), ``configured_trace`` (the stages behind a
-state), ``configured_plans`` (stage graphs).
+Files: ``configured.prices``, ``configured.menu`` (configurations and what they offer),
+``configured.shapes``, ``configured.reach`` (states), ``configured.trace`` (the stages behind a
+state), ``configured.plans`` (stage graphs).
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from dataclasses import replace
 import numpy as np
 
 from anabranch.planner.partitioner.assemble import Candidate
-from anabranch.planner.partitioner.configured_menu import Configs, Menu
-from anabranch.planner.partitioner.configured_plans import Finisher
-from anabranch.planner.partitioner.configured_prices import Book
-from anabranch.planner.partitioner.configured_reach import ConfiguredReach
-from anabranch.planner.partitioner.configured_trace import Chosen, Trace
+from anabranch.planner.partitioner.configured.menu import Configs, Menu
+from anabranch.planner.partitioner.configured.plans import Finisher
+from anabranch.planner.partitioner.configured.prices import Book
+from anabranch.planner.partitioner.configured.reach import ConfiguredReach
+from anabranch.planner.partitioner.configured.trace import Chosen, Trace
 from anabranch.planner.partitioner.prices import microbatch_sizes
 from anabranch.planner.partitioner.problem import Problem
 from anabranch.planner.stages import StageGraph
