@@ -12,7 +12,7 @@ from anabranch.planner.partitioner.exact.atoms import atoms, merged, ordered, qu
 from anabranch.planner.partitioner.parts import PartPrices
 from anabranch.profile.profile import OpCost, Profile
 from tests.planner.helpers import cluster, cost_model
-from tests.planner.partitioner.test_exact import least_periods, problem_of
+from tests.planner.partitioner.exact.test_candidates import least_periods, problem_of
 from tests.strategies import planning_profiles
 
 

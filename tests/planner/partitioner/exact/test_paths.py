@@ -19,7 +19,7 @@ from anabranch.planner.partitioner.exact.reach import ExactReach
 from anabranch.planner.partitioner.parts import Part, edges, fits
 from anabranch.planner.partitioner.prices import Bound
 from tests.planner.helpers import cost_model
-from tests.planner.partitioner.test_exact import exact_of, problem_of
+from tests.planner.partitioner.exact.test_candidates import exact_of, problem_of
 from tests.strategies import planning_profiles
 
 BATCH, SIZE = 8, 2
