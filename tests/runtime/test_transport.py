@@ -51,7 +51,7 @@ Runner = Callable[[Scenario, int], list[Any]]
 
 
 def receive(transport: Transport, like: Tensor, rank: int, tag: int = 0) -> Tensor:
-    return transport.receive(like.shape, like.dtype, CPU, rank, tag).wait()
+    return transport.receive([(like.shape, like.dtype)], CPU, rank, tag).wait()[0]
 
 
 @pytest.mark.parametrize("run", RUNNERS)
@@ -62,8 +62,8 @@ def test_messages_of_one_tag_keep_their_order_and_tags_do_not_mix(run: Runner) -
         one = torch.zeros(1)
         if rank == 0:
             for i in range(3):
-                transport.send(one + i, 1, 0)
-                transport.send(one + 10 + i, 1, 1)
+                transport.send([one + i], 1, 0)
+                transport.send([one + 10 + i], 1, 1)
             transport.flush()
             return []
         return [receive(transport, one, 0, tag).item() for tag in (1, 1, 1, 0, 0, 0)]
@@ -86,7 +86,7 @@ def test_any_element_type_and_any_shape(run: Runner) -> None:
     def scenario(transport: Transport, rank: int) -> bool:
         if rank == 0:
             for tensor in tensors:
-                transport.send(tensor, 1, 0)
+                transport.send([tensor], 1, 0)
             transport.flush()
             return True
         arrived = [receive(transport, tensor, 0) for tensor in tensors]
@@ -105,7 +105,7 @@ def test_sending_never_waits(run: Runner) -> None:
     def scenario(transport: Transport, rank: int) -> float:
         large = torch.full((200_000,), float(rank))
         for _ in range(4):
-            transport.send(large, 1 - rank, 0)
+            transport.send([large], 1 - rank, 0)
         total = sum(receive(transport, large, 1 - rank)[0].item() for _ in range(4))
         transport.flush()
         return total
@@ -117,10 +117,11 @@ def test_sending_never_waits(run: Runner) -> None:
 def test_receives_posted_ahead_are_filled_in_order(run: Runner) -> None:
     def scenario(transport: Transport, rank: int) -> list[float]:
         if rank == 0:
-            posted = [transport.receive(torch.Size([1]), torch.float32, CPU, 1, 0) for _ in "123"]
-            return [receipt.wait().item() for receipt in posted]
+            one = [(torch.Size([1]), torch.float32)]
+            posted = [transport.receive(one, CPU, 1, 0) for _ in "123"]
+            return [receipt.wait()[0].item() for receipt in posted]
         for i in range(3):
-            transport.send(torch.tensor([float(i)]), 0, 0)
+            transport.send([torch.tensor([float(i)])], 0, 0)
         transport.flush()
         return []
 
@@ -147,7 +148,7 @@ def test_the_twin_refuses_a_message_of_another_shape() -> None:
 
     def scenario(transport: Transport, rank: int) -> str:
         if rank == 0:
-            transport.send(torch.zeros(2), 1, 0)
+            transport.send([torch.zeros(2)], 1, 0)
             return ""
         with pytest.raises(ValueError, match=r"float32\[2\] came where torch.int64\[3\]"):
             receive(transport, torch.zeros(3, dtype=torch.int64), 0)

@@ -153,7 +153,7 @@ class _Run:
         self.train = train
         self.outcome = Outcome()
         self.actions = [a for a in worker.actions if train or a.kind in _FORWARD_ONLY]
-        self.receipts: dict[Action, list[tuple[Item, Receipt]]] = {}
+        self.receipts: dict[Action, Receipt] = {}
         self.completes: set[Action] = set()  # the last message of a channel's micro-batch
         self.channels: dict[tuple[int, int, int, Kind], deque[Action]] = defaultdict(deque)
         self.values: defaultdict[Key, dict[int, list[tuple[Item, Tensor]]]] = defaultdict(dict)
@@ -192,15 +192,13 @@ class _Run:
             action = channel.popleft()
             assert transport is not None
             rank, tag = worker._rank_of[action.peer], worker.layout.tag(action)
-            self.receipts[action] = [
-                (item, transport.receive(item.shape, item.dtype, worker._place, rank, tag))
-                for item in worker._items[action]
-            ]
+            specs = [(item.shape, item.dtype) for item in worker._items[action]]
+            self.receipts[action] = transport.receive(specs, worker._place, rank, tag)
 
     def receive(self, action: Action) -> None:
         key = action.stage, action.microbatch
-        for item, receipt in self.receipts.pop(action):
-            tensor = receipt.wait()
+        tensors = self.receipts.pop(action).wait()
+        for item, tensor in zip(self.worker._items[action], tensors, strict=True):
             if item is TOKEN:
                 continue
             if item.port is None:
@@ -214,6 +212,7 @@ class _Run:
         transport, worker = self.worker._transport, self.worker
         assert transport is not None
         rank, tag = worker._rank_of[action.peer], worker.layout.tag(action)
+        tensors = []
         for item in worker._items[action]:
             if item is TOKEN:
                 whole = torch.zeros(item.shape, dtype=item.dtype)
@@ -221,7 +220,8 @@ class _Run:
                 whole = self.made[action.stage][item.value]
             else:
                 whole = self.returned[action.stage][item.port]
-            transport.send(item.part(whole), rank, tag)
+            tensors.append(item.part(whole))
+        transport.send(tensors, rank, tag)
 
     # Compute
 

@@ -1,0 +1,28 @@
+"""Messages between ranks, under two rules that keep every checked schedule free of deadlock.
+
+- Receives are posted ahead of their use; only a receive is ever waited for in line.
+- Sends are handed over and never waited for in line: with Gloo a send completes only after its
+  receive has been posted, so waiting would turn two ranks that send to each other into a deadlock.
+
+A message is a few tensors. Messages between two ranks with one tag arrive in the order they were
+sent. Both ends know shapes and element types beforehand, so nothing but the numbers travels.
+
+base             what every transport does
+process_group    through torch.distributed (Gloo)
+local            between the threads of one process, for tests
+"""
+
+from anabranch.runtime.transport.base import Receipt, Spec, Transport, guarded, lost
+from anabranch.runtime.transport.local import Hub, LocalTransport
+from anabranch.runtime.transport.process_group import ProcessGroupTransport
+
+__all__ = [
+    "Hub",
+    "LocalTransport",
+    "ProcessGroupTransport",
+    "Receipt",
+    "Spec",
+    "Transport",
+    "guarded",
+    "lost",
+]

@@ -1,0 +1,70 @@
+"""What every transport does; the package says the rules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from anabranch.runtime.failure import PeerLostError
+
+T = TypeVar("T")
+
+Spec = tuple[torch.Size, torch.dtype]
+"""Shape and element type of one tensor of a message."""
+
+
+class Receipt(Protocol):
+    """A receive that has been posted."""
+
+    def wait(self) -> list[Tensor]:
+        """The tensors of the message, once they are there.
+
+        Raises:
+            PeerLostError: if it cannot come any more.
+        """
+        ...
+
+
+class Transport(Protocol):
+    """Moves tensors between ranks."""
+
+    def send(self, tensors: Sequence[Tensor], rank: int, tag: int) -> None:
+        """Hand over a message of at least one tensor, whose contents must not change any more."""
+        ...
+
+    def receive(self, specs: Sequence[Spec], device: torch.device, rank: int, tag: int) -> Receipt:
+        """Post a receive for the next message of that rank with that tag.
+
+        Args:
+            specs: shape and element type of its tensors, the same as at the other end.
+            device: where they shall be.
+            rank: who sends it.
+            tag: which channel.
+        """
+        ...
+
+    def flush(self) -> None:
+        """Wait until all that was sent has been received."""
+        ...
+
+    def close(self) -> None:
+        """Break all connections; a rank that waits for this one finds out."""
+        ...
+
+
+def guarded(call: Callable[[], T]) -> T:
+    """Call into torch.distributed; what breaks there is the consequence of a failure elsewhere."""
+    try:
+        return call()
+    except RuntimeError as error:
+        raise lost(error) from error
+
+
+def lost(error: BaseException) -> PeerLostError:
+    """The error for a connection that broke or stayed silent for too long."""
+    return PeerLostError(
+        f"the connection to another rank broke: {str(error).splitlines()[0][:300]}"
+    )
