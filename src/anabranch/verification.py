@@ -26,9 +26,9 @@ from anabranch.graph.capture import Captured, capture
 from anabranch.graph.opgraph import OpGraph
 from anabranch.planner.stages import Plan, Prediction, Stage, StageGraph
 from anabranch.runtime import steps
+from anabranch.runtime.compute import is_random
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.runtime.reference import Reference, num_samples, reference
-from anabranch.runtime.worker import is_random
 from anabranch.schedule import SCHEDULES
 from anabranch.workload import Batch, Workload
 

@@ -19,10 +19,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from anabranch.planner.stages import Plan, split_evenly
+from anabranch.runtime.compute import Outcome, is_random, seeded
 from anabranch.runtime.reference import reference
 from anabranch.runtime.steps import Steps, parts_of
 from anabranch.runtime.transport import Hub, LocalTransport
-from anabranch.runtime.worker import Outcome, Worker, is_random, seeded
+from anabranch.runtime.worker import Worker
 from anabranch.schedule import SCHEDULES
 from anabranch.schedule.schedule import Kind
 from tests.runtime.small import Built, batch, built, plan, slices

@@ -28,6 +28,7 @@ from anabranch.errors import DataError, NonFiniteError, TrainingError
 from anabranch.graph.capture import Captured
 from anabranch.planner.stages import Plan
 from anabranch.runtime import steps
+from anabranch.runtime.compute import Outcome
 from anabranch.runtime.failure import POSITION, PeerLostError, located
 from anabranch.runtime.gradients import (
     Holders,
@@ -41,7 +42,7 @@ from anabranch.runtime.recording import gather_timeline
 from anabranch.runtime.selfcheck import compare_with_eager
 from anabranch.runtime.state import State
 from anabranch.runtime.steps import Steps
-from anabranch.runtime.worker import Outcome, Worker
+from anabranch.runtime.worker import Worker
 from anabranch.timeline import Timeline
 from anabranch.workload import Batch, Workload
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import torch
 
+from anabranch.runtime.compute import Outcome
 from anabranch.runtime.mesh import Mesh
-from anabranch.runtime.worker import Outcome, Worker, executed
+from anabranch.runtime.worker import Worker, executed
 from anabranch.timeline import Span, Timeline
 
 

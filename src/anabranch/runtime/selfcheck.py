@@ -19,11 +19,12 @@ import torch
 from torch import Tensor
 
 from anabranch.errors import TrainingError
+from anabranch.runtime.compute import is_random, unchanged_buffers
 from anabranch.runtime.gradients import Holders, reduce_gradients
 from anabranch.runtime.mesh import Mesh
 from anabranch.runtime.reference import reference, take
 from anabranch.runtime.steps import Steps
-from anabranch.runtime.worker import Worker, is_random, unchanged_buffers
+from anabranch.runtime.worker import Worker
 from anabranch.schedule.schedule import Kind
 from anabranch.workload import Batch
 

@@ -16,7 +16,9 @@ from anabranch.errors import InvalidPlanError
 from anabranch.graph.capture import Captured, capture
 from anabranch.graph.split import Split, split, stages_like
 from anabranch.planner.stages import Plan, StageGraph, split_evenly
+from anabranch.runtime.compute import StageCompute
 from anabranch.runtime.mesh import Mesh, require_whole_replicas
+from anabranch.runtime.messages import Layout
 from anabranch.runtime.transport import Transport
 from anabranch.runtime.worker import Worker
 from anabranch.schedule import SCHEDULES
@@ -86,16 +88,22 @@ class Steps:
         )
         check(schedule, graph)
         mesh = self._mesh
+        layout = Layout(self.captured, self.parts, graph, mesh.device)
+        parameters = {
+            name: parameter
+            for s, stage in enumerate(graph.stages)
+            if mesh.device in stage.devices
+            for name, parameter in self.parts.parameters(s).items()
+        }
         return Worker(
-            self.captured,
-            self.parts,
+            layout,
             graph,
             schedule,
             mesh.device,
+            StageCompute(layout, graph, parameters, place=self._place, seed=self.seed),
             self._transport,
             mesh.rank_of,
             place=self._place,
-            seed=self.seed,
         )
 
 
