@@ -143,11 +143,3 @@ def test_a_count_below_k_is_refused():
     graph = stages_on_one_device_each((), [1], 4, k=[2])
     with pytest.raises(InvalidScheduleError, match="at least 2"):
         KFKB().order(with_in_flight(graph, [1]))
-
-
-def test_two_stages_on_a_device_are_refused():
-    """How they take turns is for another rule to decide."""
-    stages = (Stage(("a",), (0,), 1), Stage(("b",), (0,), 1))
-    graph = KFKB().warm_up(StageGraph(stages, ((0, 1),), 2))
-    with pytest.raises(InvalidScheduleError, match="device 0 holds stage 1 and stage 0"):
-        KFKB().order(graph)

@@ -22,6 +22,7 @@ from functools import lru_cache
 from anabranch.errors import InvalidScheduleError
 from anabranch.planner.inflight import in_flight_samples
 from anabranch.planner.stages import StageGraph
+from anabranch.schedule.interleave import interleave
 from anabranch.schedule.schedule import Action, Kind, Schedule
 
 
@@ -125,19 +126,12 @@ def require_in_flight(graph: StageGraph) -> None:
 
 
 def per_device(graph: StageGraph, orders: Sequence[tuple[Action, ...]]) -> Schedule:
-    """One list of actions per stage, given to each of its devices.
+    """One list of actions per device: that of its stage, or those of its stages merged.
 
     Raises:
-        InvalidScheduleError: if a device holds two stages, whose actions these rules cannot
-            interleave.
+        InvalidScheduleError: if a device holds two stages whose orders cannot be merged.
     """
-    actions: dict[int, tuple[Action, ...]] = {}
-    for s, stage in enumerate(graph.stages):
-        for device in stage.devices:
-            if device in actions:
-                raise InvalidScheduleError(
-                    f"device {device} holds stage {s} and stage {actions[device][0].stage}; this "
-                    "schedule takes one stage per device"
-                )
-            actions[device] = orders[s]
-    return Schedule(actions)
+    lanes = [(device, s) for s, stage in enumerate(graph.stages) for device in stage.devices]
+    if len(lanes) > len(graph.devices):
+        return Schedule(interleave(graph, orders))
+    return Schedule({device: orders[s] for device, s in lanes})

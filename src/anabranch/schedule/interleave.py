@@ -1,0 +1,108 @@
+"""Devices that hold several stages: the stages' own orders, merged into one list per device.
+
+A rule says in which order a stage runs its micro-batches; it says nothing about two stages that
+take turns on one device. Here the orders are run once against a clock, a forward taking as long as
+its samples and a backward twice that, each device always doing next what it can start first. Two
+devices with two stages each, in a chain 0, 1, 2, 3, two micro-batches::
+
+    device 0: stages 0, 2     0F0 0F1 2F0 2F1 .   .       2B0    2B1       0B0   0B1
+    device 1: stages 1, 3     .   1F0 1F1 3F0 3B0    3F1  3B1     1B0    1B1
+
+What comes out was executed, so it cannot deadlock. Among actions that can start at the same time
+backwards come first, because they free memory, then earlier samples, then stages further down.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+from anabranch.errors import InvalidScheduleError
+from anabranch.planner.stages import StageGraph
+from anabranch.schedule.lower import overlaps
+from anabranch.schedule.schedule import Action, Kind
+
+_Unit = tuple[int, int, bool, int]
+"""Stage, device, whether it is a forward, micro-batch."""
+
+
+def interleave(
+    graph: StageGraph, orders: Sequence[tuple[Action, ...]]
+) -> dict[int, tuple[Action, ...]]:
+    """One list of compute actions per device.
+
+    Args:
+        graph: stages; a device may be in several of them.
+        orders: per stage, its compute actions in order.
+
+    Raises:
+        InvalidScheduleError: if the orders cannot be executed at all.
+    """
+    return _Clock(graph, orders).run()
+
+
+class _Clock:
+    def __init__(self, graph: StageGraph, orders: Sequence[tuple[Action, ...]]) -> None:
+        self._graph, self._orders = graph, orders
+        self._needs = _needs(graph)
+        self._done: dict[_Unit, float] = {}
+        self._free: dict[int, float] = dict.fromkeys(graph.devices, 0.0)
+        self._lists: dict[int, list[Action]] = {device: [] for device in graph.devices}
+        self._next = {(s, d): 0 for s, stage in enumerate(graph.stages) for d in stage.devices}
+
+    def run(self) -> dict[int, tuple[Action, ...]]:
+        left = sum(len(self._orders[s]) for s, _ in self._next)
+        while left:
+            choices = [choice for lane in self._next if (choice := self._choice(*lane))]
+            if not choices:
+                raise InvalidScheduleError(
+                    "the stages' orders wait for each other; in-flight counts must not rise along "
+                    "a stage edge"
+                )
+            start, _, _, _, device, action = min(choices, key=lambda choice: choice[:5])
+            end = start + self._length(action, device)
+            self._done[_unit(action, device)] = end
+            self._free[device] = end
+            self._lists[device].append(action)
+            self._next[action.stage, device] += 1
+            left -= 1
+        return {device: tuple(actions) for device, actions in self._lists.items()}
+
+    def _choice(self, stage: int, device: int) -> tuple[float, bool, int, int, int, Action] | None:
+        """When a stage's next action can start, and what decides between equals."""
+        position = self._next[stage, device]
+        if position == len(self._orders[stage]):
+            return None
+        action = self._orders[stage][position]
+        needs = self._needs.get(_unit(action, device), ())
+        if any(need not in self._done for need in needs):
+            return None
+        start = max([self._free[device], *(self._done[need] for need in needs)])
+        forward = action.kind is Kind.FORWARD
+        first = self._graph.interval(stage, action.microbatch)[0]
+        return start, forward, first, -stage, device, action
+
+    def _length(self, action: Action, device: int) -> float:
+        replica = self._graph.stages[action.stage].devices.index(device)
+        start, stop = self._graph.slice(action.stage, action.microbatch, replica)
+        return (stop - start) * (1.0 if action.kind is Kind.FORWARD else 2.0)
+
+
+def _unit(action: Action, device: int) -> _Unit:
+    return action.stage, device, action.kind is Kind.FORWARD, action.microbatch
+
+
+def _needs(graph: StageGraph) -> Mapping[_Unit, list[_Unit]]:
+    """What has to be done before each forward and each backward."""
+    result: dict[_Unit, list[_Unit]] = defaultdict(list)
+    for x, y in graph.edges:
+        made, needed = graph.stages[x].devices, graph.stages[y].devices
+        for i, r, j, q, _, _ in overlaps(graph, x, y):
+            source, target = (x, made[r]), (y, needed[q])
+            result[*target, True, j].append((*source, True, i))
+            result[*source, False, i].append((*target, False, j))
+    for s, stage in enumerate(graph.stages):
+        for device in stage.devices:
+            for i in range(graph.num_microbatches(s)):
+                result[s, device, False, i].append((s, device, True, i))
+    return result
