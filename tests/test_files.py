@@ -327,6 +327,39 @@ def test_plan_comes_back(plan: Plan, grouped: bool, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "plan.json").read_text()) == plan_to_dict(plan)
 
 
+@same_folder
+@given(plan=plans(), cluster=clusters())
+def test_a_plan_keeps_its_cluster(plan: Plan, cluster: Cluster, tmp_path: Path) -> None:
+    """All of it, as a cluster file would hold it; where only its name is known, nothing."""
+    assert "machines" not in plan_to_dict(plan)
+    plan = dataclasses.replace(plan, cluster=cluster.name, machines=cluster)
+    save_plan(plan, tmp_path / "plan.json")
+    assert load_plan(tmp_path / "plan.json") == plan
+    save_cluster(cluster, tmp_path / "c.json")
+    document = json.loads((tmp_path / "plan.json").read_text())
+    assert document["machines"] == json.loads((tmp_path / "c.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (("machines", "name"), "others", "cluster is 'local:4', but machines describes 'others'"),
+        (("machines", "memory_bytes"), 0, "machines.memory_bytes is 0"),
+        (("machines", "schema"), "anabranch.cluster/2", "machines.schema is"),
+        (("machines", "levels", 0, "size"), 10**6 + 1, "machines.levels[0].size is"),
+    ],
+)
+def test_a_plans_cluster_is_read_with_suspicion(
+    path: tuple[int | str, ...], value: object, message: str, tmp_path: Path
+) -> None:
+    """As a cluster file is; and it is the one that the plan names."""
+    document = PLAN | {"machines": CLUSTER | {"name": "local:4"}}
+    (tmp_path / "plan.json").write_text(edited(document, path, value))
+    with pytest.raises(FileFormatError) as refused:
+        load_plan(tmp_path / "plan.json")
+    assert message in str(refused.value)
+
+
 def test_bytes_are_a_function_of_the_plan(tmp_path: Path) -> None:
     """Saving twice, or after loading, gives the same bytes; they end with a line break."""
     (tmp_path / "in.json").write_text(json.dumps(PLAN))

@@ -1,5 +1,6 @@
 """From proposals to a plan: what is chosen, what is said, what is refused."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -9,16 +10,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from anabranch import planner as planners
+from anabranch import solve
 from anabranch.cost import CostModel
-from anabranch.errors import BudgetError, InfeasiblePlanError, InvalidPlanError
+from anabranch.errors import (
+    BudgetError,
+    InfeasiblePlanError,
+    InvalidPlanError,
+    SearchStoppedError,
+)
 from anabranch.planner.stages import Plan, Prediction, Stage, StageGraph
 from anabranch.schedule import SCHEDULES
 from anabranch.simulator.run import step_seconds
 from anabranch.solve import (
     bottleneck_s_per_sample,
     check_plan,
+    comparable,
     compare,
     ideal_step_s,
+    options_of,
     plan,
     simulate,
 )
@@ -422,3 +431,101 @@ def test_compare_goes_on_where_one_planner_cannot(propose):
     assert rows["test"].schedule == "1f1b"
     assert str(rows["costly"]) == "more states than 3"
     assert [name for name, _ in compare(cost.profile, cost.cluster, 8, ["test"])] == ["test"]
+
+
+def test_compare_goes_on_after_an_interrupt(propose):
+    """The planner under way has what it proposed, or says that it was interrupted."""
+    cost, graph = on_chain(8)
+    propose(planner=lambda: Interrupted(()))
+    planners.PLANNERS["some"] = lambda: Interrupted((graph,))
+    planners.PLANNERS["quick"] = lambda: Proposals((graph,))
+    rows = dict(compare(cost.profile, cost.cluster, 8))
+    assert isinstance(rows["test"], SearchStoppedError)
+    assert rows["some"].notes[-1] == "interrupted: the best of the first 1 proposals"
+    assert "interrupted" not in "".join(rows["quick"].notes)
+
+
+def test_compare_refuses_before_it_searches(propose):
+    """A mistake in the options of the last planner does not cost the search of the first."""
+    cost, graph = on_chain(8)
+    propose(planner=lambda: Published(graph))
+    planners.PLANNERS["limited"] = Limited
+
+    def comparing(**options):
+        return compare(cost.profile, cost.cluster, 8, **options)
+
+    with pytest.raises(ValueError, match="limited has no option times"):
+        comparing(planner_options={"limited": {"times": 2}})
+    with pytest.raises(ValueError, match=r"options for limited, but test are compared"):
+        comparing(names=["test"], planner_options={"limited": {"max_replicas": 2}})
+    with pytest.raises(ValueError, match="unknown planner 'nobody'"):
+        comparing(names=["test", "nobody"])
+    with pytest.raises(ValueError, match="unknown schedule"):
+        comparing(schedule="2f2b")
+    assert dict(comparing(planner_options={"test": {"times": 2}})).keys() == {"test", "limited"}
+
+
+def test_the_limit_on_replicas_twice(propose):
+    """As an argument and as an option: neither wins."""
+    cost = cost_model((), [1, 1], [1, 1], cluster(4))
+    propose(planner=Limited)
+    with pytest.raises(ValueError, match=r"given twice, 2 for every planner and 4 as an option"):
+        found(cost, 4, max_replicas=2, planner_options={"max_replicas": 4})
+
+
+def test_what_a_planner_can_be_told():
+    """Fields and the types that they take; none for a planner without fields."""
+    assert options_of("even") == {"max_replicas": "int | None"}
+    assert options_of("data-parallel") == {}
+
+
+@pytest.mark.parametrize(
+    ("operators", "devices", "taken"), [(8, 64, True), (9, 2, False), (2, 65, False)]
+)
+def test_comparable_planners(operators, devices, taken):
+    """All, and ``exhaustive`` where it takes the model and the cluster."""
+    cost = cost_model(chain(operators), [1] * operators, [1] * operators, cluster(devices))
+    names = comparable(cost.profile, cost.cluster)
+    assert [name for name in planners.PLANNERS if name not in names] == (
+        [] if taken else ["exhaustive"]
+    )
+
+
+def test_an_interrupt_while_proposals_are_judged_keeps_one(propose, monkeypatch):
+    """Nothing has been judged yet: then the first proposal that fits is the plan."""
+    cost, graph = on_chain(8)
+    propose(with_size(graph, 2), graph)
+    whole = solve.Judge.consider
+
+    def consider(self, proposals, allowed=math.inf):
+        if len(list(proposals)) > 1:
+            raise KeyboardInterrupt
+        return whole(self, proposals, allowed)
+
+    monkeypatch.setattr(solve.Judge, "consider", consider)
+    best = found(cost, 8)
+    assert best.stage_graph.stages[0].microbatch_size == 2
+    assert best.notes[-1] == "interrupted: the best of the first 2 proposals"
+
+
+def test_an_interrupt_at_the_last_moment_keeps_the_plan(propose, monkeypatch):
+    """The search is over and the winner simulated once more: one interrupt is too late to count."""
+    cost, graph = on_chain(8)
+    propose(graph)
+    whole, times = solve.run, []
+
+    def run(*arguments):
+        times.append(1)
+        if len(times) == 1:
+            raise KeyboardInterrupt
+        return whole(*arguments)
+
+    monkeypatch.setattr(solve, "run", run)
+    assert found(cost, 8).predicted.step_s == pytest.approx((8 + 1) * 2)
+
+
+def test_a_plan_knows_its_cluster(propose):
+    """Not only by name, so that its file is enough to simulate it."""
+    cost, graph = on_chain(8)
+    propose(graph)
+    assert found(cost, 8).machines == cost.cluster

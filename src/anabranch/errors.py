@@ -8,6 +8,7 @@
      +-- ProfileError            a profile cannot answer what it was asked
      +-- InfeasiblePlanError     no plan fits the devices
      +-- BudgetError             a planner's search would take more than it was given
+     +-- SearchStoppedError      the user ended a search that had found nothing yet
      +-- InvalidPlanError        a plan breaks one of the conditions C1-C4 or a memory limit
      +-- InvalidScheduleError    an order of actions that no device could execute
      |    +-- DeadlockError      every device waits for another
@@ -42,6 +43,10 @@ class InfeasiblePlanError(AnabranchError):
 
 class BudgetError(AnabranchError):
     """A search would take more states or time than it was given; the message has both numbers."""
+
+
+class SearchStoppedError(AnabranchError):
+    """The user ended a search that had found nothing yet."""
 
 
 class InvalidPlanError(AnabranchError):

@@ -19,11 +19,13 @@ from anabranch.errors import (
     BudgetError,
     InvalidPlanError,
     InvalidScheduleError,
+    SearchStoppedError,
 )
 from anabranch.graph.opgraph import OpGraph
 from anabranch.planner.base import Improver, Planner
 from anabranch.planner.check import check as check_stages
 from anabranch.planner.check import require
+from anabranch.planner.exhaustive import MOST_DEVICES, MOST_OPERATORS
 from anabranch.planner.stages import Plan, Prediction, StageGraph
 from anabranch.profile.profile import Profile
 from anabranch.schedule import rule_named
@@ -95,16 +97,21 @@ def plan(
     )
     searched = time.perf_counter()
     judge = Judge(cost, _schedules(schedule, search))
-    judged = _uninterrupted(judge, lambda: judge.consider(proposals, SIMULATION))
+    judged = _uninterrupted(lambda: judge.consider(proposals, SIMULATION))
+    if judge.best is None and not judged:
+        judge = _first_that_fits(cost, _schedules(schedule, search), proposals)
     best = judge.winner(planner)
     simulated = time.perf_counter()
     if judged and not stopped and isinstance(search, Improver):
         near = search.neighbourhood(cost, batch_size, microbatch_size)
-        judged = _uninterrupted(judge, lambda: _improve(judge, near, proposals))
+        judged = _uninterrupted(lambda: _improve(judge, near, proposals))
         best = judge.winner(planner)
     improved = time.perf_counter()
     require(best.graph, cost)
-    timeline = _verified_run(best.graph, best.schedule, cost)
+    try:
+        timeline = _verified_run(best.graph, best.schedule, cost)
+    except KeyboardInterrupt:  # the search is over, and a moment is left: only insisting ends it
+        timeline = _verified_run(best.graph, best.schedule, cost)
     finished = time.perf_counter()
     if stopped or not judged:
         why = stopped or "interrupted"
@@ -128,7 +135,14 @@ def plan(
         device=profile.device,
         granularity=profile.graph.granularity,
         notes=tuple(notes),
+        machines=cluster,
     )
+
+
+def comparable(profile: Profile, cluster: Cluster) -> list[str]:
+    """The planners worth comparing: all, but ``exhaustive`` only where it takes the model."""
+    small = len(profile.graph) <= MOST_OPERATORS and cluster.num_devices <= MOST_DEVICES
+    return [name for name in planners.PLANNERS if small or name != "exhaustive"]
 
 
 def compare(
@@ -136,26 +150,55 @@ def compare(
     cluster: Cluster,
     batch_size: int,
     names: Iterable[str] | None = None,
+    *,
+    planner_options: Mapping[str, Mapping[str, object]] | None = None,
     **options: Any,
 ) -> Iterator[tuple[str, Plan | AnabranchError]]:
     """Every planner on the same profile, judged by the same simulator.
+
+    An interrupt (Ctrl-C) ends the search of the planner under way, not the comparison: its plan is
+    the best that it has proposed, or a ``SearchStoppedError`` where there is none.
 
     Args:
         profile: seconds and bytes of the model's operators.
         cluster: devices, links and memory.
         batch_size: samples of one step.
-        names: keys of ``planner.PLANNERS``; by default all.
+        names: keys of ``planner.PLANNERS``; by default those that ``comparable`` lists.
+        planner_options: {planner: {field: value}}.
         options: as for ``plan``, but for the planner and its options.
 
     Yields:
-        Per planner its name and its plan, or the error that says why it has none: nothing fits, or
-        its search would take more than it was given.
+        Per planner its name and its plan, or the error that says why it has none: nothing fits, its
+        search would take more than it was given, or it was interrupted.
+
+    Raises:
+        ValueError: for an unknown name or option; before anything is searched.
     """
-    for name in planners.PLANNERS if names is None else names:
+    chosen = comparable(profile, cluster) if names is None else list(names)
+    given = planner_options or {}
+    for name in chosen:
+        _check_arguments(
+            batch_size,
+            name,
+            options.get("microbatch_size"),
+            options.get("schedule", "auto"),
+            options.get("max_replicas"),
+        )
+        _planner(name, options.get("max_replicas"), given.get(name, {}))
+    others = ", ".join(name for name in given if name not in chosen)
+    if others:
+        raise ValueError(f"options for {others}, but {', '.join(chosen)} are compared")
+
+    def search(name: str) -> Plan | AnabranchError:
+        mine = given.get(name, {})
         try:
-            yield name, plan(profile, cluster, batch_size, planner=name, **options)
+            return plan(profile, cluster, batch_size, planner=name, planner_options=mine, **options)
         except AnabranchError as error:
-            yield name, error
+            return error
+        except KeyboardInterrupt:
+            return SearchStoppedError("interrupted before it had proposed a plan")
+
+    return ((name, search(name)) for name in chosen)
 
 
 def simulate(
@@ -274,6 +317,18 @@ def _verified_run(graph: StageGraph, schedule: str, cost: CostModel) -> Timeline
     return run(graph, lowered, costs)
 
 
+def _first_that_fits(
+    cost: CostModel, schedules: Sequence[str], proposals: Iterable[StageGraph]
+) -> Judge:
+    """The judgement after an interrupt that came before any: the first proposal that fits."""
+    for proposal in proposals:
+        judge = Judge(cost, schedules)
+        judge.consider([proposal])
+        if judge.best is not None:
+            return judge
+    raise KeyboardInterrupt
+
+
 def _collect(proposals: Iterable[StageGraph]) -> tuple[list[StageGraph], str]:
     """What a planner proposes, and why it did not come to its end, if so."""
     found: list[StageGraph] = []
@@ -286,13 +341,11 @@ def _collect(proposals: Iterable[StageGraph]) -> tuple[list[StageGraph], str]:
     return found, ""
 
 
-def _uninterrupted(judge: Judge, work: Callable[[], object]) -> bool:
-    """Do some work for a judge; False if that was interrupted and there is a best plan."""
+def _uninterrupted(work: Callable[[], object]) -> bool:
+    """Do some work; False if that was interrupted."""
     try:
         work()
     except KeyboardInterrupt:
-        if judge.best is None:
-            raise
         return False
     return True
 
@@ -325,15 +378,21 @@ def _schedules(name: str, search: Planner) -> tuple[str, ...]:
     return search.schedules if name == "published" else (name,)
 
 
+def options_of(name: str) -> dict[str, str]:
+    """The options of a planner: {field: the types it takes, such as ``int | None``}."""
+    search = planners.PLANNERS[name]()
+    if not is_dataclass(search):
+        return {}
+    # The names of types: annotations are text.
+    return {f.name: getattr(f.type, "__name__", str(f.type)) for f in fields(search)}
+
+
 def _planner(
     name: str, max_replicas: int | None, options: Mapping[str, object]
 ) -> tuple[Planner, bool]:
     """The planner with its options, and whether the limit on replicas had to be ignored."""
     search = planners.PLANNERS[name]()
-    known: dict[str, str] = {}
-    if is_dataclass(search):
-        # The names of types: annotations are text.
-        known = {f.name: getattr(f.type, "__name__", str(f.type)) for f in fields(search)}
+    known = options_of(name)
     unknown = sorted(set(options) - set(known))
     if unknown:
         raise ValueError(
@@ -347,6 +406,11 @@ def _planner(
             raise ValueError(
                 f"option {option} of planner {name} is {value!r}; it takes {known[option]}"
             )
+    if max_replicas is not None and "max_replicas" in options:
+        raise ValueError(
+            f"the limit on replicas is given twice, {max_replicas} for every planner and "
+            f"{options['max_replicas']} as an option of planner {name}; leave out one of them"
+        )
     ignored = max_replicas is not None and "max_replicas" not in known
     chosen = dict(options)
     if max_replicas is not None and not ignored:

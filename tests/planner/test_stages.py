@@ -2,7 +2,14 @@
 
 import pytest
 
-from anabranch.planner.stages import Stage, StageGraph, split_evenly
+from anabranch.planner.stages import (
+    Plan,
+    Prediction,
+    Stage,
+    StageGraph,
+    headline,
+    split_evenly,
+)
 
 
 def two_branches(microbatch_size: int = 4, batch_size: int = 10) -> StageGraph:
@@ -67,3 +74,32 @@ def test_stage_edges_run_upwards_and_occur_once(edges):
     stages = (Stage(("a",), (0,), 1), Stage(("b",), (1,), 1))
     with pytest.raises(ValueError, match="edge"):
         StageGraph(stages, edges, 4)
+
+
+def test_a_summary_names_what_some_stage_has():
+    """k, tensor parallelism and recompute get a column where any stage has them, else none."""
+
+    def lines(*stages: Stage) -> list[str]:
+        graph = StageGraph(stages, tuple((i, i + 1) for i in range(len(stages) - 1)), 8)
+        predicted = Prediction(2.0, 0.1, 0.25, (2**20,) * len(graph.devices))
+        made = Plan(graph, "1f1b", "p", "m", "c", "measured", 0.0, 0.0, predicted)
+        return made.summary().splitlines()[3:]
+
+    plain = lines(Stage(("a",), (0,), 4), Stage(("b",), (1,), 4))
+    assert " ".join(plain[1].split()) == (
+        "stage 1 after 0 devices 1 micro-batch 4 in flight 0 1 operators: b"
+    )
+    first, last = lines(
+        Stage(("a",), (0, 1), 4, k=2, tensor=2, recompute=True), Stage(("b",), (2,), 4)
+    )
+    assert "in flight   0  k  2  tensor  2  recompute    1 operators: a" in first
+    assert "in flight   0  k  1  tensor  1               1 operators: b" in last
+
+
+def test_the_headline_chooses_its_units():
+    """Few samples per second keep their digits; half a GiB and less is in MiB; no time, no rate."""
+    assert headline(2.0, 0.25, 2**30, 8) == (
+        "step 2000.00 ms, 4 samples/s, bubble 25.0%, peak 1.00 GiB"
+    )
+    assert headline(12.0, 0.0, 2**21, 8).split(", ")[1::2] == ["0.667 samples/s", "peak 2.0 MiB"]
+    assert headline(0.0, 0.0, 0, 8).startswith("step 0.00 ms, 0 samples/s")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
@@ -12,7 +12,7 @@ import typer
 
 from anabranch.cli.options import Granularity, Preset
 from anabranch.cli.output import progress_bar
-from anabranch.errors import InfeasiblePlanError
+from anabranch.errors import AnabranchError, InvalidPlanError
 
 if TYPE_CHECKING:
     from anabranch.cluster import Cluster
@@ -134,13 +134,35 @@ def read_cluster(text: str) -> Cluster:
     return usage(load_cluster, text)
 
 
+def cluster_of(plan: Plan, file: Path, text: str | None) -> Cluster:
+    """The cluster that the user names, or the one that a plan was made for.
+
+    Raises:
+        InvalidPlanError: if the plan has no more than the name of a cluster of the user's own.
+    """
+    from anabranch.cluster import Cluster
+
+    if text is not None:
+        return read_cluster(text)
+    if plan.machines is not None:
+        return plan.machines
+    try:
+        return Cluster.preset(plan.cluster)
+    except ValueError:
+        raise InvalidPlanError(
+            f"{file} was made for a cluster called {plan.cluster!r}, which is no preset, and does "
+            "not say what that has; name the cluster file it was made for, or another cluster, "
+            "with --cluster FILE"
+        ) from None
+
+
 def try_plan(*args: Any, **options: Any) -> Plan | str:
     """A plan, or the reason why there is none."""
     from anabranch.solve import plan
 
     try:
         return plan(*args, **options)
-    except InfeasiblePlanError as error:
+    except AnabranchError as error:
         return str(error)
 
 
@@ -157,6 +179,58 @@ def split_output(values: list[str] | None) -> tuple[dict[str, str], Path | None]
         else:
             file = Path(value)
     return options, file
+
+
+def planner_options(values: list[str] | None) -> dict[str, object]:
+    """``name=value`` pairs; true, false, none and numbers are what they look like."""
+    words: dict[str, object] = {"true": True, "false": False, "none": None}
+    options: dict[str, object] = {}
+    for text in values or []:
+        name, equals, value = text.partition("=")
+        name = name.replace("-", "_")
+        if not equals or not name:
+            raise typer.BadParameter(f"--planner-option {text}: write NAME=VALUE")
+        if name in options:
+            raise typer.BadParameter(f"--planner-option {name} is given twice; leave out one")
+        options[name] = words.get(value.lower(), _number(value))
+    return options
+
+
+def options_by_planner(
+    values: list[str] | None, chosen: Sequence[str], known: Mapping[str, Mapping[str, str]]
+) -> dict[str, dict[str, object]]:
+    """``planner.name=value`` for one planner, ``name=value`` for all that have such an option.
+
+    Args:
+        values: what the user wrote.
+        chosen: the planners that are compared.
+        known: {planner: its options}, of these.
+
+    Returns:
+        {planner: {option: value}}; what is said of one planner goes before what is said of all.
+    """
+    found: dict[str, dict[str, object]] = {name: {} for name in chosen}
+    given = [(*key.rpartition(".")[::2], value) for key, value in planner_options(values).items()]
+    for scope, name, value in sorted(given, key=lambda each: each[0] != ""):
+        # Planner names have dashes, which were taken for underscores.
+        within = [p for p in chosen if not scope or p.replace("-", "_") == scope]
+        having = [planner for planner in within if name in known[planner]]
+        if not having:
+            there = "; ".join(f"{p} has {', '.join(known[p]) or 'none'}" for p in within or chosen)
+            what = f"{scope.replace('_', '-')}.{name}" if scope else name
+            raise typer.BadParameter(
+                f"--planner-option {what}: no planner compared has that option; {there}"
+            )
+        for planner in having:
+            found[planner][name] = value
+    return {planner: options for planner, options in found.items() if options}
+
+
+def _number(text: str) -> float | str:
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(text)
+    return text
 
 
 def powers_of_two(largest: int) -> tuple[int, ...]:
@@ -184,14 +258,5 @@ def usage(function: Callable[..., _T], *args: Any, **options: Any) -> _T:
     """Call with what the user typed; a ValueError about it is wrong usage (exit code 2)."""
     try:
         return function(*args, **options)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
-
-
-@contextmanager
-def usage_errors() -> Iterator[None]:
-    """As ``usage``, for a block."""
-    try:
-        yield
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None

@@ -44,6 +44,10 @@ Output = Annotated[
         "repeatable.",
     ),
 ]
+PlansCluster = Annotated[
+    str | None,
+    typer.Option("--cluster", help="Another cluster than the plan's: a preset or a JSON file."),
+]
 ClusterName = Annotated[
     str, typer.Option("--cluster", help="Preset such as local:4 or summit:8x4, or a JSON file.")
 ]
@@ -72,7 +76,16 @@ PlannerOptions = Annotated[
     typer.Option(
         "--planner-option",
         metavar="NAME=VALUE",
-        help="An option of the planner, such as kfkb=true; repeatable. The documentation has them.",
+        help="An option of the planner, such as kfkb=true; repeatable. A wrong name lists all.",
+    ),
+]
+ManyPlannerOptions = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--planner-option",
+        metavar="[PLANNER.]NAME=VALUE",
+        help="An option of one planner (piper.recompute=false) or of every planner compared that "
+        "has it (recompute=false); repeatable.",
     ),
 ]
 PresetOption = Annotated[

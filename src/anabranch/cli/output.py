@@ -8,7 +8,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from anabranch.train import Progress
@@ -20,28 +21,58 @@ def print_json(document: Mapping[str, Any]) -> None:
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table; the first column is text, the others are figures."""
+    """Print a table; the first column is text and may wrap, the others are figures."""
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     for i, column in enumerate(columns):
-        table.add_column(column, justify="right" if i else "left", overflow="fold")
+        justify: Literal["left", "right"] = "right" if i else "left"
+        table.add_column(column, justify=justify, vertical="bottom", overflow="fold", no_wrap=i > 0)
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*(Text(cell) for cell in row))
     # Wide tables stay whole in a file or a pipe.
-    Console(width=None if sys.stdout.isatty() else 160).print(table)
+    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+    console.print(Text(title, "italic"), no_wrap=True, overflow="ellipsis")
+    console.print(table)
+
+
+def say(text: str) -> None:
+    """Print one line; a terminal that is too narrow wraps it between words."""
+    from rich.console import Console
+    from rich.text import Text
+
+    if sys.stdout.isatty():
+        Console(highlight=False).print(Text(text))
+    else:
+        sys.stdout.write(text + "\n")
+
+
+def say_written(path: Path | None) -> None:
+    """Say where a file went, if there is one."""
+    if path is not None:
+        sys.stdout.write(f"written to {path}\n")
 
 
 @contextmanager
 def progress_bar(title: str) -> Iterator[Callable[[int, int], None]]:
     """Yields ``progress(done, total)``; drawn on standard error, and on a terminal only."""
+    with progress_of(title) as progress:
+        yield lambda done, total: progress(done, total, title)
+
+
+@contextmanager
+def progress_of(title: str) -> Iterator[Callable[[int, int, str], None]]:
+    """As ``progress_bar``, with a title that changes: ``progress(done, total, title)``."""
     from rich.console import Console
     from rich.progress import Progress
 
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(title, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+        yield lambda done, total, now: bar.update(
+            task, completed=done, total=total, description=now
+        )
 
 
 class TrainingProgress:

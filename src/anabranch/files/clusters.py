@@ -29,7 +29,7 @@ def save_cluster(cluster: Cluster, path: FilePath) -> None:
     Raises:
         FileFormatError: if it cannot be written, or could not be read again.
     """
-    save(path, _ClusterFile, cluster_to_dict(cluster))
+    save(path, ClusterFile, cluster_to_dict(cluster))
 
 
 def load_cluster(text: FilePath) -> Cluster:
@@ -43,7 +43,7 @@ def load_cluster(text: FilePath) -> Cluster:
     looks_like_a_file = path.suffix == ".json" or os.sep in os.fspath(text)
     if isinstance(text, str) and not looks_like_a_file and not _exists(path):
         return Cluster.preset(text)
-    return build(path, _to_cluster, read_document(path, CLUSTER, _ClusterFile))
+    return build(path, to_cluster, read_document(path, CLUSTER, ClusterFile))
 
 
 def cluster_to_dict(cluster: Cluster) -> dict[str, Any]:
@@ -73,7 +73,9 @@ class _Level(Strict):
     latency_s: Seconds
 
 
-class _ClusterFile(Strict):
+class ClusterFile(Strict):
+    """The document of a cluster file; a plan file holds one too."""
+
     schema_: Literal["anabranch.cluster/1"] = Field(alias="schema")
     name: Text
     device: Text
@@ -89,7 +91,12 @@ def _exists(path: Path) -> bool:
         return False
 
 
-def _to_cluster(file: _ClusterFile) -> Cluster:
+def to_cluster(file: ClusterFile) -> Cluster:
+    """The cluster of a document.
+
+    Raises:
+        ValueError: if it has more devices than any cluster does.
+    """
     devices = math.prod(level.size for level in file.levels)
     if devices > MOST_DEVICES:
         raise ValueError(

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from anabranch.files.clusters import ClusterFile, cluster_to_dict, to_cluster
 from anabranch.files.fields import (
     MOST_DEVICES,
     FilePath,
@@ -44,8 +45,14 @@ def load_plan(path: FilePath) -> Plan:
 
 
 def plan_to_dict(plan: Plan) -> dict[str, Any]:
-    """The document that ``save_plan`` writes, which is also what the command line prints."""
+    """The document that ``save_plan`` writes, which is also what the command line prints.
+
+    The key ``machines`` holds the cluster as a cluster file does, so that a plan for a cluster of
+    the user's own can be checked and simulated without that file. It is left out where the plan
+    knows no more than the cluster's name.
+    """
     graph = plan.stage_graph
+    machines = {} if plan.machines is None else {"machines": cluster_to_dict(plan.machines)}
     step_s = plan.predicted.step_s
     return {
         "schema": PLAN,
@@ -55,6 +62,7 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
         "granularity": plan.granularity,
         "device": plan.device,
         "cluster": plan.cluster,
+        **machines,
         "profile": plan.profile,
         "batch_size": graph.batch_size,
         "schedule": plan.schedule,
@@ -112,6 +120,7 @@ class _PlanFile(Strict):
     granularity: Text = "layer"
     device: Text = ""
     cluster: Text
+    machines: ClusterFile | None = None
     profile: Text
     batch_size: Samples
     schedule: Text
@@ -145,6 +154,12 @@ def _to_plan(file: _PlanFile) -> Plan:
             f"predicted.samples_per_s is {predicted.samples_per_s:g}, "
             f"but batch_size / predicted.step_s is {samples_per_s:g}"
         )
+    machines = to_cluster(file.machines) if file.machines is not None else None
+    if machines is not None and machines.name != file.cluster:
+        raise ValueError(
+            f"cluster is {file.cluster!r}, but machines describes {machines.name!r}; leave out "
+            "machines, or write its name to cluster"
+        )
     return Plan(
         stage_graph=graph,
         schedule=file.schedule,
@@ -165,6 +180,7 @@ def _to_plan(file: _PlanFile) -> Plan:
         device=file.device,
         options=tuple(file.options.items()),
         notes=tuple(file.notes),
+        machines=machines,
     )
 
 

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from anabranch.cluster import Cluster
+
 
 @dataclass(frozen=True, slots=True)
 class Stage:
@@ -153,6 +155,22 @@ class Prediction:
     device_peak_bytes: tuple[int, ...]
 
 
+def headline(step_s: float, bubble: float, peak_bytes: int, batch_size: int) -> str:
+    """The figures of one step for people, in the units of every summary.
+
+    Args:
+        step_s: seconds of the step.
+        bubble: share of device time that is not compute.
+        peak_bytes: most bytes on any device.
+        batch_size: samples of the step.
+    """
+    samples_per_s = batch_size / step_s if step_s else 0.0
+    rate = f"{samples_per_s:.0f}" if samples_per_s >= 100 else f"{samples_per_s:.3g}"
+    gib = peak_bytes / 2**30
+    peak = f"{gib:.2f} GiB" if gib > 0.5 else f"{peak_bytes / 2**20:.1f} MiB"
+    return f"step {step_s * 1e3:.2f} ms, {rate} samples/s, bubble {bubble:.1%}, peak {peak}"
+
+
 @dataclass(frozen=True)
 class Plan:
     """A stage graph with its schedule, where it came from and what it should cost.
@@ -173,6 +191,7 @@ class Plan:
         device: what the profile was measured on or estimated for.
         options: of the model, as (name, value) pairs; with ``model`` they build it again.
         notes: what a reader of the figures should know.
+        machines: the cluster itself; None where only its name is known.
     """
 
     stage_graph: StageGraph
@@ -189,13 +208,13 @@ class Plan:
     options: tuple[tuple[str, str], ...] = ()
     notes: tuple[str, ...] = ()
     improve_s: float = 0.0
+    machines: Cluster | None = None
 
     def summary(self) -> str:
         """A table of the stages and the predicted figures, as plain text."""
         graph = self.stage_graph
-        step_s = self.predicted.step_s
-        samples_per_s = graph.batch_size / step_s if step_s else 0.0
-        peak = max(self.predicted.device_peak_bytes)
+        predicted = self.predicted
+        peak = max(predicted.device_peak_bytes)
         count = len(graph.devices)
         shape = f"{len(graph)} stages, depth {graph.depth}"
         if len(graph) == 1:
@@ -203,22 +222,35 @@ class Plan:
         lines = [
             f"{shape}, on {count} device{'s' if count > 1 else ''}, {self.schedule}, "
             f"batch {graph.batch_size}",
-            f"step {self.predicted.step_s * 1e3:.2f} ms, {samples_per_s:.0f} samples/s, "
-            f"bubble {self.predicted.bubble:.1%}, "
-            f"peak {f'{peak / 2**30:.2f} GiB' if peak > 2**29 else f'{peak / 2**20:.1f} MiB'}",
+            headline(predicted.step_s, predicted.bubble, peak, graph.batch_size),
             f"costs: {self.profile}",
             *self.notes,
         ]
+        modes = _modes(graph.stages)
+        after = [", ".join(map(str, each)) or "-" for each in graph.predecessors]
+        devices = [_ranges(stage.devices) for stage in graph.stages]
+        wide, wider = max(8, *map(len, after)), max(10, *map(len, devices))
         for s, stage in enumerate(graph.stages):
             first, last = stage.operators[0], stage.operators[-1]
             span = first if first == last else f"{first} .. {last}"
-            after = ", ".join(map(str, graph.predecessors[s])) or "-"
             lines.append(
-                f"  stage {s:2d}  after {after:8s}  devices {_ranges(stage.devices):10s}  "
+                f"  stage {s:2d}  after {after[s]:{wide}s}  devices {devices[s]:{wider}s}  "
                 f"micro-batch {stage.microbatch_size:4d}  in flight {stage.in_flight:3d}  "
-                f"{len(stage.operators):3d} operators: {span}"
+                f"{modes[s]}{len(stage.operators):3d} operators: {span}"
             )
         return "\n".join(lines)
+
+
+def _modes(stages: Sequence[Stage]) -> list[str]:
+    """Per stage its k, its tensor degree and whether it recomputes, where any stage has such."""
+    columns: list[list[str]] = []
+    if any(stage.k > 1 for stage in stages):
+        columns.append([f"k {stage.k:2d}" for stage in stages])
+    if any(stage.tensor > 1 for stage in stages):
+        columns.append([f"tensor {stage.tensor:2d}" for stage in stages])
+    if any(stage.recompute for stage in stages):
+        columns.append([f"{'recompute' if stage.recompute else '':9s}" for stage in stages])
+    return ["".join(f"{column[s]}  " for column in columns) for s in range(len(stages))]
 
 
 def _ranges(numbers: Sequence[int]) -> str:
