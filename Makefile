@@ -34,6 +34,7 @@ check: install
 
 bench: install
 	$(BIN)/python -m benchmarks.planners
+	$(BIN)/python -m benchmarks.runtime
 
 docs: install
 	$(BIN)/python -m pip install --quiet --group docs

@@ -34,11 +34,13 @@ class Run:
     Attributes:
         plan: what ran.
         losses: one per step.
-        step_s: wall seconds, one per step.
+        step_s: wall seconds of the first steps, each of which began when all ranks were ready.
         ideal_step_s: the schedule's step for the measured stage times, links that cost nothing.
         metrics: held-out means where there is held-out data, otherwise those of the last step.
         chance: metric -> what guessing would give.
         timelines: headings and timelines of one step, predicted before measured.
+        period_s: wall seconds per step while steps followed each other without a barrier; 0 where
+            the run was too short to tell.
     """
 
     plan: Plan
@@ -48,6 +50,7 @@ class Run:
     metrics: Mapping[str, float] = field(default_factory=dict)
     chance: Mapping[str, float] = field(default_factory=dict)
     timelines: tuple[tuple[str, Timeline], ...] = ()
+    period_s: float = 0.0
 
     @property
     def median_step_s(self) -> float:
@@ -59,9 +62,11 @@ class Run:
         return {
             "losses": list(self.losses),
             "step_s": self.median_step_s,
+            "period_s": self.period_s,
             "predicted_step_s": self.plan.predicted.step_s,
             "ideal_step_s": self.ideal_step_s,
-            "samples_per_s": self.plan.stage_graph.batch_size / self.median_step_s,
+            "samples_per_s": self.plan.stage_graph.batch_size
+            / (self.period_s or self.median_step_s),
             "metrics": dict(self.metrics),
             "chance": dict(self.chance),
         }
@@ -79,6 +84,7 @@ def save_run(run: Run, folder: Path) -> None:
             "schema": RUN,
             "losses": list(run.losses),
             "step_s": list(run.step_s),
+            "period_s": run.period_s,
             "ideal_step_s": run.ideal_step_s,
             "metrics": dict(run.metrics),
             "chance": dict(run.chance),
@@ -108,6 +114,7 @@ def load_run(folder: Path) -> Run:
         plan=load_plan(folder / "plan.json"),
         losses=tuple(file.losses),
         step_s=tuple(file.step_s),
+        period_s=file.period_s,
         ideal_step_s=file.ideal_step_s,
         metrics=file.metrics,
         chance=file.chance,
@@ -164,6 +171,7 @@ class _RunFile(_Strict):
     schema_: Literal["anabranch.run/1"] = Field(alias="schema")
     losses: list[float]
     step_s: Annotated[list[float], Field(min_length=1)]
+    period_s: Annotated[float, Field(ge=0)] = 0.0
     ideal_step_s: Annotated[float, Field(ge=0)]
     metrics: dict[str, float]
     chance: dict[str, float]

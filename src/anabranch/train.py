@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 from anabranch.errors import TrainingError
@@ -23,7 +24,7 @@ from anabranch.runtime.reference import num_samples
 from anabranch.schedule.schedule import Kind
 from anabranch.solve import ideal_step_s
 from anabranch.timeline import Timeline
-from anabranch.workload import Workload
+from anabranch.workload import Batch, Workload
 
 _RECORDED = 3
 """Steps of which a timeline is recorded; the one with the median time is kept."""
@@ -38,7 +39,7 @@ class Progress:
         total: steps to do, None if that is not known.
         loss: of this step.
         metrics: of this step.
-        seconds: wall time of this step.
+        seconds: wall time of this step, or since the loss before.
         samples: in this step.
     """
 
@@ -101,7 +102,8 @@ def train(
     seconds: list[float] = []
     recorded: list[Timeline] = []
     batches = pipe.batches(epochs=epochs)
-    while steps is None or len(losses) < steps:
+    # First single steps, whose times and timelines are those of a step alone.
+    while len(losses) < (1 + _RECORDED if steps is None else min(steps, 1 + _RECORDED)):
         started = time.perf_counter()
         batch = next(batches, None)
         if batch is None:
@@ -116,6 +118,16 @@ def train(
         if watch is not None and pipe.rank == 0:
             samples = num_samples(batch)
             watch(Progress(len(losses), steps, losses[-1], pipe.metrics, seconds[-1], samples))
+    # The rest follow each other without waiting.
+    sizes: deque[int] = deque()
+    left = None if steps is None else steps - len(losses)
+    ends = [time.perf_counter()]
+    for loss in pipe.steps(_noted(islice(batches, left), sizes)):
+        ends.append(time.perf_counter())
+        losses.append(loss)
+        if watch is not None and pipe.rank == 0:
+            taken = ends[-1] - ends[-2]
+            watch(Progress(len(losses), steps, loss, pipe.metrics, taken, sizes.popleft()))
     if not losses:
         raise TrainingError(
             f"nothing is left to do: {resume} has {pipe.epoch} of {epochs} epochs; ask for more"
@@ -131,11 +143,27 @@ def train(
         plan=plan,
         losses=tuple(losses),
         step_s=tuple(seconds),
+        period_s=_period(ends),
         ideal_step_s=_ideal(plan, timeline) if timeline else 0.0,
         metrics=metrics,
         chance=dict(workload.chance),
         timelines=(("measured", timeline),) if timeline else (),
     )
+
+
+def _noted(batches: Iterable[Batch], sizes: deque[int]) -> Iterator[Batch]:
+    """The same batches, whose samples are noted."""
+    for batch in batches:
+        sizes.append(num_samples(batch))
+        yield batch
+
+
+def _period(ends: list[float]) -> float:
+    """Seconds per step in the steady state; 0 where there are too few steps to tell.
+
+    Losses come one step late: the first when two steps are done, the last without another step.
+    """
+    return (ends[-2] - ends[1]) / (len(ends) - 3) if len(ends) > 3 else 0.0
 
 
 def _median(recorded: list[Timeline]) -> Timeline | None:

@@ -7,11 +7,13 @@ from dataclasses import replace
 import pytest
 
 from anabranch.cost import CostModel
-from anabranch.errors import InvalidPlanError
+from anabranch.errors import InvalidPlanError, ProfileError
 from anabranch.graph.opgraph import Op, OpGraph, Parameter, Value
 from anabranch.planner.check import check, require
 from anabranch.planner.stages import Stage, StageGraph
 from anabranch.profile.profile import OpCost, Profile
+from anabranch.simulator.bound import least_step_s
+from anabranch.simulator.costs import ModelCosts
 from tests.planner.helpers import cost_model
 
 #   a --> b --> d      1 byte per sample each; every operator has 10 bytes of parameters
@@ -106,9 +108,44 @@ def test_names_replicas_without_samples():
     ]
     problems = check(graph("abcd", size=16), cost(1))
     assert problems[0] == "stage 0 has micro-batches of 16 samples, the batch only 8"
-    assert problems[1].startswith(
-        "stage 0 puts 16 samples on a device, which the profile (measured"
+    assert problems[1] == (
+        "stage 0 puts 16 samples on a device (its micro-batches, 16 samples, over 1 replicas), "
+        "which the profile (measured, cpu, at 1, 2, 4 samples) does not cover: it was measured "
+        "from 1 to 4 samples"
     )
+
+
+def measured_at(*samples: int) -> Profile:
+    """The same model, a second per sample and operator, profiled at these counts."""
+    seconds = tuple(map(float, samples))
+    each = OpCost(seconds, seconds, 5)
+    return Profile(GRAPH, samples, (each,) * 4, device="cpu", source="measured")
+
+
+@pytest.mark.parametrize(
+    ("devices", "size", "batch_size", "slices"),
+    [
+        ((0,), 4, 10, "2 samples on a device (its last one, 2 samples, over 1 replicas)"),
+        ((0, 1, 2), 8, 8, "2 samples on a device (its micro-batches, 8 samples, over 3 replicas)"),
+        ((0, 1), 8, 11, "1 samples on a device (its last one, 3 samples, over 2 replicas)"),
+    ],
+    ids=["short", "uneven", "short and uneven"],
+)
+def test_names_slices_smaller_than_what_was_measured(devices, size, batch_size, slices):
+    """Profiled from 3 samples on: the fullest slice is covered, the smallest one is not."""
+    small = cost_model(measured_at(3, 4), len(devices))
+    whole = StageGraph((Stage(tuple("abcd"), devices, size),), (), batch_size)
+    problems = check(whole, small)
+    assert problems[0].startswith(f"stage 0 puts {slices}, which the profile (measured")
+    assert problems[0].endswith("it was measured from 3 to 4 samples")
+    with pytest.raises(ProfileError):
+        least_step_s(whole, ModelCosts(whole, small))
+
+
+def test_a_replica_without_samples_needs_no_price():
+    """Batch 9 in micro-batches of 8 over 2 replicas: the last sample is on one of them."""
+    whole = StageGraph((Stage(tuple("abcd"), (0, 1), 8),), (), 9)
+    assert check(whole, cost_model(measured_at(1, 4), 2)) == []
 
 
 def test_memory_counts_what_is_in_flight():

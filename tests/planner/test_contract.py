@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
+
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from anabranch.cost import CostModel
 from anabranch.errors import InfeasiblePlanError
+from anabranch.graph.opgraph import Parameter
 from anabranch.planner import PLANNERS
 from anabranch.planner.check import check
 from anabranch.planner.stages import StageGraph
+from anabranch.profile.profile import Profile
 from tests.planner import shapes
-from tests.planner.helpers import cost_model
+from tests.planner.helpers import cost_model, sharded
 from tests.strategies import planning_profiles
 
 NAMES = sorted(PLANNERS)
@@ -44,6 +49,83 @@ def test_proposals_are_valid_and_reproducible(name, profile, devices, batch_size
     assert all(graph.batch_size == batch_size for graph in proposals)
     again = CostModel(cost.profile, cost.cluster, cost.optimizer_factor)
     assert propose(name, again, batch_size=batch_size) == proposals
+
+
+@st.composite
+def odd_profiles(draw: st.DrawFn) -> Profile:
+    """Some of: a parameter that all read, operators that take no time, a range that begins at 2
+    samples, and costs under tensor parallelism.
+    """
+    profile = draw(planning_profiles(5, series_parallel=False))
+    graph, costs = profile.graph, list(profile.costs)
+    if draw(st.booleans()):
+        ops = tuple(replace(op, parameters=(*op.parameters, "tied")) for op in graph.ops)
+        graph = replace(graph, ops=ops, parameters=(*graph.parameters, Parameter("tied", 4)))
+    if draw(st.booleans()):
+        nothing = (0.0,) * len(profile.samples)
+        for i in draw(st.sets(st.integers(0, len(costs) - 1))):
+            costs[i] = replace(costs[i], forward_s=nothing, backward_s=nothing)
+    first = draw(st.integers(0, 1))
+    profile = replace(
+        profile,
+        graph=graph,
+        samples=profile.samples[first:],
+        costs=tuple(
+            replace(each, forward_s=each.forward_s[first:], backward_s=each.backward_s[first:])
+            for each in costs
+        ),
+    )
+    return sharded(profile) if draw(st.booleans()) else profile
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=25, deadline=None)
+@given(
+    profile=odd_profiles(),
+    devices=st.sampled_from([1, 2, 3, 4, 6, 8]),
+    batch_size=st.integers(1, 12),
+    memory=st.sampled_from([40, 80, 10**9]),
+    straight=st.booleans(),
+    nodes=st.booleans(),
+)
+def test_odd_models_are_planned_validly(
+    name, profile, devices, batch_size, memory, straight, nodes
+):
+    """Whatever is odd about model, batch and memory: all proposals valid, or a paragraph why not.
+
+    A batch may be smaller than the number of devices, a stage limited to one replica.
+    """
+    node = devices // 2 if nodes and devices % 2 == 0 else None
+    cost = cost_model(profile, devices, memory=memory, node=node, bandwidth=9.0)
+    limited = straight and any(f.name == "max_replicas" for f in fields(PLANNERS[name]()))
+    planner = PLANNERS[name](max_replicas=1) if limited else PLANNERS[name]()
+    try:
+        proposals = list(planner(cost, batch_size=batch_size))
+    except InfeasiblePlanError:
+        return
+    assert proposals
+    for graph in proposals:
+        assert check(graph, cost) == []
+        assert not limited or all(stage.replicas == 1 for stage in graph.stages)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("what", ["no time", "nothing at all"])
+def test_models_that_cost_nothing(name, what):
+    """No operator takes time, or weighs anything either: plans, and no division by zero."""
+    profile = shapes.towers("small", 2, 1, layers=1, top=1)
+    nothing = (0.0,) * len(profile.samples)
+    costs = [replace(each, forward_s=nothing, backward_s=nothing) for each in profile.costs]
+    graph = profile.graph
+    if what == "nothing at all":
+        costs = [replace(each, kept_bytes=0) for each in costs]
+        values = tuple(replace(value, nbytes=0) for value in graph.values)
+        parameters = tuple(replace(parameter, nbytes=0) for parameter in graph.parameters)
+        graph = replace(graph, values=values, parameters=parameters)
+    cost = cost_model(replace(profile, graph=graph, costs=tuple(costs)), 4, memory=2**40, node=2)
+    with np.errstate(divide="raise", invalid="raise"):
+        proposals = propose(name, cost, batch_size=8)
+    assert [check(each, cost) for each in proposals] == [[] for _ in proposals]
 
 
 @pytest.mark.parametrize("name", NAMES)

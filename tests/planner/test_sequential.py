@@ -11,10 +11,14 @@ from hypothesis import strategies as st
 
 from anabranch.cluster import Cluster
 from anabranch.cost import CostModel
+from anabranch.errors import InfeasiblePlanError
+from anabranch.planner.check import check
 from anabranch.planner.exhaustive import best_replicas
 from anabranch.planner.partitioner.parts import Part, PartPrices, fits
 from anabranch.planner.partitioner.search import Search
 from anabranch.planner.sequential import Sequential
+from anabranch.simulator.judge import Judge
+from anabranch.solve import plan
 from tests.planner import shapes
 from tests.planner.helpers import cost_model
 from tests.strategies import planning_profiles
@@ -71,6 +75,38 @@ def test_stages_follow_one_another():
     for graph in Sequential()(cost, batch_size=128):
         assert {(s, s + 1) for s in range(len(graph) - 1)} <= set(graph.edges)
         assert graph.depth == len(graph)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    planning_profiles(6, series_parallel=False),
+    st.integers(1, 6),
+    st.integers(1, 8),
+    st.sampled_from([100, 10**9]),
+)
+def test_what_lies_near_is_a_chain_as_well(profile, devices, batch_size, memory):
+    """Neighbours of its plans are valid, and every stage waits for the one before it."""
+    cost = cost_model(profile, devices, memory=memory, bandwidth=9.0)
+    try:
+        proposals = Sequential()(cost, batch_size=batch_size)
+    except InfeasiblePlanError:
+        return
+    near = Sequential().neighbourhood(cost, batch_size, None)
+    for graph in (each for proposal in proposals[:3] for each in near(proposal)):
+        assert check(graph, cost) == []
+        assert set(pairwise(range(len(graph)))) <= set(graph.edges)
+
+
+def test_is_improved_where_the_network_is_slow():
+    """Seven towers on eight devices: of its own proposals none is the quickest chain."""
+    profile, cluster = shapes.candle_uno(), Cluster.preset("dapple-b:8")
+    cost = CostModel(profile, cluster)
+    proposals = Sequential()(cost, batch_size=64)
+    judge = Judge(cost, ("1f1b", "1f1b-deep"))
+    judge.consider(proposals)
+    found = plan(profile, cluster, 64, planner="sequential")
+    assert found.predicted.step_s < 0.995 * judge.best_s
+    assert found.stage_graph.depth == len(found.stage_graph)
 
 
 def test_straight_pipeline():

@@ -208,6 +208,14 @@ def plan(
     return Plan(stage_graph, schedule, "by hand", "", "", "", 0.0, 0.0, nothing)
 
 
+def on_devices(chosen: Plan, devices: Sequence[tuple[int, ...]]) -> Plan:
+    """The same stages on other devices, of which some may have several stages."""
+    graph = chosen.stage_graph
+    stages = tuple(replace(s, devices=d) for s, d in zip(graph.stages, devices, strict=True))
+    moved = SCHEDULES[chosen.schedule]().warm_up(replace(graph, stages=stages))
+    return replace(chosen, stage_graph=moved)
+
+
 def num_ranks(plan: Plan) -> int:
     return len(plan.stage_graph.devices)
 

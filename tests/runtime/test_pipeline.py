@@ -304,7 +304,8 @@ def test_a_loss_that_is_not_finite_stops_before_the_update() -> None:
 
     results = run(model, plan(model, 3), work)
     assert len(set(results)) == 1
-    assert "step 0 is not finite: stage 2, micro-batch 2" in results[0][0]
+    assert "is not finite in step 0: stage 0, micro-batch 2 is the first" in results[0][0]
+    assert "x in the batch is not finite itself, first in sample 9" in results[0][0]
     assert results[0][1]
 
 

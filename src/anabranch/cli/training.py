@@ -26,6 +26,18 @@ from anabranch.cli.options import (
     SmallPresetOption,
 )
 from anabranch.cli.output import TrainingProgress, print_json, progress_bar
+from anabranch.cli.rehearsing import (
+    Bandwidth,
+    Emulate,
+    EmulatedCluster,
+    Latency,
+    LinkKind,
+    LinksOption,
+    TimeScale,
+    Wishes,
+    rehearse,
+    run_folder,
+)
 from anabranch.errors import AnabranchError
 
 if TYPE_CHECKING:
@@ -140,6 +152,12 @@ def train(
     output: Output = None,
     preset: SmallPresetOption = Preset.small,
     granularity: GranularityOption = Granularity.layer,
+    emulate: Emulate = False,
+    cluster: EmulatedCluster = None,
+    links: LinksOption = LinkKind.modelled,
+    bandwidth: Bandwidth = None,
+    latency: Latency = None,
+    time_scale: TimeScale = None,
     as_json: AsJson = False,
 ) -> None:
     """Train MODEL as a pipeline on local ranks, or as one rank of torchrun.
@@ -149,6 +167,9 @@ def train(
 
     Example: `anabranch train two-branch --devices 4 --steps 50`, or
     `torchrun --nproc-per-node 2 -m anabranch train two-branch --steps 50`
+
+    With --emulate a plan for any cluster runs here on emulated devices:
+    `anabranch train mmt --plan plan.json --emulate`
     """
     options, _ = split_output(output)
     asked = {
@@ -157,7 +178,17 @@ def train(
         "--microbatch-size": microbatch_size,
         "--max-replicas": max_replicas,
     }
-    job = Job.of(Source(model, preset, options, granularity), plan_file, asked)
+    source = Source(model, preset, options, granularity)
+    wishes = Wishes(links, cluster, bandwidth, latency, time_scale)
+    if emulate:
+        _refuse({**asked, "--epochs": epochs, "--resume": resume, "--save": save}, plan_file)
+        folder = run_folder(run, _slug(model))
+        chosen = schedule.value
+        rehearse(source, plan_file, wishes, steps or 5, asked, chosen, folder, as_json=as_json)
+        return
+    if wishes.given():
+        raise typer.BadParameter(f"{', '.join(wishes.given())}: only with --emulate")
+    job = Job.of(source, plan_file, asked)
 
     def search() -> Plan:
         count = devices or int(os.environ.get("WORLD_SIZE", "2"))
@@ -172,7 +203,7 @@ def train(
     result = job.train(steps or wanted, epochs, resume, save, check_gradients)
     if not first:
         return
-    folder = run or Path("runs") / f"{_slug(model)}-{time.strftime('%Y%m%d-%H%M%S')}"
+    folder = run_folder(run, _slug(model))
     job.keep(result, folder)
     if as_json:
         print_json({**result.figures(), "run": str(folder), "report": str(folder / "report.html")})
@@ -330,6 +361,16 @@ class Job:
         return run
 
 
+def _refuse(given: Mapping[str, object], plan_file: Path | None) -> None:
+    """Refuse what means nothing with ``--emulate``: the plan decides, and nothing is trained."""
+    plans = () if plan_file is None else ("--batch-size", "--microbatch-size", "--max-replicas")
+    useless = ("--devices", "--epochs", "--resume", "--save", *plans)
+    named = [option for option in useless if given[option] is not None]
+    if named:
+        why = f"{plan_file} decides" if plan_file is not None else "nothing is trained"
+        raise typer.BadParameter(f"{', '.join(named)}: not with --emulate; {why}")
+
+
 def _agreed(search: Callable[[], Plan]) -> Plan:
     """Under torchrun: the first rank plans, the others take its plan (measurements differ)."""
     import torch.distributed as dist
@@ -359,6 +400,8 @@ def _say_result(run: Run) -> None:
         rows.append([held_out + name, f"{value:.4f}{chance}"])
     predicted = run.plan.predicted.step_s
     rows.append(["step", f"{run.median_step_s * 1e3:.2f} ms, predicted {predicted * 1e3:.2f} ms"])
+    if run.period_s:
+        rows.append(["step after step", f"{run.period_s * 1e3:.2f} ms without a barrier between"])
     if run.ideal_step_s:
         rows.append(["ideal step", f"{run.ideal_step_s * 1e3:.2f} ms for the measured stage times"])
     for name, text in rows:

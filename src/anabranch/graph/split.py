@@ -39,6 +39,9 @@ from anabranch.graph.uses import Port, TiedUse, Use, Uses, arguments
 
 __all__ = ["Port", "Split", "StageProgram", "TiedUse", "split", "stages_like"]
 
+CALL = "call"
+"""Key of a node's ``meta`` in a stage: place of the call among those of the whole program."""
+
 _GRAPH_MODULE_NAMES = frozenset(dir(fx.GraphModule(nn.Module(), fx.Graph())))
 
 
@@ -318,7 +321,7 @@ class _Cutter:
 
         args, kwargs = map_aggregate(node.args, take), map_aggregate(node.kwargs, take)
         new = self.graph.create_node("call_function", node.target, args, kwargs, name=node.name)
-        new.meta = dict(node.meta)
+        new.meta = {**node.meta, CALL: self.position[node]}
         self.env[node] = new
 
     def argument(self, source: fx.Node, use: Use) -> fx.Node:

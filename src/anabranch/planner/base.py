@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import ClassVar, Protocol, runtime_checkable
 
@@ -58,3 +59,26 @@ class Improver(Protocol):
             microbatch_size: as for ``Planner``.
         """
         ...
+
+
+def require_options(planner: str, found: object, **least: int | float) -> None:
+    """Refuse options out of range, as early as they are set.
+
+    None passes: whether an option may be None is a matter of its type.
+
+    Args:
+        planner: key of ``planner.PLANNERS``.
+        found: has the options as attributes.
+        least: per option the least value it takes; no option takes infinity or NaN.
+
+    Raises:
+        ValueError: names the first option that is out of range, its value and the range.
+    """
+    for option, bound in least.items():
+        value = getattr(found, option)
+        # Written so that NaN, which compares with nothing, is refused as well.
+        if value is not None and not bound <= value < math.inf:
+            raise ValueError(
+                f"option {option} of planner {planner} is {value}; it must be a finite number of "
+                f"at least {bound}"
+            )

@@ -18,6 +18,7 @@ from anabranch.cluster import GIB
 from anabranch.cost import CostModel
 from anabranch.errors import InvalidPlanError
 from anabranch.planner.inflight import least_in_flight
+from anabranch.planner.slices import slice_sizes
 from anabranch.planner.stages import StageGraph
 
 _NAMED = 5
@@ -29,9 +30,10 @@ def check(graph: StageGraph, cost: CostModel) -> list[str]:
 
     Args:
         graph: stages of the operators of ``cost.graph`` on the devices of ``cost.cluster``. A
-            stage whose
-            ``in_flight`` is 0 is held to the fewest micro-batches that any 1F1B schedule keeps.
-        cost: prices memory.
+            stage whose ``in_flight`` is 0 is held to the fewest micro-batches that any 1F1B
+            schedule keeps.
+        cost: prices memory and says which slices the profile covers: neither the largest nor the
+            smallest slice of any micro-batch may lie outside.
     """
     problems = _operators(graph, cost)
     if problems:
@@ -145,12 +147,25 @@ def _samples(graph: StageGraph, cost: CostModel) -> list[str]:
                 f"stage {s} splits micro-batches of {size} samples over {replicas} devices, which "
                 f"leaves {replicas - size} of them without work"
             )
-        elif not cost.covers(-(-size // replicas)):
-            problems.append(
-                f"stage {s} puts {-(-size // replicas)} samples on a device, which the profile "
-                f"({cost.profile.origin}) does not cover"
-            )
+        problems += _unpriced(graph, cost, s)
     return problems
+
+
+def _unpriced(graph: StageGraph, cost: CostModel, s: int) -> list[str]:
+    """Slices of a stage that are larger or smaller than what was measured."""
+    stage, measured = graph.stages[s], cost.profile.samples
+    slices: dict[int, str] = {}
+    short = graph.batch_size % stage.microbatch_size
+    for what, size in (("its micro-batches", stage.microbatch_size), ("its last one", short)):
+        for samples in slice_sizes(size, stage.replicas) if size else ():
+            slices.setdefault(samples, f"{what}, {size} samples, over {stage.replicas} replicas")
+    return [
+        f"stage {s} puts {samples} samples on a device ({why}), which the profile "
+        f"({cost.profile.origin}) does not cover: it was measured from {measured[0]} to "
+        f"{measured[-1]} samples"
+        for samples, why in slices.items()
+        if not cost.covers(samples)
+    ]
 
 
 def _memory(graph: StageGraph, cost: CostModel, masks: list[int]) -> list[str]:

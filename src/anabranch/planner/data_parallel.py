@@ -18,6 +18,7 @@ from anabranch.planner.infeasible import require_sizes
 from anabranch.planner.partitioner.assemble import Assembler, Candidate
 from anabranch.planner.partitioner.parts import Facts, Part, PartPrices
 from anabranch.planner.partitioner.prices import Prices, microbatch_sizes
+from anabranch.planner.slices import priced
 from anabranch.planner.stages import StageGraph
 
 
@@ -52,7 +53,7 @@ class DataParallel:
         sizes = [
             size
             for size in ([microbatch_size] if microbatch_size else microbatch_sizes(batch_size))
-            if size >= total and cost.covers(-(-size // total))
+            if size >= total and priced(cost, batch_size, size, total)
         ]
         if not sizes:
             return InfeasiblePlanError(
@@ -83,27 +84,25 @@ def data_parallel(
     *,
     facts: Facts | None = None,
 ) -> Iterator[Candidate]:
-    """The candidates, in the order of micro-batch sizes; none beyond ``max_replicas`` devices.
+    """The candidates, in the order of micro-batch sizes; none beyond ``max_replicas``.
 
     Args:
         cost: prices the operators.
         batch_size: samples of one step.
         microbatch_size: only this size.
-        max_replicas: devices of a stage at most.
+        max_replicas: replicas of a stage at most.
         facts: what sets of operators weigh, if that is known.
     """
     total, node = cost.cluster.num_devices, cost.cluster.group_sizes[0]
-    if total > max_replicas:
-        return
     facts = facts or Facts(cost)
     everything = (1 << len(cost.graph)) - 1
     order = tuple(range(len(cost.graph)))
     for size in [microbatch_size] if microbatch_size else microbatch_sizes(batch_size):
         for tensor in (t for t in cost.tensor_degrees if node % t == 0 and total % t == 0):
             replicas = total // tensor
-            if replicas > size or not cost.covers(-(-size // replicas)):
-                continue
             prices = Prices(cost, batch_size, size, (replicas,), cost.cluster.memory_bytes)
+            if replicas > max_replicas or not prices.may(replicas):
+                continue
             part = Part(everything, replicas, tensor=tensor)
             candidate = Assembler(PartPrices(prices, facts), order, total).assemble([part])
             if candidate is not None:

@@ -11,15 +11,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from anabranch.cluster import GIB
 from anabranch.cost import CostModel
 from anabranch.errors import InfeasiblePlanError
 from anabranch.graph.cuts import decompose, operators
+from anabranch.planner.base import require_options
 from anabranch.planner.infeasible import explain, require_sizes
 from anabranch.planner.partitioner.assemble import Assembler, Candidate
 from anabranch.planner.partitioner.chains import line
 from anabranch.planner.partitioner.parts import Part, PartPrices
 from anabranch.planner.partitioner.prices import Prices, degrees, microbatch_sizes
 from anabranch.planner.partitioner.search import Problem
+from anabranch.planner.slices import priced
 from anabranch.planner.stages import StageGraph
 
 
@@ -28,12 +31,15 @@ class Even:
     """Contiguous runs of equal work, one per device; replicas where there are fewer operators.
 
     Attributes:
-        max_replicas: devices per stage at most. None: no limit.
+        max_replicas: replicas per stage at most. None: no limit.
     """
 
     max_replicas: int | None = None
 
     schedules: ClassVar[tuple[str, ...]] = ("gpipe",)
+
+    def __post_init__(self) -> None:
+        require_options("even", self, max_replicas=1)
 
     def __call__(
         self, cost: CostModel, *, batch_size: int, microbatch_size: int | None = None
@@ -60,9 +66,10 @@ class Even:
         memory = cost.cluster.memory_bytes
         count = min(cost.cluster.num_devices, len(order))
         for size in [microbatch_size] if microbatch_size else microbatch_sizes(batch_size):
-            if not cost.covers(size):
+            if not priced(cost, batch_size, size, 1):
                 continue
-            prices = Prices(cost, batch_size, size, degrees(cost, size, limit), memory)
+            chosen = degrees(cost, size, limit, batch_size=batch_size)
+            prices = Prices(cost, batch_size, size, chosen, memory)
             forward, backward = cost.op_seconds(size)
             runs = even_runs([float((forward + backward)[op]) for op in order], count)
             parts = [Part(sum(1 << op for op in order[i:j]), 1) for i, j in runs]
@@ -76,10 +83,17 @@ class Even:
     ) -> InfeasiblePlanError:
         order = tuple(operators(decompose(cost.graph)))
         problem = Problem(cost, line(cost, order), order, batch_size, limit, True, 0.01)
-        why = explain(problem, microbatch_size)
+        name, cluster = cost.graph.name or "the model", cost.cluster
+        sizes = [microbatch_size] if microbatch_size else microbatch_sizes(batch_size)
+        if problem.fills(sizes, cluster.memory_bytes):
+            return InfeasiblePlanError(
+                f"with stages of equal work {name} does not fit the "
+                f"{cluster.memory_bytes / GIB:.1f} GiB per device of {cluster.name}, and planner "
+                "even tries no others; planners sequential and graphpipe have stages that fit"
+            )
         return InfeasiblePlanError(
-            f"no even split of {cost.graph.name or 'the model'} fits {cost.cluster.name}, and "
-            f"stages are not planned for memory here; try planner sequential or graphpipe ({why})"
+            f"{name} does not fit {cluster.name} with stages of equal work, nor with other stages "
+            f"in a row: {explain(problem, microbatch_size)}"
         )
 
 

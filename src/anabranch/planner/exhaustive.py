@@ -20,12 +20,14 @@ from typing import ClassVar
 from anabranch.cost import CostModel
 from anabranch.errors import BudgetError
 from anabranch.graph.cuts import decompose, operators
+from anabranch.planner.base import require_options
 from anabranch.planner.infeasible import explain, require_sizes
 from anabranch.planner.partitioner.assemble import Candidate
 from anabranch.planner.partitioner.chains import build
 from anabranch.planner.partitioner.parts import Part, PartPrices, edges, heights
 from anabranch.planner.partitioner.prices import microbatch_sizes
 from anabranch.planner.partitioner.problem import Problem
+from anabranch.planner.partitions import partitions as partitions
 from anabranch.planner.stages import StageGraph
 
 MOST_OPERATORS = 8
@@ -41,7 +43,7 @@ class Exhaustive:
     """Tries every partition.
 
     Attributes:
-        max_replicas: devices per stage at most. None: no limit.
+        max_replicas: replicas per stage at most. None: no limit.
         candidates: stage graphs to propose at most. None: no limit.
         every: try all numbers of replicas, not only those with the least longest period.
         recompute: each stage may recompute.
@@ -53,6 +55,9 @@ class Exhaustive:
     recompute: bool = False
 
     schedules: ClassVar[tuple[str, ...]] = ("1f1b", "1f1b-deep")
+
+    def __post_init__(self) -> None:
+        require_options("exhaustive", self, max_replicas=1, candidates=1)
 
     def __call__(
         self, cost: CostModel, *, batch_size: int, microbatch_size: int | None = None
@@ -156,44 +161,6 @@ class Exhaustive:
         return (parts for _, parts in ranked[: self.candidates])
 
 
-def partitions(cost: CostModel) -> Iterator[tuple[tuple[int, ...], set[tuple[int, int]]]]:
-    """Every partition of the operators with an acyclic stage graph.
-
-    Yields:
-        Bit masks in topological order, and the stage edges. A part of such a partition is convex,
-        or a path that leaves it and comes back would be a cycle.
-    """
-    n = len(cost.graph)
-
-    def extend(i: int, parts: list[int]) -> Iterator[list[int]]:
-        if i == n:
-            yield parts
-            return
-        for s in range(len(parts)):
-            yield from extend(i + 1, [*parts[:s], parts[s] | 1 << i, *parts[s + 1 :]])
-        yield from extend(i + 1, [*parts, 1 << i])
-
-    for masks in extend(0, []):
-        home = {op: s for s, mask in enumerate(masks) for op in range(n) if mask >> op & 1}
-        pairs = {(home[a], home[b]) for a, b in cost.graph.edges if home[a] != home[b]}
-        order = _topological(len(masks), pairs)
-        if order is not None:
-            at = {s: k for k, s in enumerate(order)}
-            yield tuple(masks[s] for s in order), {(at[x], at[y]) for x, y in pairs}
-
-
-def _topological(count: int, pairs: set[tuple[int, int]]) -> list[int] | None:
-    order: list[int] = []
-    waiting = set(range(count))
-    while waiting:
-        ready = [s for s in sorted(waiting) if not any(y == s and x in waiting for x, y in pairs)]
-        if not ready:
-            return None
-        order.append(ready[0])
-        waiting.remove(ready[0])
-    return order
-
-
 def best_replicas(prices: PartPrices, masks: Sequence[int], devices: int) -> list[Part] | None:
     """Replicas that make the longest period of a partition as short as can be.
 
@@ -238,19 +205,18 @@ def _assignments(
             yield []
         return
     (mask, height), rest = stages[0], stages[1:]
-    most = min(devices - len(rest), limit)
-    for part in _modes(prices, mask, most):
+    for part in _modes(prices, mask, devices - len(rest), limit):
         if prices.headroom(part) >= height:
             for others in _assignments(prices, rest, devices - part.devices, limit):
                 yield [part, *others]
 
 
-def _modes(prices: PartPrices, mask: int, most: int) -> Iterator[Part]:
-    """All ways to run a stage on up to so many devices, also with replicas in no power of two."""
+def _modes(prices: PartPrices, mask: int, most: int, limit: int) -> Iterator[Part]:
+    """All ways to run a stage on up to so many devices, as any number of replicas in the limit."""
     of = prices.prices
     for tensor in of.tensors:
-        for replicas in range(1, min(most // tensor, of.microbatch_size) + 1):
-            if of.cost.covers(of.samples(replicas)):
+        for replicas in range(1, min(most // tensor, of.microbatch_size, limit) + 1):
+            if of.may(replicas):
                 for recompute in (False, True)[: 1 + of.recompute]:
                     yield Part(mask, replicas, recompute, tensor)
 

@@ -15,8 +15,16 @@ Where we differ, or the paper is silent:
   (``partitioner.exact``); only what is too large for that gets some order added (``graph.cuts``).
 - Transfers and all-reduces are part of the period: ``partitioner.prices`` has the formula.
 - The least period does not give the least step, so shallower plans at looser bounds are candidates
-  too (``partitioner.search``), and so is all that ``Sequential`` proposes: as it is, and with the
-  same stages waiting only for those whose values they read.
+  too (``partitioner.search``), and so are stages that are runs of the model in one order. They wait
+  only for those whose values they read; where devices share processor cores, stages that wait for
+  the one before them, as ``Sequential`` has them, are candidates as well.
+- Small models get more: plans of two or three stages with any numbers of replicas
+  (``partitioner.shorts``) and all partitions (``partitioner.tiny``).
+- A stage recomputes if it does not fit otherwise, or if it lacks the memory for a deep warm-up and
+  the simulated step is shorter with recomputation; of equal steps the one that recomputes less is
+  kept (``simulator.judge``).
+- A parameter tied across stages is summed over all devices of all its holders. The search does not
+  know that; the estimate does, and ``partitioner.polish`` tries to bring the holders together.
 
 What a stage may be:
 
@@ -42,15 +50,22 @@ from typing import ClassVar
 
 from anabranch.cost import CostModel
 from anabranch.graph.cuts import decompose, operators
+from anabranch.planner.base import require_options
 from anabranch.planner.data_parallel import data_parallel
 from anabranch.planner.infeasible import explain, require_sizes
 from anabranch.planner.partitioner.assemble import Candidate
 from anabranch.planner.partitioner.chains import build
 from anabranch.planner.partitioner.configured.candidates import configured
+from anabranch.planner.partitioner.elsewhere import in_turn
 from anabranch.planner.partitioner.exact.candidates import with_exact
+from anabranch.planner.partitioner.parts import Part
 from anabranch.planner.partitioner.polish import Polisher
+from anabranch.planner.partitioner.prices import microbatch_sizes
 from anabranch.planner.partitioner.problem import Problem
 from anabranch.planner.partitioner.search import best, in_a_row
+from anabranch.planner.partitioner.shorts import shorts
+from anabranch.planner.partitioner.tiny import tiny
+from anabranch.planner.sequential import Sequential
 from anabranch.planner.stages import StageGraph
 
 
@@ -59,7 +74,7 @@ class GraphPipe:
     """Dynamic programme over the series-parallel structure of the model.
 
     Attributes:
-        max_replicas: devices per stage at most. None: no limit.
+        max_replicas: replicas per stage at most. None: no limit.
         candidates: stage graphs to propose at most.
         tolerance: relative distance to the least period at which its search ends.
         recompute: stages may run their forward again in the backward where memory is short.
@@ -78,11 +93,7 @@ class GraphPipe:
     schedules: ClassVar[tuple[str, ...]] = ("1f1b",)
 
     def __post_init__(self) -> None:
-        if self.tolerance < 0 or self.candidates < 1 or (self.max_replicas or 1) < 1:
-            raise ValueError(
-                f"tolerance is {self.tolerance}, candidates {self.candidates} and max_replicas "
-                f"{self.max_replicas}; they must be at least 0, 1 and 1"
-            )
+        require_options("graphpipe", self, max_replicas=1, candidates=1, tolerance=0)
 
     def __call__(
         self, cost: CostModel, *, batch_size: int, microbatch_size: int | None = None
@@ -114,21 +125,45 @@ class GraphPipe:
             yield known.graph
         known_s = known.step_s if known is not None else float("inf")
         found: list[Candidate] = []
-        for search in (
-            with_exact(problem, microbatch_size, known_s=known_s),
-            in_a_row(problem, microbatch_size, found),
-        ):
-            for candidate in search:
-                found.append(candidate)
-                if candidate.step_s < known_s:
-                    known_s = candidate.step_s
-                    yield candidate.graph
+        for candidate in self._searched(problem, microbatch_size, known_s, found):
+            if candidate.step_s < known_s:
+                known_s = candidate.step_s
+                yield candidate.graph
+        chains: list[Candidate] = []
+        if 0 < problem.cost.cluster.cores < problem.cost.cluster.num_devices:
+            rows = Sequential(self.max_replicas, self.candidates, self.tolerance, self.recompute)
+            chains = rows.propose(problem.cost, problem.batch_size, microbatch_size)
         own = self._configured(problem, microbatch_size)
         ranked = [*best(found, self.candidates, always=whole), *best(own, self.candidates)]
         if not ranked:
             raise explain(problem, microbatch_size)
-        for candidate in ranked:
-            yield candidate.graph
+        graphs = [candidate.graph for candidate in (*ranked, *chains)]
+        yield from graphs
+        yield from in_turn(problem.cost, graphs)
+
+    @staticmethod
+    def _searched(
+        problem: Problem, microbatch_size: int | None, known_s: float, found: list[Candidate]
+    ) -> Iterator[Candidate]:
+        """All candidates but data parallelism; they are in ``found`` as well."""
+        for search in (
+            with_exact(problem, microbatch_size, known_s=known_s),
+            in_a_row(problem, microbatch_size, found),
+            shorts(problem, microbatch_size, found, known_s=known_s),
+            tiny(problem, microbatch_size, found, known_s=known_s),
+        ):
+            for candidate in search:
+                found.append(candidate)
+                yield candidate
+        if not found:
+            sizes = [microbatch_size] if microbatch_size else microbatch_sizes(problem.batch_size)
+            whole = Part((1 << len(problem.order)) - 1, 1)
+            for prices in (each for each in map(problem.prices, sizes) if each.degrees):
+                # Not by way of the fewest devices: cut as often as devices and memory ask for.
+                last = problem.assembler(prices).assemble([whole])
+                if last is not None:
+                    found.append(last)
+                    yield last
 
     def _configured(self, problem: Problem, microbatch_size: int | None) -> list[Candidate]:
         """What the options for schedule configurations add."""

@@ -21,7 +21,7 @@ def require_sizes(
     microbatch_size: int | None,
     max_replicas: int,
     *,
-    tensor: int = 1,
+    tensor: int | None = None,
 ) -> None:
     """Check the arguments that every planner takes.
 
@@ -30,7 +30,8 @@ def require_sizes(
         batch_size: as for every planner.
         microbatch_size: as for every planner.
         max_replicas: replicas per stage at most.
-        tensor: devices of each replica at most.
+        tensor: devices of each replica at most; by default as many as the profile has costs for
+            and a node holds.
 
     Raises:
         ValueError: for a batch or micro-batch that cannot be.
@@ -45,22 +46,26 @@ def require_sizes(
         )
     total = cost.cluster.num_devices
     sizes = [microbatch_size] if microbatch_size else microbatch_sizes(batch_size)
-    if not any(degrees(cost, size, min(total, max_replicas)) for size in sizes):
+    if not any(
+        degrees(cost, size, min(total, max_replicas), batch_size=batch_size) for size in sizes
+    ):
         raise InfeasiblePlanError(
             f"the profile ({cost.profile.origin}) covers no way to run micro-batches of "
             f"{microbatch_size or f'1 to {batch_size}'} samples on up to "
-            f"{min(total, max_replicas)} devices per stage; profile again at more sample counts"
+            f"{min(total, max_replicas)} replicas per stage; profile again at more sample counts"
         )
     node = cost.cluster.group_sizes[0]
-    tensor = max(t for t in cost.tensor_degrees if node % t == 0)
-    each = min(max_replicas, max(sizes) * tensor)
+    tensor = tensor or max(t for t in cost.tensor_degrees if node % t == 0)
+    each = min(max_replicas, max(sizes))
     usable = len(cost.graph) * each * tensor
     if usable < total:
+        wide = f" of {tensor} devices" if tensor > 1 else ""
         raise InfeasiblePlanError(
             f"{cost.graph.name or 'the model'} has {len(cost.graph)} operators with at most {each} "
-            f"replicas each, so at most {usable} of the {total} devices of {cost.cluster.name} can "
-            f"be used; use {usable} devices or fewer, capture the model in finer operators, or "
-            "allow more replicas or larger micro-batches"
+            f"replicas{wide} each, so at most {usable} of the {total} devices of "
+            f"{cost.cluster.name} can be used, and a plan leaves no device without a stage; use "
+            f"{usable} devices or fewer, capture the model in finer operators, or allow more "
+            "replicas or larger micro-batches"
         )
 
 
@@ -82,8 +87,8 @@ def explain(problem: Problem, microbatch_size: int | None) -> InfeasiblePlanErro
         return InfeasiblePlanError(
             f"{name} fits the memory of {cluster.name} on {count} devices, but no plan uses all "
             f"{cluster.num_devices} of them with at most {problem.max_replicas} replicas of a "
-            f"stage and micro-batches of up to {max(sizes)} samples; use {count} devices, "
-            "or allow more replicas or larger micro-batches"
+            f"stage and micro-batches of up to {max(sizes)} samples, and a plan leaves no device "
+            f"without a stage; use {count} devices, or allow more replicas or larger micro-batches"
         )
     more = f"; {count} devices would do" if count else ""
     return InfeasiblePlanError(

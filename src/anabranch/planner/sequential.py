@@ -10,6 +10,10 @@ stage edge i -> i + 1 for every i, also where no value flows: such an edge carri
 bytes, so that a stage waits for the one before it, and warm-up counts and memory follow it, as
 they do in a sequential pipeline. Values go straight to the stages that read them (PipeDream and
 Piper relay them through the stages in between, which would cost more).
+
+The best proposals are then changed a little and simulated, as those of ``graphpipe`` are
+(``partitioner.polish``), every change a pipeline like these: one stage after the other. Stages
+that such a change leaves need not be runs of the one order any more, only convex.
 """
 
 from __future__ import annotations
@@ -19,10 +23,12 @@ from typing import ClassVar
 
 from anabranch.cost import CostModel
 from anabranch.graph.cuts import decompose, operators
+from anabranch.planner.base import require_options
 from anabranch.planner.data_parallel import data_parallel
 from anabranch.planner.infeasible import explain, require_sizes
 from anabranch.planner.partitioner.assemble import Candidate
 from anabranch.planner.partitioner.chains import line
+from anabranch.planner.partitioner.polish import Polisher
 from anabranch.planner.partitioner.prices import microbatch_sizes
 from anabranch.planner.partitioner.problem import Problem
 from anabranch.planner.partitioner.search import THOROUGH, Search, best
@@ -38,7 +44,7 @@ class Sequential:
     fits.
 
     Attributes:
-        max_replicas: devices per stage at most; 1 gives the straight pipeline. None: no limit.
+        max_replicas: replicas per stage at most; 1 gives the straight pipeline. None: no limit.
         candidates: stage graphs to propose at most.
         tolerance: relative distance to the least period at which its search ends.
         recompute: stages may run their forward again in the backward where memory is short.
@@ -52,11 +58,7 @@ class Sequential:
     schedules: ClassVar[tuple[str, ...]] = ("1f1b",)
 
     def __post_init__(self) -> None:
-        if self.tolerance < 0 or self.candidates < 1 or (self.max_replicas or 1) < 1:
-            raise ValueError(
-                f"tolerance is {self.tolerance}, candidates {self.candidates} and max_replicas "
-                f"{self.max_replicas}; they must be at least 0, 1 and 1"
-            )
+        require_options("sequential", self, max_replicas=1, candidates=1, tolerance=0)
 
     def __call__(
         self, cost: CostModel, *, batch_size: int, microbatch_size: int | None = None
@@ -73,6 +75,20 @@ class Sequential:
         if not found:
             raise explain(problem, microbatch_size)
         return [candidate.graph for candidate in found]
+
+    def neighbourhood(
+        self, cost: CostModel, batch_size: int, microbatch_size: int | None
+    ) -> Polisher:
+        """What lies near a stage graph, chains alone; see ``planner.base``."""
+        return Polisher(
+            cost,
+            batch_size,
+            tuple(operators(decompose(cost.graph))),
+            max_replicas=self.max_replicas or cost.cluster.num_devices,
+            microbatch_size=microbatch_size,
+            recompute=self.recompute,
+            chained=True,
+        )
 
     def problem(self, cost: CostModel, batch_size: int) -> Problem:
         """What is searched."""

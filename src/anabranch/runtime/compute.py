@@ -9,21 +9,29 @@
 Autograd ends at the detached leaves, one per use of a value (``Port``), so each stage has a graph
 of its own, and gradients cross as messages. Gradients of parameters accumulate in ``.grad`` over
 the micro-batches, in their order.
+
+What is called for a program, compiled or under autocast, is ``Prepared``'s affair.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from anabranch.graph.split import Port, StageProgram
 from anabranch.planner.stages import StageGraph
 from anabranch.runtime.messages import Layout, gradient_ports
+from anabranch.runtime.offload import Offload
+from anabranch.runtime.precision import LossScale
+from anabranch.runtime.prepared import Prepared, Runnable, is_random
+from anabranch.runtime.streams import step_key
+
+__all__ = ["Compute", "Key", "Outcome", "StageCompute", "is_random", "seeded", "unchanged_buffers"]
 
 _SEED_MODULUS = 2**63
 
@@ -39,6 +47,7 @@ class Outcome:
         loss: its share of the step's loss, weighted by samples.
         metrics: its shares of the metrics, likewise.
         bad: stage and first micro-batch with a loss that is not finite, or None.
+        bad_parameters: names of parameters whose gradients are not finite.
         times: start and end of every action, in the clock of ``time.perf_counter``.
         tied: exact mode: (parameter, micro-batch, order) -> gradient of one use.
     """
@@ -48,6 +57,12 @@ class Outcome:
     bad: Key | None = None
     times: list[tuple[float, float]] = field(default_factory=list)
     tied: dict[tuple[str, int, int], Tensor] = field(default_factory=dict)
+    bad_parameters: list[str] = field(default_factory=list)
+
+    @property
+    def is_bad(self) -> bool:
+        """Whether the optimizer must not have what came of this step."""
+        return self.bad is not None or bool(self.bad_parameters)
 
 
 class Compute(Protocol):
@@ -92,10 +107,11 @@ class StageCompute:
         layout: programs and samples of every micro-batch.
         graph: the stages.
         parameters: of this device's stages, by name.
-        place: where the tensors live.
+        prepared: what is called for the stages, and where.
         seed: of random numbers (dropout). Each micro-batch of a stage draws from a generator of its
             own, a function of seed, step, samples and stage, so that a resumed run and a recomputed
-            forward repeat it.
+            forward repeat it; by the option ``dropout="sample"``, no generator draws.
+        loss_scale: factor on the loss that backwards start from.
     """
 
     def __init__(
@@ -103,23 +119,30 @@ class StageCompute:
         layout: Layout,
         graph: StageGraph,
         parameters: Mapping[str, nn.Parameter],
+        prepared: Prepared,
         *,
-        place: torch.device,
         seed: int = 0,
+        loss_scale: LossScale | None = None,
     ) -> None:
         self._layout, self._graph, self._parameters = layout, graph, parameters
-        self._place, self._seed = place, seed
+        self._prepared, self._place, self._seed = prepared, prepared.place, seed
+        self._offload = Offload(parameters.values(), self._place)
+        self._runnables: dict[Key, Runnable] = {}
+        self._starts: dict[int, Tensor] = {}
+        self._loss_scale = loss_scale
 
     def begin(self, leaves: Mapping[str, Tensor], step: int, *, train: bool) -> Outcome:
         """See ``Compute``."""
         self._leaves, self._step, self._train = leaves, step, train
         self._outcome = Outcome()
+        self._step_key: Tensor | None = None
         self._stash: dict[Key, _Stash] = {}
         return self._outcome
 
     def forward(self, key: Key, values: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """See ``Compute``."""
-        program = self._layout.program(*key)
+        runnable = self._runnable(key)
+        program = runnable.program
         # Every use is a leaf of its own: its gradient goes back on its own.
         inputs = [
             (port, values[port.value].detach().requires_grad_(self._train and port.grad))
@@ -127,8 +150,10 @@ class StageCompute:
         ]
         recompute = self._graph.stages[key[0]].recompute
         aliases = [self._alias(use.name) for use in program.tied]
-        with torch.set_grad_enabled(self._train and not recompute):
-            results = self._call(program, key, [leaf for _, leaf in inputs], aliases)
+        # A compiled stage has another program without gradients, which may draw other numbers.
+        graphless = recompute and self._prepared.options.backend is None
+        with torch.set_grad_enabled(self._train and not graphless), self._saving(recompute):
+            results = self._call(runnable, key, [leaf for _, leaf in inputs], aliases)
         count = len(program.outputs)
         outputs = list(zip(program.outputs, results[:count], strict=True))
         loss = results[count] if program.has_loss else None
@@ -138,15 +163,38 @@ class StageCompute:
             self._stash[key] = _Stash(inputs, aliases, kept, None if recompute else loss)
         return {port.value: out.detach() for port, out in outputs}
 
+    def _runnable(self, key: Key) -> Runnable:
+        if key not in self._runnables:
+            start, stop = self._layout.slice(*key)
+            self._runnables[key] = self._prepared.runnable(key[0], stop - start)
+        return self._runnables[key]
+
+    def _saving(self, recompute: bool) -> AbstractContextManager[object]:
+        wanted = self._prepared.options.offload and self._train and not recompute
+        return self._offload() if wanted else nullcontext()
+
     def _call(
-        self, program: StageProgram, key: Key, inputs: list[Tensor], aliases: list[Tensor]
+        self, runnable: Runnable, key: Key, inputs: list[Tensor], aliases: list[Tensor]
     ) -> tuple[Tensor, ...]:
         start, stop = self._layout.slice(*key)
-        batch = [self._leaves[name].narrow(0, start, stop - start) for name in program.batch]
-        if not is_random(program.module):
-            return tuple(program.module(*inputs, *aliases, *batch))
-        with seeded(hash((self._seed, self._step, start, key[0])) % _SEED_MODULUS, self._place):
-            return tuple(program.module(*inputs, *aliases, *batch))
+        names = runnable.program.batch
+        batch = [self._leaves[name].narrow(0, start, stop - start) for name in names]
+        with self._prepared.compiling(key[0]):
+            if runnable.by_sample:
+                return tuple(runnable.call(*self._random(start), *inputs, *aliases, *batch))
+            if not runnable.is_random:
+                return tuple(runnable.call(*inputs, *aliases, *batch))
+            with seeded(hash((self._seed, self._step, start, key[0])) % _SEED_MODULUS, self._place):
+                return tuple(runnable.call(*inputs, *aliases, *batch))
+
+    def _random(self, start: int) -> tuple[Tensor, Tensor]:
+        """Key of the step and first sample, where the stage is."""
+        if self._step_key is None:
+            number = step_key(self._seed, self._step)
+            self._step_key = torch.tensor(number, device=self._place)
+        if start not in self._starts:
+            self._starts[start] = torch.tensor(start, device=self._place)
+        return self._step_key, self._starts[start]
 
     def _alias(self, name: str) -> Tensor:
         parameter = self._parameters[name]
@@ -172,12 +220,14 @@ class StageCompute:
     def backward(self, key: Key, gradients: Mapping[Port, Tensor]) -> dict[Port, Tensor]:
         """See ``Compute``."""
         stash = self._stash.pop(key)
-        program = self._layout.program(*key)
-        if self._graph.stages[key[0]].recompute:
-            with unchanged_buffers(program.module):
-                again = self._recompute(program, key, stash)
-                return self._differentiate(program, key, again, gradients)
-        return self._differentiate(program, key, stash, gradients)
+        runnable = self._runnable(key)
+        program = runnable.program
+        with self._prepared.compiling(key[0]):
+            if self._graph.stages[key[0]].recompute:
+                with unchanged_buffers(program.module):
+                    again = self._recompute(runnable, key, stash)
+                    return self._differentiate(program, key, again, gradients)
+            return self._differentiate(program, key, stash, gradients)
 
     def _differentiate(
         self, program: StageProgram, key: Key, stash: _Stash, arrived: Mapping[Port, Tensor]
@@ -189,7 +239,8 @@ class StageCompute:
                 gradients.append(arrived[port])
         if stash.loss is not None and stash.loss.requires_grad:
             tensors.append(stash.loss)
-            gradients.append(torch.full_like(stash.loss, self._weight(key)))
+            scale = 1.0 if self._loss_scale is None else self._loss_scale.scale
+            gradients.append(torch.full_like(stash.loss, self._weight(key) * scale))
         if tensors:
             torch.autograd.backward(tensors, gradients)
         for use, alias in zip(program.tied, stash.aliases, strict=True):
@@ -198,9 +249,10 @@ class StageCompute:
         leaves = dict(stash.leaves)
         return {port: _gradient(leaves[port]) for port in gradient_ports(program.inputs)}
 
-    def _recompute(self, program: StageProgram, key: Key, stash: _Stash) -> _Stash:
+    def _recompute(self, runnable: Runnable, key: Key, stash: _Stash) -> _Stash:
         """The forward once more, for its autograd graph."""
-        results = self._call(program, key, [leaf for _, leaf in stash.leaves], stash.aliases)
+        program = runnable.program
+        results = self._call(runnable, key, [leaf for _, leaf in stash.leaves], stash.aliases)
         count = len(program.outputs)
         outputs = list(zip(program.outputs, results[:count], strict=True))
         loss = results[count] if program.has_loss else None
@@ -210,26 +262,6 @@ class StageCompute:
 def _gradient(leaf: Tensor) -> Tensor:
     """The gradient of a leaf; zero where the loss does not depend on it."""
     return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-
-
-def is_random(module: nn.Module) -> bool:
-    """Whether a stage draws random numbers; known once per module."""
-    cached = module.__dict__.get("_anabranch_is_random")
-    if cached is None:
-        cached = any(_draws(node) for node in module.graph.nodes)  # type: ignore[union-attr]
-        module.__dict__["_anabranch_is_random"] = cached
-    return bool(cached)
-
-
-def _draws(node: fx.Node) -> bool:
-    """Whether a call draws random numbers; dropout with probability 0 does not."""
-    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
-        return False
-    arguments = node.target._schema.arguments  # type: ignore[union-attr]
-    given = {argument.name: argument.default_value for argument in arguments}
-    given |= {argument.name: value for argument, value in zip(arguments, node.args, strict=False)}
-    given |= node.kwargs
-    return not any(given.get(name) == 0 for name in ("p", "dropout_p"))
 
 
 @contextmanager

@@ -9,14 +9,15 @@ shares::
     stage 0 (devices 0, 1)   embedding, layer 0         embedding is held by ranks {0, 1, 2},
     stage 1 (device 2)       layer 1, embedding         layer 0 by {0, 1}, layer 1 by {2}
 
-Parameters with the same holders travel together in flat buckets.
+Parameters with the same holders travel together in flat buckets, while other backwards go on
+(``overlap``).
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,12 +25,8 @@ from torch import Tensor, nn
 
 from anabranch.graph.split import Split
 from anabranch.planner.stages import StageGraph
+from anabranch.runtime.buckets import Named, Ranks, cut, dense
 from anabranch.runtime.mesh import Mesh
-
-BUCKET_BYTES = 25 * 2**20
-"""Gradients in one message of an all-reduce at most, unless a single one is larger."""
-
-Ranks = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -71,61 +68,20 @@ class Holders:
 
 
 def reduce_gradients(parameters: Mapping[str, nn.Parameter], holders: Holders, mesh: Mesh) -> None:
-    """Sum the gradients of every parameter over its holders.
+    """Sum the gradients of every parameter over its holders, and wait for it.
 
     One that has a gradient on none of them keeps none, so that the optimizer leaves it alone.
     """
-    for ranks, names in _shared(parameters, holders):
-        for bucket in _buckets([(name, parameters[name]) for name in names]):
-            flags = torch.tensor([float(p.grad is not None) for _, p in bucket])
-            like = bucket[0][1]
-            parts = [
-                (torch.zeros_like(p) if p.grad is None else _dense(p.grad)).reshape(-1)
-                for _, p in bucket
-            ]
-            flat = torch.cat([*parts, flags.to(like)])
-            mesh.all_reduce(flat, ranks)
-            offset = 0
-            for i, (_, parameter) in enumerate(bucket):
-                size = parameter.numel()
-                has = flat[len(flat) - len(bucket) + i] > 0
-                summed = flat[offset : offset + size].view(parameter.shape)
-                parameter.grad = summed.clone() if has else None
-                offset += size
-
-
-def _shared(
-    parameters: Mapping[str, nn.Parameter], holders: Holders
-) -> list[tuple[Ranks, list[str]]]:
-    """Sets of ranks with the trainable parameters that they share, in an order that all ranks
-    follow.
-    """
-    groups: dict[Ranks, list[str]] = defaultdict(list)
+    groups: dict[Ranks, list[Named]] = defaultdict(list)
     for name, parameter in parameters.items():
         if parameter.requires_grad and len(holders.parameters[name]) > 1:
-            groups[holders.parameters[name]].append(name)
-    return sorted(groups.items())
-
-
-def _buckets(
-    named: Iterable[tuple[str, nn.Parameter]],
-) -> list[list[tuple[str, nn.Parameter]]]:
-    """Cut into runs of one element type, of at most ``BUCKET_BYTES``."""
-    buckets: list[list[tuple[str, nn.Parameter]]] = []
-    size = 0
-    for name, parameter in named:
-        nbytes = parameter.numel() * parameter.element_size()
-        fits = buckets and buckets[-1][0][1].dtype == parameter.dtype
-        if not fits or size + nbytes > BUCKET_BYTES:
-            buckets.append([])
-            size = 0
-        buckets[-1].append((name, parameter))
-        size += nbytes
-    return buckets
-
-
-def _dense(gradient: Tensor) -> Tensor:
-    return gradient.to_dense() if gradient.is_sparse else gradient
+            groups[holders.parameters[name]].append((name, parameter))
+    for ranks, named in sorted(groups.items(), key=lambda group: group[0]):
+        for bucket in cut(ranks, named, mesh):
+            for index in range(len(bucket.named)):
+                bucket.put(index)
+            bucket.start()
+            bucket.take()
 
 
 def same_start(tensors: Mapping[str, Tensor], mesh: Mesh) -> None:
@@ -180,7 +136,7 @@ def fold_tied(
     """Exact mode: add up the gradients of tied parameters in the order in which one process would.
 
     Autograd adds the uses of a tensor from the last to the first, and ``.grad`` grows by
-    micro-batch.
+    micro-batch, on top of what it has from earlier batches of the same update.
 
     Args:
         uses: (parameter, micro-batch, order) -> gradient of one use on this rank.
@@ -194,7 +150,7 @@ def fold_tied(
         (n for n in expected if n in parameters), key=lambda n: (holders.parameters[n], n)
     ):
         parameter, ranks = parameters[name], holders.parameters[name]
-        total: Tensor | None = None
+        total = parameter.grad
         for microbatch in range(num_microbatches):
             folded: Tensor | None = None
             for order, rank in sorted(expected[name]):
@@ -211,7 +167,7 @@ def fold_tied(
 def sum_of_squares(parameters: Mapping[str, nn.Parameter], holders: Holders, rank: int) -> float:
     """Of the gradients that this rank speaks for, so that a sum over the ranks counts each once."""
     norms = [
-        torch.linalg.vector_norm(_dense(p.grad), dtype=torch.float64)
+        torch.linalg.vector_norm(dense(p.grad), dtype=torch.float64)
         for name, p in parameters.items()
         if p.grad is not None and holders.owner(name) == rank
     ]

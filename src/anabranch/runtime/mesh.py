@@ -22,10 +22,21 @@ from torch._C._distributed_c10d import Store
 from anabranch.errors import InvalidPlanError, StageFailedError
 from anabranch.planner.stages import StageGraph
 from anabranch.runtime.failure import Failure, PeerLostError
-from anabranch.runtime.transport import ProcessGroupTransport, Transport, guarded
+from anabranch.runtime.transport import (
+    Channel,
+    HostTransport,
+    NcclTransport,
+    ProcessGroupTransport,
+    Router,
+    StagedTransport,
+    Transport,
+    guarded,
+    meet,
+)
 
 _FAILURE_KEY = "anabranch/failure"
 _GRACE_S = 1.0
+_CPU = torch.device("cpu")
 
 
 def require_whole_replicas(graph: StageGraph) -> None:
@@ -42,6 +53,34 @@ def require_whole_replicas(graph: StageGraph) -> None:
             f"{len(graph)} stages), which can be planned and simulated but not run; plan with a "
             "profile that has no costs for tensor parallelism"
         )
+
+
+class Pending:
+    """An all-reduce that is under way.
+
+    Args:
+        tensor: will hold the sum.
+        work: None if there is nothing to wait for.
+    """
+
+    def __init__(self, tensor: Tensor, work: dist.Work | None) -> None:
+        self._tensor, self._work = tensor, work
+
+    @property
+    def is_done(self) -> bool:
+        """Whether ``wait`` would return at once."""
+        return self._work is None or self._work.is_completed()
+
+    def wait(self) -> Tensor:
+        """The sum, once it is there.
+
+        Raises:
+            PeerLostError: if another rank is gone.
+        """
+        if self._work is not None:
+            guarded(self._work.wait)
+            self._work = None
+        return self._tensor
 
 
 class Mesh:
@@ -104,19 +143,60 @@ class Mesh:
         )
         return group
 
-    def transport(self) -> Transport | None:
-        """A transport over a group of its own, so that breaking it wakes up only whoever waits for
-        messages.
+    def transport(
+        self, place: torch.device = _CPU, channels: Collection[Channel] = ()
+    ) -> Transport | None:
+        """A transport to all other ranks, with connections of its own, so that breaking them wakes
+        up only whoever waits for messages.
+
+        On the CPU it goes through shared memory to ranks of this host, through Gloo to the rest.
+        Ranks with a GPU each use NCCL; GPUs without it go through the host.
+
+        Args:
+            place: where the tensors are.
+            channels: all of the run, the same on every rank; NCCL needs to know them.
         """
         if self.size == 1:
             return None
-        group = guarded(
-            lambda: dist.new_group(
-                list(self._everyone), timeout=timedelta(seconds=self._timeout), backend="gloo"
+        if place.type != "cuda":
+            return self._host_transport()
+        if channels and self._has_own_gpu(place):
+            transport = NcclTransport(self.rank, channels, place, self._timeout)
+            self.barrier()
+            return transport
+        return StagedTransport(self._host_transport(), place)
+
+    def _has_own_gpu(self, place: torch.device) -> bool:
+        """Whether all ranks have a GPU each, and NCCL is there; the same answer on every rank."""
+        gpu = str(torch.cuda.get_device_properties(place).uuid).encode()
+        seen = self._exchange(gpu + bytes([dist.is_nccl_available()]))
+        return len(set(seen)) == self.size and all(card[-1] for card in seen)
+
+    def _host_transport(self) -> Transport:
+        meeting = meet(self.rank, self._exchange)
+        routes: dict[int, Transport] = {}
+        transports: list[Transport] = []
+        if meeting.peers:
+            host = HostTransport(meeting, self._timeout)
+            transports.append(host)
+            routes = dict.fromkeys(meeting.peers, host)
+        # A group is made by all ranks together, also by one that does not need it.
+        if any(map(any, self._exchange(bytes([len(routes) < self.size - 1])))):
+            group = guarded(
+                lambda: dist.new_group(
+                    list(self._everyone), timeout=timedelta(seconds=self._timeout), backend="gloo"
+                )
             )
-        )
+            remote = ProcessGroupTransport(group, self._timeout)
+            transports.append(remote)
+            routes = dict.fromkeys(self._everyone, remote) | routes
         self.barrier()
-        return ProcessGroupTransport(group, self._timeout)
+        return transports[0] if len(transports) == 1 else Router(routes, transports)
+
+    def _exchange(self, mine: bytes) -> list[bytes]:
+        """Everybody's bytes, of one length."""
+        gathered = self.all_gather(torch.tensor(list(mine), dtype=torch.uint8))
+        return [bytes(theirs.tolist()) for theirs in gathered]
 
     def ranks(self, devices: Collection[int]) -> tuple[int, ...]:
         """Ranks of some devices, ascending."""
@@ -132,6 +212,22 @@ class Mesh:
         if len(chosen) > 1:
             guarded(lambda: dist.all_reduce(tensor, group=self._groups[chosen]))
         return tensor
+
+    def start_all_reduce(self, tensor: Tensor, ranks: tuple[int, ...] | None = None) -> Pending:
+        """Start to sum over the ranks of a set (by default all), in place.
+
+        Those of one set start their sums in one order; sums of other sets, and messages, go on
+        meanwhile.
+
+        Raises:
+            PeerLostError: if one of them is gone.
+        """
+        chosen = self._everyone if ranks is None else ranks
+        if len(chosen) == 1:
+            return Pending(tensor, None)
+        group = self._groups[chosen]
+        work = guarded(lambda: dist.all_reduce(tensor, group=group, async_op=True))
+        return Pending(tensor, work)
 
     def broadcast(self, tensor: Tensor, source: int, ranks: tuple[int, ...] | None = None) -> None:
         """Copy a tensor from one rank of a set to the others, in place.
@@ -169,13 +265,12 @@ class Mesh:
         Raises:
             InvalidPlanError: on every rank, naming two ranks and what each has.
         """
-        mine = torch.tensor(list(digest.encode()), dtype=torch.uint8)
-        for rank, theirs in enumerate(texts := self.all_gather(mine)):
-            if not torch.equal(theirs, texts[0]):
-                first, other = (bytes(t.tolist()).decode() for t in (texts[0], theirs))
+        texts = [theirs.decode() for theirs in self._exchange(digest.encode())]
+        for rank, theirs in enumerate(texts):
+            if theirs != texts[0]:
                 raise InvalidPlanError(
-                    f"the ranks disagree on {what}: rank 0 has {first}, rank {rank} has {other}; "
-                    "start every rank with the same files and the same model"
+                    f"the ranks disagree on {what}: rank 0 has {texts[0]}, rank {rank} has "
+                    f"{theirs}; start every rank with the same files and the same model"
                 )
 
     def publish(self, error: BaseException) -> None:

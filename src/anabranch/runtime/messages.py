@@ -18,12 +18,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from anabranch.graph.capture import Captured
-from anabranch.graph.split import Port, Split, StageProgram
+from anabranch.graph.opgraph import OpGraph
+from anabranch.graph.split import Port, StageProgram
 from anabranch.planner.stages import StageGraph
 from anabranch.schedule.schedule import Action, Kind
 
@@ -79,18 +80,35 @@ def _travel_order(port: Port) -> tuple[int, int]:
     return port.value, port.order
 
 
+class Model(Protocol):
+    """What has the model's values: a captured module, or a profile."""
+
+    @property
+    def graph(self) -> OpGraph:
+        """Operators and values."""
+        ...
+
+
+class Programs(Protocol):
+    """What knows the stages' programs: ``Split``."""
+
+    def program(self, stage: int, samples: int) -> StageProgram:
+        """What a stage runs for a number of samples."""
+        ...
+
+
 class Layout:
     """The tensors of every message of one device.
 
     Args:
-        captured: the model.
+        model: the model.
         split: the stages' programs.
         graph: the stages and their sample intervals, for one batch size.
         device: whose messages.
     """
 
-    def __init__(self, captured: Captured, split: Split, graph: StageGraph, device: int) -> None:
-        self._model = captured.graph
+    def __init__(self, model: Model, split: Programs, graph: StageGraph, device: int) -> None:
+        self._model = model.graph
         self._split, self._graph, self._device = split, graph, device
 
     def slice(self, stage: int, microbatch: int) -> tuple[int, int]:

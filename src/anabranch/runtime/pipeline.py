@@ -3,9 +3,15 @@
 ::
 
     step(batch)   forwards and backwards of all micro-batches      worker
-                  gradients summed over whoever holds a parameter  gradients
-                  loss, metrics, gradient norm: one small sum      mesh
-                  clip, optimizer, scheduler                       this rank's own parameters
+                  gradients summed over whoever holds a parameter  overlap, while backwards go on
+                  loss, metrics, gradient norm: one small sum      tally
+                  clip, optimizer, scheduler                       updates, of this rank alone
+
+``step`` waits for the tally before anything is changed, so all ranks wait for each other once per
+step. ``steps`` reads the tally one step later, so nobody waits, and the pipeline stays full::
+
+    step     rank 0   F0 F1 .. B0 F2 .. B3 | F0 F1 ..            steps    F0 F1 .. B3 F0 F1 ..
+             rank 1      F0 .. B0 F1 .. .. |    F0 ..                        F0 .. .. F0 ..
 
 Every rank calls the same methods with the same batches; a rank takes the slices that it needs, so
 data never travels.
@@ -13,35 +19,35 @@ data never travels.
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from anabranch import checkpoint as disk
-from anabranch.errors import DataError, NonFiniteError, TrainingError
+from anabranch.errors import NonFiniteError, TrainingError
 from anabranch.graph.capture import Captured
 from anabranch.planner.stages import Plan
-from anabranch.runtime import steps
 from anabranch.runtime.compute import Outcome
+from anabranch.runtime.evaluation import Evaluation
 from anabranch.runtime.failure import POSITION, PeerLostError, located
-from anabranch.runtime.gradients import (
-    Holders,
-    clip,
-    fold_tied,
-    reduce_gradients,
-    sum_of_squares,
-)
+from anabranch.runtime.feed import Feed, leaves_of, samples_of
+from anabranch.runtime.gradients import Holders
 from anabranch.runtime.mesh import Mesh, require_whole_replicas
+from anabranch.runtime.nonfinite import Ran, Trace
 from anabranch.runtime.recording import gather_timeline
 from anabranch.runtime.selfcheck import compare_with_eager
 from anabranch.runtime.state import State
-from anabranch.runtime.steps import Steps
+from anabranch.runtime.steps import Steps, captured_for, digest, parts_of
+from anabranch.runtime.tally import Tally
+from anabranch.runtime.updates import Updates
 from anabranch.runtime.worker import Worker
 from anabranch.timeline import Timeline
 from anabranch.workload import Batch, Workload
@@ -61,16 +67,18 @@ class Pipeline:
         plan: what is executed.
         optimizer: of this rank's parameters; None where there is nothing to train.
         scheduler: of the learning rate.
-        metrics: of the last step, means over the batch, the same on every rank.
+        metrics: of the step whose loss was returned last, means over the batch, the same on every
+            rank.
         timeline: of the last step that was recorded, the same on every rank.
         step_number: steps done.
-        epoch, position: epochs done, and batches of the current one, as ``batches`` counts them.
 
     Args:
         workload: model, data, optimizer recipe; the same on every rank.
         plan: its operators have to be the model's.
         captured: the captured module, where the caller has it; captured anew otherwise.
         evaluation: what ``captured.evaluation()`` gave, likewise; made when it is first needed.
+        accumulate: batches that make one update, with the mean of their gradients; clipping and
+            the scheduler count updates. What the last batches leave over, ``update`` uses.
         exact: gradients bitwise those of one process that accumulates the same micro-batches.
         check_gradients: before the first step, compare loss and gradients of one micro-batch with
             the user's own module in one process.
@@ -80,6 +88,7 @@ class Pipeline:
         InvalidPlanError: if the plan is for another model or another number of ranks, ranks
             disagree, or a stage has tensor parallelism.
         CaptureError: if the module cannot be captured.
+        ValueError: if ``accumulate`` is less than 1.
     """
 
     def __init__(
@@ -89,13 +98,16 @@ class Pipeline:
         *,
         captured: Captured | None = None,
         evaluation: Captured | None = None,
+        accumulate: int = 1,
         exact: bool = False,
         check_gradients: bool = True,
         timeout: float = 600.0,
     ) -> None:
+        if accumulate < 1:
+            raise ValueError(f"accumulate is {accumulate}; an update takes at least one batch")
         require_whole_replicas(plan.stage_graph)
         self.workload, self.plan = workload, plan
-        self._captured = captured or steps.captured_for(workload, plan)
+        self._captured = captured or captured_for(workload, plan)
         module = self._captured.module
         place = next((p.device for p in module.parameters()), torch.device("cpu"))
         if place.type == "meta":
@@ -103,34 +115,55 @@ class Pipeline:
                 "the model is on the meta device: it has sizes but no weights; build it on the "
                 "CPU to train it"
             )
-        parts = steps.parts_of(self._captured, plan, exact=exact)
+        parts = parts_of(self._captured, plan, exact=exact)
         devices = plan.stage_graph.devices
         rank_of = {device: rank for rank, device in enumerate(devices)}
         self._holders = Holders.of(parts, plan.stage_graph, rank_of)
         self._mesh = Mesh(devices, self._holders.sets, device_type=place.type, timeout=timeout)
         with self._failing():
-            self._mesh.agree("plan and model", steps.digest(self._captured, plan))
+            self._mesh.agree("plan and model", digest(self._captured, plan))
             self._transport = self._mesh.transport()
             self._state = State(replace(workload, module=module), self._holders, self._mesh)
             seed = self._common_seed()
         self._train = Steps(
             self._captured, parts, plan, self._mesh, self._transport, place=place, seed=seed
         )
-        self._evaluation_captured = evaluation
-        self._evaluate: Steps | None = None
-        self._exact, self._place = exact, place
-        self._fetched: int | None = None
+        self._updates = Updates(
+            self._state,
+            parts,
+            plan.stage_graph,
+            self._holders,
+            self._mesh,
+            accumulate=accumulate,
+            exact=exact,
+        )
+        self._trace = Trace(self._captured, self._state.parameters, self._mesh)
+        self._feed = Feed(workload, plan.stage_graph.batch_size, self._fail)
+        self._evaluation = Evaluation(self._captured, evaluation, plan, self._mesh, self._transport)
+        self._place = place
         self._check_gradients, self._is_prepared = check_gradients, False
         self._is_first = True
+        self._unread: Tally | None = None
+        self._is_bad = False  # this rank has met a loss that is not finite, and updates no more
         self.optimizer, self.scheduler = self._state.optimizer, self._state.scheduler
         self.metrics: dict[str, float] = {}
         self.timeline: Timeline | None = None
-        self.step_number = self.epoch = self.position = 0
+        self.step_number = 0
 
     @property
     def rank(self) -> int:
         """Of this process, from 0."""
         return self._mesh.rank
+
+    @property
+    def epoch(self) -> int:
+        """Epochs done, as ``batches`` counts them."""
+        return self._feed.epoch
+
+    @property
+    def position(self) -> int:
+        """Batches of the current epoch that were trained on."""
+        return self._feed.position
 
     # Training
 
@@ -150,19 +183,67 @@ class Pipeline:
             StageFailedError: if something raised on this rank; names stage, micro-batch and step.
             DataError: if the batch is built otherwise than the workload's example.
         """
-        leaves = self._leaves(batch)
+        leaves = leaves_of(self._captured, batch, self._place)
         with self._failing():
+            self._settle()
             self._prepare(batch, leaves)
             start = self._now() if record else 0.0
             worker, outcome = self._run(leaves)
-            loss = self._update(outcome)
+            loss = self._agree(outcome)
             if record:
                 self.timeline = gather_timeline(worker, outcome, self._mesh, start, self._now())
             POSITION.leave()
-        self.step_number += 1
-        if self._fetched is not None:
-            self.position, self._fetched = self._fetched, None
+        self._count()
         return loss
+
+    def steps(self, batches: Iterable[Batch]) -> Iterator[float]:
+        """Train on batches without a barrier between them, as long as there are any.
+
+        A rank updates each stage as soon as its own gradients are there and goes on to the next
+        batch; what all ranks have to tell each other is read one step later. Where something global
+        decides about the update (``clip_norm``), and in the first step, ranks agree as in ``step``.
+
+        Args:
+            batches: see ``step``; a batch must not be changed once it has been given.
+
+        Yields:
+            The loss of each step, when the next step has been made (the last one at the end), with
+            ``metrics`` to it. ``step_number``, ``save`` and ``evaluate`` are those of the step that
+            was made last.
+
+        Raises:
+            NonFiniteError: on every rank, one step late: a rank with a loss that is not finite does
+                not update its own parameters from then on, but other stages may have been updated
+                by gradients that are not finite; names stage, micro-batch and step.
+            StageFailedError, DataError: see ``step``.
+        """
+        before: Tally | None = None
+        try:
+            for batch in batches:
+                if self._is_first or self._decides_together:
+                    yield self.step(batch)
+                    continue
+                tally = self._go(batch)
+                if before is not None:
+                    yield self._read(before)
+                before = tally
+            if before is not None:
+                yield self._read(before)
+        except GeneratorExit:
+            # Whoever leaves the loop may end this process; the others still need its messages.
+            if self._transport is not None:
+                self._transport.flush()
+            raise
+
+    def update(self) -> None:
+        """Make an update of the batches since the last one, though they are fewer than
+        ``accumulate``; nothing if there are none.
+        """
+        with self._failing():
+            self._settle()
+            if self._updates.accumulated:
+                self._updates.finish_early()
+                self._apply(Outcome())
 
     def gradients(self, batch: Batch) -> tuple[float, dict[str, Tensor]]:
         """Run one batch without an update.
@@ -172,18 +253,24 @@ class Pipeline:
 
         Returns:
             The loss, and the gradient of the whole batch for every parameter of this rank that has
-            one.
+            one; they hold until the next step.
+
+        Raises:
+            TrainingError: if an update is still to come for earlier batches (``accumulate``).
         """
-        leaves = self._leaves(batch)
+        leaves = leaves_of(self._captured, batch, self._place)
         with self._failing():
+            self._settle()
+            self._refuse_between("gradients of one batch")
             self._prepare(batch, leaves)
-            _, outcome = self._run(leaves)
+            _, outcome = self._run(leaves, alone=True)
             loss = self._mesh.all_reduce(torch.tensor([outcome.loss], dtype=torch.float64))
+            self._updates.finish()
             POSITION.leave()
         found = {n: p.grad for n, p in self._state.parameters.items() if p.grad is not None}
         return float(loss[0]), found
 
-    def _prepare(self, batch: Batch, leaves: Mapping[str, Tensor]) -> None:
+    def _prepare(self, batch: Batch, leaves: dict[str, Tensor]) -> None:
         """Once, with the first batch at hand: the check needs the whole model on rank 0."""
         if self._is_prepared:
             return
@@ -196,72 +283,104 @@ class Pipeline:
         self._mesh.barrier()
         return time.perf_counter()
 
-    def _run(self, leaves: Mapping[str, Tensor]) -> tuple[Worker, Outcome]:
-        """Run one batch; ``.grad`` of this rank's parameters is then that of the whole batch."""
+    def _run(
+        self, leaves: dict[str, Tensor], *, at_once: bool = False, alone: bool = False
+    ) -> tuple[Worker, Outcome]:
+        """Run one batch; sums of gradients may still be on their way."""
         POSITION.begin(self.step_number)
-        for parameter in self._state.parameters.values():
-            parameter.grad = None
-        worker = self._train.worker(_samples(leaves))
-        outcome = worker.run(leaves, self.step_number)
-        if self._exact:
-            self._fold(worker, outcome)
-        else:
-            reduce_gradients(self._state.parameters, self._holders, self._mesh)
+        self._updates.prepare(at_once=at_once, alone=alone)
+        worker = self._train.worker(samples_of(leaves))
+        outcome = worker.run(leaves, self.step_number, watcher=self._updates)
+        self._updates.collect(worker, outcome)
+        self._ran = worker, leaves
         return worker, outcome
 
-    def _update(self, outcome: Outcome) -> float:
-        """Agree on loss, metrics and gradient norm, then let the optimizer have the gradients."""
-        names = self._captured.metrics
+    @property
+    def _decides_together(self) -> bool:
+        """Whether an update depends on something that only all ranks together know."""
+        return self.workload.clip_norm is not None
+
+    def _agree(self, outcome: Outcome) -> float:
+        """Wait for all ranks, then let the optimizer have the gradients."""
+        self._updates.finish()
+        if self.workload.clip_norm is None or not self._updates.is_last:
+            self._updates.check()  # otherwise their norm tells
+        try:
+            return self._apply(outcome)
+        except NonFiniteError:
+            self._updates.drop()
+            raise
+
+    def _apply(self, outcome: Outcome) -> float:
         largest = self.workload.clip_norm
-        squares = 0.0
-        if largest is not None:
-            squares = sum_of_squares(self._state.parameters, self._holders, self._mesh.rank)
-        bad = float(outcome.bad is not None)
-        mine = [outcome.loss, squares, bad, *(outcome.metrics.get(name, 0.0) for name in names)]
-        sums = self._mesh.all_reduce(torch.tensor(mine, dtype=torch.float64)).tolist()
-        if sums[2]:
-            self._raise_non_finite(outcome)
-        self.metrics = dict(zip(names, sums[3:], strict=True))
-        if self._is_first:
+        clips = largest is not None and self._updates.is_last
+        squares = self._updates.squares() if clips else 0.0
+        if not math.isfinite(squares):
+            self._updates.check()
+        tally = self._tally(outcome, squares=squares)
+        tally.read()
+        self.metrics = tally.metrics
+        if self._is_first and self._updates.is_last:
             self._is_first = False
             self._warn_without_gradient()
-        if largest is not None:
-            clip(self._state.parameters, sums[1], largest)
-        if self.optimizer is not None:
-            self.optimizer.step()
-        if self.scheduler is not None:
-            self.scheduler.step()
-        return float(sums[0])
+        self._updates.apply(tally.squares, largest)
+        return tally.loss
 
-    def _fold(self, worker: Worker, outcome: Outcome) -> None:
-        graph = self.plan.stage_graph
-        expected: dict[str, list[tuple[int, int]]] = {}
-        for s, stage in enumerate(graph.stages):
-            rank = self._mesh.rank_of[stage.devices[0]]
-            for use in self._train.parts.program(s, stage.microbatch_size).tied:
-                expected.setdefault(use.name, []).append((use.order, rank))
-        fold_tied(
-            outcome.tied,
-            self._state.parameters,
-            expected,
-            worker.graph.num_microbatches(0),
-            self._holders,
-            self._mesh,
-        )
-        # A stage may hold a parameter without using it in a way that has a gradient; its copy must
-        # be updated all the same. One holder has the whole gradient, so the sum changes no bit.
-        others = {n: p for n, p in self._state.parameters.items() if n not in expected}
-        reduce_gradients(others, self._holders, self._mesh)
+    def _tally(self, outcome: Outcome, *, squares: float = 0.0, is_first: bool = True) -> Tally:
+        def why() -> NonFiniteError:
+            return self._trace.why(ran, is_first=is_first)
 
-    def _raise_non_finite(self, outcome: Outcome) -> None:
-        stage, microbatch = outcome.bad or (-1, -1)
-        found = self._mesh.all_gather(torch.tensor([stage, microbatch]))
-        stage, microbatch = min(tuple(each.tolist()) for each in found if each[0] >= 0)
-        raise NonFiniteError(
-            f"the loss of step {self.step_number} is not finite: stage {stage}, micro-batch "
-            f"{microbatch} is the first; no parameter was changed in this step; look at the "
-            "batch, lower the learning rate, or set clip_norm"
-        )
+        ran = Ran(self._ran[0], self._ran[1], self.step_number, outcome)
+        return Tally(self._mesh, outcome, self._captured.metrics, why, squares=squares)
+
+    def _go(self, batch: Batch) -> Tally:
+        """One step without waiting for ranks that hold other parameters."""
+        leaves = leaves_of(self._captured, batch, self._place)
+        with self._failing():
+            _, outcome = self._run(leaves, at_once=True)
+            self._updates.finish()
+            self._updates.check()
+            if outcome.is_bad:
+                self._is_bad = True
+            if self._is_bad:
+                self._updates.drop()
+            else:
+                self._updates.apply()
+            tally = self._tally(outcome, is_first=False)
+            POSITION.leave()
+        self._count()
+        self._unread = tally
+        return tally
+
+    def _read(self, tally: Tally) -> float:
+        with self._failing():
+            try:
+                tally.read()
+            except NonFiniteError:
+                self._unread, self._is_bad = None, False
+                self._updates.drop()
+                raise
+        self.metrics = tally.metrics
+        return tally.loss
+
+    def _settle(self) -> None:
+        """Find out whether the step that was made last was a good one."""
+        unread, self._unread = self._unread, None
+        if unread is not None:
+            self._read(unread)
+
+    def _count(self) -> None:
+        self.step_number += 1
+        self._feed.trained()
+
+    def _refuse_between(self, what: str) -> None:
+        """Raises TrainingError where batches wait for their update."""
+        done, wanted = self._updates.accumulated, self._updates.accumulate
+        if done:
+            raise TrainingError(
+                f"{done} of {wanted} batches of an update are done, so there can be no {what} now; "
+                f"wait for step {self.step_number + wanted - done}, or call update() first"
+            )
 
     def _warn_without_gradient(self) -> None:
         names = self._state.without_gradient()
@@ -285,51 +404,7 @@ class Pipeline:
         Raises:
             DataError: if the workload has no data, or reading it raised.
         """
-        if self.workload.data is None:
-            raise DataError("the workload has no data; pass batches to step yourself")
-        while epochs is None or self.epoch < epochs:
-            skip, count = self.position, 0
-            for batch in self._read(
-                self.workload.data(self.plan.stage_graph.batch_size, self.epoch),
-                f"data of epoch {self.epoch}",
-            ):
-                count += 1
-                if count > skip:
-                    self._fetched = count
-                    yield batch
-            if count == 0:
-                raise DataError(f"epoch {self.epoch} of the data has no batches")
-            self.epoch, self.position, self._fetched = self.epoch + 1, 0, None
-
-    def _read(self, loader: Iterable[Batch], what: str = "held-out data") -> Iterator[Batch]:
-        iterator = iter(loader)
-        count = 0
-        while True:
-            try:
-                batch = next(iterator)
-            except StopIteration:
-                return
-            except Exception as error:
-                wrapped = DataError(
-                    f"the {what} raised at batch {count}: {type(error).__name__}: {error}"
-                )
-                self._fail(wrapped)
-                raise wrapped from error
-            count += 1
-            yield batch
-
-    def _leaves(self, batch: Batch) -> dict[str, Tensor]:
-        try:
-            leaves = self._captured.flatten_batch(batch)
-        except ValueError as error:
-            raise DataError(str(error)) from error
-        sizes = {name: leaf.shape[0] if leaf.dim() else 0 for name, leaf in leaves.items()}
-        if len(set(sizes.values())) > 1 or 0 in sizes.values():
-            listed = ", ".join(f"{name} {size}" for name, size in sizes.items())
-            raise DataError(
-                f"the tensors of a batch need one number of samples, at least 1: {listed}"
-            )
-        return {name: leaf.to(self._place) for name, leaf in leaves.items()}
+        return self._feed.batches(epochs)
 
     # Evaluation
 
@@ -345,48 +420,13 @@ class Pipeline:
         Raises:
             DataError: if there is no held-out data, or reading it raised.
         """
-        if loader is None:
-            if self.workload.eval_data is None:
-                raise DataError(
-                    "the workload has no held-out data; give Workload an eval_data, or pass "
-                    "batches to evaluate"
-                )
-            loader = self.workload.eval_data(self.plan.stage_graph.batch_size)
-        evaluation = self._evaluation()
-        names = evaluation.captured.metrics
-        sums = torch.zeros(1 + len(names), dtype=torch.float64)
-        samples = 0
+        chosen = self._feed.held_out() if loader is None else loader
         with self._failing():
+            self._settle()
             self._state.share_buffers()
-        for batch in self._read(loader):
-            leaves = self._leaves(batch)
-            size = _samples(leaves)
-            with self._failing():
-                outcome = evaluation.worker(size).run(leaves, self.step_number, train=False)
-            shares = [outcome.loss, *(outcome.metrics.get(name, 0.0) for name in names)]
-            sums += torch.tensor(shares, dtype=torch.float64) * size
-            samples += size
-        if samples == 0:
-            raise DataError("the held-out data has no batches")
-        with self._failing():
-            totals = (self._mesh.all_reduce(sums) / samples).tolist()
-            POSITION.leave()
-        return dict(zip(("loss", *names), totals, strict=True))
-
-    def _evaluation(self) -> Steps:
-        if self._evaluate is None:
-            captured = self._evaluation_captured or self._captured.evaluation()
-            parts = steps.evaluation_parts(captured, self.plan)
-            self._evaluate = Steps(
-                captured,
-                parts,
-                self.plan,
-                self._mesh,
-                self._transport,
-                place=self._place,
-                seed=self._train.seed,
-            )
-        return self._evaluate
+        return self._evaluation.means(
+            self._feed.read(chosen), self._place, self._failing, self.step_number, self._train.seed
+        )
 
     # State on disk
 
@@ -398,8 +438,12 @@ class Pipeline:
                 complete.
 
         Raises:
-            TrainingError: if the folder exists, or cannot be written.
+            TrainingError: if the folder exists, or cannot be written, or an update is still to come
+                for the last batches (``accumulate``).
         """
+        with self._failing():
+            self._settle()
+        self._refuse_between("checkpoint")
         progress = disk.Progress(self.step_number, self.epoch, self.position, self._train.seed)
         with self._failing():
             self._state.save(Path(folder).absolute(), progress)
@@ -411,11 +455,8 @@ class Pipeline:
         workload: Workload,
         plan: Plan,
         *,
-        captured: Captured | None = None,
-        evaluation: Captured | None = None,
-        exact: bool = False,
         check_gradients: bool = True,
-        timeout: float = 600.0,
+        **options: Any,
     ) -> Pipeline:
         """Continue from a checkpoint, under any plan for the same model.
 
@@ -423,30 +464,19 @@ class Pipeline:
             folder: what ``save`` wrote.
             workload: as it was; the optimizer recipe has to be of the same kind.
             plan: may have other stages, devices and replicas.
-            captured: see ``Pipeline``; likewise the other options.
-            evaluation: see ``Pipeline``.
-            exact: see ``Pipeline``.
             check_gradients: see ``Pipeline``.
-            timeout: see ``Pipeline``.
+            options: others of ``Pipeline``.
 
         Raises:
             FileFormatError: naming file and key, if the checkpoint is damaged or of another model.
         """
-        pipeline = cls(
-            workload,
-            plan,
-            captured=captured,
-            evaluation=evaluation,
-            exact=exact,
-            check_gradients=check_gradients,
-            timeout=timeout,
-        )
+        pipeline = cls(workload, plan, check_gradients=check_gradients, **options)
         with pipeline._failing():
             saved = disk.Checkpoint(folder)
             pipeline._state.load(saved, everything=check_gradients and pipeline._mesh.rank == 0)
         progress = saved.progress
         pipeline.step_number = progress.step
-        pipeline.epoch, pipeline.position = progress.epoch, progress.position
+        pipeline._feed.epoch, pipeline._feed.position = progress.epoch, progress.position
         pipeline._train.seed = progress.seed
         return pipeline
 
@@ -483,7 +513,3 @@ class Pipeline:
         if transport is not None:
             transport.close()
         self._mesh.close()
-
-
-def _samples(leaves: Mapping[str, Tensor]) -> int:
-    return int(next(iter(leaves.values())).shape[0])

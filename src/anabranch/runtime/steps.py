@@ -19,6 +19,9 @@ from anabranch.planner.stages import Plan, StageGraph, split_evenly
 from anabranch.runtime.compute import StageCompute
 from anabranch.runtime.mesh import Mesh, require_whole_replicas
 from anabranch.runtime.messages import Layout
+from anabranch.runtime.options import PLAIN, ComputeOptions
+from anabranch.runtime.precision import LossScale
+from anabranch.runtime.prepared import Prepared
 from anabranch.runtime.transport import Transport
 from anabranch.runtime.worker import Worker
 from anabranch.schedule import SCHEDULES
@@ -38,6 +41,10 @@ class Steps:
         transport: between them.
         place: where the tensors live.
         seed: of random numbers.
+        options: how stages are computed.
+
+    Attributes:
+        loss_scale: of all workers, where there is one.
     """
 
     def __init__(
@@ -50,10 +57,13 @@ class Steps:
         *,
         place: torch.device,
         seed: int,
+        options: ComputeOptions = PLAIN,
     ) -> None:
         self.captured, self.parts, self._plan = captured, parts, plan
         self._mesh, self._transport, self._place = mesh, transport, place
-        self.seed = seed
+        self.seed, self.options = seed, options
+        self.loss_scale = LossScale() if options.precision == "fp16" else None
+        self._prepared: dict[ComputeOptions, Prepared] = {}
         self._data = {(port.source, port.target) for port in parts.ports}
         self._gradients = {(port.source, port.target) for port in parts.ports if port.grad}
         self._workers: dict[int, Worker] = {}
@@ -71,11 +81,11 @@ class Steps:
             if samples > planned.batch_size:
                 # The plan's in-flight counts were cut to its own number of micro-batches.
                 graph = SCHEDULES[self._plan.schedule]().warm_up(graph)
-            self._workers[samples] = self.build(graph)
+            self._workers[samples] = self.build(graph, self.options)
         return self._workers[samples]
 
-    def build(self, graph: StageGraph) -> Worker:
-        """A worker for a variation of the plan's stage graph."""
+    def build(self, graph: StageGraph, options: ComputeOptions = PLAIN) -> Worker:
+        """A worker for a variation of the plan's stage graph, and of the options."""
         # In evaluation an operator may fall away and leave an edge that spans its stage.
         edges = tuple(sorted({*graph.edges, *self._data}))
         graph = replace(graph, edges=edges)
@@ -88,7 +98,10 @@ class Steps:
         )
         check(schedule, graph)
         mesh = self._mesh
-        layout = Layout(self.captured, self.parts, graph, mesh.device)
+        if options not in self._prepared:
+            self._prepared[options] = Prepared(self.captured, self.parts, options, self._place)
+        prepared = self._prepared[options]
+        layout = Layout(self.captured, prepared, graph, mesh.device)
         parameters = {
             name: parameter
             for s, stage in enumerate(graph.stages)
@@ -100,7 +113,14 @@ class Steps:
             graph,
             schedule,
             mesh.device,
-            StageCompute(layout, graph, parameters, place=self._place, seed=self.seed),
+            StageCompute(
+                layout,
+                graph,
+                parameters,
+                prepared,
+                seed=self.seed,
+                loss_scale=self.loss_scale if options == self.options else None,
+            ),
             self._transport,
             mesh.rank_of,
             place=self._place,

@@ -7,13 +7,22 @@ Messages are posted, awaited and handed over here; what happens between them is 
     F    assemble -> values -> compute.forward         assemble -> gradients -> compute.backward   B
                                       |                                              |
     SF                           send parts                                     send parts        SB
+
+Between two stages of one device there are no messages: parts are handed over where they are.
+
+All that does not change from step to step is worked out once: a step has hundreds of actions of
+which many take less time than looking something up.
 """
 
 from __future__ import annotations
 
-import time
-from collections import defaultdict, deque
-from collections.abc import Mapping
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from time import perf_counter
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -23,10 +32,13 @@ from anabranch.planner.stages import StageGraph
 from anabranch.runtime.compute import Compute, Key, Outcome
 from anabranch.runtime.failure import POSITION
 from anabranch.runtime.messages import TOKEN, Item, Layout, assemble
-from anabranch.runtime.transport import Receipt, Transport
+from anabranch.runtime.transport import Receipt, Spec, Transport
+from anabranch.schedule.lower import overlaps
 from anabranch.schedule.schedule import Action, Kind, Schedule
 
 _RECEIVES = (Kind.RECEIVE_FORWARD, Kind.RECEIVE_BACKWARD)
+_FORWARD_ONLY = (Kind.FORWARD, Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD)
+_WITH_GRADIENT = (Kind.BACKWARD, Kind.WEIGHT_GRADIENT)
 
 
 def executed(schedule: Schedule, graph: StageGraph, device: int) -> tuple[Action, ...]:
@@ -38,6 +50,31 @@ def executed(schedule: Schedule, graph: StageGraph, device: int) -> tuple[Action
         if start < stop:
             result.append(action)
     return tuple(result)
+
+
+class Watcher(Protocol):
+    """Who is told how far a training step is."""
+
+    def begins(self, stages: Sequence[int], outcome: Outcome) -> None:
+        """A step begins.
+
+        Args:
+            stages: those with a backward here, in the order in which they have their last one.
+            outcome: what will be found out.
+        """
+        ...
+
+    def before_last(self, stage: int) -> None:
+        """The last backward of a stage on this device begins: gradients are final from here on."""
+        ...
+
+    def after_last(self, stage: int) -> None:
+        """It has ended."""
+        ...
+
+    def waits(self) -> None:
+        """The device is about to wait for a message."""
+        ...
 
 
 class Worker:
@@ -66,116 +103,266 @@ class Worker:
         *,
         place: torch.device,
     ) -> None:
-        self.layout, self.graph, self.schedule = layout, graph, schedule
+        self.layout, self.graph, self.schedule, self.device = layout, graph, schedule, device
         self.actions = executed(schedule, graph, device)
         self._compute, self._transport, self._place = compute, transport, place
-        self._items = {a: layout.items(a) for a in self.actions if not a.kind.is_compute}
-        # Worked out once: a step has hundreds of messages.
-        self._specs = {a: [(i.shape, i.dtype) for i in items] for a, items in self._items.items()}
-        self._ends = {a: (rank_of[a.peer], layout.tag(a)) for a in self._items}
+        self._rank_of = rank_of
 
-    def run(self, leaves: Mapping[str, Tensor], step: int, *, train: bool = True) -> Outcome:
-        """Execute all actions once.
+    def run(
+        self,
+        leaves: Mapping[str, Tensor],
+        step: int,
+        *,
+        train: bool = True,
+        watcher: Watcher | None = None,
+    ) -> Outcome:
+        """Execute all actions once; what was sent may still be on its way afterwards.
 
         Args:
             leaves: the whole batch, by the names of its leaves.
             step: number of the step, for messages and random numbers.
             train: False leaves out backwards, and gradients with them.
+            watcher: told of the last backwards, in training.
 
         Raises:
             PeerLostError: if another rank is gone.
         """
-        return _Run(self, step, train).execute(leaves)
+        outcome = self._compute.begin(leaves, step, train=train)
+        tasks = self._training if train else self._evaluation
+        if train and watcher is not None:
+            watcher.begins(tasks.last_backwards, outcome)
+            return _Run(self, tasks, watcher).execute(step, outcome)
+        return _Run(self, tasks, None).execute(step, outcome)
+
+    def through(self, wrap: Callable[[Compute], Compute]) -> Worker:
+        """The same worker, with something around its compute."""
+        other = copy.copy(self)
+        other._compute = wrap(self._compute)
+        return other
+
+    @cached_property
+    def _training(self) -> _Tasks:
+        return _tasks(self, self.actions)
+
+    @cached_property
+    def _evaluation(self) -> _Tasks:
+        return _tasks(self, [a for a in self.actions if a.kind in _FORWARD_ONLY])
+
+
+@dataclass(frozen=True, slots=True)
+class _Handover:
+    """What one micro-batch of a stage has for one of another stage on the same device.
+
+    Attributes:
+        given: tensors as the first stage has them.
+        taken: the same as the second one needs them.
+        key: of the second one.
+    """
+
+    given: tuple[Item, ...]
+    taken: tuple[Item, ...]
+    key: Key
+
+
+@dataclass(eq=False, slots=True)
+class _Task:
+    """One action, with what is known of it before the first step.
+
+    Attributes:
+        action: which.
+        do: what executes it.
+        key: stage and micro-batch.
+        is_last: the last backward of its stage here.
+        handovers: what follows a compute.
+        items: tensors of the message.
+        specs: their shapes and types.
+        rank: the other end.
+        tag: the channel there.
+        channel: of a receive: index into ``_Tasks.channels``.
+        completes: the last message of its channel's micro-batch, after which the next is posted.
+    """
+
+    action: Action
+    do: Callable[[_Run, _Task], None]
+    key: Key
+    is_last: bool = False
+    handovers: tuple[_Handover, ...] = ()
+    items: tuple[Item, ...] = ()
+    specs: tuple[Spec, ...] = ()
+    rank: int = -1
+    tag: int = -1
+    channel: int = -1
+    completes: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Tasks:
+    """The actions of a step.
+
+    Attributes:
+        tasks: in order.
+        channels: per channel, the receives of each of its micro-batches, in order.
+        last_backwards: stages in the order of their last backwards.
+    """
+
+    tasks: tuple[_Task, ...]
+    channels: tuple[tuple[tuple[_Task, ...], ...], ...]
+    last_backwards: tuple[int, ...]
+
+
+def _tasks(worker: Worker, actions: Sequence[Action]) -> _Tasks:
+    lasts = {a.stage: a for a in actions if a.kind in _WITH_GRADIENT}
+    receives: defaultdict[tuple[object, ...], dict[int, list[_Task]]] = defaultdict(dict)
+    handovers = _handovers(worker)
+    tasks = []
+    for action in actions:
+        task = _Task(action, _DO[action.kind], (action.stage, action.microbatch))
+        task.is_last = lasts.get(action.stage) == action
+        task.handovers = tuple(handovers.get(action, ()))
+        if not action.kind.is_compute:
+            task.items = worker.layout.items(action)
+            task.specs = tuple((item.shape, item.dtype) for item in task.items)
+            task.rank, task.tag = worker._rank_of[action.peer], worker.layout.tag(action)
+        if action.kind in _RECEIVES:
+            channel = receives[action.stage, action.peer_stage, action.peer, action.kind]
+            channel.setdefault(action.microbatch, []).append(task)
+        tasks.append(task)
+    for index, channel in enumerate(receives.values()):
+        for messages in channel.values():
+            messages[-1].completes = True
+            for task in messages:
+                task.channel = index
+    return _Tasks(
+        tuple(tasks),
+        tuple(tuple(map(tuple, channel.values())) for channel in receives.values()),
+        tuple(t.action.stage for t in tasks if t.is_last),
+    )
+
+
+def _handovers(worker: Worker) -> Mapping[Action, Sequence[_Handover]]:
+    """Compute -> what its stage then has for other stages of this device."""
+    found: defaultdict[Action, list[_Handover]] = defaultdict(list)
+    graph, items, me = worker.graph, worker.layout.items, worker.device
+    for x, y in graph.edges:
+        if me not in graph.stages[x].devices or me not in graph.stages[y].devices:
+            continue
+        mine = graph.stages[x].devices.index(me), graph.stages[y].devices.index(me)
+        for i, a, j, b, start, stop in overlaps(graph, x, y):
+            if (a, b) != mine:
+                continue
+            there, back = (i, y, me, start, stop), (j, x, me, start, stop)
+            given = items(Action(x, Kind.SEND_FORWARD, *there))
+            if given == (TOKEN,):
+                continue
+            taken = items(Action(y, Kind.RECEIVE_FORWARD, *back))
+            found[Action(x, Kind.FORWARD, i)].append(_Handover(given, taken, (y, j)))
+            given = items(Action(y, Kind.SEND_BACKWARD, *back))
+            taken = items(Action(x, Kind.RECEIVE_BACKWARD, *there))
+            found[Action(y, Kind.BACKWARD, j)].append(_Handover(given, taken, (x, i)))
+    return found
 
 
 class _Run:
     """The mutable state of one execution: receipts, and parts that have arrived."""
 
-    def __init__(self, worker: Worker, step: int, train: bool) -> None:
-        self.worker, self.step, self.train = worker, step, train
-        self.actions = [a for a in worker.actions if train or a.kind in _FORWARD_ONLY]
-        self.receipts: dict[Action, Receipt] = {}
-        self.completes: set[Action] = set()  # the last message of a channel's micro-batch
-        self.channels: dict[tuple[int, int, int, Kind], deque[Action]] = defaultdict(deque)
+    def __init__(self, worker: Worker, tasks: _Tasks, watcher: Watcher | None) -> None:
+        self.compute, self.transport, self.place = worker._compute, worker._transport, worker._place
+        self.tasks, self.slots, self.watcher = tasks, worker.schedule.slots, watcher
+        self.receipts: dict[_Task, Receipt] = {}
+        self.posted = [0] * len(tasks.channels)
         self.values: defaultdict[Key, dict[int, list[tuple[Item, Tensor]]]] = defaultdict(dict)
         self.gradients: defaultdict[Key, dict[Port, list[tuple[Item, Tensor]]]] = defaultdict(dict)
         self.made: dict[int, dict[int, Tensor]] = {}
         self.returned: dict[int, dict[Port, Tensor]] = {}
 
-    def execute(self, leaves: Mapping[str, Tensor]) -> Outcome:
-        worker = self.worker
-        outcome = worker._compute.begin(leaves, self.step, train=self.train)
-        last: dict[tuple[object, int], Action] = {}
-        for action in self.actions:
-            if action.kind in _RECEIVES:
-                self.channels[_channel(action)].append(action)
-                last[_channel(action), action.microbatch] = action
-        self.completes = set(last.values())
-        for channel in self.channels.values():
-            for _ in range(worker.schedule.slots):
+    def execute(self, step: int, outcome: Outcome) -> Outcome:
+        for channel in range(len(self.posted)):
+            for _ in range(self.slots):
                 self.post(channel)
-        for action in self.actions:
-            POSITION.enter(self.step, action)
-            start = time.perf_counter()
-            _DO[action.kind](self, action)
-            outcome.times.append((start, time.perf_counter()))
-        POSITION.begin(self.step)
-        if worker._transport is not None:
-            worker._transport.flush()
+        times = outcome.times
+        for task in self.tasks.tasks:
+            POSITION.enter(step, task.action)
+            start = perf_counter()
+            task.do(self, task)
+            times.append((start, perf_counter()))
+        POSITION.begin(step)
         return outcome
 
-    def post(self, channel: deque[Action]) -> None:
+    def post(self, channel: int) -> None:
         """Post the receives of a channel's next micro-batch, which may come in several messages."""
-        worker = self.worker
-        microbatch = channel[0].microbatch if channel else -1
-        while channel and channel[0].microbatch == microbatch:
-            action = channel.popleft()
-            assert worker._transport is not None
-            rank, tag = worker._ends[action]
-            self.receipts[action] = worker._transport.receive(
-                worker._specs[action], worker._place, rank, tag
-            )
+        microbatches, done = self.tasks.channels[channel], self.posted[channel]
+        if done == len(microbatches):
+            return
+        self.posted[channel] = done + 1
+        assert self.transport is not None
+        for task in microbatches[done]:
+            receipt = self.transport.receive(task.specs, self.place, task.rank, task.tag)
+            self.receipts[task] = receipt
 
-    def receive(self, action: Action) -> None:
-        key = action.stage, action.microbatch
-        tensors = self.receipts.pop(action).wait()
-        for item, tensor in zip(self.worker._items[action], tensors, strict=True):
+    def receive(self, task: _Task) -> None:
+        if self.watcher is not None:
+            self.watcher.waits()
+        self.take(task.key, task.items, self.receipts.pop(task).wait())
+        if task.completes:
+            self.post(task.channel)
+
+    def take(self, key: Key, items: Sequence[Item], tensors: Sequence[Tensor]) -> None:
+        """Keep what has come for a micro-batch."""
+        values, gradients = self.values[key], self.gradients[key]
+        for item, tensor in zip(items, tensors, strict=True):
             if item is TOKEN:
                 continue
             if item.port is None:
-                self.values[key].setdefault(item.value, []).append((item, tensor))
+                values.setdefault(item.value, []).append((item, tensor))
             else:
-                self.gradients[key].setdefault(item.port, []).append((item, tensor))
-        if action in self.completes:
-            self.post(self.channels[_channel(action)])
+                gradients.setdefault(item.port, []).append((item, tensor))
 
-    def send(self, action: Action) -> None:
-        worker = self.worker
-        assert worker._transport is not None
+    def send(self, task: _Task) -> None:
+        assert self.transport is not None
+        tensors = self.parts(task.action.stage, task.items)
+        self.transport.send(tensors, task.rank, task.tag)
+
+    def parts(self, stage: int, items: Sequence[Item]) -> list[Tensor]:
+        """What a stage has just made, for others."""
         tensors = []
-        for item in worker._items[action]:
+        for item in items:
             if item is TOKEN:
-                whole = torch.zeros(item.shape, dtype=item.dtype)
-            elif item.port is None:
-                whole = self.made[action.stage][item.value]
+                tensors.append(_NOTHING)
+            elif item.port is not None:
+                tensors.append(item.part(self.returned[stage][item.port]))
+            elif item.batched:
+                tensors.append(item.part(self.made[stage][item.value]))
             else:
-                whole = self.returned[action.stage][item.port]
-            tensors.append(item.part(whole))
-        rank, tag = worker._ends[action]
-        worker._transport.send(tensors, rank, tag)
+                # It may be a view of a parameter, which may be updated before it is used.
+                tensors.append(self.made[stage][item.value].clone())
+        return tensors
 
-    def forward(self, action: Action) -> None:
-        key = action.stage, action.microbatch
-        values = {value: assemble(parts) for value, parts in self.values.pop(key, {}).items()}
-        self.made[action.stage] = self.worker._compute.forward(key, values)
+    def forward(self, task: _Task) -> None:
+        arrived = self.values.pop(task.key, None) or {}
+        values = {value: assemble(parts) for value, parts in arrived.items()}
+        self.made[task.action.stage] = self.compute.forward(task.key, values)
+        self.hand_over(task)
 
-    def backward(self, action: Action) -> None:
-        key = action.stage, action.microbatch
-        arrived = {port: assemble(parts) for port, parts in self.gradients.pop(key, {}).items()}
-        self.returned[action.stage] = self.worker._compute.backward(key, arrived)
+    def backward(self, task: _Task) -> None:
+        arrived = self.gradients.pop(task.key, None) or {}
+        gradients = {port: assemble(parts) for port, parts in arrived.items()}
+        stage = task.action.stage
+        watcher = self.watcher if task.is_last else None
+        if watcher is not None:
+            watcher.before_last(stage)
+        self.returned[stage] = self.compute.backward(task.key, gradients)
+        if watcher is not None:
+            watcher.after_last(stage)
+        self.hand_over(task)
+
+    def hand_over(self, task: _Task) -> None:
+        for each in task.handovers:
+            self.take(each.key, each.taken, self.parts(task.action.stage, each.given))
 
 
-_DO = {
+_NOTHING = torch.zeros(TOKEN.shape, dtype=TOKEN.dtype)
+
+_DO: dict[Kind, Callable[[_Run, _Task], None]] = {
     Kind.FORWARD: _Run.forward,
     Kind.BACKWARD: _Run.backward,
     Kind.SEND_FORWARD: _Run.send,
@@ -183,8 +370,3 @@ _DO = {
     Kind.RECEIVE_FORWARD: _Run.receive,
     Kind.RECEIVE_BACKWARD: _Run.receive,
 }
-_FORWARD_ONLY = (Kind.FORWARD, Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD)
-
-
-def _channel(action: Action) -> tuple[int, int, int, Kind]:
-    return action.stage, action.peer_stage, action.peer, action.kind

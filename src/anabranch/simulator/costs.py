@@ -17,6 +17,7 @@ from typing import NamedTuple, Protocol
 from anabranch.cluster import Cluster
 from anabranch.cost import CostModel
 from anabranch.errors import InvalidPlanError
+from anabranch.planner.rings import Holder, rings
 from anabranch.planner.stages import StageGraph
 from anabranch.schedule.lower import data_and_gradient_edges, edge_values
 
@@ -175,10 +176,7 @@ class ModelCosts:
         """One per set of stages that read the same parameters: replicas, and holders of tied
         parameters.
 
-        Gradients of tied parameters are taken to be summed over all devices of all holders at once.
-        Under tensor parallelism of degree t a device has a shard, and the devices with the same
-        shard sum it: one ring for each of the t positions. Holders that differ in t sum the
-        largest of their shards over all their devices.
+        ``planner.rings`` says over which devices.
         """
         return self._all_reduces
 
@@ -192,19 +190,14 @@ class ModelCosts:
         for parameter in self.cost.graph.parameters:
             if parameter.trainable and parameter.name in holders:
                 nbytes[tuple(holders[parameter.name])] += parameter.nbytes
+        holders_of = [
+            Holder(stage.devices, stage.tensor, self._shard(s))
+            for s, stage in enumerate(self.graph.stages)
+        ]
         result = []
-        for stages, size in sorted(nbytes.items()):
-            degrees = {self.graph.stages[s].tensor for s in stages}
-            shards = degrees.pop() if len(degrees) == 1 else 1
-            size = math.ceil(size * max(self._shard(s) for s in stages))
-            for k in range(shards):
-                devices = tuple(
-                    sorted({d for s in stages for d in self.graph.stages[s].devices[k::shards]})
-                )
-                if len(devices) > 1:
-                    seconds = self.cost.allreduce_s(size, devices)
-                    ports = self._ring_ports(devices)
-                    result.append(AllReduce(stages, devices, size, seconds, ports))
+        for stages, devices, size in rings(nbytes, holders_of):
+            seconds = self.cost.allreduce_s(size, devices)
+            result.append(AllReduce(stages, devices, size, seconds, self._ring_ports(devices)))
         return tuple(result)
 
     def _shard(self, stage: int) -> float:

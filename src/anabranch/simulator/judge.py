@@ -53,7 +53,8 @@ class Judge:
         schedules: keys of ``schedule.SCHEDULES`` to try with every proposal, least memory first.
 
     Attributes:
-        best: the winner so far; with equal steps the one with less memory.
+        best: the winner so far; with equal steps the one that recomputes less, then the one with
+            less memory.
         best_s: its step.
         simulated: micro-batches times devices simulated so far, a measure of the work done. Where
             a step repeats itself, only so many are counted as it takes to see that.
@@ -97,7 +98,7 @@ class Judge:
             return
         tie = math.isclose(seconds, self.best_s, rel_tol=1e-9)
         assert self.best is not None, "the first candidate is the best until another is better"
-        if candidate.peak_bytes < self.best.peak_bytes if tie else seconds < self.best_s:
+        if _burden(candidate) < _burden(self.best) if tie else seconds < self.best_s:
             self.best, self.best_s = candidate, min(seconds, self.best_s)
 
     def winner(self, planner: str) -> Candidate:
@@ -206,6 +207,11 @@ def _work(candidate: Candidate) -> int:
         min(graph.num_microbatches(s), 4 * stage.in_flight + 8) * len(stage.devices)
         for s, stage in enumerate(graph.stages)
     )
+
+
+def _burden(candidate: Candidate) -> tuple[int, float]:
+    """What decides between equal steps: nothing is computed twice for memory that is not needed."""
+    return sum(stage.recompute for stage in candidate.graph.stages), candidate.peak_bytes
 
 
 def _num_actions(candidate: Candidate) -> int:

@@ -1,14 +1,11 @@
-"""Devices that are left find work, and stages find their places."""
+"""Devices that are left find work, and stages that do not fit recompute."""
 
 from __future__ import annotations
-
-from hypothesis import given
-from hypothesis import strategies as st
 
 from anabranch.cluster import Cluster, Level
 from anabranch.cost import CostModel
 from anabranch.graph.opgraph import Op, OpGraph, Value
-from anabranch.planner.partitioner.assemble import Assembler, Candidate, place
+from anabranch.planner.partitioner.assemble import Assembler, Candidate
 from anabranch.planner.partitioner.parts import Part, PartPrices
 from anabranch.planner.partitioner.prices import Prices
 from anabranch.profile.profile import OpCost, Profile
@@ -71,36 +68,6 @@ def test_chained_stages_follow_one_another():
         found = Assembler(prices, (0, 1), 1, chained).assemble([Part(1, 1), Part(2, 1)])
         assert found is not None
         assert found.graph.edges == edges
-
-
-def test_places_replicas_in_one_node():
-    """Nodes of 4: the two that do not fit the first node beside the three go to the next."""
-    assert place([3, 2, 1, 2], 4) == [[0, 1, 2], [4, 5], [3], [6, 7]]
-
-
-def test_places_whole_nodes_first():
-    """A stage of 4 would straddle two nodes behind one of 2."""
-    assert place([2, 4, 2], 4) == [[4, 5], [0, 1, 2, 3], [6, 7]]
-
-
-def test_straddles_where_it_must():
-    """Six replicas on nodes of 4, then 2."""
-    assert place([6, 2], 4) == [[0, 1, 2, 3, 4, 5], [6, 7]]
-
-
-def test_groups_lie_inside_a_node():
-    """A replica on two devices has both in one node; who needs no group takes what is left."""
-    assert place([3, 6, 3], 4, [1, 2, 1]) == [[8, 9, 10], [0, 1, 2, 3, 4, 5], [6, 7, 11]]
-    assert place([3, 3, 2], 4, [1, 1, 2]) == [[4, 5, 6], [2, 3, 7], [0, 1]]
-    assert place([4, 2], 3, [2, 2]) == []
-
-
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=8), st.sampled_from([1, 2, 4, 8]))
-def test_gives_every_device_once(replicas, node):
-    """Whatever the sizes."""
-    placed = place(replicas, node)
-    assert [len(devices) for devices in placed] == replicas
-    assert sorted(sum(placed, [])) == list(range(sum(replicas)))  # noqa: RUF017
 
 
 def test_recomputes_what_does_not_fit_otherwise():

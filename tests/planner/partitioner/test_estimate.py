@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from anabranch.cluster import Cluster, Level
@@ -124,3 +126,52 @@ def test_shared_cores_bound_the_period():
     prices = parts_prices(CHAIN, seconds=[1, 1, 1], cores=2)
     step = step_s(prices, CHAIN_PARTS, [[0], [1], [2]], CHAIN_PAIRS)
     assert step == pytest.approx(3 * 3 + 6)
+
+
+def tied(bandwidth: float, *, weights: int) -> PartPrices:
+    """Two operators in a row that read the same parameter."""
+    graph = OpGraph(
+        (Op("op0", ("w",)), Op("op1", ("w",))), (Value(0, (1,), 0),), (Parameter("w", weights),)
+    )
+    costs = tuple(OpCost((1.0,), (1.0,), 1) for _ in range(2))
+    profile = Profile(graph, (1,), costs, device="cpu", source="measured", proportional=True)
+    cluster = Cluster("c", "cpu", 10**9, (Level("node", 4, bandwidth, 0.0),))
+    return PartPrices(Prices(CostModel(profile, cluster, 0.0, 0), 4, 1, (1, 2), 10**9))
+
+
+def test_tied_parameters_are_summed_over_all_holders():
+    """Two stages of one device: a ring of 2 * 1/2 * 15 bytes at 5 bytes/s after the last of them.
+
+    Both in one stage: nothing to sum.
+    """
+    prices = tied(5.0, weights=15)
+    apart = [Part(1, 1), Part(2, 1)]
+    assert step_s(prices, apart, [[0], [1]], {(0, 1)}) == pytest.approx((4 + 1) * 2 + 3)
+    assert step_s(prices, [Part(3, 1)], [[0]], set()) == pytest.approx(4 * 4)
+
+
+def test_tied_parameters_are_summed_once():
+    """A stage of two replicas beside one of one: a ring of three, 2 * 2/3 * 15 bytes in 4 s."""
+    prices = tied(5.0, weights=15)
+    assert prices.all_reduces([Part(1, 2), Part(2, 1)], [[0, 1], [2]]) == [
+        ((0,), 0.0),
+        ((0, 1), pytest.approx(4)),
+    ]
+
+
+def test_no_wait_for_a_gradient_that_does_not_come():
+    """The source ends its last backward without the sink: the sink's four of 2 s after 1 s."""
+    prices = parts_prices([(0, 1)], seconds=[1, 1])
+    values = tuple(Value(0, (1,), 0, grad=False) for _ in range(1))
+    graph = OpGraph(prices.cost.graph.ops, values, prices.cost.graph.parameters)
+    cost = CostModel(replace(prices.cost.profile, graph=graph), prices.cost.cluster, 0.0, 0)
+    free = PartPrices(Prices(cost, 4, 1, (1,), 10**9))
+    parts, pairs = CHAIN_PARTS[:2], {(0, 1)}
+    assert step_s(prices, parts, [[0], [1]], pairs) == pytest.approx(10)
+    assert step_s(free, parts, [[0], [1]], pairs) == pytest.approx(9)
+
+
+def test_shared_cores_are_slow_from_the_start():
+    """One micro-batch on two stages side by side and one core: 4 s of work."""
+    prices = parts_prices([], seconds=[1, 1], cores=1, batch_size=1)
+    assert step_s(prices, CHAIN_PARTS[:2], [[0], [1]], set()) == pytest.approx(4)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -131,3 +133,30 @@ def test_stages_trade_places_between_nodes():
     node = {name: stage.devices[0] // 2 for stage in best.stages for name in stage.operators}
     assert node["op0"] == node["op1"]
     assert node["op2"] == node["op3"]
+
+
+def test_holders_of_a_parameter_come_together():
+    """Four towers of one operator, two pairs of which are tied, paired off the other way."""
+    names = ("a", "b", "a", "b")
+    graph = OpGraph(
+        tuple(Op(f"op{i}", (name,)) for i, name in enumerate(names)),
+        (),
+        (Parameter("a", 100), Parameter("b", 100)),
+    )
+    costs = tuple(OpCost((1,), (1,), 0) for _ in names)
+    cost = cost_model(
+        Profile(graph, (1,), costs, "cpu", "estimated", proportional=True), 2, bandwidth=10.0
+    )
+    row = replace(stages(("01", (0,)), ("23", (1,))), edges=())
+    found = {frozenset(s.operators for s in each.stages) for each in near(cost, row)}
+    # Both on all devices, or an operator on the other side.
+    assert frozenset({("op0", "op1", "op2", "op3")}) in found
+    assert frozenset({("op1",), ("op0", "op2", "op3")}) in found
+
+
+def test_recomputes_only_where_memory_is_short():
+    """A row of three on ample memory: no neighbour recomputes."""
+    cost = cost_model(chain([1, 1, 1], kept=1), 3)
+    found = near(cost, stages(("0", (0,)), ("1", (1,)), ("2", (2,))))
+    assert found
+    assert not any(stage.recompute for graph in found for stage in graph.stages)

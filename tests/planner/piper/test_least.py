@@ -185,7 +185,7 @@ def test_borders_follow_the_values(profile):
     states = States(cost, reference.downsets)
     pairs = states.nested(EVERYTHING)
     borders, traffic = states.borders(pairs), states.traffic(pairs)
-    own = states.own_bytes
+    own = [states.sums(each) for each in states.own_bytes]
     for at, (a, b) in enumerate(zip(pairs.lo.tolist(), pairs.hi.tolist(), strict=True)):
         ops = list(bits(states.masks[b] & ~states.masks[a]))
         enter, leave, gradients = cost.boundary_bytes(ops, 3)

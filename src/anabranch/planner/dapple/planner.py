@@ -10,6 +10,7 @@ from typing import ClassVar
 from anabranch.cost import CostModel
 from anabranch.errors import InfeasiblePlanError
 from anabranch.graph.cuts import decompose, operators
+from anabranch.planner.base import require_options
 from anabranch.planner.dapple.budget import Budget
 from anabranch.planner.dapple.placement import Machines, append_first
 from anabranch.planner.dapple.search import Chain, Search
@@ -36,7 +37,7 @@ class Dapple:
 
     Attributes:
         overlap_allreduce: count of the all-reduce of a stage only what sticks out of the backward.
-        max_replicas: devices per stage at most; 1 gives the straight pipeline. None: no limit.
+        max_replicas: replicas per stage at most; 1 gives the straight pipeline. None: no limit.
         max_stages: stages at most. None: no limit.
         candidates: stage graphs to propose at most.
         width: plans to keep per state and ranking; the paper keeps one. None: all, which finds the
@@ -52,6 +53,10 @@ class Dapple:
     budget: int = 50_000_000
 
     schedules: ClassVar[tuple[str, ...]] = ("1f1b", "1f1b-deep")
+
+    def __post_init__(self) -> None:
+        least = dict.fromkeys(("max_replicas", "max_stages", "candidates", "width", "budget"), 1)
+        require_options("dapple", self, **least)
 
     def __call__(
         self, cost: CostModel, *, batch_size: int, microbatch_size: int | None = None

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from anabranch.cost import CostModel
 from anabranch.planner.partitioner.prices import Prices
 from anabranch.planner.partitioner.rows import Row
+from anabranch.planner.slices import priced
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int32]
@@ -56,11 +57,11 @@ class Terms:
     def degrees(self, microbatch_size: int) -> tuple[int, ...]:
         """Numbers of replicas that a micro-batch can be split over, ascending."""
         limit = min(self.cost.cluster.num_devices, self.max_replicas)
-        if not self.even_slices:
-            limit = min(limit, microbatch_size)
-        return tuple(
-            d for d in range(1, limit + 1) if self.cost.covers(self.samples(microbatch_size, d))
-        )
+        cost, size = self.cost, microbatch_size
+        if self.even_slices:
+            return tuple(d for d in range(1, limit + 1) if cost.covers(size / d))
+        most = min(limit, size)
+        return tuple(d for d in range(1, most + 1) if priced(cost, self.batch_size, size, d))
 
 
 class Tables:

@@ -6,6 +6,9 @@ chains, line             the model as the search sees it: with its branches, or 
 reach, sharing, solved   the dynamic programme: fewest devices under a bound on the period
 exact                    the search over all partitions of graphs with few downsets
 search                   micro-batch sizes, bounds and depths to try
-assemble, estimate       devices for the stages, and the rank of a proposal
+tiny, shorts             all plans of a few operators, all plans of few stages
+assemble, fill, place    devices for the stages: how many, and which
+estimate                 the rank of a proposal
+polish, recut, elsewhere what lies near a plan
 configured               the search with a micro-batch size and a k for every stage
 """

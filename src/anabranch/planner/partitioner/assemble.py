@@ -10,8 +10,9 @@ Devices are given out in rows: first the stages that need a whole node or more, 
 each to the first node with room, so that replicas of a stage lie in one node where possible. Two
 orders are tried: branch after branch, which keeps a branch in a node, and from the sink backwards,
 which keeps the last stages of the branches near their join. In plans of few stages each stage is
-also spread over all nodes, so that transfers stay inside them and only all-reduces leave: good for
-large activations and few parameters (DAPPLE's "scatter first"). The quickest is kept.
+also spread over all nodes, or all racks, so that transfers stay inside them and only all-reduces
+leave: good for large activations and few parameters (DAPPLE's "scatter first"). The quickest is
+kept.
 """
 
 from __future__ import annotations
@@ -21,23 +22,23 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-import numpy as np
-
 from anabranch.planner.partitioner.estimate import step_s
+from anabranch.planner.partitioner.fill import cuts, fill
 from anabranch.planner.partitioner.parts import Part, PartPrices, edges, fits, heights
+from anabranch.planner.partitioner.place import place, scatter
 from anabranch.planner.stages import Stage, StageGraph
 
 MANY_LEFT = 0.25
 """If more than this share of the devices is left, they are given out in two ways."""
-
-MOST_CUTS = 8
-"""Places at which a stage may be cut in two."""
 
 MOST_SCATTERED = 8
 MOST_DEVICES = 128
 SCATTERED = 1.05
 """Stages and devices of a plan for which devices spread over the nodes are tried, and what their
 estimate is multiplied by: all-reduces and transfers of many stages meet at the cards."""
+
+SURE = 10
+"""Operators up to which it is not: such plans are few, and all are simulated that are near."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Assembler:
     Attributes:
         prices: prices the parts.
         order: operators, branch after branch.
-        max_replicas: devices per stage at most.
+        max_replicas: replicas per stage at most.
         chained: every stage waits for the one before it, as in a sequential pipeline.
 
     Where the prices allow it, stages recompute that would not fit otherwise.
@@ -67,9 +68,16 @@ class Assembler:
         total = self.prices.cost.cluster.num_devices
         left = total - sum(part.devices for part in parts)
         ranks = [self._by_period] if left <= MANY_LEFT * total else [self._by_period, self._by_work]
+        some = False
         for rank in ranks:
             spread = self._use_rest(list(parts), left, rank)
             found = self._finish(spread) if spread is not None else None
+            if found is not None:
+                some = True
+                yield found
+        if left and not some:
+            filled = fill(self.prices, parts, self.order, self.max_replicas, self.arrange)
+            found = self._finish(filled) if filled is not None else None
             if found is not None:
                 yield found
 
@@ -86,14 +94,18 @@ class Assembler:
         return Candidate(self._stage_graph(stages, placed[1], pairs), placed[0], period_s)
 
     def _slimmed(self, parts: list[Part], pairs: set[tuple[int, int]]) -> list[Part]:
-        """The parts, those that do not fit at their heights with recomputation."""
-        if not self.prices.prices.recompute:
-            return parts
+        """The parts, those that do not fit at their heights with recomputation, and without it
+        those that have memory for a deep warm-up anyway.
+        """
         height = heights(len(parts), pairs)
-        return [
-            part if self.prices.headroom(part) >= h else replace(part, recompute=True)
-            for part, h in zip(parts, height, strict=True)
-        ]
+        return [self._slim(part, h) for part, h in zip(parts, height, strict=True)]
+
+    def _slim(self, part: Part, height: int) -> Part:
+        if part.recompute:
+            plain = replace(part, recompute=False)
+            return plain if self.prices.headroom(plain) >= 2 * height else part
+        fits_plainly = self.prices.headroom(part) >= height
+        return replace(part, recompute=self.prices.prices.recompute and not fits_plainly)
 
     def _use_rest(
         self, parts: list[Part], left: int, rank: Callable[[Part], float]
@@ -145,22 +157,16 @@ class Assembler:
                 yield halves
 
     def _may(self, part: Part) -> bool:
-        size = self.prices.prices.microbatch_size
-        within = part.devices <= self.max_replicas and part.replicas <= size
-        return within and self.prices.cost.covers(self.prices.prices.samples(part.replicas))
+        return part.replicas <= self.max_replicas and self.prices.prices.may(part.replicas)
 
     def _halves(self, part: Part) -> list[Part]:
         """The part cut in two, each with as many replicas, so that the slower is quickest."""
         ops = sorted(self.prices.facts.ops(part.mask).tolist(), key=self._position.__getitem__)
-        seconds = self.prices.seconds(part)[ops].cumsum()
-        # Those whose compute is most even; messages decide among them.
-        longer = np.maximum(seconds[:-1], seconds[-1] - seconds[:-1])
-        counts = np.sort(np.argsort(longer, kind="stable")[:MOST_CUTS]) + 1
-        cuts = []
-        for count in counts.tolist():
-            first = sum(1 << op for op in ops[:count])
-            cuts.append([replace(part, mask=first), replace(part, mask=part.mask & ~first)])
-        fitting = (cut for cut in cuts if all(self.prices.headroom(part) >= 0 for part in cut))
+        halves = [
+            [replace(part, mask=first), replace(part, mask=second)]
+            for first, second in cuts(self.prices, part, ops)
+        ]
+        fitting = (cut for cut in halves if all(self.prices.headroom(part) >= 0 for part in cut))
         return min(fitting, key=self._longest, default=[])
 
     @cached_property
@@ -201,11 +207,11 @@ class Assembler:
         height = heights(len(parts), pairs)
         forward = list(range(len(parts)))
         from_sink = sorted(forward, key=lambda s: (height[s], s))
-        node = self.prices.cost.cluster.group_sizes[0]
+        sizes = self.prices.cost.cluster.group_sizes
         seen: list[list[list[int]]] = []
         for order in (forward, from_sink):
             devices = place(
-                [parts[s].devices for s in order], node, [parts[s].tensor for s in order]
+                [parts[s].devices for s in order], sizes, [parts[s].tensor for s in order]
             )
             at = {s: position for position, s in enumerate(order)}
             chosen = [devices[at[s]] for s in forward] if devices else []
@@ -214,9 +220,12 @@ class Assembler:
                 yield step_s(self.prices, parts, chosen, pairs), chosen
         few = len(parts) <= MOST_SCATTERED and sum(part.devices for part in parts) <= MOST_DEVICES
         if few and all(part.tensor == 1 for part in parts):
-            chosen = scatter([part.replicas for part in parts], node)
-            if chosen and chosen not in seen:
-                yield SCATTERED * step_s(self.prices, parts, chosen, pairs), chosen
+            dearer = SCATTERED if len(self.order) > SURE else 1.0
+            for size in sizes[:-1]:
+                chosen = scatter([part.replicas for part in parts], size)
+                if chosen and chosen not in seen:
+                    seen.append(chosen)
+                    yield dearer * step_s(self.prices, parts, chosen, pairs), chosen
 
     def _stage_graph(
         self, parts: Sequence[Part], devices: Sequence[Sequence[int]], pairs: set[tuple[int, int]]
@@ -245,67 +254,3 @@ class Candidate:
     graph: StageGraph
     step_s: float
     period_s: float
-
-
-def scatter(replicas: Sequence[int], node: int) -> list[list[int]]:
-    """Device numbers for stages that are spread over all nodes as evenly as can be.
-
-    Args:
-        replicas: of each stage, together as many as there are devices.
-        node: devices of a node.
-
-    Returns:
-        Devices of each stage; empty if there is one node only, or no stage of several devices.
-    """
-    total = sum(replicas)
-    free = [list(range(start, min(start + node, total))) for start in range(0, total, node)]
-    if len(free) == 1 or max(replicas) == 1:
-        return []
-    result: list[list[int]] = [[] for _ in replicas]
-    for s in sorted(range(len(replicas)), key=lambda s: (-replicas[s], s)):
-        for _ in range(replicas[s]):
-            most = max(free, key=len)
-            result[s].append(most.pop(0))
-        result[s].sort()
-    return result
-
-
-def place(
-    devices: Sequence[int], node: int, groups: Sequence[int] | None = None
-) -> list[list[int]]:
-    """Device numbers for stages with these numbers of devices, in order, on nodes of this size.
-
-    Args:
-        devices: of each stage.
-        node: devices of a node.
-        groups: devices of each stage that must lie in one node together, in a row; by default 1.
-
-    Returns:
-        Devices of each stage; empty if the nodes have no room for a group.
-    """
-    total = sum(devices)
-    groups = groups or [1] * len(devices)
-    free = [list(range(start, min(start + node, total))) for start in range(0, total, node)]
-    result: list[list[int]] = [[] for _ in devices]
-    # Whole nodes first; then large groups, so that what is left of a node holds smaller ones.
-    for s in sorted(range(len(devices)), key=lambda s: (devices[s] < node, -groups[s], s)):
-        wanted, group = devices[s], groups[s]
-        fitting = next((each for each in free if wanted <= len(each) and wanted <= node), None)
-        if fitting is not None:
-            result[s], fitting[:] = fitting[:wanted], fitting[wanted:]
-            if not fitting:
-                free.remove(fitting)
-            continue
-        taken: list[list[int]] = []
-        for each in sorted(free, key=lambda each: -len(each)):
-            some = min(wanted, len(each) // group * group)
-            taken.append(each[:some])
-            each[:] = each[some:]
-            wanted -= some
-            if not wanted:
-                break
-        if wanted:
-            return []
-        free = [each for each in free if each]
-        result[s] = [device for each in sorted(taken) for device in each]
-    return result

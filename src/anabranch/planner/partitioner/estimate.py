@@ -18,8 +18,11 @@
 
 With M much larger than w that is ``(M - 1) * bottleneck + critical path``; with few micro-batches a
 slow first stage costs less than a slow last one, as its forwards run ahead. The all-reduce of a
-stage hides behind stages that finish later. Where devices are processes that share few cores, no
-pace is less than all compute divided by the cores.
+stage hides behind stages that finish later; that of a parameter tied across stages begins when the
+last of them has ended, and goes over the devices of all of them. Where devices are processes that
+share few cores, no pace is less than all compute divided by the cores, and no step less than
+M times that. Where an edge brings no gradient back, there is no f, b and round(y) in round(s), and
+end(s) does not wait for end(y).
 """
 
 from __future__ import annotations
@@ -60,8 +63,13 @@ def step_s(
     loads = [max((load[port] for port in ports), default=0.0) for ports in used]
     pipeline = _Pipeline(prices, parts, compute, successors, heights(len(parts), pairs), loads)
     ends = pipeline.ends()
-    reduces = (prices.allreduce_s(p, where) for p, where in zip(parts, devices, strict=True))
-    return max(end + reduce_s for end, reduce_s in zip(ends, reduces, strict=True))
+    done = list(ends)
+    for stages, reduce_s in prices.all_reduces(parts, devices):
+        # Those of one stage share its links, so that one follows the other.
+        ready = max(done[s] for s in stages)
+        for s in stages:
+            done[s] = ready + reduce_s
+    return max(done)
 
 
 class _Pipeline:
@@ -82,14 +90,14 @@ class _Pipeline:
         cluster = prices.cost.cluster
         work = sum(part.devices * sum(compute[s]) for s, part in enumerate(parts))
         shared = 0 < cluster.cores < cluster.num_devices
-        least = work / cluster.cores if shared else 0.0
+        least = self._least = work / cluster.cores if shared else 0.0
         self._round = [0.0] * len(parts)
         self._pace = [0.0] * len(parts)
         self._held = [0] * len(parts)
         for s in reversed(range(len(parts))):
             own = sum(compute[s])
             self._round[s] = own + max(
-                (there + back + self._round[y] for y, there, back in successors[s]), default=0
+                (0.0, *(there + back + self._round[y] for y, there, back in successors[s]))
             )
             h = height[s]
             held = min(max(min(2 * h, prices.headroom(parts[s])), h) + 1, self._count)
@@ -115,7 +123,9 @@ class _Pipeline:
             own = max(start[s] + (count - 1) * pace[s], last[s]) + forward + backward
             others = (end[y] + back + backward for y, _, back in self._successors[s])
             end[s] = max(own, *others, 0.0)
-        return end
+        # Few cores are slow from the first micro-batch on, and for all stages alike.
+        slower = count * self._least
+        return [each * max(1.0, slower / max(end)) for each in end] if slower else end
 
 
 def _transfers(
@@ -125,12 +135,13 @@ def _transfers(
     load: dict[Port, float],
 ) -> tuple[float, float, set[Port]]:
     """Seconds of a micro-batch along an edge, forward and back, and the ports on the way; adds to
-    ``load`` per port.
+    ``load`` per port. Where no gradient comes back, nothing waits: minus infinity.
     """
+    waits = 0.0 if prices.facts.waits_back(ends[0].mask, ends[1].mask) else float("-inf")
     per_sample, fixed, grad_per_sample, grad_fixed = prices.flow(ends[0].mask, ends[1].mask)
     if per_sample + fixed == 0:
         delay = prices.cost.way(devices[0][0], devices[1][0])[3]
-        return delay, delay, set()
+        return delay, delay + waits, set()
     shape = ends[0].replicas, ends[0].tensor, ends[1].replicas, ends[1].tensor
     there: dict[Port, float] = {}
     back: dict[Port, float] = {}
@@ -148,9 +159,8 @@ def _transfers(
     for busy in (there, back):
         for port, seconds in busy.items():
             load[port] = load.get(port, 0.0) + seconds
-    grad = grad_per_sample + grad_fixed > 0
     ports = there.keys() | back.keys()
-    return latency + max(there.values()), (latency + max(back.values())) * grad, ports
+    return latency + max(there.values()), latency + max(back.values()) + waits, ports
 
 
 @lru_cache(maxsize=4096)

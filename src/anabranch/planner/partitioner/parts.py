@@ -6,6 +6,7 @@ them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 from anabranch.cost import CostModel
 from anabranch.graph.opgraph import bits
 from anabranch.planner.partitioner.prices import Prices
+from anabranch.planner.rings import Holder, rings
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,7 @@ class Facts:
         self._ops: dict[int, NDArray[np.intp]] = {}
         self._border: dict[int, Border] = {}
         self._flow: dict[tuple[int, int], tuple[float, float, float, float]] = {}
+        self._waits_back: dict[tuple[int, int], bool] = {}
         self._parameters: dict[tuple[int, int], tuple[int, int]] = {}
         self._kept: dict[tuple[int, int], float] = {}
         self._sharded = {t: cost.sharded_kept_bytes(t) for t in cost.tensor_degrees}
@@ -110,6 +113,20 @@ class Facts:
             rows.append((sum(p.nbytes for p in own), sum(p.nbytes for p in own if p.trainable)))
         return np.array(rows, dtype=np.int64)
 
+    @cached_property
+    def tied(self) -> tuple[tuple[int, int], ...]:
+        """Per trainable parameter that several operators read, their mask and its bytes."""
+        readers: dict[str, int] = {}
+        for i, op in enumerate(self.cost.graph.ops):
+            for name in op.parameters:
+                readers[name] = readers.get(name, 0) | 1 << i
+        named = self.cost.parameters
+        return tuple(
+            (mask, named[name].nbytes)
+            for name, mask in readers.items()
+            if mask & (mask - 1) and named[name].trainable and named[name].nbytes
+        )
+
     def border(self, mask: int) -> Border:
         """What crosses the border."""
         if mask not in self._border:
@@ -147,6 +164,20 @@ class Facts:
                         sums[2 if value.batched else 3] += value.nbytes * value.grad
             self._flow[source, target] = (sums[0], sums[1], sums[2], sums[3])
         return self._flow[source, target]
+
+    def waits_back(self, source: int, target: int) -> bool:
+        """Whether a backward of the source waits for one of the target: for a gradient, or because
+        no value joins the two and the edge is there to order them.
+        """
+        if (source, target) not in self._waits_back:
+            grads = [
+                self.cost.graph.values[i].grad
+                for op in self.ops(source).tolist()
+                for i in self.cost.made[op]
+                if self.cost.readers[i] & target
+            ]
+            self._waits_back[source, target] = any(grads) or not grads
+        return self._waits_back[source, target]
 
 
 class PartPrices:
@@ -222,11 +253,43 @@ class PartPrices:
     def _reduced_bytes(self, part: Part) -> int:
         return self.facts.parameter_bytes(part.mask, part.tensor)[1]
 
-    def allreduce_s(self, part: Part, devices: Sequence[int]) -> float:
-        """Seconds of the all-reduce of a part on these devices."""
-        if part.replicas == 1:
-            return 0.0
-        return self.cost.allreduce_s(self._reduced_bytes(part), devices[:: part.tensor])
+    def all_reduces(
+        self, parts: Sequence[Part], devices: Sequence[Sequence[int]]
+    ) -> list[tuple[tuple[int, ...], float]]:
+        """The all-reduces of a step: which parts take part, as indices, and seconds.
+
+        Args:
+            parts: all parts.
+            devices: of each.
+        """
+        across: dict[tuple[int, ...], int] = {}
+        own = [self._reduced_bytes(part) for part in parts]
+        for mask, nbytes in self.facts.tied:
+            holders = tuple(s for s, part in enumerate(parts) if part.mask & mask)
+            if len(holders) > 1:
+                across[holders] = across.get(holders, 0) + nbytes
+                for s in holders:
+                    own[s] -= math.ceil(nbytes * self._shard(parts[s]))
+        found: list[tuple[tuple[int, ...], float]] = [
+            ((s,), self.cost.allreduce_s(max(own[s], 0), devices[s][:: part.tensor]))
+            for s, part in enumerate(parts)
+            if part.replicas > 1
+        ]
+        if across:
+            held = [
+                Holder(where, part.tensor, self._shard(part))
+                for part, where in zip(parts, devices, strict=True)
+            ]
+            for stages, ring, nbytes in rings(across, held):
+                found.append((stages, self.cost.allreduce_s(nbytes, ring)))
+        return found
+
+    def _shard(self, part: Part) -> float:
+        """Share of its trainable parameters that each device of a part holds."""
+        if part.tensor == 1:
+            return 1.0
+        whole = self.facts.parameter_bytes(part.mask, 1)[1]
+        return self._reduced_bytes(part) / whole if whole else 0.0
 
 
 def _size(nbytes: tuple[float, float], samples: int) -> float:

@@ -8,9 +8,13 @@ and what the estimate (``partitioner.estimate``) likes is simulated:
   all that leads to it;
 - devices go from one stage to another, and stages that lie in a row are cut again
   (``partitioner.recut``);
-- two neighbours become one stage; one becomes two, one after the other or side by side;
-- another micro-batch size for all; recomputation or another tensor-parallel degree for one or all;
-- two stages trade places on the devices.
+- two neighbours become one stage; one becomes two, one after the other or side by side, also with
+  devices of a third;
+- stages that hold a parameter together become one, or what reads it goes to one of them;
+- another micro-batch size for all; another tensor-parallel degree for one or all; recomputation
+  for those that have no memory for a deep warm-up without, and none for others;
+- two stages trade places on the devices, or take each other's in turns, so that replicas that
+  exchange values lie in one node.
 
 A change that would make stages wait for each other in a circle, or that does not fit memory, is
 none. In a large plan only the stages that matter most are changed: those with the longest periods
@@ -21,17 +25,20 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
-from functools import cached_property
-from itertools import accumulate, pairwise
+from functools import cached_property, reduce
+from itertools import accumulate, pairwise, permutations
 from operator import or_
 
 from anabranch.cost import CostModel
 from anabranch.graph.opgraph import bits
 from anabranch.planner.partitioner.assemble import Assembler, Candidate
+from anabranch.planner.partitioner.elsewhere import elsewhere, in_turn
 from anabranch.planner.partitioner.estimate import step_s
-from anabranch.planner.partitioner.parts import Part, PartPrices, edges
+from anabranch.planner.partitioner.parts import Part, PartPrices, edges, heights
 from anabranch.planner.partitioner.prices import Mode, Prices, degrees
+from anabranch.planner.partitioner.problem import SHORT
 from anabranch.planner.partitioner.recut import Recut
+from anabranch.planner.slices import priced
 from anabranch.planner.stages import StageGraph
 
 MOST_STAGES = 48
@@ -75,6 +82,8 @@ class Polisher:
         max_replicas: replicas of a stage at most.
         microbatch_size: the only one allowed, or None.
         recompute: whether stages may recompute.
+        chained: every stage waits for the one before it, also where no value flows; stages side by
+            side are no neighbours then.
         simulated: neighbours to propose at a time, at most; by default the more the fewer stages
             there are.
     """
@@ -88,6 +97,7 @@ class Polisher:
         max_replicas: int,
         microbatch_size: int | None = None,
         recompute: bool = True,
+        chained: bool = False,
         simulated: int | None = None,
     ) -> None:
         self._cost = cost
@@ -96,6 +106,7 @@ class Polisher:
         self._max_replicas = max_replicas
         self._fixed_size = microbatch_size
         self._recompute = recompute
+        self._chained = chained
         self._simulated = simulated
         self._effort = 0
         self._recut = Recut(cost, batch_size, order)
@@ -122,9 +133,23 @@ class Polisher:
         found += self._elsewhere(graph, size, parts)
         ranked = sorted((each for each in found if score(each) <= limit), key=score)
         # Branches that are alike make many changes that are the same but for the branch.
-        unique = {_likeness(each): each.graph for each in reversed(ranked)}
+        unique = {self._likeness(each): each.graph for each in reversed(ranked)}
         most = self._simulated or max(LEAST_SIMULATED, MOST_SIMULATED // len(parts))
-        return list(reversed(unique.values()))[:most]
+        chosen = list(reversed(unique.values()))[:most]
+        return [*chosen, *in_turn(self._cost, chosen)]
+
+    def _likeness(self, candidate: Candidate) -> Hashable:
+        """What two candidates have in common that are the same but for the branch they differ in.
+
+        In a short model also the seconds of the stages, as few operators are alike.
+        """
+        graph, size = candidate.graph, candidate.graph.stages[0].microbatch_size
+        shape = [(len(s.operators), len(s.devices), s.recompute) for s in graph.stages]
+        seconds: list[float] = []
+        if len(self._order) <= SHORT:
+            compute_s = self._assembler(size).prices.compute_s
+            seconds = sorted(round(sum(compute_s(part)), 12) for part in self._parts(graph))
+        return round(candidate.step_s, 12), size, tuple(sorted(shape)), tuple(seconds)
 
     def _parts(self, graph: StageGraph) -> Parts:
         mask = self._cost.graph.mask
@@ -177,9 +202,18 @@ class Polisher:
         if size not in self._assemblers:
             cost = self._cost
             most = min(cost.cluster.num_devices, self._max_replicas)
-            chosen = degrees(cost, size, most)
-            prices = Prices(cost, self._batch_size, size, chosen, cost.cluster.memory_bytes)
-            self._assemblers[size] = Assembler(PartPrices(prices), self._order, self._max_replicas)
+            chosen = degrees(cost, size, most, batch_size=self._batch_size)
+            prices = Prices(
+                cost,
+                self._batch_size,
+                size,
+                chosen,
+                cost.cluster.memory_bytes,
+                recompute=self._recompute,
+            )
+            self._assemblers[size] = Assembler(
+                PartPrices(prices), self._order, self._max_replicas, self._chained
+            )
         return self._assemblers[size]
 
     def _changes(self, size: int, parts: Parts) -> Iterator[tuple[int, Parts]]:
@@ -191,10 +225,12 @@ class Polisher:
             self._recuts(size, row) if row else (),
             self._slides(row) if row else (),
             self._merges(parts, focus),
+            self._gathers(parts),
             self._modes(size, parts, focus),
             self._moved_devices(size, parts, focus),
             self._shifts(parts, focus),
             self._splits(size, parts, focus),
+            self._split_off(size, parts, focus),
         ):
             for changed in kind:
                 if all(self._may(size, part) for part in changed if part not in parts):
@@ -210,7 +246,7 @@ class Polisher:
     def _is_chain(self, parts: Parts) -> bool:
         """Whether every stage waits for the one before it: no two run side by side."""
         found = edges(self._any_part_prices(), parts)
-        return all((x, x + 1) in found for x in range(len(parts) - 1))
+        return self._chained or all((x, x + 1) in found for x in range(len(parts) - 1))
 
     def _recuts(self, size: int, row: Sequence[Part]) -> Iterator[Parts]:
         """Stages in a row with other devices, cut again as is best for these."""
@@ -270,7 +306,7 @@ class Polisher:
         return (
             1 <= part.replicas <= min(size, self._max_replicas)
             and node % part.tensor == 0
-            and self._cost.covers(-(-size // part.replicas))
+            and priced(self._cost, self._batch_size, size, part.replicas)
         )
 
     def _focus(self, size: int, parts: Parts) -> list[int]:
@@ -336,11 +372,57 @@ class Polisher:
                     yield _put(parts, {source: given, to: taken})
 
     def _merges(self, parts: Parts, focus: Sequence[int]) -> Iterator[Parts]:
-        for x, y in self._borders(parts, focus):
-            a, b = parts[x], parts[y]
-            if a.tensor == b.tensor:
-                both = Part(a.mask | b.mask, a.replicas + b.replicas, a.recompute, a.tensor)
-                yield from self._valid(_put(parts, {x: both, y: None}))
+        for pair in self._borders(parts, focus):
+            yield from self._merged(parts, pair)
+
+    def _gathers(self, parts: Parts) -> Iterator[Parts]:
+        """What is tied to one parameter comes together: an all-reduce less, or a smaller one."""
+        graph = self._cost.graph
+        spread = []
+        for mask, nbytes in self._any_part_prices().facts.tied:
+            holders = tuple(s for s, part in enumerate(parts) if part.mask & mask)
+            if len(holders) > 1:
+                spread.append((-nbytes, holders, mask))
+        for _, holders, mask in sorted(spread)[:FOCUS]:
+            yield from self._merged(parts, holders)
+            between = reduce(or_, (graph.descendants[i] for i in bits(mask)))
+            between &= reduce(or_, (graph.ancestors[i] for i in bits(mask)))
+            around = tuple(s for s, part in enumerate(parts) if part.mask & (mask | between))
+            if around != holders:
+                yield from self._merged(parts, around)
+            for x, y in permutations(holders[:FOCUS], 2):
+                yield from self._merged(parts, (x, y))
+                inside = parts[x].mask
+                tied = list(bits(inside & mask))
+                for closure in (graph.descendants, graph.ancestors):
+                    chunk = reduce(or_, (closure[i] & inside | 1 << i for i in tied))
+                    yield from self._shift(parts, x, y, chunk)
+
+    def _merged(self, parts: Parts, chosen: Sequence[int]) -> Iterator[Parts]:
+        """Some parts made one, on the devices of all."""
+        some = [parts[s] for s in chosen]
+        if len({part.tensor for part in some}) == 1:
+            mask = reduce(or_, (part.mask for part in some))
+            both = replace(some[0], mask=mask, replicas=sum(part.replicas for part in some))
+            yield from self._valid(_put(parts, {**dict.fromkeys(chosen), chosen[0]: both}))
+
+    def _split_off(self, size: int, parts: Parts, focus: Sequence[int]) -> Iterator[Parts]:
+        """A stage of a small plan gives operators to a new one, another stage some devices."""
+        if len(parts) > FOCUS:
+            return
+        for s, x in permutations(focus, 2):
+            part, donor = parts[s], parts[x]
+            if part.tensor != donor.tensor:
+                continue
+            for count in _some_of(donor.replicas):
+                given = replace(donor, replicas=donor.replicas - count)
+                for own in {part.replicas, count}:
+                    other = part.replicas + count - own
+                    for first in self._heads(size, part, own / (own + other)):
+                        head = replace(part, mask=first, replicas=own)
+                        tail = replace(part, mask=part.mask & ~first, replicas=other)
+                        rest = _put(parts, {s: None, x: given})
+                        yield from self._valid((*rest, head, tail))
 
     def _splits(self, size: int, parts: Parts, focus: Sequence[int]) -> Iterator[Parts]:
         for s in focus:
@@ -369,16 +451,28 @@ class Polisher:
         return []
 
     def _modes(self, size: int, parts: Parts, focus: Sequence[int]) -> Iterator[Parts]:
+        yield tuple(replace(part, recompute=False) for part in parts)
         if self._recompute:
-            for s in focus:
+            short = self._short_of_memory(size, parts)
+            yield tuple(replace(part, recompute=part in short) for part in parts)
+            for s in (s for s in focus if parts[s] in short):
                 yield _put(parts, {s: replace(parts[s], recompute=not parts[s].recompute)})
-            for choice in (False, True):
-                yield tuple(replace(part, recompute=choice) for part in parts)
         for tensor in self._cost.tensor_degrees[: 8 * (len(self._cost.tensor_degrees) > 1)]:
             for chosen in (*([s] for s in focus), range(len(parts))):
                 changed = {s: self._sharded(parts[s], tensor) for s in chosen}
                 if all(part is not None for part in changed.values()):
                     yield _put(parts, changed)
+
+    def _short_of_memory(self, size: int, parts: Parts) -> set[Part]:
+        """Those that without recomputation have no memory for a deep warm-up."""
+        assembler = self._assembler(size)
+        arranged, pairs = assembler.arrange(parts)
+        height = heights(len(arranged), pairs)
+        return {
+            part
+            for part, h in zip(arranged, height, strict=True)
+            if assembler.prices.headroom(replace(part, recompute=False)) < 2 * h
+        }
 
     @staticmethod
     def _sharded(part: Part, tensor: int) -> Part | None:
@@ -392,27 +486,26 @@ class Polisher:
             yield parts
 
     def _elsewhere(self, graph: StageGraph, size: int, parts: Parts) -> Iterator[Candidate]:
-        """The same stages with the devices of two of them exchanged."""
+        """The same stages on other devices."""
         cluster = self._cost.cluster
         node = cluster.group_sizes[0]
         if node == cluster.num_devices:
             return
         prices = self._assembler(size).prices
         pairs = edges(prices, parts)
+        if self._chained:
+            pairs |= set(pairwise(range(len(parts))))
         if len(pairs) != len(graph.edges):
             return
+        where_now = [stage.devices for stage in graph.stages]
         focus = self._focus(size, parts)
-        for x in focus:
-            for y in range(len(parts)):
-                a, b = graph.stages[x].devices, graph.stages[y].devices
-                if x == y or len(a) != len(b) or a[0] // node == b[0] // node:
-                    continue
-                stages = list(graph.stages)
-                stages[x] = replace(stages[x], devices=b, in_flight=0)
-                stages[y] = replace(stages[y], devices=a, in_flight=0)
-                moved = replace(graph, stages=tuple(replace(each, in_flight=0) for each in stages))
-                where = [stage.devices for stage in moved.stages]
-                yield Candidate(moved, step_s(prices, parts, where, pairs), 0.0)
+        for where in elsewhere(cluster, parts, pairs, where_now, focus):
+            stages = tuple(
+                replace(stage, devices=tuple(devices), in_flight=0)
+                for stage, devices in zip(graph.stages, where, strict=True)
+            )
+            moved = replace(graph, stages=stages)
+            yield Candidate(moved, step_s(prices, parts, where, pairs), 0.0)
 
 
 def score(candidate: Candidate) -> float:
@@ -424,13 +517,6 @@ def score(candidate: Candidate) -> float:
     counts = [stage.replicas for stage in graph.stages]
     apart = sum(counts[x] % counts[y] > 0 < counts[y] % counts[x] for x, y in graph.edges)
     return candidate.step_s * (1 + APART * apart)
-
-
-def _likeness(candidate: Candidate) -> Hashable:
-    """What two candidates have in common that are the same but for the branch they differ in."""
-    stages = candidate.graph.stages
-    shape = sorted((len(stage.operators), len(stage.devices), stage.recompute) for stage in stages)
-    return round(candidate.step_s, 12), stages[0].microbatch_size, tuple(shape)
 
 
 def mode_of(part: Part) -> Mode:

@@ -40,6 +40,7 @@ from typing import Any
 import numpy as np
 
 from anabranch.cost import CostModel
+from anabranch.planner.slices import priced
 
 UNBOUNDED = 1 << 20
 """A height that no stage reaches."""
@@ -112,6 +113,11 @@ class Prices:
     def samples(self, degree: int) -> int:
         """Samples on the fullest of ``degree`` replicas."""
         return -(-self.microbatch_size // degree)
+
+    def may(self, replicas: int) -> bool:
+        """Whether a stage may have so many replicas: each has samples, the profile prices them."""
+        size = self.microbatch_size
+        return 1 <= replicas <= size and priced(self.cost, self.batch_size, size, replicas)
 
     def share(self, devices: int) -> float:
         """Seconds per byte that each of so many devices of a stage sends or receives."""
@@ -220,7 +226,7 @@ def seconds_per_byte(cost: CostModel, degree: int) -> float:
 
 
 def degrees(
-    cost: CostModel, microbatch_size: int, limit: int, *, uneven: bool = False
+    cost: CostModel, microbatch_size: int, limit: int, *, batch_size: int = 0, uneven: bool = False
 ) -> tuple[int, ...]:
     """Numbers of replicas up to ``limit`` that leave each a sample count in the profile.
 
@@ -228,6 +234,7 @@ def degrees(
         cost: knows the profile.
         microbatch_size: samples of one micro-batch.
         limit: replicas at most.
+        batch_size: samples of one step, if its last micro-batch may be a short one.
         uneven: besides the powers of two three times them, and what they leave of ``limit``: a
             stage of 15 beside one of 1.
     """
@@ -236,7 +243,8 @@ def degrees(
     return tuple(
         degree
         for degree in sorted(found)
-        if 1 <= degree <= min(limit, microbatch_size) and cost.covers(-(-microbatch_size // degree))
+        if 1 <= degree <= min(limit, microbatch_size)
+        and priced(cost, batch_size, microbatch_size, degree)
     )
 
 

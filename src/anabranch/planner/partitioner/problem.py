@@ -17,6 +17,9 @@ from anabranch.planner.partitioner.solved import Found
 MOST_UNEVEN = 128
 """Operators of a row for which numbers of replicas besides the powers of two are tried."""
 
+SHORT = 10
+"""Models of up to so many operators are searched as closely as can be: that takes no time."""
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -27,11 +30,11 @@ class Problem:
         chain: the model.
         order: its operators, branch after branch.
         batch_size: samples of one step.
-        max_replicas: devices per stage at most.
+        max_replicas: replicas per stage at most.
         chained: every stage waits for the one before it.
         tolerance: how near to the least period the search must come, relative.
         recompute: stages may recompute.
-        uneven: in a short row, numbers of replicas besides the powers of two are tried.
+        uneven: in a short row or model numbers of replicas besides the powers of two are tried.
     """
 
     cost: CostModel
@@ -56,23 +59,31 @@ class Problem:
             microbatch_size: samples of one micro-batch.
             limit: devices, if there are other than those of the cluster.
         """
-        most = min(limit or self.cost.cluster.num_devices, self.max_replicas)
+        devices = limit or self.cost.cluster.num_devices
+        most = min(devices, self.max_replicas)
         node = self.cost.cluster.group_sizes[0]
         return Prices(
             self.cost,
             self.batch_size,
             microbatch_size,
-            degrees(self.cost, microbatch_size, most, uneven=self.uneven and self._is_short_row),
+            degrees(
+                self.cost,
+                microbatch_size,
+                most,
+                batch_size=self.batch_size,
+                uneven=self.uneven and self._is_short_row,
+            ),
             self.cost.cluster.memory_bytes,
-            tensors=tuple(t for t in self.cost.tensor_degrees if t <= most and node % t == 0),
+            tensors=tuple(t for t in self.cost.tensor_degrees if t <= devices and node % t == 0),
             recompute=self.recompute,
-            max_devices=most,
+            max_devices=devices,
         )
 
     @cached_property
     def _is_short_row(self) -> bool:
-        """Whether more numbers of replicas cost little time: no branches, not many operators."""
-        return not self.chain.blocks and len(self.chain.items) <= MOST_UNEVEN
+        """Whether more numbers of replicas cost little time: not many operators, or no branches."""
+        few = len(self.cost.graph) <= SHORT
+        return few or (not self.chain.blocks and len(self.chain.items) <= MOST_UNEVEN)
 
     def assembler(self, prices: Prices) -> Assembler:
         """What makes stage graphs of parts at these prices."""

@@ -30,6 +30,7 @@ from anabranch.planner.partitioner.chains import ITEMS, line
 from anabranch.planner.partitioner.ladder import Job, Ladder, Size, least_period
 from anabranch.planner.partitioner.parts import Part, heights
 from anabranch.planner.partitioner.prices import Bound, microbatch_sizes
+from anabranch.planner.partitioner.problem import SHORT
 from anabranch.planner.partitioner.problem import Problem as Problem
 
 LADDER = (1.03, 1.07, 1.12, 1.19, 1.28, 1.42, 1.7, 2.5, 6.0, float("inf"))
@@ -50,9 +51,6 @@ PROMISING = 1.05
 
 ROWS = 3
 """Micro-batch sizes for which stages that are runs of the model in one order are tried too."""
-
-SHORT = 10
-"""Models of up to so many operators are searched as closely as can be: that takes no time."""
 
 REDUCE = 1.25
 REDUCE_SHARE = 0.03
@@ -350,7 +348,7 @@ def in_a_row(
         return
     ranked = sorted(found, key=lambda each: each.step_s)
     sizes = list(dict.fromkeys(each.graph.stages[0].microbatch_size for each in ranked))[:ROWS]
-    if not sizes:
+    if not sizes or len(problem.order) <= SHORT:
         sizes = [microbatch_size] if microbatch_size else list(microbatch_sizes(problem.batch_size))
     known_s = ranked[0].step_s if ranked else float("inf")
     row = replace(problem, chain=line(problem.cost, problem.order, coarse=True), uneven=False)

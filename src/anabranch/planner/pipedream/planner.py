@@ -16,6 +16,7 @@ from anabranch.cluster import GIB
 from anabranch.cost import CostModel
 from anabranch.errors import BudgetError
 from anabranch.graph.cuts import decompose, operators
+from anabranch.planner.base import require_options
 from anabranch.planner.downsets import downsets, prefixes
 from anabranch.planner.infeasible import explain, require_sizes
 from anabranch.planner.partitioner.chains import line
@@ -40,13 +41,14 @@ class PipeDream:
     micro-batch size and objective.
 
     Attributes:
-        max_replicas: devices per stage at most; 1 gives the straight pipeline. None: no limit.
+        max_replicas: replicas per stage at most; 1 gives the straight pipeline. None: no limit.
         antichains: stages are cut from the graph itself instead of from its operators in a row.
         accumulate: also plan for one all-reduce per step, as a synchronous pipeline has it; False:
             only the paper's objective, in which m replicas reduce once per m micro-batches.
         budget: states at most where ``antichains`` is set.
-        steps: splits to compare at most; a thousand million take 2 to 5 s. A search that has found
-            plans by then ends with those.
+        steps: splits to compare at most; a thousand million take 2 to 3 s, more where there are
+            over a thousand states. A search that has found plans by then, those of the larger
+            micro-batches, ends with those.
         tolerance: relative distance to the least period at which a search that memory restricts
             ends.
     """
@@ -55,10 +57,13 @@ class PipeDream:
     antichains: bool = False
     accumulate: bool = True
     budget: int = 2000
-    steps: int = 10_000_000_000
+    steps: int = 2_000_000_000
     tolerance: float = 0.01
 
     schedules: ClassVar[tuple[str, ...]] = ("1f1b",)
+
+    def __post_init__(self) -> None:
+        require_options("pipedream", self, max_replicas=1, budget=1, steps=1, tolerance=0)
 
     def __call__(
         self, cost: CostModel, *, batch_size: int, microbatch_size: int | None = None

@@ -91,7 +91,7 @@ class Terms:
         spans: the model.
         prices: batch, micro-batch and memory.
         tiers: the levels, innermost first.
-        max_replicas: devices per stage at most.
+        max_replicas: replicas per stage at most.
         accumulate: replicas reduce once per step (R = M), not once per r * m micro-batches.
     """
 
@@ -106,10 +106,7 @@ class Terms:
 
     def allowed(self, replicas: int) -> bool:
         """Whether a stage may have so many replicas."""
-        size = self.prices.microbatch_size
-        return replicas <= min(size, self.max_replicas) and self.prices.cost.covers(
-            self.prices.samples(replicas)
-        )
+        return replicas <= self.max_replicas and self.prices.may(replicas)
 
     def possible(self, copies: int) -> bool:
         """Whether so many copies of a component leave each a sample, and no stage too many."""

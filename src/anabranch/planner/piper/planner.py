@@ -11,6 +11,7 @@ from anabranch.cluster import GIB
 from anabranch.cost import CostModel
 from anabranch.errors import InfeasiblePlanError
 from anabranch.graph.cuts import decompose, operators
+from anabranch.planner.base import require_options
 from anabranch.planner.downsets import downsets, prefixes
 from anabranch.planner.infeasible import require_sizes
 from anabranch.planner.partitioner.parts import Part
@@ -19,6 +20,7 @@ from anabranch.planner.piper.assemble import assemble
 from anabranch.planner.piper.prices import Choice, StagePrices
 from anabranch.planner.piper.search import ROUNDING, Found, Search
 from anabranch.planner.piper.states import Space
+from anabranch.planner.slices import priced
 from anabranch.planner.stages import StageGraph
 
 _ROW_PAIRS = 1 << 24
@@ -56,6 +58,9 @@ class Piper:
     pairs: int = 16_000_000
 
     schedules: ClassVar[tuple[str, ...]] = ("1f1b",)
+
+    def __post_init__(self) -> None:
+        require_options("piper", self, max_replicas=1, tolerance=0, budget=1, pairs=1)
 
     def __call__(
         self, cost: CostModel, *, batch_size: int, microbatch_size: int | None = None
@@ -102,17 +107,17 @@ class Piper:
         choices = [
             Choice(replicas, tensor, recompute)
             for tensor in _tensor_degrees(cost)
-            for replicas in self._degrees(cost, size, min(most, total // tensor))
+            for replicas in self._degrees(cost, batch_size, size, min(most, total // tensor))
             for recompute in (False, True)
             if self.recompute or not recompute
         ]
         used = tuple(sorted({choice.replicas for choice in choices}))
         return Prices(cost, batch_size, size, used, memory), choices
 
-    def _degrees(self, cost: CostModel, size: int, limit: int) -> tuple[int, ...]:
+    def _degrees(self, cost: CostModel, batch_size: int, size: int, limit: int) -> tuple[int, ...]:
         if not self.any_degree:
-            return degrees(cost, size, limit)
-        return tuple(d for d in range(1, min(limit, size) + 1) if cost.covers(-(-size // d)))
+            return degrees(cost, size, limit, batch_size=batch_size)
+        return tuple(d for d in range(1, min(limit, size) + 1) if priced(cost, batch_size, size, d))
 
     def _graphs(self, searched: list[tuple[StagePrices, Space]]) -> Iterator[StageGraph]:
         """Plans of the least load: with the fewest stages, and on exactly all devices.
@@ -217,14 +222,16 @@ def least(
     limit = stages.prices.cost.cluster.num_devices
     # The search comes so near twice, to a lower bound and from there to the least.
     near = (1 + tolerance) ** 0.5 - 1
-    search = Search(stages.states.starts, len(stages.states), limit, near)
+    search = Search(stages.states.starts, len(stages.states), limit, near, stages.floor_s)
     # Without a bound: upwards from a load that could hardly be less.
     bound = 2 * stages.least_s if bound_s is None else bound_s
     last = stages.most_s if bound_s is None else bound_s
     while True:
         bound = min(bound, last) if bound > 0 else last
-        devices = stages.fewest_devices(space.pairs, space.traffic, bound)
-        kept = search.useful(space.pairs, devices)
+        near = stages.possible(space.pairs, space.traffic, bound)
+        pairs = space.pairs.take(near)
+        devices = stages.fewest_devices(pairs, space.traffic[near], bound)
+        kept = search.useful(pairs, devices)
         if kept is not None:
             found = search.least(stages.options(*kept, bound), bound, exact=exact)
             if found is not None:

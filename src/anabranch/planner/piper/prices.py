@@ -82,6 +82,12 @@ class StagePrices:
         return min(float(self._bound(each)[-1]) * each.devices / limit for each in self._plain)
 
     @cached_property
+    def floor_s(self) -> float:
+        """No plan has a lesser load: all work, each operator run as is cheapest, shared evenly."""
+        work = [self._each(choice) * choice.devices for choice in self._plain]
+        return float(np.min(work, axis=0).sum()) / self.prices.cost.cluster.num_devices
+
+    @cached_property
     def most_s(self) -> float:
         """A load that no stage exceeds."""
         whole = Pairs(np.zeros(1, dtype=np.int32), np.full(1, len(self.states) - 1, dtype=np.int32))
@@ -90,7 +96,7 @@ class StagePrices:
         crossing = 4 * sum(value.size(n) for value in values)
         borders = self.states.borders(whole)
         return max(
-            float(self._price(whole, borders, each)[0][0])
+            float(self._load_s(whole, borders, each)[0])
             + crossing * self.prices.share(each.devices)
             for each in self.choices
         )
@@ -104,16 +110,30 @@ class StagePrices:
         if (n, tensor) not in self._known:
             cost, sums = self.prices.cost, self.states.sums
             forward, backward = cost.op_seconds(n, tensor)
-            parameters, trainable = self.states.own_bytes
-            if tensor > 1:
-                ops = range(len(cost.graph))
-                each = [cost.parameter_bytes([op], tensor=tensor) for op in ops]
-                parameters = trainable = sums(np.array(each, dtype=np.float64))
+            parameters, trainable = map(sums, self._own_bytes(tensor))
             kept = sums(cost.sharded_kept_bytes(tensor)) * n
             self._known[n, tensor] = _Sums(
                 sums(forward), sums(backward), kept, parameters, trainable
             )
         return self._known[n, tensor]
+
+    def _own_bytes(self, tensor: int) -> tuple[Floats, Floats]:
+        """Per operator, bytes of parameters on each device that only it reads; of the trainable."""
+        if tensor == 1:
+            return self.states.own_bytes
+        cost = self.prices.cost
+        each = [cost.parameter_bytes([op], tensor=tensor) for op in range(len(cost.graph))]
+        nbytes = np.array(each, dtype=np.float64)
+        return nbytes, nbytes
+
+    def _each(self, choice: Choice) -> Floats:
+        """Per operator what it adds to the load of its stage at least."""
+        n, tensor = self.prices.samples(choice.replicas), choice.tensor
+        forward, backward = self.prices.cost.op_seconds(n, tensor)
+        trainable = self._own_bytes(tensor)[1]
+        reduce_s = self.prices.allreduce_s(trainable, choice.replicas, tensor, latency=False)
+        result: Floats = forward + backward + reduce_s / self.prices.num_microbatches
+        return result
 
     def _bound(self, choice: Choice) -> Floats:
         """Per downset; the difference of two is at most the load of the stage between them."""
@@ -129,6 +149,30 @@ class StagePrices:
         sums = self._sums(choice)
         optimizer = 1 + self.prices.cost.optimizer_factor
         return sums.parameter_bytes + sums.trainable_bytes * optimizer + sums.kept_bytes
+
+    def possible(
+        self, pairs: Pairs, traffic: NDArray[np.float32], bound_s: float
+    ) -> NDArray[np.int64]:
+        """Indices of the pairs whose stage may be within a bound, however it runs.
+
+        One look at each pair leaves few for all the ways to run a stage.
+        """
+        floor = self._floor
+        crossing = min(
+            self.prices.share(each.devices) * self.prices.samples(each.replicas)
+            for each in self._plain
+        )
+        found = []
+        for start in range(0, len(pairs), _AT_ONCE):
+            some = slice(start, start + _AT_ONCE)
+            least = floor[pairs.hi[some]] - floor[pairs.lo[some]] + traffic[some] * crossing
+            found.append(start + np.flatnonzero(least <= bound_s * ROUNDING))
+        return np.concatenate(found)
+
+    @cached_property
+    def _floor(self) -> Floats:
+        """Per downset; the difference of two is at most the load of the stage between them."""
+        return self.states.sums(np.min([self._each(choice) for choice in self._plain], axis=0))
 
     def fewest_devices(self, pairs: Pairs, traffic: NDArray[np.float32], bound_s: float) -> Ints:
         """Per pair, devices that a stage needs at least; ``NEVER`` if no number will do.
@@ -173,24 +217,22 @@ class StagePrices:
         for start in range(0, len(pairs), _AT_ONCE):
             some = slice(start, start + _AT_ONCE)
             block = pairs.take(some)
-            kept.append(self._block(block, self.states.borders(block), room[some], bound_s))
+            borders = self.states.known_borders(block)
+            kept.append(self._block(block, borders, room[some], bound_s))
         return Options.joined(kept)
 
     def _block(self, pairs: Pairs, borders: Borders, room: Ints, bound_s: float) -> Options:
         kept: list[Options] = []
-        unlimited: NDArray[np.bool_] = np.zeros(0, dtype=np.bool_)
         for index, choice in enumerate(self.choices):
             if not choice.recompute:
                 some = np.flatnonzero(room >= choice.devices)
                 chosen, crossing = pairs.take(some), borders.take(some)
-            load, held = self._price(chosen, crossing, choice)
+            load = self._load_s(chosen, crossing, choice)
+            some = np.flatnonzero(load <= bound_s)
+            chosen, crossing, load = chosen.take(some), crossing.take(some), load[some]
+            held = self._held(chosen, crossing, choice)
             # Whoever can hold all micro-batches is over UNBOUNDED, however few they are.
-            least = np.where(chosen.hi == len(self.states) - 1, 1, 2)
-            keep = (load <= bound_s) & (held >= least)
-            if choice.recompute:
-                keep &= ~unlimited
-            else:
-                unlimited = held > UNBOUNDED
+            keep = held >= np.where(chosen.hi == len(self.states) - 1, 1, 2)
             kept.append(
                 Options(
                     chosen.lo[keep],
@@ -201,29 +243,41 @@ class StagePrices:
                     np.full(keep.sum(), index, dtype=np.int32),
                 )
             )
+            # Recomputation follows: never quicker, of use only to what cannot hold everything.
+            some = np.flatnonzero(held <= UNBOUNDED)
+            chosen, crossing = chosen.take(some), crossing.take(some)
         return Options.joined(kept).sorted()
 
-    def _price(self, pairs: Pairs, borders: Borders, choice: Choice) -> tuple[Floats, Ints]:
-        """Load, and micro-batches that can be in flight: 0 if none, over ``UNBOUNDED`` if all."""
+    def _load_s(self, pairs: Pairs, borders: Borders, choice: Choice) -> Floats:
+        """Seconds per micro-batch."""
+        sums, prices = self._sums(choice), self.prices
+        compute = sums.forward_s + sums.backward_s + sums.forward_s * choice.recompute
+        trainable = _between(sums.trainable_bytes, pairs)
+        if choice.tensor == 1:
+            trainable = trainable + borders.tied_trainable
+        traffic = borders.traffic * prices.samples(choice.replicas) + borders.traffic_fixed
+        reduce_s = prices.allreduce_s(trainable, choice.replicas, choice.tensor)
+        load = _between(compute, pairs) + traffic * prices.share(choice.devices)
+        return np.asarray(load + reduce_s / prices.num_microbatches)
+
+    def _held(self, pairs: Pairs, borders: Borders, choice: Choice) -> Ints:
+        """Micro-batches that can be in flight: 0 if none, over ``UNBOUNDED`` if all."""
         sums, prices = self._sums(choice), self.prices
         n = prices.samples(choice.replicas)
-
-        def stage(of: Floats) -> Floats:
-            return of[pairs.hi] - of[pairs.lo]
-
-        compute = stage(sums.forward_s + sums.backward_s + sums.forward_s * choice.recompute)
-        parameters, trainable = stage(sums.parameter_bytes), stage(sums.trainable_bytes)
+        optimizer = 1 + prices.cost.optimizer_factor
+        state = _between(sums.parameter_bytes + sums.trainable_bytes * optimizer, pairs)
         if choice.tensor == 1:
-            parameters, trainable = parameters + borders.tied, trainable + borders.tied_trainable
-        traffic = borders.traffic * n + borders.traffic_fixed
-        reduce_s = prices.allreduce_s(trainable, choice.replicas, choice.tensor)
-        load = compute + traffic * prices.share(choice.devices) + reduce_s / prices.num_microbatches
-
-        kept = stage(sums.kept_bytes)
+            state = state + borders.tied + borders.tied_trainable * optimizer
+        kept = _between(sums.kept_bytes, pairs)
         enter = borders.enter * n + borders.enter_fixed
         gradients = borders.gradients * n + borders.gradients_fixed
-        fixed = parameters + trainable * (1 + prices.cost.optimizer_factor)
-        fixed = fixed + kept * choice.recompute + prices.cost.receive_slots * (enter + gradients)
+        fixed = state + kept * choice.recompute + prices.cost.receive_slots * (enter + gradients)
         each = enter + kept * (not choice.recompute)
         held: Ints = prices.headroom(fixed, each) + np.int32(1)
-        return load, held
+        return held
+
+
+def _between(of: Floats, pairs: Pairs) -> Floats:
+    """What the stage between each two downsets adds to a sum per downset."""
+    result: Floats = of[pairs.hi] - of[pairs.lo]
+    return result

@@ -109,12 +109,14 @@ class Search:
         states: number of downsets.
         limit: devices.
         tolerance: relative distance to the least load at which it stops; 0 for none.
+        floor_s: every plan has a load of at least so much.
     """
 
     starts: NDArray[np.int64]
     states: int
     limit: int
     tolerance: float
+    floor_s: float = 0.0
 
     def least(self, options: Options, bound_s: float, *, exact: bool = False) -> Found | None:
         """The plans of the least load, up to a bound; None if there are none.
@@ -162,7 +164,8 @@ class Search:
 
     def _lower_bound(self, options: Options, bound_s: float) -> float | None:
         """The least load, but for what follows a stage making it keep more in flight."""
-        low, high = -float(np.finfo(float).tiny), bound_s
+        # Just below the floor, which may itself be the least load, also where that is 0.
+        low, high = self.floor_s / ROUNDING - float(np.finfo(float).tiny), bound_s
         kept = self._within(options, high)
         while kept is not None and high > low * (1 + self.tolerance):
             options = kept
@@ -181,9 +184,11 @@ class Search:
 
     def _within(self, options: Options, bound_s: float) -> Options | None:
         """The options of use under a bound."""
-        options = options.take(options.load_s <= bound_s)
-        room = self._walk(options).room(options.devices, self.limit)
-        return None if room is None else options.take(room >= options.devices)
+        near = np.flatnonzero(options.load_s <= bound_s)
+        devices = options.devices[near]
+        walk = Walk(options.lo[near], options.hi[near], self.starts, self.states)
+        room = walk.room(devices, self.limit)
+        return None if room is None else options.take(near[room >= devices])
 
     def _attempt(self, options: Options, bound_s: float, exact: bool) -> Options | None:
         """The options of use under a bound if it leaves a plan; None if not."""

@@ -50,6 +50,10 @@ class Pairs:
         """Those that a mask, ascending indices or a slice name."""
         return Pairs(self.lo[keep], self.hi[keep])
 
+    def same(self, other: Pairs) -> bool:
+        """Whether these are the same pairs."""
+        return np.array_equal(self.lo, other.lo) and np.array_equal(self.hi, other.hi)
+
 
 @dataclass(frozen=True)
 class Borders:
@@ -108,6 +112,7 @@ class States:
         packed = np.frombuffer(raw, dtype=np.uint8).reshape(len(masks), width)
         self._members = np.unpackbits(packed, axis=1, count=n, bitorder="little")
         sizes = self._members.sum(axis=1, dtype=np.int64)
+        self._last: tuple[Pairs, Borders] | None = None
         self.starts = np.flatnonzero(np.diff(sizes, prepend=-1))
         """Index of the first downset of each size."""
 
@@ -182,14 +187,14 @@ class States:
 
     @cached_property
     def own_bytes(self) -> tuple[Floats, Floats]:
-        """Per downset, bytes of the parameters that no two operators share; of the trainable."""
+        """Per operator, bytes of the parameters that no other shares; of the trainable."""
         total, trainable = np.zeros(len(self.cost.graph)), np.zeros(len(self.cost.graph))
         for name, (first, *others) in self._users.items():
             if not others:
                 parameter = self.cost.parameters[name]
                 total[first] += parameter.nbytes
                 trainable[first] += parameter.nbytes * parameter.trainable
-        return self.sums(total), self.sums(trainable)
+        return total, trainable
 
     @cached_property
     def _held(self) -> Floats:
@@ -215,6 +220,13 @@ class States:
         # Rounded downwards.
         result *= np.float32(1 - 1e-6)
         return result
+
+    def known_borders(self, pairs: Pairs) -> Borders:
+        """``borders``; those of the last pairs are known, which often come up again."""
+        known = self._last
+        if known is None or not known[0].same(pairs):
+            known = self._last = pairs, self.borders(pairs)
+        return known[1]
 
     def borders(self, pairs: Pairs) -> Borders:
         """What crosses the borders of the stages between pairs of downsets."""

@@ -8,21 +8,38 @@ A message is a few tensors. Messages between two ranks with one tag arrive in th
 sent. Both ends know shapes and element types beforehand, so nothing but the numbers travels.
 
 base             what every transport does
+host             through shared memory, between ranks of one host: memory, log, meeting
 process_group    through torch.distributed (Gloo)
+packing, pool    a message as one piece of memory, and such memory
+nccl             between ranks with a GPU each
+staged           GPUs without NCCL, through the host
+router           several transports as one
 local            between the threads of one process, for tests
 """
 
-from anabranch.runtime.transport.base import Receipt, Spec, Transport, guarded, lost
+from anabranch.runtime.transport.base import Channel, Receipt, Spec, Transport, guarded, lost
+from anabranch.runtime.transport.host import HostTransport
 from anabranch.runtime.transport.local import Hub, LocalTransport
+from anabranch.runtime.transport.meeting import Meeting, meet
+from anabranch.runtime.transport.nccl import NcclTransport
 from anabranch.runtime.transport.process_group import ProcessGroupTransport
+from anabranch.runtime.transport.router import Router
+from anabranch.runtime.transport.staged import StagedTransport
 
 __all__ = [
+    "Channel",
+    "HostTransport",
     "Hub",
     "LocalTransport",
+    "Meeting",
+    "NcclTransport",
     "ProcessGroupTransport",
     "Receipt",
+    "Router",
     "Spec",
+    "StagedTransport",
     "Transport",
     "guarded",
     "lost",
+    "meet",
 ]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +14,20 @@ T = TypeVar("T")
 
 Spec = tuple[torch.Size, torch.dtype]
 """Shape and element type of one tensor of a message."""
+
+
+class Channel(NamedTuple):
+    """Messages that arrive in the order in which they were sent.
+
+    Attributes:
+        sender: rank.
+        receiver: rank.
+        tag: number of the channel between the two.
+    """
+
+    sender: int
+    receiver: int
+    tag: int
 
 
 class Receipt(Protocol):
@@ -47,12 +61,17 @@ class Transport(Protocol):
         ...
 
     def flush(self) -> None:
-        """Wait until all that was sent has been received."""
+        """Wait until what was sent arrives even if this rank ends."""
         ...
 
     def close(self) -> None:
         """Break all connections; a rank that waits for this one finds out."""
         ...
+
+
+def listed(specs: Iterable[Spec]) -> str:
+    """Element types and shapes, for a message."""
+    return ", ".join(f"{dtype}{list(shape)}" for shape, dtype in specs)
 
 
 def guarded(call: Callable[[], T]) -> T:

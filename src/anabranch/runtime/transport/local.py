@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from anabranch.runtime.failure import PeerLostError
-from anabranch.runtime.transport.base import Receipt, Spec
+from anabranch.runtime.transport.base import Receipt, Spec, listed
 
 
 class Hub:
@@ -86,12 +86,8 @@ class _Awaited:
             self._hub.changed.notify_all()
         if [(t.shape, t.dtype) for t in message] != list(self._specs):
             raise ValueError(
-                f"a message of {_listed((t.shape, t.dtype) for t in message)} came where "
-                f"{_listed(self._specs)} was expected"
+                f"a message of {listed((t.shape, t.dtype) for t in message)} came where "
+                f"{listed(self._specs)} was expected"
             )
         # A copy, because the sender may go on to hold its tensor.
         return [tensor.to(self._device, copy=True) for tensor in message]
-
-
-def _listed(specs: Iterable[Spec]) -> str:
-    return ", ".join(f"{dtype}{list(shape)}" for shape, dtype in specs)

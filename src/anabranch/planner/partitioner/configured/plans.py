@@ -2,8 +2,8 @@
 
 Devices that a search left over go to the slowest stage that can use them: twice as many replicas,
 one more, or the stage cut in two; then to any stage that can have them. Replicas of a stage lie in
-one node where possible (``assemble.place``), in two orders: branch after branch, and from the sink
-backwards.
+one node where possible (``partitioner.place``), in two orders: branch after branch, and from the
+sink backwards.
 
 The estimate, with everything per sample because micro-batches differ::
 
@@ -27,9 +27,11 @@ from anabranch.cost import CostModel, Port
 from anabranch.graph.opgraph import bits
 from anabranch.planner.check import check, stage_bytes
 from anabranch.planner.inflight import in_flight_samples, least_in_flight
-from anabranch.planner.partitioner.assemble import Candidate, place
+from anabranch.planner.partitioner.assemble import Candidate
 from anabranch.planner.partitioner.configured.trace import Chosen
+from anabranch.planner.partitioner.place import place
 from anabranch.planner.partitioner.prices import Mode
+from anabranch.planner.slices import priced
 from anabranch.planner.stages import Stage, StageGraph
 
 
@@ -41,7 +43,7 @@ class Finisher:
         cost: prices them.
         order: operators, branch after branch.
         batch_size: samples of one step.
-        max_replicas: devices per stage at most.
+        max_replicas: replicas per stage at most.
     """
 
     cost: CostModel
@@ -97,8 +99,8 @@ class Finisher:
 
     def _may(self, stage: Chosen) -> bool:
         size, replicas = stage.microbatch_size, stage.mode.replicas
-        possible = replicas <= size and stage.mode.devices <= self.max_replicas
-        return possible and self.cost.covers(-(-size // replicas))
+        possible = replicas <= min(size, self.max_replicas)
+        return possible and priced(self.cost, self.batch_size, size, replicas)
 
     def _halves(self, stage: Chosen) -> list[Chosen]:
         """The stage cut in two, each with as many replicas, so that the slower is quickest."""
@@ -118,7 +120,7 @@ class Finisher:
     def _fits(self, stages: Sequence[Chosen]) -> bool:
         """Whether every stage has memory, wherever its devices are."""
         ordered, pairs = self._arrange(stages)
-        devices = place([each.mode.devices for each in ordered], self.cost.cluster.group_sizes[0])
+        devices = place([each.mode.devices for each in ordered], self.cost.cluster.group_sizes)
         graph = self._stage_graph(ordered, devices, pairs)
         held = least_in_flight(graph)
         limit = self.cost.cluster.memory_bytes
@@ -156,8 +158,8 @@ class Finisher:
             height[x] = max(height[x], height[y] + 1)
         forward = list(range(len(stages)))
         for order in (forward, sorted(forward, key=lambda s: (height[s], s))):
-            node = self.cost.cluster.group_sizes[0]
-            devices = place([stages[s].mode.devices for s in order], node)
+            sizes = self.cost.cluster.group_sizes
+            devices = place([stages[s].mode.devices for s in order], sizes)
             yield [devices[order.index(s)] for s in forward]
 
     def _stage_graph(

@@ -44,7 +44,7 @@ from anabranch.planner.partitioner.prices import microbatch_sizes
 from anabranch.planner.partitioner.problem import Problem
 from anabranch.planner.partitioner.search import candidates
 
-FEW = 8
+FEW = 12
 SMALL = 64
 MOST_DOWNSETS = 300
 MOST_WAYS = 20_000

@@ -1,0 +1,1 @@
+"""Benchmark of the runtime beside ``torch.distributed.pipelining``."""

@@ -1,0 +1,80 @@
+"""Our runtime beside ``torch.distributed.pipelining``, and beside its own ideal.
+
+python -m benchmarks.runtime [--only sleeps messages] [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from benchmarks.planners.common import Row
+from benchmarks.runtime import emulated, memory, messages, profile, sleeps, towers, transformer
+
+Section = tuple[Callable[[], list[Row]], Callable[[list[Row]], str]]
+
+SECTIONS: dict[str, Section] = {
+    "sleeps": (sleeps.rows, sleeps.show),
+    "messages": (messages.rows, messages.show),
+    "transformer": (transformer.rows, transformer.show),
+    "towers": (towers.rows, towers.show),
+    "memory": (memory.rows, memory.show),
+    "emulated": (emulated.rows, emulated.show),
+    "profile": (profile.rows, profile.show),
+}
+
+
+def errors(rows: Iterable[Row]) -> list[float]:
+    """Of every predicted step, how far it is from the measured one, as a share of the latter."""
+    return [
+        abs(row["predicted_s"] - row["step_s"]) / row["step_s"]
+        for row in rows
+        if "predicted_s" in row and "step_s" in row
+    ]
+
+
+def main() -> None:
+    """Measure, then print tables or JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--only", nargs="*", choices=SECTIONS, help="these tables only")
+    arguments = parser.parse_args()
+    found: dict[str, Any] = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "machine": platform.machine(),
+        "cores": os.cpu_count(),
+    }
+    off: list[float] = []
+    for name in arguments.only or SECTIONS:
+        measure, show = SECTIONS[name]
+        found[name] = measure()
+        off += errors(found[name])
+        if not arguments.json:
+            sys.stdout.write(f"\n## {name}\n\n{show(found[name])}\n")
+            sys.stdout.flush()
+    if off:
+        found["prediction"] = {
+            "median": statistics.median(off),
+            "worst": max(off),
+            "steps": len(off),
+        }
+        if not arguments.json:
+            sys.stdout.write(
+                f"\nThe simulator's step against the measured one: median error "
+                f"{statistics.median(off):.1%}, worst {max(off):.1%}, of {len(off)} steps.\n"
+            )
+    if arguments.json:
+        sys.stdout.write(json.dumps(found, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

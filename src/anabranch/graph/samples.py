@@ -1,0 +1,141 @@
+"""Which sample each element of a value belongs to, also where samples share a dimension.
+
+A tensor's samples are in one dimension, alone or folded with others. Folded, an index into that
+dimension counts through ``outer``, then samples, then ``inner``::
+
+    [n, h, l]                  view(n * h, l)         index // h is the sample         inner = h
+    [h, n, l]                  view(h * n, l)         index % n is the sample          inner = 1
+    [l, n, h * e]   view(l, n * h, e).transpose(0, 1)     index // h                   inner = h
+
+Sizes at two numbers of samples tell the dimension. How samples are folded is decided by views,
+where strides tell; any other operation that keeps the folded size is taken to keep its order,
+except those that are known not to.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from anabranch.graph.capture import Captured
+from anabranch.graph.facts import base_name, tensor
+from anabranch.graph.program import BATCH_LEAF
+
+_VIEWS = ("view", "reshape", "_unsafe_view", "flatten", "unflatten", "view_as", "reshape_as")
+_REORDER = ("cat", "stack", "concat", "index", "index_select", "gather", "flip", "roll", "repeat")
+
+
+_PAIRS = "it relates samples with each other"
+
+
+@dataclass(frozen=True, slots=True)
+class SampleAxis:
+    """Where a value's samples are.
+
+    Attributes:
+        dim: the dimension; -1 where the value has no samples.
+        inner: consecutive indices of that dimension that belong to one sample.
+        trouble: why the samples cannot be told apart; empty where they can.
+    """
+
+    dim: int
+    inner: int = 1
+    trouble: str = ""
+
+
+def blocks(axis: SampleAxis, shape: Sequence[int], samples: int) -> tuple[int, int, int]:
+    """A value as ``[before, samples, after]``; its elements keep their order.
+
+    Args:
+        axis: of the value, without trouble.
+        shape: of the value for that number of samples.
+        samples: how many.
+
+    Returns:
+        The three sizes; samples is 0 where the value has none.
+    """
+    if axis.dim < 0:
+        return 1, 0, math.prod(shape)
+    outer = shape[axis.dim] // (samples * axis.inner)
+    before = math.prod(shape[: axis.dim]) * outer
+    return before, samples, axis.inner * math.prod(shape[axis.dim + 1 :])
+
+
+def sample_axes(captured: Captured) -> dict[fx.Node, SampleAxis]:
+    """The sample axis of every tensor in ``captured.at(captured.samples)``."""
+    program, other = captured.at(captured.samples), captured.at(2 * captured.samples)
+    twins = dict(zip(program.calls, other.calls, strict=True))
+    axes: dict[fx.Node, SampleAxis] = {}
+    for node in program.graph.nodes:
+        if node.op == "placeholder":
+            is_leaf = program.sources[node].kind == BATCH_LEAF
+            axes[node] = SampleAxis(0 if is_leaf else -1)
+        elif node.op == "call_function":
+            here, there = tensor(node), tensor(twins[node])
+            if here is not None and there is not None:
+                axes[node] = _axis(node, here, there, program.samples, axes)
+    return axes
+
+
+def _axis(
+    node: fx.Node,
+    here: torch.Tensor,
+    there: torch.Tensor,
+    samples: int,
+    axes: dict[fx.Node, SampleAxis],
+) -> SampleAxis:
+    pairs = list(zip(here.shape, there.shape, strict=True))
+    if not all(isinstance(n, int) for pair in pairs for n in pair):
+        return SampleAxis(-1, trouble="its size depends on the data")
+    moving = [d for d, (a, b) in enumerate(pairs) if a != b]
+    if not moving:
+        return SampleAxis(-1)
+    dim = moving[0]
+    size, twice = pairs[dim]
+    if len(moving) > 1 or size % samples or twice != 2 * size:
+        return SampleAxis(dim, trouble=_PAIRS)
+    if base_name(node) in _VIEWS:
+        return _viewed(node.all_input_nodes[0], here, dim, samples, axes)
+    return _kept(node, dim, size, samples, axes)
+
+
+def _viewed(
+    source: fx.Node,
+    here: torch.Tensor,
+    dim: int,
+    samples: int,
+    axes: dict[fx.Node, SampleAxis],
+) -> SampleAxis:
+    """A view counts through the same elements in the same order."""
+    axis, before = axes.get(source), tensor(source)
+    if axis is None or axis.dim < 0 or axis.trouble or before is None:
+        return axis or SampleAxis(dim, trouble="its samples are folded in an unknown way")
+    # The sample of element e is (e // stride) % samples.
+    stride = axis.inner * math.prod(before.shape[axis.dim + 1 :])
+    step = math.prod(here.shape[dim + 1 :])
+    if stride % step or (step * here.shape[dim]) % (stride * samples):
+        return SampleAxis(dim, trouble="a view takes its samples apart")
+    return SampleAxis(dim, stride // step)
+
+
+def _kept(
+    node: fx.Node, dim: int, size: int, samples: int, axes: dict[fx.Node, SampleAxis]
+) -> SampleAxis:
+    """Folded as in the inputs that have the same folded size."""
+    found = set()
+    for source in node.all_input_nodes:
+        axis, value = axes.get(source), tensor(source)
+        if axis is not None and value is not None and axis.dim >= 0 and axis.trouble != _PAIRS:
+            if axis.trouble:
+                return SampleAxis(dim, trouble=axis.trouble)
+            if value.shape[axis.dim] == size:
+                found.add(axis.inner)
+    if size == samples:
+        return SampleAxis(dim)
+    if base_name(node) in _REORDER or len(found) != 1:
+        return SampleAxis(dim, trouble="its samples are folded in an unknown way")
+    return SampleAxis(dim, found.pop())

@@ -1,0 +1,101 @@
+"""Which devices the stages get, if it is known how many each needs.
+
+Devices are given out in rows. Stages that need whole groups of a level come first (a rack, then a
+node), then the others; each goes to the first group with room, of the innermost level that has one.
+So the replicas of a stage lie in one node where possible, else in one rack, and stages that follow
+one another lie near each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+
+
+def place(
+    devices: Sequence[int], sizes: Sequence[int], groups: Sequence[int] | None = None
+) -> list[list[int]]:
+    """Device numbers for stages with these numbers of devices, in order.
+
+    Args:
+        devices: of each stage.
+        sizes: devices in a group of each level, innermost first, as ``Cluster.group_sizes``.
+        groups: devices of each stage that must lie in one node together, in a row; by default 1.
+
+    Returns:
+        Devices of each stage; empty if the nodes have no room for a group.
+    """
+    total, node = sum(devices), sizes[0]
+    groups = groups or [1] * len(devices)
+    free = [list(range(start, min(start + node, total))) for start in range(0, total, node)]
+    result: list[list[int]] = [[] for _ in devices]
+
+    def rank(s: int) -> tuple[int, int, int]:
+        # Of those within a node large groups first: what is left of it holds smaller ones.
+        return -sum(devices[s] >= size for size in sizes), -groups[s], s
+
+    for s in sorted(range(len(devices)), key=rank):
+        wanted, taken = devices[s], []
+        for each in _room(free, wanted, groups[s], sizes):
+            some = min(wanted, len(each) // groups[s] * groups[s])
+            taken.append(each[:some])
+            each[:] = each[some:]
+            wanted -= some
+        if wanted:
+            return []
+        free = [each for each in free if each]
+        result[s] = [device for each in sorted(taken) for device in each]
+    return result
+
+
+def _room(
+    free: Sequence[list[int]], wanted: int, group: int, sizes: Sequence[int]
+) -> list[list[int]]:
+    """Nodes that have room together, in the first of the smallest groups that does; or none.
+
+    Args:
+        free: devices that are left of each node.
+        wanted: devices, in groups of ``group`` inside a node.
+        group: likewise.
+        sizes: as for ``place``.
+    """
+    for level, size in enumerate(sizes):
+        if wanted > size:
+            continue
+        for _, members in groupby(free, key=lambda each: each[0] // size):
+            nodes = list(members)
+            if sum(len(each) // group * group for each in nodes) >= wanted:
+                return _fullest_first(nodes, sizes[:level])
+    return []
+
+
+def _fullest_first(nodes: list[list[int]], sizes: Sequence[int]) -> list[list[int]]:
+    """The nodes, subgroup after subgroup of the levels below, those with most left first."""
+    if not sizes:
+        return nodes
+    below = [list(each) for _, each in groupby(nodes, key=lambda each: each[0] // sizes[-1])]
+    below.sort(key=lambda members: -sum(map(len, members)))
+    return [each for members in below for each in _fullest_first(members, sizes[:-1])]
+
+
+def scatter(replicas: Sequence[int], node: int) -> list[list[int]]:
+    """Device numbers for stages that are spread over all nodes (or racks) as evenly as can be.
+
+    Args:
+        replicas: of each stage, together as many as there are devices.
+        node: devices of a node, or of a group of another level.
+
+    Returns:
+        Devices of each stage; empty if there is one node only, or no stage of several devices.
+    """
+    total = sum(replicas)
+    free = [list(range(start, min(start + node, total))) for start in range(0, total, node)]
+    if len(free) == 1 or max(replicas) == 1:
+        return []
+    result: list[list[int]] = [[] for _ in replicas]
+    for s in sorted(range(len(replicas)), key=lambda s: (-replicas[s], s)):
+        for _ in range(replicas[s]):
+            most = max(free, key=len)
+            result[s].append(most.pop(0))
+        result[s].sort()
+    return result

@@ -1,0 +1,45 @@
+"""Every way to cut a small model into stages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from anabranch.cost import CostModel
+
+
+def partitions(cost: CostModel) -> Iterator[tuple[tuple[int, ...], set[tuple[int, int]]]]:
+    """Every partition of the operators with an acyclic stage graph.
+
+    Yields:
+        Bit masks in topological order, and the stage edges. A part of such a partition is convex,
+        or a path that leaves it and comes back would be a cycle.
+    """
+    n = len(cost.graph)
+
+    def extend(i: int, parts: list[int]) -> Iterator[list[int]]:
+        if i == n:
+            yield parts
+            return
+        for s in range(len(parts)):
+            yield from extend(i + 1, [*parts[:s], parts[s] | 1 << i, *parts[s + 1 :]])
+        yield from extend(i + 1, [*parts, 1 << i])
+
+    for masks in extend(0, []):
+        home = {op: s for s, mask in enumerate(masks) for op in range(n) if mask >> op & 1}
+        pairs = {(home[a], home[b]) for a, b in cost.graph.edges if home[a] != home[b]}
+        order = _topological(len(masks), pairs)
+        if order is not None:
+            at = {s: k for k, s in enumerate(order)}
+            yield tuple(masks[s] for s in order), {(at[x], at[y]) for x, y in pairs}
+
+
+def _topological(count: int, pairs: set[tuple[int, int]]) -> list[int] | None:
+    order: list[int] = []
+    waiting = set(range(count))
+    while waiting:
+        ready = [s for s in sorted(waiting) if not any(y == s and x in waiting for x, y in pairs)]
+        if not ready:
+            return None
+        order.append(ready[0])
+        waiting.remove(ready[0])
+    return order

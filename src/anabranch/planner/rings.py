@@ -1,0 +1,47 @@
+"""Which devices sum which gradients: replicas of a stage, and all holders of a tied parameter.
+
+A parameter that operators of several stages read is held by each of these stages. Its gradients
+are taken to be summed over all devices of all holders at once, in one ring. Under tensor
+parallelism of degree t a device has a shard, and the devices with the same shard sum it: one ring
+for each of the t positions. Holders that differ in t sum the largest of their shards over all their
+devices.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+
+class Holder(NamedTuple):
+    """A stage: its devices, devices per replica, and the share of its gradients on each device."""
+
+    devices: Sequence[int]
+    tensor: int
+    shard: float
+
+
+class Ring(NamedTuple):
+    """Bytes of gradients that devices of these stages sum together."""
+
+    stages: tuple[int, ...]
+    devices: tuple[int, ...]
+    nbytes: int
+
+
+def rings(nbytes: Mapping[tuple[int, ...], int], holders: Sequence[Holder]) -> Iterator[Ring]:
+    """The rings of several devices.
+
+    Args:
+        nbytes: of trainable parameters, by the stages that read them, ascending.
+        holders: all stages.
+    """
+    for stages, size in sorted(nbytes.items()):
+        degrees = {holders[s].tensor for s in stages}
+        shards = degrees.pop() if len(degrees) == 1 else 1
+        held = math.ceil(size * max(holders[s].shard for s in stages))
+        for k in range(shards):
+            devices = tuple(sorted({d for s in stages for d in holders[s].devices[k::shards]}))
+            if len(devices) > 1:
+                yield Ring(stages, devices, held)

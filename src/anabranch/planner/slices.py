@@ -1,0 +1,36 @@
+"""How many samples a device of a stage computes at a time.
+
+Each micro-batch is split over the replicas of its stage as evenly as whole samples allow, and the
+last micro-batch of a batch may be a short one::
+
+    batch 10, micro-batch 6, 4 replicas     micro-batch 0:  1 2 1 2      micro-batch 1:  1 1 1 1
+
+A profile must have a price for every such slice, the smallest as well as the largest. A replica
+without samples computes nothing and needs no price.
+"""
+
+from __future__ import annotations
+
+from anabranch.cost import CostModel
+
+
+def slice_sizes(microbatch_size: int, replicas: int) -> tuple[int, int]:
+    """Fewest and most samples among the slices of one micro-batch that have any."""
+    return max(1, microbatch_size // replicas), -(-microbatch_size // replicas)
+
+
+def priced(cost: CostModel, batch_size: int, microbatch_size: int, replicas: int) -> bool:
+    """Whether the profile covers every slice of a stage.
+
+    Args:
+        cost: knows the profile.
+        batch_size: samples of one step.
+        microbatch_size: samples of one micro-batch, over all replicas.
+        replicas: slices of each micro-batch.
+    """
+    sizes = [*slice_sizes(microbatch_size, replicas)]
+    short = batch_size % microbatch_size
+    if short:
+        sizes += slice_sizes(short, replicas)
+    # What is covered is a range, so its ends say all.
+    return cost.covers(min(sizes)) and cost.covers(max(sizes))

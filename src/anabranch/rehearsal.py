@@ -1,0 +1,236 @@
+"""Rehearse a plan on emulated devices: what ``anabranch train --emulate`` does.
+
+Local ranks stand for the devices of the plan (``runtime.emulation``). The first step connects them.
+Then, unless the caller fixes a time scale, it is doubled until the host keeps up: what a cluster
+moves in a second may take two cores ten.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from anabranch import launch
+from anabranch.cluster import Cluster
+from anabranch.errors import InvalidPlanError
+from anabranch.planner.stages import Plan, StageGraph
+from anabranch.profile.profile import Profile
+from anabranch.record import Run
+from anabranch.runtime.emulation import EmulatedPipeline, Emulation
+from anabranch.runtime.emulation.emulation import Links
+from anabranch.solve import ideal_step_s, simulate
+from anabranch.timeline import Timeline
+
+MOST_TIME_SCALE = 64.0
+MOST_STEP_S = 20.0
+"""Wall seconds of a step beyond which time is not scaled by itself."""
+
+LATE = 0.05
+"""Share of a step that a rank may be late at worst. More of it, and ranks ask for links in another
+order than the devices would."""
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What came of it; all seconds are the devices'.
+
+    Attributes:
+        run: plan, step times, predicted and emulated timeline; without losses.
+        device_step_s: steps by the devices' own clocks.
+        late_s: per step, by how much a rank was late at worst.
+        time_scale: wall seconds per second of the devices.
+        links: ``modelled`` or ``host``.
+        message_bytes: what the messages of one step have.
+        num_messages: how many there are.
+    """
+
+    run: Run
+    device_step_s: tuple[float, ...]
+    late_s: tuple[float, ...]
+    time_scale: float
+    links: Links
+    message_bytes: int
+    num_messages: int
+
+    @property
+    def step_s(self) -> float:
+        """Median seconds of a step, as the wall clock showed them."""
+        return statistics.median(self.run.step_s)
+
+    @property
+    def late(self) -> float:
+        """Median share of a step by which a rank was late at worst."""
+        return statistics.median(
+            late / step for late, step in zip(self.late_s, self.run.step_s, strict=True)
+        )
+
+    @property
+    def keeps_up(self) -> bool:
+        """Whether the host was fast enough for this time scale."""
+        return self.late <= LATE
+
+    def figures(self) -> dict[str, Any]:
+        """What the command line prints."""
+        return {
+            **self.run.figures(),
+            "emulated": True,
+            "step_s": self.step_s,
+            "samples_per_s": self.run.plan.stage_graph.batch_size / self.step_s,
+            "device_step_s": statistics.median(self.device_step_s),
+            "late_s": statistics.median(self.late_s),
+            "time_scale": self.time_scale,
+            "links": self.links,
+            "ranks": len(self.run.plan.stage_graph.devices),
+            "message_bytes": self.message_bytes,
+            "messages": self.num_messages,
+        }
+
+
+def rehearse(
+    plan: Plan,
+    profile: Profile,
+    cluster: Cluster | None = None,
+    *,
+    steps: int = 5,
+    links: Links = "modelled",
+    time_scale: float | None = None,
+    timeout: float = 600.0,
+    watch: Callable[[int, int], None] | None = None,
+) -> Rehearsal:
+    """Run a plan on emulated devices, each a local rank.
+
+    Args:
+        plan: of any planner; without tensor parallelism.
+        profile: of its model.
+        cluster: where it shall run; by default the plan's.
+        steps: to measure, beside those that set things up.
+        links: ``modelled`` or ``host``, see ``Emulation``.
+        time_scale: wall seconds per second of the devices; by default what the host can do.
+        timeout: wall seconds until a silent rank counts as lost.
+        watch: called with steps done and steps to do, on the first rank.
+
+    Raises:
+        InvalidPlanError: if the plan does not suit model and cluster, or cannot be run.
+        ProfileError: if the profile has no times for its micro-batches.
+        StageFailedError: if a rank ended.
+        ValueError: for a number of steps below 1 or a wrong time scale.
+    """
+    if steps < 1:
+        raise ValueError(f"{steps} steps; at least 1 is needed")
+    if time_scale is not None and not 0 < time_scale <= 1e6:
+        raise ValueError(f"the time scale is {time_scale}; it must be positive, and 1e6 at most")
+    if links == "host" and time_scale not in (None, 1.0):
+        raise ValueError("links of this machine cannot be slowed: the time scale must be 1")
+    machines = cluster or plan.machines
+    if machines is None:
+        raise InvalidPlanError(
+            f"the plan was made for a cluster called {plan.cluster!r}, but does not say what that "
+            "has; name the cluster to emulate"
+        )
+    predicted = simulate(plan, profile, machines)
+    emulation = Emulation(plan, profile, machines, links=links)
+    fixed = 1.0 if links == "host" else time_scale
+
+    def rank() -> _Measured:
+        return _measure(emulation, steps, fixed, timeout, watch)
+
+    found = launch.run(rank, len(emulation.devices))[0]
+    figures = replace(
+        plan.predicted,
+        step_s=predicted.step_s,
+        bubble=predicted.bubble,
+        device_peak_bytes=tuple(predicted.peak_bytes[device] for device in predicted.devices),
+    )
+    run = Run(
+        plan=replace(plan, cluster=machines.name, machines=machines, predicted=figures),
+        losses=(),
+        step_s=found.step_s,
+        ideal_step_s=_ideal(emulation, profile),
+        timelines=(("predicted", predicted), ("emulated", found.timeline)),
+    )
+    return Rehearsal(
+        run,
+        found.device_step_s,
+        found.late_s,
+        found.time_scale,
+        links,
+        emulation.message_bytes,
+        emulation.num_messages,
+    )
+
+
+@dataclass(frozen=True)
+class _Measured:
+    step_s: tuple[float, ...]
+    device_step_s: tuple[float, ...]
+    late_s: tuple[float, ...]
+    time_scale: float
+    timeline: Timeline
+
+
+def _measure(
+    emulation: Emulation,
+    steps: int,
+    time_scale: float | None,
+    timeout: float,
+    watch: Callable[[int, int], None] | None,
+) -> _Measured:
+    """On each rank: find a time scale, then run the steps; the median one's timeline is kept."""
+    pipe = EmulatedPipeline(emulation, time_scale=time_scale or 1.0, timeout=timeout)
+    pipe.step()
+    if time_scale is None:
+        _slow_down(pipe)
+    found: list[tuple[float, float, float, Timeline]] = []
+    for done in range(steps):
+        seconds = pipe.step(record=True)
+        assert pipe.timeline is not None
+        found.append((seconds, pipe.device_step_s, pipe.late_s, pipe.timeline))
+        if watch is not None and pipe.rank == 0:
+            watch(done + 1, steps)
+    middle = sorted(found, key=lambda each: each[0])[steps // 2]
+    return _Measured(
+        step_s=tuple(each[0] for each in found),
+        device_step_s=tuple(each[1] for each in found),
+        late_s=tuple(each[2] for each in found),
+        time_scale=pipe.time_scale,
+        timeline=middle[3],
+    )
+
+
+def _slow_down(pipe: EmulatedPipeline) -> None:
+    """Double the time scale until the host keeps up; every rank sees the same figures."""
+    while True:
+        # Twice, because another process may have had the host for a moment.
+        for _ in range(2):
+            seconds = pipe.step()
+            if pipe.late_s <= 0.75 * LATE * seconds:
+                return
+        if pipe.time_scale >= MOST_TIME_SCALE or 2 * pipe.time_scale * seconds > MOST_STEP_S:
+            return
+        pipe.time_scale *= 2
+
+
+def _ideal(emulation: Emulation, profile: Profile) -> float:
+    """The schedule's step with links that are free."""
+    graph = emulation.plan.stage_graph
+    forward, backward = [], []
+    for stage, sizes in enumerate(_sizes(graph)):
+        seconds = {n: emulation.costs.compute_s(stage, n) for n in sizes}
+        forward.append({n: each[0] for n, each in seconds.items()})
+        backward.append({n: each[1] for n, each in seconds.items()})
+    return ideal_step_s(emulation.plan, forward, backward, model=profile.graph)
+
+
+def _sizes(graph: StageGraph) -> list[set[int]]:
+    """Per stage, the numbers of samples that its devices compute at once."""
+    result: list[set[int]] = []
+    for s, stage in enumerate(graph.stages):
+        slices = (
+            graph.slice(s, microbatch, replica)
+            for microbatch in {0, graph.num_microbatches(s) - 1}
+            for replica in range(stage.replicas)
+        )
+        result.append({stop - start for start, stop in slices if stop > start})
+    return result

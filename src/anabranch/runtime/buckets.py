@@ -1,0 +1,110 @@
+"""Buckets: gradients that travel together in one all-reduce.
+
+::
+
+    flat buffer   | gradient of a | gradient of b | gradient of c | has a | has b | has c |
+
+A parameter that has a gradient on no holder must keep none, so that the optimizer leaves it alone;
+so the flags travel along. The buffer is kept from step to step, and the summed gradients are views
+of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from anabranch.runtime.mesh import Mesh, Pending
+
+BUCKET_BYTES = 25 * 2**20
+"""Gradients in one message of an all-reduce at most, unless a single one is larger."""
+
+Ranks = tuple[int, ...]
+Named = tuple[str, nn.Parameter]
+
+
+class Bucket:
+    """Parameters of one element type that the same ranks hold.
+
+    Args:
+        ranks: who holds them, ascending.
+        named: the parameters, the same on all of those ranks.
+        mesh: the ranks.
+    """
+
+    def __init__(self, ranks: Ranks, named: Iterable[Named], mesh: Mesh) -> None:
+        self.ranks, self.named = ranks, tuple(named)
+        self._mesh = mesh
+        self._flat: Tensor | None = None
+        self._views: list[Tensor] = []
+        self._pending: Pending | None = None
+        self.missing = len(self.named)
+
+    def put(self, index: int) -> None:
+        """Take a parameter's gradient of this rank; ``.grad`` is None until ``take``."""
+        flat = self._buffer()
+        parameter = self.named[index][1]
+        gradient, parameter.grad = parameter.grad, None
+        if gradient is None:
+            self._views[index].zero_()
+        else:
+            self._views[index].copy_(dense(gradient.detach()))
+        flat[len(flat) - len(self.named) + index] = float(gradient is not None)
+        self.missing -= 1
+
+    def start(self) -> None:
+        """Start to sum over the ranks, once every gradient has been put."""
+        assert self.missing == 0
+        self._pending = self._mesh.start_all_reduce(self._buffer(), self.ranks)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether ``take`` would not wait."""
+        return self._pending is None or self._pending.is_done
+
+    def take(self) -> None:
+        """Wait for the sums and make them the gradients.
+
+        Raises:
+            PeerLostError: if one of the ranks is gone.
+        """
+        if self._pending is None:
+            return
+        flat = self._pending.wait()
+        self._pending = None
+        self.missing = len(self.named)
+        flags = flat[len(flat) - len(self.named) :].tolist()
+        for (_, parameter), view, has in zip(self.named, self._views, flags, strict=True):
+            parameter.grad = view if has > 0 else None
+
+    def _buffer(self) -> Tensor:
+        if self._flat is None:
+            first = self.named[0][1]
+            sizes = [parameter.numel() for _, parameter in self.named]
+            self._flat = first.new_empty(sum(sizes) + len(sizes), requires_grad=False)
+            parts = torch.split(self._flat[: sum(sizes)], sizes)
+            pairs = zip(parts, self.named, strict=True)
+            self._views = [part.view(p.shape) for part, (_, p) in pairs]
+        return self._flat
+
+
+def cut(ranks: Ranks, named: Iterable[Named], mesh: Mesh) -> list[Bucket]:
+    """Cut into runs of one element type, of at most ``BUCKET_BYTES``."""
+    runs: list[list[Named]] = []
+    size = 0
+    for name, parameter in named:
+        nbytes = parameter.numel() * parameter.element_size()
+        fits = runs and runs[-1][0][1].dtype == parameter.dtype
+        if not fits or size + nbytes > BUCKET_BYTES:
+            runs.append([])
+            size = 0
+        runs[-1].append((name, parameter))
+        size += nbytes
+    return [Bucket(ranks, run, mesh) for run in runs]
+
+
+def dense(gradient: Tensor) -> Tensor:
+    """A sparse gradient (of an embedding) in full, another one as it is."""
+    return gradient.to_dense() if gradient.is_sparse else gradient

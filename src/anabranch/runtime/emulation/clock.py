@@ -1,0 +1,95 @@
+"""The clock of an emulated device: what time it is for a device, whatever the host is doing.
+
+Dozens of ranks share a few cores. Wake-ups come late, and a copy of 16 MB takes the host longer
+than NVLink. None of that happens on the devices, and if it were counted the delays of all ranks on
+the critical path would add up. So each rank keeps the time of its device, which moves by
+
+- the profiled seconds of compute,
+- waiting for a message until it arrives by the model of the links,
+- the work of the runtime between them, as CPU time of this rank's thread, which leaves out the time
+  that other ranks had the core,
+
+and paces itself by it: compute ends when the wall clock shows the device's time, counted from when
+the device became free and not from a wake-up that was late. A rank that is late does the next wait
+shorter until it has caught up. How late ranks are is measured too: a step whose ranks end late was
+too fast for the host, and a time scale above 1 slows everything down alike::
+
+    wall = origin + scale * device time        (+ late, if the host cannot keep up)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import sys
+import time
+
+_PR_SET_TIMERSLACK = 29
+
+
+class DeviceClock:
+    """The time of one emulated device.
+
+    Attributes:
+        now: seconds since the step began, in the device's time.
+        late_s: how late the wall clock was at worst when the device's time was to be waited for, in
+            the device's time.
+        origin: when the step began, in the time of ``time.perf_counter``, which processes share.
+        scale: wall seconds per device second.
+    """
+
+    def __init__(self) -> None:
+        self.now = self.late_s = self.origin = self._cpu = 0.0
+        self.scale = 1.0
+
+    def start(self, origin: float, scale: float) -> None:
+        """Wait for the beginning of a step, which may be in the future."""
+        self.origin, self.scale = origin, scale
+        self.now = self.late_s = 0.0
+        self.pace()
+        self.late_s = 0.0
+        self.resume()
+
+    def charge(self) -> None:
+        """Count the CPU time since ``resume`` as the device's."""
+        cpu = time.thread_time()
+        self.now += cpu - self._cpu
+        self._cpu = cpu
+
+    def resume(self) -> None:
+        """Go on with work that counts; what the thread did since ``charge`` does not."""
+        self._cpu = time.thread_time()
+
+    def pass_by(self, seconds: float) -> None:
+        """Let device time pass."""
+        self.now += seconds
+        self.pace()
+
+    def meet(self, at: float) -> None:
+        """Wait until the device's time is at least this."""
+        self.now = max(self.now, at)
+        self.pace()
+
+    def catch_up(self) -> None:
+        """Set the device's time to the wall's, if that is later."""
+        self.now = max(self.now, self.wall)
+
+    @property
+    def wall(self) -> float:
+        """Seconds since the step began by the wall clock, in the device's time."""
+        return (time.perf_counter() - self.origin) / self.scale
+
+    def pace(self) -> None:
+        """Wait until the wall clock shows the device's time."""
+        left = self.origin + self.scale * self.now - time.perf_counter()
+        if left > 0:
+            time.sleep(left)
+        else:
+            self.late_s = max(self.late_s, -left / self.scale)
+
+
+def sleep_precisely() -> None:
+    """Ask Linux not to delay this thread's wake-ups, by up to 50 us, to join them with others."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)

@@ -1,0 +1,117 @@
+"""Feed: where training is in the workload's data, and what a batch has to be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from anabranch.errors import DataError
+from anabranch.graph.capture import Captured
+from anabranch.workload import Batch, Workload
+
+
+class Feed:
+    """Batches of a workload from where training is.
+
+    Attributes:
+        epoch: epochs done.
+        position: batches of the current epoch that were trained on.
+
+    Args:
+        workload: with data, if ``batches`` is to be called.
+        batch_size: samples that the loader is asked for.
+        fail: told of an error before it is raised.
+    """
+
+    def __init__(
+        self, workload: Workload, batch_size: int, fail: Callable[[BaseException], None]
+    ) -> None:
+        self._workload, self._batch_size, self._fail = workload, batch_size, fail
+        self._fetched: int | None = None
+        self.epoch = self.position = 0
+
+    def batches(self, epochs: int | None) -> Iterator[Batch]:
+        """Epoch after epoch, without end unless a number of epochs is given.
+
+        Raises:
+            DataError: if the workload has no data, or reading it raised.
+        """
+        data = self._workload.data
+        if data is None:
+            raise DataError("the workload has no data; pass batches to step yourself")
+        while epochs is None or self.epoch < epochs:
+            skip, count = self.position, 0
+            for batch in self.read(
+                data(self._batch_size, self.epoch), f"data of epoch {self.epoch}"
+            ):
+                count += 1
+                if count > skip:
+                    self._fetched = count
+                    yield batch
+            if count == 0:
+                raise DataError(f"epoch {self.epoch} of the data has no batches")
+            self.epoch, self.position, self._fetched = self.epoch + 1, 0, None
+
+    def trained(self) -> None:
+        """The batch that was fetched last has been trained on."""
+        if self._fetched is not None:
+            self.position, self._fetched = self._fetched, None
+
+    def held_out(self) -> Iterable[Batch]:
+        """The workload's batches for evaluation.
+
+        Raises:
+            DataError: if it has none.
+        """
+        if self._workload.eval_data is None:
+            raise DataError(
+                "the workload has no held-out data; give Workload an eval_data, or pass "
+                "batches to evaluate"
+            )
+        return self._workload.eval_data(self._batch_size)
+
+    def read(self, loader: Iterable[Batch], what: str = "held-out data") -> Iterator[Batch]:
+        """A loader's batches.
+
+        Raises:
+            DataError: if the loader raises; it says at which batch.
+        """
+        iterator = iter(loader)
+        count = 0
+        while True:
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                return
+            except Exception as error:
+                wrapped = DataError(
+                    f"the {what} raised at batch {count}: {type(error).__name__}: {error}"
+                )
+                self._fail(wrapped)
+                raise wrapped from error
+            count += 1
+            yield batch
+
+
+def leaves_of(captured: Captured, batch: Batch, place: torch.device) -> dict[str, Tensor]:
+    """The tensors of a batch by the names of its leaves, where the model is.
+
+    Raises:
+        DataError: if the batch is built otherwise than the workload's example.
+    """
+    try:
+        leaves = captured.flatten_batch(batch)
+    except ValueError as error:
+        raise DataError(str(error)) from error
+    sizes = {name: leaf.shape[0] if leaf.dim() else 0 for name, leaf in leaves.items()}
+    if len(set(sizes.values())) > 1 or 0 in sizes.values():
+        listed = ", ".join(f"{name} {size}" for name, size in sizes.items())
+        raise DataError(f"the tensors of a batch need one number of samples, at least 1: {listed}")
+    return {name: leaf.to(place) for name, leaf in leaves.items()}
+
+
+def samples_of(leaves: dict[str, Tensor]) -> int:
+    """Samples in a batch."""
+    return int(next(iter(leaves.values())).shape[0])

@@ -1,0 +1,292 @@
+"""Where the first number came from that is not finite.
+
+A NaN or an infinity does harm when it reaches the loss or the gradient of a parameter: from there
+the optimizer would carry it into the parameters. So these are looked at in every step, the loss as
+it is computed and all gradients in one pass, which is all that a good step pays. An infinity that a
+later operation takes away again, as in a mask, does none, and the run goes on as in one process.
+
+By the time that the harm is known, on all ranks at once, most tensors of the step are gone. So the
+step is run once more, as recomputation does, with the same random numbers and no update, and every
+tensor is looked at as it leaves its stage; then everything downstream of the cause is bad, too::
+
+    stage 0   F0  F1  F2* F3          forward before backward, forwards along the stages,
+    stage 1       F0  F1  F2* F3      backwards against them: 0F2 is the first
+    backward                    B2*
+
+Minus infinity in an activation may be a mask that the next stage applies. It is named only as what
+came before something else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from anabranch.errors import NonFiniteError
+from anabranch.graph.capture import Captured
+from anabranch.graph.opgraph import BATCH
+from anabranch.graph.split import Port
+from anabranch.runtime.compute import Compute, Key, Outcome, unchanged_buffers
+from anabranch.runtime.mesh import Mesh
+from anabranch.runtime.worker import Worker
+
+_BEFORE = "no parameter was changed in this step"
+_AFTER = (
+    "other stages may have been updated by then, since steps follow each other without waiting: "
+    "resume from a checkpoint"
+)
+
+_MASK, _ACTIVATION, _LOSS, _GRADIENT, _PARAMETER = range(5)
+_UNKNOWN = 2**31
+
+
+class Finding(NamedTuple):
+    """Numbers that are not finite, in one place; findings sort by what may be the cause of what.
+
+    Attributes:
+        phase: 0 in a forward, 1 in a backward.
+        place: the stage, in a backward its negative.
+        microbatch: of that stage; a large number where it is not known.
+        what: kind of tensor.
+        index: of the value in the model's graph, or of the parameter, from the last one.
+    """
+
+    phase: int
+    place: int
+    microbatch: int
+    what: int
+    index: int
+
+    @property
+    def stage(self) -> int:
+        """Where it was."""
+        return abs(self.place)
+
+
+_NOTHING = Finding(2, 0, 0, 0, 0)
+
+
+def without_bad(gradients: Mapping[str, Tensor]) -> bool:
+    """Whether all gradients are finite; one pass over them, and one wait for the device.
+
+    Args:
+        gradients: by name, dense or sparse.
+    """
+    return not any(True for _ in _bad(gradients))
+
+
+def bad_names(gradients: Mapping[str, Tensor]) -> list[str]:
+    """Those that have numbers that are not finite; costs as much as ``without_bad`` if none has."""
+    return list(_bad(gradients))
+
+
+def _bad(gradients: Mapping[str, Tensor]) -> Iterator[str]:
+    groups: dict[tuple[torch.device, torch.dtype], dict[str, Tensor]] = {}
+    for name, gradient in gradients.items():
+        values = gradient._values() if gradient.is_sparse else gradient
+        if values.numel():
+            groups.setdefault((values.device, values.dtype), {})[name] = values
+    for group in groups.values():
+        # A norm may overflow though the numbers do not, so whatever looks bad is looked at again.
+        norms = torch.stack(torch._foreach_norm(list(group.values())))
+        if not bool(torch.isfinite(norms.sum())):
+            yield from (name for name, values in group.items() if not _is_finite(values))
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return bool(torch.isfinite(tensor).all())
+
+
+@dataclass(frozen=True)
+class Ran:
+    """A step that has run.
+
+    Attributes:
+        worker: what ran it.
+        leaves: the batch.
+        step: its number.
+        outcome: what it came to on this rank.
+    """
+
+    worker: Worker
+    leaves: Mapping[str, Tensor]
+    step: int
+    outcome: Outcome
+
+
+class Trace:
+    """Finds the first numbers that are not finite; all ranks ask it together.
+
+    Args:
+        captured: the model.
+        parameters: of this rank.
+        mesh: the ranks.
+    """
+
+    def __init__(
+        self, captured: Captured, parameters: Mapping[str, nn.Parameter], mesh: Mesh
+    ) -> None:
+        self._captured, self._parameters, self._mesh = captured, parameters, mesh
+        names = [name for name, _ in captured.module.named_parameters()]
+        # Backward comes to the last parameters first.
+        self._index = {name: i for i, name in enumerate(reversed(names))}
+        self._names = tuple(reversed(names))
+
+    def why(self, ran: Ran, *, is_first: bool) -> NonFiniteError:
+        """The error to raise on every rank; gradients are gone afterwards.
+
+        Args:
+            ran: the step.
+            is_first: no parameter has changed since.
+
+        Raises:
+            PeerLostError: if another rank is gone.
+        """
+        found = [*self._seen(ran), *self._again(ran)]
+        cause, mask = self._first(found)
+        if cause == _NOTHING:
+            text = f"the gradient norm of step {ran.step} is not finite, though every gradient is"
+        else:
+            text = self._describe(cause, ran.step)
+        if mask < cause and mask != _NOTHING:
+            text += (
+                f"; before it, stage {mask.stage} had minus infinity in {self._value(mask.index)}"
+            )
+        text += _in_batch(ran.leaves)
+        done = _BEFORE if is_first else _AFTER
+        return NonFiniteError(
+            f"{text}; {done}; look at the batch, lower the learning rate, or set clip_norm"
+        )
+
+    def _first(self, found: Iterable[Finding]) -> tuple[Finding, Finding]:
+        """The first cause and the first mask, of all ranks."""
+        causes = [each for each in found if each.what != _MASK]
+        masks = [each for each in found if each.what == _MASK]
+        mine = torch.tensor([min(causes, default=_NOTHING), min(masks, default=_NOTHING)])
+        gathered = [each.tolist() for each in self._mesh.all_gather(mine)]
+        first, second = (min(Finding(*each[i]) for each in gathered) for i in range(2))
+        return first, second
+
+    def _seen(self, ran: Ran) -> Iterator[Finding]:
+        """What the step itself has shown."""
+        if ran.outcome.bad is not None:
+            yield Finding(0, *ran.outcome.bad, _LOSS, -1)
+        for name in ran.outcome.bad_parameters:
+            stage = self._stage(name, ran.worker)
+            yield Finding(1, -stage, _UNKNOWN, _PARAMETER, self._index[name])
+
+    def _stage(self, name: str, worker: Worker) -> int:
+        """The last stage of this rank that reads a parameter."""
+        stages = {action.stage: action.microbatch for action in worker.actions}
+        reads = (
+            stage
+            for stage, microbatch in sorted(stages.items(), reverse=True)
+            if name in dict(worker.layout.program(stage, microbatch).module.named_parameters())
+        )
+        return next(reads, max(stages, default=0))
+
+    def _again(self, ran: Ran) -> list[Finding]:
+        self._clear()
+        probes: list[_Probe] = []
+
+        def probed(compute: Compute) -> Compute:
+            probes.append(_Probe(compute, self._parameters, self._index))
+            return probes[0]
+
+        # As in recomputation, what a forward changes besides must not change twice.
+        with unchanged_buffers(self._captured.module):
+            ran.worker.through(probed).run(ran.leaves, ran.step)
+        self._clear()
+        return probes[0].found
+
+    def _clear(self) -> None:
+        for parameter in self._parameters.values():
+            parameter.grad = None
+
+    def _describe(self, cause: Finding, step: int) -> str:
+        if cause.what == _LOSS:
+            what = "the loss"
+        elif cause.what == _PARAMETER:
+            what = f"the gradient of parameter {self._names[cause.index]}"
+        else:
+            what = self._value(cause.index)
+            if cause.what == _GRADIENT:
+                what = f"the gradient of {what}"
+        where = f"stage {cause.stage}, micro-batch {cause.microbatch} is the first"
+        if cause.microbatch == _UNKNOWN:
+            where = f"stage {cause.stage} is the first, over all its micro-batches"
+        return f"{what} is not finite in step {step}: {where}"
+
+    def _value(self, index: int) -> str:
+        value = self._captured.graph.values[index]
+        of = (
+            "the batch"
+            if value.producer == BATCH
+            else self._captured.graph.ops[value.producer].name
+        )
+        return f"the activation {value.name} of {of}"
+
+
+class _Probe:
+    """A ``Compute`` that looks at everything that another one makes."""
+
+    def __init__(
+        self, compute: Compute, parameters: Mapping[str, nn.Parameter], index: Mapping[str, int]
+    ) -> None:
+        self.found: list[Finding] = []
+        self._compute, self._parameters, self._index = compute, parameters, index
+        self._known: set[object] = set()
+
+    def begin(self, leaves: Mapping[str, Tensor], step: int, *, train: bool) -> Outcome:
+        """See ``Compute``."""
+        self._outcome = self._compute.begin(leaves, step, train=train)
+        return self._outcome
+
+    def forward(self, key: Key, values: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        """See ``Compute``."""
+        made = self._compute.forward(key, values)
+        for value, tensor in made.items():
+            if tensor.is_floating_point() and not _is_finite(tensor):
+                what = _ACTIVATION if _is_harmful(tensor) else _MASK
+                self.found.append(Finding(0, *key, what, value))
+        if self._outcome.bad == key:
+            self.found.append(Finding(0, *key, _LOSS, -1))
+        return made
+
+    def backward(self, key: Key, gradients: Mapping[Port, Tensor]) -> dict[Port, Tensor]:
+        """See ``Compute``."""
+        returned = self._compute.backward(key, gradients)
+        stage, microbatch = key
+        for port, tensor in returned.items():
+            if not _is_finite(tensor):
+                self.found.append(Finding(1, -stage, microbatch, _GRADIENT, port.value))
+        mine: dict[object, tuple[str, Tensor]] = {
+            name: (name, p.grad) for name, p in self._parameters.items() if p.grad is not None
+        }
+        mine |= {use: (use[0], gradient) for use, gradient in self._outcome.tied.items()}
+        for which, (name, tensor) in mine.items():
+            # Gradients add up, so what has been bad once stays so.
+            if which not in self._known and bad_names({name: tensor}):
+                self._known.add(which)
+                index = self._index[name]
+                self.found.append(Finding(1, -stage, microbatch, _PARAMETER, index))
+        return returned
+
+
+def _is_harmful(tensor: Tensor) -> bool:
+    """Whether there is more than minus infinity."""
+    return bool((torch.isnan(tensor) | (tensor == float("inf"))).any())
+
+
+def _in_batch(leaves: Mapping[str, Tensor]) -> str:
+    """The first sample of the batch that is bad itself, as text."""
+    for name, leaf in leaves.items():
+        if leaf.is_floating_point() and not _is_finite(leaf):
+            bad = ~torch.isfinite(leaf).reshape(leaf.shape[0], -1).all(1)
+            sample = int(bad.int().argmax())
+            return f"; {name} in the batch is not finite itself, first in sample {sample}"
+    return ""

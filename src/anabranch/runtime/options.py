@@ -1,0 +1,90 @@
+"""Options of what a rank computes with a micro-batch; the same on every rank.
+
+They change speed, memory and rounding, never what is trained, except ``dropout``, which chooses the
+random numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+Precision = Literal["fp32", "bf16", "fp16"]
+Dropout = Literal["stage", "sample"]
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class ComputeOptions:
+    """How stages are computed.
+
+    Attributes:
+        precision: ``fp32`` leaves every operation as the model has it. ``bf16`` and ``fp16`` run
+            the forwards under ``torch.autocast``: products and convolutions in half precision,
+            parameters, their gradients and the optimizer as they are. Activations and messages
+            between stages take up to half of the bytes; every micro-batch casts the weights once
+            more. ``fp16`` scales the loss by the rules of ``torch.amp.GradScaler``, one scale for
+            all ranks; a step in which a gradient overflows on any rank is skipped on all. Both need
+            the ranks to agree before any optimizer step. Not with ``exact`` where stages share
+            parameters: one process adds such gradients in half precision.
+        compile: False, True for ``torch.compile`` with its own default backend (inductor, which
+            needs a C++ compiler, on a GPU Triton), or the name of another backend. Each stage is
+            compiled for every number of samples that it meets, when it first meets it: seconds to
+            minutes, on every rank and in every new process, so short runs lose. Results equal
+            uncompiled ones up to rounding. A recomputed stage runs its first forward as the one
+            that is differentiated, which for its duration holds the activations of one micro-batch.
+        offload: keep what backward needs on the host between forward and backward, except
+            parameters and what arrived from other stages. Device memory of a stage falls to about
+            one micro-batch's activations; each byte crosses the bus twice, on a stream of its own,
+            and host memory is pinned. Pays where forward and backward of a micro-batch take longer
+            than these copies, and not for stages with recomputation, which keep nothing. On the
+            CPU, where both are one memory, it does nothing.
+        dropout: where random numbers come from. ``stage``: each micro-batch of a stage draws from a
+            generator of its own; fast, repeatable, but another plan draws other numbers.
+            ``sample``: each number is a hash of seed, step, operation in the model, sample of the
+            batch and place within the sample, so that any plan, replica count and micro-batch size
+            draws the same, as one process with a plan of one stage does. On a CPU a mask costs as
+            much as usual; on a GPU it takes a dozen element-wise kernels instead of one, which
+            ``compile`` makes one again; attention with dropout does without fused kernels, so its
+            weights take memory quadratic in the length. Operations that draw in another way
+            (multinomial, randperm, dropout within nn.LSTM) are refused.
+
+    Raises:
+        ValueError: for a value that is not listed.
+    """
+
+    precision: Precision = "fp32"
+    compile: bool | str = False
+    offload: bool = False
+    dropout: Dropout = "stage"
+
+    def __post_init__(self) -> None:
+        if self.precision not in ("fp32", *_DTYPES):
+            raise ValueError(f"precision {self.precision!r} is none of fp32, bf16, fp16")
+        if self.dropout not in ("stage", "sample"):
+            raise ValueError(f"dropout {self.dropout!r} is none of stage, sample")
+        backends = torch.compiler.list_backends(()) if isinstance(self.compile, str) else ()
+        if backends and self.compile not in backends:
+            raise ValueError(
+                f"compile {self.compile!r} is no backend of torch.compile; known are "
+                f"{', '.join(sorted(map(str, backends)))}"
+            )
+
+    @property
+    def half(self) -> torch.dtype | None:
+        """The element type of autocast, None without it."""
+        return _DTYPES.get(self.precision)
+
+    @property
+    def backend(self) -> str | None:
+        """The backend of torch.compile, None without it."""
+        if isinstance(self.compile, str):
+            return self.compile
+        return "inductor" if self.compile else None
+
+
+PLAIN = ComputeOptions()
+"""What one process does without any option."""

@@ -1,0 +1,141 @@
+"""Mixed precision: autocast while a stage runs, types of what crosses, and the scale of the loss.
+
+A stage's program calls ATen operations, and autocast applies to those as they are dispatched,
+exactly as in the user's own module. What differs is that values cross between ranks, and both ends
+have to know their types beforehand: they run the model once on fake tensors under the same
+autocast.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from anabranch.errors import NonFiniteError
+from anabranch.graph.capture import Captured
+
+
+def autocast(half: torch.dtype | None, place: torch.device) -> AbstractContextManager[Any]:
+    """Autocast on the device of the stage, or nothing."""
+    return nullcontext() if half is None else torch.autocast(place.type, dtype=half)
+
+
+def value_types(
+    captured: Captured, half: torch.dtype | None, place: torch.device
+) -> Mapping[int, torch.dtype]:
+    """Element types of the model's values under autocast, where they differ from the captured ones.
+
+    Args:
+        captured: the model.
+        half: the element type of autocast, None without it.
+        place: where the stages run; operations are cast differently on CPU and GPU.
+
+    Returns:
+        Index of a value in the model's graph -> type.
+    """
+    if half is None:
+        return {}
+    program = captured.at(captured.samples, device=place)
+    env: dict[fx.Node, Any] = {}
+    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    with mode, torch.no_grad(), autocast(half, place):
+        for node in program.graph.nodes:
+            if node.op == "placeholder":
+                like = node.meta["val"]
+                env[node] = torch.empty_strided(
+                    like.size(), like.stride(), dtype=like.dtype, device=like.device
+                )
+            elif node.op == "get_attr":
+                env[node] = program.regions[str(node.target)]
+            elif node.op == "call_function":
+                args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
+                env[node] = node.target(*args, **kwargs)
+    calls = program.calls
+    types = {
+        value: env[calls[call]].dtype
+        for value, call in enumerate(captured.value_calls)
+        if call >= 0
+    }
+    return {
+        value: dtype
+        for value, dtype in types.items()
+        if dtype != calls[captured.value_calls[value]].meta["val"].dtype
+    }
+
+
+@dataclass
+class LossScale:
+    """The factor on the loss under fp16, by the rules and defaults of ``torch.amp.GradScaler``.
+
+    Gradients of half-precision activations underflow below 6e-8, so the loss is scaled before the
+    backwards and the parameters' gradients are divided after them. After an overflow the scale is
+    halved and the step left out; after ``interval`` steps in a row without one it is doubled.
+
+    Every rank holds the same scale, because all hear of an overflow anywhere.
+
+    Attributes:
+        scale: the factor now.
+        streak: steps in a row without overflow since the scale last changed.
+        growth: factor after a streak of ``interval`` steps.
+        backoff: factor after an overflow.
+        interval: steps.
+    """
+
+    scale: float = 2.0**16
+    streak: int = 0
+    growth: float = 2.0
+    backoff: float = 0.5
+    interval: int = 2000
+
+    LEAST = 2.0**-16
+    """An overflow below this scale is no matter of scale."""
+
+    def unscale(self, gradients: Iterable[Tensor | None]) -> bool:
+        """Divide gradients in place.
+
+        Returns:
+            Whether one of them is not finite.
+        """
+        overflow = False
+        for gradient in gradients:
+            if gradient is not None:
+                values = gradient._values() if gradient.is_sparse else gradient
+                overflow = not bool(torch.isfinite(values).all()) or overflow
+                values.mul_(1.0 / self.scale)
+        return overflow
+
+    def update(self, overflow: bool) -> None:
+        """After a step, done or left out.
+
+        Args:
+            overflow: whether a gradient of any rank was not finite.
+
+        Raises:
+            NonFiniteError: if gradients are not finite at the smallest scale.
+        """
+        if not overflow:
+            self.streak += 1
+            if self.streak == self.interval:
+                self.streak = 0
+                grown = self.scale * self.growth
+                self.scale = grown if grown <= _LARGEST else self.scale
+            return
+        self.streak = 0
+        if self.scale <= self.LEAST:
+            raise NonFiniteError(
+                f"gradients are not finite even with the loss scaled by {self.scale:g}: no step is "
+                "left to try; lower the learning rate, look at the data, or train in bf16 or fp32"
+            )
+        self.scale *= self.backoff
+
+
+_LARGEST = math.ldexp(1.0, 127)
+"""GradScaler keeps its scale in a float32."""

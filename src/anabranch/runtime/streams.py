@@ -1,0 +1,140 @@
+"""Random numbers that are a function of seed, step, operation, sample and place in the sample.
+
+::
+
+    key = hash(seed, step) --> hash with the operation --> hash with the sample --> stream
+    number i of a sample in an operation = i-th number of SplitMix64 that begins at its stream
+
+SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, OOPSLA 2014) is a
+counter hashed by two multiplications, so all numbers of a tensor are made at once by element-wise
+operations on 64-bit integers, which give the same bits on every device.
+
+A value's elements are seen as ``[before, samples, after]`` (``graph.samples.blocks``); a sample's
+elements are counted through before and after. A value without samples draws from the stream of the
+operation, so it is alike in all micro-batches of a step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+_MASK = 2**64 - 1
+_GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_MANTISSA = {torch.float64: 53, torch.float16: 11, torch.bfloat16: 8}
+
+
+def _signed(number: int) -> int:
+    """The int64 with the same 64 bits."""
+    number &= _MASK
+    return number - 2**64 if number >= 2**63 else number
+
+
+_STEP, _TIMES_1, _TIMES_2 = _signed(_GOLDEN), _signed(_FIRST), _signed(_SECOND)
+
+
+def mix(number: int) -> int:
+    """SplitMix64's finaliser, on an unsigned 64-bit number."""
+    number = ((number ^ number >> 30) * _FIRST) & _MASK
+    number = ((number ^ number >> 27) * _SECOND) & _MASK
+    return number ^ number >> 31
+
+
+def step_key(seed: int, step: int) -> int:
+    """What all streams of a step start from, as an int64."""
+    return _signed(mix((mix((seed + _GOLDEN) & _MASK) + step * _GOLDEN) & _MASK))
+
+
+def _shifted(bits: Tensor, count: int) -> Tensor:
+    """Logical shift to the right; that of int64 repeats the sign."""
+    return (bits >> count) & ((1 << (64 - count)) - 1)
+
+
+def _mix(bits: Tensor) -> Tensor:
+    bits = (bits ^ _shifted(bits, 30)) * _TIMES_1
+    bits = (bits ^ _shifted(bits, 27)) * _TIMES_2
+    return bits ^ _shifted(bits, 31)
+
+
+def streams(key: Tensor, start: Tensor, calls: Sequence[int], samples: int) -> Tensor:
+    """Streams of all random operations of a stage in a micro-batch.
+
+    Args:
+        key: ``step_key`` as an int64 tensor of shape [].
+        start: the first sample's place in the batch, likewise.
+        calls: the operations' places in the model.
+        samples: in the micro-batch.
+
+    Returns:
+        int64 of shape [operations, 1 + samples]: first that of the operation itself.
+    """
+    numbers = torch.tensor([_signed((call + 1) * _GOLDEN) for call in calls], device=key.device)
+    own = _mix(key + numbers).unsqueeze(1)
+    order = torch.arange(1, samples + 1, device=key.device) + start
+    return torch.cat([own, _mix(own + order * _STEP)], 1)
+
+
+class Place(NamedTuple):
+    """One random operation of a stage in a micro-batch.
+
+    Attributes:
+        streams: of the stage.
+        row: which of them is the operation's.
+        blocks: before, samples, after; samples is 0 for a value without samples.
+        shape: of what is drawn.
+    """
+
+    streams: Tensor
+    row: int
+    blocks: tuple[int, int, int]
+    shape: Sequence[int]
+
+    @property
+    def count(self) -> int:
+        """Numbers per sample."""
+        return self.blocks[0] * self.blocks[2]
+
+    def hashes(self, count: int) -> Tensor:
+        """64 random bits each, of shape [samples or 1, count]."""
+        samples = self.blocks[1]
+        mine = self.streams[self.row, 1 : 1 + samples] if samples else self.streams[self.row, :1]
+        counter = torch.arange(1, count + 1, device=mine.device) * _STEP
+        return _mix(mine.unsqueeze(1) + counter)
+
+    def _placed(self, numbers: Tensor) -> Tensor:
+        """From one row per sample to the value's own shape."""
+        before, samples, after = self.blocks
+        rows = numbers.reshape(max(samples, 1), before, after)
+        return rows.transpose(0, 1).reshape(self.shape)
+
+    def kept(self, probability: float) -> Tensor:
+        """Booleans that are true with a probability, to 32 bits; two of them from each hash."""
+        halves = self.hashes(-(-self.count // 2)).view(torch.int32)[:, : self.count]
+        # The int32 begin at -2^31; the first share of them is true.
+        limit = round(probability * 2**32) - 2**31
+        return self._placed(halves < limit if limit < 2**31 else halves == halves)
+
+    def uniform(self, dtype: torch.dtype) -> Tensor:
+        """Numbers in [0, 1), with as many bits as the type holds exactly."""
+        size = _MANTISSA.get(dtype, 24)
+        exact = torch.float64 if dtype == torch.float64 else torch.float32
+        numbers = _shifted(self.hashes(self.count), 64 - size).to(exact) * 2.0**-size
+        return self._placed(numbers.to(dtype))
+
+    def normal(self, dtype: torch.dtype) -> Tensor:
+        """Standard normal numbers, by Box and Muller; for half precision from float32."""
+        exact = torch.float64 if dtype == torch.float64 else torch.float32
+        size = _MANTISSA.get(exact, 24)
+        numbers = _shifted(self.hashes(2 * self.count), 64 - size).to(exact) * 2.0**-size
+        first, second = numbers[:, : self.count], numbers[:, self.count :]
+        radius = torch.sqrt(-2.0 * torch.log1p(-first))
+        return self._placed((radius * torch.cos(2.0 * math.pi * second)).to(dtype))
+
+    def integer(self, low: int, high: int, dtype: torch.dtype) -> Tensor:
+        """Integers in [low, high)."""
+        numbers = _shifted(self.hashes(self.count), 1) % (high - low) + low
+        return self._placed(numbers.to(dtype))

@@ -1,0 +1,232 @@
+"""Messages between ranks of one host, through memory that both of them see.
+
+Gloo takes 100 us and more for the smallest message, and copies large ones several times through
+sockets. Here the sender copies its tensors once, into shared memory (``memory``), and notes that in
+a log there (``log``); the receiver builds tensors on top of a large message and copies a small one.
+The log has no end, so a send never waits and nothing is left to be sent later: what was sent is the
+receiver's, even if the sender ends.
+
+A socket per pair of ranks carries one byte per message, which wakes a receiver that waits. If it is
+full the receiver has been woken often enough. The kernel closes it when a process dies, however
+that happens, so a receiver that waits learns of it at once. There are no threads: they would
+contend for the interpreter with the computation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+import time
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from anabranch.runtime.failure import PeerLostError
+from anabranch.runtime.transport.base import Receipt, Spec, listed
+from anabranch.runtime.transport.log import Record, inline
+from anabranch.runtime.transport.meeting import Meeting, Peer
+from anabranch.runtime.transport.memory import Segment, Window
+from anabranch.runtime.transport.packing import pack, packing_of, specs_of, unpack
+
+_TIMEVAL = struct.Struct("@ll")
+_STALE_BYTES = 1 << 16
+
+
+class HostTransport:
+    """Messages through shared memory; to and from ranks of the same host.
+
+    A tensor that was received may lie in memory of the sender's segment, which is reused when the
+    tensor is gone. The receiver may write to it.
+
+    Args:
+        meeting: of the ranks of this host; the transport closes its connections.
+        timeout: seconds that a message may take before its peer counts as lost.
+    """
+
+    def __init__(self, meeting: Meeting, timeout: float) -> None:
+        assert meeting.segment is not None
+        self._segment = meeting.segment
+        self._lines = {
+            rank: _Line(rank, peer, timeout) for rank, peer in sorted(meeting.peers.items())
+        }
+        sockets = [peer.socket for peer in meeting.peers.values()]
+        for end in sockets:
+            end.setblocking(True)
+            seconds = max(timeout, 1e-3)
+            limit = _TIMEVAL.pack(int(seconds), int(seconds % 1 * 1e6))
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+        windows = [peer.window for peer in meeting.peers.values()]
+        self._close = weakref.finalize(self, _close, os.getpid(), sockets, windows, self._segment)
+        _OPEN.add(self)
+
+    def send(self, tensors: Sequence[Tensor], rank: int, tag: int) -> None:
+        """See ``Transport``."""
+        if not self._close.alive:
+            raise PeerLostError("this rank has broken its connections")
+        line = self._lines[rank]
+        packing = packing_of(specs_of(tensors))
+        place = inline(packing.nbytes)
+        if place is not None:
+            memory, start, address = line.peer.writer.reserve(packing.nbytes)
+        else:
+            chunk, index = self._segment.take(packing.nbytes)
+            place, memory, start = chunk.place(index), chunk.memory, chunk.start(index)
+            address = chunk.address + start
+        pack(tensors, packing, memory, start, address)
+        line.peer.writer.write(Record(tag, packing.nbytes, len(tensors), packing.signature, place))
+        line.wake()
+
+    def receive(self, specs: Sequence[Spec], device: torch.device, rank: int, tag: int) -> Receipt:
+        """See ``Transport``."""
+        return self._lines[rank].post(tuple(specs), device, tag)
+
+    def flush(self) -> None:
+        """See ``Transport``; what was sent is the receiver's already."""
+
+    def close(self) -> None:
+        """See ``Transport``."""
+        _OPEN.discard(self)
+        self._close()
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of memory that the messages of this rank occupy, including those that are free."""
+        return self._segment.used_bytes
+
+    def _disown(self) -> None:
+        for line in self._lines.values():
+            line.peer.socket.close()
+            line.peer.window.disown()
+
+
+class _Awaited:
+    """A receive, with its message once that is there."""
+
+    __slots__ = ("data", "device", "line", "record", "specs")
+    record: Record
+    data: memoryview | bytearray | None
+
+    def __init__(self, line: _Line, specs: tuple[Spec, ...], device: torch.device) -> None:
+        self.line, self.specs, self.device = line, specs, device
+        self.data = None
+
+    def wait(self) -> list[Tensor]:
+        if self.data is None:
+            self.line.wait_for(self)
+        data, self.data = self.data, None
+        assert data is not None
+        packing = packing_of(self.specs)
+        if (self.record.signature, self.record.nbytes) != (packing.signature, packing.nbytes):
+            raise ValueError(
+                f"a message of {self.record.num_tensors} tensors and {self.record.nbytes} bytes "
+                f"came where {packing.nbytes} bytes of {listed(self.specs)} were expected"
+            )
+        tensors = unpack(packing, data)
+        if self.device.type != "cpu":
+            return [tensor.to(self.device) for tensor in tensors]
+        # Only memory of a block is aligned.
+        return tensors if isinstance(data, memoryview) else [tensor.clone() for tensor in tensors]
+
+
+@dataclass(slots=True)
+class _Channel:
+    """Messages that nobody has asked for, or receives that nothing has come for."""
+
+    arrived: deque[tuple[Record, memoryview | bytearray]]
+    posted: deque[_Awaited]
+
+
+class _Line:
+    """All messages to and from one other rank."""
+
+    def __init__(self, rank: int, peer: Peer, timeout: float) -> None:
+        self.peer = peer
+        self._rank, self._timeout = rank, timeout
+        self._channels: defaultdict[int, _Channel] = defaultdict(lambda: _Channel(deque(), deque()))
+
+    def post(self, specs: tuple[Spec, ...], device: torch.device, tag: int) -> _Awaited:
+        awaited = _Awaited(self, specs, device)
+        channel = self._channels[tag]
+        if channel.arrived:
+            awaited.record, awaited.data = channel.arrived.popleft()
+        else:
+            channel.posted.append(awaited)
+        return awaited
+
+    def wake(self) -> None:
+        try:
+            self.peer.socket.send(b"\0", socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+        except BlockingIOError:
+            pass  # it has enough to wake up for
+        except OSError as error:
+            raise self._lost(error.strerror or str(error)) from error
+
+    def wait_for(self, awaited: _Awaited) -> None:
+        self._take_in()
+        if awaited.data is not None:
+            return
+        deadline = time.monotonic() + self._timeout
+        while awaited.data is None:
+            reason = self._sleep()
+            # What was sent before the end still counts.
+            self._take_in()
+            if awaited.data is None and (reason or time.monotonic() >= deadline):
+                raise self._lost(reason or f"no message within {self._timeout:g} s")
+
+    def _sleep(self) -> str:
+        """Sleep until the peer has sent something; say why that will not happen any more."""
+        try:
+            if self.peer.socket.recv(_STALE_BYTES):
+                return ""
+        except BlockingIOError:
+            return f"no message within {self._timeout:g} s"
+        except OSError as error:
+            return error.strerror or str(error)
+        return "it has ended"
+
+    def _take_in(self) -> None:
+        for record, data in self.peer.reader.read():
+            channel = self._channels[record.tag]
+            if channel.posted:
+                awaited = channel.posted.popleft()
+                awaited.record, awaited.data = record, data
+            else:
+                channel.arrived.append((record, data))
+
+    def _lost(self, reason: str) -> PeerLostError:
+        return PeerLostError(f"the connection to rank {self._rank} broke: {reason}")
+
+
+_OPEN: weakref.WeakSet[HostTransport] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    """A process that a rank forks (to load data, say) must neither keep a connection of a dead rank
+    open nor free what its parent uses.
+    """
+    for transport in list(_OPEN):
+        transport._disown()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def _close(
+    owner: int, sockets: Iterable[socket.socket], windows: Iterable[Window], segment: Segment
+) -> None:
+    if os.getpid() != owner:
+        return
+    for end in sockets:
+        # Also ends it for a fork of this process.
+        with contextlib.suppress(OSError):
+            end.shutdown(socket.SHUT_RDWR)
+        end.close()
+    for window in windows:
+        window.close()
+    segment.close()

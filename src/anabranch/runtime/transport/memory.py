@@ -1,0 +1,201 @@
+"""Memory that one rank writes and the other ranks of its host read, without a copy in between.
+
+Each sender owns one segment, a file that exists in memory only. It grows by chunks, and a chunk has
+blocks of one size, each with a flag that both ends see::
+
+    segment   | chunk              | chunk                        | ...
+                flags | blk | blk    flags | block    | block
+                1 0
+
+The sender takes a block whose flag is 0, sets it to 1, writes, and says where. From then on the
+block is the receiver's, which builds tensors on top of it and may write to them. When the last of
+those is gone, the flag goes back to 0: torch holds a memoryview of the block for as long as any
+storage is on it, and a weak reference to that memoryview tells of its end.
+
+Writing to pages that nobody has used costs several times as much as writing to others, so memory is
+reused and never given back, and the lowest free block comes first. Sizes are powers of two; that
+wastes addresses, not memory, because pages come into being when they are written.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+import weakref
+from typing import NamedTuple
+
+import torch
+
+_FLAGS_BYTES = mmap.PAGESIZE
+_SMALLEST = mmap.PAGESIZE
+_MOST_BLOCKS = 64
+
+
+def fence() -> None:
+    """Order what this process read and wrote before against what it does afterwards.
+
+    Some processors (not x86) show writes to others in another order. Python has no barrier, but
+    letting go of a lock and taking it again is one. A lock per call, because this may run in any
+    thread, even inside itself when garbage is collected.
+    """
+    lock = threading.Lock()
+    lock.acquire()
+    lock.release()
+    lock.acquire()
+
+
+class Place(NamedTuple):
+    """Where a block is: the chunk's offset in the segment, the chunk's shape, which block of it."""
+
+    offset: int
+    block_bytes: int
+    num_blocks: int
+    block: int
+
+
+class Chunk:
+    """Blocks of one size, as one process sees them.
+
+    Attributes:
+        memory: all of the chunk.
+        address: where it is in this process.
+    """
+
+    def __init__(self, file: int, offset: int, block_bytes: int, num_blocks: int) -> None:
+        self.offset, self.block_bytes, self.num_blocks = offset, block_bytes, num_blocks
+        self._map = mmap.mmap(file, chunk_bytes(block_bytes, num_blocks), offset=offset)
+        self.memory = memoryview(self._map)
+        self.address = torch.frombuffer(self.memory, dtype=torch.uint8).data_ptr()
+        self._flags = self.memory[:_FLAGS_BYTES]
+        self._holds: list[_Hold | None] = [None] * num_blocks
+
+    def place(self, index: int) -> Place:
+        """Of a block, for the other end."""
+        return Place(self.offset, self.block_bytes, self.num_blocks, index)
+
+    def start(self, index: int) -> int:
+        """Where a block begins in the memory of the chunk."""
+        return _FLAGS_BYTES + index * self.block_bytes
+
+    def take(self) -> int:
+        """The lowest free block, now taken; -1 if there is none."""
+        index = self._map.find(b"\0", 0, self.num_blocks)
+        if index >= 0:
+            fence()
+            self._flags[index] = 1
+        return index
+
+    def free(self, index: int) -> None:
+        """Give a block back to the sender."""
+        self._holds[index] = None
+        fence()
+        self._flags[index] = 0
+
+    def lend(self, index: int, nbytes: int) -> memoryview:
+        """The first bytes of a block, which is free as soon as nothing refers to the result."""
+        start = self.start(index)
+        view = self.memory[start : start + nbytes]
+        hold = _Hold(view, _let_go)
+        hold.chunk, hold.index = self, index
+        self._holds[index] = hold
+        return view
+
+    def disown(self) -> None:
+        """Change nothing for the other end any more: this is a fork of the process that owns the
+        blocks.
+        """
+        self._flags = memoryview(bytearray(_FLAGS_BYTES))
+
+
+class _Hold(weakref.ref[memoryview]):
+    """Frees a block when the view of it is gone."""
+
+    __slots__ = ("chunk", "index")
+    chunk: Chunk
+    index: int
+
+
+def _let_go(hold: weakref.ref[memoryview]) -> None:
+    assert isinstance(hold, _Hold)
+    hold.chunk.free(hold.index)
+
+
+def chunk_bytes(block_bytes: int, num_blocks: int) -> int:
+    """Length of a chunk in its segment."""
+    return _FLAGS_BYTES + num_blocks * block_bytes
+
+
+class Segment:
+    """The memory that this rank writes.
+
+    Attributes:
+        file: descriptor, for the ranks that read.
+
+    Raises:
+        OSError: where there are no such files.
+    """
+
+    def __init__(self) -> None:
+        self.file = os.memfd_create("anabranch", os.MFD_CLOEXEC)
+        self._end = 0
+        self._chunks: dict[int, list[Chunk]] = {}
+
+    def take(self, nbytes: int) -> tuple[Chunk, int]:
+        """A block of at least that size, as its chunk and its index there."""
+        block_bytes = max(_SMALLEST, 1 << (nbytes - 1).bit_length())
+        chunks = self._chunks.setdefault(block_bytes, [])
+        for chunk in chunks:
+            index = chunk.take()
+            if index >= 0:
+                return chunk, index
+        # As many as there are already, so that any number is found in few chunks.
+        count = sum(chunk.num_blocks for chunk in chunks)
+        chunk = self._grow(block_bytes, min(max(count, 4), _MOST_BLOCKS))
+        chunks.append(chunk)
+        return chunk, chunk.take()
+
+    def _grow(self, block_bytes: int, num_blocks: int) -> Chunk:
+        offset, self._end = self._end, self._end + chunk_bytes(block_bytes, num_blocks)
+        os.ftruncate(self.file, self._end)
+        return Chunk(self.file, offset, block_bytes, num_blocks)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of memory that the segment occupies."""
+        return os.fstat(self.file).st_blocks * 512
+
+    def close(self) -> None:
+        """Let go of the file; what others have of it stays."""
+        os.close(self.file)
+        self.file = -1
+
+
+class Window:
+    """The memory that another rank writes.
+
+    Args:
+        file: descriptor of its segment; closed with the window.
+    """
+
+    def __init__(self, file: int) -> None:
+        self._file = file
+        self._chunks: dict[int, Chunk] = {}
+
+    def chunk(self, place: Place) -> Chunk:
+        """The chunk of a block."""
+        chunk = self._chunks.get(place.offset)
+        if chunk is None:
+            chunk = Chunk(self._file, place.offset, place.block_bytes, place.num_blocks)
+            self._chunks[place.offset] = chunk
+        return chunk
+
+    def disown(self) -> None:
+        """See ``Chunk``."""
+        for chunk in self._chunks.values():
+            chunk.disown()
+
+    def close(self) -> None:
+        """Let go of the file; tensors that are there stay valid."""
+        os.close(self._file)
+        self._file = -1

@@ -1,0 +1,41 @@
+"""One transport made of several: each rank is reached by the best there is for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from anabranch.runtime.transport.base import Receipt, Spec, Transport
+
+
+class Router:
+    """Hands messages to the transport of the rank at the other end.
+
+    Args:
+        routes: by rank; both ends of a pair have to choose the same.
+        transports: all of them, each once, to be flushed and closed in this order.
+    """
+
+    def __init__(self, routes: Mapping[int, Transport], transports: Sequence[Transport]) -> None:
+        self._routes = dict(routes)
+        self._transports = tuple(transports)
+
+    def send(self, tensors: Sequence[Tensor], rank: int, tag: int) -> None:
+        """See ``Transport``."""
+        self._routes[rank].send(tensors, rank, tag)
+
+    def receive(self, specs: Sequence[Spec], device: torch.device, rank: int, tag: int) -> Receipt:
+        """See ``Transport``."""
+        return self._routes[rank].receive(specs, device, rank, tag)
+
+    def flush(self) -> None:
+        """See ``Transport``."""
+        for transport in self._transports:
+            transport.flush()
+
+    def close(self) -> None:
+        """See ``Transport``."""
+        for transport in self._transports:
+            transport.close()
