@@ -55,6 +55,12 @@ def test_the_first_step_does_not_count() -> None:
     assert replace(RUN, step_s=(9.0,)).median_step_s == 9.0
 
 
+def test_samples_per_second_are_those_of_the_period() -> None:
+    """Four samples in two seconds; without a period, in the median step of 4.5 seconds."""
+    assert replace(RUN, period_s=2.0).figures()["samples_per_s"] == 2.0
+    assert RUN.figures()["samples_per_s"] == pytest.approx(4 / 4.5)
+
+
 def test_a_run_of_one_step_has_no_picture(tmp_path: Path) -> None:
     """Nothing was recorded, which is no reason to lose the run."""
     short = replace(RUN, losses=(2.0,), step_s=(9.0,), ideal_step_s=0.0, timelines=())

@@ -16,7 +16,6 @@ def test_one_device_needs_no_processes() -> None:
     tensor = torch.ones(2)
     mesh.broadcast(tensor, 0)
     mesh.barrier()
-    mesh.agree("plan", "abc")
     assert mesh.all_reduce(tensor).tolist() == [1, 1]
     assert (mesh.rank, mesh.device, mesh.transport()) == (0, 7, None)
 
@@ -35,18 +34,3 @@ def test_ranks_are_devices_in_order() -> None:
         return mesh.device, mesh.ranks([9, 3])
 
     assert launch.run(work, 3, timeout=30.0) == [(3, (0, 2)), (5, (0, 2)), (9, (0, 2))]
-
-
-@pytest.mark.dist
-def test_ranks_that_disagree_are_told_by_both_values() -> None:
-    """Every rank raises; the message shows what differs."""
-
-    def work() -> str:
-        mesh = Mesh([0, 1, 2], timeout=20.0)
-        with pytest.raises(InvalidPlanError) as caught:
-            mesh.agree("plan and model", "aaaa" if mesh.rank < 2 else "bbbb")
-        return str(caught.value)
-
-    texts = launch.run(work, 3, timeout=30.0)
-    assert len(set(texts)) == 1
-    assert "rank 0 has aaaa, rank 2 has bbbb" in texts[0]

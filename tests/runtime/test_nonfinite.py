@@ -71,7 +71,7 @@ class Fragile(nn.Module):
         hit = (word == 9).unsqueeze(1)
         h = torch.tanh(self.first(x))
         # 1: an activation is NaN. 2: minus infinity, which the next stage takes away.
-        h = torch.where(hit & (kind == 1).unsqueeze(1), h / 0.0 - h / 0.0, h)
+        h = h.masked_fill(hit & (kind == 1).unsqueeze(1), float("nan"))
         h = h.masked_fill(hit & (kind == 2).unsqueeze(1), float("-inf"))
         h = self.second(torch.exp(h))
         # 3: the gradient of h is NaN. 4: that of a parameter alone.

@@ -26,7 +26,7 @@ from anabranch.runtime.transport import Hub, LocalTransport
 from anabranch.runtime.worker import Worker
 from anabranch.schedule import SCHEDULES
 from anabranch.schedule.schedule import Kind
-from tests.runtime.small import Built, batch, built, plan, slices
+from tests.runtime.small import Built, batch, built, on_devices, plan, slices
 
 CPU = torch.device("cpu")
 
@@ -106,6 +106,37 @@ def test_any_plan_computes_the_gradient_of_the_batch(name: str, data: st.DataObj
     """
     model = built(name, torch.float64)
     chosen = data.draw(plans(model))
+    samples = chosen.stage_graph.batch_size
+    leaves = batch(samples, seed=1, dtype=torch.float64)
+    expected = reference(model.module, leaves, [(0, samples)])
+    outcomes = run(model, chosen, leaves)
+    assert sum(o.loss for o in outcomes) == pytest.approx(expected.loss, rel=1e-12)
+    found = gradients(model)
+    assert found.keys() == expected.gradients.keys()
+    for key, gradient in expected.gradients.items():
+        torch.testing.assert_close(found[key], gradient, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["TwoBranch", "Tied", "Shared"])
+@settings(max_examples=25)
+@given(data=st.data())
+def test_stages_on_one_device_hand_over_without_messages(name: str, data: st.DataObject) -> None:
+    """Four stages on up to three devices, whole or in part the same ones, as their orders allow."""
+    model = built(name, torch.float64)
+    draw = data.draw
+    devices = [tuple(draw(st.permutations(range(3)))[: draw(st.integers(1, 3))]) for _ in range(4)]
+    # Devices are numbered without gaps, as ranks are.
+    used = {d: i for i, d in enumerate(sorted({d for each in devices for d in each}))}
+    devices = [tuple(used[d] for d in each) for each in devices]
+    chosen = plan(
+        model,
+        4,
+        batch_size=draw(st.integers(1, 13)),
+        microbatch_size=draw(st.lists(st.integers(1, 6), min_size=4, max_size=4)),
+        replicas=[len(each) for each in devices],
+        schedule=draw(st.sampled_from(["gpipe", "1f1b"])),
+    )
+    chosen = on_devices(chosen, devices)
     samples = chosen.stage_graph.batch_size
     leaves = batch(samples, seed=1, dtype=torch.float64)
     expected = reference(model.module, leaves, [(0, samples)])

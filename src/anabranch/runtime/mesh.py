@@ -55,6 +55,18 @@ def require_whole_replicas(graph: StageGraph) -> None:
         )
 
 
+def join(device_type: str, timeout: float) -> None:
+    """Find the other processes, where torchrun says that there are some and nobody has yet.
+
+    Args:
+        device_type: ``cpu`` or ``cuda``: where the tensors are.
+        timeout: seconds until a silent peer counts as lost.
+    """
+    if not dist.is_initialized() and "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+
+
 class Pending:
     """An all-reduce that is under way.
 
@@ -106,10 +118,7 @@ class Mesh:
     ) -> None:
         self.devices = tuple(devices)
         self.rank_of = {device: rank for rank, device in enumerate(self.devices)}
-        if not dist.is_initialized() and "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-            # torchrun says where everybody meets.
-            backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
-            dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+        join(device_type, timeout)
         self.size = dist.get_world_size() if dist.is_initialized() else 1
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         if self.size != len(self.devices):
@@ -254,24 +263,6 @@ class Mesh:
     def barrier(self) -> None:
         """Wait for every rank."""
         self.all_reduce(torch.zeros(1))
-
-    def agree(self, what: str, digest: str) -> None:
-        """Check that all ranks hold the same text.
-
-        Args:
-            what: what is compared, for the message.
-            digest: ASCII, of one length on every rank.
-
-        Raises:
-            InvalidPlanError: on every rank, naming two ranks and what each has.
-        """
-        texts = [theirs.decode() for theirs in self._exchange(digest.encode())]
-        for rank, theirs in enumerate(texts):
-            if theirs != texts[0]:
-                raise InvalidPlanError(
-                    f"the ranks disagree on {what}: rank 0 has {texts[0]}, rank {rank} has "
-                    f"{theirs}; start every rank with the same files and the same model"
-                )
 
     def publish(self, error: BaseException) -> None:
         """Tell the other ranks why this one ends; the first to do so is the cause."""

@@ -35,17 +35,18 @@ from anabranch import checkpoint as disk
 from anabranch.errors import NonFiniteError, TrainingError
 from anabranch.graph.capture import Captured
 from anabranch.planner.stages import Plan
+from anabranch.runtime.agreement import facts_of, require_agreement
 from anabranch.runtime.compute import Outcome
 from anabranch.runtime.evaluation import Evaluation
 from anabranch.runtime.failure import POSITION, PeerLostError, located
 from anabranch.runtime.feed import Feed, leaves_of, samples_of
 from anabranch.runtime.gradients import Holders
-from anabranch.runtime.mesh import Mesh, require_whole_replicas
+from anabranch.runtime.mesh import Mesh, join, require_whole_replicas
 from anabranch.runtime.nonfinite import Ran, Trace
 from anabranch.runtime.recording import gather_timeline
 from anabranch.runtime.selfcheck import compare_with_eager
 from anabranch.runtime.state import State
-from anabranch.runtime.steps import Steps, captured_for, digest, parts_of
+from anabranch.runtime.steps import Steps, captured_for, parts_of
 from anabranch.runtime.tally import Tally
 from anabranch.runtime.updates import Updates
 from anabranch.runtime.worker import Worker
@@ -115,13 +116,20 @@ class Pipeline:
                 "the model is on the meta device: it has sizes but no weights; build it on the "
                 "CPU to train it"
             )
+        options = {
+            "accumulate": accumulate,
+            "exact": exact,
+            "check_gradients": check_gradients,
+            "clip_norm": workload.clip_norm,
+        }
+        join(place.type, timeout)
+        require_agreement(facts_of(self._captured, plan, options))
         parts = parts_of(self._captured, plan, exact=exact)
         devices = plan.stage_graph.devices
         rank_of = {device: rank for rank, device in enumerate(devices)}
         self._holders = Holders.of(parts, plan.stage_graph, rank_of)
         self._mesh = Mesh(devices, self._holders.sets, device_type=place.type, timeout=timeout)
         with self._failing():
-            self._mesh.agree("plan and model", digest(self._captured, plan))
             self._transport = self._mesh.transport()
             self._state = State(replace(workload, module=module), self._holders, self._mesh)
             seed = self._common_seed()
@@ -243,7 +251,7 @@ class Pipeline:
             self._settle()
             if self._updates.accumulated:
                 self._updates.finish_early()
-                self._apply(Outcome())
+                self._agree(self._ran[2])
 
     def gradients(self, batch: Batch) -> tuple[float, dict[str, Tensor]]:
         """Run one batch without an update.
@@ -292,7 +300,7 @@ class Pipeline:
         worker = self._train.worker(samples_of(leaves))
         outcome = worker.run(leaves, self.step_number, watcher=self._updates)
         self._updates.collect(worker, outcome)
-        self._ran = worker, leaves
+        self._ran = worker, leaves, outcome
         return worker, outcome
 
     @property

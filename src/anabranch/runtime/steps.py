@@ -6,7 +6,6 @@ those of the plan, so only the number of micro-batches changes, and with it the 
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from dataclasses import replace
 
@@ -222,10 +221,3 @@ def evaluation_parts(evaluation: Captured, plan: Plan) -> Split:
     """The evaluation graph, cut into the same stages."""
     stages = stages_like(evaluation, [stage.operators for stage in plan.stage_graph.stages])
     return split(evaluation, stages)
-
-
-def digest(captured: Captured, plan: Plan) -> str:
-    """A short text that differs where plan or model differ."""
-    parameters = [(n, tuple(p.shape), str(p.dtype)) for n, p in captured.module.named_parameters()]
-    text = repr((plan.stage_graph, plan.schedule, captured.graph.ops, parameters))
-    return hashlib.sha256(text.encode()).hexdigest()[:16]

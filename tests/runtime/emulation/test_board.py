@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from anabranch.runtime.emulation.board import Board
 from anabranch.simulator.program import Price
@@ -42,6 +44,35 @@ def test_messages_share_a_port_one_after_another():
     made.sent(AC, 0, 1.5, TO_C)
     assert made.arrival(AB, 0) == 3.5
     assert made.arrival(AC, 0) == 5.5
+
+
+def test_a_rank_that_asks_late_finds_the_gap_of_its_time():
+    """Port 0 is taken from 1 to 3 and, of a message ready at 7, to 9. One of 2 s that was ready at
+    2 goes from 3 to 5; another, ready at 4, finds 5 to 7; the next none before 9.
+    """
+    made = board()
+    assert made.occupy((0,), 1.0, 2.0) == 3.0
+    assert made.occupy((0,), 7.0, 2.0) == 9.0
+    assert made.occupy((0,), 2.0, 2.0) == 5.0
+    assert made.occupy((0,), 4.0, 2.0) == 7.0
+    assert made.occupy((0,), 4.0, 2.0) == 11.0
+
+
+def test_several_ports_are_taken_together():
+    """Both are free from 5 on; whoever comes to port 1 in the meantime waits behind."""
+    made = board()
+    made.occupy((0,), 0.0, 5.0)
+    assert made.occupy((0, 1), 1.0, 2.0) == 7.0
+    assert made.occupy((1,), 2.0, 1.0) == 8.0
+
+
+@given(st.lists(st.tuples(st.integers(0, 60), st.integers(1, 4)), max_size=60))
+def test_first_come_first_served(asked):
+    """Asked for in order of time, a port serves as a queue does, however much it has to forget."""
+    made, free = board(), 0.0
+    for at, seconds in sorted(asked, key=lambda each: each[0]):
+        free = max(free, at) + seconds
+        assert made.occupy((0,), float(at), float(seconds)) == free
 
 
 def test_messages_of_a_channel_are_told_apart_by_number():

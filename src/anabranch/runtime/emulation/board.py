@@ -5,8 +5,15 @@ every port on its way is free; whichever end comes second works out when it arri
 starts when the last of its ranks has come to it, and that rank leads it. These are the rules of
 ``simulator.run``, on processes instead of a queue of events.
 
-Ports are taken in the order in which ranks ask. That is the order of device time as long as the
-host keeps up.
+Whoever is ready first by device time has a port first; but a rank that the host delays asks late.
+So a port remembers the periods for which it is taken, each from when its message was ready, and a
+message goes into the first gap after its own time::
+
+    taken        [ready====end]            [ready=====end]
+    asks late                    ^ready [==]
+
+The order of messages that compete for a port is wrong only where one that was ready earlier finds
+no gap.
 """
 
 from __future__ import annotations
@@ -20,6 +27,10 @@ from anabranch.simulator.program import Price
 Channel = tuple[int, int, int]
 """Sending rank, receiving rank, tag."""
 
+_PERIODS = 24
+"""Periods that a port remembers; of more, the oldest are forgotten, as gaps too."""
+
+_PER_PORT = 1 + 2 * _PERIODS  # how many, then the start and end of each, ascending
 _NEVER = -1.0
 _PER_MESSAGE = 3  # sent, posted, arrives
 _PER_RING = 2  # ranks that are still to come, when the latest of them came
@@ -40,7 +51,7 @@ class Board:
         self._first: dict[Channel, int] = {}
         self._rings = tuple(rings)
         self._ports = range(ports)
-        at = ports
+        at = _PER_PORT * ports
         for channel, count in channels.items():
             self._first[channel] = at
             at += _PER_MESSAGE * count
@@ -58,7 +69,7 @@ class Board:
                     self._cells[i] = _NEVER
         if rank == 0:
             for port in self._ports:
-                self._cells[port] = 0.0
+                self._cells[_PER_PORT * port] = 0.0
             for ring, ranks in enumerate(self._rings):
                 at = self._ring + _PER_RING * ring
                 self._cells[at], self._cells[at + 1] = ranks, 0.0
@@ -85,16 +96,36 @@ class Board:
                 cells[row + 2] = free + price.latency_s
 
     def occupy(self, ports: Sequence[int], at: float, seconds: float) -> float:
-        """Take all ports as soon as the last of them is free; when they are free again."""
+        """Take all ports as soon as they are free together; when they are free again."""
         with self._lock:
             return self._occupy(ports, at, seconds)
 
     def _occupy(self, ports: Sequence[int], at: float, seconds: float) -> float:
-        cells = self._cells
-        end = max([at, *(cells[port] for port in ports)]) + seconds
-        for port in ports:
-            cells[port] = end
+        taken = [self._periods(port) for port in ports]
+        start, moved = at, True
+        while moved:
+            moved = False
+            for periods in taken:
+                for begin, end in periods:
+                    if begin < start + seconds and start < end:
+                        start, moved = end, True
+        end = start + seconds
+        for port, periods in zip(ports, taken, strict=True):
+            self._keep(port, _joined([*periods, (at, end)]))
         return end
+
+    def _periods(self, port: int) -> list[tuple[float, float]]:
+        first = _PER_PORT * port
+        numbers = self._cells[first + 1 : first + 1 + 2 * int(self._cells[first])].tolist()
+        return list(zip(numbers[::2], numbers[1::2], strict=True))
+
+    def _keep(self, port: int, periods: list[tuple[float, float]]) -> None:
+        while len(periods) > _PERIODS:
+            periods[:2] = [(periods[0][0], periods[1][1])]
+        first = _PER_PORT * port
+        self._cells[first] = len(periods)
+        for i, (begin, end) in enumerate(periods):
+            self._cells[first + 1 + 2 * i], self._cells[first + 2 + 2 * i] = begin, end
 
     def come(self, ring: int, at: float) -> float | None:
         """Come to an all-reduce; the last rank to come, and only that, is told when it starts."""
@@ -103,3 +134,14 @@ class Board:
             cells[row] -= 1
             cells[row + 1] = max(cells[row + 1], at)
             return None if cells[row] else cells[row + 1]
+
+
+def _joined(periods: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Periods in order, those that touch or overlap as one."""
+    result: list[tuple[float, float]] = []
+    for begin, end in sorted(periods):
+        if result and begin <= result[-1][1]:
+            result[-1] = result[-1][0], max(result[-1][1], end)
+        else:
+            result.append((begin, end))
+    return result
