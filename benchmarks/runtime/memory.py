@@ -27,10 +27,10 @@ from benchmarks.runtime import ours, theirs
 from benchmarks.runtime.race import Side
 from benchmarks.runtime.sleeps import numbered
 
-RANKS, DEPTH, WIDTH, SAMPLES = 2, 4, 512, 512
-"""Of a micro-batch one layer keeps 1 MB."""
+RANKS, DEPTH, WIDTH, SAMPLES = 2, 4, 64, 16384
+"""Of a micro-batch one layer keeps 4 MB."""
 
-COUNTS = (4, 8, 16, 32)
+COUNTS = (4, 8, 16)
 OURS, THEIRS = ("gpipe", "1f1b", "1f1b-deep"), ("gpipe", "1f1b")
 
 _M_MMAP_THRESHOLD = -3
@@ -126,16 +126,22 @@ def _growth(small: Side, side: Side) -> Callable[[], int]:
         libc = ctypes.CDLL(None)
         libc.mallopt(_M_MMAP_THRESHOLD, 64 << 10)
         small()()
-        gc.collect()
-        libc.malloc_trim(0)
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        _tidy(libc)
         before = _status("VmRSS")
         step = side()
+        _tidy(libc)
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
         step()
         step()
         return _status("VmHWM") - before
 
     return rank
+
+
+def _tidy(libc: ctypes.CDLL) -> None:
+    """Give back what is only left over."""
+    gc.collect()
+    libc.malloc_trim(0)
 
 
 def _status(field: str) -> int:

@@ -80,6 +80,8 @@ class Manifest(_Strict):
     tensors: dict[str, TensorEntry]
     optimizer: OptimizerState | None
     scheduler: dict[str, Any] | None
+    loss_scale: Annotated[float, Field(gt=0)] | None = None
+    loss_streak: _Count = 0
 
 
 @dataclass(frozen=True)
@@ -103,12 +105,16 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Where training is: steps done, epoch, batches of the epoch done, seed of random numbers."""
+    """Where training is: steps done, epoch, batches of the epoch done, seed of random numbers, and
+    under fp16 the scale of the loss with its steps without overflow.
+    """
 
     step: int = 0
     epoch: int = 0
     position: int = 0
     seed: int = 0
+    loss_scale: float | None = None
+    loss_streak: int = 0
 
 
 def partial_folder(folder: Path, token: int) -> Path:
@@ -219,6 +225,8 @@ def _manifest(
         "tensors": {key: entry for part in parts for key, entry in part["tensors"].items()},
         "optimizer": optimizer,
         "scheduler": scheduler,
+        "loss_scale": progress.loss_scale,
+        "loss_streak": progress.loss_streak,
     }
 
 
@@ -276,7 +284,7 @@ class Checkpoint:
     def progress(self) -> Progress:
         """Where training was."""
         m = self.manifest
-        return Progress(m.step, m.epoch, m.position, m.seed)
+        return Progress(m.step, m.epoch, m.position, m.seed, m.loss_scale, m.loss_streak)
 
     def keys(self, prefix: str) -> list[str]:
         """The rest of every key that begins with ``prefix/``."""

@@ -27,7 +27,7 @@ MOST_TIME_SCALE = 64.0
 MOST_STEP_S = 20.0
 """Wall seconds of a step beyond which time is not scaled by itself."""
 
-LATE = 0.05
+LATE = 0.1
 """Share of a step that a rank may be late at worst. More of it, and ranks ask for links in another
 order than the devices would."""
 

@@ -1,4 +1,4 @@
-"""One step of all devices of a plan as threads of this process, under compute options."""
+"""One step of all devices of a plan in threads of this process, under compute options."""
 
 from __future__ import annotations
 
@@ -74,11 +74,13 @@ def step(
             assert made[rank]._transport is not None
             made[rank]._transport.close()
 
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(len(made))]
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(1, len(made))]
     for thread in threads:
         thread.start()
+    work(0)
     for thread in threads:
         thread.join(120)
+        assert not thread.is_alive()
     if errors:
         raise errors[0]
     named = model.module.named_parameters()

@@ -65,14 +65,9 @@ def test_both_values_are_told_on_every_rank() -> None:
     """Ranks with one value share a clause."""
     facts = [{"plan": "aa", "options": "x"}, {"plan": "a longer one", "options": "y"}]
     texts = refusals(3, lambda rank: require_agreement(facts[rank == 2]))
-    assert (
-        texts
-        == [
-            "InvalidPlanError: the ranks disagree on the plan: ranks 0, 1 have aa; rank 2 has a longer "
-            "one; start every rank with the same plan file"
-        ]
-        * 3
-    )
+    assert len(set(texts)) == 1
+    assert texts[0].startswith("InvalidPlanError: the ranks disagree on the plan: ")
+    assert "ranks 0, 1 have aa; rank 2 has a longer one; start every rank with" in texts[0]
 
 
 @pytest.mark.dist

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from anabranch import launch
-from anabranch.runtime import gradients
+from anabranch.runtime import buckets
 from anabranch.runtime.gradients import (
     Holders,
     clip,
@@ -97,11 +97,11 @@ def test_sums_run_over_the_holders_only() -> None:
         {"b": [5, 20]},
     ]
     assert launch.run(work, 3, timeout=30.0) == expected
-    before, gradients.BUCKET_BYTES = gradients.BUCKET_BYTES, 8
+    before, buckets.BUCKET_BYTES = buckets.BUCKET_BYTES, 8
     try:
         assert launch.run(work, 3, timeout=30.0) == expected
     finally:
-        gradients.BUCKET_BYTES = before
+        buckets.BUCKET_BYTES = before
 
 
 @pytest.mark.dist

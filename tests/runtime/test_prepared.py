@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 import torch
 from torch import Tensor
@@ -116,18 +114,9 @@ def test_a_stage_that_does_not_compile_is_named() -> None:
 
     model = built("Chain")
     [steps] = steps_of(model, plan(model, 1), ComputeOptions(compile="anabranch_refuses"))
-    errors: list[BaseException] = []
-
-    def work() -> None:
-        try:
-            steps.worker(16).run(batch(16), 0)
-        except TrainingError as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    text = str(errors[0])
+    with pytest.raises(TrainingError) as caught:
+        steps.worker(16).run(batch(16), 0)
+    text = str(caught.value)
     assert all(words in text for words in ("stage 0", "anabranch_refuses", "no code today"))
 
 

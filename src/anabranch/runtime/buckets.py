@@ -42,6 +42,11 @@ class Bucket:
         self._pending: Pending | None = None
         self.missing = len(self.named)
 
+    @property
+    def flat(self) -> Tensor | None:
+        """The buffer, once there is one."""
+        return self._flat
+
     def put(self, index: int) -> None:
         """Take a parameter's gradient of this rank; ``.grad`` is None until ``take``."""
         flat = self._buffer()

@@ -88,9 +88,9 @@ class BySample:
                     raise _refusal(inner, f"it is inside of an autocast region of its own ({name})")
         if not any(draws(node) for node in module.graph.nodes):
             return None
-        graph = fx.Graph()
+        graph, copied = fx.Graph(), dict[fx.Node, fx.Node]()
         first = graph.placeholder("key"), graph.placeholder("start")
-        result = graph.graph_copy(module.graph, copied := {})
+        result = graph.graph_copy(module.graph, copied)
         graph.output(result)
         found = [(copied[node], node) for node in module.graph.nodes if draws(node)]
         calls = [old.meta[CALL] for _, old in found]

@@ -13,6 +13,7 @@ from anabranch.planner.stages import Plan
 from anabranch.runtime.failure import POSITION
 from anabranch.runtime.feed import leaves_of, samples_of
 from anabranch.runtime.mesh import Mesh
+from anabranch.runtime.options import PLAIN, ComputeOptions
 from anabranch.runtime.steps import Steps, evaluation_parts
 from anabranch.runtime.transport import Transport
 from anabranch.workload import Batch
@@ -27,6 +28,7 @@ class Evaluation:
         plan: whose stages.
         mesh: the ranks.
         transport: between them.
+        options: how stages are computed.
     """
 
     def __init__(
@@ -36,9 +38,10 @@ class Evaluation:
         plan: Plan,
         mesh: Mesh,
         transport: Transport | None,
+        options: ComputeOptions = PLAIN,
     ) -> None:
         self._training, self._captured, self._plan = training, captured, plan
-        self._mesh, self._transport = mesh, transport
+        self._mesh, self._transport, self._options = mesh, transport, options
         self._steps: Steps | None = None
 
     def means(
@@ -90,5 +93,6 @@ class Evaluation:
             self._transport,
             place=place,
             seed=seed,
+            options=self._options,
         )
         return self._steps

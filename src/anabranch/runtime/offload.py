@@ -37,7 +37,9 @@ class Offload:
 
     def __init__(self, parameters: Iterable[Tensor], place: torch.device) -> None:
         self._parameters = list(parameters)
-        self._stream = torch.cuda.Stream(place) if place.type == "cuda" else None
+        self._stream: torch.cuda.Stream | None = None
+        if place.type == "cuda":
+            self._stream = torch.cuda.Stream(place)  # type: ignore[no-untyped-call]
 
     def __call__(self) -> AbstractContextManager[Any]:
         """Around the forward of one micro-batch."""

@@ -11,6 +11,8 @@ from typing import Literal
 
 import torch
 
+from anabranch.graph.split import Split
+
 Precision = Literal["fp32", "bf16", "fp16"]
 Dropout = Literal["stage", "sample"]
 
@@ -88,3 +90,18 @@ class ComputeOptions:
 
 PLAIN = ComputeOptions()
 """What one process does without any option."""
+
+
+def require_exact(options: ComputeOptions, parts: Split) -> None:
+    """Accept options under which gradients are bitwise those of one process.
+
+    Raises:
+        ValueError: for half precision where stages share parameters.
+    """
+    if options.half is not None and parts.tied:
+        name, stages = next(iter(parts.tied.items()))
+        raise ValueError(
+            f"under {options.precision} gradients cannot be bitwise those of one process, which "
+            f"adds those of {name} in half precision; stages {', '.join(map(str, stages))} each "
+            "hold it: leave exact out, or keep them together"
+        )

@@ -105,6 +105,12 @@ class Reducer:
             self._finals[key] = found
         return self._finals[key]
 
+    @property
+    def buffers(self) -> list[Tensor]:
+        """What sums are made in, kept from step to step."""
+        flats = (bucket.flat for queue in self._queues for bucket in queue.buckets)
+        return [flat for flat in flats if flat is not None]
+
     def begin(self, order: Sequence[int]) -> None:
         """A step begins whose gradients are to be summed; see ``finals``."""
         self._waiting = set(self._places)

@@ -23,8 +23,8 @@ import math
 import time
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +41,10 @@ from anabranch.runtime.evaluation import Evaluation
 from anabranch.runtime.failure import POSITION, PeerLostError, located
 from anabranch.runtime.feed import Feed, leaves_of, samples_of
 from anabranch.runtime.gradients import Holders
+from anabranch.runtime.memory import Gauge
 from anabranch.runtime.mesh import Mesh, join, require_whole_replicas
 from anabranch.runtime.nonfinite import Ran, Trace
+from anabranch.runtime.options import PLAIN, ComputeOptions, require_exact
 from anabranch.runtime.recording import gather_timeline
 from anabranch.runtime.selfcheck import compare_with_eager
 from anabranch.runtime.state import State
@@ -71,6 +73,8 @@ class Pipeline:
         metrics: of the step whose loss was returned last, means over the batch, the same on every
             rank.
         timeline: of the last step that was recorded, the same on every rank.
+        peak_bytes: most bytes of tensors in the last step that was weighed, by rank; the prediction
+            is ``plan.predicted.device_peak_bytes``. None before.
         step_number: steps done.
 
     Args:
@@ -80,6 +84,7 @@ class Pipeline:
         evaluation: what ``captured.evaluation()`` gave, likewise; made when it is first needed.
         accumulate: batches that make one update, with the mean of their gradients; clipping and
             the scheduler count updates. What the last batches leave over, ``update`` uses.
+        compute: precision, compilation, offloading, random numbers; the same on every rank.
         exact: gradients bitwise those of one process that accumulates the same micro-batches.
         check_gradients: before the first step, compare loss and gradients of one micro-batch with
             the user's own module in one process.
@@ -100,6 +105,7 @@ class Pipeline:
         captured: Captured | None = None,
         evaluation: Captured | None = None,
         accumulate: int = 1,
+        compute: ComputeOptions = PLAIN,
         exact: bool = False,
         check_gradients: bool = True,
         timeout: float = 600.0,
@@ -121,10 +127,13 @@ class Pipeline:
             "exact": exact,
             "check_gradients": check_gradients,
             "clip_norm": workload.clip_norm,
+            **asdict(compute),
         }
         join(place.type, timeout)
         require_agreement(facts_of(self._captured, plan, options))
         parts = parts_of(self._captured, plan, exact=exact)
+        if exact:
+            require_exact(compute, parts)
         devices = plan.stage_graph.devices
         rank_of = {device: rank for rank, device in enumerate(devices)}
         self._holders = Holders.of(parts, plan.stage_graph, rank_of)
@@ -134,7 +143,14 @@ class Pipeline:
             self._state = State(replace(workload, module=module), self._holders, self._mesh)
             seed = self._common_seed()
         self._train = Steps(
-            self._captured, parts, plan, self._mesh, self._transport, place=place, seed=seed
+            self._captured,
+            parts,
+            plan,
+            self._mesh,
+            self._transport,
+            place=place,
+            seed=seed,
+            options=compute,
         )
         self._updates = Updates(
             self._state,
@@ -147,7 +163,9 @@ class Pipeline:
         )
         self._trace = Trace(self._captured, self._state.parameters, self._mesh)
         self._feed = Feed(workload, plan.stage_graph.batch_size, self._fail)
-        self._evaluation = Evaluation(self._captured, evaluation, plan, self._mesh, self._transport)
+        self._evaluation = Evaluation(
+            self._captured, evaluation, plan, self._mesh, self._transport, compute
+        )
         self._place = place
         self._check_gradients, self._is_prepared = check_gradients, False
         self._is_first = True
@@ -156,6 +174,7 @@ class Pipeline:
         self.optimizer, self.scheduler = self._state.optimizer, self._state.scheduler
         self.metrics: dict[str, float] = {}
         self.timeline: Timeline | None = None
+        self.peak_bytes: tuple[int, ...] | None = None
         self.step_number = 0
 
     @property
@@ -175,12 +194,14 @@ class Pipeline:
 
     # Training
 
-    def step(self, batch: Batch, *, record: bool = False) -> float:
+    def step(self, batch: Batch, *, record: bool = False, weigh: bool = False) -> float:
         """Train on one batch.
 
         Args:
             batch: all samples, the same on every rank; any number of them.
             record: keep a ``timeline`` of this step.
+            weigh: measure ``peak_bytes`` in this step, which on a CPU makes it several times as
+                long.
 
         Returns:
             The loss, as a mean over the batch, the same on every rank.
@@ -196,13 +217,22 @@ class Pipeline:
             self._settle()
             self._prepare(batch, leaves)
             start = self._now() if record else 0.0
-            worker, outcome = self._run(leaves)
-            loss = self._agree(outcome)
+            with self._weighed(leaves) if weigh else nullcontext():
+                worker, outcome = self._run(leaves)
+                loss = self._agree(outcome)
             if record:
                 self.timeline = gather_timeline(worker, outcome, self._mesh, start, self._now())
             POSITION.leave()
         self._count()
         return loss
+
+    @contextmanager
+    def _weighed(self, leaves: dict[str, Tensor]) -> Iterator[None]:
+        gauge = Gauge(self._place, self._updates.tensors, leaves.values())
+        with gauge.measuring():
+            yield
+        peaks = self._mesh.all_gather(torch.tensor([gauge.peak_bytes]))
+        self.peak_bytes = tuple(int(each) for each in peaks)
 
     def steps(self, batches: Iterable[Batch]) -> Iterator[float]:
         """Train on batches without a barrier between them, as long as there are any.
@@ -274,6 +304,8 @@ class Pipeline:
             _, outcome = self._run(leaves, alone=True)
             loss = self._mesh.all_reduce(torch.tensor([outcome.loss], dtype=torch.float64))
             self._updates.finish()
+            if self._train.loss_scale is not None:
+                self._train.loss_scale.unscale(self._state.gradients())
             POSITION.leave()
         found = {n: p.grad for n, p in self._state.parameters.items() if p.grad is not None}
         return float(loss[0]), found
@@ -306,12 +338,13 @@ class Pipeline:
     @property
     def _decides_together(self) -> bool:
         """Whether an update depends on something that only all ranks together know."""
-        return self.workload.clip_norm is not None
+        return self.workload.clip_norm is not None or self._train.loss_scale is not None
 
     def _agree(self, outcome: Outcome) -> float:
         """Wait for all ranks, then let the optimizer have the gradients."""
         self._updates.finish()
-        if self.workload.clip_norm is None or not self._updates.is_last:
+        scaled = self._train.loss_scale is not None  # an overflow is no error then
+        if not scaled and (self.workload.clip_norm is None or not self._updates.is_last):
             self._updates.check()  # otherwise their norm tells
         try:
             return self._apply(outcome)
@@ -322,24 +355,39 @@ class Pipeline:
     def _apply(self, outcome: Outcome) -> float:
         largest = self.workload.clip_norm
         clips = largest is not None and self._updates.is_last
-        squares = self._updates.squares() if clips else 0.0
+        scale = self._train.loss_scale if self._updates.is_last else None
+        overflow = scale is not None and scale.unscale(self._state.gradients())
+        squares = self._updates.squares() if clips and not overflow else 0.0
         if not math.isfinite(squares):
             self._updates.check()
-        tally = self._tally(outcome, squares=squares)
+        tally = self._tally(outcome, squares=squares, overflow=overflow)
         tally.read()
         self.metrics = tally.metrics
         if self._is_first and self._updates.is_last:
             self._is_first = False
             self._warn_without_gradient()
-        self._updates.apply(tally.squares, largest)
+        if scale is not None:
+            scale.update(tally.overflow)
+        if tally.overflow:
+            self._updates.drop()
+        else:
+            self._updates.apply(tally.squares, largest)
         return tally.loss
 
-    def _tally(self, outcome: Outcome, *, squares: float = 0.0, is_first: bool = True) -> Tally:
+    def _tally(
+        self,
+        outcome: Outcome,
+        *,
+        squares: float = 0.0,
+        overflow: bool = False,
+        is_first: bool = True,
+    ) -> Tally:
         def why() -> NonFiniteError:
             return self._trace.why(ran, is_first=is_first)
 
         ran = Ran(self._ran[0], self._ran[1], self.step_number, outcome)
-        return Tally(self._mesh, outcome, self._captured.metrics, why, squares=squares)
+        names = self._captured.metrics
+        return Tally(self._mesh, outcome, names, why, squares=squares, overflow=overflow)
 
     def _go(self, batch: Batch) -> Tally:
         """One step without waiting for ranks that hold other parameters."""
@@ -452,7 +500,15 @@ class Pipeline:
         with self._failing():
             self._settle()
         self._refuse_between("checkpoint")
-        progress = disk.Progress(self.step_number, self.epoch, self.position, self._train.seed)
+        scale = self._train.loss_scale
+        progress = disk.Progress(
+            self.step_number,
+            self.epoch,
+            self.position,
+            self._train.seed,
+            None if scale is None else scale.scale,
+            0 if scale is None else scale.streak,
+        )
         with self._failing():
             self._state.save(Path(folder).absolute(), progress)
 
@@ -486,6 +542,9 @@ class Pipeline:
         pipeline.step_number = progress.step
         pipeline._feed.epoch, pipeline._feed.position = progress.epoch, progress.position
         pipeline._train.seed = progress.seed
+        if pipeline._train.loss_scale is not None and progress.loss_scale is not None:
+            pipeline._train.loss_scale.scale = progress.loss_scale
+            pipeline._train.loss_scale.streak = progress.loss_streak
         return pipeline
 
     # Failures

@@ -124,10 +124,10 @@ class Prepared:
         try:
             yield
         except TorchDynamoException as error:
-            text = next((line for line in str(error).splitlines() if line.strip()), "")
+            text = " ".join(str(error).split())
             raise TrainingError(
                 f"stage {stage} cannot be compiled with backend {self.options.backend}: "
-                f"{type(error).__name__}: {text.strip()[:300]}; choose another backend "
+                f"{type(error).__name__}: {text[:300]}; choose another backend "
                 '("aot_eager" needs no compiler), or leave compile out'
             ) from error
 

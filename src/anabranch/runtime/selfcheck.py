@@ -6,6 +6,9 @@ which still has the whole model, runs it as the user wrote it, and both sides ar
 numbers per parameter: the norm of the gradient, and its product with a fixed pattern of signs.
 Gradients themselves do not travel.
 
+Both sides compute without compute options (half precision, compiled stages): the question is what
+tracing has lost.
+
 Replicas stay idle: with one slice per micro-batch, batch normalisation and losses within the batch
 compare as well.
 """

@@ -90,6 +90,10 @@ class State:
             if p.requires_grad and p.grad is None and self._holders.owner(name) == self._mesh.rank
         ]
 
+    def gradients(self) -> list[Tensor]:
+        """Of this rank's parameters, as far as there are any."""
+        return [p.grad for p in self.parameters.values() if p.grad is not None]
+
     def save(self, folder: Path, progress: disk.Progress) -> None:
         """Write a checkpoint, all ranks together.
 

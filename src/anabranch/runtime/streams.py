@@ -94,7 +94,7 @@ class Place(NamedTuple):
     shape: Sequence[int]
 
     @property
-    def count(self) -> int:
+    def per_sample(self) -> int:
         """Numbers per sample."""
         return self.blocks[0] * self.blocks[2]
 
@@ -113,7 +113,7 @@ class Place(NamedTuple):
 
     def kept(self, probability: float) -> Tensor:
         """Booleans that are true with a probability, to 32 bits; two of them from each hash."""
-        halves = self.hashes(-(-self.count // 2)).view(torch.int32)[:, : self.count]
+        halves = self.hashes(-(-self.per_sample // 2)).view(torch.int32)[:, : self.per_sample]
         # The int32 begin at -2^31; the first share of them is true.
         limit = round(probability * 2**32) - 2**31
         return self._placed(halves < limit if limit < 2**31 else halves == halves)
@@ -122,19 +122,19 @@ class Place(NamedTuple):
         """Numbers in [0, 1), with as many bits as the type holds exactly."""
         size = _MANTISSA.get(dtype, 24)
         exact = torch.float64 if dtype == torch.float64 else torch.float32
-        numbers = _shifted(self.hashes(self.count), 64 - size).to(exact) * 2.0**-size
+        numbers = _shifted(self.hashes(self.per_sample), 64 - size).to(exact) * 2.0**-size
         return self._placed(numbers.to(dtype))
 
     def normal(self, dtype: torch.dtype) -> Tensor:
         """Standard normal numbers, by Box and Muller; for half precision from float32."""
         exact = torch.float64 if dtype == torch.float64 else torch.float32
         size = _MANTISSA.get(exact, 24)
-        numbers = _shifted(self.hashes(2 * self.count), 64 - size).to(exact) * 2.0**-size
-        first, second = numbers[:, : self.count], numbers[:, self.count :]
+        numbers = _shifted(self.hashes(2 * self.per_sample), 64 - size).to(exact) * 2.0**-size
+        first, second = numbers[:, : self.per_sample], numbers[:, self.per_sample :]
         radius = torch.sqrt(-2.0 * torch.log1p(-first))
         return self._placed((radius * torch.cos(2.0 * math.pi * second)).to(dtype))
 
     def integer(self, low: int, high: int, dtype: torch.dtype) -> Tensor:
         """Integers in [low, high)."""
-        numbers = _shifted(self.hashes(self.count), 1) % (high - low) + low
+        numbers = _shifted(self.hashes(self.per_sample), 1) % (high - low) + low
         return self._placed(numbers.to(dtype))

@@ -25,6 +25,7 @@ class Tally:
         names: metrics of the model.
         why: the error where a number is not finite on some rank; called on all of them.
         squares: this rank's share of the gradients' squared norm.
+        overflow: under a scaled loss, whether a gradient of this rank is not finite.
     """
 
     def __init__(
@@ -35,12 +36,13 @@ class Tally:
         why: Callable[[], NonFiniteError],
         *,
         squares: float = 0.0,
+        overflow: bool = False,
     ) -> None:
         self._names, self._why = names, why
         self._sums: list[float] = []
         self._error: NonFiniteError | None = None
         metrics = (outcome.metrics.get(name, 0.0) for name in names)
-        mine = [outcome.loss, float(outcome.is_bad), squares, *metrics]
+        mine = [outcome.loss, float(outcome.is_bad), squares, float(overflow), *metrics]
         self._pending = mesh.start_all_reduce(torch.tensor(mine, dtype=torch.float64))
 
     def read(self) -> None:
@@ -68,6 +70,11 @@ class Tally:
         return self._sums[2]
 
     @property
+    def overflow(self) -> bool:
+        """Whether a gradient of some rank is not finite."""
+        return self._sums[3] > 0
+
+    @property
     def metrics(self) -> dict[str, float]:
         """Means over the batch."""
-        return dict(zip(self._names, self._sums[3:], strict=True))
+        return dict(zip(self._names, self._sums[4:], strict=True))

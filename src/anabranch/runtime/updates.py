@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import torch
+from torch import Tensor
 
 from anabranch.graph.split import Split
 from anabranch.planner.stages import StageGraph
@@ -82,6 +83,16 @@ class Updates:
         self._is_last = self._is_summed = self._at_once = False
         self._divisor = 1
         self._ready: list[int] = []
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """What this rank holds between two steps: parameters, gradients, optimizer state."""
+        optimizer = self._state.optimizer
+        state = optimizer.state.values() if optimizer is not None else ()
+        moments = [t for each in state for t in each.values() if isinstance(t, Tensor)]
+        gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
+        held = [*self._parameters.values(), *self._state.buffers.values()]
+        return [*held, *moments, *gradients, *self._reducer.buffers]
 
     # A batch
 

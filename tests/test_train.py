@@ -1,0 +1,64 @@
+"""The ready training loop."""
+
+from __future__ import annotations
+
+import pytest
+
+from anabranch import launch
+from anabranch.record import Run
+from anabranch.train import Progress, train
+from anabranch.workload import Workload
+from tests.runtime.small import Built, batch, built, num_ranks, plan, train_alone, with_options
+
+pytestmark = pytest.mark.dist
+
+SIZES = [16, 16, 16, 16, 10]
+
+
+def data(batch_size: int, epoch: int) -> list[dict[str, object]]:
+    return [dict(batch(n, 10 * epoch + i)) for i, n in enumerate(SIZES)]
+
+
+def trained(model: Built, workload: Workload, steps: int) -> tuple[Run, list[Progress]]:
+    """The run of the first rank, and what it told."""
+    chosen = plan(model, 2)
+
+    def rank() -> tuple[Run, list[Progress]]:
+        seen: list[Progress] = []
+        run = train(
+            workload,
+            chosen,
+            steps=steps,
+            captured=model.captured,
+            check_gradients=False,
+            watch=seen.append,
+        )
+        return run, seen
+
+    result: tuple[Run, list[Progress]] = launch.run(rank, num_ranks(chosen), timeout=60.0)[0]
+    return result
+
+
+def test_single_steps_come_first_and_the_rest_follow_each_other() -> None:
+    """Nine steps: four alone, of which three leave a timeline, then five without a barrier; losses
+    are those of the plain loop, and every step is told with its samples.
+    """
+    model = built("TwoBranch")
+    workload = with_options(model, data=data)
+    run, seen = trained(model, workload, 9)
+    batches = [each for epoch in range(2) for each in data(16, epoch)][:9]
+    expected, _ = launch.run(train_alone, 1, model.workload, batches, 4, timeout=60.0)[0]
+    assert run.losses == pytest.approx(expected, rel=1e-5)
+    assert len(run.step_s) == 4
+    assert run.period_s > 0
+    assert [title for title, _ in run.timelines] == ["measured"]
+    assert [progress.step for progress in seen] == list(range(1, 10))
+    assert [progress.samples for progress in seen] == [*SIZES, *SIZES[:4]]
+    assert [progress.loss for progress in seen] == list(run.losses)
+
+
+def test_few_steps_have_no_period() -> None:
+    """Two of three have a timeline; nothing is known of steps that follow each other."""
+    model = built("TwoBranch")
+    run, _ = trained(model, with_options(model, data=data), 3)
+    assert (len(run.losses), len(run.step_s), run.period_s) == (3, 3, 0.0)
