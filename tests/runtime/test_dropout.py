@@ -21,6 +21,7 @@ from anabranch.runtime.dropout import BySample
 from anabranch.runtime.options import ComputeOptions
 from anabranch.runtime.streams import step_key
 from anabranch.workload import Workload
+from tests.hf_models import MODELS as HF_MODELS
 from tests.runtime.computing import step
 from tests.runtime.small import Built, plan
 
@@ -118,6 +119,29 @@ def test_any_plan_draws_what_one_process_draws(model: type[nn.Module], data: st.
     assert gradients.keys() == reference.keys()
     for name, gradient in reference.items():
         torch.testing.assert_close(gradients[name], gradient, rtol=1e-8, atol=1e-11)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "t5"])
+def test_models_of_others_draw_the_same(name: str) -> None:
+    """Dropout in embeddings, attention weights and blocks, with tied embeddings."""
+    torch.manual_seed(0)
+    module, example = HF_MODELS[name]()
+    for each in module.modules():
+        if isinstance(each, nn.Dropout):
+            each.p = 0.1
+        if isinstance(getattr(each, "dropout", None), float):
+            each.dropout = 0.1  # of attention weights
+    module.double()
+    model = Built(capture(module, example), Workload(module, example))
+    leaves = model.captured.flatten_batch(example)
+    whole = plan(model, 1, batch_size=4, microbatch_size=4)
+    parts = plan(model, 3, batch_size=4, microbatch_size=[2, 1, 4], replicas=[1, 2, 1])
+    expected, reference = step(model, whole, leaves, BY_SAMPLE)
+    loss, gradients = step(model, parts, leaves, BY_SAMPLE)
+    assert loss == pytest.approx(expected, rel=1e-10)
+    assert loss != pytest.approx(step(model, whole, leaves)[0], rel=1e-6)
+    for key, gradient in reference.items():
+        torch.testing.assert_close(gradients[key], gradient, rtol=1e-7, atol=1e-9)
 
 
 def test_seed_and_step_change_what_is_drawn() -> None:

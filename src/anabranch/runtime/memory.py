@@ -66,9 +66,7 @@ class _Watch(TorchDispatchMode):
         super().__init__()
         self._see = see
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._look(args)
         result = func(*args, **(kwargs or {}))
         self._look(result)

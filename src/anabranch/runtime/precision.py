@@ -104,13 +104,14 @@ class LossScale:
         Returns:
             Whether one of them is not finite.
         """
-        overflow = False
+        finite = []
         for gradient in gradients:
             if gradient is not None:
                 values = gradient._values() if gradient.is_sparse else gradient
-                overflow = not bool(torch.isfinite(values).all()) or overflow
+                finite.append(torch.isfinite(values).all())
                 values.mul_(1.0 / self.scale)
-        return overflow
+        # One look for all: on a GPU, each waits for what was started before it.
+        return bool(finite) and not bool(torch.stack(finite).all())
 
     def update(self, overflow: bool) -> None:
         """After a step, done or left out.

@@ -51,13 +51,14 @@ def step_key(seed: int, step: int) -> int:
 
 def _shifted(bits: Tensor, count: int) -> Tensor:
     """Logical shift to the right; that of int64 repeats the sign."""
-    return (bits >> count) & ((1 << (64 - count)) - 1)
+    return (bits >> count).bitwise_and_((1 << (64 - count)) - 1)
 
 
 def _mix(bits: Tensor) -> Tensor:
-    bits = (bits ^ _shifted(bits, 30)) * _TIMES_1
-    bits = (bits ^ _shifted(bits, 27)) * _TIMES_2
-    return bits ^ _shifted(bits, 31)
+    # In place where it can be: for large masks memory is what takes the time.
+    bits = _shifted(bits, 30).bitwise_xor_(bits).mul_(_TIMES_1)
+    bits = _shifted(bits, 27).bitwise_xor_(bits).mul_(_TIMES_2)
+    return _shifted(bits, 31).bitwise_xor_(bits)
 
 
 def streams(key: Tensor, start: Tensor, calls: Sequence[int], samples: int) -> Tensor:

@@ -296,13 +296,16 @@ class _Run:
         self.posted[channel] = done + 1
         assert self.transport is not None
         for task in microbatches[done]:
-            receipt = self.transport.receive(task.specs, self.place, task.rank, task.tag)
-            self.receipts[task] = receipt
+            if task.items:
+                receipt = self.transport.receive(task.specs, self.place, task.rank, task.tag)
+                self.receipts[task] = receipt
 
     def receive(self, task: _Task) -> None:
-        if self.watcher is not None:
-            self.watcher.waits()
-        self.take(task.key, task.items, self.receipts.pop(task).wait())
+        # Nothing travels where all values of an edge are whole and went with an earlier message.
+        if task.items:
+            if self.watcher is not None:
+                self.watcher.waits()
+            self.take(task.key, task.items, self.receipts.pop(task).wait())
         if task.completes:
             self.post(task.channel)
 
@@ -319,8 +322,9 @@ class _Run:
 
     def send(self, task: _Task) -> None:
         assert self.transport is not None
-        tensors = self.parts(task.action.stage, task.items)
-        self.transport.send(tensors, task.rank, task.tag)
+        if task.items:
+            tensors = self.parts(task.action.stage, task.items)
+            self.transport.send(tensors, task.rank, task.tag)
 
     def parts(self, stage: int, items: Sequence[Item]) -> list[Tensor]:
         """What a stage has just made, for others."""
