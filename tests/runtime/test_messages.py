@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from anabranch.planner.stages import Plan
-from anabranch.runtime.messages import Item, Layout, assemble, gradient_ports
+from anabranch.runtime.messages import Item, Layout, assemble, channels, gradient_ports
 from anabranch.runtime.steps import parts_of
 from anabranch.schedule import SCHEDULES
 from anabranch.schedule.lower import lower
@@ -121,3 +121,20 @@ def test_the_part_of_a_tensor_is_a_view() -> None:
     cut = part(1, 2).part(whole)
     assert cut.tolist() == [[2, 3], [4, 5]]
     assert cut.data_ptr() == whole[1].data_ptr()
+
+
+def test_channels_are_those_of_the_lowered_schedule() -> None:
+    """Whoever has to open connections beforehand opens those that messages use, and no others."""
+    model = built("TwoBranch")
+    chosen = plan(model, 3, replicas=[2, 1, 3], microbatch_size=[4, 8, 8])
+    graph = chosen.stage_graph
+    rank_of = {device: rank for rank, device in enumerate(graph.devices)}
+    schedule = lower(SCHEDULES["1f1b"]().order(graph), graph)
+    parts = parts_of(model.captured, chosen, exact=False)
+    used = set()
+    for device, actions in schedule.actions.items():
+        layout = Layout(model.captured, parts, graph, device)
+        for action in actions:
+            if action.kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD):
+                used.add((rank_of[device], rank_of[action.peer], layout.tag(action)))
+    assert set(channels(graph, rank_of)) == used

@@ -38,6 +38,18 @@ def test_what_is_copied_out_and_back_gives_the_same_gradients() -> None:
     assert len(saved._entries) >= 5
 
 
+def test_compiled_stages_hand_over_what_they_save() -> None:
+    """Their saved tensors go the same way."""
+    model, x = network()
+    expected = gradients(model, x, None)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=False)
+    saved = Saved(model.parameters(), None)
+    for mine, plain in zip(gradients(compiled, x, saved), expected, strict=True):
+        torch.testing.assert_close(mine, plain)
+    assert len(saved._entries) >= 3
+
+
 def test_parameters_and_views_of_them_stay() -> None:
     """And what is too small to be worth a copy."""
     weight = nn.Parameter(torch.zeros(64, 64))

@@ -59,7 +59,7 @@ from anabranch.planner.partitioner.configured.candidates import configured
 from anabranch.planner.partitioner.elsewhere import in_turn
 from anabranch.planner.partitioner.exact.candidates import with_exact
 from anabranch.planner.partitioner.parts import Part
-from anabranch.planner.partitioner.polish import Polisher
+from anabranch.planner.partitioner.polish.polisher import Polisher
 from anabranch.planner.partitioner.prices import microbatch_sizes
 from anabranch.planner.partitioner.problem import Problem
 from anabranch.planner.partitioner.search import best, in_a_row

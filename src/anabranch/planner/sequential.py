@@ -28,7 +28,7 @@ from anabranch.planner.data_parallel import data_parallel
 from anabranch.planner.infeasible import explain, require_sizes
 from anabranch.planner.partitioner.assemble import Candidate
 from anabranch.planner.partitioner.chains import line
-from anabranch.planner.partitioner.polish import Polisher
+from anabranch.planner.partitioner.polish.polisher import Polisher
 from anabranch.planner.partitioner.prices import microbatch_sizes
 from anabranch.planner.partitioner.problem import Problem
 from anabranch.planner.partitioner.search import THOROUGH, Search, best

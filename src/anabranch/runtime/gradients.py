@@ -62,6 +62,14 @@ class Holders:
         """Sets of ranks that share something."""
         return {r for r in (*self.parameters.values(), *self.buffers.values()) if len(r) > 1}
 
+    def bytes_of(self, module: nn.Module, rank: int) -> int:
+        """Bytes of a rank's parameters."""
+        return sum(
+            p.numel() * p.element_size()
+            for name, p in module.named_parameters()
+            if rank in self.parameters.get(name, ())
+        )
+
     def owner(self, name: str) -> int:
         """The rank that speaks for a parameter or buffer where it must be counted or saved once."""
         return (self.parameters.get(name) or self.buffers[name])[0]

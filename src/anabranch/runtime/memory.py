@@ -59,11 +59,11 @@ class Gauge:
         self.peak_bytes = storages.peak_bytes
 
 
-class _Watch(TorchDispatchMode):
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Shows every tensor that an operation reads or makes."""
 
     def __init__(self, see: Callable[[Tensor], None]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._see = see
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

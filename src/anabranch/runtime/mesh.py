@@ -169,11 +169,12 @@ class Mesh:
             return None
         if place.type != "cuda":
             return self._host_transport()
-        if channels and self._has_own_gpu(place):
-            transport = NcclTransport(self.rank, channels, place, self._timeout)
-            self.barrier()
-            return transport
-        return StagedTransport(self._host_transport(), place)
+        staged = StagedTransport(self._host_transport(), place)
+        if not channels or not self._has_own_gpu(place):
+            return staged
+        transport = NcclTransport(self.rank, channels, place, self._timeout, staged)
+        self.barrier()
+        return transport
 
     def _has_own_gpu(self, place: torch.device) -> bool:
         """Whether all ranks have a GPU each, and NCCL is there; the same answer on every rank."""

@@ -16,7 +16,7 @@ way.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -26,6 +26,8 @@ from torch import Tensor
 from anabranch.graph.opgraph import OpGraph
 from anabranch.graph.split import Port, StageProgram
 from anabranch.planner.stages import StageGraph
+from anabranch.runtime.transport import Channel
+from anabranch.schedule.lower import messages
 from anabranch.schedule.schedule import Action, Kind
 
 _FORWARD = (Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD)
@@ -69,6 +71,25 @@ def assemble(parts: Sequence[tuple[Item, Tensor]]) -> Tensor:
     tensors = [tensor for _, tensor in ordered]
     # A value without a batch dimension that several slices read: its gradient is the sum.
     return torch.cat(tensors) if ordered[0][0].batched else torch.stack(tensors).sum(0)
+
+
+def tag_of(x: int, y: int, num_stages: int, *, back: bool) -> int:
+    """Number of the channel from stage x to stage y, or back: the same whatever edges there are, in
+    training and evaluation.
+    """
+    return 2 * (x * num_stages + y) + back
+
+
+def channels(graph: StageGraph, rank_of: Mapping[int, int]) -> list[Channel]:
+    """All channels that a batch of the planned size uses, the same on every rank."""
+    found = set()
+    for x, y in graph.edges:
+        for back in (False, True):
+            tag = tag_of(x, y, len(graph), back=back)
+            for each in messages(graph, x, y, back=back):
+                source, target = rank_of[each.source_device], rank_of[each.target_device]
+                found.add(Channel(*((target, source) if back else (source, target)), tag))
+    return sorted(found)
 
 
 def gradient_ports(ports: Iterable[Port]) -> tuple[Port, ...]:
@@ -143,8 +164,8 @@ class Layout:
 
     def tag(self, action: Action) -> int:
         """Number of the channel: stage edge and direction."""
-        edge = min(action.stage, action.peer_stage), max(action.stage, action.peer_stage)
-        return 2 * self._graph.edges.index(edge) + (action.kind not in _FORWARD)
+        x, y = sorted((action.stage, action.peer_stage))
+        return tag_of(x, y, len(self._graph), back=action.kind not in _FORWARD)
 
     def _is_producer(self, action: Action) -> bool:
         return action.kind in (Kind.SEND_FORWARD, Kind.RECEIVE_BACKWARD)

@@ -52,14 +52,14 @@ class Finding(NamedTuple):
         place: the stage, in a backward its negative.
         microbatch: of that stage; a large number where it is not known.
         what: kind of tensor.
-        index: of the value in the model's graph, or of the parameter, from the last one.
+        which: of the value in the model's graph, or of the parameter, from the last one.
     """
 
     phase: int
     place: int
     microbatch: int
     what: int
-    index: int
+    which: int
 
     @property
     def stage(self) -> int:
@@ -70,31 +70,26 @@ class Finding(NamedTuple):
 _NOTHING = Finding(2, 0, 0, 0, 0)
 
 
-def without_bad(gradients: Mapping[str, Tensor]) -> bool:
-    """Whether all gradients are finite; one pass over them, and one wait for the device.
+def bad_names(gradients: Mapping[str, Tensor]) -> list[str]:
+    """Gradients that have numbers that are not finite.
+
+    If none has, it is one pass over them, and one wait for the device.
 
     Args:
         gradients: by name, dense or sparse.
     """
-    return not any(True for _ in _bad(gradients))
-
-
-def bad_names(gradients: Mapping[str, Tensor]) -> list[str]:
-    """Those that have numbers that are not finite; costs as much as ``without_bad`` if none has."""
-    return list(_bad(gradients))
-
-
-def _bad(gradients: Mapping[str, Tensor]) -> Iterator[str]:
     groups: dict[tuple[torch.device, torch.dtype], dict[str, Tensor]] = {}
     for name, gradient in gradients.items():
         values = gradient._values() if gradient.is_sparse else gradient
         if values.numel():
             groups.setdefault((values.device, values.dtype), {})[name] = values
+    found: list[str] = []
     for group in groups.values():
         # A norm may overflow though the numbers do not, so whatever looks bad is looked at again.
         norms = torch.stack(torch._foreach_norm(list(group.values())))
         if not bool(torch.isfinite(norms.sum())):
-            yield from (name for name, values in group.items() if not _is_finite(values))
+            found += (name for name, values in group.items() if not _is_finite(values))
+    return found
 
 
 def _is_finite(tensor: Tensor) -> bool:
@@ -154,7 +149,7 @@ class Trace:
             text = self._describe(cause, ran.step)
         if mask < cause and mask != _NOTHING:
             text += (
-                f"; before it, stage {mask.stage} had minus infinity in {self._value(mask.index)}"
+                f"; before it, stage {mask.stage} had minus infinity in {self._value(mask.which)}"
             )
         text += _in_batch(ran.leaves)
         done = _BEFORE if is_first else _AFTER
@@ -211,9 +206,9 @@ class Trace:
         if cause.what == _LOSS:
             what = "the loss"
         elif cause.what == _PARAMETER:
-            what = f"the gradient of parameter {self._names[cause.index]}"
+            what = f"the gradient of parameter {self._names[cause.which]}"
         else:
-            what = self._value(cause.index)
+            what = self._value(cause.which)
             if cause.what == _GRADIENT:
                 what = f"the gradient of {what}"
         where = f"stage {cause.stage}, micro-batch {cause.microbatch} is the first"

@@ -48,11 +48,12 @@ class ComputeOptions:
             generator of its own; fast, repeatable, but another plan draws other numbers.
             ``sample``: each number is a hash of seed, step, operation in the model, sample of the
             batch and place within the sample, so that any plan, replica count and micro-batch size
-            draws the same, as one process with a plan of one stage does. On a CPU a large mask costs
-            about as much as usual, a small one some 50 us; on a GPU it takes some fifteen
-            element-wise kernels instead of one, which ``compile`` joins again; attention with dropout does without fused kernels,
-            so its weights take memory quadratic in the length. Operations that draw in another way
-            (multinomial, randperm, dropout within nn.LSTM) are refused.
+            draws the same, as one process with a plan of one stage does. On a CPU a large mask
+            costs about as much as usual, a small one some 50 us; on a GPU it takes some fifteen
+            element-wise kernels instead of one, which ``compile`` joins again; attention with
+            dropout does without fused kernels, so its weights take memory quadratic in the length.
+            Operations that draw in another way (multinomial, randperm, dropout within nn.LSTM) are
+            refused.
 
     Raises:
         ValueError: for a value that is not listed.

@@ -36,6 +36,7 @@ from anabranch.errors import NonFiniteError, TrainingError
 from anabranch.graph.capture import Captured
 from anabranch.planner.stages import Plan
 from anabranch.runtime.agreement import facts_of, require_agreement
+from anabranch.runtime.budget import require_memory
 from anabranch.runtime.compute import Outcome
 from anabranch.runtime.evaluation import Evaluation
 from anabranch.runtime.failure import POSITION, PeerLostError, located
@@ -43,6 +44,7 @@ from anabranch.runtime.feed import Feed, leaves_of, samples_of
 from anabranch.runtime.gradients import Holders
 from anabranch.runtime.memory import Gauge
 from anabranch.runtime.mesh import Mesh, join, require_whole_replicas
+from anabranch.runtime.messages import channels
 from anabranch.runtime.nonfinite import Ran, Trace
 from anabranch.runtime.options import PLAIN, ComputeOptions, require_exact
 from anabranch.runtime.recording import gather_timeline
@@ -88,11 +90,14 @@ class Pipeline:
         exact: gradients bitwise those of one process that accumulates the same micro-batches.
         check_gradients: before the first step, compare loss and gradients of one micro-batch with
             the user's own module in one process.
+        check_memory: before anything is allocated, compare the predicted peak of every rank with the
+            memory of the plan's cluster and with what is free here.
         timeout: seconds until a silent rank counts as lost; more than the longest step takes.
 
     Raises:
         InvalidPlanError: if the plan is for another model or another number of ranks, ranks
             disagree, or a stage has tensor parallelism.
+        InfeasiblePlanError: if a rank would take more memory than there is.
         CaptureError: if the module cannot be captured.
         ValueError: if ``accumulate`` is less than 1.
     """
@@ -108,6 +113,7 @@ class Pipeline:
         compute: ComputeOptions = PLAIN,
         exact: bool = False,
         check_gradients: bool = True,
+        check_memory: bool = True,
         timeout: float = 600.0,
     ) -> None:
         if accumulate < 1:
@@ -126,6 +132,7 @@ class Pipeline:
             "accumulate": accumulate,
             "exact": exact,
             "check_gradients": check_gradients,
+            "check_memory": check_memory,
             "clip_norm": workload.clip_norm,
             **asdict(compute),
         }
@@ -139,7 +146,11 @@ class Pipeline:
         self._holders = Holders.of(parts, plan.stage_graph, rank_of)
         self._mesh = Mesh(devices, self._holders.sets, device_type=place.type, timeout=timeout)
         with self._failing():
-            self._transport = self._mesh.transport()
+            if check_memory:
+                held = self._holders.bytes_of(module, self._mesh.rank)
+                require_memory(plan, self._mesh, held, place)
+            wanted = channels(plan.stage_graph, rank_of)
+            self._transport = self._mesh.transport(place, wanted)
             self._state = State(replace(workload, module=module), self._holders, self._mesh)
             seed = self._common_seed()
         self._train = Steps(

@@ -13,7 +13,7 @@ from anabranch.graph.cuts import decompose, operators
 from anabranch.graph.opgraph import Op, OpGraph, Parameter, Value
 from anabranch.planner import PLANNERS
 from anabranch.planner.check import check
-from anabranch.planner.partitioner.polish import Polisher
+from anabranch.planner.partitioner.polish.polisher import Polisher
 from anabranch.planner.stages import Stage, StageGraph
 from anabranch.profile.profile import OpCost, Profile
 from tests.planner.helpers import cluster, cost_model

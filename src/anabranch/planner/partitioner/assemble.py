@@ -161,7 +161,7 @@ class Assembler:
 
     def _halves(self, part: Part) -> list[Part]:
         """The part cut in two, each with as many replicas, so that the slower is quickest."""
-        ops = sorted(self.prices.facts.ops(part.mask).tolist(), key=self._position.__getitem__)
+        ops = sorted(self.prices.facts.ops(part.mask).tolist(), key=self.position.__getitem__)
         halves = [
             [replace(part, mask=first), replace(part, mask=second)]
             for first, second in cuts(self.prices, part, ops)
@@ -170,12 +170,13 @@ class Assembler:
         return min(fitting, key=self._longest, default=[])
 
     @cached_property
-    def _position(self) -> dict[int, int]:
+    def position(self) -> dict[int, int]:
+        """Place of every operator in the order."""
         return {op: position for position, op in enumerate(self.order)}
 
     def arrange(self, parts: Sequence[Part]) -> tuple[list[Part], set[tuple[int, int]]]:
         """Parts in topological order, branch after branch, and the stage edges."""
-        place, ops = self._position, self.prices.facts.ops
+        place, ops = self.position, self.prices.facts.ops
         key = [min(place[op] for op in ops(part.mask).tolist()) for part in parts]
         pairs = edges(self.prices, parts)
         waits = [0] * len(parts)

@@ -31,7 +31,7 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 from anabranch.cost import Port
-from anabranch.planner.partitioner.parts import Part, PartPrices, heights
+from anabranch.planner.partitioner.parts import Part, PartPrices, Ways, heights
 from anabranch.planner.stages import split_evenly
 
 
@@ -143,24 +143,46 @@ def _transfers(
         delay = prices.cost.way(devices[0][0], devices[1][0])[3]
         return delay, delay + waits, set()
     shape = ends[0].replicas, ends[0].tensor, ends[1].replicas, ends[1].tensor
-    there: dict[Port, float] = {}
-    back: dict[Port, float] = {}
+    key = shape, tuple(devices[0]), tuple(devices[1])
+    ways = prices.ways.get(key)
+    if ways is None:
+        ways = prices.ways[key] = _ways(prices, shape, devices)
+    there = back = 0.0
+    for port, samples, once in ways.there:
+        seconds = per_sample * samples + fixed * once
+        load[port] = load.get(port, 0.0) + seconds
+        if seconds > there:
+            there = seconds
+    for port, samples, once in ways.back:
+        seconds = grad_per_sample * samples + grad_fixed * once
+        load[port] = load.get(port, 0.0) + seconds
+        if seconds > back:
+            back = seconds
+    return ways.latency + there, ways.latency + back + waits, ways.ports
+
+
+def _ways(
+    prices: PartPrices,
+    shape: tuple[int, int, int, int],
+    devices: tuple[Sequence[int], Sequence[int]],
+) -> Ways:
+    """The ports between two stages, whatever is sent."""
+    there: dict[Port, tuple[float, float]] = {}
+    back: dict[Port, tuple[float, float]] = {}
     latency = 0.0
     for i, j, samples in _overlapping_devices(prices.prices.microbatch_size, *shape):
         way, home, per_byte, delay = prices.cost.way(devices[0][i], devices[1][j])
-        if delay > latency:
-            latency = delay
-        seconds = (per_sample * samples + fixed) * per_byte
-        for port in way:
-            there[port] = there.get(port, 0.0) + seconds
-        seconds = (grad_per_sample * samples + grad_fixed) * per_byte
-        for port in home:
-            back[port] = back.get(port, 0.0) + seconds
-    for busy in (there, back):
-        for port, seconds in busy.items():
-            load[port] = load.get(port, 0.0) + seconds
-    ports = there.keys() | back.keys()
-    return latency + max(there.values()), latency + max(back.values()) + waits, ports
+        latency = max(latency, delay)
+        for ports, sums in ((way, there), (home, back)):
+            for port in ports:
+                before = sums.get(port, (0.0, 0.0))
+                sums[port] = before[0] + samples * per_byte, before[1] + per_byte
+    return Ways(
+        latency,
+        tuple((port, *sums) for port, sums in there.items()),
+        tuple((port, *sums) for port, sums in back.items()),
+        there.keys() | back.keys(),
+    )
 
 
 @lru_cache(maxsize=4096)

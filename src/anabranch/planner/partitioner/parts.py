@@ -14,7 +14,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from anabranch.cost import CostModel
+from anabranch.cost import CostModel, Port
 from anabranch.graph.opgraph import bits
 from anabranch.planner.partitioner.prices import Prices
 from anabranch.planner.rings import Holder, rings
@@ -57,6 +57,23 @@ class Border:
     leaves: tuple[float, float]
     enters_back: tuple[float, float]
     leaves_back: tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Ways:
+    """The ports that messages between two stages use, forward and back.
+
+    Attributes:
+        latency: seconds before the first byte is there.
+        there: per port its seconds for a byte per sample, and for a byte whatever the samples.
+        back: likewise.
+        ports: all of them.
+    """
+
+    latency: float
+    there: tuple[tuple[Port, float, float], ...]
+    back: tuple[tuple[Port, float, float], ...]
+    ports: set[Port]
 
 
 class Facts:

@@ -36,7 +36,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from anabranch.runtime.failure import PeerLostError
-from anabranch.runtime.transport.base import Channel, Receipt, Spec, guarded
+from anabranch.runtime.transport.base import Channel, Receipt, Spec, Transport, guarded
 
 _POLL_S = 1e-4
 
@@ -49,12 +49,20 @@ class NcclTransport:
         channels: all of the run, the same on every rank.
         place: this rank's GPU.
         timeout: seconds that a message may take.
+        otherwise: for messages on other channels, such as those of an edge that only an
+            evaluation has; closed with this one.
     """
 
     def __init__(
-        self, rank: int, channels: Collection[Channel], place: torch.device, timeout: float
+        self,
+        rank: int,
+        channels: Collection[Channel],
+        place: torch.device,
+        timeout: float,
+        otherwise: Transport,
     ) -> None:
         self._rank, self._place, self._timeout = rank, place, timeout
+        self._otherwise = otherwise
         self._groups: dict[Channel, dist.ProcessGroup] = {}
         self._sends: deque[tuple[list[dist.Work], list[Tensor]]] = deque()
         self._ahead = torch.cuda.Stream(place)  # type: ignore[no-untyped-call]
@@ -78,6 +86,9 @@ class NcclTransport:
 
     def send(self, tensors: Sequence[Tensor], rank: int, tag: int) -> None:
         """See ``Transport``."""
+        if Channel(self._rank, rank, tag) not in self._groups:
+            self._otherwise.send(tensors, rank, tag)
+            return
         self._let_go()
         moved = [
             tensor.detach().to(self._place).contiguous().resolve_conj().resolve_neg()
@@ -91,6 +102,8 @@ class NcclTransport:
 
     def receive(self, specs: Sequence[Spec], device: torch.device, rank: int, tag: int) -> Receipt:
         """See ``Transport``."""
+        if Channel(rank, self._rank, tag) not in self._groups:
+            return self._otherwise.receive(specs, device, rank, tag)
         with torch.cuda.stream(self._ahead):
             tensors = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in specs]
             filled = [tensor for tensor in tensors if tensor.numel()]
@@ -108,6 +121,7 @@ class NcclTransport:
 
     def flush(self) -> None:
         """See ``Transport``."""
+        self._otherwise.flush()
         deadline = time.monotonic() + self._timeout
         while self._sends:
             self._let_go()
@@ -123,6 +137,7 @@ class NcclTransport:
 
     def close(self) -> None:
         """See ``Transport``."""
+        self._otherwise.close()
         self._sends.clear()
         for group in self._groups.values():
             dist.destroy_process_group(group)

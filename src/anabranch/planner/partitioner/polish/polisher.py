@@ -1,0 +1,274 @@
+"""The changes of ``partitioner.polish`` in turn, from the best of them on, within a budget.
+
+What the estimate likes is proposed. Beside the changes of stages there are two of the whole plan:
+another micro-batch size for all, and the same stages on other devices (``partitioner.elsewhere``),
+so that replicas that exchange values lie in one node. Of changes that do not fit memory there is no
+stage graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from dataclasses import replace
+from itertools import pairwise
+
+from anabranch.cost import CostModel
+from anabranch.planner.partitioner.assemble import Assembler, Candidate
+from anabranch.planner.partitioner.elsewhere import elsewhere, in_turn
+from anabranch.planner.partitioner.estimate import step_s
+from anabranch.planner.partitioner.parts import Part, PartPrices
+from anabranch.planner.partitioner.polish import devices, operators
+from anabranch.planner.partitioner.polish.modes import modes
+from anabranch.planner.partitioner.polish.spot import Parts, Spot
+from anabranch.planner.partitioner.prices import Mode, Prices, degrees
+from anabranch.planner.partitioner.problem import SHORT
+from anabranch.planner.partitioner.recut import Recut
+from anabranch.planner.slices import priced
+from anabranch.planner.stages import StageGraph
+
+MOST_STAGES = 48
+MOST_DEVICES = 128
+"""Stages and devices of a plan that is improved: pricing one takes a millisecond, not ten."""
+
+CLOSE = 1.06
+"""Changes whose estimate is within this factor of the plan's own are worth a simulation."""
+
+MOST_SIMULATED = 120
+LEAST_SIMULATED = 6
+"""Neighbours that are worth a simulation: so many over the number of stages, but at least a few."""
+
+APART = 0.02
+"""What an edge between unequal slices may cost, as a share of the step: a rule of thumb."""
+
+GAIN = 1e-3
+"""A change is an improvement if it shortens the estimated step by this share of it."""
+
+EFFORT = 4_000
+LOOK_ROUND = 1_000
+"""Stages that may be priced for the neighbours of one stage graph, and after a change that is an
+improvement, to see whether another is a better one."""
+
+WHOLE = 12_000
+"""Stages that may be priced for all stage graphs, one after the other."""
+
+
+class Polisher:
+    """Proposes what lies near a stage graph.
+
+    Args:
+        cost: prices the operators on the cluster.
+        batch_size: samples of one step.
+        order: operators, branch after branch.
+        max_replicas: replicas of a stage at most.
+        microbatch_size: the only one allowed, or None.
+        recompute: whether stages may recompute.
+        chained: every stage waits for the one before it, also where no value flows; stages side by
+            side are no neighbours then.
+        simulated: neighbours to propose at a time, at most; by default the more the fewer stages
+            there are.
+    """
+
+    def __init__(
+        self,
+        cost: CostModel,
+        batch_size: int,
+        order: tuple[int, ...],
+        *,
+        max_replicas: int,
+        microbatch_size: int | None = None,
+        recompute: bool = True,
+        chained: bool = False,
+        simulated: int | None = None,
+    ) -> None:
+        self._cost = cost
+        self._batch_size = batch_size
+        self._order = order
+        self._max_replicas = max_replicas
+        self._fixed_size = microbatch_size
+        self._recompute = recompute
+        self._chained = chained
+        self._simulated = simulated
+        self._effort = 0
+        self._left = WHOLE
+        self._recut = Recut(cost, batch_size, order)
+        self._assemblers: dict[int, Assembler] = {}
+        self._known: dict[tuple[int, frozenset[Part]], Candidate | None] = {}
+
+    def __call__(self, graph: StageGraph) -> list[StageGraph]:
+        """Stage graphs near this one, the least estimated step first.
+
+        None for a graph whose stages differ in micro-batch size or k, nor for one with more than
+        ``MOST_STAGES`` or ``MOST_DEVICES``, where one change makes little difference.
+        """
+        sizes = {stage.microbatch_size for stage in graph.stages}
+        uneven = len(sizes) > 1 or any(stage.k > 1 for stage in graph.stages)
+        large = len(graph) > MOST_STAGES or self._cost.cluster.num_devices > MOST_DEVICES
+        if uneven or large or self._left <= 0:
+            return []
+        size = sizes.pop()
+        parts = self._parts(graph)
+        found = list(self._climb(size, parts))
+        here = self._assembled(size, parts)
+        limit = CLOSE * (score(here) if here else min(map(score, found), default=0.0))
+        found += self._elsewhere(graph, size, parts)
+        ranked = sorted((each for each in found if score(each) <= limit), key=score)
+        # Branches that are alike make many changes that are the same but for the branch.
+        unique = {self._likeness(each): each.graph for each in reversed(ranked)}
+        most = self._simulated or max(LEAST_SIMULATED, MOST_SIMULATED // len(parts))
+        chosen = list(reversed(unique.values()))[:most]
+        return [*chosen, *in_turn(self._cost, chosen)]
+
+    def _likeness(self, candidate: Candidate) -> Hashable:
+        """What two candidates have in common that are the same but for the branch they differ in.
+
+        In a short model also the seconds of the stages, as few operators are alike.
+        """
+        graph, size = candidate.graph, candidate.graph.stages[0].microbatch_size
+        shape = [(len(s.operators), len(s.devices), s.recompute) for s in graph.stages]
+        seconds: list[float] = []
+        if len(self._order) <= SHORT:
+            compute_s = self._assembler(size).prices.compute_s
+            seconds = sorted(round(sum(compute_s(part)), 12) for part in self._parts(graph))
+        return round(candidate.step_s, 12), size, tuple(sorted(shape)), tuple(seconds)
+
+    def _parts(self, graph: StageGraph) -> Parts:
+        mask = self._cost.graph.mask
+        return tuple(
+            Part(mask(stage.operators), stage.replicas, stage.recompute, stage.tensor)
+            for stage in graph.stages
+        )
+
+    def _climb(self, size: int, parts: Parts) -> list[Candidate]:
+        """What is one change away, and from the best of it on as long as it gets better."""
+        effort = self._effort = min(EFFORT, self._left)
+        start = self._assembled(size, parts)
+        found = [start] if start is not None else []
+        least = score(start) if start is not None else float("inf")
+        improved = True
+        while improved:
+            improved = False
+            best_s, enough = least * (1 - GAIN), 0
+            for other_size, changed in self._changes(size, parts):
+                if self._effort <= enough:
+                    break
+                if self._least_step_s(other_size, changed) > CLOSE * best_s:
+                    continue
+                candidate = self._assembled(other_size, changed)
+                if candidate is None:
+                    continue
+                found.append(candidate)
+                if score(candidate) < best_s:
+                    if not improved:
+                        enough = max(0, self._effort - LOOK_ROUND)
+                    improved = True
+                    best_s, best = score(candidate), (other_size, changed)
+            if improved:
+                least, (size, parts) = best_s, best
+        self._left -= effort - self._effort
+        return found
+
+    def _least_step_s(self, size: int, parts: Parts) -> float:
+        """What the busiest stage computes in a step: no estimate is less."""
+        prices = self._assembler(size).prices
+        return prices.prices.num_microbatches * max(sum(prices.compute_s(p)) for p in parts)
+
+    def _assembled(self, size: int, parts: Parts) -> Candidate | None:
+        key = size, frozenset(parts)
+        if key not in self._known:
+            self._effort -= len(parts)
+            self._known[key] = self._assembler(size).assemble(parts)
+        return self._known[key]
+
+    def _assembler(self, size: int) -> Assembler:
+        if size not in self._assemblers:
+            cost = self._cost
+            most = min(cost.cluster.num_devices, self._max_replicas)
+            chosen = degrees(cost, size, most, batch_size=self._batch_size)
+            prices = Prices(
+                cost,
+                self._batch_size,
+                size,
+                chosen,
+                cost.cluster.memory_bytes,
+                recompute=self._recompute,
+            )
+            self._assemblers[size] = Assembler(
+                PartPrices(prices), self._order, self._max_replicas, self._chained
+            )
+        return self._assemblers[size]
+
+    def _changes(self, size: int, parts: Parts) -> Iterator[tuple[int, Parts]]:
+        spot = Spot(self._assembler(size), parts)
+        ordered = self._recut.row_of(parts)
+        row = Spot(spot.assembler, tuple(ordered)) if ordered and spot.is_chain else None
+        for kind in (
+            self._recuts(size, row) if row else (),
+            operators.slides(row) if row else (),
+            operators.merges(spot),
+            operators.gathers(spot),
+            modes(spot, recompute=self._recompute),
+            devices.moved_devices(spot),
+            operators.shifts(spot),
+            operators.splits(spot),
+            operators.split_off(spot),
+        ):
+            for changed in kind:
+                if all(self._may(size, part) for part in changed if part not in parts):
+                    yield size, changed
+        others = [size // 2, size * 2] if self._fixed_size is None else []
+        for other in (other for other in others if 1 <= other <= self._batch_size):
+            if all(self._may(other, part) for part in parts):
+                yield other, parts
+            if row:
+                as_it_is = [devices.mode_of(part) for part in row.parts]
+                for cut in self._cut(other, devices.rescaled(as_it_is)):
+                    yield other, cut
+
+    def _recuts(self, size: int, row: Spot) -> Iterator[Parts]:
+        """Stages in a row with other devices, cut again as is best for these."""
+        return self._cut(size, devices.other_modes(row))
+
+    def _cut(self, size: int, ways: Iterator[list[Mode]]) -> Iterator[Parts]:
+        for way in ways:
+            if all(self._may(size, mode) for mode in way):
+                yield from map(tuple, self._recut.cut(size, way))
+
+    def _may(self, size: int, part: Part | Mode) -> bool:
+        """Whether a stage may have its replicas: each has samples, the profile knows them."""
+        node = self._cost.cluster.group_sizes[0]
+        return (
+            1 <= part.replicas <= min(size, self._max_replicas)
+            and node % part.tensor == 0
+            and priced(self._cost, self._batch_size, size, part.replicas)
+        )
+
+    def _elsewhere(self, graph: StageGraph, size: int, parts: Parts) -> Iterator[Candidate]:
+        """The same stages on other devices."""
+        cluster = self._cost.cluster
+        if cluster.group_sizes[0] == cluster.num_devices:
+            return
+        spot = Spot(self._assembler(size), parts)
+        pairs = set(spot.pairs)
+        if self._chained:
+            pairs |= set(pairwise(range(len(parts))))
+        if len(pairs) != len(graph.edges):
+            return
+        where_now = [stage.devices for stage in graph.stages]
+        for where in elsewhere(cluster, parts, pairs, where_now, spot.focus):
+            stages = tuple(
+                replace(stage, devices=tuple(chosen), in_flight=0)
+                for stage, chosen in zip(graph.stages, where, strict=True)
+            )
+            moved = replace(graph, stages=stages)
+            yield Candidate(moved, step_s(spot.prices, parts, where, pairs), 0.0)
+
+
+def score(candidate: Candidate) -> float:
+    """The estimated step, with a penalty for edges whose replicas do not divide one another.
+
+    There slices overlap in ever other ways, so that messages hold one another up at the ports.
+    """
+    graph = candidate.graph
+    counts = [stage.replicas for stage in graph.stages]
+    apart = sum(counts[x] % counts[y] > 0 < counts[y] % counts[x] for x, y in graph.edges)
+    return candidate.step_s * (1 + APART * apart)
