@@ -41,6 +41,8 @@ class Run:
         timelines: headings and timelines of one step, predicted before measured.
         period_s: wall seconds per step while steps followed each other without a barrier; 0 where
             the run was too short to tell.
+        device_peak_bytes: per device of the plan, ascending, most bytes of tensors in a step; empty
+            where the run was too short for a step to be weighed.
     """
 
     plan: Plan
@@ -51,6 +53,7 @@ class Run:
     chance: Mapping[str, float] = field(default_factory=dict)
     timelines: tuple[tuple[str, Timeline], ...] = ()
     period_s: float = 0.0
+    device_peak_bytes: tuple[int, ...] = ()
 
     @property
     def median_step_s(self) -> float:
@@ -67,6 +70,8 @@ class Run:
             "ideal_step_s": self.ideal_step_s,
             "samples_per_s": self.plan.stage_graph.batch_size
             / (self.period_s or self.median_step_s),
+            "device_peak_bytes": list(self.device_peak_bytes),
+            "predicted_device_peak_bytes": list(self.plan.predicted.device_peak_bytes),
             "metrics": dict(self.metrics),
             "chance": dict(self.chance),
         }
@@ -89,6 +94,7 @@ def save_run(run: Run, folder: Path) -> None:
             "metrics": dict(run.metrics),
             "chance": dict(run.chance),
             "timelines": [_to_dict(title, timeline) for title, timeline in run.timelines],
+            "device_peak_bytes": list(run.device_peak_bytes),
         },
     )
     # A run of a single step, or of short batches alone, has recorded none.
@@ -119,6 +125,7 @@ def load_run(folder: Path) -> Run:
         metrics=file.metrics,
         chance=file.chance,
         timelines=timelines,
+        device_peak_bytes=tuple(file.device_peak_bytes),
     )
 
 
@@ -176,6 +183,7 @@ class _RunFile(_Strict):
     metrics: dict[str, float]
     chance: dict[str, float]
     timelines: list[_Timeline]
+    device_peak_bytes: list[Annotated[int, Field(ge=0)]] = []
 
 
 def _to_timeline(file: _Timeline) -> Timeline:

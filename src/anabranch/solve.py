@@ -40,7 +40,9 @@ AUTO = ("1f1b", "1f1b-deep")
 """What ``schedule="auto"`` chooses from, least memory first. GPipe holds all micro-batches."""
 
 STARTS = 4
-"""Proposals whose neighbours are tried."""
+WORTH = 1.15
+"""Proposals whose neighbours are tried beside those of the best, and how much longer their steps
+may be: neighbours are rarely better by more."""
 
 SIMULATION = 150_000
 IMPROVEMENT = 50_000
@@ -104,7 +106,7 @@ def plan(
     simulated = time.perf_counter()
     if judged and not stopped and isinstance(search, Improver):
         near = search.neighbourhood(cost, batch_size, microbatch_size)
-        judged = _uninterrupted(lambda: _improve(judge, near, proposals))
+        judged = _uninterrupted(lambda: _improve(judge, near))
         best = judge.winner(planner)
     improved = time.perf_counter()
     require(best.graph, cost)
@@ -350,26 +352,25 @@ def _uninterrupted(work: Callable[[], object]) -> bool:
     return True
 
 
-def _improve(
-    judge: Judge,
-    near: Callable[[StageGraph], Iterable[StageGraph]],
-    proposals: Sequence[StageGraph],
-) -> None:
-    """Judge what lies near the best plan and near others unlike it, as long as it gets better."""
+def _improve(judge: Judge, near: Callable[[StageGraph], Iterable[StageGraph]]) -> None:
+    """Judge what lies near the best plan, as long as it gets better, and near others unlike it."""
     assert judge.best is not None, "there is something to improve"
     allowed = judge.simulated + IMPROVEMENT
-    for start in (judge.best.graph, *_unlike(proposals)):
-        judge.consider(near(start), allowed)
-    while judge.consider(near(judge.best.graph), allowed):
-        pass
+    for start in (judge.best.proposal, *_unlike(judge)):
+        here = start
+        while judge.consider(near(here), allowed):
+            here = judge.best.proposal
 
 
-def _unlike(proposals: Sequence[StageGraph]) -> list[StageGraph]:
-    """Of the proposals the first with each number of stages, and no more than ``STARTS``."""
-    first: dict[int, StageGraph] = {}
-    for graph in proposals:
-        first.setdefault(len(graph), graph)
-    return list(first.values())[:STARTS]
+def _unlike(judge: Judge) -> list[StageGraph]:
+    """Of the proposals that were simulated the best with each number of stages and each micro-batch
+    size, but for the best of all: no more than ``STARTS``, none that is much longer.
+    """
+    first: dict[tuple[int, ...], StageGraph] = {}
+    for graph, step_s in sorted(judge.steps.items(), key=lambda each: each[1]):
+        if step_s <= WORTH * judge.best_s:
+            first.setdefault((len(graph), graph.stages[0].microbatch_size), graph)
+    return list(first.values())[1 : STARTS + 1]
 
 
 def _schedules(name: str, search: Planner) -> tuple[str, ...]:

@@ -103,7 +103,8 @@ def train(
     recorded: list[Timeline] = []
     batches = pipe.batches(epochs=epochs)
     # First single steps, whose times and timelines are those of a step alone.
-    while len(losses) < (1 + _RECORDED if steps is None else min(steps, 1 + _RECORDED)):
+    alone = 2 + _RECORDED
+    while len(losses) < (alone if steps is None else min(steps, alone)):
         started = time.perf_counter()
         batch = next(batches, None)
         if batch is None:
@@ -111,13 +112,17 @@ def train(
         full = num_samples(batch) == plan.stage_graph.batch_size
         # The first step sets things up; a short one would tell nothing about the others.
         record = full and len(losses) > 0 and len(recorded) < _RECORDED
-        losses.append(pipe.step(batch, record=record))
-        seconds.append(time.perf_counter() - started)
+        weigh = full and len(recorded) == _RECORDED
+        losses.append(pipe.step(batch, record=record, weigh=weigh))
+        taken = time.perf_counter() - started
+        # Weighing a step makes it longer.
+        if not weigh:
+            seconds.append(taken)
         if record and pipe.timeline is not None:
             recorded.append(pipe.timeline)
         if watch is not None and pipe.rank == 0:
             samples = num_samples(batch)
-            watch(Progress(len(losses), steps, losses[-1], pipe.metrics, seconds[-1], samples))
+            watch(Progress(len(losses), steps, losses[-1], pipe.metrics, taken, samples))
     # The rest follow each other without waiting.
     sizes: deque[int] = deque()
     left = None if steps is None else steps - len(losses)
@@ -148,6 +153,7 @@ def train(
         metrics=metrics,
         chance=dict(workload.chance),
         timelines=(("measured", timeline),) if timeline else (),
+        device_peak_bytes=pipe.peak_bytes or (),
     )
 
 

@@ -94,6 +94,26 @@ def test_fp16_skips_and_scales_as_gradscaler_does(clip_norm: float | None) -> No
                 torch.testing.assert_close(value, state[name], rtol=1e-5, atol=1e-7)
 
 
+def test_steps_without_a_barrier_wait_for_the_verdict_under_fp16() -> None:
+    """An update must know of overflows elsewhere, so these steps are those of ``step``."""
+    model = built("TwoBranch")
+    workload = with_options(model, optimizer=sgd)
+    batches = batches_with_an_overflow()
+
+    def one_by_one(pipeline: Pipeline) -> Any:
+        return [pipeline.step(each) for each in batches], pipeline._train.loss_scale
+
+    def streamed(pipeline: Pipeline) -> Any:
+        return list(pipeline.steps(batches)), pipeline._train.loss_scale
+
+    first, second = (
+        run(model, plan(model, 3), work, workload=workload, compute=FP16)
+        for work in (one_by_one, streamed)
+    )
+    assert first == second
+    assert first[0][1].scale < 2.0**16
+
+
 def test_bf16_trains_as_one_process() -> None:
     """Bitwise, and without the check of gradients getting in the way."""
     model = built("TwoBranch")

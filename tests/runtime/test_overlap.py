@@ -107,8 +107,9 @@ def test_sums_start_during_the_backward_in_one_order(small_buckets: None) -> Non
         names = {b.named[0][0]: b for queue in reducer._queues for b in queue.buckets}
 
         def noting(tensor: Tensor, ranks: tuple[int, ...] | None = None) -> Any:
-            name = next(n for n, b in names.items() if b._flat is tensor)
-            log.append((name, len(reducer._waiting)))
+            for name, bucket in names.items():
+                if bucket._flat is tensor:
+                    log.append((name, len(reducer._waiting)))
             return start(tensor, ranks)
 
         mesh.start_all_reduce = noting  # type: ignore[method-assign]

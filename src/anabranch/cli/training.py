@@ -404,6 +404,11 @@ def _say_result(run: Run) -> None:
         rows.append(["step after step", f"{run.period_s * 1e3:.2f} ms without a barrier between"])
     if run.ideal_step_s:
         rows.append(["ideal step", f"{run.ideal_step_s * 1e3:.2f} ms for the measured stage times"])
+    if run.device_peak_bytes:
+        # Of the rank that took most.
+        expected = run.plan.predicted.device_peak_bytes
+        peak, said = max(zip(run.device_peak_bytes, expected, strict=True))
+        rows.append(["peak memory", f"{peak / 2**20:.1f} MiB, predicted {said / 2**20:.1f} MiB"])
     for name, text in rows:
         typer.echo(f"  {name:20s} {text}")
 

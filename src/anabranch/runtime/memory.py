@@ -30,7 +30,8 @@ class Gauge:
     """Measures one step.
 
     Attributes:
-        peak_bytes: the most so far.
+        peak_bytes: the most in the step, once it is over.
+        storages: what is alive, during a step on the CPU.
 
     Args:
         place: where the stages run.
@@ -42,6 +43,7 @@ class Gauge:
         self, place: torch.device, held: Iterable[Tensor], ignored: Iterable[Tensor] = ()
     ) -> None:
         self.peak_bytes = 0
+        self.storages: Storages | None = None
         self._place, self._held, self._ignored = place, list(held), list(ignored)
 
     @contextmanager
@@ -52,11 +54,11 @@ class Gauge:
             yield
             self.peak_bytes = torch.cuda.max_memory_allocated(self._place)
             return
-        storages = _Storages(self._held, self._ignored)
+        self.storages = storages = Storages(self._held, self._ignored)
         self._held.clear()
         with _Watch(storages.see):
             yield
-        self.peak_bytes = storages.peak_bytes
+        self.peak_bytes, self.storages = storages.peak_bytes, None
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -78,8 +80,12 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._see(leaf)
 
 
-class _Storages:
+class Storages:
     """Adds up the storages that are alive.
+
+    Attributes:
+        now: bytes alive.
+        peak_bytes: the most so far.
 
     Args:
         held: count from the start.

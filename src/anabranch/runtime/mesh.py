@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import timedelta
 
 import torch
@@ -27,6 +27,7 @@ from anabranch.runtime.transport import (
     HostTransport,
     NcclTransport,
     ProcessGroupTransport,
+    Receipt,
     Router,
     StagedTransport,
     Transport,
@@ -37,6 +38,11 @@ from anabranch.runtime.transport import (
 _FAILURE_KEY = "anabranch/failure"
 _GRACE_S = 1.0
 _CPU = torch.device("cpu")
+_SUM_TAG = -1
+_FEW = 64
+"""Numbers of a sum that every rank sends to every other; a ring of Gloo takes several turns."""
+_MOST_NEAR = 8
+"""Ranks that do so at most: messages grow with their square."""
 
 
 def require_whole_replicas(graph: StageGraph) -> None:
@@ -95,6 +101,35 @@ class Pending:
         return self._tensor
 
 
+class Gathered(Pending):
+    """A small sum whose terms the ranks send to each other, added in the order of the ranks, so
+    that all have the same bits.
+
+    Args:
+        tensor: this rank's term; becomes the sum.
+        rank: of this process.
+        receipts: of the other terms, by rank.
+    """
+
+    def __init__(self, tensor: Tensor, rank: int, receipts: Mapping[int, Receipt]) -> None:
+        super().__init__(tensor, None)
+        self._rank, self._receipts = rank, receipts
+
+    @property
+    def is_done(self) -> bool:
+        """See ``Pending``."""
+        return not self._receipts
+
+    def wait(self) -> Tensor:
+        """See ``Pending``."""
+        if self._receipts:
+            terms = {rank: receipt.wait()[0] for rank, receipt in self._receipts.items()}
+            terms[self._rank] = self._tensor
+            self._tensor.copy_(torch.stack([terms[rank] for rank in sorted(terms)]).sum(0))
+            self._receipts = {}
+        return self._tensor
+
+
 class Mesh:
     """The ranks of one run, seen from one of them.
 
@@ -129,6 +164,7 @@ class Mesh:
             )
         self.device = self.devices[self.rank]
         self._timeout = timeout
+        self._near: Transport | None = None  # to all ranks, where they share a host and are few
         self._everyone = tuple(range(self.size))
         self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
         if self.size > 1:
@@ -200,6 +236,8 @@ class Mesh:
             remote = ProcessGroupTransport(group, self._timeout)
             transports.append(remote)
             routes = dict.fromkeys(self._everyone, remote) | routes
+        elif self.size <= _MOST_NEAR:
+            self._near = transports[0]
         self.barrier()
         return transports[0] if len(transports) == 1 else Router(routes, transports)
 
@@ -218,10 +256,7 @@ class Mesh:
         Raises:
             PeerLostError: if one of them is gone.
         """
-        chosen = self._everyone if ranks is None else ranks
-        if len(chosen) > 1:
-            guarded(lambda: dist.all_reduce(tensor, group=self._groups[chosen]))
-        return tensor
+        return self.start_all_reduce(tensor, ranks).wait()
 
     def start_all_reduce(self, tensor: Tensor, ranks: tuple[int, ...] | None = None) -> Pending:
         """Start to sum over the ranks of a set (by default all), in place.
@@ -235,9 +270,19 @@ class Mesh:
         chosen = self._everyone if ranks is None else ranks
         if len(chosen) == 1:
             return Pending(tensor, None)
+        if ranks is None and self._near is not None and tensor.numel() <= _FEW:
+            return self._gather(self._near, tensor)
         group = self._groups[chosen]
         work = guarded(lambda: dist.all_reduce(tensor, group=group, async_op=True))
         return Pending(tensor, work)
+
+    def _gather(self, near: Transport, tensor: Tensor) -> Pending:
+        others = [rank for rank in self._everyone if rank != self.rank]
+        specs = [(tensor.shape, tensor.dtype)]
+        receipts = {rank: near.receive(specs, _CPU, rank, _SUM_TAG) for rank in others}
+        for rank in others:
+            near.send([tensor], rank, _SUM_TAG)
+        return Gathered(tensor, self.rank, receipts)
 
     def broadcast(self, tensor: Tensor, source: int, ranks: tuple[int, ...] | None = None) -> None:
         """Copy a tensor from one rank of a set to the others, in place.
@@ -317,7 +362,7 @@ class Mesh:
         """Break the connections of this rank's groups."""
         if self.is_closed:
             return
-        self.is_closed = True
+        self.is_closed, self._near = True, None
         for group in self._groups.values():
             if group is not None and dist.is_initialized():
                 dist.destroy_process_group(group)

@@ -90,8 +90,8 @@ class Pipeline:
         exact: gradients bitwise those of one process that accumulates the same micro-batches.
         check_gradients: before the first step, compare loss and gradients of one micro-batch with
             the user's own module in one process.
-        check_memory: before anything is allocated, compare the predicted peak of every rank with the
-            memory of the plan's cluster and with what is free here.
+        check_memory: before anything is allocated, compare the predicted peaks of all ranks with
+            the memory of the plan's cluster and with what is free here.
         timeout: seconds until a silent rank counts as lost; more than the longest step takes.
 
     Raises:

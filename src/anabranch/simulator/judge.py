@@ -38,6 +38,7 @@ which a best one could be passed over."""
 class Candidate:
     """A proposal with the in-flight counts of one schedule."""
 
+    proposal: StageGraph
     graph: StageGraph
     schedule: str
     costs: ModelCosts
@@ -56,14 +57,17 @@ class Judge:
         best: the winner so far; with equal steps the one that recomputes less, then the one with
             less memory.
         best_s: its step.
-        simulated: micro-batches times devices simulated so far, a measure of the work done. Where
-            a step repeats itself, only so many are counted as it takes to see that.
+        simulated: micro-batches times devices simulated so far, a measure of the work done, those
+            of the short steps that it takes to see that a step repeats itself.
+        steps: of the proposals that have been simulated, roughly or in full, the shortest step
+            under any schedule.
     """
 
     def __init__(self, cost: CostModel, schedules: Sequence[str]) -> None:
         self.best: Candidate | None = None
         self.best_s = math.inf
         self.simulated = 0
+        self.steps: dict[StageGraph, float] = {}
         self._cost = cost
         self._schedules = schedules
         self._seen: set[StageGraph] = set()
@@ -92,9 +96,10 @@ class Judge:
     def _consider(self, candidate: Candidate) -> None:
         if candidate.least_s > self.best_s:
             return
-        self.simulated += _work(candidate)
-        seconds = self._seconds(candidate)
-        if seconds is None:
+        seconds, sure = self._seconds(candidate)
+        proposal = candidate.proposal
+        self.steps[proposal] = min(seconds, self.steps.get(proposal, math.inf))
+        if not sure:
             return
         tie = math.isclose(seconds, self.best_s, rel_tol=1e-9)
         assert self.best is not None, "the first candidate is the best until another is better"
@@ -130,11 +135,13 @@ class Judge:
                 if graph in warmed:
                     continue
                 warmed.append(graph)
-                candidate = self._candidate(graph, schedule)
+                candidate = self._candidate(proposal, graph, schedule)
                 if candidate is not None:
                     yield candidate
 
-    def _candidate(self, graph: StageGraph, schedule: str) -> Candidate | None:
+    def _candidate(
+        self, proposal: StageGraph, graph: StageGraph, schedule: str
+    ) -> Candidate | None:
         peak = max(
             stage_bytes(graph, self._cost, s, in_flight=stage.in_flight)
             for s, stage in enumerate(graph.stages)
@@ -148,7 +155,7 @@ class Judge:
         except ProfileError as error:
             self._rejected.append(str(error))
             return None
-        return Candidate(graph, schedule, costs, least, peak)
+        return Candidate(proposal, graph, schedule, costs, least, peak)
 
     def _within_memory(self, proposal: StageGraph, graph: StageGraph) -> StageGraph:
         """The warm-up as deep as memory allows, but no less than the minimal one."""
@@ -173,18 +180,23 @@ class Judge:
         free = self._cost.cluster.memory_bytes - none
         return int(free // (one - none)) if one > none else graph.num_microbatches(s)
 
-    def _seconds(self, candidate: Candidate) -> float | None:
-        """The step of a candidate; None if it is sure, or all but sure, to be longer."""
+    def _seconds(self, candidate: Candidate) -> tuple[float, bool]:
+        """The step of a candidate; roughly, and False, if it is all but sure to be longer than the
+        best.
+        """
         graph, schedule = candidate.graph, candidate.schedule
-        steady = estimate_step_s(
-            graph, lambda g: self._order(g, schedule), candidate.costs, roughly=True
-        )
+
+        def order_for(short: StageGraph) -> Schedule:
+            self.simulated += _work(short)
+            return self._order(short, schedule)
+
+        steady = estimate_step_s(graph, order_for, candidate.costs, roughly=True)
         if steady is not None:
             if steady.periodic:
-                return steady.seconds
+                return steady.seconds, True
             if steady.seconds * (1 - MARGIN) > self.best_s:
-                return None
-        return step_seconds(graph, self._order(graph, schedule), candidate.costs)
+                return steady.seconds, False
+        return step_seconds(graph, order_for(graph), candidate.costs), True
 
     def _why_none(self, planner: str) -> str:
         reasons = [reason for reason in self._rejected if isinstance(reason, str)]
@@ -201,12 +213,8 @@ class Judge:
         )
 
 
-def _work(candidate: Candidate) -> int:
-    graph = candidate.graph
-    return sum(
-        min(graph.num_microbatches(s), 4 * stage.in_flight + 8) * len(stage.devices)
-        for s, stage in enumerate(graph.stages)
-    )
+def _work(graph: StageGraph) -> int:
+    return sum(graph.num_microbatches(s) * len(each.devices) for s, each in enumerate(graph.stages))
 
 
 def _burden(candidate: Candidate) -> tuple[int, float]:

@@ -203,12 +203,19 @@ class PartPrices:
     Args:
         prices: the formulas.
         facts: what sets of operators weigh, if several sizes are to share that.
+
+    Attributes:
+        ways: what is remembered of messages, by replicas and tensor-parallel degrees of both stages
+            and by the devices of each.
     """
 
     def __init__(self, prices: Prices, facts: Facts | None = None) -> None:
         self.prices = prices
         self.cost = prices.cost
         self.facts = facts or Facts(prices.cost)
+        self.ways: dict[
+            tuple[tuple[int, int, int, int], tuple[int, ...], tuple[int, ...]], Ways
+        ] = {}
         self._period_s: dict[Part, float] = {}
         self._compute_s: dict[Part, tuple[float, float]] = {}
         self._headroom: dict[Part, int] = {}

@@ -16,7 +16,7 @@ from anabranch.cost import CostModel
 from anabranch.planner.partitioner.assemble import Assembler, Candidate
 from anabranch.planner.partitioner.elsewhere import elsewhere, in_turn
 from anabranch.planner.partitioner.estimate import step_s
-from anabranch.planner.partitioner.parts import Part, PartPrices
+from anabranch.planner.partitioner.parts import Facts, Part, PartPrices
 from anabranch.planner.partitioner.polish import devices, operators
 from anabranch.planner.partitioner.polish.modes import modes
 from anabranch.planner.partitioner.polish.spot import Parts, Spot
@@ -88,6 +88,7 @@ class Polisher:
         self._recompute = recompute
         self._chained = chained
         self._simulated = simulated
+        self._facts = Facts(cost)
         self._effort = 0
         self._left = WHOLE
         self._recut = Recut(cost, batch_size, order)
@@ -193,7 +194,7 @@ class Polisher:
                 recompute=self._recompute,
             )
             self._assemblers[size] = Assembler(
-                PartPrices(prices), self._order, self._max_replicas, self._chained
+                PartPrices(prices, self._facts), self._order, self._max_replicas, self._chained
             )
         return self._assemblers[size]
 
@@ -231,6 +232,7 @@ class Polisher:
     def _cut(self, size: int, ways: Iterator[list[Mode]]) -> Iterator[Parts]:
         for way in ways:
             if all(self._may(size, mode) for mode in way):
+                self._effort -= len(way)
                 yield from map(tuple, self._recut.cut(size, way))
 
     def _may(self, size: int, part: Part | Mode) -> bool:
@@ -259,6 +261,7 @@ class Polisher:
                 replace(stage, devices=tuple(chosen), in_flight=0)
                 for stage, chosen in zip(graph.stages, where, strict=True)
             )
+            self._left -= len(parts)
             moved = replace(graph, stages=stages)
             yield Candidate(moved, step_s(spot.prices, parts, where, pairs), 0.0)
 
