@@ -62,6 +62,7 @@ def plan(
     max_replicas: int | None = None,
     planner_options: Mapping[str, object] | None = None,
     model: str = "",
+    improve: bool = True,
 ) -> Plan:
     """Find the stage graph and schedule with the shortest simulated step.
 
@@ -81,6 +82,7 @@ def plan(
         max_replicas: most replicas of one stage.
         planner_options: values for fields of the planner.
         model: what is planned, for the plan's reader.
+        improve: also try what lies near the best proposals, for planners that know what does.
 
     Raises:
         InfeasiblePlanError: if nothing fits the devices.
@@ -104,7 +106,7 @@ def plan(
         judge = _first_that_fits(cost, _schedules(schedule, search), proposals)
     best = judge.winner(planner)
     simulated = time.perf_counter()
-    if judged and not stopped and isinstance(search, Improver):
+    if improve and judged and not stopped and isinstance(search, Improver):
         near = search.neighbourhood(cost, batch_size, microbatch_size)
         judged = _uninterrupted(lambda: _improve(judge, near))
         best = judge.winner(planner)
@@ -363,8 +365,8 @@ def _improve(judge: Judge, near: Callable[[StageGraph], Iterable[StageGraph]]) -
 
 
 def _unlike(judge: Judge) -> list[StageGraph]:
-    """Of the proposals that were simulated the best with each number of stages and each micro-batch
-    size, but for the best of all: no more than ``STARTS``, none that is much longer.
+    """Of the proposals the best with each number of stages and micro-batch size, but for the best
+    of all: no more than ``STARTS``, none that is much longer.
     """
     first: dict[tuple[int, ...], StageGraph] = {}
     for graph, step_s in sorted(judge.steps.items(), key=lambda each: each[1]):

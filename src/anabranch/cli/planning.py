@@ -314,7 +314,9 @@ def find_baselines(
     schedule: Schedule,
     max_replicas: int | None,
 ) -> Iterator[tuple[str, Plan | str]]:
-    """The strongest sequential plan (as free as ours), and the straight one without replicas."""
+    """The best sequential plan of the search (as free as ours), and the straight one without
+    replicas; neither is improved afterwards, which takes longer than to find it.
+    """
     for name, most in (("sequential", max_replicas), ("straight sequential", 1)):
         yield (
             name,
@@ -327,6 +329,7 @@ def find_baselines(
                 schedule=schedule.value,
                 max_replicas=most,
                 model=found.model,
+                improve=False,
             ),
         )
 

@@ -59,8 +59,8 @@ class Judge:
         best_s: its step.
         simulated: micro-batches times devices simulated so far, a measure of the work done, those
             of the short steps that it takes to see that a step repeats itself.
-        steps: of the proposals that have been simulated, roughly or in full, the shortest step
-            under any schedule.
+        steps: of every proposal that fits the shortest step under any schedule, as far as it was
+            worth knowing: simulated, estimated from short steps, or what it takes at least.
     """
 
     def __init__(self, cost: CostModel, schedules: Sequence[str]) -> None:
@@ -94,11 +94,11 @@ class Judge:
         return self.best is not before
 
     def _consider(self, candidate: Candidate) -> None:
-        if candidate.least_s > self.best_s:
-            return
-        seconds, sure = self._seconds(candidate)
-        proposal = candidate.proposal
-        self.steps[proposal] = min(seconds, self.steps.get(proposal, math.inf))
+        seconds, sure = candidate.least_s, False
+        if candidate.least_s <= self.best_s:
+            seconds, sure = self._seconds(candidate)
+        known = self.steps.get(candidate.proposal, math.inf)
+        self.steps[candidate.proposal] = min(seconds, known)
         if not sure:
             return
         tie = math.isclose(seconds, self.best_s, rel_tol=1e-9)
