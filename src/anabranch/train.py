@@ -14,11 +14,13 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from anabranch.errors import TrainingError
 from anabranch.graph.capture import Captured
 from anabranch.planner.stages import Plan
 from anabranch.record import Run
+from anabranch.runtime.options import PLAIN
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.runtime.reference import num_samples
 from anabranch.schedule.schedule import Kind
@@ -61,8 +63,8 @@ def train(
     evaluation: Captured | None = None,
     resume: Path | None = None,
     save: Path | None = None,
-    check_gradients: bool = True,
     watch: Callable[[Progress], None] | None = None,
+    **options: Any,
 ) -> Run:
     """Train this rank's part; call it on every rank.
 
@@ -75,8 +77,8 @@ def train(
         evaluation: the same in evaluation mode, likewise.
         resume: a checkpoint to go on from.
         save: a new folder for a checkpoint after the last step.
-        check_gradients: compare with the user's module before the first step.
         watch: called after every step, on the first rank only.
+        options: of ``Pipeline``, such as ``compute`` and ``accumulate``.
 
     Returns:
         What happened, the same on every rank.
@@ -94,7 +96,7 @@ def train(
         plan,
         captured=captured,
         evaluation=evaluation,
-        check_gradients=check_gradients,
+        **options,
     )
     if save is not None and save.exists():
         raise TrainingError(f"{save} exists; checkpoints are never written over, name a new folder")
@@ -102,6 +104,8 @@ def train(
     seconds: list[float] = []
     recorded: list[Timeline] = []
     batches = pipe.batches(epochs=epochs)
+    # What is compiled cannot be looked into.
+    can_weigh = options.get("compute", PLAIN).backend is None
     # First single steps, whose times and timelines are those of a step alone.
     alone = 2 + _RECORDED
     while len(losses) < (alone if steps is None else min(steps, alone)):
@@ -112,7 +116,7 @@ def train(
         full = num_samples(batch) == plan.stage_graph.batch_size
         # The first step sets things up; a short one would tell nothing about the others.
         record = full and len(losses) > 0 and len(recorded) < _RECORDED
-        weigh = full and len(recorded) == _RECORDED
+        weigh = full and len(recorded) == _RECORDED and can_weigh
         losses.append(pipe.step(batch, record=record, weigh=weigh))
         taken = time.perf_counter() - started
         # Weighing a step makes it longer.
@@ -137,6 +141,7 @@ def train(
         raise TrainingError(
             f"nothing is left to do: {resume} has {pipe.epoch} of {epochs} epochs; ask for more"
         )
+    pipe.update()
     # What was trained is saved before anything else can fail.
     if save is not None:
         pipe.save(save)

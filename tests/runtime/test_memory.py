@@ -74,11 +74,11 @@ def gauge_now(gauge: Gauge) -> int:
 
 
 class Deep(nn.Module):
-    """Activations of a sample take 64 times as much as all parameters."""
+    """Activations of a micro-batch take several times as much as all parameters."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(8))
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(24))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -95,7 +95,7 @@ def adam(parameters: NamedParameters) -> torch.optim.Optimizer:
 def test_the_prediction_is_near_the_measurement(schedule: str) -> None:
     """Two stages, Adam; the step trains as it would have."""
     torch.manual_seed(0)
-    module, example = Deep(), {"x": torch.randn(4, 512, 32)}
+    module, example = Deep(), {"x": torch.randn(4, 256, 32)}
     captured = capture(module, example)
     profile = anabranch.measure(captured, (2, 4), repeats=1)
     cluster = replace(Cluster.preset("local:2"), cores=0)
@@ -103,7 +103,7 @@ def test_the_prediction_is_near_the_measurement(schedule: str) -> None:
         profile, cluster, 32, microbatch_size=4, schedule=schedule, max_replicas=1
     )
     assert len(plan.stage_graph) == 2
-    batch = {"x": torch.randn(32, 512, 32)}
+    batch = {"x": torch.randn(32, 256, 32)}
 
     def rank() -> tuple[Any, float, float]:
         workload = Workload(module, example, optimizer=adam)
@@ -118,4 +118,4 @@ def test_the_prediction_is_near_the_measurement(schedule: str) -> None:
     assert last < first
     expected = plan.predicted.device_peak_bytes
     for measured, said in zip(peaks, expected, strict=True):
-        assert said == pytest.approx(measured, rel=0.15)
+        assert said == pytest.approx(measured, rel=0.1)

@@ -11,6 +11,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from anabranch.cli.computing import (
+    Accumulate,
+    Compile,
+    Computing,
+    DropoutKind,
+    DropoutOption,
+    OffloadOption,
+    Precision,
+    PrecisionOption,
+)
 from anabranch.cli.inputs import Source, powers_of_two, split_output
 from anabranch.cli.options import (
     AsJson,
@@ -152,6 +162,11 @@ def train(
     output: Output = None,
     preset: SmallPresetOption = Preset.small,
     granularity: GranularityOption = Granularity.layer,
+    precision: PrecisionOption = Precision.fp32,
+    backend: Compile = None,
+    offload: OffloadOption = False,
+    dropout: DropoutOption = DropoutKind.stage,
+    accumulate: Accumulate = 1,
     emulate: Emulate = False,
     cluster: EmulatedCluster = None,
     links: LinksOption = LinkKind.modelled,
@@ -188,6 +203,7 @@ def train(
         return
     if wishes.given():
         raise typer.BadParameter(f"{', '.join(wishes.given())}: only with --emulate")
+    compute = Computing(precision, backend, offload, dropout).options()
     job = Job.of(source, plan_file, asked)
 
     def search() -> Plan:
@@ -200,7 +216,15 @@ def train(
     if first and not as_json:
         typer.echo(job.plan.summary())
     wanted = None if epochs else steps or 100
-    result = job.train(steps or wanted, epochs, resume, save, check_gradients)
+    result = job.train(
+        steps or wanted,
+        epochs,
+        resume,
+        save,
+        check_gradients=check_gradients,
+        accumulate=accumulate,
+        compute=compute,
+    )
     if not first:
         return
     folder = run_folder(run, _slug(model))
@@ -315,9 +339,9 @@ class Job:
         epochs: int | None,
         resume: Path | None = None,
         save: Path | None = None,
-        check_gradients: bool = True,
+        **options: Any,
     ) -> Run:
-        """Train on local ranks, or as this rank of torchrun."""
+        """Train on local ranks, or as this rank of torchrun; with the options of ``Pipeline``."""
         from anabranch import launch
         from anabranch.runtime.steps import prepare
         from anabranch.train import train
@@ -338,7 +362,7 @@ class Job:
                 evaluation=evaluation,
                 resume=resume,
                 save=save,
-                check_gradients=check_gradients,
+                **options,
                 watch=TrainingProgress(plan.predicted.step_s),
             )
 

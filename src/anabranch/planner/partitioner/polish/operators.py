@@ -18,6 +18,9 @@ from anabranch.planner.partitioner.polish.spot import FOCUS, Parts, Spot, some_o
 CHUNKS = 6
 """Parts of one stage that are tried at each neighbour."""
 
+STEPS = (1, 2, 4, 8, 16, 32)
+"""Operators by which cuts of a row are moved."""
+
 
 def shifts(spot: Spot) -> Iterator[Parts]:
     """Operators cross the border between two neighbours."""
@@ -53,8 +56,10 @@ def _shift(spot: Spot, source: int, target: int, chunk: int) -> Iterator[Parts]:
 
 
 def slides(row: Spot) -> Iterator[Parts]:
-    """Several neighbouring cuts of a row, all of them a little earlier or later."""
+    """One cut of a row or several neighbouring ones, all a little earlier or later, or much."""
     parts = row.parts
+    most = max(part.mask.bit_count() for part in parts)
+    steps = [way * step for step in STEPS if step < most for way in (-1, 1)]
     first = list(accumulate((1 << op for op in row.assembler.order), initial=0))
     cuts = list(accumulate((part.mask.bit_count() for part in parts), initial=0))
     last = len(parts) - 1
@@ -63,7 +68,7 @@ def slides(row: Spot) -> Iterator[Parts]:
         for j in range(i, last + 1):
             if len(parts) > FOCUS and i > 1 and j < last and i != j:
                 continue
-            for step in (-1, 1, -2, 2):
+            for step in steps:
                 moved = [cut + step * (i <= s <= j) for s, cut in enumerate(cuts)]
                 if all(a < b for a, b in pairwise(moved)):
                     yield tuple(
