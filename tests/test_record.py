@@ -36,6 +36,7 @@ RUN = Run(
     ideal_step_s=4.0,
     metrics={"loss": 0.4, "accuracy": 0.75},
     chance={"accuracy": 0.5},
+    device_peak_bytes=(7, 9),
     timelines=(("measured", Timeline(SPANS, (0,), "measured", 4.5, {0: ((0.0, 3), (1.0, 7))})),),
 )
 

@@ -15,7 +15,7 @@
      +-- DataError               a data set is missing, damaged, or raised while it was read
      +-- TrainingError           the run itself cannot go on
           +-- StageFailedError   one rank failed; the others were stopped
-          +-- NonFiniteError     the loss became NaN or infinite
+          +-- NonFiniteError     the loss or a gradient became NaN or infinite
 
 A wrong argument in a call is a plain ``ValueError`` or ``TypeError``.
 """
@@ -74,4 +74,4 @@ class StageFailedError(TrainingError):
 
 
 class NonFiniteError(TrainingError):
-    """The loss became NaN or infinite."""
+    """The loss or a gradient became NaN or infinite."""

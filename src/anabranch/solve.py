@@ -369,9 +369,8 @@ def _unlike(judge: Judge) -> list[StageGraph]:
     of all: no more than ``STARTS``, none that is much longer.
     """
     first: dict[tuple[int, ...], StageGraph] = {}
-    for graph, step_s in sorted(judge.steps.items(), key=lambda each: each[1]):
-        if step_s <= WORTH * judge.best_s:
-            first.setdefault((len(graph), graph.stages[0].microbatch_size), graph)
+    for graph in judge.ranked(WORTH):
+        first.setdefault((len(graph), graph.stages[0].microbatch_size), graph)
     return list(first.values())[1 : STARTS + 1]
 
 

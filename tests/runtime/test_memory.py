@@ -116,6 +116,9 @@ def test_the_prediction_is_near_the_measurement(schedule: str) -> None:
     assert results[0] == results[1]
     peaks, first, last = results[0]
     assert last < first
-    expected = plan.predicted.device_peak_bytes
-    for measured, said in zip(peaks, expected, strict=True):
-        assert said == pytest.approx(measured, rel=0.1)
+    # Operations have up to four more activations at hand than are kept; a message that was reckoned
+    # with may not be there.
+    activation = 4 * 256 * 32 * 4
+    for measured, said in zip(peaks, plan.predicted.device_peak_bytes, strict=True):
+        assert said > 10 * activation
+        assert said - activation <= measured <= said + 4 * activation + 4 * KB

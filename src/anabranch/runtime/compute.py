@@ -15,15 +15,16 @@ What is called for a program, compiled or under autocast, is ``Prepared``'s affa
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from anabranch.graph.split import Port, StageProgram
+from anabranch.graph.split import Port
 from anabranch.planner.stages import StageGraph
 from anabranch.runtime.messages import Layout, gradient_ports
 from anabranch.runtime.offload import Offload
@@ -39,25 +40,61 @@ Key = tuple[int, int]
 """Stage and micro-batch."""
 
 
-@dataclass
 class Outcome:
     """What a device found out in one step.
 
+    Losses and metrics stay where they were computed until somebody asks: a look at a number on a
+    GPU waits for everything before it.
+
     Attributes:
-        loss: its share of the step's loss, weighted by samples.
-        metrics: its shares of the metrics, likewise.
-        bad: stage and first micro-batch with a loss that is not finite, or None.
-        bad_parameters: names of parameters whose gradients are not finite.
         times: start and end of every action, in the clock of ``time.perf_counter``.
         tied: exact mode: (parameter, micro-batch, order) -> gradient of one use.
+        bad_parameters: names of parameters whose gradients are not finite.
     """
 
-    loss: float = 0.0
-    metrics: dict[str, float] = field(default_factory=dict)
-    bad: Key | None = None
-    times: list[tuple[float, float]] = field(default_factory=list)
-    tied: dict[tuple[str, int, int], Tensor] = field(default_factory=dict)
-    bad_parameters: list[str] = field(default_factory=list)
+    def __init__(self) -> None:
+        self.times: list[tuple[float, float]] = []
+        self.tied: dict[tuple[str, int, int], Tensor] = {}
+        self.bad_parameters: list[str] = []
+        self._loss, self._metrics = 0.0, dict[str, float]()
+        self._bad: Key | None = None
+        self._unread: list[tuple[Key, float, Tensor | None, dict[str, Tensor]]] = []
+
+    def note(
+        self, key: Key, weight: float, loss: Tensor | None, metrics: dict[str, Tensor]
+    ) -> None:
+        """Keep loss and metrics of a micro-batch that is this share of the batch."""
+        if loss is not None or metrics:
+            self._unread.append((key, weight, loss, metrics))
+
+    def _read(self) -> None:
+        for key, weight, loss, metrics in self._unread:
+            if loss is not None:
+                number = loss.item()
+                if self._bad is None and not -math.inf < number < math.inf:
+                    self._bad = key
+                self._loss += number * weight
+            for name, metric in metrics.items():
+                self._metrics[name] = self._metrics.get(name, 0.0) + metric.item() * weight
+        self._unread.clear()
+
+    @property
+    def loss(self) -> float:
+        """This device's share of the step's loss, weighted by samples."""
+        self._read()
+        return self._loss
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """Its shares of the metrics, likewise."""
+        self._read()
+        return self._metrics
+
+    @property
+    def bad(self) -> Key | None:
+        """Stage and first micro-batch with a loss that is not finite."""
+        self._read()
+        return self._bad
 
     @property
     def is_bad(self) -> bool:
@@ -88,6 +125,27 @@ class Compute(Protocol):
     def backward(self, key: Key, gradients: Mapping[Port, Tensor]) -> dict[Port, Tensor]:
         """Compute the gradients of what entered from those of what left."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """What one micro-batch of a stage is on this device, worked out once.
+
+    Attributes:
+        runnable: what computes it.
+        start: its first sample.
+        count: its samples.
+        weight: its share of the batch.
+        recompute: whether its backward begins with another forward.
+        returned: uses whose gradients flow back.
+    """
+
+    runnable: Runnable
+    start: int
+    count: int
+    weight: float
+    recompute: bool
+    returned: tuple[Port, ...]
 
 
 @dataclass
@@ -127,7 +185,7 @@ class StageCompute:
         self._layout, self._graph, self._parameters = layout, graph, parameters
         self._prepared, self._place, self._seed = prepared, prepared.place, seed
         self._offload = Offload(parameters.values(), self._place)
-        self._runnables: dict[Key, Runnable] = {}
+        self._pieces: dict[Key, _Piece] = {}
         self._starts: dict[int, Tensor] = {}
         self._loss_scale = loss_scale
 
@@ -141,44 +199,58 @@ class StageCompute:
 
     def forward(self, key: Key, values: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """See ``Compute``."""
-        runnable = self._runnable(key)
-        program = runnable.program
+        piece = self._piece(key)
+        program = piece.runnable.program
         # Every use is a leaf of its own: its gradient goes back on its own.
         inputs = [
             (port, values[port.value].detach().requires_grad_(self._train and port.grad))
             for port in program.inputs
         ]
-        recompute = self._graph.stages[key[0]].recompute
         aliases = [self._alias(use.name) for use in program.tied]
         # A compiled stage has another program without gradients, which may draw other numbers.
-        graphless = recompute and self._prepared.options.backend is None
-        with torch.set_grad_enabled(self._train and not graphless), self._saving(recompute):
-            results = self._call(runnable, key, [leaf for _, leaf in inputs], aliases)
+        graphless = piece.recompute and self._prepared.options.backend is None
+        with torch.set_grad_enabled(self._train and not graphless), self._saving(piece.recompute):
+            results = self._call(piece, key, [leaf for _, leaf in inputs], aliases)
         count = len(program.outputs)
         outputs = list(zip(program.outputs, results[:count], strict=True))
         loss = results[count] if program.has_loss else None
-        self._note(program, key, loss, results[count + program.has_loss :])
+        metrics = zip(program.metrics, results[count + program.has_loss :], strict=True)
+        self._outcome.note(
+            key,
+            piece.weight,
+            None if loss is None else loss.detach(),
+            {name: metric.detach() for name, metric in metrics},
+        )
         if self._train:
-            kept = [] if recompute else outputs
-            self._stash[key] = _Stash(inputs, aliases, kept, None if recompute else loss)
+            kept = [] if piece.recompute else outputs
+            self._stash[key] = _Stash(inputs, aliases, kept, None if piece.recompute else loss)
         return {port.value: out.detach() for port, out in outputs}
 
-    def _runnable(self, key: Key) -> Runnable:
-        if key not in self._runnables:
+    def _piece(self, key: Key) -> _Piece:
+        piece = self._pieces.get(key)
+        if piece is None:
             start, stop = self._layout.slice(*key)
-            self._runnables[key] = self._prepared.runnable(key[0], stop - start)
-        return self._runnables[key]
+            runnable = self._prepared.runnable(key[0], stop - start)
+            piece = self._pieces[key] = _Piece(
+                runnable,
+                start,
+                stop - start,
+                (stop - start) / self._graph.batch_size,
+                self._graph.stages[key[0]].recompute,
+                gradient_ports(runnable.program.inputs),
+            )
+        return piece
 
     def _saving(self, recompute: bool) -> AbstractContextManager[object]:
         wanted = self._prepared.options.offload and self._train and not recompute
         return self._offload() if wanted else nullcontext()
 
     def _call(
-        self, runnable: Runnable, key: Key, inputs: list[Tensor], aliases: list[Tensor]
+        self, piece: _Piece, key: Key, inputs: list[Tensor], aliases: list[Tensor]
     ) -> tuple[Tensor, ...]:
-        start, stop = self._layout.slice(*key)
+        runnable, start = piece.runnable, piece.start
         names = runnable.program.batch
-        batch = [self._leaves[name].narrow(0, start, stop - start) for name in names]
+        batch = [self._leaves[name].narrow(0, start, piece.count) for name in names]
         with self._prepared.compiling(key[0]):
             if runnable.by_sample:
                 return tuple(runnable.call(*self._random(start), *inputs, *aliases, *batch))
@@ -200,37 +272,19 @@ class StageCompute:
         parameter = self._parameters[name]
         return parameter.detach().requires_grad_(self._train and parameter.requires_grad)
 
-    def _weight(self, key: Key) -> float:
-        start, stop = self._layout.slice(*key)
-        return (stop - start) / self._graph.batch_size
-
-    def _note(
-        self, program: StageProgram, key: Key, loss: Tensor | None, metrics: tuple[Tensor, ...]
-    ) -> None:
-        """Add to the loss and the metrics of the step."""
-        weight, outcome = self._weight(key), self._outcome
-        if loss is not None:
-            number = loss.item()
-            if outcome.bad is None and not -float("inf") < number < float("inf"):
-                outcome.bad = key
-            outcome.loss += number * weight
-        for name, metric in zip(program.metrics, metrics, strict=True):
-            outcome.metrics[name] = outcome.metrics.get(name, 0.0) + metric.item() * weight
-
     def backward(self, key: Key, gradients: Mapping[Port, Tensor]) -> dict[Port, Tensor]:
         """See ``Compute``."""
         stash = self._stash.pop(key)
-        runnable = self._runnable(key)
-        program = runnable.program
+        piece = self._piece(key)
         with self._prepared.compiling(key[0]):
-            if self._graph.stages[key[0]].recompute:
-                with unchanged_buffers(program.module):
-                    again = self._recompute(runnable, key, stash)
-                    return self._differentiate(program, key, again, gradients)
-            return self._differentiate(program, key, stash, gradients)
+            if piece.recompute:
+                with unchanged_buffers(piece.runnable.program.module):
+                    again = self._recompute(piece, key, stash)
+                    return self._differentiate(piece, key, again, gradients)
+            return self._differentiate(piece, key, stash, gradients)
 
     def _differentiate(
-        self, program: StageProgram, key: Key, stash: _Stash, arrived: Mapping[Port, Tensor]
+        self, piece: _Piece, key: Key, stash: _Stash, arrived: Mapping[Port, Tensor]
     ) -> dict[Port, Tensor]:
         tensors, gradients = [], []
         for port, output in stash.outputs:
@@ -240,19 +294,19 @@ class StageCompute:
         if stash.loss is not None and stash.loss.requires_grad:
             tensors.append(stash.loss)
             scale = 1.0 if self._loss_scale is None else self._loss_scale.scale
-            gradients.append(torch.full_like(stash.loss, self._weight(key) * scale))
+            gradients.append(torch.full_like(stash.loss, piece.weight * scale))
         if tensors:
             torch.autograd.backward(tensors, gradients)
-        for use, alias in zip(program.tied, stash.aliases, strict=True):
+        for use, alias in zip(piece.runnable.program.tied, stash.aliases, strict=True):
             if alias.grad is not None:
                 self._outcome.tied[use.name, key[1], use.order] = alias.grad
         leaves = dict(stash.leaves)
-        return {port: _gradient(leaves[port]) for port in gradient_ports(program.inputs)}
+        return {port: _gradient(leaves[port]) for port in piece.returned}
 
-    def _recompute(self, runnable: Runnable, key: Key, stash: _Stash) -> _Stash:
+    def _recompute(self, piece: _Piece, key: Key, stash: _Stash) -> _Stash:
         """The forward once more, for its autograd graph."""
-        program = runnable.program
-        results = self._call(runnable, key, [leaf for _, leaf in stash.leaves], stash.aliases)
+        program = piece.runnable.program
+        results = self._call(piece, key, [leaf for _, leaf in stash.leaves], stash.aliases)
         count = len(program.outputs)
         outputs = list(zip(program.outputs, results[:count], strict=True))
         loss = results[count] if program.has_loss else None

@@ -37,6 +37,7 @@ _DOING = {
     Kind.RECEIVE_BACKWARD: "waiting for gradients",
 }
 _KINDS = tuple(_DOING)
+_NUMBERS = {kind: number for number, kind in enumerate(_KINDS)}
 
 _BROKEN = ("gloo/transport", "Connection closed by peer", "Connection reset by peer")
 """What torch.distributed says when another process is gone."""
@@ -62,7 +63,7 @@ class Position:
         """Note the action that begins."""
         ints = self._ints
         ints[0], ints[1], ints[2] = step, action.stage, action.microbatch
-        ints[3] = _KINDS.index(action.kind)
+        ints[3] = _NUMBERS[action.kind]
 
     def begin(self, step: int) -> None:
         """Note that a step begins, or goes on after its last action."""

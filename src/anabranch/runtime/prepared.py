@@ -11,7 +11,7 @@ Made once per stage and number of samples, and kept for all batch sizes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -118,9 +118,12 @@ class Prepared:
 
         return cast
 
-    @contextmanager
-    def compiling(self, stage: int) -> Iterator[None]:
+    def compiling(self, stage: int) -> AbstractContextManager[None]:
         """Say what to do when a stage, or its backward, does not compile."""
+        return nullcontext() if self.options.backend is None else self._explaining(stage)
+
+    @contextmanager
+    def _explaining(self, stage: int) -> Iterator[None]:
         try:
             yield
         except TorchDynamoException as error:

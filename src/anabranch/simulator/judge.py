@@ -59,18 +59,17 @@ class Judge:
         best_s: its step.
         simulated: micro-batches times devices simulated so far, a measure of the work done, those
             of the short steps that it takes to see that a step repeats itself.
-        steps: of every proposal that fits the shortest step under any schedule, as far as it was
-            worth knowing: simulated, estimated from short steps, or what it takes at least.
     """
 
     def __init__(self, cost: CostModel, schedules: Sequence[str]) -> None:
         self.best: Candidate | None = None
         self.best_s = math.inf
         self.simulated = 0
-        self.steps: dict[StageGraph, float] = {}
         self._cost = cost
         self._schedules = schedules
         self._seen: set[StageGraph] = set()
+        self._steps: dict[StageGraph, float] = {}
+        self._least: dict[StageGraph, float] = {}
         self._rejected: list[str | float] = []
 
     def consider(self, proposals: Iterable[StageGraph], allowed: float = math.inf) -> bool:
@@ -94,17 +93,31 @@ class Judge:
         return self.best is not before
 
     def _consider(self, candidate: Candidate) -> None:
-        seconds, sure = candidate.least_s, False
-        if candidate.least_s <= self.best_s:
-            seconds, sure = self._seconds(candidate)
-        known = self.steps.get(candidate.proposal, math.inf)
-        self.steps[candidate.proposal] = min(seconds, known)
+        proposal = candidate.proposal
+        if candidate.least_s > self.best_s:
+            self._least[proposal] = min(candidate.least_s, self._least.get(proposal, math.inf))
+            return
+        seconds, sure = self._seconds(candidate)
+        self._steps[proposal] = min(seconds, self._steps.get(proposal, math.inf))
         if not sure:
             return
         tie = math.isclose(seconds, self.best_s, rel_tol=1e-9)
         assert self.best is not None, "the first candidate is the best until another is better"
         if _burden(candidate) < _burden(self.best) if tie else seconds < self.best_s:
             self.best, self.best_s = candidate, min(seconds, self.best_s)
+
+    def ranked(self, factor: float) -> list[StageGraph]:
+        """Proposals whose steps may be within a factor of the best, the shortest first.
+
+        Those that were not simulated come last, by what they take at least: that says little.
+        """
+        limit = factor * self.best_s
+        return [
+            graph
+            for known in (self._steps, self._least)
+            for graph, seconds in sorted(known.items(), key=lambda each: each[1])
+            if seconds <= limit and (known is self._steps or graph not in self._steps)
+        ]
 
     def winner(self, planner: str) -> Candidate:
         """The best.
