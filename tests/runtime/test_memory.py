@@ -14,8 +14,11 @@ from anabranch import launch
 from anabranch.cluster import Cluster
 from anabranch.graph.capture import capture
 from anabranch.runtime.memory import Gauge
+from anabranch.runtime.options import ComputeOptions
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.workload import NamedParameters, Workload
+from tests.runtime.small import batch, built
+from tests.runtime.small import plan as small_plan
 
 CPU = torch.device("cpu")
 KB = 1024
@@ -26,10 +29,10 @@ def kilobytes(count: int = 1) -> Tensor:
 
 
 def test_what_is_held_counts_and_what_is_ignored_does_not() -> None:
-    held, batch = kilobytes(3), kilobytes(5)
-    gauge = Gauge(CPU, [held, held[:2]], [batch])
+    held, ignored = kilobytes(3), kilobytes(5)
+    gauge = Gauge(CPU, [held, held[:2]], [ignored])
     with gauge.measuring():
-        batch.sum()
+        ignored.sum()
     assert 3 * KB <= gauge.peak_bytes < 4 * KB
 
 
@@ -37,14 +40,14 @@ def test_the_peak_is_of_what_is_alive_at_once() -> None:
     """A hundred tensors of 1 KB one after the other are two at once: the next, and the one before
     it. Views cost nothing; what somebody else made counts from when it is read.
     """
-    batch, received = kilobytes(), kilobytes(7)
-    gauge = Gauge(CPU, [], [batch])
+    ignored, received = kilobytes(), kilobytes(7)
+    gauge = Gauge(CPU, [], [ignored])
     with gauge.measuring():
         for _ in range(100):
-            made = batch * 2
+            made = ignored * 2
             made.view(-1, 2)
     assert gauge.peak_bytes == 2 * KB
-    gauge = Gauge(CPU, [], [batch])
+    gauge = Gauge(CPU, [], [ignored])
     with gauge.measuring():
         received[:4].neg()
     assert 7 * KB <= gauge.peak_bytes < 8 * KB
@@ -103,13 +106,13 @@ def test_the_prediction_is_near_the_measurement(schedule: str) -> None:
         profile, cluster, 32, microbatch_size=4, schedule=schedule, max_replicas=1
     )
     assert len(plan.stage_graph) == 2
-    batch = {"x": torch.randn(32, 256, 32)}
+    samples = {"x": torch.randn(32, 256, 32)}
 
     def rank() -> tuple[Any, float, float]:
         workload = Workload(module, example, optimizer=adam)
         pipe = Pipeline(workload, plan, captured=captured, check_gradients=False, timeout=30.0)
-        losses = [pipe.step(batch) for _ in range(2)]
-        losses.append(pipe.step(batch, weigh=True))
+        losses = [pipe.step(samples) for _ in range(2)]
+        losses.append(pipe.step(samples, weigh=True))
         return pipe.peak_bytes, losses[0], losses[2]
 
     results = launch.run(rank, 2, timeout=60.0)
@@ -122,3 +125,22 @@ def test_the_prediction_is_near_the_measurement(schedule: str) -> None:
     for measured, said in zip(peaks, plan.predicted.device_peak_bytes, strict=True):
         assert said > 10 * activation
         assert said - activation <= measured <= said + 4 * activation + 4 * KB
+
+
+@pytest.mark.dist
+def test_compiled_stages_on_a_cpu_are_not_weighed() -> None:
+    """The step is the same as ever."""
+    model = built("Chain")
+
+    def rank() -> tuple[bool, object]:
+        options = ComputeOptions(compile="eager")
+        pipe = Pipeline(
+            model.workload,
+            small_plan(model, 2),
+            captured=model.captured,
+            compute=options,
+            timeout=30.0,
+        )
+        return pipe.step(batch(16), weigh=True) > 0, pipe.peak_bytes
+
+    assert launch.run(rank, 2, timeout=120.0) == [(True, None)] * 2

@@ -212,7 +212,7 @@ class Pipeline:
             batch: all samples, the same on every rank; any number of them.
             record: keep a ``timeline`` of this step.
             weigh: measure ``peak_bytes`` in this step, which on a CPU makes it several times as
-                long.
+                long; compiled stages on a CPU cannot be measured.
 
         Returns:
             The loss, as a mean over the batch, the same on every rank.
@@ -239,6 +239,9 @@ class Pipeline:
 
     @contextmanager
     def _weighed(self, leaves: dict[str, Tensor]) -> Iterator[None]:
+        if self._place.type != "cuda" and self._train.options.backend is not None:
+            yield  # compiled code shows nobody what it makes
+            return
         gauge = Gauge(self._place, self._updates.tensors, leaves.values())
         with gauge.measuring():
             yield

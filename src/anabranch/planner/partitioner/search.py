@@ -49,9 +49,6 @@ CLOSER = (0.86, 0.88, 0.9, 0.92, 0.94, 0.955, 0.97, 0.98, 0.99, 1.0, 1.03, 1.1)
 PROMISING = 1.05
 """Where it is looked closely, sizes and plans are left out that cannot be within this factor."""
 
-ROWS = 3
-"""Micro-batch sizes for which stages that are runs of the model in one order are tried too."""
-
 REDUCE = 1.25
 REDUCE_SHARE = 0.03
 """All-reduces may take this many times the longest of the coarse plan, or this share of a step."""
@@ -80,9 +77,6 @@ class Effort:
 QUICK = Effort(1.2, 1.12, 3, (1.0, 1.02, 1.04, 1.08, 1.13, 1.2, 1.3, 1.42), 6)
 BRIEF = Effort(1.1, 1.05, 2, (1.0, 1.04, 1.13, 1.3), 3)
 """For models of more than ``ITEMS`` operators."""
-
-IN_A_ROW = Effort(1.12, 1.12, 0, (), 0)
-"""For ``in_a_row``: nothing closely."""
 
 THOROUGH = Effort(1.4, 1.4, 99, tuple(1.02**i for i in range(20)), 12)
 
@@ -334,7 +328,7 @@ def candidates(
 def in_a_row(
     problem: Problem, microbatch_size: int | None, found: Sequence[Candidate]
 ) -> Iterator[Candidate]:
-    """Candidates whose stages are runs of the model in one order, at the best sizes found.
+    """Candidates whose stages are runs of the model in one order.
 
     A stage may then be the tail of one branch and the head of the next, which the search over
     branches does not know. Stages wait only for those whose values they read.
@@ -346,14 +340,11 @@ def in_a_row(
     """
     if not problem.chain.blocks:
         return
-    ranked = sorted(found, key=lambda each: each.step_s)
-    sizes = list(dict.fromkeys(each.graph.stages[0].microbatch_size for each in ranked))[:ROWS]
-    if not sizes or len(problem.order) <= SHORT:
-        sizes = [microbatch_size] if microbatch_size else list(microbatch_sizes(problem.batch_size))
-    known_s = ranked[0].step_s if ranked else float("inf")
+    sizes = [microbatch_size] if microbatch_size else microbatch_sizes(problem.batch_size)
+    known_s = min((each.step_s for each in found), default=float("inf"))
     row = replace(problem, chain=line(problem.cost, problem.order, coarse=True), uneven=False)
     if len(problem.order) > SHORT:
-        yield from Search(row, sizes, known_s, IN_A_ROW).coarse()
+        yield from Search(row, sizes, known_s).run()
         return
     for uneven in (False, True):
         yield from Search(replace(row, uneven=uneven), sizes, effort=THOROUGH).run()

@@ -43,12 +43,12 @@ APART = 0.02
 GAIN = 1e-3
 """A change is an improvement if it shortens the estimated step by this share of it."""
 
-EFFORT = 1200
-LOOK_ROUND = 300
+EFFORT = 1_500
+LOOK_ROUND = 400
 """Stages that may be priced for the neighbours of one stage graph, and after a change that is an
 improvement, to see whether another is a better one."""
 
-WHOLE = 6000
+WHOLE = 6_000
 """Stages that may be priced for all stage graphs, one after the other."""
 
 
