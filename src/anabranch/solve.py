@@ -365,12 +365,12 @@ def _improve(judge: Judge, near: Callable[[StageGraph], Iterable[StageGraph]]) -
 
 
 def _unlike(judge: Judge) -> list[StageGraph]:
-    """Of the proposals the best with each number of stages and micro-batch size, but for the best
-    of all: no more than ``STARTS``, none that is much longer.
+    """Of the proposals the best with each number of stages, but for the best of all: no more than
+    ``STARTS``, none that is much longer.
     """
-    first: dict[tuple[int, ...], StageGraph] = {}
+    first: dict[int, StageGraph] = {}
     for graph in judge.ranked(WORTH):
-        first.setdefault((len(graph), graph.stages[0].microbatch_size), graph)
+        first.setdefault(len(graph), graph)
     return list(first.values())[1 : STARTS + 1]
 
 

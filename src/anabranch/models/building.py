@@ -30,7 +30,7 @@ def initialised(make: Callable[[], nn.Module], seed: int, *, meta: bool) -> nn.M
 
 def adam(parameters: NamedParameters, learning_rate: float) -> torch.optim.Optimizer:
     """AdamW without weight decay."""
-    return torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=0.0)
+    return torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=0.0, fused=True)
 
 
 def synthetic(

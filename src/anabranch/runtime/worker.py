@@ -344,6 +344,7 @@ class _Run:
     def forward(self, task: _Task) -> None:
         arrived = self.values.pop(task.key, None) or {}
         values = {value: assemble(parts) for value, parts in arrived.items()}
+        self.made.pop(task.action.stage, None)  # of the micro-batch before: it has been sent
         self.made[task.action.stage] = self.compute.forward(task.key, values)
         self.hand_over(task)
 
@@ -354,6 +355,7 @@ class _Run:
         watcher = self.watcher if task.is_last else None
         if watcher is not None:
             watcher.before_last(stage)
+        self.returned.pop(stage, None)
         self.returned[stage] = self.compute.backward(task.key, gradients)
         if watcher is not None:
             watcher.after_last(stage)

@@ -49,6 +49,9 @@ CLOSER = (0.86, 0.88, 0.9, 0.92, 0.94, 0.955, 0.97, 0.98, 0.99, 1.0, 1.03, 1.1)
 PROMISING = 1.05
 """Where it is looked closely, sizes and plans are left out that cannot be within this factor."""
 
+ALONE = 3
+"""Candidates of one stage that are kept: such plans at other micro-batch sizes differ in little."""
+
 REDUCE = 1.25
 REDUCE_SHARE = 0.03
 """All-reduces may take this many times the longest of the coarse plan, or this share of a step."""
@@ -355,6 +358,8 @@ def best(
 ) -> list[Candidate]:
     """The candidates with the least estimated step, each stage graph once, the least first.
 
+    Of those of one stage, which differ in little, only the best ``ALONE``.
+
     Args:
         found: candidates.
         count: how many to keep.
@@ -362,7 +367,8 @@ def best(
     """
     ranked = sorted([*found, *always], key=lambda each: each.step_s)
     unique = list({each.graph: each for each in reversed(ranked)}.values())[::-1]
-    kept = unique[:count]
+    alone = [each for each in unique if len(each.graph) == 1]
+    kept = [each for each in unique if each not in alone[ALONE:]][:count]
     spared = min(always, key=lambda each: each.step_s, default=None)
     if spared is not None and all(each.graph != spared.graph for each in kept):
         kept[count - 1 :] = [spared]

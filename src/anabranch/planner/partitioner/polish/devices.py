@@ -6,12 +6,15 @@ to any other, two neighbours become one, one become two, or all be halved or dou
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 
 from anabranch.planner.partitioner.parts import Part
 from anabranch.planner.partitioner.polish.spot import Parts, Spot, some_of
 from anabranch.planner.partitioner.prices import Mode
+
+MOST_TAPERED = 4
+"""Stages that one becomes at most."""
 
 
 def moved_devices(spot: Spot) -> Iterator[Parts]:
@@ -32,7 +35,7 @@ def moved_devices(spot: Spot) -> Iterator[Parts]:
 def other_modes(row: Spot) -> Iterator[list[Mode]]:
     """How the stages of a row, its parts in order, may use the devices instead."""
     modes = [mode_of(part) for part in row.parts]
-    yield from rescaled(modes)
+    yield from rescaled(row)
     for x in row.focus:
         for y in row.focus:
             if x == y or modes[x].tensor != modes[y].tensor:
@@ -53,20 +56,27 @@ def other_modes(row: Spot) -> Iterator[list[Mode]]:
             yield [*modes[:s], first, second, *modes[s + 1 :]]
 
 
-def rescaled(modes: Sequence[Mode]) -> Iterator[list[Mode]]:
-    """A row of stages as it is, with every two made one, and with every one made two."""
-    if modes:
-        yield list(modes)
+def rescaled(row: Spot) -> Iterator[list[Mode]]:
+    """A row of stages as it is, with every two made one, and with every one made two; of one stage
+    also the last part of it again and again: 8 devices as 4 + 4, 4 + 2 + 2, 4 + 2 + 1 + 1.
+    """
+    modes = [mode_of(part) for part in row.parts]
+    yield list(modes)
     if len(modes) > 1 and len({(mode.tensor, mode.recompute) for mode in modes}) == 1:
         pairs = [modes[i : i + 2] for i in range(0, len(modes), 2)]
         yield [replace(pair[0], replicas=sum(m.replicas for m in pair)) for pair in pairs]
     if all(mode.replicas > 1 for mode in modes):
-        halves = [(mode.replicas - mode.replicas // 2, mode.replicas // 2) for mode in modes]
-        yield [
-            replace(mode, replicas=count)
-            for mode, both in zip(modes, halves, strict=True)
-            for count in both
-        ]
+        yield [half for mode in modes for half in _halves(mode)]
+    if len(modes) == 1:
+        while modes[-1].replicas > 1 and len(modes) < MOST_TAPERED:
+            modes = [*modes[:-1], *_halves(modes[-1])]
+            if len(modes) > 2:
+                yield list(modes)
+
+
+def _halves(mode: Mode) -> tuple[Mode, Mode]:
+    small = mode.replicas // 2
+    return replace(mode, replicas=mode.replicas - small), replace(mode, replicas=small)
 
 
 def mode_of(part: Part) -> Mode:

@@ -158,7 +158,8 @@ class Polisher:
                 if candidate is None:
                     continue
                 found.append(candidate)
-                if score(candidate) < best_s:
+                # Data parallelism is a proposal of its own; here it would end the climb.
+                if score(candidate) < best_s and (len(changed) > 1 or len(parts) == 1):
                     if not improved:
                         enough = max(0, self._effort - LOOK_ROUND)
                     improved = True
@@ -216,14 +217,20 @@ class Polisher:
             for changed in kind:
                 if all(self._may(size, part) for part in changed if part not in parts):
                     yield size, changed
-        others = [size // 2, size * 2] if self._fixed_size is None else []
-        for other in (other for other in others if 1 <= other <= self._batch_size):
+        for other in self._other_sizes(size, len(parts)):
             if all(self._may(other, part) for part in parts):
                 yield other, parts
             if row:
-                as_it_is = [devices.mode_of(part) for part in row.parts]
-                for cut in self._cut(other, devices.rescaled(as_it_is)):
+                for cut in self._cut(other, devices.rescaled(row)):
                     yield other, cut
+
+    def _other_sizes(self, size: int, stages: int) -> list[int]:
+        """Twice and half the micro-batch size; all, where one stage may become several."""
+        if self._fixed_size is not None:
+            return []
+        far = self._batch_size.bit_length() if stages == 1 else 1
+        sizes = [way for i in range(1, far + 1) for way in (size >> i, size << i)]
+        return [other for other in sizes if 1 <= other <= self._batch_size]
 
     def _recuts(self, size: int, row: Spot) -> Iterator[Parts]:
         """Stages in a row with other devices, cut again as is best for these."""
