@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import platform
 import threading
 import weakref
 from typing import NamedTuple
@@ -30,6 +31,7 @@ import torch
 _FLAGS_BYTES = mmap.PAGESIZE
 _SMALLEST = mmap.PAGESIZE
 _MOST_BLOCKS = 64
+_IS_ORDERED = platform.machine() in ("x86_64", "AMD64")
 
 
 def fence() -> None:
@@ -39,6 +41,8 @@ def fence() -> None:
     letting go of a lock and taking it again is one. A lock per call, because this may run in any
     thread, even inside itself when garbage is collected.
     """
+    if _IS_ORDERED:
+        return
     lock = threading.Lock()
     lock.acquire()
     lock.release()
