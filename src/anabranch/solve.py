@@ -39,10 +39,13 @@ from anabranch.timeline import Timeline
 AUTO = ("1f1b", "1f1b-deep")
 """What ``schedule="auto"`` chooses from, least memory first. GPipe holds all micro-batches."""
 
-STARTS = 4
-WORTH = 1.15
+SOME = (4, 1.15)
+MANY = (12, 2.0)
+FEW = 24
+FEW_DEVICES = 16
 """Proposals whose neighbours are tried beside those of the best, and how much longer their steps
-may be: neighbours are rarely better by more."""
+may be: neighbours are rarely better by more. The latter in models of few operators; in these, and
+on few devices, each is followed also while it is behind the best."""
 
 SIMULATION = 150_000
 IMPROVEMENT = 50_000
@@ -108,7 +111,9 @@ def plan(
     simulated = time.perf_counter()
     if improve and judged and not stopped and isinstance(search, Improver):
         near = search.neighbourhood(cost, batch_size, microbatch_size)
-        judged = _uninterrupted(lambda: _improve(judge, near))
+        few = len(profile.graph) <= FEW
+        each = few or cluster.num_devices <= FEW_DEVICES
+        judged = _uninterrupted(lambda: _improve(judge, near, MANY if few else SOME, each=each))
         best = judge.winner(planner)
     improved = time.perf_counter()
     require(best.graph, cost)
@@ -354,24 +359,56 @@ def _uninterrupted(work: Callable[[], object]) -> bool:
     return True
 
 
-def _improve(judge: Judge, near: Callable[[StageGraph], Iterable[StageGraph]]) -> None:
-    """Judge what lies near the best plan, as long as it gets better, and near others unlike it."""
+def _improve(
+    judge: Judge,
+    near: Callable[[StageGraph], Iterable[StageGraph]],
+    starts: tuple[int, float],
+    *,
+    each: bool,
+) -> None:
+    """Judge what lies near the best plan, as long as it gets better, and near others unlike it.
+
+    Args:
+        judge: knows the proposals.
+        near: what lies near a stage graph.
+        starts: how many of the others, and how much longer their steps may be.
+        each: follow each of the others by itself, also while it is behind the best.
+    """
     assert judge.best is not None, "there is something to improve"
     allowed = judge.simulated + IMPROVEMENT
-    for start in (judge.best.proposal, *_unlike(judge)):
-        here = start
-        while judge.consider(near(here), allowed):
-            here = judge.best.proposal
+    others = _unlike(judge, *starts)
+    _follow(judge, near, judge.best.proposal, allowed)
+    for start in others:
+        if each:
+            way = judge.alone(start)
+            _follow(way, near, start, allowed - judge.simulated)
+            judge.join(way)
+        else:
+            _follow(judge, near, start, allowed)
 
 
-def _unlike(judge: Judge) -> list[StageGraph]:
-    """Of the proposals the best with each number of stages, but for the best of all: no more than
-    ``STARTS``, none that is much longer.
+def _follow(
+    judge: Judge,
+    near: Callable[[StageGraph], Iterable[StageGraph]],
+    here: StageGraph,
+    allowed: float,
+) -> None:
+    while judge.consider(near(here), allowed) and judge.best is not None:
+        here = judge.best.proposal
+
+
+def _unlike(judge: Judge, count: int, factor: float) -> list[StageGraph]:
+    """Some proposals but for the best, none much longer: the best with each number of stages, and
+    then the best of the others.
     """
-    first: dict[int, StageGraph] = {}
-    for graph in judge.ranked(WORTH):
+    assert judge.best is not None, "there is something to improve"
+    best = judge.best.proposal
+    others = [graph for graph in judge.ranked(factor) if graph != best]
+    first = {len(best): best}
+    for graph in others:
         first.setdefault(len(graph), graph)
-    return list(first.values())[1 : STARTS + 1]
+    unlike = list(first.values())[1:]
+    return [*unlike, *(graph for graph in others if graph not in unlike)][:count]
 
 
 def _schedules(name: str, search: Planner) -> tuple[str, ...]:

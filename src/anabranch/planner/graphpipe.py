@@ -63,7 +63,7 @@ from anabranch.planner.partitioner.polish.polisher import Polisher
 from anabranch.planner.partitioner.prices import microbatch_sizes
 from anabranch.planner.partitioner.problem import Problem
 from anabranch.planner.partitioner.search import best, in_a_row
-from anabranch.planner.partitioner.shorts import shorts
+from anabranch.planner.partitioner.shorts import MOST_OPERATORS, shorts
 from anabranch.planner.partitioner.tiny import tiny
 from anabranch.planner.sequential import Sequential
 from anabranch.planner.stages import StageGraph
@@ -130,7 +130,8 @@ class GraphPipe:
                 known_s = candidate.step_s
                 yield candidate.graph
         chains: list[Candidate] = []
-        if 0 < problem.cost.cluster.cores < problem.cost.cluster.num_devices:
+        shared = 0 < problem.cost.cluster.cores < problem.cost.cluster.num_devices
+        if shared or len(problem.order) <= MOST_OPERATORS:
             rows = Sequential(self.max_replicas, self.candidates, self.tolerance, self.recompute)
             chains = rows.propose(problem.cost, problem.batch_size, microbatch_size)
         own = self._configured(problem, microbatch_size)
@@ -157,9 +158,9 @@ class GraphPipe:
                 yield candidate
         if not found:
             sizes = [microbatch_size] if microbatch_size else microbatch_sizes(problem.batch_size)
-            whole = Part((1 << len(problem.order)) - 1, 1)
             for prices in (each for each in map(problem.prices, sizes) if each.degrees):
                 # Not by way of the fewest devices: cut as often as devices and memory ask for.
+                whole = Part((1 << len(problem.order)) - 1, min(prices.degrees))
                 last = problem.assembler(prices).assemble([whole])
                 if last is not None:
                     found.append(last)

@@ -38,11 +38,13 @@ from anabranch.runtime.transport import (
 _FAILURE_KEY = "anabranch/failure"
 _GRACE_S = 1.0
 _CPU = torch.device("cpu")
-_SUM_TAG = -1
-_FEW = 64
-"""Numbers of a sum that every rank sends to every other; a ring of Gloo takes several turns."""
-_MOST_NEAR = 8
-"""Ranks that do so at most: messages grow with their square."""
+_SMALL = 64
+"""Numbers that make a small sum."""
+_MOST_SMALL, _MOST_LARGE = 8, 4
+"""Ranks of one host that sum by sending their terms to each other, at most, for small and for large
+sums. A ring moves less than that from three ranks on, but Gloo's takes several turns of its
+threads, and its sockets are several times slower than shared memory.
+"""
 
 
 def require_whole_replicas(graph: StageGraph) -> None:
@@ -101,9 +103,9 @@ class Pending:
         return self._tensor
 
 
-class Gathered(Pending):
-    """A small sum whose terms the ranks send to each other, added in the order of the ranks, so
-    that all have the same bits.
+class Exchanged(Pending):
+    """A sum whose terms the ranks send to each other, added in the order of the ranks, so that all
+    have the same bits.
 
     Args:
         tensor: this rank's term; becomes the sum.
@@ -125,7 +127,14 @@ class Gathered(Pending):
         if self._receipts:
             terms = {rank: receipt.wait()[0] for rank, receipt in self._receipts.items()}
             terms[self._rank] = self._tensor
-            self._tensor.copy_(torch.stack([terms[rank] for rank in sorted(terms)]).sum(0))
+            first, second, *others = (terms[rank] for rank in sorted(terms))
+            if others:
+                total = first + second
+                for term in others:
+                    total += term
+                self._tensor.copy_(total)
+            else:
+                torch.add(first, second, out=self._tensor)
             self._receipts = {}
         return self._tensor
 
@@ -164,7 +173,7 @@ class Mesh:
             )
         self.device = self.devices[self.rank]
         self._timeout = timeout
-        self._near: Transport | None = None  # to all ranks, where they share a host and are few
+        self._near: Transport | None = None  # to all ranks, where they share a host
         self._everyone = tuple(range(self.size))
         self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
         if self.size > 1:
@@ -236,7 +245,7 @@ class Mesh:
             remote = ProcessGroupTransport(group, self._timeout)
             transports.append(remote)
             routes = dict.fromkeys(self._everyone, remote) | routes
-        elif self.size <= _MOST_NEAR:
+        elif transports:
             self._near = transports[0]
         self.barrier()
         return transports[0] if len(transports) == 1 else Router(routes, transports)
@@ -270,19 +279,24 @@ class Mesh:
         chosen = self._everyone if ranks is None else ranks
         if len(chosen) == 1:
             return Pending(tensor, None)
-        if ranks is None and self._near is not None and tensor.numel() <= _FEW:
-            return self._gather(self._near, tensor)
+        most = _MOST_SMALL if tensor.numel() <= _SMALL else _MOST_LARGE
+        if self._near is not None and len(chosen) <= most and not tensor.is_cuda:
+            # Sums of one set start in one order, those of different sets do not.
+            tag = -1 if ranks is None else -2 - sorted(self._groups).index(chosen)
+            return self._exchange_terms(self._near, tensor, chosen, tag)
         group = self._groups[chosen]
         work = guarded(lambda: dist.all_reduce(tensor, group=group, async_op=True))
         return Pending(tensor, work)
 
-    def _gather(self, near: Transport, tensor: Tensor) -> Pending:
-        others = [rank for rank in self._everyone if rank != self.rank]
+    def _exchange_terms(
+        self, near: Transport, tensor: Tensor, ranks: tuple[int, ...], tag: int
+    ) -> Exchanged:
+        others = [rank for rank in ranks if rank != self.rank]
         specs = [(tensor.shape, tensor.dtype)]
-        receipts = {rank: near.receive(specs, _CPU, rank, _SUM_TAG) for rank in others}
+        receipts = {rank: near.receive(specs, _CPU, rank, tag) for rank in others}
         for rank in others:
-            near.send([tensor], rank, _SUM_TAG)
-        return Gathered(tensor, self.rank, receipts)
+            near.send([tensor], rank, tag)
+        return Exchanged(tensor, self.rank, receipts)
 
     def broadcast(self, tensor: Tensor, source: int, ranks: tuple[int, ...] | None = None) -> None:
         """Copy a tensor from one rank of a set to the others, in place.

@@ -101,9 +101,7 @@ class Judge:
         self._steps[proposal] = min(seconds, self._steps.get(proposal, math.inf))
         if not sure:
             return
-        tie = math.isclose(seconds, self.best_s, rel_tol=1e-9)
-        assert self.best is not None, "the first candidate is the best until another is better"
-        if _burden(candidate) < _burden(self.best) if tie else seconds < self.best_s:
+        if self._is_better(candidate, seconds):
             self.best, self.best_s = candidate, min(seconds, self.best_s)
 
     def ranked(self, factor: float) -> list[StageGraph]:
@@ -118,6 +116,25 @@ class Judge:
             for graph, seconds in sorted(known.items(), key=lambda each: each[1])
             if seconds <= limit and (known is self._steps or graph not in self._steps)
         ]
+
+    def alone(self, proposal: StageGraph) -> Judge:
+        """A judge of what is better than this proposal, whatever else there is."""
+        judge = Judge(self._cost, self._schedules)
+        judge.consider([proposal])
+        return judge
+
+    def join(self, other: Judge) -> None:
+        """Take over what another judge has found."""
+        self.simulated += other.simulated
+        best = other.best
+        if best is not None and self.best is not None and self._is_better(best, other.best_s):
+            self.best, self.best_s = best, min(other.best_s, self.best_s)
+
+    def _is_better(self, candidate: Candidate, seconds: float) -> bool:
+        assert self.best is not None, "the first candidate is the best until another is better"
+        if math.isclose(seconds, self.best_s, rel_tol=1e-9):
+            return _burden(candidate) < _burden(self.best)
+        return seconds < self.best_s
 
     def winner(self, planner: str) -> Candidate:
         """The best.

@@ -49,7 +49,9 @@ LOOK_ROUND = 400
 improvement, to see whether another is a better one."""
 
 WHOLE = 6_000
-"""Stages that may be priced for all stage graphs, one after the other."""
+LONGER = 18_000
+"""Stages that may be priced for all stage graphs, one after the other, and how many more where one
+change led to the next."""
 
 
 class Polisher:
@@ -91,6 +93,7 @@ class Polisher:
         self._facts = Facts(cost)
         self._effort = 0
         self._left = WHOLE
+        self._proposed: set[StageGraph] = set()
         self._recut = Recut(cost, batch_size, order)
         self._assemblers: dict[int, Assembler] = {}
         self._known: dict[tuple[int, frozenset[Part]], Candidate | None] = {}
@@ -104,11 +107,13 @@ class Polisher:
         sizes = {stage.microbatch_size for stage in graph.stages}
         uneven = len(sizes) > 1 or any(stage.k > 1 for stage in graph.stages)
         large = len(graph) > MOST_STAGES or self._cost.cluster.num_devices > MOST_DEVICES
-        if uneven or large or self._left <= 0:
+        # Whoever comes back with one of these has found it better than where it came from.
+        left = self._left + (LONGER if graph in self._proposed else 0)
+        if uneven or large or left <= 0:
             return []
         size = sizes.pop()
         parts = self._parts(graph)
-        found = list(self._climb(size, parts))
+        found = self._climb(size, parts, min(EFFORT, left))
         here = self._assembled(size, parts)
         limit = CLOSE * (score(here) if here else min(map(score, found), default=0.0))
         found += self._elsewhere(graph, size, parts)
@@ -117,7 +122,9 @@ class Polisher:
         unique = {self._likeness(each): each.graph for each in reversed(ranked)}
         most = self._simulated or max(LEAST_SIMULATED, MOST_SIMULATED // len(parts))
         chosen = list(reversed(unique.values()))[:most]
-        return [*chosen, *in_turn(self._cost, chosen)]
+        chosen += in_turn(self._cost, chosen)
+        self._proposed.update(chosen)
+        return chosen
 
     def _likeness(self, candidate: Candidate) -> Hashable:
         """What two candidates have in common that are the same but for the branch they differ in.
@@ -139,9 +146,9 @@ class Polisher:
             for stage in graph.stages
         )
 
-    def _climb(self, size: int, parts: Parts) -> list[Candidate]:
+    def _climb(self, size: int, parts: Parts, effort: int) -> list[Candidate]:
         """What is one change away, and from the best of it on as long as it gets better."""
-        effort = self._effort = min(EFFORT, self._left)
+        self._effort = effort
         start = self._assembled(size, parts)
         found = [start] if start is not None else []
         least = score(start) if start is not None else float("inf")
