@@ -168,8 +168,8 @@ class Cluster:
 
 
 def _local(name: str, sizes: list[int]) -> Cluster:
-    # Shared memory, measured on two cores: 70 us for a small message, 4 to 8 GB/s for large ones, with
-    # one reading of what has come.
+    # Shared memory, measured on two cores: 70 us for a small message, 4 to 8 GB/s for large ones,
+    # with one reading of what has come.
     return Cluster(
         name,
         device="cpu",
