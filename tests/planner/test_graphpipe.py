@@ -239,10 +239,12 @@ def test_branches_run_side_by_side():
     times = {"a1": 1, "a2": 1, "b1": 1, "b2": 1, "join": 1}
     reads = {"a2": "a1", "b2": "b1", "join": "a2 b2"}
     cost = cost_model(drawn(times, reads), 5)
-    best = list(GraphPipe(max_replicas=1)(cost, batch_size=4, microbatch_size=1))[-1]
+    best, in_turn = list(GraphPipe(max_replicas=1)(cost, batch_size=4, microbatch_size=1))[-2:]
     assert [s.operators for s in best.stages] == [("a1",), ("a2",), ("b1",), ("b2",), ("join",)]
     assert best.edges == ((0, 1), (1, 4), (2, 3), (3, 4))
     assert best.depth == 3
+    assert in_turn.stages == best.stages
+    assert in_turn.depth == 5
 
 
 def test_join_takes_the_tail_of_a_branch():

@@ -13,7 +13,12 @@ from anabranch.graph.cuts import decompose, operators
 from anabranch.graph.opgraph import Op, OpGraph, Parameter, Value
 from anabranch.planner import PLANNERS
 from anabranch.planner.check import check
+from anabranch.planner.partitioner.assemble import Assembler
+from anabranch.planner.partitioner.parts import Part, PartPrices
+from anabranch.planner.partitioner.polish.operators import slides
 from anabranch.planner.partitioner.polish.polisher import Polisher
+from anabranch.planner.partitioner.polish.spot import Spot
+from anabranch.planner.partitioner.prices import Prices
 from anabranch.planner.stages import Stage, StageGraph
 from anabranch.profile.profile import OpCost, Profile
 from tests.planner.helpers import cluster, cost_model
@@ -39,6 +44,13 @@ def near(
     order = tuple(operators(decompose(cost.graph)))
     options = {"max_replicas": cost.cluster.num_devices, **options}
     return Polisher(cost, graph.batch_size, order, simulated=simulated, **options)(graph)
+
+
+def assembler(cost: CostModel, size: int = 1, batch: int = 8) -> Assembler:
+    """What makes stage graphs at one micro-batch size."""
+    prices = Prices(cost, batch, size, (1,), cost.cluster.memory_bytes)
+    order = tuple(operators(decompose(cost.graph)))
+    return Assembler(PartPrices(prices), order, cost.cluster.num_devices)
 
 
 def stages(*contents: tuple[str, tuple[int, ...]], size: int = 1, batch: int = 8) -> StageGraph:
@@ -155,3 +167,43 @@ def test_recomputes_only_where_memory_is_short():
     found = near(cost, stages(("0", (0,)), ("1", (1,)), ("2", (2,))))
     assert found
     assert not any(stage.recompute for graph in found for stage in graph.stages)
+
+
+def test_cuts_of_a_row_move_far():
+    """Twelve equal operators cut after the first: half of them are more than two steps away."""
+    cost = cost_model(chain([1] * 12), 2)
+    row = Spot(assembler(cost), (Part(0b1, 1), Part(0b111111111110, 1)))
+    assert (Part(0b11111, 1), Part(0b111111100000, 1)) in list(slides(row))
+
+
+def test_one_stage_becomes_several_at_any_microbatch_size():
+    """All samples at once leave nothing to overlap; fewer do, on 4 + 4 devices or 4 + 2 + 1 + 1."""
+    cost = cost_model(chain([4, 2, 1, 1]), 8)
+    start = stages(("0123", tuple(range(8))), size=256, batch=256)
+    found = near(cost, start, simulated=10_000)
+    shapes = {tuple(stage.replicas for stage in graph.stages) for graph in found}
+    assert {(4, 4), (4, 2, 2), (4, 2, 1, 1)} <= shapes
+    assert min(stage.microbatch_size for graph in found for stage in graph.stages) < 16
+
+
+def test_there_is_an_end_to_it():
+    """Whatever is asked for: after so many stages were priced nothing is proposed any more."""
+    names = "0123456789"
+    starts = [
+        stages(
+            (names[:a], (0, 1, 2)),
+            (names[a:b], (3, 4)),
+            (names[b:], (5, 6, 7)),
+            size=size,
+            batch=64,
+        )
+        for a in range(1, 8)
+        for b in range(a + 1, 9)
+        for size in (4, 8, 16)
+    ]
+    cost = cost_model(chain([1, 2, 3, 4, 5, 5, 4, 3, 2, 1]), 8)
+    order = tuple(operators(decompose(cost.graph)))
+    polisher = Polisher(cost, 64, order, max_replicas=8)
+    counts = [len(polisher(start)) for start in starts]
+    assert counts[0] > 0
+    assert counts[-1] == 0
