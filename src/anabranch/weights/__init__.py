@@ -1,0 +1,1 @@
+"""Weight policies by name; see ``weights.base``."""

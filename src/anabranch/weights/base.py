@@ -1,0 +1,87 @@
+"""Weight policies: which weights the passes of asynchronous training read.
+
+A *unit* is a mini-batch. Its gradient makes version n + 1 of a stage's weights from version n, so
+unit n is about to be learned when n updates have been made. Without a flush a stage runs the
+forward of unit n before the units ahead of it have been learned::
+
+    stage 0 of 3    F0 F1 F2 B0 F3 B1 F4 B2      F3 sees version 1, B3 comes at version 3: lag 2
+    stage 1            F0 F1 B0 F2 B1 F3 B2      F3 sees version 2:                        lag 1
+    stage 2               F0 B0 F1 B1 F2 B2      F3 sees version 3:                        lag 0
+
+A policy says what a forward and a backward read instead of whatever is there. It is a pure function
+of the unit; whoever trains, simulates or counts memory asks the same object.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """A mini-batch at one stage.
+
+    Attributes:
+        number: n, how many mini-batches were before it.
+        filled: K, the first mini-batch since the pipeline was last empty; all stages were at
+            version K then.
+        in_flight: units that the stage may have between forward and backward, this one included; on
+            a stage graph with one unit more per stage edge, the longest distance to the sink
+            plus 1.
+        distance: longest distance of the stage to the sink, in stage edges.
+        depth: D, stages on the longest path of the whole graph.
+    """
+
+    number: int
+    filled: int
+    in_flight: int
+    distance: int
+    depth: int
+
+    @property
+    def lag(self) -> int:
+        """Updates of the stage between the forward and the backward of this unit."""
+        return min(self.in_flight - 1, self.number - self.filled)
+
+    @property
+    def seen(self) -> int:
+        """v, the version that is there at the forward."""
+        return self.number - self.lag
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Weights that a pass reads.
+
+    Attributes:
+        version: those after so many updates.
+        ahead: updates by which these are extrapolated, 0 for none.
+    """
+
+    version: int
+    ahead: int = 0
+
+
+class WeightPolicy(Protocol):
+    """What forwards and backwards of one stage read.
+
+    Attributes:
+        name: key in ``weights.POLICIES``.
+        microbatches: whether an update takes the gradients of several micro-batches, which all
+            stages then run through without a flush.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def microbatches(self) -> bool: ...
+
+    def forward(self, unit: Unit) -> Reading:
+        """What the forward reads; ``version`` is at most ``unit.seen``."""
+        ...
+
+    def backward(self, unit: Unit) -> Reading:
+        """What the backward reads; ``version`` is at most ``unit.number``, current at that time."""
+        ...
