@@ -2,7 +2,7 @@
 
 On a busy machine a sleep ends late. ``bare`` shows by how much: every rank runs its stage forward
 and backward, micro-batch after micro-batch, without any message. No system can come nearer to its
-ideal than that at the time.
+ideal than that at the time. Predictions rest on it, as those of a plan rest on a measured profile.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from benchmarks.runtime import ours, theirs
 from benchmarks.runtime.ops import SplitWait, Wait
 from benchmarks.runtime.race import Step, medians, race
 
+BARE = "bare loop"
 OURS = ("gpipe", "1f1b", "1f1b-deep")
 WIDTH = 1024
 """Numbers per sample: a message has 4 KB."""
@@ -108,11 +109,14 @@ def _case(ranks: int, microbatches: int, forward_s: float, backward_s: float) ->
             torch.zeros(microbatches),
             microbatches=microbatches,
         )
-    sides["bare loop"] = lambda: _bare(Wait(forward_s, backward_s), batch)
+    sides[BARE] = lambda: bare(Wait(forward_s, backward_s), batch)
     every = [forward_s] * ranks, [backward_s] * ranks
     result = []
     times = race(sides, ranks)
-    for side, seconds in medians(times).items():
+    found = medians(times)
+    late = found[BARE] / (microbatches * (forward_s + backward_s))
+    profiled = [forward_s * late] * ranks, [backward_s * late] * ranks
+    for side, seconds in found.items():
         system, name = side.split()
         if system == "bare":
             ideal = microbatches * (forward_s + backward_s)
@@ -133,7 +137,7 @@ def _case(ranks: int, microbatches: int, forward_s: float, backward_s: float) ->
             "efficiency": ideal / seconds,
         }
         if system == "ours":
-            row["predicted_s"] = predicted_s(plans[name], *every, nbytes=4 * WIDTH)
+            row["predicted_s"] = predicted_s(plans[name], *profiled, nbytes=4 * WIDTH)
         result.append(row)
     return result
 
@@ -148,7 +152,9 @@ def numbered(count: int) -> Callable[[str], int]:
     return stage_of
 
 
-def _bare(stage: nn.Module, batch: Tensor) -> Step:
+def bare(stage: nn.Module, batch: Tensor) -> Step:
+    """A stage's computes of one step, and nothing else: what a profile of it would say."""
+
     def step() -> None:
         for x in batch.split(1):
             y = stage(x)
@@ -169,7 +175,7 @@ def _parts(name: str, ranks: int, forward_s: float, backward_s: float) -> list[n
 
 def show(found: list[Row]) -> str:
     """Ideal over measured, per case; the last columns compare the shortest steps."""
-    names = ["bare loop", *(f"ours {name}" for name in OURS)]
+    names = [BARE, *(f"ours {name}" for name in OURS)]
     names += [f"torch {name}" for name in theirs.SCHEDULES]
     groups: dict[tuple[int, int, float], dict[str, Row]] = {}
     for row in found:

@@ -22,7 +22,7 @@ from benchmarks.planners.common import Row, table
 from benchmarks.runtime import ours, theirs
 from benchmarks.runtime.ops import Wait
 from benchmarks.runtime.race import medians, race
-from benchmarks.runtime.sleeps import predicted_s
+from benchmarks.runtime.sleeps import BARE, bare, predicted_s
 
 FORWARD_S, BACKWARD_S = 5e-3, 10e-3
 MICROBATCHES = 8
@@ -119,9 +119,12 @@ def _case(towers: int, ranks: int, joins: tuple[str, ...]) -> list[Row]:
             torch.zeros(MICROBATCHES),
             microbatches=MICROBATCHES,
         )
+    sides[BARE] = lambda: bare(Wait(FORWARD_S, BACKWARD_S), batch)
     ideal = (MICROBATCHES + depth - 1) * (FORWARD_S + BACKWARD_S)
     result = []
-    for side, seconds in medians(race(sides, ranks)).items():
+    found = medians(race(sides, ranks))
+    late = found.pop(BARE) / (MICROBATCHES * (FORWARD_S + BACKWARD_S))
+    for side, seconds in found.items():
         row: Row = {"towers": towers, "ranks": ranks, "side": side, "step_s": seconds}
         row |= {"ideal_s": ideal, "over_ideal": seconds / ideal}
         if side in plans:
@@ -130,7 +133,8 @@ def _case(towers: int, ranks: int, joins: tuple[str, ...]) -> list[Row]:
             busy = [s < ranks for s in range(count)]
             own = [FORWARD_S * b for b in busy], [BACKWARD_S * b for b in busy]
             row["schedule_ideal_s"] = ours.ideal_s(plan, *own)
-            row["predicted_s"] = predicted_s(plan, *own, nbytes=4 * WIDTH)
+            profiled = ([late * s for s in each] for each in own)
+            row["predicted_s"] = predicted_s(plan, *profiled, nbytes=4 * WIDTH)
         result.append(row)
     return result
 

@@ -129,18 +129,25 @@ class GraphPipe:
             if candidate.step_s < known_s:
                 known_s = candidate.step_s
                 yield candidate.graph
-        chains: list[Candidate] = []
-        shared = 0 < problem.cost.cluster.cores < problem.cost.cluster.num_devices
-        if shared or len(problem.order) <= MOST_OPERATORS:
-            rows = Sequential(self.max_replicas, self.candidates, self.tolerance, self.recompute)
-            chains = rows.propose(problem.cost, problem.batch_size, microbatch_size)
         own = self._configured(problem, microbatch_size)
         ranked = [*best(found, self.candidates, always=whole), *best(own, self.candidates)]
         if not ranked:
             raise explain(problem, microbatch_size)
-        graphs = [candidate.graph for candidate in (*ranked, *chains)]
+        graphs = [each.graph for each in (*ranked, *self._chains(problem, microbatch_size, ranked))]
         yield from graphs
         yield from in_turn(problem.cost, graphs)
+
+    def _chains(
+        self, problem: Problem, microbatch_size: int | None, ranked: list[Candidate]
+    ) -> list[Candidate]:
+        """What ``Sequential`` proposes, where its plans may be as good."""
+        cluster, first = problem.cost.cluster, ranked[0].graph
+        shared = 0 < cluster.cores < cluster.num_devices
+        is_row = 1 < len(first) == first.depth
+        if not (shared or is_row or len(problem.order) <= MOST_OPERATORS):
+            return []
+        rows = Sequential(self.max_replicas, self.candidates, self.tolerance, self.recompute)
+        return rows.propose(problem.cost, problem.batch_size, microbatch_size)
 
     @staticmethod
     def _searched(

@@ -143,8 +143,9 @@ class Prices:
         if (degree, tensor) not in self._rings:
             last = min(degree * tensor, self.cost.cluster.num_devices) - 1
             link = self.cost.cluster.slowest_link((0, last))
-            per_byte = 2 * (degree - 1) / degree / link.bandwidth
-            self._rings[degree, tensor] = per_byte, 2 * (degree - 1) * link.latency_s
+            times = self.cost.updates
+            per_byte = 2 * (degree - 1) / degree / link.bandwidth * times
+            self._rings[degree, tensor] = per_byte, 2 * (degree - 1) * link.latency_s * times
         return self._rings[degree, tensor]
 
     def allreduce_s(

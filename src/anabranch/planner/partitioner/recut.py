@@ -57,7 +57,7 @@ class Recut:
         return [part for _, part in sorted(spans, key=lambda span: span[0])]
 
     def cut(self, size: int, modes: Sequence[Mode]) -> list[list[Part]]:
-        """Stages with these modes, one after the other: up to one row of them per slack.
+        """Stages with these modes, one after the other: up to one row of them per slack, and one.
 
         Args:
             size: samples of a micro-batch.
@@ -84,19 +84,26 @@ class Recut:
         if not np.isfinite(least[-1]):
             return []
         ways = [way for _, way, _ in tables]
-        return [self._shortest(periods, ways, least[-1] * slack) for slack in SLACK]
+        bounds = [least[-1] * slack for slack in SLACK]
+        found = [self._shortest(periods, ways, bound) for bound in bounds]
+        return [*found, self._shortest(periods, ways, bounds[0], early=True)]
 
     @staticmethod
     def _shortest(
-        periods: Sequence[Floats], ways: Sequence[Floats], bound: float
+        periods: Sequence[Floats], ways: Sequence[Floats], bound: float, *, early: bool = False
     ) -> tuple[int, ...]:
-        """The cuts with the shortest way, no period beyond the bound."""
+        """The cuts with the shortest way, no period beyond the bound.
+
+        Where layers are alike many cuts are equal: the long stages are then the last ones, or the
+        first if ``early``.
+        """
         bound *= 1 + 1e-9
         sums = np.where(periods[0][0] <= bound, ways[0][0], np.inf)
         chosen = []
         for period, way in zip(periods[1:], ways[1:], strict=True):
             totals = sums[:, None] + np.where(period <= bound, way, np.inf)
-            chosen.append(totals.argmin(axis=0))
+            last = len(totals) - 1
+            chosen.append(last - totals[::-1].argmin(axis=0) if early else totals.argmin(axis=0))
             sums = totals.min(axis=0)
         cuts = [len(sums) - 1]
         for before in reversed(chosen):

@@ -133,11 +133,13 @@ class Polisher:
         """
         graph, size = candidate.graph, candidate.graph.stages[0].microbatch_size
         shape = [(len(s.operators), len(s.devices), s.recompute) for s in graph.stages]
+        if graph.depth < len(graph):
+            shape.sort()
         seconds: list[float] = []
         if len(self._order) <= SHORT:
             compute_s = self._assembler(size).prices.compute_s
             seconds = sorted(round(sum(compute_s(part)), 12) for part in self._parts(graph))
-        return round(candidate.step_s, 12), size, tuple(sorted(shape)), tuple(seconds)
+        return round(candidate.step_s, 12), size, tuple(shape), tuple(seconds)
 
     def _parts(self, graph: StageGraph) -> Parts:
         mask = self._cost.graph.mask
