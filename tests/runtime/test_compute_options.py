@@ -94,6 +94,22 @@ def test_fp16_skips_and_scales_as_gradscaler_does(clip_norm: float | None) -> No
                 torch.testing.assert_close(value, state[name], rtol=1e-5, atol=1e-7)
 
 
+def test_gradients_under_fp16_are_finite() -> None:
+    """At the first scale some overflow; it is lowered on all ranks until they do not."""
+    model = built("TwoBranch")
+
+    def work(pipeline: Pipeline) -> tuple[bool, float]:
+        pipeline._train.loss_scale.scale = 2.0**40  # type: ignore[union-attr]
+        _, gradients = pipeline.gradients(batch(16))
+        finite = all(bool(g.isfinite().all()) for g in gradients.values())
+        return finite, pipeline._train.loss_scale.scale  # type: ignore[union-attr]
+
+    results = run(model, plan(model, 3), work, compute=FP16)
+    assert {finite for finite, _ in results} == {True}
+    assert len({scale for _, scale in results}) == 1
+    assert results[0][1] < 2.0**30
+
+
 def test_steps_without_a_barrier_wait_for_the_verdict_under_fp16() -> None:
     """An update must know of overflows elsewhere, so these steps are those of ``step``."""
     model = built("TwoBranch")

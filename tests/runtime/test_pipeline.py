@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -362,6 +363,61 @@ def test_data_that_raises_ends_all_ranks() -> None:
     workload = with_options(model, data=broken_data)
     with pytest.raises(DataError, match="epoch 0 raised at batch 1: OSError: the disk is gone"):
         run(model, plan(model, 2), work, workload=workload)
+
+
+def test_an_interrupted_step_does_not_count() -> None:
+    """In a notebook: Ctrl-C in the middle of a step, then the cell runs again."""
+    model = built("Chain")
+    pipeline = Pipeline(with_options(model, optimizer=sgd), plan(model, 1), captured=model.captured)
+    compute = pipeline._train.worker(16)._compute
+    backward = compute.backward
+
+    def once(*arguments: Any) -> Any:
+        compute.backward = backward
+        raise KeyboardInterrupt
+
+    compute.backward = once
+    with pytest.raises(KeyboardInterrupt):
+        pipeline.step(BATCHES[0])
+    losses = [pipeline.step(BATCHES[0]) for _ in range(3)]
+    assert len(set(losses)) == 3
+
+
+def test_batches_that_raise_leave_the_others_their_messages() -> None:
+    """All ranks catch it and end; rank 1 is late, and still gets what rank 0 had sent."""
+    model = built("Chain")
+
+    class Late(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            if dist.get_rank() == 1:
+                time.sleep(0.2)
+            return super().step(closure)
+
+    def stream() -> Iterator[Batch]:
+        yield from BATCHES[:3]
+        raise ValueError("the end of the stream")
+
+    def work(pipeline: Pipeline) -> list[float]:
+        losses = []
+        with pytest.raises(ValueError, match="the end of the stream"):
+            losses.extend(pipeline.steps(stream()))
+        return losses
+
+    workload = with_options(model, optimizer=lambda named: Late(named, lr=0.1))
+    run(model, plan(model, 2), work, workload=workload)
+
+
+def test_a_module_without_its_weights_is_refused() -> None:
+    """A second pipeline on a module of which the first has kept one stage per rank."""
+    model = built("Chain")
+
+    def work(pipeline: Pipeline) -> str:
+        pipeline.step(BATCHES[0])
+        with pytest.raises(TrainingError, match="has no values: an earlier pipeline") as caught:
+            Pipeline(pipeline.workload, pipeline.plan, captured=model.captured)
+        return str(caught.value)
+
+    assert len(set(run(model, plan(model, 2), work))) == 2
 
 
 def test_data_that_raises_on_one_rank_ends_the_others() -> None:

@@ -219,19 +219,12 @@ def test_a_bad_loss_is_named_one_step_late_on_every_rank() -> None:
     poisoned[2]["x"] = poisoned[2]["x"].clone()
     poisoned[2]["x"][9] = float("inf")
 
-    def work(pipeline: Pipeline) -> tuple[str, int, int, list[bool], float]:
+    def work(pipeline: Pipeline) -> tuple[str, int, int, list[bool]]:
         losses: list[float] = []
         with pytest.raises(NonFiniteError) as caught:
             losses.extend(pipeline.steps(poisoned))
         finite = [bool(p.isfinite().all()) for p in pipeline._state.parameters.values()]
-        # Everybody is at the same place: the next step runs.
-        return (
-            str(caught.value),
-            len(losses),
-            pipeline.step_number,
-            finite,
-            pipeline.step(BATCHES[0]),
-        )
+        return str(caught.value), len(losses), pipeline.step_number, finite
 
     results = run(model, plan(model, 3), model.workload, work)
     texts = {text for text, *_ in results}
@@ -241,8 +234,7 @@ def test_a_bad_loss_is_named_one_step_late_on_every_rank() -> None:
     assert "other stages may have been updated" in text
     assert "resume from a checkpoint" in text
     assert [(count, number) for _, count, number, *_ in results] == [(2, 4)] * 3
-    assert all(all(finite) for *_, finite, _ in results)
-    assert len({loss for *_, loss in results}) == 1
+    assert all(all(finite) for *_, finite in results)
 
 
 def test_no_checkpoint_is_made_of_a_bad_step(tmp_path: Path) -> None:

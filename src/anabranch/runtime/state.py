@@ -8,6 +8,7 @@ goes by the model's own names, each tensor saved by the one rank that speaks for
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -38,6 +39,7 @@ class State:
     def __init__(self, workload: Workload, holders: Holders, mesh: Mesh) -> None:
         module = workload.module
         self._module, self._holders, self._mesh = module, holders, mesh
+        _refuse_forgotten(module)
         same_start(self._everything(), mesh)
         self.parameters: dict[str, nn.Parameter] = {
             name: parameter
@@ -94,8 +96,16 @@ class State:
         """Of this rank's parameters, as far as there are any."""
         return [p.grad for p in self.parameters.values() if p.grad is not None]
 
-    def save(self, folder: Path, progress: disk.Progress) -> None:
+    def save(
+        self, folder: Path, progress: disk.Progress, further: Mapping[str, Tensor] | None = None
+    ) -> None:
         """Write a checkpoint, all ranks together.
+
+        Args:
+            folder: see ``Pipeline.save``.
+            progress: where training is.
+            further: key/parameter -> tensor, for parameters of this rank; whoever does not know
+                the key passes over it.
 
         Raises:
             TrainingError: if the folder exists or cannot be written.
@@ -111,7 +121,7 @@ class State:
             if mesh.rank == 0:
                 disk.begin(folder, token)
             mesh.barrier()
-            disk.write_part(folder, token, mesh.rank, self._part())
+            disk.write_part(folder, token, mesh.rank, self._part(further or {}))
             mesh.barrier()
             if mesh.rank == 0:
                 disk.finish(folder, token, mesh.size, progress)
@@ -121,12 +131,14 @@ class State:
                 disk.abandon(folder, token)
             raise
 
-    def _part(self) -> disk.Part:
+    def _part(self, further: Mapping[str, Tensor]) -> disk.Part:
         tensors = {
             f"model/{name}": tensor
             for name, tensor in self._everything().items()
             if self._saves(name)
         }
+        mine = {key: t for key, t in further.items() if self._saves(key.partition("/")[2])}
+        tensors |= mine
         if self.optimizer is None:
             return disk.Part(tensors)
         owned = {name for name in self.parameters if self._saves(name)}
@@ -165,6 +177,18 @@ class State:
             disk.restore_optimizer(self.optimizer, self._names(), saved)
             if self.scheduler is not None:
                 disk.restore_scheduler(self.scheduler, self.optimizer, saved)
+
+
+def _refuse_forgotten(module: nn.Module) -> None:
+    """Raises TrainingError for a module that another pipeline has kept only its stages of."""
+    for name, parameter in module.named_parameters():
+        is_one = parameter.numel() > 0 and not any(parameter.stride())
+        if is_one and bool(torch.isnan(parameter.detach().flatten()[0])):
+            raise TrainingError(
+                f"parameter {name} has no values: an earlier pipeline trained this module here and "
+                "kept only the stages of its own rank; build the module again, or save a "
+                "checkpoint and resume from it"
+            )
 
 
 def _refuse_unsupported(optimizer: object, scheduler: object) -> None:

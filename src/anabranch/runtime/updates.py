@@ -80,7 +80,7 @@ class Updates:
         self._folded = self._uses() if exact else {}
         self._has_parts = sum(mesh.device in stage.devices for stage in graph.stages) > 1
         self.accumulate, self.accumulated = accumulate, 0
-        self._is_last = self._is_summed = self._at_once = False
+        self._is_open = self._is_last = self._is_summed = self._at_once = False
         self._divisor = 1
         self._ready: list[int] = []
 
@@ -108,8 +108,11 @@ class Updates:
             at_once: update stages as soon as their gradients are there.
             alone: nothing is accumulated and no update will follow.
         """
+        if self._is_open:
+            self.drop()  # it was interrupted; half a batch must not count
         if self.accumulated == 0:
             self._clear()
+        self._is_open = True
         if not alone:
             self.accumulated += 1
         self._is_last = alone or self.accumulated == self.accumulate
@@ -125,12 +128,13 @@ class Updates:
             self._fold(worker, outcome)
 
     def finish(self) -> None:
-        """After the last batch of an update: wait until ``.grad`` of this rank's parameters is the
-        mean over its batches.
+        """After a batch; if it was the last of an update, wait until ``.grad`` of this rank's
+        parameters is the mean over its batches.
 
         Raises:
             PeerLostError: if another holder is gone.
         """
+        self._is_open = False
         if not self._is_last or self._is_summed:
             return
         self._is_summed = True
@@ -161,7 +165,7 @@ class Updates:
         """Forget all batches since the last update."""
         self._reducer.take_all()
         self._clear()
-        self.accumulated = 0
+        self._is_open, self.accumulated = False, 0
 
     def squares(self) -> float:
         """Of the gradients that this rank speaks for; their sum over the ranks counts each once."""
