@@ -10,6 +10,7 @@
      +-- BudgetError             a planner's search would take more than it was given
      +-- SearchStoppedError      the user ended a search that had found nothing yet
      +-- InvalidPlanError        a plan breaks one of the conditions C1-C4 or a memory limit
+     +-- PolicyError             a weight policy does not fit the optimizer, the plan or the model
      +-- InvalidScheduleError    an order of actions that no device could execute
      |    +-- DeadlockError      every device waits for another
      +-- DataError               a data set is missing, damaged, or raised while it was read
@@ -51,6 +52,10 @@ class SearchStoppedError(AnabranchError):
 
 class InvalidPlanError(AnabranchError):
     """A plan breaks one of the conditions C1-C4 or a memory limit."""
+
+
+class PolicyError(AnabranchError):
+    """A weight policy does not fit the optimizer, the plan or the model."""
 
 
 class InvalidScheduleError(AnabranchError):

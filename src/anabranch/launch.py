@@ -6,7 +6,7 @@ milliseconds, and memory that no rank writes (the weights of other ranks' stages
 of them::
 
     parent ----fork----> rank 0 --+
-       |  ---fork----> rank 1     |  Gloo over loopback; they find each other through a file
+       |  ---fork----> rank 1     |  shared memory and Gloo; they meet through a file
        |  ---fork----> rank 2   --+
        +<---- a pipe each: result or failure; a few shared integers each: where the rank is
 

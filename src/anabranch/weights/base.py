@@ -78,6 +78,10 @@ class WeightPolicy(Protocol):
     @property
     def microbatches(self) -> bool: ...
 
+    def __hash__(self) -> int:
+        """Policies are values: what has been worked out for one holds for its equals."""
+        ...
+
     def forward(self, unit: Unit) -> Reading:
         """What the forward reads; ``version`` is at most ``unit.seen``."""
         ...

@@ -1,0 +1,196 @@
+"""Prediction: where a stage's weights will be after some more updates.
+
+    predicted = W_t - lr * s * dW_t
+
+dW_t is the last step that the optimizer took, by its own rule, from the state that it keeps anyway
+(PipeOptim, Table I)::
+
+    SGD            v_t                                 the momentum buffer
+    Adam, AdamW    m_hat_t / (sqrt(v_hat_t) + eps)     with amsgrad the largest v so far
+    any other      (W_{t-1} - W_t) / lr                the last update itself, kept for this
+
+What the paper leaves open:
+
+- lr is that of the update to come, as the scheduler has left it in the parameter group. The last
+  update of an optimizer without a rule is repeated as it was, with the rate that it had.
+- Weight decay of SGD and Adam is part of the gradient and so of dW. AdamW's decay acts beside the
+  step; it stays outside dW: it moves a weight by lr * decay of itself, far less than a step.
+- Nesterov's step is ``g + momentum * v``. Its g belongs to one mini-batch and is gone; v is what
+  such steps add up to, so dW is v here too.
+- SGD without momentum keeps nothing to predict with: its prediction is the current weights.
+- A parameter that the optimizer has no state for has not moved; one without a gradient at the last
+  update was left where it was. Both are predicted to stay.
+- Subclasses of an optimizer may do anything in their step, so they count as any other.
+
+Maximisation needs no rule of its own: torch negates the gradient before it enters the state. Under
+autocast parameters and state are in full precision, and so are predictions.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from anabranch.errors import PolicyError
+from anabranch.weights import SpecTrain, WeightPolicy
+
+Rule = Literal["momentum", "adam", "last update"]
+
+
+def rule_of(optimizer: Optimizer) -> Rule:
+    """How weights under an optimizer are predicted."""
+    if type(optimizer) is SGD:
+        return "momentum"
+    return "adam" if type(optimizer) in (Adam, AdamW) else "last update"
+
+
+def has_momentum(optimizer: Optimizer) -> bool:
+    """Whether the optimizer remembers a direction, as far as is known."""
+    if rule_of(optimizer) == "momentum":
+        return any(group["momentum"] for group in optimizer.param_groups)
+    if rule_of(optimizer) == "adam":
+        return any(group["betas"][0] for group in optimizer.param_groups)
+    return True
+
+
+def require_rule(policy: WeightPolicy, optimizer: Optimizer) -> None:
+    """Accept an optimizer under a policy that predicts; warns where a prediction says nothing.
+
+    Raises:
+        PolicyError: for SpecTrain with anything but SGD with momentum.
+    """
+    name, kind = policy.name, type(optimizer).__name__
+    if isinstance(policy, SpecTrain) and (
+        rule_of(optimizer) != "momentum" or not has_momentum(optimizer)
+    ):
+        without = " without momentum" if rule_of(optimizer) == "momentum" else ""
+        raise PolicyError(
+            f"spectrain predicts with the momentum of SGD, and the optimizer is {kind}{without}; "
+            "choose pipeoptim or predict-stash, which follow the optimizer's own rule, or give SGD "
+            "a momentum"
+        )
+    if name in ("pipeoptim", "predict-stash") and not has_momentum(optimizer):
+        warnings.warn(
+            f"{name} predicts from the momentum of the optimizer, and {kind} has none here, so "
+            f"every prediction is {'the current weights' if kind == 'SGD' else 'one gradient'}; "
+            "give it a momentum of about 0.9, or choose 2bw or stash",
+            stacklevel=2,
+        )
+
+
+class Prediction:
+    """Predicts the weights of one optimizer.
+
+    Args:
+        optimizer: of these parameters.
+        parameters: that it updates, each once.
+
+    Attributes:
+        rule: where dW comes from.
+    """
+
+    def __init__(self, optimizer: Optimizer, parameters: Sequence[torch.nn.Parameter]) -> None:
+        self._optimizer, self._parameters = optimizer, parameters
+        self.rule = rule_of(optimizer)
+        place = {id(parameter): i for i, parameter in enumerate(parameters)}
+        self._groups = [
+            (group, [place[id(p)] for p in group["params"] if id(p) in place])
+            for group in optimizer.param_groups
+        ]
+
+    def move(
+        self,
+        weights: Sequence[Tensor],
+        ahead: int,
+        *,
+        moved: frozenset[int] | None = None,
+        rate: float = 1.0,
+        last: Sequence[Tensor] | None = None,
+    ) -> None:
+        """Move current weights, in place, to where they will be.
+
+        Args:
+            weights: per parameter; not the parameter itself, whose autograd would notice.
+            ahead: s, a number of updates.
+            moved: indices of parameters that the last update moved; None where that is not known,
+                after a restart: then all that have a state.
+            rate: factor on the learning rates of the update to come.
+            last: per parameter ``W_{t-1} - W_t``, for optimizers without a rule; None before the
+                first update.
+        """
+        if self.rule == "last update":
+            if last is not None:
+                torch._foreach_add_(list(weights), list(last), alpha=-ahead)
+            return
+        state = self._optimizer.state
+        step = _momentum if self.rule == "momentum" else _adam
+        for group, indices in self._groups:
+            rows = [
+                (_real(weights[i]), state[self._parameters[i]])
+                for i in indices
+                if (moved is None or i in moved) and state.get(self._parameters[i])
+            ]
+            if rows:
+                step(group, [w for w, _ in rows], [s for _, s in rows], group["lr"] * rate * ahead)
+
+
+def _real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _momentum(
+    group: Mapping[str, Any],
+    weights: list[Tensor],
+    states: list[Mapping[str, Any]],
+    rate: float | Tensor,
+) -> None:
+    """``w -= rate * v``."""
+    rows = [
+        (weight, _real(state["momentum_buffer"]))
+        for weight, state in zip(weights, states, strict=True)
+        if group["momentum"] and state.get("momentum_buffer") is not None
+    ]
+    if not rows:
+        return
+    moved, buffers = [weight for weight, _ in rows], [buffer for _, buffer in rows]
+    if _on_device(rate):
+        torch._foreach_sub_(moved, torch._foreach_mul(buffers, rate))
+    else:
+        torch._foreach_add_(moved, buffers, alpha=-float(rate))
+
+
+def _adam(
+    group: Mapping[str, Any],
+    weights: list[Tensor],
+    states: list[Mapping[str, Any]],
+    rate: float | Tensor,
+) -> None:
+    """``w -= rate * m_hat / (sqrt(v_hat) + eps)``, in the order of operations of torch's Adam."""
+    beta1, beta2 = map(float, group["betas"])
+    second = "max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"
+    means = [_real(state["exp_avg"]) for state in states]
+    roots = list(torch._foreach_sqrt([_real(state[second]) for state in states]))
+    steps = [state["step"] for state in states]
+    if _on_device(rate) or _on_device(steps[0]):
+        # Nothing is read back: the host would wait for the device.
+        corrections = [(1 - beta1**step, (1 - beta2**step).sqrt()) for step in steps]
+        torch._foreach_div_(roots, [c2 for _, c2 in corrections])
+        torch._foreach_add_(roots, group["eps"])
+        moves = list(torch._foreach_div(means, roots))
+        torch._foreach_mul_(moves, [rate / c1 for c1, _ in corrections])
+        torch._foreach_sub_(weights, moves)
+        return
+    numbers = [float(step) for step in steps]
+    torch._foreach_div_(roots, [(1 - beta2**step) ** 0.5 for step in numbers])
+    torch._foreach_add_(roots, group["eps"])
+    factors = [-(float(rate) / (1 - beta1**step)) for step in numbers]
+    torch._foreach_addcdiv_(weights, means, roots, factors)
+
+
+def _on_device(number: object) -> bool:
+    return isinstance(number, Tensor) and number.device.type != "cpu"

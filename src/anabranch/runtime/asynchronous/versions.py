@@ -1,0 +1,330 @@
+"""StageWeights: all versions of one stage's weights on one rank, and its optimizer.
+
+The parameters are the user's own. Between passes they are the newest version; inside a pass they
+are what the policy says (``weights``). Two ways of getting there, by ``Alive.keeps``:
+
+Kept: ``parameter.data`` points at the storage that the pass reads. A storage that a unit in flight
+has read is never written, because views of it (the transpose that a product saves) are waiting for
+the backward; an update works on a copy where the old version must stay, in place elsewhere::
+
+    storages    A  version 1, read by F3 .................. B3     free, then version 4
+                B  version 2, read by F4 ............................ B4
+                C  version 3
+
+In place: there is one storage, the backward reads it as it has become, and autograd is not told,
+since that is the policy. A prediction is written over it and the current weights put back after.
+
+Storages are taken from a pool and never freed, so the pool's size is the peak. Buffers (BatchNorm)
+and frozen parameters have one version. Under autocast parameters and optimizer stay in full
+precision and nothing here changes; but the half precision copies that autocast makes in a forward
+serve its backward too, so that products in a backward read what the forward read under any policy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from anabranch.runtime.asynchronous.prediction import Prediction, require_rule
+from anabranch.weights import Alive, PredictStash, WeightPolicy
+
+Storage = list[Tensor]
+"""One tensor per trainable parameter of the stage."""
+
+_MEMORY = 0.9
+"""Weight of the past in the running norm of gradients."""
+
+
+class StageWeights:
+    """All versions of one stage's weights on one rank, and its optimizer.
+
+    Args:
+        parameters: of the stage, by name; those that need no gradient are left alone.
+        optimizer: of the trainable ones; None where there are none.
+        policy: what passes read.
+        in_flight: mini-batches that the stage has between forward and backward at most.
+        distance: longest distance of the stage to the sink, in stage edges.
+        depth: stages on the longest path.
+        scheduler: of the learning rate, stepped after every update; with the update that follows
+            it decides the rate that a prediction uses.
+
+    Raises:
+        PolicyError: if the optimizer does not fit the policy.
+        ValueError: if trainable parameters have no optimizer.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        optimizer: Optimizer | None,
+        policy: WeightPolicy,
+        *,
+        in_flight: int,
+        distance: int,
+        depth: int,
+        scheduler: LRScheduler | None = None,
+    ) -> None:
+        trainable = {id(p): (name, p) for name, p in parameters.items() if p.requires_grad}
+        self._names = tuple(name for name, _ in trainable.values())
+        self._parameters = tuple(parameter for _, parameter in trainable.values())
+        if self._parameters and optimizer is None:
+            raise ValueError(f"parameter {self._names[0]} is trained by no optimizer")
+        self._optimizer, self._scheduler, self._policy = optimizer, scheduler, policy
+        self._alive = Alive(policy, in_flight=in_flight, distance=distance, depth=depth)
+        self._lag = in_flight - 1
+        self._current: Storage = [parameter.data for parameter in self._parameters]
+        self._pool = _Pool()
+        self._stored: dict[int, Storage] = {}
+        self._predicted: dict[int, Storage] = {}
+        self._moved: frozenset[int] | None = None
+        self._last: Storage | None = None
+        self._norm: Tensor | None = None
+        self._prediction: Prediction | None = None
+        if optimizer is not None and self._alive.predicts:
+            require_rule(policy, optimizer)
+            self._prediction = Prediction(optimizer, self._parameters)
+
+    @property
+    def version(self) -> int:
+        """Updates so far."""
+        return self._alive.version
+
+    @property
+    def peak_versions(self) -> int:
+        """Copies of the weights that were alive at once at most, the current one included.
+
+        Temporaries of a prediction are not counted, nor are those of ``optimizer.step``.
+        """
+        return 1 + self._pool.made
+
+    @property
+    def peak_bytes(self) -> int:
+        """Bytes of these copies."""
+        return self.peak_versions * sum(t.numel() * t.element_size() for t in self._current)
+
+    def fill(self, number: int) -> None:
+        """The pipeline is empty; a mini-batch is the next one.
+
+        Parameters may have been written from outside, from a checkpoint for example.
+
+        Args:
+            number: how many mini-batches were before it.
+
+        Raises:
+            ValueError: if a mini-batch is in flight.
+        """
+        self._alive.fill(number)
+        self._release()
+        self._current = [parameter.data for parameter in self._parameters]
+
+    def forward(self, number: int) -> AbstractContextManager[None]:
+        """Parameters are what the forward of a mini-batch reads, inside the context.
+
+        With several micro-batches a mini-batch has several forwards.
+
+        Raises:
+            ValueError: if the mini-batch is not due.
+        """
+        reading = self._alive.forward(number)
+        if not self._alive.keeps:
+            return self._ahead(reading.ahead)
+        return self._pointing(self._kept(number, reading.version, reading.ahead))
+
+    def backward(self, number: int) -> AbstractContextManager[None]:
+        """Parameters are what the backward of a mini-batch reads, inside the context.
+
+        Raises:
+            ValueError: if the mini-batch is not due.
+        """
+        reading = self._alive.backward(number)
+        if not self._alive.keeps:
+            return self._ahead(reading.ahead)
+        return self._pointing(self._kept(number, reading.version, reading.ahead))
+
+    def _kept(self, number: int, version: int, ahead: int) -> Storage:
+        if not ahead:
+            return self._current if version == self.version else self._stored[version]
+        if number not in self._predicted:
+            predicted = self._predicted[number] = self._pool.take(self._current)
+            _copy(self._current, predicted)
+            self._predict(predicted, ahead)
+        return self._predicted[number]
+
+    def _pointing(self, storage: Storage) -> AbstractContextManager[None]:
+        return nullcontext() if storage is self._current else self._swapped(storage)
+
+    @contextmanager
+    def _swapped(self, storage: Storage) -> Iterator[None]:
+        self._point(storage)
+        try:
+            yield
+        finally:
+            self._point(self._current)
+
+    def _point(self, storage: Storage) -> None:
+        for parameter, tensor in zip(self._parameters, storage, strict=True):
+            parameter.data = tensor
+
+    def _ahead(self, ahead: int) -> AbstractContextManager[None]:
+        return self._overwritten(ahead) if ahead and self._prediction else nullcontext()
+
+    @contextmanager
+    def _overwritten(self, ahead: int) -> Iterator[None]:
+        kept = self._pool.take(self._current)
+        _copy(self._current, kept)
+        try:
+            self._predict(self._current, ahead)
+            yield
+        finally:
+            _copy(kept, self._current)
+            self._pool.give(kept)
+
+    @torch.no_grad()
+    def _predict(self, weights: Storage, ahead: int) -> None:
+        if self._prediction is not None:
+            self._prediction.move(
+                weights,
+                ahead,
+                moved=self._moved,
+                rate=self._rate,
+                last=self._last,
+            )
+
+    @property
+    def _rate(self) -> float:
+        """Factor on the learning rate of the next update."""
+        policy = self._policy
+        return policy.rate(self._lag, self.version) if isinstance(policy, PredictStash) else 1.0
+
+    def update(self, *, skip: bool = False) -> None:
+        """The gradients of the oldest mini-batch in flight are in ``.grad``: make the next version.
+
+        Steps the optimizer, then the scheduler, and clears ``.grad``.
+
+        Args:
+            skip: leave the weights as they are, which is a version too: for a mini-batch without
+                usable gradients, such as one that overflowed in half precision.
+        """
+        rate, old = self._rate, self.version
+        if self._alive.finish():
+            self._stored[old] = self._current
+        self._release()
+        if self._parameters:
+            if old in self._stored:
+                self._current = self._pool.take(self._current)
+                _copy(self._stored[old], self._current)
+                self._point(self._current)
+            if not skip:
+                self._step(rate)
+        if self._optimizer is not None and self._scheduler is not None and not skip:
+            self._scheduler.step()
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def _release(self) -> None:
+        """Give back what nobody will read."""
+        alive = self._alive
+        for number in [n for n in self._predicted if n not in alive.predictions]:
+            self._pool.give(self._predicted.pop(number))
+        for version in [v for v in self._stored if v not in alive.versions]:
+            self._pool.give(self._stored.pop(version))
+
+    @torch.no_grad()
+    def _step(self, rate: float) -> None:
+        optimizer = self._optimizer
+        assert optimizer is not None
+        grads = {i: p.grad for i, p in enumerate(self._parameters) if p.grad is not None}
+        if isinstance(self._policy, PredictStash) and self._policy.clip and grads:
+            self._clip(list(grads.values()), self._policy.clip)
+        keeps_update = self._prediction is not None and self._prediction.rule == "last update"
+        if keeps_update:
+            self._last = self._last or self._pool.take(self._current)
+            _copy(self._current, self._last)
+        # What autograd has saved of a parameter either lies in another storage by now, or is to
+        # change, by the policy.
+        unnoticed = _unsafe_preserve_version_counter(self._parameters)
+        with unnoticed, _slower(optimizer, rate):
+            optimizer.step()
+        self._moved = frozenset(grads)
+        if keeps_update and self._last:
+            torch._foreach_sub_(self._last, self._current)
+
+    def _clip(self, grads: list[Tensor], most: float) -> None:
+        """Scale gradients to at most so many times their usual norm, without asking for a number.
+
+        The running norm is over the clipped ones, so that one outlier does not raise it; an
+        infinite or undefined norm leaves it as it is.
+        """
+        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
+        if self._norm is None:
+            self._norm = norm
+        limit = most * self._norm
+        torch._foreach_mul_(grads, torch.where(norm > limit, limit / norm, torch.ones_like(norm)))
+        usual = _MEMORY * self._norm + (1 - _MEMORY) * torch.minimum(norm, limit)
+        self._norm = torch.where(norm.isfinite(), usual, self._norm)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What predictions need besides the optimizer's state; for a checkpoint, when drained."""
+        moved = None if self._moved is None else [self._names[i] for i in sorted(self._moved)]
+        last = None
+        if self._last is not None:
+            last = dict(zip(self._names, (t.clone() for t in self._last), strict=True))
+        return {"moved": moved, "last_update": last, "norm": self._norm}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Put back what ``state_dict`` gave, perhaps for more parameters than this stage has."""
+        moved, last = state["moved"], state["last_update"]
+        if moved is not None:
+            self._moved = frozenset(i for i, name in enumerate(self._names) if name in set(moved))
+        if last is not None and self._parameters:
+            self._last = self._last or self._pool.take(self._current)
+            _copy([last[name] for name in self._names], self._last)
+        self._norm = state["norm"]
+
+
+class _Pool:
+    """Storages that are not in use."""
+
+    def __init__(self) -> None:
+        self.made = 0
+        self._free: list[Storage] = []
+
+    def take(self, like: Storage) -> Storage:
+        """A storage with any content."""
+        if self._free:
+            return self._free.pop()
+        self.made += 1
+        return [torch.empty_like(tensor) for tensor in like]
+
+    def give(self, storage: Storage) -> None:
+        """The storage is not needed any more."""
+        self._free.append(storage)
+
+
+@torch.no_grad()
+def _copy(source: Sequence[Tensor], target: Sequence[Tensor]) -> None:
+    if source:
+        torch._foreach_copy_(list(target), list(source))
+
+
+@contextmanager
+def _slower(optimizer: Optimizer, rate: float) -> Iterator[None]:
+    """Scale the learning rates of all groups, inside."""
+    if rate == 1:
+        yield
+        return
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = group["lr"] * rate
+    try:
+        yield
+    finally:
+        for group, before in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = before

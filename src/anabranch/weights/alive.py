@@ -1,0 +1,174 @@
+"""Which weights of a stage are alive: the bookkeeping that all who hold or count them share.
+
+There are two kinds of policy. Where a backward reads what its forward read, weights must be *kept*
+until the unit is learned: versions, or predictions. Where a backward reads what is current, nothing
+is kept and weights change in place; a prediction then borrows the place of the current weights,
+which wait in a copy until the pass is over::
+
+    kept (stash, in flight 3)      F3 reads 1 |-------------------> B3
+                                   versions alive  1  1 2  1 2 3
+
+    in place (pipeoptim)           F3 reads 1+2 |..|          B3 reads 3
+                                                the copy
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from anabranch.schedule.kfkb import alternate
+from anabranch.schedule.schedule import Kind
+from anabranch.weights.base import Reading, Unit, WeightPolicy
+
+
+class Alive:
+    """Versions and predictions of one stage's weights, without the weights.
+
+    Args:
+        policy: what passes read.
+        in_flight: see ``Unit``.
+        distance: see ``Unit``.
+        depth: see ``Unit``.
+
+    Attributes:
+        version: updates so far.
+        filled: the unit at which the pipeline was last empty.
+        begun: one past the last unit with a forward.
+        keeps: whether backwards read what their forwards read.
+        predicts: whether any pass reads a prediction.
+        versions: alive now, the current one included.
+        predictions: units whose prediction is alive.
+    """
+
+    def __init__(self, policy: WeightPolicy, *, in_flight: int, distance: int, depth: int) -> None:
+        if in_flight < 1 or distance < 0 or depth <= distance:
+            raise ValueError(
+                f"a stage at distance {distance} of a pipeline of depth {depth} cannot have "
+                f"{in_flight} units in flight"
+            )
+        self._policy = policy
+        self._stage = in_flight, distance, depth
+        self.filled = self.version = self.begun = 0
+        self.versions = {0}
+        self.predictions: set[int] = set()
+        steady = self.unit(in_flight - 1)
+        readings = policy.forward(steady), policy.backward(steady)
+        self.keeps = readings[0] == readings[1]
+        self.predicts = any(reading.ahead for reading in readings)
+
+    def unit(self, number: int) -> Unit:
+        """A unit since the last fill."""
+        return Unit(number, self.filled, *self._stage)
+
+    def fill(self, number: int) -> None:
+        """The pipeline is empty, all versions but the current one are let go.
+
+        Raises:
+            ValueError: if a unit is between its forward and its update.
+        """
+        if self.begun != self.version:
+            raise ValueError(
+                f"mini-batches {self.version} to {self.begun - 1} are in flight; a pipeline is "
+                "filled when it has been drained"
+            )
+        self.filled = self.version = self.begun = number
+        self.versions = {number}
+
+    def forward(self, number: int) -> Reading:
+        """A forward begins.
+
+        Raises:
+            ValueError: if it comes at another place in the order than the policy takes it to.
+        """
+        unit = self.unit(number)
+        reading = self._policy.forward(unit)
+        due = self.version <= number <= self.begun
+        # Of several micro-batches only the first sees this, and under policies that do not care.
+        first = number == self.begun and not self._policy.microbatches
+        if not due or (first and unit.seen != self.version):
+            raise ValueError(self._misplaced("forward", number))
+        self.begun = max(self.begun, number + 1)
+        if self.keeps and reading.ahead:
+            self.predictions.add(number)
+        return reading
+
+    def backward(self, number: int) -> Reading:
+        """A backward begins.
+
+        Raises:
+            ValueError: if its unit is not the one to be learned next.
+        """
+        if number != self.version or number >= self.begun:
+            raise ValueError(self._misplaced("backward", number))
+        return self._policy.backward(self.unit(number))
+
+    def finish(self) -> bool:
+        """The oldest unit is learned: a new version is about to be made.
+
+        Returns:
+            Whether the version before it has to stay.
+        """
+        old = self.version
+        self.predictions.discard(old)
+        self.version = old + 1
+        self.begun = max(self.begun, self.version)
+        self.versions = self._needed() & self.versions | {self.version}
+        return old in self.versions
+
+    def _needed(self) -> set[int]:
+        if not self.keeps:
+            return set()
+        units = [self._policy.forward(self.unit(n)) for n in range(self.version, self.begun + 1)]
+        needed = {reading.version for reading in units if not reading.ahead}
+        if not units[-1].ahead:
+            # Units that are yet to come read this one or later ones.
+            needed.update(range(units[-1].version, self.version))
+        return needed
+
+    def _misplaced(self, what: str, number: int) -> str:
+        return (
+            f"{what} of mini-batch {number} at version {self.version}, with "
+            f"{self.begun - self.version} in flight since the fill at {self.filled}: the policy "
+            f"{self._policy.name} takes {self._stage[0]} to be in flight here"
+        )
+
+
+@lru_cache(maxsize=1 << 12)
+def versions_held(
+    policy: WeightPolicy,
+    *,
+    in_flight: int,
+    distance: int,
+    depth: int,
+    microbatches: int = 1,
+    last_update: bool = False,
+) -> int:
+    """Copies of a stage's weights that are alive at once at most, the current one included.
+
+    Found by walking the stage's ``1f1b`` order until it repeats itself, not by a formula.
+
+    Args:
+        policy: what passes read.
+        in_flight: micro-batches of the stage between forward and backward, as in its plan.
+        distance: longest distance of the stage to the sink, in stage edges.
+        depth: stages on the longest path.
+        microbatches: M, micro-batches per mini-batch.
+        last_update: whether predictions come from the last update, which then has to be kept; for
+            optimizers without a rule of their own.
+    """
+    units_in_flight = 1 - (1 - in_flight) // microbatches
+    alive = Alive(policy, in_flight=units_in_flight, distance=distance, depth=depth)
+    kept_update = last_update and alive.predicts
+    peak = 1
+    # The fill, one round of the steady state for every version there may be, and the drain.
+    count = microbatches * (units_in_flight + 2 * depth + 2)
+    for action in alternate(0, count, in_flight, 1):
+        number = action.microbatch // microbatches
+        forward = action.kind is Kind.FORWARD
+        reading = alive.forward(number) if forward else alive.backward(number)
+        copy = bool(reading.ahead) and not alive.keeps
+        peak = max(peak, len(alive.versions) + len(alive.predictions) + copy + kept_update)
+        if not forward and (action.microbatch + 1) % microbatches == 0:
+            alive.finish()
+            peak = max(peak, len(alive.versions) + len(alive.predictions) + kept_update)
+    return peak

@@ -1,0 +1,169 @@
+"""The weight policies, one small frozen class each.
+
+For unit n at a stage with lag d, K the unit of the last fill, D the depth, v = n - d the version
+that is there at the forward; ``+ s`` extrapolates by s updates::
+
+                    forward                 backward               from
+    naive           v                       n
+    stash           v                       v                      PipeDream, weight stashing
+    vertical-sync   max(K, n - (D-1))       the same               PipeDream, vertical sync
+    2bw             max(K, n - 1)           the same               PipeDream-2BW
+    spectrain       v  + (d + h)            n  + h                 SpecTrain
+    pipeoptim       v  + d                  n                      PipeOptim
+    predict-stash   v  + d                  the same               ours
+
+PipeOptim's paper has a fixed ``s = D - rank - 1``. After every drain in mid-run that would
+overshoot, because the first units after a fill are less stale; so the lag that really occurs
+counts. SpecTrain's ``h = (D - 1 - distance) // 2`` makes the stages aim at versions of about the
+same moment.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+from anabranch.weights.base import Reading, Unit
+
+
+@dataclass(frozen=True, slots=True)
+class Naive:
+    """Whatever is there, in the forward and in the backward; gradients of neither."""
+
+    name: ClassVar[str] = "naive"
+    microbatches: ClassVar[bool] = False
+
+    def forward(self, unit: Unit) -> Reading:
+        """See ``WeightPolicy``."""
+        return Reading(unit.seen)
+
+    def backward(self, unit: Unit) -> Reading:
+        """See ``WeightPolicy``."""
+        return Reading(unit.number)
+
+
+@dataclass(frozen=True, slots=True)
+class Stash:
+    """The backward reads what its forward read (PipeDream, weight stashing)."""
+
+    name: ClassVar[str] = "stash"
+    microbatches: ClassVar[bool] = False
+
+    def forward(self, unit: Unit) -> Reading:
+        """See ``WeightPolicy``."""
+        return Reading(unit.seen)
+
+    def backward(self, unit: Unit) -> Reading:
+        """See ``WeightPolicy``."""
+        return Reading(unit.seen)
+
+
+@dataclass(frozen=True, slots=True)
+class VerticalSync:
+    """Every stage reads the version that was current at the deepest source (PipeDream)."""
+
+    name: ClassVar[str] = "vertical-sync"
+    microbatches: ClassVar[bool] = False
+
+    def forward(self, unit: Unit) -> Reading:
+        """See ``WeightPolicy``."""
+        return Reading(max(unit.filled, unit.number - (unit.depth - 1)))
+
+    def backward(self, unit: Unit) -> Reading:
+        """See ``WeightPolicy``."""
+        return self.forward(unit)
+
+
+@dataclass(frozen=True, slots=True)
+class TwoBuffers:
+    """All micro-batches of a mini-batch read the version before the last (PipeDream-2BW)."""
+
+    name: ClassVar[str] = "2bw"
+    microbatches: ClassVar[bool] = True
+
+    def forward(self, unit: Unit) -> Reading:
+        """See ``WeightPolicy``."""
+        return Reading(max(unit.filled, unit.number - 1))
+
+    def backward(self, unit: Unit) -> Reading:
+        """See ``WeightPolicy``."""
+        return self.forward(unit)
+
+
+@dataclass(frozen=True, slots=True)
+class SpecTrain:
+    """Forward and backward predict the same later version, each from what is there."""
+
+    name: ClassVar[str] = "spectrain"
+    microbatches: ClassVar[bool] = False
+
+    def forward(self, unit: Unit) -> Reading:
+        """See ``WeightPolicy``."""
+        return Reading(unit.seen, unit.lag + _halfway(unit))
+
+    def backward(self, unit: Unit) -> Reading:
+        """See ``WeightPolicy``."""
+        return Reading(unit.number, _halfway(unit))
+
+
+def _halfway(unit: Unit) -> int:
+    return (unit.depth - 1 - unit.distance) // 2
+
+
+@dataclass(frozen=True, slots=True)
+class PipeOptim:
+    """The forward predicts the version of its own backward, which reads what is there."""
+
+    name: ClassVar[str] = "pipeoptim"
+    microbatches: ClassVar[bool] = False
+
+    def forward(self, unit: Unit) -> Reading:
+        """See ``WeightPolicy``."""
+        return Reading(unit.seen, unit.lag)
+
+    def backward(self, unit: Unit) -> Reading:
+        """See ``WeightPolicy``."""
+        return Reading(unit.number)
+
+
+@dataclass(frozen=True, slots=True)
+class PredictStash:
+    """The forward predicts as in PipeOptim; the backward reads the same prediction, kept.
+
+    Attributes:
+        ramp: N, updates over which a stage's learning rate rises from ``lr / lag`` to ``lr``, as
+            ``lr / lag ** (1 - min(t / N, 1))`` at update t (PipeMare, technique 1); 0 for none.
+        clip: largest gradient norm of a stage, as a multiple of its own running mean; 0 for none.
+
+    Raises:
+        ValueError: if one is negative, or ``clip`` is at most 1, which would shrink every gradient.
+    """
+
+    ramp: int = 0
+    clip: float = 0.0
+
+    name: ClassVar[str] = "predict-stash"
+    microbatches: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if self.ramp < 0:
+            raise ValueError(f"ramp is a number of updates, at least 0, not {self.ramp}")
+        if self.clip != 0 and not 1 < self.clip < math.inf:
+            raise ValueError(
+                f"clip is a multiple of the usual gradient norm, over 1, or 0; not {self.clip}"
+            )
+
+    def forward(self, unit: Unit) -> Reading:
+        """See ``WeightPolicy``."""
+        return Reading(unit.seen, unit.lag)
+
+    def backward(self, unit: Unit) -> Reading:
+        """See ``WeightPolicy``."""
+        return self.forward(unit)
+
+    def rate(self, lag: int, updates: int) -> float:
+        """Factor on the learning rate after so many updates of a stage with that lag."""
+        if updates >= self.ramp or lag <= 1:
+            return 1.0
+        return math.pow(lag, updates / self.ramp - 1)

@@ -1,0 +1,151 @@
+"""What a policy asks of a plan and a model, and which policy suits whom.
+
+What it asks of an optimizer is known where the optimizer is (``asynchronous.prediction``).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+from anabranch.errors import PolicyError
+from anabranch.planner.stages import StageGraph
+from anabranch.weights.base import WeightPolicy
+from anabranch.weights.policies import VerticalSync
+
+SHALLOW = 4
+"""Up to this depth PipeOptim comes close to synchronous training; beyond, its backward, which reads
+other weights than its forward, begins to cost."""
+
+
+def require_fits(
+    policy: WeightPolicy,
+    graph: StageGraph,
+    *,
+    microbatches: int,
+    round_robin: bool = False,
+    batch_norms: Sequence[str] = (),
+) -> None:
+    """Accept a plan under a policy; warns of batch statistics over one sample.
+
+    Args:
+        policy: what passes read.
+        graph: stages with their in-flight counts.
+        microbatches: M, micro-batches per mini-batch.
+        round_robin: whether the replicas of a stage take mini-batches in turn.
+        batch_norms: names of the model's layers with statistics over samples.
+
+    Raises:
+        PolicyError: if the policy is not defined for such a plan.
+    """
+    name, depth = policy.name, graph.depth
+    if policy.microbatches and microbatches < depth:
+        raise PolicyError(
+            f"{name} runs through a mini-batch's micro-batches while the weights of the mini-batch "
+            f"before are made, which takes at least as many micro-batches as the pipeline is deep: "
+            f"{microbatches} < {depth}; choose {depth} or more micro-batches per mini-batch, or "
+            "another policy"
+        )
+    if not policy.microbatches and microbatches != 1:
+        raise PolicyError(
+            f"{name} makes an update after every pass, and the plan has {microbatches} "
+            "micro-batches per mini-batch; choose one, or the policy 2bw"
+        )
+    if isinstance(policy, VerticalSync):
+        _require_one_version(graph, round_robin=round_robin)
+    _warn_of_statistics(graph, microbatches, batch_norms)
+
+
+def _require_one_version(graph: StageGraph, *, round_robin: bool) -> None:
+    replicated = [s for s, stage in enumerate(graph.stages) if stage.replicas > 1]
+    if round_robin and replicated:
+        raise PolicyError(
+            "vertical-sync takes every mini-batch to find one version at all stages, and replicas "
+            f"of stage {replicated[0]} that take mini-batches in turn have versions of their own; "
+            "split each mini-batch over the replicas, or choose stash"
+        )
+    deep = [s for s, h in enumerate(graph.height) if graph.stages[s].in_flight > h + 1]
+    if deep:
+        s = deep[0]
+        count, distance = graph.stages[s].in_flight, graph.height[s]
+        raise PolicyError(
+            f"vertical-sync reads the version of {graph.depth - 1} updates ago everywhere, but "
+            f"with {count} mini-batches in flight at distance {distance} stage {s} forwards "
+            "earlier than that; choose the schedule 1f1b, or the policy stash"
+        )
+
+
+def _warn_of_statistics(graph: StageGraph, microbatches: int, batch_norms: Sequence[str]) -> None:
+    if not batch_norms:
+        return
+    least, s = min(
+        (graph.batch_size // microbatches // stage.replicas, s)
+        for s, stage in enumerate(graph.stages)
+    )
+    if least <= 1:
+        warnings.warn(
+            f"{batch_norms[0]} takes its statistics over the samples of one pass, and a pass of "
+            f"stage {s} has {least}: a batch of {graph.batch_size} in {microbatches} micro-batches "
+            f"over {graph.stages[s].replicas} replicas; take a larger batch, fewer micro-batches "
+            "or replicas, or GroupNorm",
+            stacklevel=3,
+        )
+
+
+def recommend(
+    depth: int,
+    *,
+    optimizer: str,
+    momentum: bool = True,
+    batch_size: int = 1,
+    versions: int | None = None,
+) -> tuple[str, str]:
+    """The policy for ``auto``, and why.
+
+    Args:
+        depth: stages on the longest path.
+        optimizer: name of its class, for the reason.
+        momentum: whether it has one, so that a prediction has something to go by.
+        batch_size: samples of a mini-batch.
+        versions: copies of its weights for which the tightest stage has memory; None for enough.
+
+    Returns:
+        Key of ``POLICIES``, and one sentence.
+    """
+    room = depth + 1 if versions is None else versions
+    if depth == 1:
+        return "naive", "one stage is never stale, so its weights need no policy"
+    if not momentum:
+        if batch_size >= 2 * depth and room >= 2:
+            return "2bw", (
+                f"{optimizer} has no momentum to predict with, and a batch of {batch_size} gives "
+                f"{depth} micro-batches, so that weights are stale by one update at any stage"
+            )
+        if room >= depth:
+            return "stash", (
+                f"{optimizer} has no momentum to predict with; gradients of the weights that the "
+                "forward read are stale but right"
+            )
+        return "naive", (
+            f"{optimizer} has no momentum to predict with, and there is memory for {room} of the "
+            f"{depth} copies of the weights that stashing keeps; with a momentum pipeoptim would do"
+        )
+    if depth <= SHALLOW and room >= 2:
+        return "pipeoptim", (
+            f"at depth {depth} a prediction by {optimizer}'s own rule looks at most {depth - 1} "
+            "updates ahead, and at most 2 copies of the weights are held"
+        )
+    if room >= depth + 1:
+        return "predict-stash", (
+            f"at depth {depth} a backward on other weights than its forward costs accuracy, and "
+            f"there is memory for the {depth + 1} copies that keep each mini-batch's prediction"
+        )
+    if room >= 2:
+        return "pipeoptim", (
+            f"predict-stash would keep {depth + 1} copies of the weights and there is memory for "
+            f"{room}; pipeoptim holds at most 2"
+        )
+    return "naive", (
+        "there is memory for one copy of the weights, so nothing can be predicted or kept; expect "
+        "worse results, or plan with more devices or recomputation"
+    )

@@ -1,0 +1,110 @@
+"""How many copies of the weights are alive, and what order of passes is accepted."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from anabranch.weights import POLICIES, Alive, Naive, PipeOptim, Stash, TwoBuffers, versions_held
+
+# Copies per stage of a pipeline of depth four, from distance 3 to 0 (PipeOptim, Table II: up to D
+# for the PipeDream policies, 2 for 2BW and SpecTrain, 1 to 2 for PipeOptim).
+HELD = {
+    "naive": [1, 1, 1, 1],
+    "stash": [4, 3, 2, 1],
+    "vertical-sync": [4, 4, 4, 4],
+    "2bw": [2, 2, 2, 2],
+    "spectrain": [2, 2, 2, 2],
+    "pipeoptim": [2, 2, 2, 1],
+    "predict-stash": [5, 4, 3, 1],
+}
+
+
+def held(name: str, distance: int, depth: int, *, last_update: bool = False) -> int:
+    policy = POLICIES[name]()
+    return versions_held(
+        policy,
+        in_flight=distance + 1,
+        distance=distance,
+        depth=depth,
+        microbatches=depth if policy.microbatches else 1,
+        last_update=last_update,
+    )
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_table_2(name):
+    """At depth four, by eye."""
+    assert [held(name, distance, 4) for distance in (3, 2, 1, 0)] == HELD[name]
+
+
+@given(st.integers(1, 9))
+def test_table_2_at_any_depth(depth):
+    """Stashing grows with the depth at the first stage, 2BW and PipeOptim never exceed two."""
+    first = depth - 1
+    assert held("stash", first, depth) == depth
+    assert held("vertical-sync", 0, depth) == depth
+    assert held("2bw", first, depth) == 2
+    assert held("pipeoptim", first, depth) == min(2, depth)
+    assert held("pipeoptim", 0, depth) == 1
+
+
+def test_an_optimizer_without_a_rule_keeps_its_last_update():
+    """One copy more where there are predictions, none elsewhere."""
+    assert held("pipeoptim", 2, 4, last_update=True) == 3
+    assert held("pipeoptim", 0, 4, last_update=True) == 1
+    assert held("stash", 2, 4, last_update=True) == 3
+
+
+def test_a_deeper_warm_up_keeps_more():
+    """Six mini-batches in flight at distance two are six stashed versions."""
+    assert versions_held(Stash(), in_flight=6, distance=2, depth=3) == 6
+
+
+def test_many_microbatches_make_two_versions_enough():
+    """2BW holds two versions however many of its micro-batches are in flight, up to a mini-batch's
+    worth.
+    """
+    for microbatches in (4, 5, 8):
+        assert (
+            versions_held(TwoBuffers(), in_flight=4, distance=3, depth=4, microbatches=microbatches)
+            == 2
+        )
+
+
+def test_what_is_alive_step_by_step():
+    """Stashing with three in flight: a version stays until its last reader is learned."""
+    alive = Alive(Stash(), in_flight=3, distance=2, depth=3)
+    seen = []
+    for forward in (0, 1, 2, 3, 4):
+        alive.forward(forward)
+        if forward >= 2:
+            alive.backward(forward - 2)
+            alive.finish()
+            seen.append(sorted(alive.versions))
+    # F0 F1 F2 read version 0, F3 reads 1, F4 reads 2.
+    assert seen == [[0, 1], [0, 1, 2], [1, 2, 3]]
+
+
+def test_passes_out_of_order_are_refused():
+    """A forward before its time, a second backward, a fill of a pipeline that is not empty."""
+    alive = Alive(PipeOptim(), in_flight=2, distance=1, depth=2)
+    with pytest.raises(ValueError, match="forward of mini-batch 1 at version 0"):
+        alive.forward(1)
+    with pytest.raises(ValueError, match="backward of mini-batch 0"):
+        alive.backward(0)
+    alive.forward(0)
+    alive.forward(1)
+    with pytest.raises(ValueError, match="pipeoptim takes 2 to be in flight"):
+        alive.forward(2)
+    with pytest.raises(ValueError, match="0 to 1 are in flight"):
+        alive.fill(0)
+    with pytest.raises(ValueError, match="backward of mini-batch 1"):
+        alive.backward(1)
+
+
+def test_no_stage_is_further_from_the_sink_than_the_pipeline_is_deep():
+    """Such a position is a mistake of the caller."""
+    with pytest.raises(ValueError, match="at distance 3 of a pipeline of depth 3"):
+        Alive(Naive(), in_flight=1, distance=3, depth=3)

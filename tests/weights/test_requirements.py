@@ -1,0 +1,90 @@
+"""Plans that a policy is not defined for, and recommendations."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+
+import pytest
+
+from anabranch.errors import PolicyError
+from anabranch.planner.stages import StageGraph
+from anabranch.weights import POLICIES, PipeOptim, Stash, TwoBuffers, VerticalSync
+from anabranch.weights.requirements import recommend, require_fits
+from tests.weights.test_policies import CHAIN, TWO_BRANCHES, graph_of
+
+
+def replicated(graph: StageGraph) -> StageGraph:
+    """The first stage on two devices."""
+    first = replace(graph.stages[0], devices=(0, 100))
+    return replace(graph, stages=(first, *graph.stages[1:]))
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_every_policy_fits_a_chain_and_a_graph(name):
+    """Without a warning."""
+    policy = POLICIES[name]()
+    microbatches = 4 if policy.microbatches else 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for edges in (CHAIN, TWO_BRANCHES):
+            require_fits(policy, graph_of(edges, 16), microbatches=microbatches)
+
+
+def test_two_buffers_need_as_many_microbatches_as_the_pipeline_is_deep():
+    """With fewer a third version would be needed; the message has both numbers."""
+    with pytest.raises(PolicyError, match=r"3 < 4; choose 4 or more micro-batches"):
+        require_fits(TwoBuffers(), graph_of(CHAIN, 16), microbatches=3)
+
+
+def test_other_policies_learn_after_every_pass():
+    """Micro-batches are refused where they would not be what the policy says."""
+    with pytest.raises(PolicyError, match=r"stash makes an update after every pass.*4 micro"):
+        require_fits(Stash(), graph_of(CHAIN, 16), microbatches=4)
+
+
+def test_vertical_sync_needs_one_sequence_of_versions():
+    """Replicas in turn have versions of their own; splitting a mini-batch is fine."""
+    graph = replicated(graph_of(CHAIN, 16))
+    require_fits(VerticalSync(), graph, microbatches=1)
+    with pytest.raises(PolicyError, match="stage 0 that take mini-batches in turn"):
+        require_fits(VerticalSync(), graph, microbatches=1, round_robin=True)
+    require_fits(Stash(), graph, microbatches=1, round_robin=True)
+
+
+def test_vertical_sync_needs_the_smallest_warm_up():
+    """A forward cannot read a version that is made after it."""
+    graph = graph_of(CHAIN, 16, "1f1b-deep")
+    with pytest.raises(PolicyError, match="7 mini-batches in flight at distance 3 stage 0"):
+        require_fits(VerticalSync(), graph, microbatches=1)
+
+
+def test_statistics_over_one_sample_are_warned_of():
+    """BatchNorm over a pass of one sample per replica is noise, or nothing at all."""
+    graph = replace(graph_of(CHAIN, 16), batch_size=2)
+    with pytest.warns(UserWarning, match=r"norm takes its statistics.*stage 0 has 1: a batch of 2"):
+        require_fits(PipeOptim(), replicated(graph), microbatches=1, batch_norms=["norm"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        require_fits(PipeOptim(), graph, microbatches=1, batch_norms=["norm"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({"depth": 1}, "naive"),
+        ({"depth": 4}, "pipeoptim"),
+        ({"depth": 8}, "predict-stash"),
+        ({"depth": 8, "versions": 9}, "predict-stash"),
+        ({"depth": 8, "versions": 8}, "pipeoptim"),
+        ({"depth": 8, "versions": 1}, "naive"),
+        ({"depth": 4, "momentum": False, "batch_size": 64}, "2bw"),
+        ({"depth": 4, "momentum": False, "batch_size": 4}, "stash"),
+        ({"depth": 4, "momentum": False, "batch_size": 4, "versions": 2}, "naive"),
+    ],
+)
+def test_recommendations(arguments, expected):
+    """By depth, memory and momentum; the reason is a sentence with the numbers it rests on."""
+    name, reason = recommend(optimizer="SGD", **arguments)
+    assert name == expected
+    assert len(reason) > 40
