@@ -107,6 +107,9 @@ def stage_graphs(draw: st.DrawFn, max_stages: int = 4, max_replicas: int = 2) ->
 def plans(draw: st.DrawFn) -> Plan:
     """Any plan, as a file may hold it: nothing says that its stages fit a model."""
     graph = draw(stage_graphs())
+    mode, policy = draw(
+        st.sampled_from([("sync", ""), ("async", "2bw"), ("async", "predict-stash")])
+    )
     predicted = Prediction(
         step_s=draw(st.floats(1e-9, 1e6)),
         bottleneck_s_per_sample=draw(SECONDS),
@@ -128,6 +131,8 @@ def plans(draw: st.DrawFn) -> Plan:
         device=draw(st.sampled_from(["", "v100", "cpu"])),
         options=draw(st.sampled_from([(), (("layers", "8"), ("branches", "4"))])),
         notes=tuple(draw(st.lists(st.sampled_from(["a note", "größer"]), max_size=2))),
+        mode=mode,
+        policy=policy,
     )
 
 

@@ -136,6 +136,21 @@ def test_memory_options():
     assert need == 1200 * 2 + 1200 + 100 + 60
 
 
+def test_frozen_parameters_have_one_version():
+    """f: 70 bytes under any number of versions; w and v have 3, a gradient, 2 of optimizer."""
+    frozen, trained = (
+        [
+            cost_model().device_bytes(
+                ops, microbatch_size=1, replicas=1, in_flight=1, versions=versions
+            )
+            for versions in (1, 3)
+        ]
+        for ops in ([3], [1, 2])
+    )
+    assert frozen[0] == frozen[1]
+    assert trained[1] - trained[0] == 2 * 1200
+
+
 def test_frozen_parameters_need_no_gradient():
     """f: 70 bytes and nothing else; entering y and z are held once and posted once, at 1 sample."""
     need = cost_model().device_bytes([3], microbatch_size=1, replicas=1, in_flight=1)

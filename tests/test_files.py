@@ -9,7 +9,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -27,9 +27,11 @@ from anabranch.files import (
     save_plan,
     save_profile,
 )
+from anabranch.files.plans import Policy
 from anabranch.graph.opgraph import BATCH, Op, OpGraph, Parameter, Value
 from anabranch.planner.stages import Plan, Prediction, Stage, StageGraph
 from anabranch.profile.profile import OpCost, Profile, Sharded
+from anabranch.weights import POLICIES
 from tests.strategies import clusters, plans, profiles
 
 # The folder is the same for all examples of a property; every example overwrites its file.
@@ -368,6 +370,41 @@ def test_bytes_are_a_function_of_the_plan(tmp_path: Path) -> None:
     data = (tmp_path / "a.json").read_bytes()
     assert data == (tmp_path / "b.json").read_bytes()
     assert data.endswith(b"}\n")
+
+
+def test_modes_in_plan_files(tmp_path: Path) -> None:
+    """Files without them are synchronous, and synchronous plans are still written so."""
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(PLAN))
+    plan = load_plan(path)
+    assert (plan.mode, plan.policy) == ("sync", "")
+    assert not {"mode", "policy"} & plan_to_dict(plan).keys()
+    path.write_text(json.dumps(PLAN | {"mode": "async", "policy": "stash"}))
+    plan = load_plan(path)
+    assert (plan.mode, plan.policy) == ("async", "stash")
+    document = plan_to_dict(plan)
+    assert (document["mode"], document["policy"]) == ("async", "stash")
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"mode": "asynchronous"}, "mode is"),
+        ({"mode": "async", "policy": "hoard"}, "policy is"),
+        ({"mode": "async"}, "mode is 'async', but policy is empty; it takes one of naive, stash"),
+        ({"policy": "stash"}, "policy is 'stash', but mode is 'sync'"),
+        ({"mode": None}, "mode is null"),
+    ],
+)
+def test_modes_that_do_not_exist(keys: dict[str, Any], message: str, tmp_path: Path) -> None:
+    """Unknown names, and a policy where there is nothing for it to do."""
+    text = json.dumps(PLAN | keys)
+    assert refusal(tmp_path / "plan.json", load_plan, text).startswith(message)
+
+
+def test_policies_are_those_of_the_table() -> None:
+    """They are spelled out in the schema."""
+    assert {name for name in get_args(Policy) if name} == set(POLICIES)
 
 
 def test_file_is_for_people(tmp_path: Path) -> None:

@@ -50,6 +50,27 @@ def test_a_run_comes_back(tmp_path: Path) -> None:
     assert "held-out accuracy" in page
 
 
+def test_a_run_without_a_flush_comes_back(tmp_path: Path) -> None:
+    """Its policy decides which figures it has; there is no timeline."""
+    run = replace(
+        RUN,
+        timelines=(),
+        policy="stash",
+        version_difference=(1, 0),
+        peak_versions=(2, 1),
+        weight_bytes=(20, 12),
+        device_peak_bytes=(),
+        period_s=0.5,
+    )
+    save_run(run, tmp_path / "run")
+    assert load_run(tmp_path / "run") == run
+    figures = run.figures()
+    assert (figures["policy"], figures["period_s"], figures["samples_per_s"]) == ("stash", 0.5, 8.0)
+    assert figures["weight_bytes"] == [20, 12]
+    assert "ideal_step_s" not in figures
+    assert "policy" not in RUN.figures()
+
+
 def test_the_first_step_does_not_count() -> None:
     """It sets things up: the median of 4 and 5 seconds, not of 9."""
     assert RUN.median_step_s == 4.5

@@ -6,7 +6,7 @@ import pytest
 
 from anabranch import launch
 from anabranch.record import Run
-from anabranch.train import Progress, train
+from anabranch.train import Progress, train, train_async
 from anabranch.workload import Workload
 from tests.runtime.small import Built, batch, built, num_ranks, plan, train_alone, with_options
 
@@ -62,3 +62,47 @@ def test_few_steps_have_no_period() -> None:
     model = built("TwoBranch")
     run, _ = trained(model, with_options(model, data=data), 3)
     assert (len(run.losses), len(run.step_s), run.period_s) == (3, 3, 0.0)
+
+
+def test_without_a_flush_losses_follow_each_other_and_nothing_is_recorded() -> None:
+    """A plan of one micro-batch per step; every loss is told with its samples, two epochs end with
+    a drain, and the run says how stale the stages were.
+    """
+    model = built("TwoBranch")
+    workload = with_options(model, data=data)
+    chosen = plan(model, 3, microbatch_size=16)
+
+    def rank() -> tuple[Run, list[Progress]]:
+        seen: list[Progress] = []
+        run = train_async(
+            workload,
+            chosen,
+            policy="stash",
+            epochs=2,
+            captured=model.captured,
+            check_gradients=False,
+            watch=seen.append,
+        )
+        return run, seen
+
+    run, seen = launch.run(rank, num_ranks(chosen), timeout=60.0)[0]
+    assert len(run.losses) == 10
+    assert [progress.samples for progress in seen] == [*SIZES, *SIZES]
+    assert [progress.loss for progress in seen] == list(run.losses)
+    depth = chosen.stage_graph.depth
+    # One loss per mini-batch once the pipeline is full, the others with the drain.
+    assert len(run.step_s) == 10 - depth - 1
+    assert run.period_s > 0
+    assert run.policy == "stash"
+    assert run.version_difference == chosen.stage_graph.height
+    assert run.peak_versions == tuple(h + 1 for h in chosen.stage_graph.height)
+    assert run.timelines == ()
+    figures = run.figures()
+    assert figures["predicted_period_s"] is None
+    assert figures["policy"] == "stash"
+
+
+def test_without_a_flush_something_must_say_how_long() -> None:
+    model = built("TwoBranch")
+    with pytest.raises(ValueError, match="steps or of epochs"):
+        train_async(model.workload, plan(model, 2))

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from anabranch.profile.measure import measure as measure
     from anabranch.profile.profile import Profile as Profile
     from anabranch.profile.readers import read_profile as read_profile
+    from anabranch.runtime.asynchronous.pipeline import AsyncPipeline as AsyncPipeline
     from anabranch.runtime.options import ComputeOptions as ComputeOptions
     from anabranch.runtime.pipeline import Pipeline as Pipeline
     from anabranch.solve import compare as compare
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "AnabranchError": "errors",
+    "AsyncPipeline": "runtime.asynchronous.pipeline",
     "Cluster": "cluster",
     "ComputeOptions": "runtime.options",
     "Pipeline": "runtime.pipeline",

@@ -6,7 +6,7 @@ Everything is in seconds, bytes and samples. With n = b / d samples on each of d
     backward   sum over operators of backward_s(n)          (+ the forward again with recomputation)
     transfer   latency + bytes / bandwidth                  of the slowest link on the way
     allreduce  2 (d-1)/d * bytes / bandwidth + 2 (d-1) * latency        (ring)
-    memory     parameters * versions + trainable parameters * (1 + optimizer)
+    memory     parameters + trainable parameters * (versions + optimizer)
                + in flight * n * kept bytes + what enters, for as long as it is held
 """
 
@@ -42,12 +42,15 @@ class CostModel:
         optimizer_factor: optimizer state in bytes per byte of trainable parameter (Adam 2, SGD with
             momentum 1).
         receive_slots: receives posted ahead per channel, beyond the micro-batches in flight.
+        updates: of the weights in one batch, each with its all-reduce; more than 1 where a planner
+            is asked for a row of mini-batches without a flush.
     """
 
     profile: Profile
     cluster: Cluster
     optimizer_factor: float = 2.0
     receive_slots: int = 1
+    updates: int = 1
     _tables: dict[tuple[float, int], tuple[NDArray[np.float64], NDArray[np.float64]]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -210,12 +213,15 @@ class CostModel:
         return self._ways[source, target]
 
     def allreduce_s(self, nbytes: float, devices: Sequence[int]) -> float:
-        """Seconds of a ring all-reduce over these devices, on the slowest link among them."""
+        """Seconds of a ring all-reduce over these devices, on the slowest link among them, as often
+        as the weights are updated.
+        """
         d = len(devices)
         if d == 1 or nbytes == 0:
             return 0.0
         link = self.cluster.slowest_link(devices)
-        return 2 * (d - 1) / d * nbytes / link.bandwidth + 2 * (d - 1) * link.latency_s
+        once = 2 * (d - 1) / d * nbytes / link.bandwidth + 2 * (d - 1) * link.latency_s
+        return once * self.updates
 
     def parameter_bytes(
         self, ops: Iterable[int], *, trainable: bool = False, tensor: int = 1
@@ -258,14 +264,14 @@ class CostModel:
             replicas: slices of each micro-batch.
             in_flight: micro-batches between their forward and their backward.
             recompute: keep only what enters the stage, and the inside of one micro-batch at a time.
-            versions: weight versions that the policy keeps.
+            versions: of the trainable weights, that the policy keeps; the gradients come on top.
             tensor: devices of each replica.
         """
         chosen = sorted(ops)
         samples = microbatch_size / replicas
         weights = self.parameter_bytes(chosen, tensor=tensor)
         trainable = self.parameter_bytes(chosen, trainable=True, tensor=tensor)
-        state = weights * versions + trainable * (1 + self.optimizer_factor)
+        state = weights + trainable * (versions + self.optimizer_factor)
         of = self.kept_bytes if tensor == 1 else self.sharded_kept_bytes(tensor)
         kept = float(of[chosen].sum()) * samples
         entering, _, gradients = self.boundary_bytes(chosen, samples)

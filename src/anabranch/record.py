@@ -42,7 +42,14 @@ class Run:
         period_s: wall seconds per step while steps followed each other without a barrier; 0 where
             the run was too short to tell.
         device_peak_bytes: per device of the plan, ascending, most bytes of tensors in a step; empty
-            where the run was too short for a step to be weighed.
+            where the run was too short for a step to be weighed, or had no flush.
+        policy: of a run without a flush, which weights passes read; otherwise empty, as is what
+            follows.
+        version_difference: per stage, updates between the forward and the backward of a mini-batch
+            at most.
+        peak_versions: per device of the plan, ascending, copies of its stage's weights that were
+            alive at once at most.
+        weight_bytes: likewise, bytes of these copies.
     """
 
     plan: Plan
@@ -54,6 +61,10 @@ class Run:
     timelines: tuple[tuple[str, Timeline], ...] = ()
     period_s: float = 0.0
     device_peak_bytes: tuple[int, ...] = ()
+    policy: str = ""
+    version_difference: tuple[int, ...] = ()
+    peak_versions: tuple[int, ...] = ()
+    weight_bytes: tuple[int, ...] = ()
 
     @property
     def median_step_s(self) -> float:
@@ -62,6 +73,26 @@ class Run:
 
     def figures(self) -> dict[str, Any]:
         """What the command line prints."""
+        return self._synchronous() if not self.policy else self._asynchronous()
+
+    def _asynchronous(self) -> dict[str, Any]:
+        predicted = self.plan.predicted.step_s if self.plan.mode == "async" else None
+        period_s = self.period_s or self.median_step_s
+        return {
+            "mode": "async",
+            "policy": self.policy,
+            "losses": list(self.losses),
+            "period_s": self.period_s,
+            "predicted_period_s": predicted,
+            "samples_per_s": self.plan.stage_graph.batch_size / period_s,
+            "version_difference": list(self.version_difference),
+            "peak_versions": list(self.peak_versions),
+            "weight_bytes": list(self.weight_bytes),
+            "metrics": dict(self.metrics),
+            "chance": dict(self.chance),
+        }
+
+    def _synchronous(self) -> dict[str, Any]:
         return {
             "losses": list(self.losses),
             "step_s": self.median_step_s,
@@ -95,6 +126,10 @@ def save_run(run: Run, folder: Path) -> None:
             "chance": dict(run.chance),
             "timelines": [_to_dict(title, timeline) for title, timeline in run.timelines],
             "device_peak_bytes": list(run.device_peak_bytes),
+            "policy": run.policy,
+            "version_difference": list(run.version_difference),
+            "peak_versions": list(run.peak_versions),
+            "weight_bytes": list(run.weight_bytes),
         },
     )
     # A run of a single step, or of short batches alone, has recorded none.
@@ -126,6 +161,10 @@ def load_run(folder: Path) -> Run:
         chance=file.chance,
         timelines=timelines,
         device_peak_bytes=tuple(file.device_peak_bytes),
+        policy=file.policy,
+        version_difference=tuple(file.version_difference),
+        peak_versions=tuple(file.peak_versions),
+        weight_bytes=tuple(file.weight_bytes),
     )
 
 
@@ -159,6 +198,7 @@ class _Strict(BaseModel):
 
 
 _Device = Annotated[int, Field(ge=0, lt=10**6)]
+_Count = Annotated[int, Field(ge=0)]
 # JSON has no tuples, so fixed-length lists must be read leniently.
 _Span = Annotated[tuple[_Device, float, float, str], Field(strict=False)]
 _Point = Annotated[tuple[float, int], Field(strict=False)]
@@ -183,7 +223,11 @@ class _RunFile(_Strict):
     metrics: dict[str, float]
     chance: dict[str, float]
     timelines: list[_Timeline]
-    device_peak_bytes: list[Annotated[int, Field(ge=0)]] = []
+    device_peak_bytes: list[_Count] = []
+    policy: str = ""
+    version_difference: list[_Count] = []
+    peak_versions: list[_Count] = []
+    weight_bytes: list[_Count] = []
 
 
 def _to_timeline(file: _Timeline) -> Timeline:

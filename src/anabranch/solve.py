@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass, replace
-from typing import Any, cast
+from dataclasses import replace
+from typing import Any
 
 import anabranch.planner as planners
+from anabranch import solve_async
+from anabranch.asking import bottleneck_s_per_sample as bottleneck_s_per_sample
+from anabranch.asking import check_arguments, collect, planner_with, uninterrupted
+from anabranch.asking import options_of as options_of
 from anabranch.cluster import Cluster
 from anabranch.cost import CostModel
 from anabranch.errors import (
     AnabranchError,
-    BudgetError,
     InvalidPlanError,
     InvalidScheduleError,
     SearchStoppedError,
@@ -34,6 +37,7 @@ from anabranch.schedule.lower import data_and_gradient_edges, lower
 from anabranch.simulator.costs import ModelCosts, StageTimes
 from anabranch.simulator.judge import Judge
 from anabranch.simulator.run import run, step_seconds
+from anabranch.simulator.stream import steady
 from anabranch.timeline import Timeline
 
 AUTO = ("1f1b", "1f1b-deep")
@@ -48,7 +52,7 @@ may be: neighbours are rarely better by more. The latter in models of few operat
 on few devices, each is followed also while it is behind the best."""
 
 SIMULATION = 150_000
-IMPROVEMENT = 50_000
+IMPROVEMENT = 150_000
 """Micro-batches times devices that may be simulated to judge proposals, those with fewest first,
 and to improve on the best of them. Only plans for many hundred devices come near the former."""
 
@@ -66,8 +70,12 @@ def plan(
     planner_options: Mapping[str, object] | None = None,
     model: str = "",
     improve: bool = True,
+    mode: str = "sync",
+    policy: str = "",
 ) -> Plan:
     """Find the stage graph and schedule with the shortest simulated step.
+
+    For asynchronous training: with the shortest simulated time from one mini-batch to the next.
 
     An interrupt (Ctrl-C) ends the search; the plan is then the best of what was proposed until
     then, and its notes say so. Without any proposal the interrupt reaches the caller.
@@ -75,9 +83,10 @@ def plan(
     Args:
         profile: seconds and bytes of the model's operators.
         cluster: devices, links and memory.
-        batch_size: samples of one step.
+        batch_size: samples of one step, or of one mini-batch without a flush.
         planner: key of ``planner.PLANNERS``.
         microbatch_size: only this size; by default every power of two that the profile covers.
+            Asynchronous mini-batches are one micro-batch, but for policy ``2bw``.
         schedule: key of ``schedule.SCHEDULES``; ``auto``: per proposal the faster of 1F1B with
             minimal and with deep warm-up, the minimal one where both take equally long;
             ``published``: what the planner's paper runs its plans with.
@@ -86,25 +95,43 @@ def plan(
         planner_options: values for fields of the planner.
         model: what is planned, for the plan's reader.
         improve: also try what lies near the best proposals, for planners that know what does.
+        mode: ``sync`` or ``async``.
+        policy: for ``async`` a key of ``weights.POLICIES``, or ``auto`` (the same as none) for the
+            one that ``weights.recommend`` names.
 
     Raises:
         InfeasiblePlanError: if nothing fits the devices.
         BudgetError: if the search would take more than it was given.
         ValueError: for an unknown name or a number below 1.
     """
-    _check_arguments(batch_size, planner, microbatch_size, schedule, max_replicas)
+    check_arguments(batch_size, planner, microbatch_size, schedule, max_replicas)
+    solve_async.check_mode(mode, policy, schedule)
+    if mode == "async":
+        return solve_async.plan(
+            profile,
+            cluster,
+            batch_size,
+            planner=planner,
+            policy=policy or "auto",
+            microbatch_size=microbatch_size,
+            optimizer_factor=optimizer_factor,
+            max_replicas=max_replicas,
+            planner_options=planner_options,
+            model=model,
+            improve=improve,
+        )
     cost = CostModel(profile, cluster, optimizer_factor=optimizer_factor)
     notes = ["times are taken as proportional to samples"] if profile.proportional else []
-    search, ignored = _planner(planner, max_replicas, planner_options or {})
+    search, ignored = planner_with(planner, max_replicas, planner_options or {})
     if ignored:
         notes.append(f"planner {planner} has no limit on replicas; {max_replicas} is ignored")
     started = time.perf_counter()
-    proposals, stopped = _collect(
+    proposals, stopped = collect(
         search(cost, batch_size=batch_size, microbatch_size=microbatch_size)
     )
     searched = time.perf_counter()
     judge = Judge(cost, _schedules(schedule, search))
-    judged = _uninterrupted(lambda: judge.consider(proposals, SIMULATION))
+    judged = uninterrupted(lambda: judge.consider(proposals, SIMULATION))
     if judge.best is None and not judged:
         judge = _first_that_fits(cost, _schedules(schedule, search), proposals)
     best = judge.winner(planner)
@@ -113,7 +140,7 @@ def plan(
         near = search.neighbourhood(cost, batch_size, microbatch_size)
         few = len(profile.graph) <= FEW
         each = few or cluster.num_devices <= FEW_DEVICES
-        judged = _uninterrupted(lambda: _improve(judge, near, MANY if few else SOME, each=each))
+        judged = uninterrupted(lambda: _improve(judge, near, MANY if few else SOME, each=each))
         best = judge.winner(planner)
     improved = time.perf_counter()
     require(best.graph, cost)
@@ -186,14 +213,14 @@ def compare(
     chosen = comparable(profile, cluster) if names is None else list(names)
     given = planner_options or {}
     for name in chosen:
-        _check_arguments(
+        check_arguments(
             batch_size,
             name,
             options.get("microbatch_size"),
             options.get("schedule", "auto"),
             options.get("max_replicas"),
         )
-        _planner(name, options.get("max_replicas"), given.get(name, {}))
+        planner_with(name, options.get("max_replicas"), given.get(name, {}))
     others = ", ".join(name for name in given if name not in chosen)
     if others:
         raise ValueError(f"options for {others}, but {', '.join(chosen)} are compared")
@@ -220,6 +247,9 @@ def simulate(
 ) -> Timeline:
     """Predict the timeline of one step of a plan.
 
+    Of an asynchronous plan the timeline is that of some mini-batches from an empty pipeline to an
+    empty one; ``solve_async.simulate`` says more about it.
+
     Args:
         plan_: any plan for the profile's model.
         profile: seconds and bytes of the model's operators.
@@ -234,6 +264,11 @@ def simulate(
             problem.
         InvalidScheduleError: if its in-flight counts cannot be scheduled.
     """
+    if plan_.mode == "async":
+        solve_async.check_mode("async", plan_.policy, schedule or "auto")
+        return solve_async.simulate(
+            plan_, profile, cluster, optimizer_factor=optimizer_factor
+        ).timeline
     cost = CostModel(profile, cluster, optimizer_factor=optimizer_factor)
     graph, name = plan_.stage_graph, schedule or plan_.schedule
     if name == "published" and plan_.planner not in planners.PLANNERS:
@@ -264,6 +299,8 @@ def check_plan(
     """
     if (profile is None) != (cluster is None):
         raise ValueError("conditions C1-C4 and memory need both a profile and a cluster")
+    if plan_.mode == "async":
+        return solve_async.check_plan(plan_, profile, cluster)
     problems = []
     edges: dict[str, Any] = {}
     if profile is not None and cluster is not None:
@@ -289,6 +326,8 @@ def ideal_step_s(
 ) -> float:
     """Seconds of a step whose links cost nothing: what the schedule allows for these stage times.
 
+    Of an asynchronous plan, seconds per mini-batch once the pipeline is full.
+
     Args:
         plan_: stages and schedule.
         forward_s: per stage, {samples of one device's slice: seconds of a forward}.
@@ -300,22 +339,9 @@ def ideal_step_s(
     graph = plan_.stage_graph
     data, gradients = data_and_gradient_edges(graph, model) if model is not None else (None, None)
     times = StageTimes(forward_s, backward_s, cores, data, gradients)
+    if plan_.mode == "async":
+        return steady(graph, times).period_s
     return step_seconds(graph, rule_named(plan_.schedule).order(graph), times)
-
-
-def bottleneck_s_per_sample(graph: StageGraph, cost: CostModel) -> float:
-    """Compute seconds per sample of the slowest stage, GraphPipe's TPS without communication."""
-
-    def seconds(s: int) -> float:
-        stage = graph.stages[s]
-        ops = [cost.graph.index[name] for name in stage.operators]
-        samples = stage.microbatch_size / stage.replicas
-        backward = cost.backward_s(ops, samples, recompute=stage.recompute, tensor=stage.tensor)
-        return (
-            cost.forward_s(ops, samples, tensor=stage.tensor) + backward
-        ) / stage.microbatch_size
-
-    return max(seconds(s) for s in range(len(graph)))
 
 
 def _verified_run(graph: StageGraph, schedule: str, cost: CostModel) -> Timeline:
@@ -336,27 +362,6 @@ def _first_that_fits(
         if judge.best is not None:
             return judge
     raise KeyboardInterrupt
-
-
-def _collect(proposals: Iterable[StageGraph]) -> tuple[list[StageGraph], str]:
-    """What a planner proposes, and why it did not come to its end, if so."""
-    found: list[StageGraph] = []
-    try:
-        found.extend(proposals)
-    except (KeyboardInterrupt, BudgetError) as stopped:
-        if not found:
-            raise
-        return found, str(stopped) or "interrupted"
-    return found, ""
-
-
-def _uninterrupted(work: Callable[[], object]) -> bool:
-    """Do some work; False if that was interrupted."""
-    try:
-        work()
-    except KeyboardInterrupt:
-        return False
-    return True
 
 
 def _improve(
@@ -415,67 +420,3 @@ def _schedules(name: str, search: Planner) -> tuple[str, ...]:
     if name == "auto":
         return AUTO
     return search.schedules if name == "published" else (name,)
-
-
-def options_of(name: str) -> dict[str, str]:
-    """The options of a planner: {field: the types it takes, such as ``int | None``}."""
-    search = planners.PLANNERS[name]()
-    if not is_dataclass(search):
-        return {}
-    # The names of types: annotations are text.
-    return {f.name: getattr(f.type, "__name__", str(f.type)) for f in fields(search)}
-
-
-def _planner(
-    name: str, max_replicas: int | None, options: Mapping[str, object]
-) -> tuple[Planner, bool]:
-    """The planner with its options, and whether the limit on replicas had to be ignored."""
-    search = planners.PLANNERS[name]()
-    known = options_of(name)
-    unknown = sorted(set(options) - set(known))
-    if unknown:
-        raise ValueError(
-            f"planner {name} has no option {', '.join(unknown)}; it has "
-            f"{', '.join(sorted(known)) or 'none'}"
-        )
-    for option, value in options.items():
-        kinds = known[option].split(" | ")
-        kind = "None" if value is None else type(value).__name__
-        if kind not in kinds and not (kind == "int" and "float" in kinds):
-            raise ValueError(
-                f"option {option} of planner {name} is {value!r}; it takes {known[option]}"
-            )
-    if max_replicas is not None and "max_replicas" in options:
-        raise ValueError(
-            f"the limit on replicas is given twice, {max_replicas} for every planner and "
-            f"{options['max_replicas']} as an option of planner {name}; leave out one of them"
-        )
-    ignored = max_replicas is not None and "max_replicas" not in known
-    chosen = dict(options)
-    if max_replicas is not None and not ignored:
-        chosen["max_replicas"] = max_replicas
-    return (replace(cast(Any, search), **chosen) if chosen else search), ignored
-
-
-def _check_arguments(
-    batch_size: int,
-    planner: str,
-    microbatch_size: int | None,
-    schedule: str,
-    max_replicas: int | None,
-) -> None:
-    if planner not in planners.PLANNERS:
-        raise ValueError(f"unknown planner {planner!r}; there are {', '.join(planners.PLANNERS)}")
-    if schedule not in ("auto", "published"):
-        rule_named(schedule)
-    for what, number in (
-        ("batch size", batch_size),
-        ("micro-batch size", microbatch_size),
-        ("number of replicas", max_replicas),
-    ):
-        if number is not None and number < 1:
-            raise ValueError(f"the {what} is {number}; it must be at least 1")
-    if microbatch_size is not None and microbatch_size > batch_size:
-        raise ValueError(
-            f"the micro-batch size {microbatch_size} is larger than the batch size {batch_size}"
-        )

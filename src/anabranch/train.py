@@ -12,7 +12,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,14 @@ from anabranch.errors import TrainingError
 from anabranch.graph.capture import Captured
 from anabranch.planner.stages import Plan
 from anabranch.record import Run
+from anabranch.runtime.asynchronous.pipeline import AsyncPipeline
 from anabranch.runtime.options import PLAIN
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.runtime.reference import num_samples
 from anabranch.schedule.schedule import Kind
 from anabranch.solve import ideal_step_s
 from anabranch.timeline import Timeline
+from anabranch.weights import WeightPolicy
 from anabranch.workload import Batch, Workload
 
 _RECORDED = 3
@@ -159,6 +161,88 @@ def train(
         chance=dict(workload.chance),
         timelines=(("measured", timeline),) if timeline else (),
         device_peak_bytes=pipe.peak_bytes or (),
+    )
+
+
+def train_async(
+    workload: Workload,
+    plan: Plan,
+    *,
+    policy: WeightPolicy | str | None = None,
+    steps: int | None = None,
+    epochs: int | None = None,
+    captured: Captured | None = None,
+    evaluation: Captured | None = None,
+    resume: Path | None = None,
+    save: Path | None = None,
+    watch: Callable[[Progress], None] | None = None,
+    **options: Any,
+) -> Run:
+    """Train this rank's part without a flush; call it on every rank.
+
+    Args:
+        workload: with data.
+        plan: one stage per device.
+        policy: which weights passes read; see ``AsyncPipeline``.
+        steps: mini-batches to train on; by default as many as ``epochs`` have.
+        epochs: see ``train``; so are the rest.
+        captured: see there.
+        evaluation: see there.
+        resume: see there.
+        save: see there.
+        watch: see there; the losses of the last mini-batches come at once, after the drain.
+        options: of ``AsyncPipeline``, such as ``compute``.
+
+    Returns:
+        What happened, the same on every rank but for the times, without a timeline.
+
+    Raises:
+        AnabranchError: see ``AsyncPipeline``.
+        TrainingError: if ``save`` exists, or the checkpoint has all epochs already.
+        ValueError: if neither steps nor epochs are given.
+    """
+    if steps is None and epochs is None:
+        raise ValueError("give a number of steps or of epochs")
+    make = AsyncPipeline if resume is None else partial(AsyncPipeline.resume, resume)
+    options = {"policy": policy, "captured": captured, "evaluation": evaluation, **options}
+    pipe = make(workload, plan, **options)
+    if save is not None and save.exists():
+        raise TrainingError(f"{save} exists; checkpoints are never written over, name a new folder")
+    losses: list[float] = []
+    sizes: deque[int] = deque()
+    begun = before = time.perf_counter()
+    full: list[float] = []  # when losses came while the pipeline was full
+    put_in = 0
+    for loss in pipe.steps(_noted(islice(pipe.batches(epochs=epochs), steps), sizes)):
+        now = time.perf_counter()
+        losses.append(loss)
+        if pipe.step_number != put_in:  # otherwise it comes with the drain
+            put_in = pipe.step_number
+            full.append(now)
+        if watch is not None and pipe.rank == 0:
+            taken, samples = now - before, sizes.popleft()
+            watch(Progress(len(losses), steps, loss, pipe.metrics, taken, samples))
+        before = now
+    if not losses:
+        raise TrainingError(
+            f"nothing is left to do: {resume} has {pipe.epoch} of {epochs} epochs; ask for more"
+        )
+    if save is not None:
+        pipe.save(save)
+    metrics = dict(pipe.metrics) if workload.eval_data is None else pipe.evaluate()
+    seconds = [end - start for start, end in pairwise(full)]
+    return Run(
+        plan=plan,
+        losses=tuple(losses),
+        step_s=tuple(seconds) or ((before - begun) / len(losses),),
+        period_s=sum(seconds[1:]) / len(seconds[1:]) if len(seconds) > 1 else 0.0,
+        ideal_step_s=0.0,
+        metrics=metrics,
+        chance=dict(workload.chance),
+        policy=pipe.policy.name,
+        version_difference=pipe.version_difference,
+        peak_versions=pipe.peak_versions,
+        weight_bytes=pipe.weight_bytes,
     )
 
 

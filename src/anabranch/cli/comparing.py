@@ -24,9 +24,12 @@ from anabranch.cli.options import (
     Granularity,
     GranularityOption,
     ManyPlannerOptions,
+    ManyPolicies,
     MaxReplicas,
     MicrobatchSize,
+    Mode,
     Model,
+    ModeOption,
     Output,
     Planner,
     Preset,
@@ -63,9 +66,15 @@ def compare(
     output: Output = None,
     preset: PresetOption = Preset.published,
     granularity: GranularityOption = Granularity.layer,
+    mode: ModeOption = Mode.sync,
+    policy: ManyPolicies = None,
     as_json: AsJson = False,
 ) -> None:
     """Every planner side by side on the same profile, judged by the same simulator.
+
+    With --mode async the weight policies side by side: time per mini-batch of the full pipeline,
+    memory, versions, and how old the weights are that are read; for the best plan of planner
+    graphpipe, or of every --planner that is named.
 
     A planner that finds no plan has a row and a line that says why; exits with 1 if none has a
     plan. Ctrl-C ends the search of the planner under way, with the best plan it has so far or a
@@ -82,6 +91,8 @@ def compare(
       in the format of PipeDream, Piper or DAPPLE, measured with mini-batches of 32 samples
     - `anabranch compare mmt --cluster summit:8x4 --batch-size 512 --planner-option
       graphpipe.kfkb=true --planner-option recompute=false -o compare.json`
+    - `anabranch compare mmt --cluster summit:2x4 --batch-size 8 --mode async --planner graphpipe
+      --planner pipedream --policy stash --policy pipeoptim`
     """
     from anabranch.solve import comparable, options_of
     from anabranch.solve import compare as search
@@ -92,6 +103,28 @@ def compare(
         device or machines.device, batch_size
     )
     chosen = list(dict.fromkeys(each.value for each in planner or ()))
+    if mode is not Mode.sync:
+        from anabranch.cli.comparing_async import compare_policies
+
+        compare_policies(
+            costs,
+            machines,
+            batch_size,
+            chosen or ["graphpipe"],
+            list(dict.fromkeys(each.value for each in policy or ())),
+            title=f"{_short(model)} on {_short(cluster)}, mini-batches of {batch_size}",
+            head={"model": model, "cluster": cluster, "batch_size": batch_size},
+            planner_option=planner_option,
+            microbatch_size=microbatch_size,
+            schedule=schedule.value,
+            max_replicas=max_replicas,
+            model=model,
+            file=file,
+            as_json=as_json,
+        )
+        return
+    if policy:
+        raise typer.BadParameter("--policy is for --mode async; without it weights have no policy")
     chosen = chosen or comparable(costs, machines)
     results = usage(
         search,
@@ -113,9 +146,9 @@ def compare(
         for i, following in enumerate(chosen):
             progress(i, len(chosen), f"planner {following}; Ctrl-C ends its search")
             name, found[following] = usage(next, results)
-            if _interrupted(found[name]):
+            if interrupted(found[name]):
                 note(f"{name} interrupted")
-    missing = _why_none(found)
+    missing = why_none(found)
     document = {
         "model": model,
         "cluster": cluster,
@@ -166,13 +199,13 @@ def _figures(plan: Plan, fastest: float, unit: int) -> list[str]:
     p, batch_size = plan.predicted, plan.stage_graph.batch_size
     over = ratio(p.step_s, fastest)
     return [
-        _digits(p.step_s * 1e3),
-        "-" if over is None else _digits(over),
-        _digits(batch_size / p.step_s) if p.step_s else "-",
-        _digits(p.bottleneck_s_per_sample * batch_size * 1e3),
+        digits(p.step_s * 1e3),
+        "-" if over is None else digits(over),
+        digits(batch_size / p.step_s) if p.step_s else "-",
+        digits(p.bottleneck_s_per_sample * batch_size * 1e3),
         str(plan.stage_graph.depth),
         f"{p.bubble:.1%}",
-        _digits(max(p.device_peak_bytes) / unit),
+        digits(max(p.device_peak_bytes) / unit),
         *(
             f"{seconds:.{3 if seconds < 10 else 1}f}"
             for seconds in (plan.search_s, plan.search_s + plan.simulate_s + plan.improve_s)
@@ -234,7 +267,7 @@ def ratio(step_s: float, ours_s: float) -> float | None:
     return step_s / ours_s if ours_s else None
 
 
-def _digits(value: float) -> str:
+def digits(value: float) -> str:
     """At most six characters up to a million, and at least three digits."""
     if value and value < 0.1:
         return f"{value:.1e}" if value < 0.001 else f"{value:.3f}"
@@ -246,13 +279,14 @@ def _short(text: str) -> str:
     return Path(text).name if Path(text).is_file() else text
 
 
-def _interrupted(found: Plan | AnabranchError) -> bool:
+def interrupted(found: Plan | AnabranchError) -> bool:
+    """Whether a search was ended before it came to its end."""
     if isinstance(found, AnabranchError):
         return isinstance(found, SearchStoppedError)
     return any("interrupted" in text for text in found.notes)
 
 
-def _why_none(found: Found) -> AnabranchError | None:
+def why_none(found: Mapping[Any, Plan | AnabranchError]) -> AnabranchError | None:
     """What to say where no planner has a plan."""
     if not all(isinstance(each, AnabranchError) for each in found.values()):
         return None

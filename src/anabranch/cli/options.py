@@ -25,6 +25,11 @@ Planner = StrEnum(
 Schedule = StrEnum("Schedule", ["auto", "published", "gpipe", "1f1b", "1f1b-deep"])
 Granularity = StrEnum("Granularity", ["operator", "layer", "block"])
 Preset = StrEnum("Preset", ["published", "small"])
+Mode = StrEnum("Mode", ["sync", "async"])
+Policy = StrEnum(
+    "Policy",
+    ["auto", "naive", "stash", "vertical-sync", "2bw", "spectrain", "pipeoptim", "predict-stash"],
+)
 
 Model = Annotated[
     str,
@@ -69,6 +74,27 @@ ScheduleOption = Annotated[
     typer.Option(
         "--schedule",
         help="auto lets the simulator choose; published is what the planner's paper runs.",
+    ),
+]
+ModeOption = Annotated[
+    Mode,
+    typer.Option(
+        "--mode",
+        help="sync: all stages update together after every step; async: no flush between "
+        "mini-batches, each stage updates after its own backward.",
+    ),
+]
+PolicyOption = Annotated[
+    Policy | None,
+    typer.Option(
+        "--policy",
+        help="With --mode async: which weights forwards and backwards read [default: auto].",
+    ),
+]
+ManyPolicies = Annotated[
+    list[Policy] | None,
+    typer.Option(
+        "--policy", help="With --mode async: only this policy; repeatable [default: all]."
     ),
 ]
 PlannerOptions = Annotated[

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -32,11 +32,14 @@ from anabranch.cli.options import (
     GranularityOption,
     MaxReplicas,
     MicrobatchSize,
+    Mode,
     Model,
+    ModeOption,
     Output,
     Planner,
     PlannerOptions,
     PlansCluster,
+    PolicyOption,
     Preset,
     PresetOption,
     Schedule,
@@ -49,6 +52,8 @@ if TYPE_CHECKING:
     from anabranch.cluster import Cluster
     from anabranch.planner.stages import Plan
     from anabranch.profile.profile import Profile
+    from anabranch.solve_async import Simulated
+    from anabranch.timeline import Timeline
 
 
 def profile(
@@ -128,6 +133,8 @@ def plan(
     output: Output = None,
     preset: PresetOption = Preset.published,
     granularity: GranularityOption = Granularity.layer,
+    mode: ModeOption = Mode.sync,
+    policy: PolicyOption = None,
     baselines: Annotated[
         bool, typer.Option(help="Also plan the sequential baselines, to compare with.")
     ] = True,
@@ -135,7 +142,9 @@ def plan(
 ) -> None:
     """Find stages, devices, micro-batches and a schedule for MODEL or a profile file.
 
-    Ctrl-C ends the search with the best plan so far.
+    With --mode async for training without a flush: the plan with the least time per mini-batch,
+    with the memory of all weight versions that the policy holds. Ctrl-C ends the search with the
+    best plan so far.
 
     Examples:
 
@@ -145,6 +154,7 @@ def plan(
       the format of PipeDream, Piper or DAPPLE, measured with mini-batches of 32 samples
     - `anabranch plan mmt.json --cluster mine.json --batch-size 512 --planner piper
       --planner-option recompute=false`
+    - `anabranch plan mmt --cluster summit:2x4 --batch-size 8 --mode async --policy pipeoptim`
     """
     from anabranch.files import plan_to_dict, save_plan
     from anabranch.solve import plan as search
@@ -165,6 +175,8 @@ def plan(
             max_replicas=max_replicas,
             planner_options=planner_options(planner_option),
             model=model,
+            mode=mode.value,
+            policy=policy.value if policy else "",
         )
     except KeyboardInterrupt:
         raise SearchStoppedError(
@@ -252,6 +264,10 @@ def simulate(
     schedule: Annotated[
         Schedule | None, typer.Option(help="Another schedule than the plan's.")
     ] = None,
+    mode: Annotated[
+        Mode | None, typer.Option("--mode", help="Another mode than the plan's.")
+    ] = None,
+    policy: PolicyOption = None,
     trace: Annotated[
         Path | None, typer.Option(help="Write a trace for Perfetto or chrome://tracing.")
     ] = None,
@@ -261,10 +277,15 @@ def simulate(
     preset: PresetOption = Preset.published,
     as_json: AsJson = False,
 ) -> None:
-    """Predict the timeline of one step of PLAN."""
+    """Predict the timeline of one step of PLAN.
+
+    Without a flush, with --mode async or for an asynchronous plan: the time per mini-batch of the
+    full pipeline, and the timeline of some mini-batches from an empty pipeline to an empty one.
+    """
     from anabranch.files import load_plan
-    from anabranch.planner.stages import headline
     from anabranch.solve import simulate as predict
+    from anabranch.solve_async import check_mode, synchronous
+    from anabranch.solve_async import simulate as predict_async
 
     loaded = load_plan(plan_file)
     batch_size = loaded.stage_graph.batch_size
@@ -274,31 +295,76 @@ def simulate(
     if model is not None:
         source = Source(model, preset, options, Granularity(loaded.granularity))
     costs = source.profile(device or loaded.device or machines.device, batch_size)
-    timeline = predict(loaded, costs, machines, schedule=schedule.value if schedule else None)
+    chosen = mode.value if mode else loaded.mode
+    usage(
+        check_mode, chosen, policy.value if policy else "", schedule.value if schedule else "auto"
+    )
+    if chosen == "async":
+        found = predict_async(loaded, costs, machines, policy=policy.value if policy else "")
+        shown, timeline, graph = found.plan, found.timeline, found.graph
+        what = f"predicted, {graph.batch_size // batch_size} mini-batches"
+    else:
+        shown = replace(synchronous(loaded), profile=costs.origin)
+        other = schedule.value if schedule else None
+        timeline = predict(shown, costs, machines, schedule=other)
+        found, graph, what = None, shown.stage_graph, "predicted"
     if trace is not None:
         from anabranch.report.chrome import trace as to_trace
 
-        trace.write_text(json.dumps(to_trace(timeline, loaded.stage_graph)))
+        trace.write_text(json.dumps(to_trace(timeline, graph)))
     if report is not None:
         from anabranch.report.html import page
 
-        report.write_text(page(loaded, [("predicted", timeline)]), encoding="utf-8")
+        text = page(shown, [(what, timeline)], graphs=[graph])
+        report.write_text(text, encoding="utf-8")
+    _say_simulated(shown, timeline, found, as_json=as_json, trace=trace, report=report)
+
+
+def _say_simulated(
+    plan: Plan,
+    timeline: Timeline,
+    found: Simulated | None,
+    *,
+    as_json: bool,
+    trace: Path | None,
+    report: Path | None,
+) -> None:
+    """The figures of a simulated step or, where there is no flush, of the full pipeline."""
+    from anabranch.cli.comparing_async import ages
+    from anabranch.planner.stages import headline
+
+    batch_size = plan.stage_graph.batch_size
+    step_s, bubble, peaks = timeline.step_s, timeline.bubble, [*timeline.peak_bytes.values()]
+    more: dict[str, Any] = {}
+    if found is not None:
+        steady = found.steady
+        step_s, bubble, peaks = steady.period_s, steady.bubble, [*steady.device_peak_bytes]
+        more = {
+            "mode": plan.mode,
+            "policy": plan.policy,
+            "periodic": steady.periodic,
+            "staleness": [asdict(each) for each in found.staleness],
+            "timeline_batches": found.graph.batch_size // batch_size,
+            "timeline_s": timeline.step_s,
+        }
     if as_json:
         print_json(
             {
-                "step_s": timeline.step_s,
-                "bubble": timeline.bubble,
-                "device_peak_bytes": [timeline.peak_bytes[d] for d in timeline.devices],
-                "samples_per_s": batch_size / timeline.step_s if timeline.step_s else 0.0,
-                "profile": costs.origin,
+                "step_s": step_s,
+                "bubble": bubble,
+                "device_peak_bytes": peaks,
+                "samples_per_s": batch_size / step_s if step_s else 0.0,
+                "profile": plan.profile,
+                **more,
                 "trace": str(trace) if trace else None,
                 "report": str(report) if report else None,
             }
         )
         return
-    peak = max(timeline.peak_bytes.values())
-    typer.echo(headline(timeline.step_s, timeline.bubble, peak, batch_size))
-    typer.echo(f"costs: {costs.origin}")
+    typer.echo(headline(step_s, bubble, max(peaks), batch_size, plan.mode))
+    typer.echo(f"costs: {plan.profile}")
+    if found is not None:
+        print_table(*ages(plan.policy, found.staleness))
     say_written(trace)
     say_written(report)
 
@@ -330,6 +396,8 @@ def find_baselines(
                 max_replicas=most,
                 model=found.model,
                 improve=False,
+                mode=found.mode,
+                policy=found.policy,
             ),
         )
 
@@ -359,6 +427,14 @@ def _faster(others: Mapping[str, Plan | str], ours: Plan) -> str:
     name = min(steps, key=lambda each: steps[each], default="")
     if not name or steps[name] >= ours.predicted.step_s * (1 - 1e-9):
         return ""
+    if ours.mode == "async":
+        best = others[name]
+        assert not isinstance(best, str)
+        return (
+            f"the {name} pipeline is faster than this plan, at depth {best.stage_graph.depth} "
+            f"instead of {ours.stage_graph.depth}, which decides how stale weights are: "
+            f"{_ASKED_WITH[name]} plans it"
+        )
     return (
         f"the {name} pipeline is faster than this plan: {_ASKED_WITH[name]} plans it, or let the "
         "search of this planner come to its end"

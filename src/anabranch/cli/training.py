@@ -21,15 +21,18 @@ from anabranch.cli.computing import (
     Precision,
     PrecisionOption,
 )
-from anabranch.cli.inputs import Source, powers_of_two, split_output
+from anabranch.cli.inputs import Source, powers_of_two, split_output, usage
 from anabranch.cli.options import (
     AsJson,
     Granularity,
     GranularityOption,
     MaxReplicas,
     MicrobatchSize,
+    Mode,
     Model,
     Output,
+    Policy,
+    PolicyOption,
     Preset,
     Schedule,
     ScheduleOption,
@@ -66,6 +69,14 @@ Devices = Annotated[
 LocalBatchSize = Annotated[
     int | None,
     typer.Option("--batch-size", min=1, help="Samples of one step [default: the plan's, or 32]."),
+]
+TrainingMode = Annotated[
+    Mode | None,
+    typer.Option(
+        "--mode",
+        help="sync: all stages update together after every step; async: without a flush, each "
+        "stage updates after its own backward [default: the plan's, or sync].",
+    ),
 ]
 RunFolder = Annotated[
     Path | None,
@@ -167,6 +178,8 @@ def train(
     offload: OffloadOption = False,
     dropout: DropoutOption = DropoutKind.stage,
     accumulate: Accumulate = 1,
+    mode: TrainingMode = None,
+    policy: PolicyOption = None,
     emulate: Emulate = False,
     cluster: EmulatedCluster = None,
     links: LinksOption = LinkKind.modelled,
@@ -183,6 +196,9 @@ def train(
     Example: `anabranch train two-branch --devices 4 --steps 50`, or
     `torchrun --nproc-per-node 2 -m anabranch train two-branch --steps 50`
 
+    With --mode async there is no flush between mini-batches, and --policy says which weights
+    forwards and backwards read: `anabranch train two-branch --devices 4 --mode async`
+
     With --emulate a plan for any cluster runs here on emulated devices:
     `anabranch train mmt --plan plan.json --emulate`
     """
@@ -196,6 +212,8 @@ def train(
     source = Source(model, preset, options, granularity)
     wishes = Wishes(links, cluster, bandwidth, latency, time_scale)
     if emulate:
+        if mode is Mode["async"] or policy is not None:
+            raise typer.BadParameter("--mode async, --policy: not with --emulate, which runs steps")
         _refuse({**asked, "--epochs": epochs, "--resume": resume, "--save": save}, plan_file)
         folder = run_folder(run, _slug(model))
         chosen = schedule.value
@@ -206,24 +224,42 @@ def train(
     compute = Computing(precision, backend, offload, dropout).options()
     job = Job.of(source, plan_file, asked)
 
+    planned = Mode(job.plan.mode) if job.plan is not None else Mode.sync
+    is_async = (mode or planned) is Mode["async"]
+    _refuse_mode(is_async, policy, accumulate)
+
     def search() -> Plan:
         count = devices or int(os.environ.get("WORLD_SIZE", "2"))
         size = batch_size or 32
-        return job.search(count, size, microbatch_size, schedule.value, max_replicas)
+        return job.search(
+            count,
+            size,
+            microbatch_size,
+            schedule.value,
+            max_replicas,
+            mode="async" if is_async else "sync",
+            policy=policy.value if policy is not None else "",
+        )
 
     job.plan = job.plan or (_agreed(search) if "RANK" in os.environ else search())
     first = os.environ.get("RANK", "0") == "0"
     if first and not as_json:
         typer.echo(job.plan.summary())
     wanted = None if epochs else steps or 100
+    special: dict[str, Any] = {"accumulate": accumulate}
+    if is_async:
+        # A plan of the search has the policy, also where it was to choose one.
+        named = policy is not None and plan_file is not None
+        special = {"policy": policy.value if policy is not None and named else None}
     result = job.train(
         steps or wanted,
         epochs,
         resume,
         save,
+        is_async=is_async,
         check_gradients=check_gradients,
-        accumulate=accumulate,
         compute=compute,
+        **special,
     )
     if not first:
         return
@@ -315,13 +351,16 @@ class Job:
         *,
         planner: str = "graphpipe",
         own_cores: bool = False,
+        mode: str = "sync",
+        policy: str = "",
     ) -> Plan:
         """Plan for local ranks; ``own_cores`` as if each had a core of its own."""
         from anabranch.cluster import Cluster
         from anabranch.solve import plan
 
         cluster = Cluster.preset(f"local:{devices}")
-        found = plan(
+        found = usage(
+            plan,
             self.profile or self.measure(batch_size),
             replace(cluster, cores=0) if own_cores else cluster,
             batch_size,
@@ -330,6 +369,8 @@ class Job:
             schedule=schedule,
             max_replicas=max_replicas,
             model=self.source.model,
+            mode=mode,
+            policy=policy,
         )
         return replace(found, options=self.source.recorded())
 
@@ -339,12 +380,16 @@ class Job:
         epochs: int | None,
         resume: Path | None = None,
         save: Path | None = None,
+        *,
+        is_async: bool = False,
         **options: Any,
     ) -> Run:
-        """Train on local ranks, or as this rank of torchrun; with the options of ``Pipeline``."""
+        """Train on local ranks, or as this rank of torchrun; with the options of ``Pipeline``, or
+        of ``AsyncPipeline``.
+        """
         from anabranch import launch
         from anabranch.runtime.steps import prepare
-        from anabranch.train import train
+        from anabranch.train import train, train_async
 
         plan = self.plan
         assert plan is not None
@@ -353,7 +398,7 @@ class Job:
         evaluation = self.captured.evaluation() if self.workload.eval_data is not None else None
 
         def rank() -> Run:
-            return train(
+            return (train_async if is_async else train)(
                 self.workload,
                 plan,
                 steps=steps,
@@ -383,6 +428,19 @@ class Job:
             run = replace(run, timelines=(("predicted", predicted), *run.timelines))
         save_run(run, folder)
         return run
+
+
+def _refuse_mode(is_async: bool, policy: Policy | None, accumulate: int) -> None:
+    """Refuse options of the other mode."""
+    if not is_async and policy is not None:
+        raise typer.BadParameter(
+            "--policy is for --mode async; without it all passes read the same weights"
+        )
+    if is_async and accumulate > 1:
+        raise typer.BadParameter(
+            f"--accumulate {accumulate}: not with --mode async, where every mini-batch makes an "
+            "update; take a larger --batch-size"
+        )
 
 
 def _refuse(given: Mapping[str, object], plan_file: Path | None) -> None:
@@ -422,7 +480,27 @@ def _say_result(run: Run) -> None:
     for name, value in run.metrics.items():
         chance = f" (chance {run.chance[name]:.4g})" if name in run.chance else ""
         rows.append([held_out + name, f"{value:.4f}{chance}"])
+    rows += _asynchronous_rows(run) if run.policy else _step_rows(run)
+    for name, text in rows:
+        typer.echo(f"  {name:20s} {text}")
+
+
+def _asynchronous_rows(run: Run) -> list[list[str]]:
     predicted = run.plan.predicted.step_s
+    said = f", predicted {predicted * 1e3:.2f} ms" if run.plan.mode == "async" else ""
+    rows = [["policy", run.policy]]
+    if run.period_s:
+        rows.append(["mini-batch", f"{run.period_s * 1e3:.2f} ms one after the other{said}"])
+    behind = ", ".join(map(str, run.version_difference))
+    rows.append(["version difference", f"{behind} updates, by stage"])
+    mib = max(run.weight_bytes) / 2**20
+    versions = ", ".join(map(str, run.peak_versions))
+    rows.append(["versions of weights", f"{versions}, by device; {mib:.1f} MiB at most"])
+    return rows
+
+
+def _step_rows(run: Run) -> list[list[str]]:
+    predicted, rows = run.plan.predicted.step_s, []
     rows.append(["step", f"{run.median_step_s * 1e3:.2f} ms, predicted {predicted * 1e3:.2f} ms"])
     if run.period_s:
         rows.append(["step after step", f"{run.period_s * 1e3:.2f} ms without a barrier between"])
@@ -433,8 +511,7 @@ def _say_result(run: Run) -> None:
         expected = run.plan.predicted.device_peak_bytes
         peak, said = max(zip(run.device_peak_bytes, expected, strict=True))
         rows.append(["peak memory", f"{peak / 2**20:.1f} MiB, predicted {said / 2**20:.1f} MiB"])
-    for name, text in rows:
-        typer.echo(f"  {name:20s} {text}")
+    return rows
 
 
 def _slug(model: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field
 
@@ -24,6 +24,12 @@ from anabranch.jsonfile import Strict, read_document
 from anabranch.planner.stages import Plan, Prediction, Stage, StageGraph
 
 PLAN = "anabranch.plan/1"
+
+Policy = Literal[
+    "", "naive", "stash", "vertical-sync", "2bw", "spectrain", "pipeoptim", "predict-stash"
+]
+"""The table of weight policies, spelled out for the reader of a file; a test holds them together.
+Empty for a synchronous plan."""
 
 
 def save_plan(plan: Plan, path: FilePath) -> None:
@@ -49,11 +55,13 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
 
     The key ``machines`` holds the cluster as a cluster file does, so that a plan for a cluster of
     the user's own can be checked and simulated without that file. It is left out where the plan
-    knows no more than the cluster's name.
+    knows no more than the cluster's name. The keys ``mode`` and ``policy`` are those of an
+    asynchronous plan; a synchronous one is written as it was before there were others.
     """
     graph = plan.stage_graph
     machines = {} if plan.machines is None else {"machines": cluster_to_dict(plan.machines)}
     step_s = plan.predicted.step_s
+    mode = {} if plan.mode == "sync" else {"mode": plan.mode, "policy": plan.policy}
     return {
         "schema": PLAN,
         "planner": plan.planner,
@@ -66,6 +74,7 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
         "profile": plan.profile,
         "batch_size": graph.batch_size,
         "schedule": plan.schedule,
+        **mode,
         "depth": graph.depth,
         "search_s": plan.search_s,
         "simulate_s": plan.simulate_s,
@@ -124,6 +133,8 @@ class _PlanFile(Strict):
     profile: Text
     batch_size: Samples
     schedule: Text
+    mode: Literal["sync", "async"] = "sync"
+    policy: Policy = ""
     depth: int
     search_s: Seconds
     simulate_s: Seconds
@@ -154,6 +165,7 @@ def _to_plan(file: _PlanFile) -> Plan:
             f"predicted.samples_per_s is {predicted.samples_per_s:g}, "
             f"but batch_size / predicted.step_s is {samples_per_s:g}"
         )
+    _check_mode(file)
     machines = to_cluster(file.machines) if file.machines is not None else None
     if machines is not None and machines.name != file.cluster:
         raise ValueError(
@@ -181,7 +193,20 @@ def _to_plan(file: _PlanFile) -> Plan:
         options=tuple(file.options.items()),
         notes=tuple(file.notes),
         machines=machines,
+        mode=file.mode,
+        policy=file.policy,
     )
+
+
+def _check_mode(file: _PlanFile) -> None:
+    if file.mode == "sync" and file.policy:
+        raise ValueError(
+            f"policy is {file.policy!r}, but mode is 'sync', where all weights have one version; "
+            "leave out the policy, or write 'async' to mode"
+        )
+    if file.mode == "async" and not file.policy:
+        known = ", ".join(name for name in get_args(Policy) if name)
+        raise ValueError(f"mode is 'async', but policy is empty; it takes one of {known}")
 
 
 def _to_stage(index: int, stage: _Stage) -> Stage:

@@ -25,7 +25,7 @@ _NAMED = 5
 """Offenders that one sentence lists by name."""
 
 
-def check(graph: StageGraph, cost: CostModel) -> list[str]:
+def check(graph: StageGraph, cost: CostModel, versions: Sequence[int] = ()) -> list[str]:
     """Everything that is wrong with a stage graph, one sentence each; empty if it is valid.
 
     Args:
@@ -34,6 +34,7 @@ def check(graph: StageGraph, cost: CostModel) -> list[str]:
             schedule keeps.
         cost: prices memory and says which slices the profile covers: neither the largest nor the
             smallest slice of any micro-batch may lie outside.
+        versions: per stage, versions of its weights that are held; empty for one everywhere.
     """
     problems = _operators(graph, cost)
     if problems:
@@ -45,17 +46,17 @@ def check(graph: StageGraph, cost: CostModel) -> list[str]:
         *_edges(graph, cost, masks),
         *_devices(graph, cost),
         *_samples(graph, cost),
-        *_memory(graph, cost, masks),
+        *_memory(graph, cost, versions or [1] * len(graph)),
     ]
 
 
-def require(graph: StageGraph, cost: CostModel) -> None:
-    """Accept a valid stage graph in silence.
+def require(graph: StageGraph, cost: CostModel, versions: Sequence[int] = ()) -> None:
+    """Accept a valid stage graph in silence; arguments as for ``check``.
 
     Raises:
         InvalidPlanError: with everything that ``check`` found.
     """
-    problems = check(graph, cost)
+    problems = check(graph, cost, versions)
     if problems:
         raise InvalidPlanError("the plan is not valid: " + "; ".join(problems))
 
@@ -168,23 +169,26 @@ def _unpriced(graph: StageGraph, cost: CostModel, s: int) -> list[str]:
     ]
 
 
-def _memory(graph: StageGraph, cost: CostModel, masks: list[int]) -> list[str]:
+def _memory(graph: StageGraph, cost: CostModel, versions: Sequence[int]) -> list[str]:
     limit = cost.cluster.memory_bytes
     problems = []
     for s, (stage, least) in enumerate(zip(graph.stages, least_in_flight(graph), strict=True)):
         held = stage.in_flight or least
-        need = stage_bytes(graph, cost, s, in_flight=held)
+        need = stage_bytes(graph, cost, s, in_flight=held, versions=versions[s])
         if need > limit:
             problems.append(
                 f"stage {s} needs {need / GIB:.2f} GiB on each device, with {held} micro-batches "
-                f"of {stage.microbatch_size} samples in flight on {stage.replicas} replicas; "
+                f"of {stage.microbatch_size} samples in flight on {stage.replicas} replicas"
+                f"{f' and {versions[s]} versions of its weights' if versions[s] > 1 else ''}; "
                 f"cluster {cost.cluster.name} has {limit / GIB:.2f} GiB: try a smaller "
                 "micro-batch or more devices"
             )
     return problems
 
 
-def stage_bytes(graph: StageGraph, cost: CostModel, s: int, *, in_flight: int) -> float:
+def stage_bytes(
+    graph: StageGraph, cost: CostModel, s: int, *, in_flight: int, versions: int = 1
+) -> float:
     """Peak bytes on the fullest device of a stage."""
     stage = graph.stages[s]
     largest_slice = -(-stage.microbatch_size // stage.replicas)
@@ -194,6 +198,7 @@ def stage_bytes(graph: StageGraph, cost: CostModel, s: int, *, in_flight: int) -
         replicas=stage.replicas,
         in_flight=in_flight,
         recompute=stage.recompute,
+        versions=versions,
         tensor=stage.tensor,
     )
 

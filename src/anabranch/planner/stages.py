@@ -143,7 +143,8 @@ class Prediction:
     """What the simulator says about a plan.
 
     Attributes:
-        step_s: seconds of one synchronous step.
+        step_s: seconds of one synchronous step; of an asynchronous plan the seconds from one
+            mini-batch to the next once the pipeline is full, which is what a step takes there.
         bottleneck_s_per_sample: slowest stage's compute seconds per sample.
         bubble: share of device time that is not compute.
         device_peak_bytes: per device of the plan, ascending, peak bytes.
@@ -155,7 +156,9 @@ class Prediction:
     device_peak_bytes: tuple[int, ...]
 
 
-def headline(step_s: float, bubble: float, peak_bytes: int, batch_size: int) -> str:
+def headline(
+    step_s: float, bubble: float, peak_bytes: int, batch_size: int, mode: str = "sync"
+) -> str:
     """The figures of one step for people, in the units of every summary.
 
     Args:
@@ -163,12 +166,14 @@ def headline(step_s: float, bubble: float, peak_bytes: int, batch_size: int) -> 
         bubble: share of device time that is not compute.
         peak_bytes: most bytes on any device.
         batch_size: samples of the step.
+        mode: of the plan.
     """
+    what = "a batch every" if mode == "async" else "step"
     samples_per_s = batch_size / step_s if step_s else 0.0
     rate = f"{samples_per_s:.0f}" if samples_per_s >= 100 else f"{samples_per_s:.3g}"
     gib = peak_bytes / 2**30
     peak = f"{gib:.2f} GiB" if gib > 0.5 else f"{peak_bytes / 2**20:.1f} MiB"
-    return f"step {step_s * 1e3:.2f} ms, {rate} samples/s, bubble {bubble:.1%}, peak {peak}"
+    return f"{what} {step_s * 1e3:.2f} ms, {rate} samples/s, bubble {bubble:.1%}, peak {peak}"
 
 
 @dataclass(frozen=True)
@@ -192,6 +197,11 @@ class Plan:
         options: of the model, as (name, value) pairs; with ``model`` they build it again.
         notes: what a reader of the figures should know.
         machines: the cluster itself; None where only its name is known.
+        mode: ``sync``, all stages update their weights together after every step; ``async``, the
+            next mini-batches follow without a flush and each stage updates its own weights after
+            its backward. The in-flight counts of an asynchronous plan are those of the full
+            pipeline and may exceed the micro-batches of one mini-batch.
+        policy: key of ``weights.POLICIES``; empty for ``sync``.
     """
 
     stage_graph: StageGraph
@@ -209,6 +219,8 @@ class Plan:
     notes: tuple[str, ...] = ()
     improve_s: float = 0.0
     machines: Cluster | None = None
+    mode: str = "sync"
+    policy: str = ""
 
     def summary(self) -> str:
         """A table of the stages and the predicted figures, as plain text."""
@@ -219,10 +231,12 @@ class Plan:
         shape = f"{len(graph)} stages, depth {graph.depth}"
         if len(graph) == 1:
             shape = "plain data parallelism" if count > 1 else "one stage"
+        is_async = self.mode == "async"
+        how = f"asynchronous {self.schedule}, {self.policy}" if is_async else self.schedule
         lines = [
-            f"{shape}, on {count} device{'s' if count > 1 else ''}, {self.schedule}, "
+            f"{shape}, on {count} device{'s' if count > 1 else ''}, {how}, "
             f"batch {graph.batch_size}",
-            headline(predicted.step_s, predicted.bubble, peak, graph.batch_size),
+            headline(predicted.step_s, predicted.bubble, peak, graph.batch_size, self.mode),
             f"costs: {self.profile}",
             *self.notes,
         ]

@@ -156,7 +156,11 @@ def _headline(plan: Plan, measured: Timeline | None) -> list[Figure]:
     graph, predicted = plan.stage_graph, plan.predicted
     per_s = graph.batch_size / predicted.step_s if predicted.step_s else 0.0
     figures = [
-        ("predicted step", milliseconds(predicted.step_s), f"{significant(per_s)} samples/s")
+        (
+            "predicted step" if plan.mode == "sync" else "predicted time per mini-batch",
+            milliseconds(predicted.step_s),
+            f"{significant(per_s)} samples/s",
+        )
     ]
     if measured is not None and measured.step_s:
         per_s = graph.batch_size / measured.step_s

@@ -9,6 +9,7 @@ collectives run in one order everywhere, and only numbers travel.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -323,6 +324,26 @@ class Mesh:
     def barrier(self) -> None:
         """Wait for every rank."""
         self.all_reduce(torch.zeros(1))
+
+    def part(self, key: str, patience_s: float) -> None:
+        """Wait until all ranks have come here, though not for long.
+
+        One that ends while others still send to it would look to them like a failure. Not a
+        barrier, whose place among other sums all ranks would have to agree on.
+
+        Args:
+            key: of this place, the same on every rank; used once.
+            patience_s: seconds after which this rank goes on alone.
+        """
+        if self.size == 1 or self.is_closed:
+            return
+        name = f"anabranch/part/{key}"
+        # A rank that does not come has failed, of which others hear in another way.
+        with contextlib.suppress(RuntimeError, ValueError):
+            store = self._store()
+            if store.add(name, 1) == self.size:
+                store.set(f"{name}/all", "")
+            store.wait([f"{name}/all"], timedelta(seconds=patience_s))
 
     def publish(self, error: BaseException) -> None:
         """Tell the other ranks why this one ends; the first to do so is the cause."""

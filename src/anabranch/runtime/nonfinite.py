@@ -146,7 +146,7 @@ class Trace:
         if cause == _NOTHING:
             text = f"the gradient norm of step {ran.step} is not finite, though every gradient is"
         else:
-            text = self._describe(cause, ran.step)
+            text = self._describe(cause, f"step {ran.step}")
         if mask < cause and mask != _NOTHING:
             text += (
                 f"; before it, stage {mask.stage} had minus infinity in {self._value(mask.which)}"
@@ -156,6 +156,38 @@ class Trace:
         return NonFiniteError(
             f"{text}; {done}; look at the batch, lower the learning rate, or set clip_norm"
         )
+
+    def seen(self, stage: int, outcome: Outcome, made: Mapping[int, Tensor]) -> list[Finding]:
+        """What a bad batch of one stage on this rank shows without running it again.
+
+        Args:
+            stage: of this rank.
+            outcome: what the batch came to.
+            made: values that the stage sent on, as far as they are still there.
+        """
+        found = [] if outcome.bad is None else [Finding(0, *outcome.bad, _LOSS, -1)]
+        found += [
+            Finding(0, stage, _UNKNOWN, _ACTIVATION, value)
+            for value, tensor in made.items()
+            if tensor.is_floating_point() and _is_harmful(tensor)
+        ]
+        for name in outcome.bad_parameters:
+            found.append(Finding(1, -stage, _UNKNOWN, _PARAMETER, self._index[name]))
+        return found
+
+    def told(self, found: Iterable[Finding], leaves: Mapping[str, Tensor], when: str) -> str:
+        """What was found first, as text that is the same on every rank.
+
+        Args:
+            found: what this rank has ``seen``.
+            leaves: the batch.
+            when: where in training, as text.
+
+        Raises:
+            PeerLostError: if another rank is gone.
+        """
+        cause, _ = self._first(found)
+        return self._describe(cause, when) + _in_batch(leaves)
 
     def _first(self, found: Iterable[Finding]) -> tuple[Finding, Finding]:
         """The first cause and the first mask, of all ranks."""
@@ -202,7 +234,7 @@ class Trace:
         for parameter in self._parameters.values():
             parameter.grad = None
 
-    def _describe(self, cause: Finding, step: int) -> str:
+    def _describe(self, cause: Finding, when: str) -> str:
         if cause.what == _LOSS:
             what = "the loss"
         elif cause.what == _PARAMETER:
@@ -214,7 +246,7 @@ class Trace:
         where = f"stage {cause.stage}, micro-batch {cause.microbatch} is the first"
         if cause.microbatch == _UNKNOWN:
             where = f"stage {cause.stage} is the first, over all its micro-batches"
-        return f"{what} is not finite in step {step}: {where}"
+        return f"{what} is not finite in {when}: {where}"
 
     def _value(self, index: int) -> str:
         value = self._captured.graph.values[index]

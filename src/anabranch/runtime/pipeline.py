@@ -21,36 +21,26 @@ from __future__ import annotations
 
 import math
 import time
-import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, replace
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from anabranch import checkpoint as disk
 from anabranch.errors import NonFiniteError, TrainingError
 from anabranch.graph.capture import Captured
 from anabranch.planner.stages import Plan
-from anabranch.runtime.agreement import facts_of, require_agreement
-from anabranch.runtime.budget import require_memory
 from anabranch.runtime.compute import Outcome
-from anabranch.runtime.evaluation import Evaluation
-from anabranch.runtime.failure import POSITION, PeerLostError, located
-from anabranch.runtime.feed import Feed, leaves_of, samples_of
-from anabranch.runtime.gradients import Holders
+from anabranch.runtime.failure import POSITION
+from anabranch.runtime.feed import leaves_of, samples_of
+from anabranch.runtime.joined import Joined
 from anabranch.runtime.memory import Gauge
-from anabranch.runtime.mesh import Mesh, join, require_whole_replicas
-from anabranch.runtime.messages import channels
 from anabranch.runtime.nonfinite import Ran, Trace
-from anabranch.runtime.options import PLAIN, ComputeOptions, require_exact
+from anabranch.runtime.options import PLAIN, ComputeOptions
 from anabranch.runtime.recording import gather_timeline
-from anabranch.runtime.selfcheck import compare_with_eager
-from anabranch.runtime.state import State
-from anabranch.runtime.steps import Steps, captured_for, parts_of
 from anabranch.runtime.tally import Tally
 from anabranch.runtime.updates import Updates
 from anabranch.runtime.worker import Worker
@@ -58,7 +48,7 @@ from anabranch.timeline import Timeline
 from anabranch.workload import Batch, Workload
 
 
-class Pipeline:
+class Pipeline(Joined):
     """Trains a workload by a plan, one rank per device.
 
     Under ``launch.run`` and under torchrun each rank makes one. A plan for one device needs
@@ -118,17 +108,7 @@ class Pipeline:
     ) -> None:
         if accumulate < 1:
             raise ValueError(f"accumulate is {accumulate}; an update takes at least one batch")
-        require_whole_replicas(plan.stage_graph)
-        self.workload, self.plan = workload, plan
-        self._captured = captured or captured_for(workload, plan)
-        module = self._captured.module
-        place = next((p.device for p in module.parameters()), torch.device("cpu"))
-        if place.type == "meta":
-            raise TrainingError(
-                "the model is on the meta device: it has sizes but no weights; build it on the "
-                "CPU to train it"
-            )
-        options = {
+        facts = {
             "accumulate": accumulate,
             "exact": exact,
             "check_gradients": check_gradients,
@@ -136,36 +116,21 @@ class Pipeline:
             "clip_norm": workload.clip_norm,
             **asdict(compute),
         }
-        join(place.type, timeout)
-        require_agreement(facts_of(self._captured, plan, options))
-        parts = parts_of(self._captured, plan, exact=exact)
-        if exact:
-            require_exact(compute, parts)
-        devices = plan.stage_graph.devices
-        rank_of = {device: rank for rank, device in enumerate(devices)}
-        self._holders = Holders.of(parts, plan.stage_graph, rank_of)
-        self._mesh = Mesh(devices, self._holders.sets, device_type=place.type, timeout=timeout)
-        with self._failing():
-            if check_memory:
-                held = self._holders.bytes_of(module, self._mesh.rank)
-                require_memory(plan, self._mesh, held, place)
-            wanted = channels(plan.stage_graph, rank_of)
-            self._transport = self._mesh.transport(place, wanted)
-            self._state = State(replace(workload, module=module), self._holders, self._mesh)
-            seed = self._common_seed()
-        self._train = Steps(
-            self._captured,
-            parts,
+        super().__init__(
+            workload,
             plan,
-            self._mesh,
-            self._transport,
-            place=place,
-            seed=seed,
-            options=compute,
+            captured=captured,
+            evaluation=evaluation,
+            facts=facts,
+            compute=compute,
+            exact=exact,
+            check_gradients=check_gradients,
+            check_memory=check_memory,
+            timeout=timeout,
         )
         self._updates = Updates(
             self._state,
-            parts,
+            self._parts,
             plan.stage_graph,
             self._holders,
             self._mesh,
@@ -173,35 +138,12 @@ class Pipeline:
             exact=exact,
         )
         self._trace = Trace(self._captured, self._state.parameters, self._mesh)
-        self._feed = Feed(workload, plan.stage_graph.batch_size, self._fail)
-        self._evaluation = Evaluation(
-            self._captured, evaluation, plan, self._mesh, self._transport, compute
-        )
-        self._place = place
-        self._check_gradients, self._is_prepared = check_gradients, False
         self._is_first = True
         self._unread: Tally | None = None
         self._is_bad = False  # this rank has met a loss that is not finite, and updates no more
-        self.optimizer, self.scheduler = self._state.optimizer, self._state.scheduler
-        self.metrics: dict[str, float] = {}
+        self._is_spoilt = False  # some stages have made an update that others have not
         self.timeline: Timeline | None = None
         self.peak_bytes: tuple[int, ...] | None = None
-        self.step_number = 0
-
-    @property
-    def rank(self) -> int:
-        """Of this process, from 0."""
-        return self._mesh.rank
-
-    @property
-    def epoch(self) -> int:
-        """Epochs done, as ``batches`` counts them."""
-        return self._feed.epoch
-
-    @property
-    def position(self) -> int:
-        """Batches of the current epoch that were trained on."""
-        return self._feed.position
 
     # Training
 
@@ -271,7 +213,7 @@ class Pipeline:
         """
         before: Tally | None = None
         try:
-            for batch in batches:
+            for batch in self._given(batches):
                 if self._is_first or self._decides_together:
                     yield self.step(batch)
                     continue
@@ -282,10 +224,25 @@ class Pipeline:
             if before is not None:
                 yield self._read(before)
         except GeneratorExit:
-            # Whoever leaves the loop may end this process; the others still need its messages.
-            if self._transport is not None:
-                self._transport.flush()
+            self._part()
             raise
+
+    def _given(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        try:
+            yield from batches
+        except Exception:
+            self._part()
+            raise
+
+    def _part(self) -> None:
+        """Whoever leaves a loop may end this process; the others still need its messages and its
+        share of the last step's sums.
+        """
+        if self._transport is not None:
+            self._transport.flush()
+        if self._unread is not None:
+            with suppress(TrainingError):  # whoever goes on hears of it
+                self._unread.read()
 
     def update(self) -> None:
         """Make an update of the batches since the last one, though they are fewer than
@@ -311,27 +268,23 @@ class Pipeline:
             TrainingError: if an update is still to come for earlier batches (``accumulate``).
         """
         leaves = leaves_of(self._captured, batch, self._place)
+        scale = self._train.loss_scale
         with self._failing():
             self._settle()
             self._refuse_between("gradients of one batch")
             self._prepare(batch, leaves)
-            _, outcome = self._run(leaves, alone=True)
-            loss = self._mesh.all_reduce(torch.tensor([outcome.loss], dtype=torch.float64))
-            self._updates.finish()
-            if self._train.loss_scale is not None:
-                self._train.loss_scale.unscale(self._state.gradients())
+            while True:
+                _, outcome = self._run(leaves, alone=True)
+                self._updates.finish()
+                overflow = scale is not None and scale.unscale(self._state.gradients())
+                sums = torch.tensor([outcome.loss, float(overflow)], dtype=torch.float64)
+                loss, overflows = self._mesh.all_reduce(sums).tolist()
+                if scale is None or not overflows:
+                    break
+                scale.update(overflow=True)
             POSITION.leave()
         found = {n: p.grad for n, p in self._state.parameters.items() if p.grad is not None}
-        return float(loss[0]), found
-
-    def _prepare(self, batch: Batch, leaves: dict[str, Tensor]) -> None:
-        """Once, with the first batch at hand: the check needs the whole model on rank 0."""
-        if self._is_prepared:
-            return
-        self._is_prepared = True
-        if self._check_gradients:
-            compare_with_eager(self._train, self._holders, self._mesh, batch, leaves)
-        self._state.forget_others()
+        return loss, found
 
     def _now(self) -> float:
         self._mesh.barrier()
@@ -407,6 +360,7 @@ class Pipeline:
         """One step without waiting for ranks that hold other parameters."""
         leaves = leaves_of(self._captured, batch, self._place)
         with self._failing():
+            self._refuse_spoilt()
             _, outcome = self._run(leaves, at_once=True)
             self._updates.finish()
             self._updates.check()
@@ -428,6 +382,7 @@ class Pipeline:
                 tally.read()
             except NonFiniteError:
                 self._unread, self._is_bad = None, False
+                self._is_spoilt = self._mesh.size > 1
                 self._updates.drop()
                 raise
         self.metrics = tally.metrics
@@ -435,9 +390,18 @@ class Pipeline:
 
     def _settle(self) -> None:
         """Find out whether the step that was made last was a good one."""
+        self._refuse_spoilt()
         unread, self._unread = self._unread, None
         if unread is not None:
             self._read(unread)
+
+    def _refuse_spoilt(self) -> None:
+        """Raises TrainingError where stages have parted ways."""
+        if self._is_spoilt:
+            raise TrainingError(
+                "a loss was not finite, and when that was known some stages had been updated and "
+                "others not, so these weights belong to no step; resume from a checkpoint"
+            )
 
     def _count(self) -> None:
         self.step_number += 1
@@ -451,30 +415,6 @@ class Pipeline:
                 f"{done} of {wanted} batches of an update are done, so there can be no {what} now; "
                 f"wait for step {self.step_number + wanted - done}, or call update() first"
             )
-
-    def _warn_without_gradient(self) -> None:
-        names = self._state.without_gradient()
-        if self._mesh.rank == 0:
-            names += self._captured.unused
-        if names:
-            warnings.warn(
-                f"no gradient reaches {', '.join(names)}: the loss does not depend on it, so it "
-                "stays as it is; set requires_grad to False if that is meant",
-                stacklevel=4,
-            )
-
-    # Data
-
-    def batches(self, *, epochs: int | None = None) -> Iterator[Batch]:
-        """The workload's batches from where training is, epoch after epoch; those trained on count.
-
-        Args:
-            epochs: how many epochs there are in all; by default there is no end.
-
-        Raises:
-            DataError: if the workload has no data, or reading it raised.
-        """
-        return self._feed.batches(epochs)
 
     # Evaluation
 
@@ -490,13 +430,9 @@ class Pipeline:
         Raises:
             DataError: if there is no held-out data, or reading it raised.
         """
-        chosen = self._feed.held_out() if loader is None else loader
         with self._failing():
             self._settle()
-            self._state.share_buffers()
-        return self._evaluation.means(
-            self._feed.read(chosen), self._place, self._failing, self.step_number, self._train.seed
-        )
+        return self._means(loader)
 
     # State on disk
 
@@ -514,17 +450,7 @@ class Pipeline:
         with self._failing():
             self._settle()
         self._refuse_between("checkpoint")
-        scale = self._train.loss_scale
-        progress = disk.Progress(
-            self.step_number,
-            self.epoch,
-            self.position,
-            self._train.seed,
-            None if scale is None else scale.scale,
-            0 if scale is None else scale.streak,
-        )
-        with self._failing():
-            self._state.save(Path(folder).absolute(), progress)
+        self._write(folder)
 
     @classmethod
     def resume(
@@ -549,48 +475,5 @@ class Pipeline:
             FileFormatError: naming file and key, if the checkpoint is damaged or of another model.
         """
         pipeline = cls(workload, plan, check_gradients=check_gradients, **options)
-        with pipeline._failing():
-            saved = disk.Checkpoint(folder)
-            pipeline._state.load(saved, everything=check_gradients and pipeline._mesh.rank == 0)
-        progress = saved.progress
-        pipeline.step_number = progress.step
-        pipeline._feed.epoch, pipeline._feed.position = progress.epoch, progress.position
-        pipeline._train.seed = progress.seed
-        if pipeline._train.loss_scale is not None and progress.loss_scale is not None:
-            pipeline._train.loss_scale.scale = progress.loss_scale
-            pipeline._train.loss_scale.streak = progress.loss_streak
+        pipeline._read_from(folder)
         return pipeline
-
-    # Failures
-
-    def _common_seed(self) -> int:
-        """Rank 0's seed of random numbers, for all."""
-        seed = torch.tensor([torch.initial_seed() % 2**62])
-        self._mesh.broadcast(seed, 0)
-        return int(seed)
-
-    @contextmanager
-    def _failing(self) -> Iterator[None]:
-        """Tell the other ranks of a failure here; make sense of a broken connection to them."""
-        try:
-            with located(self._mesh.rank):
-                yield
-        except NonFiniteError:
-            raise  # on every rank at once; the caller may go on
-        except PeerLostError as lost:
-            self.close()
-            raise self._mesh.explain(lost) from None
-        except BaseException as error:
-            self._fail(error)
-            raise
-
-    def _fail(self, error: BaseException) -> None:
-        self._mesh.publish(error)
-        self.close()
-
-    def close(self) -> None:
-        """Break this rank's connections; the others find out when they next wait for it."""
-        transport = getattr(self, "_transport", None)
-        if transport is not None:
-            transport.close()
-        self._mesh.close()

@@ -145,8 +145,82 @@ class Worker:
         return _tasks(self, self.actions)
 
     @cached_property
+    def _passes(self) -> Mapping[tuple[Kind, int], Sequence[_Task]]:
+        """The training actions of each pass of a micro-batch, with their messages."""
+        found: defaultdict[tuple[Kind, int], list[_Task]] = defaultdict(list)
+        for task in self._training.tasks:
+            kind = Kind.FORWARD if task.action.kind in _FORWARD_ONLY else Kind.BACKWARD
+            found[kind, task.action.microbatch].append(task)
+        return found
+
+    @cached_property
     def _evaluation(self) -> _Tasks:
         return _tasks(self, [a for a in self.actions if a.kind in _FORWARD_ONLY])
+
+
+class Flight:
+    """One batch whose passes the caller orders, while others of this rank are in flight.
+
+    It has its own leaves, random numbers, stashes and receipts. Messages of one channel come in the
+    order in which flights ``expect`` them.
+
+    Attributes:
+        number: of the batch, for messages and random numbers.
+        leaves: the whole batch, by the names of its leaves.
+        outcome: what it comes to.
+        last_backwards: stages with a backward here, in the order of their last ones; none where
+            this rank's slice is empty.
+
+    Args:
+        worker: of this batch size.
+        leaves: see there.
+        number: see there.
+        watcher: told of the last backwards.
+    """
+
+    def __init__(
+        self, worker: Worker, leaves: Mapping[str, Tensor], number: int, watcher: Watcher
+    ) -> None:
+        # ``begin`` sets all of a compute that belongs to one batch, so a copy is another batch.
+        mine = worker.through(copy.copy)
+        self.number, self.leaves = number, leaves
+        self.outcome = mine._compute.begin(leaves, number, train=True)
+        tasks, self._passes = worker._training, worker._passes
+        self.last_backwards = tasks.last_backwards
+        self._run, self._stages = _Run(mine, tasks, watcher), worker.graph.stages
+
+    def expect(self, *, back: bool) -> None:
+        """Post the first receives of every channel: activations, or gradients on their way back."""
+        wanted = Kind.RECEIVE_BACKWARD if back else Kind.RECEIVE_FORWARD
+        for channel, microbatches in enumerate(self._run.tasks.channels):
+            if microbatches[0][0].action.kind is wanted:
+                for _ in range(self._run.slots):
+                    self._run.post(channel)
+
+    def forward(self, microbatch: int) -> None:
+        """Receive, compute, send; nothing where this rank's slice is empty.
+
+        Raises:
+            PeerLostError: if another rank is gone.
+        """
+        self._execute((Kind.FORWARD, microbatch))
+        for stage in self.last_backwards:
+            if self._stages[stage].recompute:
+                self._run.made.pop(stage, None)  # such a stage keeps what enters it, nothing else
+
+    def backward(self, microbatch: int) -> None:
+        """See ``forward``."""
+        self._execute((Kind.BACKWARD, microbatch))
+
+    def _execute(self, which: tuple[Kind, int]) -> None:
+        for task in self._passes.get(which, ()):
+            POSITION.enter(self.number, task.action)
+            task.do(self._run, task)
+
+    @property
+    def made(self) -> Mapping[int, Tensor]:
+        """Values that the last forward sent on, as far as they are kept."""
+        return {value: t for made in self._run.made.values() for value, t in made.items()}
 
 
 @dataclass(frozen=True, slots=True)

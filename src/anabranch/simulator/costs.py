@@ -89,6 +89,11 @@ class StepCosts(Protocol):
 class ModelCosts:
     """Prices from a profile and a cluster.
 
+    Attributes:
+        graph: what is priced.
+        cost: prices its operators.
+        versions: per stage, versions of its weights that are held; empty for one everywhere.
+
     Raises:
         InvalidPlanError: if the stages do not hold each operator of the model exactly once, or
             there are devices that the cluster lacks.
@@ -96,6 +101,7 @@ class ModelCosts:
 
     graph: StageGraph
     cost: CostModel
+    versions: tuple[int, ...] = ()
     _seconds: dict[tuple[int, int], tuple[float, float]] = field(
         default_factory=dict, init=False, repr=False
     )
@@ -223,6 +229,7 @@ class ModelCosts:
             microbatch_size=-(-of.microbatch_size // of.replicas),  # the largest slice
             replicas=1,
             in_flight=0,
+            versions=self.versions[stage] if self.versions else 1,
             tensor=of.tensor,
         )
 

@@ -84,6 +84,9 @@ class Unit(NamedTuple):
         after: bytes that are released when it ends.
         last: index of its stage if it is the stage's last backward on its device, else -1.
         group: index of the devices that start it together, or -1.
+        pieces: what is not computed but goes over the network, an all-reduce that the group waits
+            for, has so many pieces.
+        ports: on its way.
     """
 
     seconds: float
@@ -91,6 +94,8 @@ class Unit(NamedTuple):
     after: float
     last: int
     group: int
+    pieces: int = 0
+    ports: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,7 +73,7 @@ def _record(graph: StageGraph, schedule: Schedule, costs: CostModel | StepCosts)
         source="predicted",
         step_s=step.end,
         memory={
-            device: _memory_curve(base[device], step.memory(d))
+            device: memory_curve(base[device], step.memory(d))
             for d, device in enumerate(step.program.devices)
         },
     )
@@ -115,11 +115,21 @@ def _lowered(graph: StageGraph, schedule: Schedule, costs: StepCosts) -> Schedul
 
 def _run(program: Program, graph: StageGraph, schedule: Schedule, costs: StepCosts) -> Step:
     step = Step(program, costs)
+    execute(step, graph, schedule, costs)
+    return step
+
+
+def execute(step: Step, graph: StageGraph, schedule: Schedule, costs: StepCosts) -> None:
+    """Run a step to its end.
+
+    Raises:
+        DeadlockError: if it does not come to it.
+    """
     step.run()
+    program = step.program
     stuck = dict(zip(program.devices, step.positions(), strict=True))
     if any(at < len(code) for at, code in zip(stuck.values(), program.code, strict=True)):
         raise DeadlockError(describe_deadlock(_lowered(graph, schedule, costs), graph, stuck))
-    return step
 
 
 @contextmanager
@@ -134,7 +144,7 @@ def collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-def _memory_curve(base: float, changes: list[tuple[float, float]]) -> tuple[tuple[float, int], ...]:
+def memory_curve(base: float, changes: list[tuple[float, float]]) -> tuple[tuple[float, int], ...]:
     """Bytes in use from each time on; changes at one time are one, releases first."""
     curve = [(0.0, base)]
     for time, change in changes:

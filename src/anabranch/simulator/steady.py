@@ -100,7 +100,7 @@ def estimate_step_s(
             order = order_for(short)
             step = simulate(short, order, costs)
             logs = _logs(step, short, order, unit)
-            period = _period(logs, TOLERANCE * step.end)
+            period = find_period(logs, TOLERANCE * step.end)
             missing = (total - units) % period.units if period else units
             if period and not missing:
                 seconds = step.end + (total - units) // period.units * period.seconds
@@ -135,7 +135,7 @@ def _by_differences(
 
 
 @dataclass(frozen=True, slots=True)
-class _Log:
+class Log:
     """What one device does.
 
     Attributes:
@@ -154,14 +154,14 @@ class _Log:
 
 
 @dataclass(frozen=True, slots=True)
-class _Period:
+class Period:
     """After so many units everything happens again, so many seconds later."""
 
     units: int
     seconds: float
 
 
-def _logs(step: Step, graph: StageGraph, order: Schedule, unit: int) -> list[_Log]:
+def _logs(step: Step, graph: StageGraph, order: Schedule, unit: int) -> list[Log]:
     whole = graph.batch_size // unit
     logs, last_forwards = [], []
     recorded = dict(zip(step.program.devices, step.logs(), strict=True))
@@ -178,12 +178,12 @@ def _logs(step: Step, graph: StageGraph, order: Schedule, unit: int) -> list[_Lo
             times, is_compute = recorded[device]
             computes = np.flatnonzero(is_compute)
             last_forwards.append(times[computes[last]])
-            logs.append(_Log(times, computes, 0, each * microbatches, each * stage.in_flight))
+            logs.append(Log(times, computes, 0, each * microbatches, each * stage.in_flight))
     until = min(last_forwards)
     return [replace(log, undisturbed=int((log.times[log.computes] <= until).sum())) for log in logs]
 
 
-def _period(logs: Sequence[_Log], tolerance: float) -> _Period | None:
+def find_period(logs: Sequence[Log], tolerance: float) -> Period | None:
     """The shortest period that all devices repeat at the end of what is undisturbed."""
     for units in range(1, MOST_UNITS + 1):
         seconds: float | None = None
@@ -202,11 +202,11 @@ def _period(logs: Sequence[_Log], tolerance: float) -> _Period | None:
                 break
         else:
             assert seconds is not None
-            return _Period(units, seconds)
+            return Period(units, seconds)
     return None
 
 
-def _mean_s(logs: Sequence[_Log]) -> float | None:
+def _mean_s(logs: Sequence[Log]) -> float | None:
     """Seconds per unit in the middle of the logs; None if devices differ in it, each at a pace of
     its own.
     """

@@ -48,7 +48,7 @@ class Step:
         ends: likewise, when they ended.
     """
 
-    def __init__(self, program: Program, costs: StepCosts) -> None:
+    def __init__(self, program: Program, costs: StepCosts, *, sums_at_end: bool = True) -> None:
         devices, messages = len(program.devices), len(program.messages.price)
         self.program = program
         self.end = 0.0
@@ -67,7 +67,7 @@ class Step:
         self._arrival = [math.inf] * messages
         self._place = [0] * messages
         self._waiter = [-1] * messages
-        self._all_reduces = self._plan_all_reduces(costs)
+        self._all_reduces = self._plan_all_reduces(costs) if sums_at_end else {}
         self._free_at = [0.0] * len(program.ports)
 
     def _clock(self, cores: int) -> Callable[[float, Callback, int], None]:
@@ -79,7 +79,7 @@ class Step:
         """Per stage, the all-reduces that wait for it."""
         by_stage: dict[int, list[_Pending]] = defaultdict(list)
         for work in costs.all_reduces():
-            pieces = min(max(-(-work.nbytes // PIECE_BYTES), 1), MOST_PIECES)
+            pieces = num_pieces(work)
             ports = self.program.ports
             indices = tuple(ports.setdefault(port, len(ports)) for port in work.ports)
             waits_for = sum(self.program.finishes[s] for s in work.stages)
@@ -174,7 +174,19 @@ class Step:
             self._missing[unit.group] = len(members)
             for d in members:
                 self.starts[d].append(self._engine.now)
-                self._compute(unit.seconds, self._computed, d)
+                if not unit.pieces:
+                    self._compute(unit.seconds, self._computed, d)
+            if unit.pieces:
+                self._sum_while_waiting((unit, unit.pieces))
+
+    def _sum_while_waiting(self, state: tuple[Unit, int]) -> None:
+        unit, left = state
+        if left:
+            end = self._occupy(unit.ports, unit.seconds / unit.pieces)
+            self._engine.at(end, self._sum_while_waiting, (unit, left - 1))
+            return
+        for d in self.program.groups[unit.group]:
+            self._computed(d)
 
     def _computed(self, d: int) -> None:
         now, unit = self._engine.now, self._unit[d]
@@ -189,7 +201,7 @@ class Step:
             self._finish_stage(unit.last)
 
     def _finish_stage(self, stage: int) -> None:
-        for pending in self._all_reduces[stage]:
+        for pending in self._all_reduces.get(stage, ()):
             pending.waits_for -= 1
             if pending.waits_for == 0:
                 self._sum_piece((pending, pending.pieces))
@@ -210,11 +222,16 @@ class Step:
         ]
 
     def spans(self, schedule: Schedule) -> list[Span]:
-        """Everything that happened, by the lowered schedule; messages at both ends."""
+        """Everything that happened, by the lowered schedule; messages at both ends.
+
+        All-reduces, which are no actions, are left out.
+        """
         computed, exchanged = [], []
         for d, device in enumerate(self.program.devices):
-            times = zip(self.starts[d], self.ends[d], strict=True)
-            for x, action in zip(self.program.code[d], schedule.actions[device], strict=True):
+            clock = zip(self._units_of(d), self.starts[d], self.ends[d], strict=True)
+            times = ((start, end) for unit, start, end in clock if not unit.pieces)
+            code = [x for x in self.program.code[d] if not self._is_sum(x)]
+            for x, action in zip(code, schedule.actions[device], strict=True):
                 message = x if x >= 0 else ~x
                 if message >= len(self._price):
                     computed.append(Span(device, *next(times), action))
@@ -241,12 +258,23 @@ class Step:
 
     def memory(self, d: int) -> list[tuple[float, float]]:
         """When a device took or released how many bytes."""
-        first = len(self.program.messages.price)
-        units = [self.program.units[~x - first] for x in self.program.code[d] if ~x >= first]
         changes = []
-        for unit, start, end in zip(units, self.starts[d], self.ends[d], strict=True):
+        for unit, start, end in zip(self._units_of(d), self.starts[d], self.ends[d], strict=True):
             if unit.before:
                 changes.append((start, unit.before))
             if unit.after:
                 changes.append((end, -unit.after))
         return changes
+
+    def _units_of(self, d: int) -> list[Unit]:
+        first = len(self._price)
+        return [self._units[~x - first] for x in self.program.code[d] if ~x >= first]
+
+    def _is_sum(self, x: int) -> bool:
+        unit = ~x - len(self._price)
+        return unit >= 0 and self._units[unit].pieces > 0
+
+
+def num_pieces(work: AllReduce) -> int:
+    """Messages that an all-reduce goes in."""
+    return min(max(-(-work.nbytes // PIECE_BYTES), 1), MOST_PIECES)

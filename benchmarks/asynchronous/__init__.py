@@ -1,0 +1,1 @@
+"""Training without a flush beside synchronous schedules, and what weight prediction costs."""

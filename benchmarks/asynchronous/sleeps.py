@@ -1,0 +1,156 @@
+"""Four stages that sleep 5 ms forward and 10 ms backward: throughput without a flush, and with one.
+
+Each micro-batch is one sample that takes those times at every stage. GPipe with 4 micro-batches
+takes 4 + 3 of them for a step, 105 ms; without a flush a stage needs 15 ms per sample, so that the
+ideal is 7/4 = 1.75 times GPipe's throughput. The messages are real.
+
+``bare`` is a rank that sleeps the same times without any message: no way to train can be faster on
+the machine at the time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from anabranch.cluster import Cluster
+from anabranch.graph.capture import Captured
+from anabranch.planner.stages import Plan, Prediction
+from anabranch.runtime.asynchronous.pipeline import AsyncPipeline
+from anabranch.runtime.pipeline import Pipeline
+from anabranch.runtime.steps import prepare
+from anabranch.simulator import stream
+from anabranch.simulator.costs import StageTimes
+from anabranch.weights import POLICIES, policy_named
+from anabranch.workload import Batch, Workload
+from benchmarks.asynchronous.flow import Side, Train, seconds_per_batch
+from benchmarks.planners.common import Row, table
+from benchmarks.runtime import ours
+from benchmarks.runtime.ops import Wait
+from benchmarks.runtime.sleeps import WIDTH, Line, Linked, numbered, predicted_s
+
+STAGES, MICROBATCHES = 4, 4
+FORWARD_S, BACKWARD_S = 5e-3, 10e-3
+SAMPLES = 48
+"""Samples that are timed in one turn."""
+
+SYNC = ("gpipe", "1f1b")
+REFERENCE = "gpipe"
+
+momentum = partial(torch.optim.SGD, lr=1e-6, momentum=0.9)
+"""An optimizer that every policy knows, and that costs next to nothing."""
+
+
+def rows(
+    policies: tuple[str, ...] = tuple(POLICIES), *, samples: int = SAMPLES, turns: int = 3
+) -> list[Row]:
+    """One row per synchronous schedule and per policy, with ``bare`` first."""
+    module, example = Line(STAGES, FORWARD_S, BACKWARD_S), torch.zeros(2, WIDTH)
+    captured = ours.captured_model(module, example)
+    plans = {name: _plan(captured, MICROBATCHES) for name in SYNC}
+    plans = {name: ours.under(plan, name) for name, plan in plans.items()}
+    for name in policies:
+        plans[name] = without_flush(captured, name)
+    sides: dict[str, tuple[Side, int]] = {"bare": (_bare, samples)}
+    for name, plan in plans.items():
+        batches = samples // plan.stage_graph.batch_size
+        make = _synchronous if name in SYNC else _asynchronous
+        sides[name] = partial(make, captured, example, plan), batches
+    seconds = seconds_per_batch(sides, STAGES, turns=turns)
+    found = [_row("bare", seconds["bare"], 1, 1 / (FORWARD_S + BACKWARD_S), None)]
+    for name, plan in plans.items():
+        predicted, ideal = _simulated(plan)
+        batch = plan.stage_graph.batch_size
+        found.append(_row(name, seconds[name], batch, batch / ideal, batch / predicted))
+    reference = next(row["samples_per_s"] for row in found if row["side"] == REFERENCE)
+    expected = next(row["predicted_per_s"] for row in found if row["side"] == REFERENCE)
+    for row in found:
+        row["over_gpipe"] = row["samples_per_s"] / reference
+        if row["predicted_per_s"] is not None:
+            row["predicted_over_gpipe"] = row["predicted_per_s"] / expected
+    return found
+
+
+def _row(side: str, seconds: float, batch: int, ideal: float, predicted: float | None) -> Row:
+    per_s = batch / seconds
+    return {
+        "side": side,
+        "batch_s": seconds,
+        "samples_per_s": per_s,
+        "ideal_per_s": ideal,
+        "predicted_per_s": predicted,
+        "over_ideal": per_s / ideal,
+    }
+
+
+def _plan(captured: Captured, microbatches: int) -> Plan:
+    devices = [[d] for d in range(STAGES)]
+    return ours.plan_of(captured, numbered(STAGES), devices, microbatches=microbatches)
+
+
+def without_flush(captured: Captured, policy: str) -> Plan:
+    """The asynchronous plan: one micro-batch per mini-batch, or ``MICROBATCHES`` where the policy
+    updates after several.
+    """
+    plan = _plan(captured, MICROBATCHES if policy_named(policy).microbatches else 1)
+    graph = stream.warm_up(plan.stage_graph)
+    nothing = Prediction(0.0, 0.0, 0.0, (0,) * len(graph.devices))
+    return replace(plan, stage_graph=graph, predicted=nothing, mode="async", policy=policy)
+
+
+def _simulated(plan: Plan) -> tuple[float, float]:
+    """Seconds per mini-batch with the links of local ranks, and with links that cost nothing."""
+    every = [FORWARD_S] * STAGES, [BACKWARD_S] * STAGES
+    if plan.mode == "sync":
+        return predicted_s(plan, *every, nbytes=4 * WIDTH), ours.ideal_s(plan, *every)
+    times = [{1: FORWARD_S}] * STAGES, [{1: BACKWARD_S}] * STAGES
+    links = Linked(*times, cluster=Cluster.preset(f"local:{STAGES}"), nbytes=4 * WIDTH)
+    graph = plan.stage_graph
+    return stream.steady(graph, links).period_s, stream.steady(graph, StageTimes(*times)).period_s
+
+
+def _synchronous(captured: Captured, example: Batch, plan: Plan) -> Train:
+    batch = torch.zeros(plan.stage_graph.batch_size, WIDTH)
+    workload = Workload(captured.module, example, optimizer=momentum)
+    prepare(captured, plan.stage_graph)
+    pipeline = Pipeline(workload, plan, captured=captured, check_gradients=False)
+    return lambda count: (pipeline.step(batch) for _ in range(count))
+
+
+def _asynchronous(captured: Captured, example: Batch, plan: Plan) -> Train:
+    batch = torch.zeros(plan.stage_graph.batch_size, WIDTH)
+    workload = Workload(captured.module, example, optimizer=momentum)
+    prepare(captured, plan.stage_graph)
+    pipeline = AsyncPipeline(workload, plan, captured=captured, check_gradients=False)
+    return lambda count: pipeline.steps(batch for _ in range(count))
+
+
+def _bare() -> Train:
+    stage, x = Wait(FORWARD_S, BACKWARD_S), torch.zeros(1, WIDTH)
+
+    def train(count: int) -> Iterator[object]:
+        for _ in range(count):
+            y = stage(x)
+            y.backward(torch.ones_like(y))
+            yield None
+
+    return train
+
+
+def show(found: list[Row]) -> str:
+    """Throughput of every side, over GPipe's and over its own ideal."""
+    lines = [
+        [
+            row["side"],
+            f"{row['samples_per_s']:.1f}",
+            f"{row['over_gpipe']:.2f}",
+            f"{row['predicted_over_gpipe']:.2f}" if "predicted_over_gpipe" in row else "-",
+            f"{row['over_ideal']:.3f}",
+        ]
+        for row in found
+    ]
+    heads = ["side", "samples/s", f"over {REFERENCE}", "predicted", "over its ideal"]
+    return table(heads, lines)

@@ -1,0 +1,1 @@
+"""What each weight policy costs a model: accuracy against synchronous training."""

@@ -1,0 +1,66 @@
+"""What each weight policy costs a model: held-out accuracy beside synchronous training.
+
+python -m benchmarks.convergence [--only fixed searched] [--cases mnist-4-sgdm] [--seeds 10]
+                                 [--into FILE] [--curves PAGE] [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.convergence import curves, study, tables
+from benchmarks.convergence.training import deterministic
+from benchmarks.planners.common import Row
+
+SECTIONS: dict[str, Callable[[study.Case, study.Runs, int], list[Row]]] = {
+    "fixed": study.fixed,
+    "searched": study.searched,
+}
+
+
+def main() -> None:
+    """Measure, then print tables or JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--only", nargs="*", choices=SECTIONS, help="these tables only")
+    parser.add_argument("--cases", nargs="*", choices=study.CASES, help="these cases only")
+    parser.add_argument("--seeds", type=int, default=study.SEEDS, help="0 to this, exclusive")
+    parser.add_argument("--into", type=Path, help="keep runs in this file, and go on from it")
+    parser.add_argument("--curves", type=Path, help="write the page of curves, .png or .svg")
+    arguments = parser.parse_args()
+    if arguments.seeds < 1:
+        parser.error("--seeds: at least 1")
+    deterministic()
+    runs = study.Runs(arguments.into)
+    found: dict[str, Any] = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "machine": platform.machine(),
+        "cores": os.cpu_count(),
+    }
+    for section in arguments.only or SECTIONS:
+        found[section] = {}
+        for name in arguments.cases or study.CASES:
+            rows = SECTIONS[section](study.CASES[name], runs, arguments.seeds)
+            found[section][name] = {"rows": rows, "differences": tables.compared(rows)}
+            if not arguments.json:
+                sys.stdout.write(f"\n## {section}: {name}\n\n{tables.show(rows)}\n")
+                sys.stdout.flush()
+    if arguments.curves:
+        drawn = found.get("fixed") or found["searched"]
+        curves.draw({name: case["rows"] for name, case in drawn.items()}, arguments.curves)
+    if arguments.json:
+        sys.stdout.write(json.dumps(found, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

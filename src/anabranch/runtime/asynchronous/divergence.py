@@ -1,0 +1,61 @@
+"""Divergence: a loss that climbs, noticed while there is still something to save.
+
+Stale weights make a learning rate that was fine with a flush too large. The loss then does not
+become NaN at once; it leaves its minimum behind and climbs. Single mini-batches jump about, and a
+small loss does so by factors, so means over a few of them are compared.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+FACTOR = 10.0
+"""Times the smallest mean so far that is called divergence."""
+
+WINDOW = 8
+"""Losses of one mean."""
+
+
+class Divergence:
+    """Watches the losses of a run."""
+
+    def __init__(self) -> None:
+        self._recent: deque[float] = deque(maxlen=WINDOW)
+        self._least = float("inf")
+        self._has_told = False
+
+    def note(self, loss: float) -> str:
+        """Take a loss; once in a run, what is wrong as text, otherwise nothing.
+
+        Losses that are not positive have no multiples that would say anything.
+        """
+        self._recent.append(loss)
+        mean = sum(self._recent) / len(self._recent)
+        self._least = min(self._least, mean)
+        if self._has_told or not 0 < FACTOR * self._least < mean:
+            return ""
+        self._has_told = True
+        count = len(self._recent)
+        return (
+            f"the loss over the last {count} mini-batches is {mean:.4g}, {mean / self._least:.0f} "
+            f"times the smallest such mean, {self._least:.4g}"
+        )
+
+
+def circumstances(policy: str, behind: Sequence[int], rates: Sequence[float]) -> str:
+    """What to know about a run that diverges, and what helps.
+
+    Args:
+        policy: its name.
+        behind: per stage, updates between a forward and its backward.
+        rates: learning rates of this rank's parameter groups.
+    """
+    lr = ", ".join(f"{rate:.3g}" for rate in dict.fromkeys(rates)) or "nothing to learn with"
+    stale = ", ".join(f"stage {s}: {updates}" for s, updates in enumerate(behind))
+    return (
+        f"under policy {policy} forwards and backwards are so many updates apart: {stale}; the "
+        f"learning rate is {lr}: lower it, or let it rise slowly at the start, clip gradients "
+        "(clip_stage_norm), choose fewer stages or a policy that predicts, or train with "
+        "--mode sync"
+    )

@@ -1,0 +1,472 @@
+"""AsyncPipeline: this rank's part of a training run that is never flushed.
+
+::
+
+    steps   put 0 .. put 4   put 5     put 6     ...   drain
+            F0 F1 F2 B0 ..   B3* F5    B4* F6          B5* B6*          stream, * an update
+            loss of              2         3           4  5  6          tally
+
+A mini-batch is put in, and each stage learns from the ones before it when their gradients have
+come back; which weights the passes read in between is the policy's affair (``weights``). Loss and
+metrics of a mini-batch are known on every rank when all stages have learned from it. By then a rank
+has put in as many more as the deepest stage holds, which is when it asks, so nobody waits; and
+since every rank asks at the same place, all of them are at the same mini-batch whenever the user's
+loop has its turn: it may evaluate, save or stop there.
+
+What a draining costs: the pipeline runs empty and fills again, as one synchronous step does.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anabranch import checkpoint as disk
+from anabranch.errors import DataError, NonFiniteError, TrainingError
+from anabranch.graph.capture import Captured
+from anabranch.planner.stages import Plan
+from anabranch.runtime.asynchronous.divergence import Divergence, circumstances
+from anabranch.runtime.asynchronous.fitting import (
+    choose,
+    endless,
+    num_microbatches,
+    require_asynchronous,
+    units_in_flight,
+)
+from anabranch.runtime.asynchronous.stream import Stream
+from anabranch.runtime.asynchronous.versions import StageWeights
+from anabranch.runtime.failure import POSITION
+from anabranch.runtime.feed import leaves_of, samples_of
+from anabranch.runtime.joined import Joined
+from anabranch.runtime.nonfinite import Finding, Trace, bad_names
+from anabranch.runtime.options import PLAIN, ComputeOptions
+from anabranch.runtime.overlap import Reducer
+from anabranch.runtime.tally import Tally
+from anabranch.runtime.worker import Flight
+from anabranch.weights import WeightPolicy
+from anabranch.workload import Batch, Workload
+
+
+class AsyncPipeline(Joined):
+    """Trains a workload by a plan without a flush, one rank per device.
+
+    Under ``launch.run`` and under torchrun each rank makes one, as with ``Pipeline``. A mini-batch
+    is the unit of learning; there is no sum over several of them (``accumulate``), which a larger
+    mini-batch gives as well.
+
+    Attributes:
+        policy: which weights passes read.
+        reason: why this policy, where it was chosen for the user.
+        version_difference: per stage, updates between the forward and the backward of a mini-batch
+            at most, as counted until the pipeline was drained last.
+        peak_versions: per rank, copies of its stage's weights that were alive at once at most,
+            likewise.
+        weight_bytes: per rank, bytes of these copies.
+        step_number: mini-batches put in; after ``drain`` all stages have learned from all of them.
+
+    Args:
+        workload: model, data, optimizer recipe; the same on every rank.
+        plan: of mode ``async``, or any 1F1B plan with one stage per device whose micro-batch is the
+            mini-batch; with several micro-batches per mini-batch, all of one size, for ``2bw``.
+        policy: a weight policy or its name; ``auto`` asks ``weights.recommend``. By default the
+            plan's, or ``auto``.
+        captured: the captured module, where the caller has it; captured anew otherwise.
+        evaluation: what ``captured.evaluation()`` gave, likewise.
+        compute: see ``ComputeOptions``; not ``fp16``. Under ``bf16`` products in a backward read
+            the half-precision copies that their forward made, so that ``naive`` and ``pipeoptim``
+            read there what their forward read. A stage with recomputation runs its forward again
+            under the weights of the backward, with ``naive``, ``pipeoptim`` and ``spectrain`` other
+            ones than at first, so that its gradients are other numbers than without recomputation;
+            with the other policies they are the same.
+        clip_stage_norm: largest norm of a stage's own gradients, instead of ``clip_norm`` of the
+            workload, which is over all stages.
+        check_gradients: see ``Pipeline``.
+        check_memory: see ``Pipeline``; only for plans of mode ``async``, whose prediction knows of
+            versions.
+        timeout: seconds until a silent rank counts as lost.
+
+    Raises:
+        InvalidPlanError: see ``Pipeline``; also if the plan cannot run without a flush, a device
+            has several stages, or stages share a trainable parameter.
+        PolicyError: if the policy does not fit the plan or the optimizer, or the workload clips the
+            norm over all stages.
+        InfeasiblePlanError: if a rank would take more memory than there is.
+        CaptureError: if the module cannot be captured.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        plan: Plan,
+        *,
+        policy: WeightPolicy | str | None = None,
+        captured: Captured | None = None,
+        evaluation: Captured | None = None,
+        compute: ComputeOptions = PLAIN,
+        clip_stage_norm: float | None = None,
+        check_gradients: bool = True,
+        check_memory: bool = True,
+        timeout: float = 600.0,
+    ) -> None:
+        if clip_stage_norm is not None and not clip_stage_norm > 0:
+            raise ValueError(f"clip_stage_norm is a norm, more than 0; not {clip_stage_norm}")
+        graph = endless(plan)
+        microbatches = num_microbatches(graph)
+        self.policy, self.reason = choose(policy, plan, microbatches, workload)
+        facts = {
+            "policy": repr(self.policy),
+            "check_gradients": check_gradients,
+            "clip_stage_norm": clip_stage_norm,
+            **asdict(compute),
+        }
+        super().__init__(
+            workload,
+            plan,
+            captured=captured,
+            evaluation=evaluation,
+            facts=facts,
+            compute=compute,
+            check_gradients=check_gradients,
+            check_memory=check_memory and plan.mode == "async",
+            timeout=timeout,
+        )
+        require_asynchronous(plan, graph, self._parts, self.policy, workload, compute)
+        device = self._mesh.device
+        self._stage = next(s for s, st in enumerate(graph.stages) if device in st.devices)
+        self._graph, self._microbatches = graph, microbatches
+        with self._failing():
+            self._start()
+        # After so many more mini-batches all stages have learned from one.
+        self._late = max(-(-stage.in_flight // microbatches) for stage in graph.stages)
+        self._behind = tuple(
+            units_in_flight(stage.in_flight, microbatches) - 1 for stage in graph.stages
+        )
+        self._trace = Trace(self._captured, self._state.parameters, self._mesh)
+        self._clip, self._divergence = clip_stage_norm, Divergence()
+        self._unread: deque[_Unread] = deque()
+        self._first_bad: tuple[int, list[Finding]] | None = None
+        self._is_spoilt = False
+        self._has_warned = False
+        self._measured_at = -1
+        self._number, self._parted = next(_NUMBERS), count()
+        self._recent_s: deque[float] = deque(maxlen=8)
+        self.version_difference: tuple[int, ...] = ()
+        self.peak_versions: tuple[int, ...] = ()
+        self.weight_bytes: tuple[int, ...] = ()
+
+    def _start(self) -> None:
+        """Weights and an empty stream, for the optimizer as it is."""
+        graph, s = self._graph, self._stage
+        self._weights = StageWeights(
+            self._state.parameters,
+            self.optimizer,
+            self.policy,
+            in_flight=units_in_flight(graph.stages[s].in_flight, self._microbatches),
+            distance=graph.height[s],
+            depth=graph.depth,
+            scheduler=self.scheduler,
+        )
+        stages_of = {n: [y] for y in range(len(graph)) for n in self._parts.parameters(y)}
+        self._stream = Stream(
+            self._train.worker,
+            s,
+            self._weights,
+            Reducer(self._state.parameters, stages_of, self._holders, self._mesh),
+            in_flight=graph.stages[s].in_flight,
+            microbatches=self._microbatches,
+            update=self._learn,
+        )
+
+    # Training
+
+    def steps(self, batches: Iterable[Batch]) -> Iterator[float]:
+        """Train on mini-batches that follow each other without a flush.
+
+        Args:
+            batches: the same on every rank, none larger than the plan's; one must not be changed
+                once it has been given.
+
+        Yields:
+            The loss of every mini-batch, in order, when all stages have learned from it: as many
+            mini-batches late as the deepest stage holds. When the iterable ends, the pipeline is
+            drained, and the rest follow. ``metrics`` are those to the loss; ``step_number``,
+            ``evaluate`` and ``save`` count all that were put in. A loop that is left early leaves
+            mini-batches in flight: whatever is called next goes on with them, but their losses are
+            not told any more.
+
+        Raises:
+            NonFiniteError: on every rank, late like the loss; names stage and mini-batch. Stages
+                have parted ways by then, so training can only go on from a checkpoint.
+            StageFailedError: if something raised on this rank; names stage and mini-batch.
+            DataError: if a batch is built otherwise than the workload's example, or too large.
+        """
+        first = self.step_number
+        try:
+            for batch in self._given(batches):
+                self._put(batch)
+                yield from self._known(first, self.step_number - self._late)
+            self.drain()
+            yield from self._known(first, self.step_number)
+        except GeneratorExit:
+            self._part()
+            raise
+
+    def _given(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        try:
+            yield from batches
+        except Exception:
+            self._part()
+            raise
+
+    def _part(self) -> None:
+        """Whoever leaves a loop may end this process; the others leave at the same mini-batch, but
+        until then they still need its messages, and send it their own.
+        """
+        if self._transport is not None:
+            self._transport.flush()
+            # An error in the user's loop on one rank also ends here, and must not be held up.
+            patience_s = min(1.0 + 4 * max(self._recent_s, default=0.0), _PATIENCE_S)
+            self._mesh.part(f"{self._number}/{self.step_number}/{next(self._parted)}", patience_s)
+
+    def step(self, batch: Batch) -> float:
+        """Train on one mini-batch and drain; see ``steps``, which keeps the pipeline full.
+
+        Returns:
+            The loss, as a mean over the mini-batch, the same on every rank.
+
+        Raises:
+            NonFiniteError, StageFailedError, DataError: see ``steps``.
+        """
+        self._put(batch)
+        self.drain()
+        return self._read(self._unread.pop())
+
+    def drain(self) -> None:
+        """Learn from everything that is in flight; all stages are at one version afterwards.
+
+        Raises:
+            NonFiniteError, StageFailedError: see ``steps``.
+        """
+        self._refuse_spoilt()
+        with self._failing():
+            self._stream.drain()
+            for unread in self._unread:
+                unread.tally.read()
+            self._measure()
+            POSITION.leave()
+
+    def _put(self, batch: Batch) -> None:
+        self._refuse_spoilt()
+        leaves = leaves_of(self._captured, batch, self._place)
+        samples, most = samples_of(leaves), self.plan.stage_graph.batch_size
+        if samples > most:
+            raise DataError(
+                f"a mini-batch has {samples} samples and the plan is for {most}: how much a stage "
+                "holds without a flush is planned; plan for larger mini-batches"
+            )
+        started = time.perf_counter()
+        with self._failing():
+            POSITION.begin(self.step_number)
+            self._prepare(batch, leaves)
+            self._stream.put(leaves, samples, self.step_number)
+            POSITION.leave()
+        self._recent_s.append(time.perf_counter() - started)
+        self.step_number += 1
+        self._feed.trained()
+
+    def _learn(self, flight: Flight) -> None:
+        """The gradients of a mini-batch are there."""
+        outcome, parameters = flight.outcome, self._state.parameters
+        gradients = {n: p.grad for n, p in parameters.items() if p.grad is not None}
+        outcome.bad_parameters.extend(bad_names(gradients))
+        if not self._has_warned:
+            self._has_warned = True
+            self._warn_without_gradient()
+        if outcome.is_bad and self._first_bad is None:
+            seen = self._trace.seen(self._stage, outcome, flight.made)
+            self._first_bad = flight.number, seen
+        if self._clip is not None:
+            with_gradient = [p for p in parameters.values() if p.grad is not None]
+            torch.nn.utils.clip_grad_norm_(with_gradient, self._clip)
+        self._weights.update(skip=self._first_bad is not None)
+        number, leaves = flight.number, flight.leaves
+        tally = Tally(
+            self._mesh, outcome, self._captured.metrics, lambda: self._why(number, leaves)
+        )
+        self._unread.append(_Unread(number, tally))
+
+    # What mini-batches came to
+
+    def _known(self, first: int, before: int) -> Iterator[float]:
+        """Losses from one mini-batch up to another, as far as they have not been told."""
+        while self._unread and self._unread[0].number < before:
+            unread = self._unread.popleft()
+            loss = self._read(unread)
+            if unread.number >= first:
+                yield loss
+
+    def _read(self, unread: _Unread) -> float:
+        with self._failing():
+            unread.tally.read()
+        self.metrics, loss = unread.tally.metrics, unread.tally.loss
+        told = self._divergence.note(loss)
+        if told and self.rank == 0:
+            warnings.warn(f"{told}, at mini-batch {unread.number}: {self._advice()}", stacklevel=4)
+        return loss
+
+    def _advice(self) -> str:
+        groups = self.optimizer.param_groups if self.optimizer is not None else []
+        rates = [float(group["lr"]) for group in groups]
+        return circumstances(self.policy.name, self._behind, rates)
+
+    def _why(self, number: int, leaves: Mapping[str, Tensor]) -> NonFiniteError:
+        """On all ranks at the same mini-batch, though not at the same place in their order."""
+        self._is_spoilt = True
+        # What all ranks do together they have to begin in one order, so first everything that they
+        # do on their own.
+        self._stream.drain()
+        bad = self._first_bad
+        found = bad[1] if bad is not None and bad[0] == number else []
+        text = self._trace.told(found, leaves, f"mini-batch {number}")
+        return NonFiniteError(
+            f"{text}; mini-batches follow each other without waiting, so other stages may have "
+            f"been updated by then: resume from a checkpoint; {self._advice()}"
+        )
+
+    def _refuse_spoilt(self) -> None:
+        """Raises TrainingError where stages have parted ways."""
+        if self._is_spoilt:
+            raise TrainingError(
+                "a loss or a gradient was not finite, and when that was known some stages had been "
+                "updated and others not, so these weights belong to no version; resume from a "
+                "checkpoint"
+            )
+
+    def _measure(self) -> None:
+        """Tell each other how many versions there were."""
+        if self._measured_at == self.step_number:
+            return
+        self._measured_at = self.step_number
+        weights = self._weights
+        mine = [weights.peak_versions, weights.peak_bytes, self._stream.most_behind, self._stage]
+        rows = [each.tolist() for each in self._mesh.all_gather(torch.tensor(mine))]
+        self.peak_versions = tuple(row[0] for row in rows)
+        self.weight_bytes = tuple(row[1] for row in rows)
+        behind = {row[3]: row[2] for row in rows}
+        self.version_difference = tuple(behind[s] for s in sorted(behind))
+
+    # Evaluation and state on disk
+
+    def evaluate(self, loader: Iterable[Batch] | None = None) -> dict[str, float]:
+        """Drain, then take means of loss and metrics over held-out batches, in evaluation mode.
+
+        Args:
+            loader: batches, the same on every rank; by default the workload's ``eval_data``.
+
+        Returns:
+            ``loss`` and the metrics, means over samples, the same on every rank.
+
+        Raises:
+            DataError: if there is no held-out data, or reading it raised.
+        """
+        self.drain()
+        return self._means(loader)
+
+    def save(self, folder: str | Path) -> None:
+        """Drain, then write a checkpoint, which ``Pipeline.resume`` takes as well.
+
+        Args:
+            folder: a new folder, on a file system that all ranks see; it appears when it is
+                complete.
+
+        Raises:
+            TrainingError: if the folder exists, or cannot be written.
+        """
+        self.drain()
+        state = self._weights.state_dict()
+        further: dict[str, Tensor] = {}
+        for name in self._trainable:
+            if state["last_update"] is not None:
+                further[f"{_LAST}/{name}"] = state["last_update"][name]
+            if state["moved"] is not None:
+                further[f"{_MOVED}/{name}"] = torch.tensor(name in state["moved"])
+            if state["norm"] is not None:
+                further[f"{_NORM}/{name}"] = state["norm"]
+        self._write(folder, further)
+
+    @property
+    def _trainable(self) -> list[str]:
+        return [name for name, p in self._state.parameters.items() if p.requires_grad]
+
+    @classmethod
+    def resume(
+        cls, folder: str | Path, workload: Workload, plan: Plan, **options: Any
+    ) -> AsyncPipeline:
+        """Continue from a checkpoint, of this pipeline or of ``Pipeline``.
+
+        After one of this pipeline under the same plan, training goes on as if there had been a
+        ``drain``.
+
+        Args:
+            folder: what ``save`` wrote.
+            workload: as it was; the optimizer recipe has to be of the same kind.
+            plan: may have other stages, devices and replicas.
+            options: of ``AsyncPipeline``.
+
+        Raises:
+            FileFormatError: naming file and key, if the checkpoint is damaged or of another model.
+        """
+        pipeline = cls(workload, plan, **options)
+        saved = pipeline._read_from(folder)
+        with pipeline._failing():
+            # Loading gives an optimizer parameter groups of its own, which predictions look at.
+            pipeline._start()
+            pipeline._take_predictions(saved)
+        return pipeline
+
+    def _take_predictions(self, saved: disk.Checkpoint) -> None:
+        """What predictions need besides the optimizer's state; a synchronous run leaves none."""
+        names, parameters = self._trainable, self._state.parameters
+        last, moved, norms = (
+            {name: f"{what}/{name}" for name in names if name in set(saved.keys(what))}
+            for what in (_LAST, _MOVED, _NORM)
+        )
+        state: dict[str, Any] = {"last_update": None, "moved": None, "norm": None}
+        if len(last) == len(names):
+            state["last_update"] = {
+                name: saved.tensor(key, like=parameters[name]).to(self._place)
+                for name, key in last.items()
+            }
+        if len(moved) == len(names):
+            state["moved"] = [name for name, key in moved.items() if bool(saved.tensor(key))]
+        if norms:
+            state["norm"] = saved.tensor(next(iter(norms.values()))).to(self._place)
+        self._weights.load_state_dict(state)
+
+
+_LAST, _MOVED, _NORM = "asynchronous-last", "asynchronous-moved", "asynchronous-norm"
+"""Keys of a checkpoint; the synchronous pipeline passes over them."""
+
+
+_PATIENCE_S = 10.0
+"""Seconds that a rank that leaves a loop waits for the others at most."""
+
+_NUMBERS = count()
+"""Of pipelines of this process, which all ranks make in one order."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Unread:
+    """A mini-batch that this rank has learned from, and what it came to on all ranks."""
+
+    number: int
+    tally: Tally

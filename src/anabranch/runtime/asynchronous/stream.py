@@ -1,0 +1,175 @@
+"""Stream: the endless 1F1B of one rank.
+
+A synchronous pipeline is emptied after every batch. This one is kept full; a mini-batch is put in,
+and whatever its stage can do then is done, under the weights that the policy wants::
+
+    put     0    1    2    3       4       5       drain              in flight
+    stage 0 F0   F1   F2   B0* F3  B1* F4  B2* F5  B3* B4* B5*        3
+    stage 1 F0   F1   B0*  F2  B1* F3  B2* F4 ...                     2       * an update
+    stage 2 F0   B0*  F1   B1* F2  B2* F3 ...                         1
+
+So every stage follows the synchronous order ``alternate`` over a batch without end. The backward
+that makes room comes with the next mini-batch and not with the one before it: then the receive of
+the new activations is posted before the backward begins, and no mini-batch is fetched before it is
+trained on. Only messages hold ranks together; there is no flush and no barrier.
+
+Nothing of the order depends on when messages arrive, so every rank knows what all others do: when
+mini-batch m has been put in, a stage that holds k has learned from all those up to ``m - k``.
+
+With M micro-batches per mini-batch the update follows the backward of the last of them. A
+mini-batch with fewer would leave a policy that counts on M without the version that it reads, so
+the stream is drained behind one (it is the short last one of an epoch).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+
+from torch import Tensor
+
+from anabranch.runtime.asynchronous.versions import StageWeights
+from anabranch.runtime.compute import Outcome
+from anabranch.runtime.failure import POSITION
+from anabranch.runtime.overlap import Reducer
+from anabranch.runtime.worker import Flight, Worker
+
+
+class Stream:
+    """Mini-batches of one rank between forward and backward.
+
+    Attributes:
+        most_behind: updates between the forward and the backward of a mini-batch at most so far,
+            the version difference of this rank's stage.
+
+    Args:
+        worker: samples -> what this rank does for a mini-batch of so many.
+        stage: of this rank.
+        weights: of the stage.
+        reducer: sums gradients over the stage's replicas.
+        in_flight: micro-batches that the stage holds at most.
+        microbatches: M, of a mini-batch of full size.
+        update: called when a mini-batch's gradients are there, summed over the replicas; has to
+            update the weights.
+    """
+
+    def __init__(
+        self,
+        worker: Callable[[int], Worker],
+        stage: int,
+        weights: StageWeights,
+        reducer: Reducer,
+        *,
+        in_flight: int,
+        microbatches: int,
+        update: Callable[[Flight], None],
+    ) -> None:
+        self._worker, self._stage, self._weights = worker, stage, weights
+        self._in_flight, self._microbatches, self._update = in_flight, microbatches, update
+        self._sums = _Sums(reducer)
+        self._flights: deque[_Passing] = deque()
+        self.most_behind = 0
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no mini-batch is between forward and update; the same on all ranks."""
+        return not self._flights
+
+    def put(self, leaves: Mapping[str, Tensor], samples: int, number: int) -> None:
+        """Forward a mini-batch, and learn from earlier ones what has to be learned before.
+
+        Args:
+            leaves: the whole mini-batch, by the names of its leaves.
+            samples: in it.
+            number: how many mini-batches were before it.
+
+        Raises:
+            PeerLostError: if another rank is gone.
+        """
+        if self.is_empty:
+            self._weights.fill(number)
+        worker = self._worker(samples)
+        flight = Flight(worker, leaves, number, self._sums)
+        count = worker.graph.num_microbatches(self._stage)
+        passing = _Passing(flight, count, self._weights.version)
+        flight.expect(back=False)
+        self._flights.append(passing)
+        if len(self._flights) == 1:
+            flight.expect(back=True)
+        for microbatch in range(count):
+            if sum(each.held for each in self._flights) == self._in_flight:
+                self._backward()
+            if microbatch == 0:
+                passing.version = self._weights.version
+            with self._weights.forward(number):
+                flight.forward(microbatch)
+            passing.forwards += 1
+        if count < self._microbatches:
+            self.drain()
+
+    def drain(self) -> None:
+        """Learn from everything that is in flight.
+
+        Raises:
+            PeerLostError: if another rank is gone.
+        """
+        while self._flights:
+            self._backward()
+
+    def _backward(self) -> None:
+        """The next backward, and the update if it completes a mini-batch."""
+        passing = self._flights[0]
+        flight = passing.flight
+        if passing.backwards == 0:
+            self._sums.begins(flight.last_backwards, flight.outcome)
+        with self._weights.backward(flight.number):
+            flight.backward(passing.backwards)
+        passing.backwards += 1
+        if passing.backwards < passing.count:
+            return
+        self._flights.popleft()
+        if self._flights:
+            self._flights[0].flight.expect(back=True)
+        self.most_behind = max(self.most_behind, self._weights.version - passing.version)
+        POSITION.begin(flight.number)
+        self._sums.take()
+        self._update(flight)
+
+
+class _Passing:
+    """A mini-batch on its way: how many of its micro-batches have been forwarded, and learned."""
+
+    def __init__(self, flight: Flight, count: int, version: int) -> None:
+        self.flight, self.count, self.version = flight, count, version
+        self.forwards = self.backwards = 0
+
+    @property
+    def held(self) -> int:
+        """Micro-batches between forward and backward."""
+        return self.forwards - self.backwards
+
+
+class _Sums:
+    """Sums over replicas, begun during the last backward of a mini-batch; a ``Watcher``."""
+
+    def __init__(self, reducer: Reducer) -> None:
+        self._reducer = reducer
+
+    def begins(self, stages: Sequence[int], outcome: Outcome) -> None:
+        """See ``Watcher``; called before the first backward of a mini-batch."""
+        self._reducer.begin(stages)
+
+    def before_last(self, stage: int) -> None:
+        """See ``Watcher``."""
+        self._reducer.arm(stage)
+
+    def after_last(self, stage: int) -> None:
+        """See ``Watcher``."""
+        self._reducer.complete(stage)
+
+    def waits(self) -> None:
+        """See ``Watcher``: an update is made where its mini-batch ends, never earlier."""
+
+    def take(self) -> None:
+        """Wait for the sums."""
+        self._reducer.take_all()

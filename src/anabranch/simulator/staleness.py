@@ -1,0 +1,91 @@
+"""How old are the weights that a stage reads, and how many versions of them does it hold?
+
+Counted in updates of the stage, once the pipeline is full. On three stages in a row, one
+micro-batch per mini-batch::
+
+    stage           difference    stash reads    pipeoptim reads          stash holds
+      0                 2         -2     -2      -2, 2 ahead     0             3
+      1                 1         -1     -1      -1, 1 ahead     0             2
+      2                 0          0      0       0              0             1
+
+The difference is a matter of the schedule, the rest of the policy. A branch of a stage graph is
+shallower than the chain of all stages, and so less stale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+from anabranch.planner.stages import StageGraph
+from anabranch.simulator.stream import units_in_flight
+from anabranch.weights import Unit, WeightPolicy, versions_held
+from anabranch.weights.requirements import require_fits
+
+
+@dataclass(frozen=True, slots=True)
+class Staleness:
+    """Weights of one stage under a policy, in updates.
+
+    Attributes:
+        difference: updates of the stage between the forward and the backward of a mini-batch.
+        forward_delay: how many updates the mini-batch is ahead of the version that its forward
+            reads; 0 would be what a synchronous step reads.
+        forward_ahead: updates by which that version is extrapolated.
+        backward_delay: likewise for the backward.
+        backward_ahead: likewise.
+        versions: held at once at most.
+    """
+
+    difference: int
+    forward_delay: int
+    forward_ahead: int
+    backward_delay: int
+    backward_ahead: int
+    versions: int
+
+
+def staleness(graph: StageGraph, policy: WeightPolicy) -> tuple[Staleness, ...]:
+    """Per stage, what its weights are.
+
+    Args:
+        graph: stages of one mini-batch with the in-flight counts of ``stream.warm_up``.
+        policy: what passes read.
+
+    Raises:
+        PolicyError: if the policy is not defined for such a plan.
+    """
+    require_fits(policy, graph, microbatches=graph.num_microbatches(0))
+    assert isinstance(policy, Hashable), "policies are frozen dataclasses"
+    result = []
+    for s, stage in enumerate(graph.stages):
+        held, height = units_in_flight(graph, s), graph.height[s]
+        unit = Unit(4 * held + 4 * graph.depth, 0, held, height, graph.depth)
+        forward, backward = policy.forward(unit), policy.backward(unit)
+        versions = versions_held(
+            policy,
+            in_flight=stage.in_flight,
+            distance=height,
+            depth=graph.depth,
+            microbatches=graph.num_microbatches(s),
+        )
+        result.append(
+            Staleness(
+                unit.lag,
+                unit.number - forward.version,
+                forward.ahead,
+                unit.number - backward.version,
+                backward.ahead,
+                versions,
+            )
+        )
+    return tuple(result)
+
+
+def versions_of(graph: StageGraph, policy: WeightPolicy) -> tuple[int, ...]:
+    """Per stage, versions of its weights that are held at once at most.
+
+    Raises:
+        PolicyError: as ``staleness``.
+    """
+    return tuple(each.versions for each in staleness(graph, policy))

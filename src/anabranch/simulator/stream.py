@@ -1,0 +1,341 @@
+"""Asynchronous 1F1B: mini-batch after mini-batch without a flush, on the simulator's clock.
+
+The order of N mini-batches of B samples is that of one synchronous 1F1B step of N * B samples on
+the same stages, so nothing about orders and messages is new. What is: behind the last backward of
+every mini-batch a stage sums its gradients over its replicas and updates its own weights. The
+replicas wait for that sum, because whatever they run next may read the new weights::
+
+    stage 0, replicas 0 and 1    F0 F1 F2 B0 | sum | F3 B1 | sum | F4 B2 | sum | ...
+    stage 1                         F0 F1 B0   F2 B1   F3 B2   F4 ...
+    stage 2                            F0 B0 F1 B1 F2 B2 F3 ...
+                                                 `-- period --'
+
+The messages of a backward are on their way before the sum begins; the two share ports, first come
+first served. The update itself costs nothing here, as in a synchronous step.
+
+Sooner or later all devices repeat what they do, one period later: that is looked for in a short
+stream (``simulator.steady`` says how), and a period over its mini-batches is what training takes
+per mini-batch. Where no state comes back, because a stage that no gradient reaches runs ahead, the
+pace of the slowest device is taken, which the others have to follow in the end.
+
+Where the papers are silent: all stages have one micro-batch size, which divides the mini-batch;
+they alternate single micro-batches (k = 1); and what a device holds in flight is counted in
+micro-batches, which are whole mini-batches unless several make up one update (PipeDream-2BW).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from operator import attrgetter
+
+import numpy as np
+
+from anabranch.errors import InvalidPlanError
+from anabranch.planner.stages import StageGraph
+from anabranch.schedule.kfkb import KFKB
+from anabranch.schedule.lower import lower
+from anabranch.schedule.schedule import Kind, Schedule
+from anabranch.simulator.costs import AllReduce, StepCosts
+from anabranch.simulator.direct import compile_order
+from anabranch.simulator.program import Program, Unit, compile_schedule
+from anabranch.simulator.run import collector_paused, execute, memory_curve
+from anabranch.simulator.steady import TOLERANCE, Log, find_period
+from anabranch.simulator.step import Step, num_pieces
+from anabranch.timeline import Timeline
+
+MOST_STREAMS = 5
+"""Streams that are simulated to find a period, each twice as long as the one before."""
+
+SHOWN = 4
+"""Mini-batches that a timeline shows beyond those that fill the pipeline."""
+
+
+@dataclass(frozen=True, slots=True)
+class Steady:
+    """Training once the pipeline is full.
+
+    Attributes:
+        period_s: seconds from one mini-batch to the next.
+        periodic: whether that rests on a period; otherwise on the pace of the slowest device.
+        bubble: share of device time that is not compute.
+        device_peak_bytes: per device of the plan, ascending, from the fill on.
+        simulated: mini-batches times devices that it took, a measure of the work done.
+    """
+
+    period_s: float
+    periodic: bool
+    bubble: float
+    device_peak_bytes: tuple[int, ...]
+    simulated: int
+
+
+def warm_up(graph: StageGraph) -> StageGraph:
+    """Set every stage's ``in_flight`` to that of the full pipeline, in micro-batches.
+
+    That is the longest distance to a sink plus 1, however few micro-batches a mini-batch has.
+
+    Raises:
+        InvalidPlanError: if micro-batches do not divide the mini-batch or differ in size, or stages
+            alternate groups of several.
+    """
+    sizes = [stage.microbatch_size for stage in graph.stages]
+    if len(set(sizes)) > 1:
+        raise InvalidPlanError(
+            f"stage {sizes.index(max(sizes))} has micro-batches of {max(sizes)} samples, stage "
+            f"{sizes.index(min(sizes))} of {min(sizes)}; asynchronous training updates all stages "
+            "after the same samples: plan without the option per_stage_microbatch"
+        )
+    for s, stage in enumerate(graph.stages):
+        if graph.batch_size % stage.microbatch_size:
+            raise InvalidPlanError(
+                f"stage {s} has micro-batches of {stage.microbatch_size} samples, which do not "
+                f"divide a mini-batch of {graph.batch_size}; without a flush every mini-batch must "
+                "end with a whole one: choose a size that divides it"
+            )
+        if stage.k > 1:
+            raise InvalidPlanError(
+                f"stage {s} alternates groups of {stage.k} micro-batches; asynchronous training "
+                "alternates single ones: plan without the option kfkb"
+            )
+    full = KFKB().warm_up(stream(graph, -(-sizes[0] * graph.depth // graph.batch_size)))
+    return replace(full, batch_size=graph.batch_size)
+
+
+def stream(graph: StageGraph, batches: int) -> StageGraph:
+    """The same stages with so many mini-batches in a row as one batch."""
+    return replace(graph, batch_size=batches * graph.batch_size)
+
+
+def units_in_flight(graph: StageGraph, stage: int) -> int:
+    """Mini-batches that a stage has between forward and backward at most, begun ones included."""
+    held = graph.stages[stage].in_flight
+    return 1 + -(-(held - 1) // graph.num_microbatches(stage))
+
+
+def steady(graph: StageGraph, costs: StepCosts, *, slots: int = 1) -> Steady:
+    """Training once the pipeline is full.
+
+    Args:
+        graph: stages of one mini-batch, with the in-flight counts of ``warm_up``.
+        costs: of ``graph``.
+        slots: receives posted ahead per channel.
+
+    Raises:
+        InvalidPlanError: if a parameter is tied across stages.
+        DeadlockError: if the in-flight counts cannot be executed.
+    """
+    batches = 3 * max(units_in_flight(graph, s) for s in range(len(graph))) + 4
+    simulated = 0
+    with collector_paused():
+        for _ in range(MOST_STREAMS):
+            step, schedule = _simulate(graph, batches, costs, slots)
+            simulated += batches * len(graph.devices)
+            logs = _logs(step, schedule, graph, batches)
+            period = find_period(logs, TOLERANCE * step.end)
+            if period is not None:
+                break
+            batches *= 2
+    period_s = period.seconds / period.units if period is not None else _slowest_pace(logs)
+    busy = sum(busy_s(graph, costs).values())
+    whole = period_s * len(graph.devices)
+    return Steady(
+        period_s,
+        period is not None,
+        1 - busy / whole if whole else 0.0,
+        tuple(_peaks(step, graph, costs).values()),
+        simulated,
+    )
+
+
+def busy_s(graph: StageGraph, costs: StepCosts) -> dict[int, float]:
+    """Device -> compute seconds per mini-batch, ascending."""
+    return {
+        device: sum(
+            sum(costs.compute_s(s, stop - start))
+            for i in range(graph.num_microbatches(s))
+            for start, stop in [graph.slice(s, i, at // stage.tensor)]
+        )
+        for device, s, at in sorted(
+            (device, s, at)
+            for s, each in enumerate(graph.stages)
+            for at, device in enumerate(each.devices)
+        )
+        for stage in [graph.stages[s]]
+    }
+
+
+def least_period_s(graph: StageGraph, costs: StepCosts) -> float:
+    """A lower bound of the period: what the busiest device computes and sums up."""
+    busy = busy_s(graph, costs)
+    for work in sums(costs):
+        for device in work.devices:
+            busy[device] += work.seconds
+    return max(busy.values())
+
+
+def sums(costs: StepCosts) -> list[AllReduce]:
+    """The all-reduces of one update.
+
+    Raises:
+        InvalidPlanError: if one is of several stages, which update at different times.
+    """
+    works = list(costs.all_reduces())
+    for work in works:
+        if len(work.stages) > 1:
+            raise InvalidPlanError(
+                f"stages {', '.join(map(str, work.stages))} read the same parameters; in "
+                "asynchronous training every stage updates its own weights when its own backward "
+                "is done, so tied parameters would drift apart: gather their operators in one "
+                "stage, or train with mode sync"
+            )
+    return works
+
+
+def record(
+    graph: StageGraph, costs: StepCosts, *, batches: int | None = None, slots: int = 1
+) -> Timeline:
+    """The timeline from an empty pipeline to an empty one.
+
+    Args:
+        graph: stages of one mini-batch, with the in-flight counts of ``warm_up``.
+        costs: of ``graph``.
+        batches: mini-batches; by default those that fill the pipeline twice and a few more.
+        slots: receives posted ahead per channel.
+
+    Returns:
+        The predicted timeline of all of them; actions count micro-batches through, ``stream(graph,
+        batches)`` has their samples.
+    """
+    with collector_paused():
+        count = shown(graph) if batches is None else batches
+        step, schedule = _simulate(graph, count, costs, slots, lowered=True)
+        return Timeline(
+            spans=tuple(sorted(step.spans(schedule), key=attrgetter("device", "start", "end"))),
+            devices=tuple(sorted(step.program.devices)),
+            source="predicted",
+            step_s=step.end,
+            memory=_memory(step, graph, costs),
+        )
+
+
+def shown(graph: StageGraph) -> int:
+    """Mini-batches of a timeline that is asked for without saying how many."""
+    return 2 * max(units_in_flight(graph, s) for s in range(len(graph))) + SHOWN
+
+
+def _simulate(
+    graph: StageGraph, batches: int, costs: StepCosts, slots: int, *, lowered: bool = False
+) -> tuple[Step, Schedule]:
+    whole = stream(graph, batches)
+    schedule = replace(KFKB().order(whole), slots=slots)
+    program = None
+    if not lowered:
+        program = compile_order(schedule, whole, costs)
+    if program is None:
+        schedule = lower(
+            schedule, whole, gradient_edges=costs.gradient_edges, data_edges=costs.data_edges
+        )
+        program = compile_schedule(schedule, whole, costs)
+    program = _with_sums(program, schedule, graph, costs)
+    step = Step(program, costs, sums_at_end=False)
+    execute(step, whole, schedule, costs)
+    return step, schedule
+
+
+def _with_sums(
+    program: Program, schedule: Schedule, graph: StageGraph, costs: StepCosts
+) -> Program:
+    """The all-reduces behind the last backward, and the messages, of every mini-batch."""
+    works = sums(costs)
+    if not works:
+        return program
+    first = len(program.messages.price)
+    units, groups = [*program.units], [*program.groups]
+    index = {device: d for d, device in enumerate(program.devices)}
+    sum_of: dict[tuple[int, int], int] = {}
+    for work in works:
+        ports = tuple(program.ports.setdefault(port, len(program.ports)) for port in work.ports)
+        for device in work.devices:
+            sum_of[work.stages[0], device] = ~(first + len(units))
+        units.append(Unit(work.seconds, 0.0, 0.0, -1, len(groups), num_pieces(work), ports))
+        groups.append(tuple(index[device] for device in work.devices))
+    code = []
+    for device, mine in zip(program.devices, program.code, strict=True):
+        computes = (a for a in schedule.actions[device] if a.kind.is_compute)
+        result: list[int] = []
+        due: int | None = None
+        for x in mine:
+            if due is not None and not (x < 0 and ~x < first):
+                result.append(due)
+                due = None
+            result.append(x)
+            if ~x >= first:
+                action = next(computes)
+                done = (action.microbatch + 1) % graph.num_microbatches(action.stage) == 0
+                if action.kind is Kind.BACKWARD and done:
+                    due = sum_of.get((action.stage, device))
+        code.append(result if due is None else [*result, due])
+    return replace(program, code=code, units=units, groups=groups)
+
+
+def _logs(step: Step, schedule: Schedule, graph: StageGraph, batches: int) -> list[Log]:
+    """What the devices with samples do; updates count as computes."""
+    summed = {device for group in _sum_groups(step.program) for device in group}
+    logs, last_forwards = [], []
+    recorded = dict(zip(step.program.devices, step.logs(), strict=True))
+    for s, stage in enumerate(graph.stages):
+        count = graph.num_microbatches(s)
+        order = [a.kind for a in schedule.actions[stage.devices[0]] if a.kind.is_compute]
+        last = len(order) - 1 - order[::-1].index(Kind.FORWARD)
+        for at, device in enumerate(stage.devices):
+            start, stop = graph.slice(s, 0, at // stage.tensor)
+            if start == stop:
+                continue  # more replicas than samples: it has nothing to do
+            updates = int(device in summed)
+            times, is_compute = recorded[device]
+            computes = np.flatnonzero(is_compute)
+            before = (last + 1 - count * batches) // count * updates
+            last_forwards.append(times[computes[last + before]])
+            held = 2 * stage.in_flight + updates * units_in_flight(graph, s)
+            logs.append(Log(times, computes, 0, 2 * count + updates, held))
+    until = min(last_forwards)
+    return [replace(log, undisturbed=int((log.times[log.computes] <= until).sum())) for log in logs]
+
+
+def _sum_groups(program: Program) -> list[list[int]]:
+    return [
+        [program.devices[d] for d in program.groups[unit.group]]
+        for unit in program.units
+        if unit.pieces
+    ]
+
+
+def _slowest_pace(logs: list[Log]) -> float:
+    """Seconds per mini-batch of the slowest device, over whole ones in the middle of its list."""
+    paces = []
+    for log in logs:
+        count = max(len(log.computes) // (3 * log.per_unit), 1)
+        last = 2 * len(log.computes) // 3
+        first = last - count * log.per_unit
+        seconds = log.times[log.computes[last]] - log.times[log.computes[first]]
+        paces.append(float(seconds) / count)
+    return max(paces)
+
+
+def _memory(
+    step: Step, graph: StageGraph, costs: StepCosts
+) -> dict[int, tuple[tuple[float, int], ...]]:
+    base: dict[int, float] = defaultdict(float)
+    for s, stage in enumerate(graph.stages):
+        for device in stage.devices:
+            base[device] += costs.base_bytes(s)
+    return {
+        device: memory_curve(base[device], step.memory(d))
+        for d, device in enumerate(step.program.devices)
+    }
+
+
+def _peaks(step: Step, graph: StageGraph, costs: StepCosts) -> dict[int, int]:
+    curves = _memory(step, graph, costs)
+    return {device: max(nbytes for _, nbytes in curves[device]) for device in sorted(curves)}

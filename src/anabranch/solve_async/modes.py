@@ -1,0 +1,69 @@
+"""Modes and policies by name, and the policy that suits a plan."""
+
+from __future__ import annotations
+
+from anabranch.cost import CostModel
+from anabranch.planner.check import stage_bytes
+from anabranch.planner.stages import StageGraph
+from anabranch.weights import policy_named
+from anabranch.weights.requirements import recommend
+
+MODES = ("sync", "async")
+
+SCHEDULE = "1f1b"
+"""The only order there is without a flush: a deeper warm-up would make weights more stale."""
+
+
+def check_mode(mode: str, policy: str, schedule: str = "auto") -> None:
+    """Refuse modes and policies that do not exist or do not go together.
+
+    Args:
+        mode: one of ``MODES``.
+        policy: key of ``weights.POLICIES`` or ``auto``; empty for the default.
+        schedule: as for ``solve.plan``.
+
+    Raises:
+        ValueError: says what there is.
+    """
+    if mode not in MODES:
+        raise ValueError(f"unknown mode {mode!r}; there are {' and '.join(MODES)}")
+    if mode == "sync":
+        if policy:
+            raise ValueError(
+                f"policy {policy} is for mode async; in mode sync all passes of a step read the "
+                "same weights"
+            )
+        return
+    if policy not in ("", "auto"):
+        policy_named(policy)
+    if schedule not in ("auto", "published", SCHEDULE):
+        raise ValueError(
+            f"schedule {schedule} is for mode sync; asynchronous training has one order, {SCHEDULE}"
+        )
+
+
+def recommended(graph: StageGraph, cost: CostModel) -> tuple[str, str]:
+    """The policy for ``auto`` and why, for stages with their in-flight counts.
+
+    What is planned for knows of the optimizer only how much state it has; with none it has no
+    momentum.
+    """
+    return recommend(
+        graph.depth,
+        optimizer="the optimizer",
+        momentum=cost.optimizer_factor > 0,
+        batch_size=graph.batch_size,
+        versions=_room(graph, cost),
+    )
+
+
+def _room(graph: StageGraph, cost: CostModel) -> int | None:
+    """Versions of the weights that the tightest stage has memory for; None for any number."""
+    room: list[int] = []
+    for s, stage in enumerate(graph.stages):
+        one, two = (
+            stage_bytes(graph, cost, s, in_flight=stage.in_flight, versions=n) for n in (1, 2)
+        )
+        if two > one:
+            room.append(1 + int((cost.cluster.memory_bytes - one) // (two - one)))
+    return min(room, default=None)

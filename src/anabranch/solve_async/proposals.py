@@ -1,0 +1,155 @@
+"""What to ask a planner for, where nothing is ever flushed.
+
+A planner is asked for a synchronous plan of a very long batch, ``STREAM`` mini-batches in a row
+with an all-reduce for each, because that is what asynchronous 1F1B runs: how the pipeline fills
+hardly counts there, the slowest stage decides.
+
+Planners know one version of the weights. So where proposals do not fit with those that the policy
+holds, the planner is asked again with prices that have them (``Demand``), and then for plans that
+leave more memory free, at most as often as ``SHARES`` says.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any, NamedTuple, cast
+
+from anabranch.asking import collect
+from anabranch.cost import CostModel
+from anabranch.errors import InfeasiblePlanError
+from anabranch.planner.base import Improver, Planner
+from anabranch.planner.stages import Stage, StageGraph
+from anabranch.simulator import stream
+from anabranch.simulator.staleness import versions_of
+from anabranch.weights import WeightPolicy
+
+STREAM = 256
+"""Mini-batches in the row that planners are asked for."""
+
+SHARES = (1.0, 0.8, 0.6, 0.4)
+"""Of the memory of a device, what planners may take, one share after the other."""
+
+
+class Demand(NamedTuple):
+    """Weight versions as a planner can price them, and the memory it may take.
+
+    A stage with n mini-batches in flight is taken to hold ``1 + constant + flight * n`` versions.
+    That is what most policies hold but for the last stage, where it is at most one too many, and
+    for vertical sync, which holds as many at every stage as the pipeline is deep: the constant is
+    that of ``_DEPTH`` stages. A replica is taken to stash its share of the weights only, and a
+    stage that recomputes nothing, so stages may be kept from that. The judge counts exactly.
+    """
+
+    share: float
+    constant: int = 0
+    flight: int = 0
+    recompute: bool = True
+
+
+_DEPTH = 4
+
+
+def demands(policy: WeightPolicy) -> list[Demand]:
+    """What to ask for, one after the other until everything proposed fits."""
+    graph = stream.warm_up(
+        StageGraph(
+            tuple(Stage((f"{s}",), (s,), 1) for s in range(_DEPTH)),
+            tuple((s, s + 1) for s in range(_DEPTH - 1)),
+            _DEPTH if policy.microbatches else 1,
+        )
+    )
+    first, second, *_ = versions_of(graph, policy)
+    flight = first - second
+    constant = first - 1 - flight * _DEPTH
+    first_of_all = [Demand(1.0)]
+    if flight:
+        first_of_all.append(Demand(1.0, constant, flight, recompute=False))
+    return [*first_of_all, *(Demand(share, constant, flight) for share in SHARES)]
+
+
+class Proposals:
+    """What a planner proposes for a stream of mini-batches, each question asked once.
+
+    Attributes:
+        search_s: seconds that the planner took.
+        stopped: why it did not come to its end, if so.
+        count: proposals so far.
+    """
+
+    def __init__(self, search: Planner, cost: CostModel, batch_size: int) -> None:
+        self.search_s = 0.0
+        self.stopped = ""
+        self.count = 0
+        self._search = search
+        self._cost = cost
+        self._batch_size = batch_size
+        self._known: dict[tuple[int, Demand], list[StageGraph] | InfeasiblePlanError] = {}
+
+    def get(self, microbatch_size: int, demand: Demand) -> list[StageGraph]:
+        """Stage graphs for this micro-batch size that leave memory for so many versions.
+
+        Raises:
+            InfeasiblePlanError: if the planner has none.
+        """
+        key = microbatch_size, demand
+        if key not in self._known:
+            started = time.perf_counter()
+            self._known[key] = self._ask(microbatch_size, demand)
+            self.search_s += time.perf_counter() - started
+        found = self._known[key]
+        if isinstance(found, InfeasiblePlanError):
+            raise found
+        return found
+
+    def _ask(self, microbatch_size: int, demand: Demand) -> list[StageGraph] | InfeasiblePlanError:
+        try:
+            proposed = self._planner(demand)(
+                self._asked(microbatch_size, demand),
+                batch_size=STREAM * self._batch_size,
+                microbatch_size=microbatch_size,
+            )
+            found, stopped = collect(proposed)
+        except InfeasiblePlanError as error:
+            return InfeasiblePlanError(f"for {STREAM} mini-batches in a row: {error}")
+        self.stopped = self.stopped or stopped
+        self.count += len(found)
+        return found
+
+    def _planner(self, demand: Demand) -> Planner:
+        search: Any = self._search
+        may = getattr(search, "recompute", None) is True
+        if may and not demand.recompute:
+            search = replace(search, recompute=False)
+        return cast(Planner, search)
+
+    def _asked(self, microbatch_size: int, demand: Demand) -> CostModel:
+        cost, profile = self._cost, self._cost.profile
+        tight = replace(cost.cluster, memory_bytes=int(cost.cluster.memory_bytes * demand.share))
+        if demand.flight:
+            # A version per mini-batch in flight is like activations of so many bytes per sample.
+            stashed = (
+                cost.parameter_bytes([i], trainable=True) * demand.flight
+                for i in range(len(profile.graph))
+            )
+            costs = tuple(
+                replace(each, kept_bytes=each.kept_bytes - -nbytes // microbatch_size)
+                for each, nbytes in zip(profile.costs, stashed, strict=True)
+            )
+            profile = replace(profile, costs=costs)
+        factor = max(cost.optimizer_factor + demand.constant, 0.0)
+        return replace(
+            cost, profile=profile, cluster=tight, optimizer_factor=factor, updates=STREAM
+        )
+
+    def near(
+        self, microbatch_size: int, demand: Demand
+    ) -> Callable[[StageGraph], Iterable[StageGraph]] | None:
+        """What lies near a proposal, if the planner knows."""
+        search = self._planner(demand)
+        if not isinstance(search, Improver):
+            return None
+        return search.neighbourhood(
+            self._asked(microbatch_size, demand), STREAM * self._batch_size, microbatch_size
+        )

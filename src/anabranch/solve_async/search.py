@@ -1,0 +1,269 @@
+"""The best asynchronous plan under a policy, or under many, by the simulated period.
+
+Proposals (``solve_async.proposals``) are judged with the memory of all weight versions
+(``simulator.judge_async``). What policies have in common, the proposals, is searched once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from anabranch.asking import (
+    bottleneck_s_per_sample,
+    check_arguments,
+    planner_with,
+    uninterrupted,
+)
+from anabranch.cluster import Cluster
+from anabranch.cost import CostModel
+from anabranch.errors import (
+    AnabranchError,
+    InfeasiblePlanError,
+    PolicyError,
+    SearchStoppedError,
+)
+from anabranch.planner.check import require
+from anabranch.planner.stages import Plan, Prediction, StageGraph
+from anabranch.profile.profile import Profile
+from anabranch.simulator.judge_async import AsyncCandidate, AsyncJudge, microbatch_sizes
+from anabranch.solve_async.modes import SCHEDULE, check_mode, recommended
+from anabranch.solve_async.proposals import Proposals, demands
+from anabranch.weights import POLICIES, WeightPolicy, policy_named
+
+SIMULATION = 150_000
+IMPROVEMENT = 50_000
+"""Micro-batches times devices that may be simulated to judge proposals, and to improve the best."""
+
+
+@dataclass
+class _Search:
+    """One model on one cluster: what all policies have in common."""
+
+    cost: CostModel
+    batch_size: int
+    microbatch_size: int | None
+    planner: str
+    proposals: Proposals
+    improve: bool
+    simulate_s: float = 0.0
+    improve_s: float = 0.0
+
+    def best(self, policy: WeightPolicy) -> tuple[AsyncCandidate, bool]:
+        """The best plan under a policy, and whether the search came to its end.
+
+        Raises:
+            InfeasiblePlanError: if there is none.
+        """
+        judge = AsyncJudge(self.cost, policy, self.batch_size)
+        started, searched = time.perf_counter(), self.proposals.search_s
+        reasons: list[InfeasiblePlanError] = []
+        finished = uninterrupted(lambda: reasons.extend(self._judge(judge, policy)))
+        if judge.best is None and reasons and not judge.too_big:
+            raise reasons[0]
+        if judge.best is None and not finished:
+            raise KeyboardInterrupt
+        best = judge.winner(self.planner)
+        judged = time.perf_counter()
+        self.simulate_s += judged - started - (self.proposals.search_s - searched)
+        if self.improve and finished and not self.proposals.stopped:
+            finished = uninterrupted(lambda: self._improve(judge, policy))
+            best = judge.winner(self.planner)
+            self.improve_s += time.perf_counter() - judged
+        return best, finished and not self.proposals.stopped
+
+    def _sizes(self, policy: WeightPolicy) -> Sequence[int]:
+        sizes = microbatch_sizes(self.batch_size, policy, self.cost.cluster.num_devices)
+        if self.microbatch_size is None:
+            return sizes
+        if not policy.microbatches and self.microbatch_size != self.batch_size:
+            raise ValueError(
+                f"micro-batches of {self.microbatch_size} samples in mini-batches of "
+                f"{self.batch_size}: under policy {policy.name} every mini-batch is one "
+                "micro-batch; leave the size out, or use policy 2bw"
+            )
+        if self.batch_size % self.microbatch_size:
+            raise ValueError(
+                f"micro-batches of {self.microbatch_size} samples do not divide mini-batches of "
+                f"{self.batch_size}"
+            )
+        return [self.microbatch_size]
+
+    def _judge(self, judge: AsyncJudge, policy: WeightPolicy) -> list[InfeasiblePlanError]:
+        """Ask and judge; why there were no proposals, where there were none."""
+        reasons: list[InfeasiblePlanError] = []
+        for demand in demands(policy):
+            before = len(judge.too_big)
+            for size in self._sizes(policy):
+                try:
+                    proposed = self.proposals.get(size, demand)
+                except InfeasiblePlanError as error:
+                    reasons.append(error)
+                    continue
+                judge.consider(proposed, SIMULATION)
+            if len(judge.too_big) == before or self.proposals.stopped:
+                break
+        return reasons
+
+    def _improve(self, judge: AsyncJudge, policy: WeightPolicy) -> None:
+        """Judge what lies near the best plan, as long as it gets better."""
+        assert judge.best is not None, "there is something to improve"
+        demand = demands(policy)[1 if judge.too_big else 0]
+        near = self.proposals.near(judge.best.graph.stages[0].microbatch_size, demand)
+        allowed = judge.simulated + IMPROVEMENT
+        while near is not None and judge.consider(near(judge.best.proposal), allowed):
+            pass
+
+
+def plan(
+    profile: Profile,
+    cluster: Cluster,
+    batch_size: int,
+    *,
+    planner: str = "graphpipe",
+    policy: str = "auto",
+    microbatch_size: int | None = None,
+    optimizer_factor: float = 2.0,
+    max_replicas: int | None = None,
+    planner_options: Mapping[str, object] | None = None,
+    model: str = "",
+    improve: bool = True,
+) -> Plan:
+    """Find the stage graph with the shortest simulated period; arguments as for ``solve.plan``.
+
+    Raises:
+        InfeasiblePlanError: if nothing fits the devices with the weights of the policy.
+        BudgetError: if the search would take more than it was given.
+        ValueError: for an unknown name or a number below 1.
+    """
+    check_arguments(batch_size, planner, microbatch_size, SCHEDULE, max_replicas)
+    check_mode("async", policy)
+    cost = CostModel(profile, cluster, optimizer_factor=optimizer_factor)
+    search, ignored = planner_with(planner, max_replicas, planner_options or {})
+    notes = ["times are taken as proportional to samples"] if profile.proportional else []
+    if ignored:
+        notes.append(f"planner {planner} has no limit on replicas; {max_replicas} is ignored")
+    proposals = Proposals(search, cost, batch_size)
+    one = _Search(cost, batch_size, microbatch_size, planner, proposals, improve)
+    return _plan(one, policy, model, notes)
+
+
+def compare(
+    profile: Profile,
+    cluster: Cluster,
+    batch_size: int,
+    planners: Sequence[str],
+    policies: Sequence[str] = tuple(POLICIES),
+    *,
+    planner_options: Mapping[str, Mapping[str, object]] | None = None,
+    microbatch_size: int | None = None,
+    optimizer_factor: float = 2.0,
+    max_replicas: int | None = None,
+    model: str = "",
+    improve: bool = True,
+) -> Iterator[tuple[str, str, Plan | AnabranchError]]:
+    """Every policy under every planner, judged by the same simulator.
+
+    A planner is asked once for all policies. An interrupt (Ctrl-C) ends the search under way.
+
+    Args:
+        profile: seconds and bytes of the model's operators.
+        cluster: devices, links and memory.
+        batch_size: samples of one mini-batch.
+        planners: keys of ``planner.PLANNERS``.
+        policies: keys of ``weights.POLICIES``.
+        planner_options: {planner: {field: value}}.
+        microbatch_size: as for ``plan``; policies that it does not suit have an error.
+        optimizer_factor: as for ``plan``.
+        max_replicas: as for ``plan``.
+        model: as for ``plan``.
+        improve: as for ``plan``.
+
+    Yields:
+        Planner, policy, and their plan or why there is none.
+
+    Raises:
+        ValueError: for an unknown name or option, before anything is searched.
+    """
+    given = planner_options or {}
+    cost = CostModel(profile, cluster, optimizer_factor=optimizer_factor)
+    searches: dict[str, _Search] = {}
+    for name in planners:
+        check_arguments(batch_size, name, microbatch_size, SCHEDULE, max_replicas)
+        search, _ = planner_with(name, max_replicas, given.get(name, {}))
+        proposals = Proposals(search, cost, batch_size)
+        searches[name] = _Search(cost, batch_size, microbatch_size, name, proposals, improve)
+    for policy in policies:
+        check_mode("async", policy)
+    notes = ["times are taken as proportional to samples"] if profile.proportional else []
+
+    def one(name: str, policy: str) -> Plan | AnabranchError:
+        try:
+            return _plan(searches[name], policy, model, notes)
+        except AnabranchError as error:
+            return error
+        except ValueError as error:  # a micro-batch size that suits other policies
+            return PolicyError(str(error))
+        except KeyboardInterrupt:
+            return SearchStoppedError("interrupted before it had proposed a plan")
+
+    return ((name, policy, one(name, policy)) for name in planners for policy in policies)
+
+
+def _plan(search: _Search, name: str, model: str, notes: Sequence[str]) -> Plan:
+    """The best plan of a search under a policy, with what it took since it was last asked."""
+    before = search.proposals.search_s, search.simulate_s, search.improve_s
+    remarks = [*notes]
+    if name == "auto":
+        name, why = _recommended(search)
+        remarks.append(f"policy {name}: {why}")
+    policy = policy_named(name)
+    best, finished = search.best(policy)
+    require(best.graph, search.cost, best.versions)
+    remarks += _remarks(best.graph, policy)
+    if not finished:
+        why = search.proposals.stopped or "interrupted"
+        remarks.append(f"{why}: the best of the first {search.proposals.count} proposals")
+    profile, cluster = search.cost.profile, search.cost.cluster
+    return Plan(
+        stage_graph=best.graph,
+        schedule=SCHEDULE,
+        planner=search.planner,
+        model=model or profile.graph.name,
+        cluster=cluster.name,
+        profile=profile.origin,
+        search_s=search.proposals.search_s - before[0],
+        simulate_s=search.simulate_s - before[1],
+        improve_s=search.improve_s - before[2],
+        predicted=Prediction(
+            step_s=best.steady.period_s,
+            bottleneck_s_per_sample=bottleneck_s_per_sample(best.graph, search.cost),
+            bubble=best.steady.bubble,
+            device_peak_bytes=best.steady.device_peak_bytes,
+        ),
+        device=profile.device,
+        granularity=profile.graph.granularity,
+        notes=tuple(remarks),
+        machines=cluster,
+        mode="async",
+        policy=name,
+    )
+
+
+def _recommended(search: _Search) -> tuple[str, str]:
+    """The policy for the depth and the memory of the best plan with one version of the weights."""
+    best, _ = search.best(policy_named("naive"))
+    return recommended(best.graph, search.cost)
+
+
+def _remarks(graph: StageGraph, policy: WeightPolicy) -> list[str]:
+    """What a reader of the figures should know."""
+    again = [s for s, stage in enumerate(graph.stages) if stage.recompute]
+    current = policy.name in ("naive", "pipeoptim", "spectrain")
+    if not again or not current or graph.depth == 1:
+        return []
+    return [
+        f"stages {', '.join(map(str, again))} recompute, which under policy {policy.name} runs "
+        "their forwards again on later weights"
+    ]

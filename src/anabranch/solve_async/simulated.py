@@ -1,0 +1,159 @@
+"""Any plan as it runs without a flush: its figures, its timeline, and whether it is valid."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from anabranch.asking import bottleneck_s_per_sample
+from anabranch.cluster import Cluster
+from anabranch.cost import CostModel
+from anabranch.errors import (
+    DeadlockError,
+    InvalidPlanError,
+    InvalidScheduleError,
+    PolicyError,
+)
+from anabranch.planner.check import check as check_stages
+from anabranch.planner.stages import Plan, Prediction, StageGraph
+from anabranch.profile.profile import Profile
+from anabranch.schedule.check import check as check_schedule
+from anabranch.schedule.kfkb import KFKB
+from anabranch.schedule.lower import data_and_gradient_edges, lower
+from anabranch.simulator import stream
+from anabranch.simulator.costs import ModelCosts
+from anabranch.simulator.staleness import Staleness, staleness, versions_of
+from anabranch.solve_async.modes import SCHEDULE, check_mode, recommended
+from anabranch.timeline import Timeline
+from anabranch.weights import WeightPolicy, policy_named
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """What the simulator says about an asynchronous plan.
+
+    Attributes:
+        plan: as simulated, with its policy and figures.
+        steady: training once the pipeline is full.
+        staleness: per stage, how old its weights are.
+        timeline: from an empty pipeline to an empty one.
+        graph: the stages with all mini-batches of the timeline in a row.
+    """
+
+    plan: Plan
+    steady: stream.Steady
+    staleness: tuple[Staleness, ...]
+    timeline: Timeline
+    graph: StageGraph
+
+
+def simulate(
+    plan_: Plan,
+    profile: Profile,
+    cluster: Cluster,
+    *,
+    policy: str = "",
+    optimizer_factor: float = 2.0,
+) -> Simulated:
+    """Predict a plan without a flush.
+
+    Args:
+        plan_: any plan for the profile's model. Of a synchronous one the stages are taken; each
+            mini-batch becomes one micro-batch, unless the policy updates after several.
+        profile: seconds and bytes of the model's operators.
+        cluster: where it shall run.
+        policy: another one than the plan's; ``auto`` or, where the plan has none, empty for what
+            ``weights.recommend`` says.
+        optimizer_factor: optimizer state in bytes per byte of trainable parameter.
+
+    Raises:
+        InvalidPlanError: if the plan does not suit model and cluster, or cannot run without a
+            flush.
+        PolicyError: if the policy is not defined for such a plan.
+        ValueError: for an unknown policy.
+    """
+    check_mode("async", policy)
+    cost = CostModel(profile, cluster, optimizer_factor=optimizer_factor)
+    name = policy or plan_.policy or "auto"
+    if name == "auto":
+        name = recommended(_converted(plan_, policy_named("naive")), cost)[0]
+    rule = policy_named(name)
+    graph = _converted(plan_, rule)
+    ages = staleness(graph, rule)
+    versions = tuple(each.versions for each in ages)
+    problems = check_stages(graph, cost, versions)
+    if problems:
+        raise InvalidPlanError(
+            f"the plan does not suit {cluster.name}, or not this model: {'; '.join(problems)}"
+        )
+    costs = ModelCosts(graph, cost, versions)
+    steady = stream.steady(graph, costs, slots=cost.receive_slots)
+    timeline = stream.record(graph, costs, slots=cost.receive_slots)
+    predicted = Prediction(
+        steady.period_s,
+        bottleneck_s_per_sample(graph, cost),
+        steady.bubble,
+        steady.device_peak_bytes,
+    )
+    shown = replace(
+        plan_,
+        stage_graph=graph,
+        schedule=SCHEDULE,
+        mode="async",
+        policy=name,
+        predicted=predicted,
+        profile=profile.origin,
+        cluster=cluster.name,
+        machines=cluster,
+    )
+    return Simulated(shown, steady, ages, timeline, stream.stream(graph, stream.shown(graph)))
+
+
+def synchronous(plan_: Plan) -> Plan:
+    """The same stages with a flush after every batch; a synchronous plan as it is."""
+    if plan_.mode == "sync":
+        return plan_
+    graph = KFKB().warm_up(plan_.stage_graph)
+    return replace(plan_, stage_graph=graph, mode="sync", policy="")
+
+
+def _converted(plan_: Plan, policy: WeightPolicy) -> StageGraph:
+    """The stages of a plan as they run without a flush."""
+    graph = plan_.stage_graph
+    if plan_.mode == "async" and graph.num_microbatches(0) == 1 and not policy.microbatches:
+        return graph
+    if not policy.microbatches:
+        size = graph.batch_size
+        stages = (replace(stage, microbatch_size=size, k=1) for stage in graph.stages)
+        graph = replace(graph, stages=tuple(stages))
+    return stream.warm_up(graph)
+
+
+def check_plan(
+    plan_: Plan, profile: Profile | None = None, cluster: Cluster | None = None
+) -> list[str]:
+    """What is wrong with an asynchronous plan, one line each; see ``solve.check_plan``."""
+    graph = plan_.stage_graph
+    try:
+        check_mode(plan_.mode, plan_.policy, plan_.schedule)
+        stream.warm_up(graph)
+        versions = versions_of(graph, policy_named(plan_.policy))
+    except (InvalidPlanError, PolicyError, ValueError) as error:
+        return [str(error)]
+    problems: list[str] = []
+    data = gradients = None
+    if profile is not None and cluster is not None:
+        cost = CostModel(profile, cluster)
+        problems = check_stages(graph, cost, versions)
+        if not problems:
+            data, gradients = data_and_gradient_edges(graph, profile.graph)
+            try:
+                stream.sums(ModelCosts(graph, cost))
+            except InvalidPlanError as error:
+                problems.append(str(error))
+    whole = stream.stream(graph, stream.shown(graph))
+    try:
+        order = KFKB().order(whole)
+        check_schedule(lower(order, whole, gradient_edges=gradients, data_edges=data), whole)
+    except (InvalidScheduleError, DeadlockError, ValueError) as error:
+        problems.append(str(error))
+    return problems

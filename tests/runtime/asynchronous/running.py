@@ -1,0 +1,98 @@
+"""Asynchronous pipelines on local ranks: plans for the models here, and many runs in one launch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anabranch import launch
+from anabranch.planner.stages import Plan, Prediction, Stage, StageGraph
+from anabranch.runtime.asynchronous.fitting import endless
+from anabranch.runtime.asynchronous.pipeline import AsyncPipeline
+from tests.runtime.asynchronous.models import Cut
+
+LIMIT_S = 60.0
+
+
+def plan_of(
+    model: Cut,
+    batch_size: int = 4,
+    *,
+    microbatches: int = 1,
+    replicas: Sequence[int] | None = None,
+    recompute: bool = False,
+    schedule: str = "1f1b",
+) -> Plan:
+    """The model's stages, each on devices of its own, in flight as without a flush."""
+    counts = replicas or [1] * len(model.operators)
+    firsts = [sum(counts[:s]) for s in range(len(counts))]
+    stages = tuple(
+        Stage(
+            tuple(names),
+            tuple(range(first, first + count)),
+            batch_size // microbatches,
+            recompute=recompute,
+        )
+        for names, first, count in zip(model.operators, firsts, counts, strict=True)
+    )
+    of = {name: s for s, stage in enumerate(stages) for name in stage.operators}
+    graph = model.captured.graph
+    pairs = {(of[graph.ops[a].name], of[graph.ops[b].name]) for a, b in graph.edges}
+    edges = tuple(sorted((x, y) for x, y in pairs if x != y))
+    nothing = Prediction(1.0, 1.0, 0.0, (0,) * sum(counts))
+    stage_graph = StageGraph(stages, edges, batch_size)
+    plan = Plan(stage_graph, schedule, "by hand", "", "", "", 0.0, 0.0, nothing)
+    return replace(plan, stage_graph=endless(plan), mode="async", policy="stash")
+
+
+def on_ranks(chosen: Plan, work: Callable[[], Any]) -> list[Any]:
+    """Call something on every rank of a plan."""
+    return launch.run(work, len(chosen.stage_graph.devices), timeout=LIMIT_S)
+
+
+def fresh(model: Cut, start: dict[str, Tensor]) -> None:
+    """Give a rank the whole model again, of which an earlier pipeline has kept one stage."""
+    for name, parameter in model.workload.module.named_parameters():
+        parameter.data, parameter.grad = start[name].clone(), None
+
+
+def start_of(model: Cut) -> dict[str, Tensor]:
+    """The model's weights."""
+    return {n: p.detach().clone() for n, p in model.workload.module.named_parameters()}
+
+
+def pipeline(model: Cut, chosen: Plan, policy: Any = "stash", **options: Any) -> AsyncPipeline:
+    """On a rank."""
+    options = {
+        "workload": model.workload,
+        "captured": model.captured,
+        "check_gradients": False,
+        "timeout": 20.0,
+    } | options
+    return AsyncPipeline(plan=chosen, policy=policy, **options)
+
+
+def held(pipe: AsyncPipeline) -> dict[str, Tensor]:
+    """A rank's parameters."""
+    return {n: p.detach().clone() for n, p in pipe._state.parameters.items()}
+
+
+def whole(results: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """All parameters, from what ranks hold; copies are equal."""
+    found: dict[str, Tensor] = {}
+    for mine in results:
+        for name, tensor in mine.items():
+            assert torch.equal(found.setdefault(name, tensor), tensor)
+    return found
+
+
+def by_hand(model: Cut) -> dict[str, Tensor]:
+    """Parameters of the reference, by the names of the model."""
+    mine = dict(model.workload.module.named_parameters())
+    theirs = {id(p): p for stage in model.by_hand for p in stage.module.parameters()}
+    assert len(mine) == len(theirs)
+    return {n: t.detach() for n, t in zip(mine, theirs.values(), strict=True)}

@@ -1,0 +1,784 @@
+"""AsyncPipeline on local ranks: what surrounds the stream of mini-batches."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from anabranch import launch
+from anabranch.errors import (
+    AnabranchError,
+    DataError,
+    FileFormatError,
+    InvalidPlanError,
+    NonFiniteError,
+    StageFailedError,
+    TrainingError,
+)
+from anabranch.planner.stages import Plan
+from anabranch.runtime.asynchronous.fitting import endless, units_in_flight
+from anabranch.runtime.asynchronous.pipeline import AsyncPipeline
+from anabranch.runtime.asynchronous.replay import Replay
+from anabranch.runtime.options import ComputeOptions
+from anabranch.runtime.pipeline import Pipeline
+from anabranch.schedule import SCHEDULES
+from anabranch.weights import PipeOptim, PredictStash
+from anabranch.workload import Batch
+from tests.runtime import small
+from tests.runtime.asynchronous.models import Cut, batches, cut, halving
+from tests.runtime.asynchronous.reference import train
+from tests.runtime.asynchronous.running import (
+    by_hand,
+    fresh,
+    held,
+    on_ranks,
+    pipeline,
+    plan_of,
+    start_of,
+    whole,
+)
+
+pytestmark = pytest.mark.dist
+
+
+def assert_same(mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+    assert mine.keys() == theirs.keys()
+    for name, tensor in mine.items():
+        assert torch.equal(tensor, theirs[name]), name
+
+
+def async_plan(model: small.Built, num_stages: int, **options: Any) -> Plan:
+    """For the models of the synchronous tests."""
+    chosen = small.plan(model, num_stages, batch_size=8, microbatch_size=8, **options)
+    return replace(chosen, stage_graph=endless(chosen), mode="async", policy="stash")
+
+
+def built_pipeline(model: small.Built, chosen: Plan, policy: Any = "stash", **o: Any) -> Any:
+    options = {"captured": model.captured, "check_gradients": False, "timeout": 20.0} | o
+    return AsyncPipeline(options.pop("workload", model.workload), chosen, policy=policy, **options)
+
+
+# Losses and draining
+
+
+def test_losses_come_in_order_as_late_as_the_pipeline_is_deep() -> None:
+    """On every rank alike, so that all ranks are at the same mini-batch in the user's loop."""
+    model = cut("chain 3")
+    data = batches(6)
+    expected = train(cut("chain 3").by_hand, "stash", data)
+
+    def work() -> tuple[list[float], list[int]]:
+        pipe = pipeline(model, plan_of(model))
+        losses, given = [], []
+        for loss in pipe.steps(data):
+            losses.append(loss)
+            given.append(pipe.step_number)
+        return losses, given
+
+    for losses, given in on_ranks(plan_of(model), work):
+        assert losses == expected
+        assert given == [4, 5, 6, 6, 6, 6]
+
+
+def test_evaluation_in_the_middle_drains_and_training_fills_again() -> None:
+    """The loop goes on and gets every loss once; the reference drains at the same place."""
+    model = cut("two branches", "adam", scheduler=halving)
+    data, held_out = batches(9), batches(2, 3)
+
+    def work() -> tuple[list[float], dict[str, float], dict[str, Tensor]]:
+        pipe = pipeline(model, plan_of(model), "pipeoptim")
+        losses, means = [], {}
+        for loss in pipe.steps(data):
+            losses.append(loss)
+            if len(losses) == 2:  # four are in flight: 2, 3, 4, 5
+                means = pipe.evaluate(held_out)
+                assert pipe._weights.version == 6
+        return losses, means, held(pipe)
+
+    results = on_ranks(plan_of(model), work)
+    twin = cut("two branches", "adam", scheduler=halving)
+    losses = train(twin.by_hand, "pipeoptim", data, fills=(0, 6))
+    assert all(rank[0] == losses for rank in results)
+    assert_same(whole([rank[2] for rank in results]), by_hand(twin))
+    assert len({rank[1]["loss"] for rank in results}) == 1
+
+
+def test_single_steps_are_synchronous_training() -> None:
+    """A drain after each leaves nothing stale, so it is the synchronous pipeline bit for bit."""
+    model = cut("chain 3", "adamw")
+    data, start, chosen = batches(4), start_of(model), plan_of(model)
+
+    def work() -> tuple[Any, Any]:
+        pipe = pipeline(model, chosen, "vertical-sync")
+        mine = [pipe.step(each) for each in data], held(pipe)
+        fresh(model, start)
+        flushed = Pipeline(model.workload, chosen, captured=model.captured, check_gradients=False)
+        theirs = [flushed.step(each) for each in data]
+        return mine, (theirs, {n: p.detach() for n, p in flushed._state.parameters.items()})
+
+    for mine, theirs in on_ranks(chosen, work):
+        assert mine[0] == theirs[0]
+        assert_same(mine[1], theirs[1])
+
+
+def test_a_loop_that_is_left_leaves_minibatches_in_flight() -> None:
+    """The next loop goes on with them, without a drain, and tells its own losses only."""
+    model = cut("chain 3")
+    data = batches(8)
+
+    def work() -> tuple[list[float], dict[str, Tensor]]:
+        pipe = pipeline(model, plan_of(model))
+        for number, _ in enumerate(pipe.steps(data[:5])):
+            if number == 1:
+                break
+        assert not pipe._stream.is_empty
+        return list(pipe.steps(data[5:])), held(pipe)
+
+    results = on_ranks(plan_of(model), work)
+    twin = cut("chain 3")
+    losses = train(twin.by_hand, "stash", data)
+    assert all(rank[0] == losses[5:] for rank in results)
+    assert_same(whole([rank[1] for rank in results]), by_hand(twin))
+
+
+@pytest.mark.parametrize("ends", ["leaves", "raises"])
+def test_a_rank_that_ends_leaves_the_others_its_messages(ends: str) -> None:
+    """All ranks leave the loop and end; rank 1 is late, and still gets what others had sent."""
+    model = cut("chain 3")
+
+    class Late(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            if torch.distributed.get_rank() == 1:
+                time.sleep(0.1)
+            return super().step(closure)
+
+    workload = replace(model.workload, optimizer=partial(Late, lr=0.1))
+
+    def stream() -> Iterator[Batch]:
+        yield from batches(5)
+        raise ValueError("the end of the stream")
+
+    def work() -> list[float]:
+        losses: list[float] = []
+        pipe = pipeline(model, plan_of(model), workload=workload)
+        if ends == "raises":
+            with pytest.raises(ValueError, match="the end of the stream"):
+                losses.extend(pipe.steps(stream()))
+        else:
+            losses.extend(islice(pipe.steps(stream()), 2))
+        return losses
+
+    first, *others = on_ranks(plan_of(model), work)
+    assert len(first) == 2
+    assert all(each == first for each in others)
+
+
+def test_batches_of_the_workload_count_when_they_are_put_in() -> None:
+    """A loop that is left has fetched no batch that it did not train on."""
+    model = cut("chain 2")
+
+    def data(size: int, epoch: int) -> Iterator[Batch]:
+        yield from batches(3, size)
+
+    workload = replace(model.workload, data=data)
+
+    def work() -> list[tuple[int, int, int]]:
+        pipe = pipeline(model, plan_of(model), workload=workload)
+        seen = []
+        for _ in pipe.steps(pipe.batches(epochs=2)):
+            seen.append((pipe.epoch, pipe.position, pipe.step_number))
+            if len(seen) == 3:
+                break
+        pipe.drain()
+        return [*seen, (pipe.epoch, pipe.position, pipe.step_number)]
+
+    for seen in on_ranks(plan_of(model), work):
+        assert seen == [(0, 3, 3), (1, 1, 4), (1, 2, 5), (1, 2, 5)]
+
+
+def test_a_short_last_minibatch_is_a_unit_like_any_other() -> None:
+    """Its loss and its gradient are means over its own samples."""
+    model = cut("chain 3", "adam")
+    data = batches(5)
+    data[-1] = {name: value[:3] for name, value in data[-1].items()}
+    twin = cut("chain 3", "adam")
+    expected = train(twin.by_hand, "predict-stash", data)
+
+    def work() -> tuple[list[float], dict[str, Tensor]]:
+        pipe = pipeline(model, plan_of(model), "predict-stash")
+        return list(pipe.steps(data)), held(pipe)
+
+    results = on_ranks(plan_of(model), work)
+    assert results[0][0] == expected
+    assert_same(whole([rank[1] for rank in results]), by_hand(twin))
+
+
+# Replicas
+
+
+@pytest.mark.parametrize("replicas", [[2, 1, 1], [1, 1, 2], [2, 1, 2]])
+def test_replicas_split_each_minibatch(replicas: list[int]) -> None:
+    """Slices of unequal size count by their samples, an empty one not at all; sums in another
+    order, so equal up to rounding, and copies stay equal.
+    """
+    sizes = [4, 3, 4, 1, 4, 4]
+    every = [
+        {name: value[:size] for name, value in each.items()}
+        for each, size in zip(batches(6, 4, torch.float64), sizes, strict=True)
+    ]
+    model = cut("chain 3", "momentum", dtype=torch.float64)
+    start, chosen = start_of(model), plan_of(model, replicas=replicas)
+    policies = ("stash", "pipeoptim", "predict-stash")
+
+    def work() -> list[Any]:
+        results = []
+        for policy in policies:
+            fresh(model, start)
+            pipe = pipeline(model, chosen, policy)
+            results.append((list(pipe.steps(every)), held(pipe)))
+        return results
+
+    results = on_ranks(chosen, work)
+    for i, policy in enumerate(policies):
+        twin = cut("chain 3", "momentum", dtype=torch.float64)
+        losses = train(twin.by_hand, policy, every)
+        assert all(rank[i][0] == pytest.approx(losses, rel=1e-9) for rank in results)
+        theirs = by_hand(twin)
+        for name, tensor in whole([rank[i][1] for rank in results]).items():
+            torch.testing.assert_close(tensor, theirs[name], rtol=1e-9, atol=1e-10)
+
+
+def test_replicas_with_several_microbatches() -> None:
+    """2BW, where each replica has a slice of every micro-batch."""
+    model = cut("chain 2", "adam", dtype=torch.float64)
+    data, chosen = batches(5, 8, torch.float64), plan_of(model, 8, microbatches=2, replicas=[2, 1])
+
+    def work() -> tuple[list[float], dict[str, Tensor]]:
+        pipe = pipeline(model, chosen, "2bw")
+        return list(pipe.steps(data)), held(pipe)
+
+    results = on_ranks(chosen, work)
+    twin = cut("chain 2", "adam", dtype=torch.float64)
+    assert results[2][0] == pytest.approx(train(twin.by_hand, "2bw", data, microbatches=2))
+    theirs = by_hand(twin)
+    for name, tensor in whole([rank[1] for rank in results]).items():
+        torch.testing.assert_close(tensor, theirs[name], rtol=1e-9, atol=1e-10)
+
+
+def test_sums_through_process_groups_begin_in_one_order_on_all_ranks() -> None:
+    """As between hosts: ranks are at different mini-batches when they start a sum, so what all do
+    together at other times (evaluation, the search for a number that is not finite) must wait for
+    a drain.
+    """
+    model = cut("chain 3", dtype=torch.float64)
+    chosen = plan_of(model, replicas=[2, 1, 1])
+    data = batches(12, 4, torch.float64)
+    data[9]["x"][0, 0] = float("inf")
+
+    def work() -> tuple[list[float], str]:
+        pipe = pipeline(model, chosen)
+        pipe._mesh._near = None
+        losses: list[float] = []
+
+        def loop() -> None:
+            for loss in pipe.steps(data):
+                losses.append(loss)
+                if len(losses) == 2:
+                    pipe.evaluate(batches(1, 4, torch.float64))
+
+        with pytest.raises(NonFiniteError) as caught:
+            loop()
+        return losses, str(caught.value)
+
+    results = on_ranks(chosen, work)
+    twin = cut("chain 3", dtype=torch.float64)
+    expected = train(twin.by_hand, "stash", data[:9], fills=(0, 5))
+    for losses, text in results:
+        assert losses == pytest.approx(expected)
+        assert text == results[0][1]
+    assert "in mini-batch 9: stage 0 is the first" in results[0][1]
+
+
+# What stages compute
+
+
+@pytest.mark.parametrize("name", ["Dropout", "Norm", "Shared"])
+def test_random_numbers_buffers_and_whole_values_are_those_of_one_process(name: str) -> None:
+    """Units in flight draw from generators of their own, running means advance in their order, and
+    what is made from parameters alone travels once per mini-batch.
+    """
+    model = small.built(name)
+    chosen = async_plan(model, 2)
+    data = [small.batch(8, seed) for seed in range(6)]
+    operators = [stage.operators for stage in chosen.stage_graph.stages]
+
+    def alone() -> tuple[list[float], dict[str, Tensor]]:
+        replay = Replay(
+            model.workload,
+            operators,
+            PipeOptim(),
+            batch_size=8,
+            captured=model.captured,
+            seed=torch.initial_seed() % 2**62,
+        )
+        return list(replay.train(data)), dict(model.module.state_dict())
+
+    def work() -> tuple[list[float], dict[str, Tensor]]:
+        if torch.distributed.get_world_size() == 1:
+            return alone()
+        pipe = built_pipeline(model, chosen, "pipeoptim")
+        return list(pipe.steps(data)), {**held(pipe), **pipe._state.buffers}
+
+    torch.manual_seed(11)
+    results = on_ranks(chosen, work)
+    losses, state = launch.run(work, 1, timeout=60.0)[0]
+    assert all(rank[0] == losses for rank in results)
+    for mine in (rank[1] for rank in results):
+        for key, tensor in mine.items():
+            assert torch.equal(tensor, state[key]), key
+
+
+def test_recomputation_repeats_what_the_forward_read() -> None:
+    """Where a backward reads what its forward read; where it reads what is current, other numbers
+    come of it.
+    """
+    model = cut("chain 3")
+    data, start = batches(6), start_of(model)
+    plans = [plan_of(model, recompute=recompute) for recompute in (False, True)]
+
+    def work() -> dict[str, list[list[float]]]:
+        found: dict[str, list[list[float]]] = {}
+        for policy in ("stash", "predict-stash", "naive"):
+            for chosen in plans:
+                fresh(model, start)
+                found.setdefault(policy, []).append(
+                    list(pipeline(model, chosen, policy).steps(data))
+                )
+        return found
+
+    found = on_ranks(plans[0], work)[0]
+    for policy in ("stash", "predict-stash"):
+        assert found[policy][0] == found[policy][1]
+    assert found["naive"][0] != found["naive"][1]
+
+
+def test_half_precision_trains_alike_up_to_its_rounding() -> None:
+    model = cut("chain 3", "adam")
+    data, start = batches(8), start_of(model)
+
+    def work() -> list[list[float]]:
+        losses = []
+        for precision in ("fp32", "bf16"):
+            fresh(model, start)
+            pipe = pipeline(model, plan_of(model), compute=ComputeOptions(precision=precision))
+            losses.append(list(pipe.steps(data)))
+        return losses
+
+    full, half = on_ranks(plan_of(model), work)[0]
+    assert full != half
+    assert half == pytest.approx(full, rel=0.05)
+
+
+def test_compiled_stages_read_the_same_weights() -> None:
+    """A compiled stage takes its parameters anew in every pass."""
+    model = cut("chain 2")
+    data, start = batches(5), start_of(model)
+
+    def work() -> list[list[float]]:
+        losses = []
+        for backend in (False, "aot_eager"):
+            fresh(model, start)
+            pipe = pipeline(model, plan_of(model), compute=ComputeOptions(compile=backend))
+            losses.append(list(pipe.steps(data)))
+        return losses
+
+    plain, compiled = on_ranks(plan_of(model), work)[0]
+    assert compiled == pytest.approx(plain, rel=1e-5)
+
+
+def test_clipping_is_by_the_norm_of_each_stage() -> None:
+    """The reference clips before each stage's update, which is where a stage has its gradients."""
+    model = cut("chain 2", "momentum")
+    data = batches(6)
+
+    def work() -> dict[str, Tensor]:
+        pipe = pipeline(model, plan_of(model), clip_stage_norm=0.05)
+        list(pipe.steps(data))
+        return held(pipe)
+
+    mine = whole(on_ranks(plan_of(model), work))
+    twin = cut("chain 2", "momentum")
+    for stage in twin.by_hand:
+        assert stage.optimizer is not None
+        stage.optimizer.register_step_pre_hook(
+            lambda optimizer, *_: (
+                torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 0.05) and None
+            )
+        )
+    train(twin.by_hand, "stash", data)
+    assert_same(mine, by_hand(twin))
+
+
+def test_metrics_are_those_of_the_loss() -> None:
+    model = small.built("TwoBranch")
+    chosen = async_plan(model, 2)
+    data = [small.batch(8, seed) for seed in range(4)]
+
+    def work() -> list[tuple[float, float]]:
+        pipe = built_pipeline(model, chosen)
+        return [(loss, pipe.metrics["accuracy"]) for loss in pipe.steps(data)]
+
+    first, second = on_ranks(chosen, work)
+    assert first == second
+    with torch.no_grad():
+        out = model.module(**data[0])
+    assert first[0] == pytest.approx((out["loss"].item(), out["accuracy"].item()))
+
+
+# Checkpoints
+
+
+@pytest.mark.parametrize("optimizer", ["momentum", "adam", "rmsprop"])
+def test_resumed_training_is_as_if_it_had_drained(tmp_path: Path, optimizer: str) -> None:
+    """Bit for bit, with a prediction by the momentum, by the moments, and by the last update."""
+    model = cut("chain 3", optimizer, scheduler=halving)
+    data, chosen = batches(9), plan_of(model)
+
+    def work() -> tuple[list[float], dict[str, Tensor]]:
+        pipe = pipeline(model, chosen, "pipeoptim")
+        losses = []
+        for loss in pipe.steps(data[:4]):
+            losses.append(loss)
+            if len(losses) == 1:  # in the middle of the loop
+                pipe.save(tmp_path / "four")
+        assert pipe.step_number == 4
+        return losses, held(pipe)
+
+    def again() -> tuple[list[float], dict[str, Tensor], int]:
+        pipe = AsyncPipeline.resume(
+            tmp_path / "four",
+            model.workload,
+            chosen,
+            captured=model.captured,
+            policy="pipeoptim",
+            timeout=20.0,
+        )
+        number = pipe.step_number
+        return list(pipe.steps(data[4:])), held(pipe), number
+
+    before, after = on_ranks(chosen, work), on_ranks(chosen, again)
+    twin = cut("chain 3", optimizer, scheduler=halving)
+    losses = train(twin.by_hand, "pipeoptim", data, fills=(0, 4))
+    assert before[0][0] + after[0][0] == losses
+    assert after[0][2] == 4
+    assert_same(whole([rank[1] for rank in after]), by_hand(twin))
+
+
+def test_checkpoints_pass_between_the_modes(tmp_path: Path) -> None:
+    """Synchronous to asynchronous and back, under other stages; one leaves what the other needs."""
+    model = cut("chain 3", "nadam")
+    data, start, chosen = batches(4), start_of(model), plan_of(model)
+    options = {"captured": model.captured, "check_gradients": False, "timeout": 20.0}
+
+    def work() -> tuple[list[float], int]:
+        flushed = Pipeline(model.workload, chosen, **options)
+        flushed.step(data[0])
+        flushed.save(tmp_path / "sync")
+        fresh(model, start)
+        pipe = AsyncPipeline.resume(
+            tmp_path / "sync", model.workload, chosen, policy="pipeoptim", **options
+        )
+        losses = list(pipe.steps(data[1:3]))
+        pipe.save(tmp_path / "async")
+        fresh(model, start)
+        flushed = Pipeline.resume(tmp_path / "async", model.workload, chosen, **options)
+        number = flushed.step_number
+        return [*losses, flushed.step(data[3])], number
+
+    (losses, number), *_ = on_ranks(chosen, work)
+    assert number == 3
+    twin = cut("chain 3", "nadam")
+    # One flushed step, then a fill without a prediction: nothing was known of the last update.
+    first = train(twin.by_hand, "stash", data[:1])
+    assert len(first) == 1
+    for stage in twin.by_hand:
+        stage.last = None
+    # The second of two mini-batches reads in its forward what was there at the fill.
+    expected = train(twin.by_hand, "naive", data[1:3])
+    assert losses[0] == expected[0]
+    assert losses[1] == expected[1]
+    assert losses[2] == train(twin.by_hand, "stash", data[3:])[0]
+
+
+def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
+    model = cut("chain 2")
+
+    def work() -> None:
+        AsyncPipeline.resume(tmp_path / "none", model.workload, plan_of(model), timeout=20.0)
+
+    with pytest.raises(FileFormatError, match="no such folder"):
+        on_ranks(plan_of(model), work)
+
+
+# Failures
+
+
+def test_a_rank_that_dies_ends_the_others() -> None:
+    """In the middle of the steady state; it is named with what it did."""
+    model = cut("chain 3")
+
+    def work() -> None:
+        pipe = pipeline(model, plan_of(model))
+        for loss in pipe.steps(batches(12)):
+            if pipe.rank == 1 and pipe.step_number == 7:
+                os.kill(os.getpid(), signal.SIGKILL)
+            assert loss > 0
+
+    with pytest.raises(StageFailedError, match="rank 1 was killed by signal 9"):
+        on_ranks(plan_of(model), work)
+
+
+def test_what_raises_in_a_stage_is_located() -> None:
+    """By stage, micro-batch and mini-batch."""
+    model = cut("chain 3")
+
+    def work() -> None:
+        pipe = pipeline(model, plan_of(model))
+        if pipe.rank == 1:
+            seen: list[int] = []
+
+            def failing(gradient: Tensor) -> None:
+                seen.append(1)
+                if len(seen) == 5:
+                    raise ZeroDivisionError("by hand")
+
+            weight = pipe._state.parameters["parts.1.0.weight"]
+            weight.register_hook(failing)  # type: ignore[no-untyped-call]
+        list(pipe.steps(batches(9)))
+
+    with pytest.raises(StageFailedError, match="by hand") as caught:
+        on_ranks(plan_of(model), work)
+    place = "rank 1 failed in the backward of stage 1, micro-batch 0, step 4: ZeroDivisionError"
+    assert str(caught.value).startswith(place)
+
+
+def test_numbers_that_are_not_finite_are_named_on_every_rank() -> None:
+    """Stage and mini-batch where it began, how stale the stages are, and what helps; weights stay
+    finite, but belong to no version any more.
+    """
+    model = cut("chain 3")
+    data = batches(9)
+    data[4]["x"][2, 1] = float("nan")
+
+    def work() -> tuple[str, str, bool, int]:
+        pipe = pipeline(model, plan_of(model))
+        losses = []
+        with pytest.raises(NonFiniteError) as caught:
+            losses.extend(pipe.steps(data))
+        with pytest.raises(TrainingError, match="resume from a checkpoint") as refused:
+            pipe.save("nowhere")
+        finite = all(bool(p.isfinite().all()) for p in held(pipe).values())
+        return str(caught.value), str(refused.value), finite, len(losses)
+
+    results = on_ranks(plan_of(model), work)
+    assert len({rank[0] for rank in results}) == 1
+    text = results[0][0]
+    assert "is not finite in mini-batch 4: stage 0 is the first" in text
+    assert "x in the batch is not finite itself, first in sample 2" in text
+    assert "stage 0: 2, stage 1: 1, stage 2: 0" in text
+    assert "the learning rate is 0.1" in text
+    assert all(rank[2] for rank in results)
+
+
+def test_a_gradient_that_overflows_is_named() -> None:
+    """The loss is finite, and so is every activation."""
+    model = cut("chain 2")
+    data = batches(6)
+
+    def work() -> str:
+        pipe = pipeline(model, plan_of(model))
+        if pipe.rank == 0:
+            weight = pipe._state.parameters["parts.0.0.weight"]
+            seen: list[int] = []
+
+            def overflow(gradient: Tensor) -> Tensor:
+                seen.append(1)
+                return gradient * float("inf") if len(seen) == 3 else gradient
+
+            weight.register_hook(overflow)  # type: ignore[no-untyped-call]
+        with pytest.raises(NonFiniteError) as caught:
+            list(pipe.steps(data))
+        return str(caught.value)
+
+    first, second = on_ranks(plan_of(model), work)
+    assert first == second
+    assert "gradient of parameter parts.0.0.weight is not finite in mini-batch 2: stage 0" in first
+
+
+def test_a_loss_that_climbs_is_told_once() -> None:
+    """With how stale the stages are and the rate; by one rank."""
+    model = cut("chain 3", "momentum")
+    wild = replace(model.workload, optimizer=partial(torch.optim.SGD, lr=1.0, momentum=0.99))
+
+    def work() -> list[str]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            list(pipeline(model, plan_of(model), "naive", workload=wild).steps(batches(24)))
+        return [str(w.message) for w in caught]
+
+    first, *others = on_ranks(plan_of(model), work)
+    assert others == [[], []]
+    assert len(first) == 1
+    assert "times the smallest such mean" in first[0]
+    assert "stage 0: 2, stage 1: 1, stage 2: 0; the learning rate is 1:" in first[0]
+
+
+# What is refused
+
+
+def refusal(model: Cut, chosen: Plan, policy: Any = "stash", **options: Any) -> str:
+    def work() -> str:
+        with pytest.raises((AnabranchError, ValueError)) as caught:
+            pipeline(model, chosen, policy, **options).step(batches(1, 8)[0])
+        return f"{type(caught.value).__name__}: {caught.value}"
+
+    texts = on_ranks(chosen, work)
+    assert all(text.split(":")[0] == texts[0].split(":")[0] for text in texts)
+    return str(texts[0])
+
+
+def test_plans_that_cannot_run_without_a_flush() -> None:
+    """Each with its reason and a way on."""
+    model = cut("chain 3")
+    chosen = plan_of(model)
+    graph = chosen.stage_graph
+    shared = [replace(s, devices=(0,)) if i == 2 else s for i, s in enumerate(graph.stages)]
+    together = replace(chosen, stage_graph=replace(graph, stages=tuple(shared)))
+    text = refusal(model, together)
+    assert text.startswith("InvalidPlanError: device 0 has stages 0 and 2")
+    assert "devices of its own" in text
+    gpipe = replace(chosen, schedule="gpipe")
+    assert "schedule is gpipe" in refusal(model, gpipe)
+    uneven = [replace(s, microbatch_size=2) if i == 1 else s for i, s in enumerate(graph.stages)]
+    mixed = replace(chosen, stage_graph=replace(graph, stages=tuple(uneven)), mode="sync")
+    assert "micro-batches of 4, 2, 4 samples" in refusal(model, mixed)
+    halves = plan_of(model, microbatches=2)
+    assert refusal(model, halves).startswith("PolicyError: stash")
+    assert refusal(model, halves, "2bw").startswith("PolicyError: 2bw")
+    deep = replace(plan_of(model, 3, microbatches=3), mode="sync", schedule="1f1b-deep", policy="")
+    assert "5 micro-batches in flight and 3 per" in refusal(model, deep, "2bw")
+    assert "the plan is for 4" in refusal(model, chosen)
+
+
+def test_workloads_that_need_all_stages_at_once() -> None:
+    model = cut("chain 2")
+    clipped = replace(model.workload, clip_norm=1.0)
+    text = refusal(model, plan_of(model), workload=clipped)
+    assert text.startswith("PolicyError: clip_norm 1")
+    assert "clip_stage_norm" in text
+    half = ComputeOptions(precision="fp16")
+    assert "bf16" in refusal(model, plan_of(model), compute=half)
+    assert "unknown policy 'none'" in refusal(model, plan_of(model), "none")
+    assert "a norm, more than 0" in refusal(model, plan_of(model), clip_stage_norm=0.0)
+    assert "spectrain predicts with the momentum" in refusal(
+        cut("chain 2", "adam"), plan_of(model), "spectrain"
+    )
+
+
+def test_tied_parameters_are_refused_unless_frozen() -> None:
+    model = small.built("Tied")
+    chosen = async_plan(model, 2)
+
+    def work() -> str:
+        with pytest.raises(InvalidPlanError) as caught:
+            built_pipeline(model, chosen)
+        return str(caught.value)
+
+    assert "stages 0 and 1 share parameter words.weight" in on_ranks(chosen, work)[0]
+
+    def frozen() -> float:
+        model.module.get_parameter("words.weight").requires_grad_(False)
+        return float(built_pipeline(model, chosen).step(small.batch(8)))
+
+    first, second = on_ranks(chosen, frozen)
+    assert first == second > 0
+
+
+def test_a_batch_of_another_make_is_refused() -> None:
+    model = cut("chain 2")
+
+    def work() -> str:
+        with pytest.raises(DataError) as caught:
+            pipeline(model, plan_of(model)).step({"x": torch.zeros(4, 6)})
+        return str(caught.value)
+
+    assert len(set(on_ranks(plan_of(model), work))) == 1
+
+
+# The policy and the counts in flight
+
+
+def test_auto_follows_the_recommendation_and_says_why() -> None:
+    model = cut("chain 3", "adam")
+
+    def work() -> list[tuple[str, str]]:
+        plans = [plan_of(model), plan_of(model, microbatches=4)]
+        start, found = start_of(model), []
+        for chosen in plans:
+            fresh(model, start)
+            pipe = pipeline(model, chosen, "auto")
+            found.append((pipe.policy.name, pipe.reason))
+            fresh(model, start)
+        named = pipeline(model, plan_of(model), PredictStash(clip=4.0))
+        return [*found, (repr(named.policy), named.reason)]
+
+    (name, reason), (several, _), (mine, none) = on_ranks(plan_of(model), work)[0]
+    assert name == "pipeoptim"
+    assert "Adam" in reason
+    assert several == "2bw"
+    assert (mine, none) == ("PredictStash(ramp=0, clip=4.0)", "")
+
+
+def test_in_flight_counts_of_a_synchronous_plan() -> None:
+    """Its own are cut to the micro-batches of one step; the endless order needs the whole."""
+    model = small.built("Chain")
+    for schedule, counts in (("1f1b", [4, 3, 2, 1]), ("1f1b-deep", [7, 5, 3, 1])):
+        chosen = small.plan(model, 4, batch_size=8, microbatch_size=8, schedule=schedule)
+        assert [stage.in_flight for stage in chosen.stage_graph.stages] == [1, 1, 1, 1]
+        graph = endless(chosen)
+        assert [stage.in_flight for stage in graph.stages] == counts
+        assert graph.batch_size == 8
+        many = replace(chosen.stage_graph, batch_size=8 * 100)
+        warm = SCHEDULES[schedule]().warm_up(many)
+        assert [stage.in_flight for stage in warm.stages] == counts
+
+
+def test_minibatches_in_flight_from_microbatches() -> None:
+    """A unit is in flight as long as one of its micro-batches is."""
+    assert [units_in_flight(k, 1) for k in (1, 2, 5)] == [1, 2, 5]
+    assert [units_in_flight(k, 4) for k in (1, 2, 5, 6)] == [1, 2, 2, 3]
+
+
+def test_a_deep_warm_up_is_as_stale_as_it_is_deep() -> None:
+    """The lag is what the stage holds, not its distance to the sink."""
+    model = cut("chain 3")
+    chosen = plan_of(model, schedule="1f1b-deep")
+
+    def work() -> tuple[int, ...]:
+        pipe = pipeline(model, chosen, "pipeoptim")
+        list(pipe.steps(batches(8)))
+        return pipe.version_difference
+
+    assert on_ranks(chosen, work)[0] == (4, 2, 0)

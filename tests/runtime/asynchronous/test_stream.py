@@ -1,0 +1,196 @@
+"""The endless 1F1B on local ranks: its order, and bit for bit the plain loop of the definitions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from anabranch.runtime.asynchronous import stream as module
+from anabranch.runtime.asynchronous.pipeline import AsyncPipeline
+from anabranch.runtime.worker import Flight
+from anabranch.weights import POLICIES
+from tests.runtime.asynchronous.models import MODELS, batches, cut, halving
+from tests.runtime.asynchronous.reference import train
+from tests.runtime.asynchronous.running import (
+    by_hand,
+    fresh,
+    held,
+    on_ranks,
+    pipeline,
+    plan_of,
+    start_of,
+    whole,
+)
+
+pytestmark = pytest.mark.dist
+
+DEPTHS = {"chain 2": 2, "chain 3": 3, "chain 4": 4, "two branches": 4, "two sources": 3}
+
+
+def logged(pipe: AsyncPipeline, pulled: list[str]) -> list[str]:
+    """Lets a pipeline write down what its rank does; ``*`` is an update."""
+    stream: Any = pipe._stream
+    update = stream._update
+
+    class Noted(Flight):
+        def forward(self, microbatch: int) -> None:
+            pulled.append(f"F{self.number}.{microbatch}")
+            super().forward(microbatch)
+
+        def backward(self, microbatch: int) -> None:
+            pulled.append(f"B{self.number}.{microbatch}")
+            super().backward(microbatch)
+
+    def learn(flight: Flight) -> None:
+        update(flight)
+        pulled[-1] += "*"
+
+    stream._update = learn
+    module.Flight = Noted  # type: ignore[misc]  # in this rank, which ends with the test
+    return pulled
+
+
+def orders(name: str, sizes: Sequence[int], microbatches: int = 1) -> list[str]:
+    """Per rank what it does with mini-batches of such sizes."""
+    model = cut(name)
+    full = max(sizes)
+    chosen = plan_of(model, full, microbatches=microbatches)
+    data = [{key: value[:size] for key, value in each.items()} for each, size in data_of(sizes)]
+
+    def work() -> str:
+        pipe = pipeline(model, chosen, "2bw" if microbatches > 1 else "stash")
+        log = logged(pipe, [])
+        list(pipe.steps(data))
+        assert pipe._stream.is_empty
+        return " ".join(log)
+
+    return on_ranks(chosen, work)
+
+
+def data_of(sizes: Sequence[int]) -> list[tuple[Any, int]]:
+    return list(zip(batches(len(sizes), max(sizes)), sizes, strict=True))
+
+
+def test_order_of_a_chain() -> None:
+    """Warm-up by depth, then a backward with its update for every forward, then the drain."""
+    assert [order.replace(".0", "") for order in orders("chain 3", [4] * 5)] == [
+        "F0 F1 F2 B0* F3 B1* F4 B2* B3* B4*",
+        "F0 F1 B0* F2 B1* F3 B2* F4 B3* B4*",
+        "F0 B0* F1 B1* F2 B2* F3 B3* F4 B4*",
+    ]
+
+
+def test_order_where_branches_have_different_depths() -> None:
+    """A branch of one stage is as stale as its distance to the sink says, not as the other one."""
+    stem, long, longer, short, head = (o.replace(".0", "") for o in orders("two branches", [4] * 4))
+    assert stem == "F0 F1 F2 F3 B0* B1* B2* B3*"
+    assert long == "F0 F1 F2 B0* F3 B1* B2* B3*"
+    assert longer == short == "F0 F1 B0* F2 B1* F3 B2* B3*"
+    assert head == "F0 B0* F1 B1* F2 B2* F3 B3*"
+
+
+def test_order_with_microbatches() -> None:
+    """An update follows the last micro-batch of a mini-batch; the next one's first is under way."""
+    first, last = orders("chain 2", [4, 4], microbatches=2)
+    assert first == "F0.0 F0.1 B0.0 F1.0 B0.1* F1.1 B1.0 B1.1*"
+    assert last == "F0.0 B0.0 F0.1 B0.1* F1.0 B1.0 F1.1 B1.1*"
+
+
+def test_a_minibatch_with_fewer_microbatches_drains() -> None:
+    """Behind it the version that 2BW reads would not be there in time."""
+    first, last = orders("chain 2", [4, 2, 4], microbatches=2)
+    assert first == "F0.0 F0.1 B0.0 F1.0 B0.1* B1.0* F2.0 F2.1 B2.0 B2.1*"
+    assert last == "F0.0 B0.0 F0.1 B0.1* F1.0 B1.0* F2.0 B2.0 F2.1 B2.1*"
+
+
+def test_a_short_minibatch_alone_drains_nothing() -> None:
+    """Where a mini-batch is one micro-batch a short one is one, too."""
+    first, _ = orders("chain 2", [4, 3, 4])
+    assert first.replace(".0", "") == "F0 F1 B0* F2 B1* B2*"
+
+
+def cases(name: str, dtype: torch.dtype) -> list[tuple[str, str]]:
+    """Policies with optimizers: by momentum, by moments, and by the last update."""
+    momentum, others = "momentum", ["momentum", "adam", "adamw", "rmsprop"]
+    if dtype is torch.float64:
+        momentum, others = "nesterov", ["nadam"]
+    elif name == "two sources":
+        others = ["adam"]
+    return [
+        (policy, optimizer)
+        for policy in POLICIES
+        for optimizer in ([momentum] if policy == "spectrain" else others)
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
+@pytest.mark.parametrize("name", MODELS)
+def test_training_is_bitwise_the_reference(name: str, dtype: torch.dtype) -> None:
+    """Losses of two fills and all weights after them, under every policy and a schedule of the
+    learning rate; fills shorter and longer than the pipeline is deep.
+    """
+    model = cut(name, dtype=dtype)
+    data, start = batches(8, 4, dtype), start_of(model)
+    chosen = {m: plan_of(model, microbatches=m) for m in (1, 4)}
+    wanted = {
+        each: cut(name, each[1], dtype=dtype, scheduler=halving) for each in cases(name, dtype)
+    }
+
+    def work() -> list[Any]:
+        results = []
+        for (policy, _), each in wanted.items():
+            fresh(model, start)
+            plan = chosen[4 if policy == "2bw" else 1]
+            pipe = pipeline(model, plan, policy, workload=each.workload)
+            losses = [*pipe.steps(data[:3]), *pipe.steps(data[3:])]
+            results.append((losses, held(pipe), pipe.version_difference))
+        return results
+
+    results = on_ranks(chosen[1], work)
+    for i, ((policy, optimizer), each) in enumerate(wanted.items()):
+        m = 4 if policy == "2bw" else 1
+        expected = train(each.by_hand, policy, data, fills=(0, 3), microbatches=m)
+        mine = [rank[i] for rank in results]
+        assert all(losses == expected for losses, _, _ in mine), (policy, optimizer)
+        weights, by_loop = whole([parameters for _, parameters, _ in mine]), by_hand(each)
+        assert weights.keys() == by_loop.keys()
+        for key, tensor in weights.items():
+            assert torch.equal(tensor, by_loop[key]), (policy, optimizer, key)
+        behind = [stage.distance for stage in each.by_hand]
+        if m > 1:
+            behind = [min(d, 1) for d in behind]
+        assert mine[0][2] == tuple(behind)
+
+
+@pytest.mark.parametrize("name", ["chain 4", "two branches"])
+def test_peak_versions_are_those_that_policies_promise(name: str) -> None:
+    """PipeOptim's Table II, measured: stashing up to D, 2BW and SpecTrain 2, PipeOptim 1 to 2."""
+    model = cut(name)
+    data, start = batches(9), start_of(model)
+    chosen = {m: plan_of(model, microbatches=m) for m in (1, 4)}
+    heights = chosen[1].stage_graph.height
+
+    def work() -> dict[str, Any]:
+        found = {}
+        for policy in POLICIES:
+            fresh(model, start)
+            pipe = pipeline(model, chosen[4 if policy == "2bw" else 1], policy)
+            list(pipe.steps(data))
+            found[policy] = pipe.peak_versions, pipe.weight_bytes, pipe._weights.peak_versions
+        return found
+
+    results = on_ranks(chosen[1], work)
+    peaks = {policy: versions for policy, (versions, _, _) in results[0].items()}
+    assert peaks["naive"] == (1,) * len(heights)
+    assert peaks["stash"] == tuple(h + 1 for h in heights)
+    assert peaks["vertical-sync"] == (DEPTHS[name],) * len(heights)
+    assert peaks["2bw"] == peaks["spectrain"] == (2,) * len(heights)
+    assert peaks["pipeoptim"] == tuple(min(h + 1, 2) for h in heights)
+    assert all(rank[p][:2] == results[0][p][:2] for rank in results for p in POLICIES)
+    assert all(rank[p][2] == peaks[p][r] for r, rank in enumerate(results) for p in POLICIES)
+    parts = [sum(p.numel() * 4 for p in stage.module.parameters()) for stage in model.by_hand]
+    for versions, nbytes, _ in results[0].values():
+        assert nbytes == tuple(v * b for v, b in zip(versions, parts, strict=True))

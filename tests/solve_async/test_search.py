@@ -1,0 +1,228 @@
+"""Asynchronous plans: what is chosen, with which memory, what is refused and said."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+
+from anabranch import planner as planners
+from anabranch import solve, solve_async
+from anabranch.cost import CostModel
+from anabranch.errors import InfeasiblePlanError, PolicyError
+from anabranch.planner.check import stage_bytes
+from anabranch.planner.stages import Plan, StageGraph
+from anabranch.simulator import stream
+from anabranch.weights import POLICIES
+from tests.simulator.helpers import chain, cluster, cost_model, stage_graph
+from tests.solve_async.helpers import asynchronous, on_chain
+
+BRANCHES = ((0, 2), (1, 2))
+
+
+@dataclass(frozen=True)
+class Proposals:
+    """A planner that proposes the same stages for whatever it is asked, and counts."""
+
+    graphs: tuple[StageGraph, ...]
+    asked: list[tuple[int, int | None]]
+
+    def __call__(self, cost: CostModel, *, batch_size: int, microbatch_size: int | None = None):
+        self.asked.append((batch_size, microbatch_size))
+        return [
+            replace(
+                graph,
+                batch_size=batch_size,
+                stages=tuple(
+                    replace(stage, microbatch_size=microbatch_size) for stage in graph.stages
+                ),
+            )
+            for graph in self.graphs
+        ]
+
+
+@pytest.fixture
+def propose(monkeypatch):
+    """Register proposals under the name ``test``; what was asked is returned."""
+
+    def register(*graphs: StageGraph) -> list[tuple[int, int | None]]:
+        asked: list[tuple[int, int | None]] = []
+        table = {"test": lambda: Proposals(graphs, asked)}
+        monkeypatch.setattr(planners, "PLANNERS", table, raising=False)
+        return asked
+
+    return register
+
+
+@pytest.mark.parametrize("planner", ["graphpipe", "pipedream", "sequential", "dapple", "piper"])
+def test_every_planner_finds_equal_stages(planner):
+    """Four operators on four devices: one each, a sample, which no replicas share, every 3 s."""
+    plan = asynchronous(on_chain(), 1, planner=planner, policy="stash")
+    assert plan.predicted.step_s == pytest.approx(3.0)
+    assert plan.predicted.bubble == pytest.approx(0.0, abs=1e-9)
+    assert [stage.in_flight for stage in plan.stage_graph.stages] == [4, 3, 2, 1]
+    assert (plan.mode, plan.policy, plan.schedule) == ("async", "stash", "1f1b")
+    assert solve.check_plan(plan) == []
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_every_policy_has_a_plan_that_is_valid(policy):
+    """Also with the model: conditions C1 to C4, memory, and the order without a flush."""
+    cost = on_chain()
+    plan = asynchronous(cost, 8, policy=policy)
+    assert plan.policy == policy
+    assert solve.check_plan(plan, cost.profile, cost.cluster) == []
+    many = plan.stage_graph.num_microbatches(0)
+    assert many >= plan.stage_graph.depth if policy == "2bw" else many == 1
+
+
+def test_branches_run_side_by_side():
+    """Two branches and what joins them: depth 2, with the period of a chain."""
+    cost = cost_model(BRANCHES, [1.0] * 3, [2.0] * 3, cluster(3), value_bytes=4)
+    plan = asynchronous(cost, 1, policy="stash")
+    assert plan.stage_graph.depth == 2
+    assert plan.predicted.step_s == pytest.approx(3.0)
+
+
+def test_of_equal_periods_the_shallower_wins(propose):
+    """The same stages in a row and side by side take equally long; the row is more stale."""
+    cost = cost_model(BRANCHES, [1.0] * 3, [2.0] * 3, cluster(3))
+    beside = stage_graph(BRANCHES, [(0,), (1,), (2,)], 1)
+    in_a_row = replace(beside, edges=((0, 1), (0, 2), (1, 2)))
+    for graphs in ((beside, in_a_row), (in_a_row, beside)):
+        propose(*graphs)
+        plan = asynchronous(cost, 1, planner="test", policy="stash")
+        assert plan.stage_graph.edges == BRANCHES
+
+
+def test_of_equal_depths_the_one_with_less_memory_wins(propose):
+    """The stage with many weights holds fewer versions where it comes last."""
+    cost = on_chain(2)
+    whole = stage_graph(chain(2), [(0,), (1,)], 1)
+    again = replace(whole, stages=tuple(replace(s, recompute=True) for s in whole.stages))
+    propose(again, whole)
+    plan = asynchronous(cost, 1, planner="test", policy="naive")
+    assert not any(stage.recompute for stage in plan.stage_graph.stages)
+
+
+def test_the_planner_is_asked_for_a_row_of_mini_batches(propose):
+    """With the all-reduce of every one, and micro-batches of whole mini-batches."""
+    asked = propose(stage_graph(chain(2), [(0,), (1,)], 1))
+    asynchronous(on_chain(2), 4, planner="test", policy="pipeoptim")
+    assert asked == [(4 * solve_async.STREAM, 4)]
+
+
+def test_memory_counts_every_version():
+    """Stage 0 of 4 under stash: 100 * (4 versions + gradient + 2 of optimizer) bytes."""
+    cost = on_chain()
+    peaks = asynchronous(cost, 1, policy="stash").predicted.device_peak_bytes
+    assert peaks == (700, 600, 500, 400)
+    assert asynchronous(cost, 1, policy="naive").predicted.device_peak_bytes == (400,) * 4
+    two = asynchronous(cost, 1, policy="pipeoptim").predicted.device_peak_bytes
+    assert two == (500, 500, 500, 400)
+
+
+@pytest.mark.parametrize("planner", ["graphpipe", "pipedream", "sequential", "piper"])
+def test_versions_that_do_not_fit_shift_the_cuts(planner):
+    """Eight operators on four devices, 100 bytes of weights each, in 1250 bytes.
+
+    In equal parts stage 0 holds 200 * (4 + 3) = 1400 under stash; with 1, 2, 2 and 3 operators the
+    stages hold 700, 1200, 1000 and 1200.
+    """
+    cost = cost_model(
+        chain(8), [1.0] * 8, [2.0] * 8, cluster(4, memory_bytes=1250), parameter_bytes=100
+    )
+    equal = asynchronous(cost, 1, planner=planner, policy="pipeoptim")
+    assert equal.predicted.step_s == pytest.approx(6.0)
+    plan = asynchronous(cost, 1, planner=planner, policy="stash")
+    assert plan.predicted.step_s == pytest.approx(9.0)
+    assert max(plan.predicted.device_peak_bytes) <= 1250
+
+
+def test_what_does_not_fit_at_all_is_said():
+    """No plan: the policy, the least that would do, and a way on."""
+    with pytest.raises(InfeasiblePlanError, match=r"policy stash.*GiB.*2bw, pipeoptim"):
+        asynchronous(on_chain(memory_bytes=450), 4, policy="stash", max_replicas=1)
+
+
+def test_auto_says_why():
+    """The recommended policy is in the plan and its reason in the notes."""
+    plan = asynchronous(on_chain(), 2)
+    assert plan.policy in POLICIES
+    assert any(note.startswith(f"policy {plan.policy}: ") for note in plan.notes)
+
+
+def test_compare_asks_a_planner_once(propose):
+    """All policies with one micro-batch per mini-batch take the same proposals."""
+    asked = propose(stage_graph(chain(2), [(0,), (1,)], 1))
+    cost = on_chain(2)
+    names = [name for name in POLICIES if name != "2bw"]
+    rows = list(solve_async.compare(cost.profile, cost.cluster, 4, ["test"], names))
+    assert [(planner, policy) for planner, policy, _ in rows] == [("test", n) for n in names]
+    assert len(asked) == 1
+
+
+def test_compare_has_an_error_per_policy():
+    """A micro-batch size that suits 2bw alone is an error of the others, not of the comparison."""
+    cost = on_chain()
+    rows = solve_async.compare(
+        cost.profile, cost.cluster, 8, ["graphpipe"], ["stash", "2bw"], microbatch_size=2
+    )
+    found = {policy: each for _, policy, each in rows}
+    assert isinstance(found["stash"], PolicyError)
+    assert "every mini-batch is one micro-batch" in str(found["stash"])
+    assert isinstance(found["2bw"], Plan)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mode": "asynchronous"}, r"unknown mode 'asynchronous'; there are sync and async"),
+        ({"mode": "sync", "policy": "stash"}, r"policy stash is for mode async"),
+        ({"mode": "async", "policy": "hoard"}, r"unknown policy 'hoard'.*stash"),
+        ({"mode": "async", "schedule": "gpipe"}, r"schedule gpipe is for mode sync"),
+        ({"mode": "async", "policy": "stash", "microbatch_size": 2}, r"leave the size out"),
+        ({"mode": "async", "policy": "2bw", "microbatch_size": 3}, r"do not divide"),
+    ],
+)
+def test_wrong_words_are_refused(options, message):
+    """Before anything is searched."""
+    cost = on_chain(2)
+    with pytest.raises(ValueError, match=message):
+        solve.plan(cost.profile, cost.cluster, 4, **options)
+
+
+def test_tied_parameters_are_kept_together():
+    """No plan has the two operators that read one parameter in two stages."""
+    cost = cost_model(chain(3), [1.0] * 3, [2.0] * 3, cluster(2), parameter_bytes=100, tied=(1, 2))
+    plan = asynchronous(cost, 2, policy="stash", max_replicas=1)
+    assert plan.stage_graph.stages[-1].operators == ("op1", "op2")
+
+
+def test_recomputation_on_other_weights_is_said(propose):
+    """Under a policy whose backward reads current weights; stash is exact."""
+    graph = stage_graph(chain(2), [(0,), (1,)], 1)
+    propose(replace(graph, stages=tuple(replace(s, recompute=True) for s in graph.stages)))
+    cost = on_chain(2)
+    notes = asynchronous(cost, 1, planner="test", policy="pipeoptim").notes
+    assert any("recompute" in note and "later weights" in note for note in notes)
+    exact = asynchronous(cost, 1, planner="test", policy="stash").notes
+    assert not any("recompute" in note for note in exact)
+
+
+def test_the_summary_says_how_it_runs():
+    """Mode, policy and the time per mini-batch."""
+    text = asynchronous(on_chain(), 2, policy="stash").summary()
+    assert "asynchronous 1f1b, stash" in text
+    assert "a batch every 6000.00 ms" in text
+
+
+def test_stage_bytes_and_the_simulator_agree():
+    """What is refused for memory is what the simulator would show."""
+    cost = on_chain()
+    plan = asynchronous(cost, 2, policy="stash", max_replicas=1)
+    graph, versions = plan.stage_graph, (4, 3, 2, 1)
+    for s, peak in enumerate(plan.predicted.device_peak_bytes):
+        held = graph.stages[s].in_flight
+        assert peak == stage_bytes(graph, cost, s, in_flight=held, versions=versions[s])
+    assert stream.units_in_flight(graph, 0) == 4

@@ -1,0 +1,68 @@
+"""Any plan without a flush: its figures and timeline, and what is wrong with it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from anabranch import solve, solve_async
+from anabranch.errors import InvalidPlanError
+from tests.simulator.helpers import chain, cluster, cost_model
+from tests.solve_async.helpers import asynchronous, on_chain
+
+
+def test_a_simulated_plan_is_the_plan():
+    """The figures of a plan are those of its simulation; the timeline goes from empty to empty."""
+    cost = on_chain()
+    plan = asynchronous(cost, 2, policy="stash", max_replicas=1)
+    found = solve_async.simulate(plan, cost.profile, cost.cluster)
+    assert found.plan.predicted == plan.predicted
+    assert [each.versions for each in found.staleness] == [4, 3, 2, 1]
+    batches = found.graph.batch_size // 2
+    assert found.timeline.step_s == pytest.approx(6.0 * (batches + 3))
+    assert solve.simulate(plan, cost.profile, cost.cluster) == found.timeline
+
+
+def test_a_synchronous_plan_is_simulated_without_its_flush():
+    """4 micro-batches of 1 sample: 2bw keeps them, other policies take the batch as a whole."""
+    cost = on_chain()
+    plan = solve.plan(cost.profile, cost.cluster, 4, microbatch_size=1, max_replicas=1)
+    for policy, count in (("2bw", 4), ("stash", 1)):
+        found = solve_async.simulate(plan, cost.profile, cost.cluster, policy=policy)
+        assert found.plan.stage_graph.num_microbatches(0) == count
+        assert found.steady.period_s == pytest.approx(12.0)
+        assert found.steady.period_s < plan.predicted.step_s
+
+
+def test_a_plan_and_its_synchronous_twin():
+    """The same stages with a flush: one micro-batch at a time through four stages."""
+    cost = on_chain()
+    plan = asynchronous(cost, 2, policy="stash", max_replicas=1)
+    twin = solve_async.synchronous(plan)
+    assert (twin.mode, twin.policy) == ("sync", "")
+    assert solve.check_plan(twin, cost.profile, cost.cluster) == []
+    assert solve.simulate(twin, cost.profile, cost.cluster).step_s == pytest.approx(4 * 6.0)
+    assert solve_async.synchronous(twin) is twin
+
+
+def test_a_simulation_beyond_memory_is_refused():
+    """A plan for one policy under another that holds more, with the versions in the message."""
+    cost = on_chain(memory_bytes=650)
+    plan = asynchronous(cost, 4, policy="pipeoptim", max_replicas=1)
+    with pytest.raises(InvalidPlanError, match=r"stage 0 needs .* 4 versions of its weights"):
+        solve_async.simulate(plan, cost.profile, cost.cluster, policy="stash")
+
+
+def test_check_finds_what_is_wrong():
+    """Too few micro-batches for the policy, tied parameters, memory: one line each."""
+    cost = on_chain()
+    plan = asynchronous(cost, 4, policy="stash", max_replicas=1)
+    (problem,) = solve.check_plan(replace(plan, policy="2bw"))
+    assert "1 < 4" in problem
+    tied = cost_model(chain(4), [1.0] * 4, [2.0] * 4, cluster(4), parameter_bytes=100, tied=(0, 3))
+    (problem,) = solve.check_plan(plan, tied.profile, tied.cluster)
+    assert "stages 0, 3 read the same parameters" in problem
+    small = on_chain(memory_bytes=650)
+    (problem,) = solve.check_plan(plan, small.profile, small.cluster)
+    assert "4 versions of its weights" in problem
