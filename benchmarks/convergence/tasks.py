@@ -1,8 +1,8 @@
 """Tasks that are learned in seconds and still show what stale weights cost.
 
-A perceptron of eight layers without normalisation has nothing that would hide a wrong step: small
-digits (scikit-learn), MNIST digits (5,000), and the next character of Python source text, which
-every Python brings.
+A perceptron of eight layers without normalisation has nothing that would hide a wrong step: it
+learns small digits (scikit-learn) and MNIST digits (5,000). A transformer of eight blocks learns
+the next character of Python source text, which every Python brings.
 
 A seed decides initial weights and the order of samples, the same for every policy, so that runs of
 one seed are pairs.
@@ -33,14 +33,17 @@ FILES += ("pathlib", "pdb", "pickle", "pickletools", "smtplib", "socket", "ssl",
 FILES += ("subprocess", "tarfile", "threading", "turtle", "typing", "uuid", "zipfile")
 """Of the standard library, by name; those that a Python has as single files are read."""
 
-CONTEXT = 16
-"""Characters that are seen before the one that is asked for."""
+WINDOW = 32
+"""Characters that are seen at once; the next one is asked for after each."""
 
 CHARACTERS = 97
 """Printable ones of ASCII, the end of a line, and one for all others."""
 
 HELD_OUT_EVERY = 6
-"""One in this many pieces of the text is held out."""
+"""One in this many files is held out."""
+
+ASKED = 512
+"""Windows of the held-out text."""
 
 
 class Perceptron(nn.Module):
@@ -48,20 +51,16 @@ class Perceptron(nn.Module):
 
     Args:
         widths: of the input, between layers, and number of classes.
-        characters: numbers of characters come in, so that an embedding is before the first layer.
     """
 
-    def __init__(self, widths: Sequence[int], *, characters: bool = False) -> None:
+    def __init__(self, widths: Sequence[int]) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(CHARACTERS, widths[0] // CONTEXT) if characters else None
         self.layers = nn.ModuleList(
             nn.Linear(into, out) for into, out in itertools.pairwise(widths)
         )
 
     def scores(self, x: Tensor) -> Tensor:
-        """[samples, classes]."""
-        if self.embedding is not None:
-            x = self.embedding(x).flatten(1)
+        """Of every class: [samples, classes]."""
         for layer in self.layers[:-1]:
             x = F.relu(layer(x))
         return self.layers[-1](x)
@@ -72,13 +71,60 @@ class Perceptron(nn.Module):
     def reset(self, seed: int) -> None:
         """Initial weights of a run, after He et al., so that signals keep their size."""
         generator = torch.Generator().manual_seed(seed)
-        if self.embedding is not None:
-            nn.init.normal_(self.embedding.weight, generator=generator)
         for layer in self.layers:
             nn.init.kaiming_normal_(layer.weight, nonlinearity="relu", generator=generator)
             nn.init.zeros_(layer.bias)
-        for parameter in self.parameters():
-            parameter.grad = None
+
+
+class Block(nn.Module):
+    """Causal attention, then two linear layers, each added to what was there, normalised."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.before, self.qkv = nn.LayerNorm(width), nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.between, self.up = nn.LayerNorm(width), nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[samples, places, width], as it comes."""
+        samples, places, width = x.shape
+        qkv = self.qkv(self.before(x)).view(samples, places, 3, self.heads, width // self.heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        seen = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(seen.transpose(1, 2).reshape(x.shape))
+        return x + self.down(F.relu(self.up(self.between(x))))
+
+
+class Characters(nn.Module):
+    """A transformer that says the next character after every place, and the loss."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(CHARACTERS, width)
+        self.place = nn.Parameter(torch.zeros(WINDOW, width))
+        self.layers = nn.ModuleList(Block(width, heads) for _ in range(LAYERS))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, CHARACTERS)
+
+    def scores(self, x: Tensor) -> Tensor:
+        """Of every character: [samples times places, characters]."""
+        x = self.embedding(x) + self.place
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x)).flatten(0, 1)
+
+    def forward(self, x: Tensor, label: Tensor) -> Tensor:
+        return F.cross_entropy(self.scores(x), label.flatten())
+
+    def reset(self, seed: int) -> None:
+        """Initial weights of a run, those of torch."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            for module in self.modules():
+                if isinstance(module, nn.Embedding | nn.LayerNorm | nn.Linear):
+                    module.reset_parameters()
+            nn.init.normal_(self.place, std=0.02)
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,7 +142,7 @@ class Task:
     """
 
     name: str
-    module: Perceptron
+    module: Perceptron | Characters
     captured: Captured
     epoch: Callable[[int, int], Tensor]
     gather: Callable[[Tensor], dict[str, Tensor]]
@@ -112,17 +158,20 @@ class Task:
         found: list[list[str]] = [[] for _ in range(count)]
         layer = 0
         for op in self.captured.graph.ops:
-            part, _, number = op.name.partition(".")
-            layer = int(number.partition(".")[0]) if part == "layers" else layer
+            part, *rest = op.name.split(".")
+            layer = int(rest[0]) if part == "layers" else layer
             found[layer * count // LAYERS].append(op.name)
         return found
 
     @torch.no_grad()
     def accuracy(self) -> float:
-        """Share of the held-out samples that are answered rightly."""
-        asked = self.gather(self.held_out)
-        right = self.module.scores(asked["x"]).argmax(1) == asked["label"]
-        return float(right.float().mean())
+        """Share of the held-out digits or characters that are right."""
+        right = asked = 0
+        for rows in self.held_out.split(128):
+            batch = self.gather(rows)
+            found = self.module.scores(batch["x"]).argmax(1) == batch["label"].flatten()
+            right, asked = right + int(found.sum()), asked + found.numel()
+        return right / asked
 
 
 def _order(seed: int, epoch: int) -> torch.Generator:
@@ -131,7 +180,7 @@ def _order(seed: int, epoch: int) -> torch.Generator:
 
 def _task(
     name: str,
-    module: Perceptron,
+    module: Perceptron | Characters,
     epoch: Callable[[int, int], Tensor],
     gather: Callable[[Tensor], dict[str, Tensor]],
     held_out: Tensor,
@@ -155,7 +204,7 @@ def _digits(name: str, digits: Digits, width: int) -> Task:
 
 
 def source_text() -> tuple[Tensor, Tensor]:
-    """Character numbers of the files for training, and of others for asking."""
+    """Numbers of the characters in the files for training, and in those held out."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     texts = [
         path.read_text(encoding="utf-8")
@@ -172,21 +221,21 @@ def _number(character: str) -> int:
     return code - 31 if 32 <= code < 127 else 0 if character == "\n" else 96
 
 
-def _charlm(width: int = 128, asked: int = 8192, steps: int = 250, batch_size: int = 64) -> Task:
+def _charlm(width: int = 32, steps: int = 50, batch_size: int = 16) -> Task:
     training, held_out = source_text()
     text = torch.cat([training, held_out])
-    window = torch.arange(CONTEXT)
-    module = Perceptron([16 * CONTEXT, *[width] * (LAYERS - 1), CHARACTERS], characters=True)
+    window = torch.arange(WINDOW)
 
     def epoch(seed: int, epoch: int) -> Tensor:
-        most = len(training) - CONTEXT
+        most = len(training) - WINDOW
         return torch.randint(most, (steps * batch_size,), generator=_order(seed, epoch))
 
     def gather(rows: Tensor) -> dict[str, Tensor]:
-        return {"x": text[rows[:, None] + window], "label": text[rows + CONTEXT]}
+        places = rows[:, None] + window
+        return {"x": text[places], "label": text[places + 1]}
 
-    places = torch.linspace(0, len(held_out) - CONTEXT - 1, asked).long() + len(training)
-    return _task("charlm", module, epoch, gather, places, batch_size)
+    asked = torch.linspace(0, len(held_out) - WINDOW - 1, ASKED).long() + len(training)
+    return _task("charlm", Characters(width, 4), epoch, gather, asked, batch_size)
 
 
 TASKS: dict[str, Callable[[], Task]] = {

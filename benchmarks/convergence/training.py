@@ -44,6 +44,7 @@ def train(run: Run) -> Row:
     if recipe is None:
         raise ValueError(f"{run.contender} is not for {run.optimizer}")
     task.module.reset(run.seed)
+    task.module.zero_grad()
     workload = Workload(
         task.module,
         task.gather(task.held_out[: task.batch_size]),

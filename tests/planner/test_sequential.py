@@ -101,10 +101,10 @@ def test_is_improved_where_the_network_is_slow():
     """Seven towers on eight devices: of its own proposals none is the quickest chain."""
     profile, cluster = shapes.candle_uno(), Cluster.preset("dapple-b:8")
     cost = CostModel(profile, cluster)
-    proposals = Sequential()(cost, batch_size=64)
+    proposals = Sequential()(cost, batch_size=128)
     judge = Judge(cost, ("1f1b", "1f1b-deep"))
     judge.consider(proposals)
-    found = plan(profile, cluster, 64, planner="sequential")
+    found = plan(profile, cluster, 128, planner="sequential")
     assert found.predicted.step_s < 0.995 * judge.best_s
     assert found.stage_graph.depth == len(found.stage_graph)
 

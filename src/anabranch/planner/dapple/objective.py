@@ -37,13 +37,14 @@ before o. What sticks out at the end of the stage counts::
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from anabranch.cost import CostModel
+from anabranch.graph.cuts import decompose, operators
 from anabranch.planner.dapple.links import counts, hop_price, ring_price
 from anabranch.planner.stages import Stage, StageGraph
 
@@ -169,7 +170,8 @@ def latency(
         graph: stages in order, one micro-batch size; edges do not matter. What a stage reads from
             any stage before it is taken to come from the one just before.
         cost: prices the operators of ``cost.graph`` on ``cost.cluster``.
-        overlap_allreduce: count of an all-reduce only what sticks out of the backward.
+        overlap_allreduce: count of an all-reduce only what sticks out of the backward, which goes
+            through the operators branch after branch, as ``Dapple`` has them in a row.
         even_slices: a replica has exactly b / d samples, also where that is no whole number, as in
             the tables of the paper; else as many as the fullest replica.
 
@@ -180,7 +182,8 @@ def latency(
     sizes = {stage.microbatch_size for stage in graph.stages}
     if len(sizes) > 1:
         raise ValueError(f"DAPPLE has one micro-batch size, the stages have {sorted(sizes)}")
-    priced = [_Priced(stage, cost, overlap_allreduce, even_slices) for stage in graph.stages]
+    place = {op: i for i, op in enumerate(operators(decompose(cost.graph)))}
+    priced = [_Priced(stage, cost, place, overlap_allreduce, even_slices) for stage in graph.stages]
     forward: list[float] = []
     backward: list[float] = []
     reduce: list[float] = []
@@ -199,8 +202,16 @@ def latency(
 class _Priced:
     """Seconds and bytes of one stage."""
 
-    def __init__(self, stage: Stage, cost: CostModel, overlap: bool, even_slices: bool) -> None:
+    def __init__(
+        self,
+        stage: Stage,
+        cost: CostModel,
+        place: Mapping[int, int],
+        overlap: bool,
+        even_slices: bool,
+    ) -> None:
         ops = [cost.graph.index[name] for name in stage.operators]
+        ops.sort(key=place.__getitem__)
         size, replicas = stage.microbatch_size, stage.replicas
         samples = size / replicas if even_slices else -(-size // replicas)
         self.place = counts(cost.cluster, stage.devices)

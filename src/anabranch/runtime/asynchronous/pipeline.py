@@ -23,6 +23,7 @@ import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -152,6 +153,7 @@ class AsyncPipeline(Joined):
         )
         self._trace = Trace(self._captured, self._state.parameters, self._mesh)
         self._clip, self._divergence = clip_stage_norm, Divergence()
+        self._learned: list[Flight] = []
         self._unread: deque[_Unread] = deque()
         self._first_bad: tuple[int, list[Finding]] | None = None
         self._is_spoilt = False
@@ -259,6 +261,7 @@ class AsyncPipeline(Joined):
         self._refuse_spoilt()
         with self._failing():
             self._stream.drain()
+            self._tell()
             for unread in self._unread:
                 unread.tally.read()
             self._measure()
@@ -278,6 +281,7 @@ class AsyncPipeline(Joined):
             POSITION.begin(self.step_number)
             self._prepare(batch, leaves)
             self._stream.put(leaves, samples, self.step_number)
+            self._tell()
             POSITION.leave()
         self._recent_s.append(time.perf_counter() - started)
         self.step_number += 1
@@ -298,11 +302,15 @@ class AsyncPipeline(Joined):
             with_gradient = [p for p in parameters.values() if p.grad is not None]
             torch.nn.utils.clip_grad_norm_(with_gradient, self._clip)
         self._weights.update(skip=self._first_bad is not None)
-        number, leaves = flight.number, flight.leaves
-        tally = Tally(
-            self._mesh, outcome, self._captured.metrics, lambda: self._why(number, leaves)
-        )
-        self._unread.append(_Unread(number, tally))
+        self._learned.append(flight)
+
+    def _tell(self) -> None:
+        """What mini-batches came to, to all ranks; the next forward has gone before."""
+        learned, self._learned = self._learned, []
+        for flight in learned:
+            why = partial(self._why, flight.number, flight.leaves)
+            tally = Tally(self._mesh, flight.outcome, self._captured.metrics, why)
+            self._unread.append(_Unread(flight.number, tally))
 
     # What mini-batches came to
 
@@ -334,6 +342,7 @@ class AsyncPipeline(Joined):
         # What all ranks do together they have to begin in one order, so first everything that they
         # do on their own.
         self._stream.drain()
+        self._tell()
         bad = self._first_bad
         found = bad[1] if bad is not None and bad[0] == number else []
         text = self._trace.told(found, leaves, f"mini-batch {number}")
