@@ -18,7 +18,9 @@ from anabranch.errors import (
     InvalidPlanError,
     SearchStoppedError,
 )
+from anabranch.graph.opgraph import Op, OpGraph, Value
 from anabranch.planner.stages import Plan, Prediction, Stage, StageGraph
+from anabranch.profile.profile import OpCost, Profile
 from anabranch.schedule import SCHEDULES
 from anabranch.simulator.run import step_seconds
 from anabranch.solve import (
@@ -567,3 +569,26 @@ def test_a_plan_knows_its_cluster(propose):
     cost, graph = on_chain(8)
     propose(graph)
     assert found(cost, 8).machines == cost.cluster
+
+
+def test_several_stages_on_a_device_are_simulated():
+    """A plan made by hand: four stages of 1 s each way on two devices, 8 micro-batches; by turns
+    (0 1 0 1) the second device begins after 1 s, in halves (0 0 1 1) after 2 s.
+    """
+    names = ("op0", "op1", "op2", "op3")
+    graph = OpGraph(
+        tuple(Op(name) for name in names), tuple(Value(i, (i + 1,), 1) for i in range(3)), ()
+    )
+    profile = Profile(graph, (1,), (OpCost((1.0,), (1.0,), 0),) * 4, "cpu", "measured")
+
+    two = cluster(2)
+
+    def step_s(devices: tuple[int, ...]) -> float:
+        stages = tuple(Stage((n,), (d,), 1) for n, d in zip(names, devices, strict=True))
+        ready = SCHEDULES["1f1b"]().warm_up(StageGraph(stages, ((0, 1), (1, 2), (2, 3)), 8))
+        nothing = Prediction(0.0, 0.0, 0.0, (0, 0))
+        plan = Plan(ready, "1f1b", "by hand", "", "", "", 0.0, 0.0, nothing)
+        assert solve.check_plan(plan, profile, two) == []
+        return solve.simulate(plan, profile, two).step_s
+
+    assert step_s((0, 1, 0, 1)) < step_s((0, 0, 1, 1)) == pytest.approx(36, abs=1e-6)

@@ -43,7 +43,7 @@ NADAM: dict[str, Recipe] = {
 }
 """In place of which optimizer, with the same weight decay."""
 
-RAMP, CLIP = 200, 3.0
+RAMP, CLIP = 500, 3.0
 """The options of predict-stash: updates until all stages learn at the full rate, and the largest
 gradient norm as a multiple of its own mean."""
 

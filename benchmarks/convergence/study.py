@@ -69,7 +69,7 @@ CASES = {
         Case("mnist", 4, "sgdm", 0.01, 10),
         Case("mnist", 4, "adamw", 0.003, 10),
         Case("mnist", 8, "adamw", 0.001, 10),
-        Case("charlm", 8, "adam", 0.003, 12),
+        Case("charlm", 8, "adam", 0.003, 16),
         Case("digits", 4, "sgdm", 0.01, 20),
         Case("digits", 8, "adamw", 0.001, 20),
     )

@@ -281,7 +281,7 @@ def simulate(
         graph, name = best.graph, best.schedule
     elif schedule is not None and schedule != plan_.schedule:
         graph = rule_named(name).warm_up(graph)
-    problems = check_stages(graph, cost)
+    problems = check_stages(graph, cost, shared=True)
     if problems:
         raise InvalidPlanError(
             f"the plan does not suit {cluster.name}, or not this model: {'; '.join(problems)}"
@@ -304,7 +304,7 @@ def check_plan(
     problems = []
     edges: dict[str, Any] = {}
     if profile is not None and cluster is not None:
-        problems = check_stages(plan_.stage_graph, CostModel(profile, cluster))
+        problems = check_stages(plan_.stage_graph, CostModel(profile, cluster), shared=True)
         if not problems:
             data, gradients = data_and_gradient_edges(plan_.stage_graph, profile.graph)
             edges = {"data_edges": data, "gradient_edges": gradients}

@@ -46,7 +46,7 @@ PIPELINE = ("train", TOWERS, "--devices", "2", "--batch-size", "8", "--max-repli
 
 @pytest.mark.dist
 @pytest.mark.parametrize("policy", ["auto", "stash", "2bw"])
-def test_a_run_says_how_stale_its_stages_were(document, policy, tmp_path):
+def test_a_run_says_how_stale_its_stages_were(run, document, policy, tmp_path):
     """Figures, and a plan in its folder that trains the same way again."""
     found = document(*PIPELINE, "--steps", "12", "--mode", "async", "--policy", policy)
     folder = tmp_path / found["run"]
@@ -63,6 +63,10 @@ def test_a_run_says_how_stale_its_stages_were(document, policy, tmp_path):
     assert max(found["peak_versions"]) <= 2
     assert found["metrics"].keys() == {"loss", "error"}
     assert Path(document("report", str(folder))["path"]).exists()
+    emulated = ("train", TOWERS, "--plan", str(folder / "plan.json"), "--emulate")
+    code, _, err = run(*emulated)
+    assert code == 2
+    assert "is for mode async" in err
     again = document("train", TOWERS, "--plan", str(folder / "plan.json"), "--steps", "12")
     assert again["policy"] == found["policy"]
     assert again["losses"] == found["losses"]

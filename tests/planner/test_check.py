@@ -93,6 +93,18 @@ def test_names_devices():
     ]
 
 
+def test_plans_by_hand_share_devices():
+    """Then what counts is the memory of all stages of a device together."""
+    shared = replace(
+        VALID, stages=tuple(replace(s, devices=(i % 2,)) for i, s in enumerate(VALID.stages))
+    )
+    assert check(shared, cost(2))[0] == "C3: device 0 holds the stages 0, 2"
+    assert check(shared, cost(2), shared=True) == []
+    (first, second) = check(shared, cost(2, memory=100), shared=True)
+    assert first.startswith("device 0 needs 0.00 GiB for stages 0, 2; cluster")
+    assert second.startswith("device 1 needs 0.00 GiB for stages 1, 3; cluster")
+
+
 def test_names_many_only_in_part():
     """Five, and how many more."""
     problems = check(graph("abcd"), cost(12))

@@ -212,8 +212,7 @@ def train(
     source = Source(model, preset, options, granularity)
     wishes = Wishes(links, cluster, bandwidth, latency, time_scale)
     if emulate:
-        if mode is Mode["async"] or policy is not None:
-            raise typer.BadParameter("--mode async, --policy: not with --emulate, which runs steps")
+        _refuse_emulation(mode, policy, plan_file)
         _refuse({**asked, "--epochs": epochs, "--resume": resume, "--save": save}, plan_file)
         folder = run_folder(run, _slug(model))
         chosen = schedule.value
@@ -428,6 +427,21 @@ class Job:
             run = replace(run, timelines=(("predicted", predicted), *run.timelines))
         save_run(run, folder)
         return run
+
+
+def _refuse_emulation(mode: Mode | None, policy: Policy | None, plan_file: Path | None) -> None:
+    """Refuse what emulated devices do not do: they run steps with a flush."""
+    from anabranch.files import load_plan
+
+    if mode is Mode["async"] or policy is not None:
+        raise typer.BadParameter(
+            "--mode async, --policy: not with --emulate, whose devices run steps with a flush"
+        )
+    if plan_file is not None and load_plan(plan_file).mode == "async":
+        raise typer.BadParameter(
+            f"{plan_file} is for mode async, and emulated devices run steps with a flush; "
+            "anabranch simulate says how long its mini-batches take"
+        )
 
 
 def _refuse_mode(is_async: bool, policy: Policy | None, accumulate: int) -> None:

@@ -4,6 +4,8 @@
     C2  an operator edge between two stages is a stage edge; there are no cycles
     C3  device sets are disjoint, inside the cluster, and together all of it
 
+C3 is what planners keep to. A plan made by hand may have several stages on a device (``shared``).
+
 ``StageGraph`` itself forbids edges from a later to an earlier stage, so a graph that has all its
 data edges is acyclic. Edges beyond those of the data are allowed: they order stages. C4, the
 order of micro-batches inside a stage, is for ``schedule.check``. Knows no planner.
@@ -25,7 +27,9 @@ _NAMED = 5
 """Offenders that one sentence lists by name."""
 
 
-def check(graph: StageGraph, cost: CostModel, versions: Sequence[int] = ()) -> list[str]:
+def check(
+    graph: StageGraph, cost: CostModel, versions: Sequence[int] = (), *, shared: bool = False
+) -> list[str]:
     """Everything that is wrong with a stage graph, one sentence each; empty if it is valid.
 
     Args:
@@ -35,18 +39,20 @@ def check(graph: StageGraph, cost: CostModel, versions: Sequence[int] = ()) -> l
         cost: prices memory and says which slices the profile covers: neither the largest nor the
             smallest slice of any micro-batch may lie outside.
         versions: per stage, versions of its weights that are held; empty for one everywhere.
+        shared: a device may hold several stages, as in plans made by hand.
     """
     problems = _operators(graph, cost)
     if problems:
         # Without a partition the rest has no meaning.
-        return problems + _devices(graph, cost)
+        return problems + _devices(graph, cost, shared=shared)
     masks = [cost.graph.mask(stage.operators) for stage in graph.stages]
     return [
         *_convexity(graph, cost, masks),
         *_edges(graph, cost, masks),
-        *_devices(graph, cost),
+        *_devices(graph, cost, shared=shared),
         *_samples(graph, cost),
         *_memory(graph, cost, versions or [1] * len(graph)),
+        *(_memory_together(graph, cost) if shared else ()),
     ]
 
 
@@ -113,7 +119,7 @@ def _edges(graph: StageGraph, cost: CostModel, masks: list[int]) -> list[str]:
     return problems
 
 
-def _devices(graph: StageGraph, cost: CostModel) -> list[str]:
+def _devices(graph: StageGraph, cost: CostModel, *, shared: bool) -> list[str]:
     total = cost.cluster.num_devices
     holders: dict[int, list[int]] = {}
     for s, stage in enumerate(graph.stages):
@@ -122,7 +128,7 @@ def _devices(graph: StageGraph, cost: CostModel) -> list[str]:
     problems = [
         f"C3: device {device} holds the stages {', '.join(map(str, stages))}"
         for device, stages in sorted(holders.items())
-        if len(stages) > 1
+        if len(stages) > 1 and not shared
     ]
     outside = [device for device in holders if not 0 <= device < total]
     idle = [device for device in range(total) if device not in holders]
@@ -182,6 +188,26 @@ def _memory(graph: StageGraph, cost: CostModel, versions: Sequence[int]) -> list
                 f"{f' and {versions[s]} versions of its weights' if versions[s] > 1 else ''}; "
                 f"cluster {cost.cluster.name} has {limit / GIB:.2f} GiB: try a smaller "
                 "micro-batch or more devices"
+            )
+    return problems
+
+
+def _memory_together(graph: StageGraph, cost: CostModel) -> list[str]:
+    """Of devices with several stages that fit one by one."""
+    least, limit = least_in_flight(graph), cost.cluster.memory_bytes
+    needs = [
+        stage_bytes(graph, cost, s, in_flight=stage.in_flight or least[s])
+        for s, stage in enumerate(graph.stages)
+    ]
+    problems = []
+    for device in graph.devices:
+        held = [s for s, stage in enumerate(graph.stages) if device in stage.devices]
+        need = sum(needs[s] for s in held)
+        if len(held) > 1 and need > limit >= max(needs[s] for s in held):
+            problems.append(
+                f"device {device} needs {need / GIB:.2f} GiB for stages "
+                f"{', '.join(map(str, held))}; cluster {cost.cluster.name} has "
+                f"{limit / GIB:.2f} GiB: try a smaller micro-batch or more devices"
             )
     return problems
 
