@@ -212,8 +212,8 @@ def train(
     source = Source(model, preset, options, granularity)
     wishes = Wishes(links, cluster, bandwidth, latency, time_scale)
     if emulate:
-        _refuse_emulation(mode, policy, plan_file)
         _refuse({**asked, "--epochs": epochs, "--resume": resume, "--save": save}, plan_file)
+        _refuse_emulation(mode, policy, plan_file)
         folder = run_folder(run, _slug(model))
         chosen = schedule.value
         rehearse(source, plan_file, wishes, steps or 5, asked, chosen, folder, as_json=as_json)

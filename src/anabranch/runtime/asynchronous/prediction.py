@@ -97,11 +97,7 @@ class Prediction:
     def __init__(self, optimizer: Optimizer, parameters: Sequence[torch.nn.Parameter]) -> None:
         self._optimizer, self._parameters = optimizer, parameters
         self.rule = rule_of(optimizer)
-        place = {id(parameter): i for i, parameter in enumerate(parameters)}
-        self._groups = [
-            (group, [place[id(p)] for p in group["params"] if id(p) in place])
-            for group in optimizer.param_groups
-        ]
+        self._place = {id(parameter): i for i, parameter in enumerate(parameters)}
 
     def move(
         self,
@@ -129,7 +125,9 @@ class Prediction:
             return
         state = self._optimizer.state
         step = _momentum if self.rule == "momentum" else _adam
-        for group, indices in self._groups:
+        # The groups are looked up every time: loading a state dict replaces them.
+        for group in self._optimizer.param_groups:
+            indices = (self._place[id(p)] for p in group["params"] if id(p) in self._place)
             rows = [
                 (_real(weights[i]), state[self._parameters[i]])
                 for i in indices
