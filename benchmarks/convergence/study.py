@@ -24,6 +24,9 @@ SEEDS = 10
 SEARCH_SEEDS = range(1000, 1003)
 """On which rates are compared; those reported begin at 0."""
 
+LAST = 3
+"""Epochs whose mean counts: at a constant learning rate a single one is up or down by chance."""
+
 RATES = {
     "sgdm": (0.003, 0.01, 0.03),
     "adam": (0.0003, 0.001, 0.003),
@@ -116,9 +119,9 @@ class Runs:
             yield self[run]
 
 
-def final(row: Row) -> float:
-    """Held-out accuracy after the last epoch, in points."""
-    return 100 * float(row["accuracy"][-1])
+def score(row: Row) -> float:
+    """Held-out accuracy in points: mean over the last epochs."""
+    return 100 * statistics.fmean(row["accuracy"][-LAST:])
 
 
 def fixed(case: Case, runs: Runs, seeds: int) -> list[Row]:
@@ -135,7 +138,7 @@ def searched(case: Case, runs: Runs, seeds: int) -> list[Row]:
     for name in case.contenders:
         means = {
             lr: statistics.fmean(
-                map(final, runs.all(case.run(name, seed, lr) for seed in SEARCH_SEEDS))
+                map(score, runs.all(case.run(name, seed, lr) for seed in SEARCH_SEEDS))
             )
             for lr in rates
         }
@@ -150,6 +153,6 @@ def _row(case: Case, name: str, runs: Runs, seeds: int, lr: float) -> Row:
         "case": str(case),
         "contender": name,
         "lr": lr,
-        "accuracy": [final(row) for row in found],
+        "accuracy": [score(row) for row in found],
         "curves": [row["accuracy"] for row in found],
     }

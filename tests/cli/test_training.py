@@ -108,9 +108,10 @@ def test_data_that_raises_ends_every_rank(run):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--policy", "stash"], "--policy is for --mode async"),
+        (["--policy", "stash"], "--policy and its options are for --mode async"),
         (["--mode", "async", "--accumulate", "2"], "take a larger --batch-size"),
         (["--mode", "async", "--policy", "none"], "is not one of"),
+        (["--mode", "async", "--policy", "stash", "--policy-option", "clip=3"], "it has none"),
         (["--mode", "async", "--schedule", "gpipe"], "schedule gpipe is for mode sync"),
         (["--mode", "async", "--emulate"], "not with --emulate"),
     ],

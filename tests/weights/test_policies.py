@@ -186,3 +186,14 @@ def test_names():
     assert [POLICIES[name]().name for name in POLICIES] == list(POLICIES)
     with pytest.raises(ValueError, match="unknown policy 'bsp'; there are naive, stash"):
         policy_named("bsp")
+
+
+def test_options_by_name():
+    """As the command line has them; what is wrong is named with what there is."""
+    assert policy_named("predict-stash", {"ramp": 20, "clip": 3}) == PredictStash(20, 3)
+    with pytest.raises(ValueError, match="stash has no option clip; it has none"):
+        policy_named("stash", {"clip": 3})
+    with pytest.raises(ValueError, match="has no option speed; it has ramp, clip"):
+        policy_named("predict-stash", {"speed": 3})
+    with pytest.raises(ValueError, match="option clip .* is a number, not 'x'"):
+        policy_named("predict-stash", {"clip": "x"})

@@ -181,7 +181,7 @@ def split_output(values: list[str] | None) -> tuple[dict[str, str], Path | None]
     return options, file
 
 
-def planner_options(values: list[str] | None) -> dict[str, object]:
+def planner_options(values: list[str] | None, flag: str = "--planner-option") -> dict[str, object]:
     """``name=value`` pairs; true, false, none and numbers are what they look like."""
     words: dict[str, object] = {"true": True, "false": False, "none": None}
     options: dict[str, object] = {}
@@ -189,9 +189,9 @@ def planner_options(values: list[str] | None) -> dict[str, object]:
         name, equals, value = text.partition("=")
         name = name.replace("-", "_")
         if not equals or not name:
-            raise typer.BadParameter(f"--planner-option {text}: write NAME=VALUE")
+            raise typer.BadParameter(f"{flag} {text}: write NAME=VALUE")
         if name in options:
-            raise typer.BadParameter(f"--planner-option {name} is given twice; leave out one")
+            raise typer.BadParameter(f"{flag} {name} is given twice; leave out one")
         options[name] = words.get(value.lower(), _number(value))
     return options
 

@@ -91,6 +91,15 @@ PolicyOption = Annotated[
         help="With --mode async: which weights forwards and backwards read [default: auto].",
     ),
 ]
+PolicyOptions = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--policy-option",
+        metavar="NAME=VALUE",
+        help="An option of the policy, such as clip=3 of predict-stash; repeatable. A wrong name "
+        "lists all.",
+    ),
+]
 ManyPolicies = Annotated[
     list[Policy] | None,
     typer.Option(

@@ -21,7 +21,13 @@ from anabranch.cli.computing import (
     Precision,
     PrecisionOption,
 )
-from anabranch.cli.inputs import Source, powers_of_two, split_output, usage
+from anabranch.cli.inputs import (
+    Source,
+    planner_options,
+    powers_of_two,
+    split_output,
+    usage,
+)
 from anabranch.cli.options import (
     AsJson,
     Granularity,
@@ -33,6 +39,7 @@ from anabranch.cli.options import (
     Output,
     Policy,
     PolicyOption,
+    PolicyOptions,
     Preset,
     Schedule,
     ScheduleOption,
@@ -180,6 +187,7 @@ def train(
     accumulate: Accumulate = 1,
     mode: TrainingMode = None,
     policy: PolicyOption = None,
+    policy_option: PolicyOptions = None,
     emulate: Emulate = False,
     cluster: EmulatedCluster = None,
     links: LinksOption = LinkKind.modelled,
@@ -225,7 +233,7 @@ def train(
 
     planned = Mode(job.plan.mode) if job.plan is not None else Mode.sync
     is_async = (mode or planned) is Mode["async"]
-    _refuse_mode(is_async, policy, accumulate)
+    _refuse_mode(is_async, policy or policy_option, accumulate)
 
     def search() -> Plan:
         count = devices or int(os.environ.get("WORLD_SIZE", "2"))
@@ -250,6 +258,12 @@ def train(
         # A plan of the search has the policy, also where it was to choose one.
         named = policy is not None and plan_file is not None
         special = {"policy": policy.value if policy is not None and named else None}
+        if policy_option:
+            from anabranch.weights import policy_named
+
+            name = special["policy"] or job.plan.policy
+            given = planner_options(policy_option, "--policy-option")
+            special = {"policy": usage(policy_named, name, given)}
     result = job.train(
         steps or wanted,
         epochs,
@@ -444,11 +458,12 @@ def _refuse_emulation(mode: Mode | None, policy: Policy | None, plan_file: Path 
         )
 
 
-def _refuse_mode(is_async: bool, policy: Policy | None, accumulate: int) -> None:
+def _refuse_mode(is_async: bool, policy: object, accumulate: int) -> None:
     """Refuse options of the other mode."""
-    if not is_async and policy is not None:
+    if not is_async and policy:
         raise typer.BadParameter(
-            "--policy is for --mode async; without it all passes read the same weights"
+            "--policy and its options are for --mode async; without it all passes read the same "
+            "weights"
         )
     if is_async and accumulate > 1:
         raise typer.BadParameter(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
+from typing import Any
 
 from anabranch.weights.alive import Alive, versions_held
 from anabranch.weights.base import Reading, Unit, WeightPolicy
@@ -50,12 +52,25 @@ POLICIES: Mapping[str, Callable[[], WeightPolicy]] = {
 """Name -> policy."""
 
 
-def policy_named(name: str) -> WeightPolicy:
+def policy_named(name: str, options: Mapping[str, object] | None = None) -> WeightPolicy:
     """The policy of that name.
 
+    Args:
+        name: key of ``POLICIES``.
+        options: values for its fields, all of them numbers.
+
     Raises:
-        ValueError: if there is none.
+        ValueError: if there is none, or it has no such option.
     """
     if name not in POLICIES:
         raise ValueError(f"unknown policy {name!r}; there are {', '.join(POLICIES)} and auto")
-    return POLICIES[name]()
+    policy: Any = POLICIES[name]()
+    known = [field.name for field in fields(policy)]
+    for option, value in (options or {}).items():
+        if option not in known:
+            has = f"it has {', '.join(known)}" if known else "it has none"
+            raise ValueError(f"policy {name} has no option {option}; {has}")
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ValueError(f"option {option} of policy {name} is a number, not {value!r}")
+    made: WeightPolicy = replace(policy, **(options or {}))
+    return made
