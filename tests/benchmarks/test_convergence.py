@@ -112,9 +112,9 @@ def test_goes_on_from_a_file(tmp_path, monkeypatch):
     monkeypatch.setattr(study, "train", pretend)
     first = study.searched(SHORT, study.Runs(tmp_path / "runs.jsonl"), 2)
     assert {row["lr"] for row in first} == {0.03}
-    assert len(trained_runs) == len(SHORT.contenders) * (3 * 3 + 2)
+    assert len(trained_runs) == len(SHORT.contenders) * (3 * 2 + 2)
     assert study.searched(SHORT, study.Runs(tmp_path / "runs.jsonl"), 2) == first
-    assert len(trained_runs) == len(SHORT.contenders) * (3 * 3 + 2)
+    assert len(trained_runs) == len(SHORT.contenders) * (3 * 2 + 2)
 
 
 def test_differences_are_those_of_pairs():

@@ -195,5 +195,5 @@ def test_options_by_name():
         policy_named("stash", {"clip": 3})
     with pytest.raises(ValueError, match="has no option speed; it has ramp, clip"):
         policy_named("predict-stash", {"speed": 3})
-    with pytest.raises(ValueError, match="option clip .* is a number, not 'x'"):
+    with pytest.raises(ValueError, match=r"option clip .* is a number, not 'x'"):
         policy_named("predict-stash", {"clip": "x"})

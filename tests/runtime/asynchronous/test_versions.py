@@ -343,10 +343,8 @@ def test_a_resumed_run_predicts_as_if_it_had_not_stopped(optimizer):
     assert list(resumed.train(data[6:])) == expected
 
 
-def test_clipping_is_by_the_stages_own_usual_norm():
-    """The first gradient sets it; an outlier is cut to twice the running norm, which it raises only
-    by what is left of it.
-    """
+def clipped(gradients: list[float]) -> list[float]:
+    """Gradients of a stage as its optimizer gets them, clipped to twice the usual norm."""
     weight = nn.Parameter(torch.zeros(1))
     versions = StageWeights(
         {"w": weight},
@@ -357,11 +355,25 @@ def test_clipping_is_by_the_stages_own_usual_norm():
         depth=1,
     )
     steps = []
-    for n, gradient in enumerate([1.0, 1.5, 100.0, float("inf"), 1.0]):
+    for n, gradient in enumerate(gradients):
         versions.forward(n)
         weight.grad = torch.tensor([gradient])
         before = weight.item()
         versions.update(skip=gradient == float("inf"))
         steps.append(before - weight.item())
+    return steps
+
+
+def test_clipping_is_by_the_stages_own_usual_norm():
+    """The first gradient sets it; an outlier is cut to twice the running norm, which it raises only
+    by what is left of it.
+    """
     # Running norms before each: 1, 1, 1.05, 1.155.
-    assert steps == pytest.approx([1.0, 1.5, 2.1, 0.0, 1.0])
+    assert clipped([1.0, 1.5, 100.0, float("inf"), 1.0]) == pytest.approx([1.0, 1.5, 2.1, 0.0, 1.0])
+
+
+def test_gradients_that_begin_with_zero_are_not_clipped_to_zero():
+    """A last layer that starts at zero gives the stages before it no gradient at first; the first
+    one that is not zero is usual.
+    """
+    assert clipped([0.0, 0.0, 1.0, 5.0]) == pytest.approx([0.0, 0.0, 1.0, 2.0])

@@ -264,10 +264,12 @@ class StageWeights:
         """
         norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
         if self._norm is None:
-            self._norm = norm
-        limit = most * self._norm
+            self._norm = torch.zeros_like(norm)
+        # Zero is no usual norm: a last layer that starts at zero lets no gradient through at first.
+        before = torch.where(self._norm > 0, self._norm, norm)
+        limit = most * before
         torch._foreach_mul_(grads, torch.where(norm > limit, limit / norm, torch.ones_like(norm)))
-        usual = _MEMORY * self._norm + (1 - _MEMORY) * torch.minimum(norm, limit)
+        usual = _MEMORY * before + (1 - _MEMORY) * torch.minimum(norm, limit)
         self._norm = torch.where(norm.isfinite(), usual, self._norm)
 
     def state_dict(self) -> dict[str, Any]:
