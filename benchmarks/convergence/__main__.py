@@ -1,7 +1,8 @@
 """What each weight policy costs a model: held-out accuracy beside synchronous training.
 
 python -m benchmarks.convergence [--only fixed searched] [--cases mnist-4-sgdm] [--seeds 10]
-                                 [--into FILE] [--curves PAGE] [--json]
+                                 [--policies synchronous stash] [--into FILE] [--curves PAGE]
+                                 [--json]
 """
 
 from __future__ import annotations
@@ -11,17 +12,18 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.convergence import curves, study, tables
+from benchmarks.convergence.contenders import CONTENDERS
 from benchmarks.convergence.training import deterministic
 from benchmarks.planners.common import Row
 
-SECTIONS: dict[str, Callable[[study.Case, study.Runs, int], list[Row]]] = {
+SECTIONS: dict[str, Callable[[study.Case, study.Runs, int, Collection[str]], list[Row]]] = {
     "fixed": study.fixed,
     "searched": study.searched,
 }
@@ -33,12 +35,16 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--only", nargs="*", choices=SECTIONS, help="these tables only")
     parser.add_argument("--cases", nargs="*", choices=study.CASES, help="these cases only")
+    parser.add_argument("--policies", nargs="*", choices=CONTENDERS, help="these only")
     parser.add_argument("--seeds", type=int, default=study.SEEDS, help="0 to this, exclusive")
     parser.add_argument("--into", type=Path, help="keep runs in this file, and go on from it")
     parser.add_argument("--curves", type=Path, help="write the page of curves, .png or .svg")
     arguments = parser.parse_args()
     if arguments.seeds < 1:
         parser.error("--seeds: at least 1")
+    policies = arguments.policies or list(CONTENDERS)
+    if "synchronous" not in policies:
+        parser.error("--policies: synchronous has to be among them, to compare with")
     deterministic()
     runs = study.Runs(arguments.into)
     found: dict[str, Any] = {
@@ -50,7 +56,7 @@ def main() -> None:
     for section in arguments.only or SECTIONS:
         found[section] = {}
         for name in arguments.cases or study.CASES:
-            rows = SECTIONS[section](study.CASES[name], runs, arguments.seeds)
+            rows = SECTIONS[section](study.CASES[name], runs, arguments.seeds, policies)
             found[section][name] = {"rows": rows, "differences": tables.compared(rows)}
             if not arguments.json:
                 sys.stdout.write(f"\n## {section}: {name}\n\n{tables.show(rows)}\n")

@@ -12,7 +12,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -124,18 +124,19 @@ def score(row: Row) -> float:
     return 100 * statistics.fmean(row["accuracy"][-LAST:])
 
 
-def fixed(case: Case, runs: Runs, seeds: int) -> list[Row]:
-    """Every contender at the fixed rate, seed by seed."""
+def fixed(case: Case, runs: Runs, seeds: int, contenders: Collection[str]) -> list[Row]:
+    """These contenders, as far as they work with the case, at the fixed rate."""
+    names = [name for name in case.contenders if name in contenders]
     # All contenders for a seed, then the next seed: a file that ends early is of use.
-    runs.all(case.run(name, seed) for seed in range(seeds) for name in case.contenders)
-    return [_row(case, name, runs, seeds, case.lr) for name in case.contenders]
+    runs.all(case.run(name, seed) for seed in range(seeds) for name in names)
+    return [_row(case, name, runs, seeds, case.lr) for name in names]
 
 
-def searched(case: Case, runs: Runs, seeds: int) -> list[Row]:
-    """Every contender at the best rate of the grid, which other seeds have found."""
+def searched(case: Case, runs: Runs, seeds: int, contenders: Collection[str]) -> list[Row]:
+    """Likewise, each at its best rate of the grid, which other seeds have found."""
     rates = RATES[case.optimizer]
     best: dict[str, float] = {}
-    for name in case.contenders:
+    for name in (name for name in case.contenders if name in contenders):
         means = {
             lr: statistics.fmean(
                 map(score, runs.all(case.run(name, seed, lr) for seed in SEARCH_SEEDS))

@@ -110,10 +110,10 @@ def test_goes_on_from_a_file(tmp_path, monkeypatch):
         return {"accuracy": [0.9 + 0.05 * likes - 0.001 * run.seed % 7], "loss": [1.0]}
 
     monkeypatch.setattr(study, "train", pretend)
-    first = study.searched(SHORT, study.Runs(tmp_path / "runs.jsonl"), 2)
+    first = study.searched(SHORT, study.Runs(tmp_path / "runs.jsonl"), 2, CONTENDERS)
     assert {row["lr"] for row in first} == {0.03}
     assert len(trained_runs) == len(SHORT.contenders) * (3 * 2 + 2)
-    assert study.searched(SHORT, study.Runs(tmp_path / "runs.jsonl"), 2) == first
+    assert study.searched(SHORT, study.Runs(tmp_path / "runs.jsonl"), 2, CONTENDERS) == first
     assert len(trained_runs) == len(SHORT.contenders) * (3 * 2 + 2)
 
 

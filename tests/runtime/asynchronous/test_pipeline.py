@@ -431,6 +431,25 @@ def test_clipping_is_by_the_norm_of_each_stage() -> None:
     assert_same(mine, by_hand(twin))
 
 
+def test_sparse_gradients_are_clipped_like_others() -> None:
+    model = cut("two sources", "momentum")
+    chosen = plan_of(model)
+
+    def work(sparse: bool) -> list[float]:
+        if sparse:
+            weight = model.workload.module.get_parameter("right.weight")
+            weight.register_post_accumulate_grad_hook(_make_sparse)
+        return list(pipeline(model, chosen, clip_stage_norm=0.05).steps(batches(6)))
+
+    sparse, plain = (on_ranks(chosen, partial(work, each))[0] for each in (True, False))
+    assert sparse == pytest.approx(plain, rel=1e-6)
+
+
+def _make_sparse(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad = parameter.grad.to_sparse(1)
+
+
 def test_metrics_are_those_of_the_loss() -> None:
     model = small.built("TwoBranch")
     chosen = async_plan(model, 2)
@@ -574,13 +593,14 @@ def test_what_raises_in_a_stage_is_located() -> None:
     assert str(caught.value).startswith(place)
 
 
-def test_numbers_that_are_not_finite_are_named_on_every_rank() -> None:
+@pytest.mark.parametrize("bad", [4, 8])
+def test_numbers_that_are_not_finite_are_named_on_every_rank(bad: int) -> None:
     """Stage and mini-batch where it began, how stale the stages are, and what helps; weights stay
-    finite, but belong to no version any more.
+    finite, but belong to no version any more. The losses before it are told, also at the end.
     """
     model = cut("chain 3")
     data = batches(9)
-    data[4]["x"][2, 1] = float("nan")
+    data[bad]["x"][2, 1] = float("nan")
 
     def work() -> tuple[str, str, bool, int]:
         pipe = pipeline(model, plan_of(model))
@@ -595,11 +615,12 @@ def test_numbers_that_are_not_finite_are_named_on_every_rank() -> None:
     results = on_ranks(plan_of(model), work)
     assert len({rank[0] for rank in results}) == 1
     text = results[0][0]
-    assert "is not finite in mini-batch 4: stage 0 is the first" in text
+    assert f"is not finite in mini-batch {bad}: stage 0 is the first" in text
     assert "x in the batch is not finite itself, first in sample 2" in text
     assert "stage 0: 2, stage 1: 1, stage 2: 0" in text
     assert "the learning rate is 0.1" in text
     assert all(rank[2] for rank in results)
+    assert [rank[3] for rank in results] == [bad] * 3
 
 
 def test_a_gradient_that_overflows_is_named() -> None:
@@ -671,6 +692,9 @@ def test_plans_that_cannot_run_without_a_flush() -> None:
     assert "devices of its own" in text
     gpipe = replace(chosen, schedule="gpipe")
     assert "schedule is gpipe" in refusal(model, gpipe)
+    rising = [replace(s, in_flight=k) for s, k in zip(graph.stages, (2, 3, 1), strict=True)]
+    stuck = replace(chosen, stage_graph=replace(graph, stages=tuple(rising)))
+    assert "the warm-up rises along stage edge 0 -> 1" in refusal(model, stuck)
     uneven = [replace(s, microbatch_size=2) if i == 1 else s for i, s in enumerate(graph.stages)]
     mixed = replace(chosen, stage_graph=replace(graph, stages=tuple(uneven)), mode="sync")
     assert "micro-batches of 4, 2, 4 samples" in refusal(model, mixed)

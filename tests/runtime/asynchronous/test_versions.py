@@ -377,3 +377,23 @@ def test_gradients_that_begin_with_zero_are_not_clipped_to_zero():
     one that is not zero is usual.
     """
     assert clipped([0.0, 0.0, 1.0, 5.0]) == pytest.approx([0.0, 0.0, 1.0, 2.0])
+
+
+def test_sparse_gradients_are_clipped_by_what_they_add_up_to():
+    """A row that was looked up twice has its gradient twice: the norm is 2, and then 10 of 4."""
+    weight = nn.Parameter(torch.zeros(3, 1))
+    versions = StageWeights(
+        {"w": weight},
+        SGD([weight], lr=1.0),
+        PredictStash(clip=2.0),
+        in_flight=1,
+        distance=0,
+        depth=1,
+    )
+    for n, gradient in enumerate([1.0, 5.0]):
+        versions.forward(n)
+        twice = torch.full((2, 1), gradient)
+        rows = torch.tensor([[1, 1]])
+        weight.grad = torch.sparse_coo_tensor(rows, twice, (3, 1), check_invariants=True)
+        versions.update()
+    assert weight.flatten().tolist() == [0.0, -2.0 - 4.0, 0.0]

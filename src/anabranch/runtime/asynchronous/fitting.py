@@ -32,6 +32,8 @@ def endless(plan: Plan) -> StageGraph:
 
     Raises:
         InvalidPlanError: if the schedule is no 1F1B.
+        InvalidScheduleError: if the counts of an asynchronous plan rise along a stage edge, so that
+            its stages would wait for each other.
     """
     graph = plan.stage_graph
     rule = SCHEDULES[plan.schedule]()
@@ -43,7 +45,9 @@ def endless(plan: Plan) -> StageGraph:
             "1f1b or 1f1b-deep"
         )
     if plan.mode == "async":
-        require_in_flight(graph)
+        # Within one mini-batch no count could be too large.
+        most = max(stage.in_flight for stage in graph.stages)
+        require_in_flight(replace(graph, batch_size=graph.batch_size * (most + 1)))
         return graph
     most = max(stage.microbatch_size for stage in graph.stages)
     # No count can reach the number of micro-batches of so large a batch.

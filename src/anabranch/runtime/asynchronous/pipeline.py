@@ -22,6 +22,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import count
@@ -45,6 +46,7 @@ from anabranch.runtime.asynchronous.fitting import (
 )
 from anabranch.runtime.asynchronous.stream import Stream
 from anabranch.runtime.asynchronous.versions import StageWeights
+from anabranch.runtime.buckets import dense
 from anabranch.runtime.failure import POSITION
 from anabranch.runtime.feed import leaves_of, samples_of
 from anabranch.runtime.joined import Joined
@@ -98,6 +100,7 @@ class AsyncPipeline(Joined):
     Raises:
         InvalidPlanError: see ``Pipeline``; also if the plan cannot run without a flush, a device
             has several stages, or stages share a trainable parameter.
+        InvalidScheduleError: if the plan's in-flight counts rise along a stage edge.
         PolicyError: if the policy does not fit the plan or the optimizer, or the workload clips the
             norm over all stages.
         InfeasiblePlanError: if a rank would take more memory than there is.
@@ -216,7 +219,8 @@ class AsyncPipeline(Joined):
             for batch in self._given(batches):
                 self._put(batch)
                 yield from self._known(first, self.step_number - self._late)
-            self.drain()
+            with suppress(NonFiniteError):  # its turn comes after the losses before it
+                self.drain()
             yield from self._known(first, self.step_number)
         except GeneratorExit:
             self._part()
@@ -300,7 +304,8 @@ class AsyncPipeline(Joined):
             self._first_bad = flight.number, seen
         if self._clip is not None:
             with_gradient = [p for p in parameters.values() if p.grad is not None]
-            torch.nn.utils.clip_grad_norm_(with_gradient, self._clip)
+            norm = torch.nn.utils.get_total_norm([dense(g) for g in gradients.values()])
+            torch.nn.utils.clip_grads_with_norm_(with_gradient, self._clip, norm)
         self._weights.update(skip=self._first_bad is not None)
         self._learned.append(flight)
 
@@ -437,8 +442,6 @@ class AsyncPipeline(Joined):
         pipeline = cls(workload, plan, **options)
         saved = pipeline._read_from(folder)
         with pipeline._failing():
-            # Loading gives an optimizer parameter groups of its own, which predictions look at.
-            pipeline._start()
             pipeline._take_predictions(saved)
         return pipeline
 

@@ -33,6 +33,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from anabranch.runtime.asynchronous.prediction import Prediction, require_rule
+from anabranch.runtime.buckets import dense
 from anabranch.weights import Alive, PredictStash, WeightPolicy
 
 Storage = list[Tensor]
@@ -262,7 +263,8 @@ class StageWeights:
         The running norm is over the clipped ones, so that one outlier does not raise it; an
         infinite or undefined norm leaves it as it is.
         """
-        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
+        norms = torch._foreach_norm([dense(gradient) for gradient in grads])
+        norm = torch.linalg.vector_norm(torch.stack(norms))
         if self._norm is None:
             self._norm = torch.zeros_like(norm)
         # Zero is no usual norm: a last layer that starts at zero lets no gradient through at first.
