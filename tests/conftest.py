@@ -2,7 +2,11 @@
 
 import os
 
+import torch
 from hypothesis import settings
+
+# Results are compared bit for bit between processes, and additions are ordered by threads.
+torch.set_num_threads(1)
 
 # A deadline measures the machine, which may be busy, not the code. In CI the examples are the same
 # each time, so a failure there is the change's; at home every run looks at new ones.

@@ -114,14 +114,14 @@ def test_micro_batches_follow_over_the_end_of_a_mini_batch():
     graph = stream.warm_up(stage_graph(chain(4), [(i,) for i in range(4)], 8))
     assert [stage.in_flight for stage in graph.stages] == [4, 3, 2, 1]
     assert stream.steady(graph, times([1.0] * 4, [2.0] * 4)).period_s == pytest.approx(24.0)
-    assert [stream.units_in_flight(graph, s) for s in range(4)] == [2, 2, 2, 1]
+    assert [stream.units_held(graph, s) for s in range(4)] == [2, 2, 2, 1]
 
 
 def test_whole_mini_batches_in_flight():
     """One micro-batch each: the longest distance to the sink plus 1, more than a batch has."""
     graph = one_by_one(4)
     assert [stage.in_flight for stage in graph.stages] == [4, 3, 2, 1]
-    assert [stream.units_in_flight(graph, s) for s in range(4)] == [4, 3, 2, 1]
+    assert [stream.units_held(graph, s) for s in range(4)] == [4, 3, 2, 1]
 
 
 def test_memory_by_hand():

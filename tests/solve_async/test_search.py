@@ -225,4 +225,4 @@ def test_stage_bytes_and_the_simulator_agree():
     for s, peak in enumerate(plan.predicted.device_peak_bytes):
         held = graph.stages[s].in_flight
         assert peak == stage_bytes(graph, cost, s, in_flight=held, versions=versions[s])
-    assert stream.units_in_flight(graph, 0) == 4
+    assert stream.units_held(graph, 0) == 4

@@ -81,7 +81,7 @@ class TrainingProgress:
     On a terminal one line is kept up to date; elsewhere a line is written every few seconds.
 
     Args:
-        predicted_step_s: what the plan says.
+        predicted_step_s: what the plan says; 0 where it says nothing.
         every_s: seconds between lines where there is no terminal.
     """
 
@@ -110,9 +110,10 @@ class TrainingProgress:
         line = (
             f"step {progress.step}{of}, {now - self._started:.0f} s: "
             f"loss {self._loss:.4f}{metrics}, {progress.samples / recent:.0f} samples/s, "
-            f"step {recent * 1e3:.1f} ms "
-            f"(predicted {self._predicted_s * 1e3:.1f})"
+            f"step {recent * 1e3:.1f} ms"
         )
+        if self._predicted_s:
+            line += f" (predicted {self._predicted_s * 1e3:.1f})"
         end = "\n" if last or not terminal else ""
         sys.stderr.write(("\r\x1b[2K" if terminal else "") + line + end)
         sys.stderr.flush()

@@ -406,6 +406,7 @@ class Job:
 
         plan = self.plan
         assert plan is not None
+        is_planned = is_async == (plan.mode == "async")
         # Once here rather than in every rank: forked ranks inherit it.
         prepare(self.captured, plan.stage_graph)
         evaluation = self.captured.evaluation() if self.workload.eval_data is not None else None
@@ -421,7 +422,8 @@ class Job:
                 resume=resume,
                 save=save,
                 **options,
-                watch=TrainingProgress(plan.predicted.step_s),
+                # In the other mode than the plan's its prediction says nothing.
+                watch=TrainingProgress(plan.predicted.step_s if is_planned else 0.0),
             )
 
         return (
@@ -530,7 +532,8 @@ def _asynchronous_rows(run: Run) -> list[list[str]]:
 
 def _step_rows(run: Run) -> list[list[str]]:
     predicted, rows = run.plan.predicted.step_s, []
-    rows.append(["step", f"{run.median_step_s * 1e3:.2f} ms, predicted {predicted * 1e3:.2f} ms"])
+    said = f", predicted {predicted * 1e3:.2f} ms" if run.plan.mode == "sync" else ""
+    rows.append(["step", f"{run.median_step_s * 1e3:.2f} ms{said}"])
     if run.period_s:
         rows.append(["step after step", f"{run.period_s * 1e3:.2f} ms without a barrier between"])
     if run.ideal_step_s:
@@ -538,8 +541,9 @@ def _step_rows(run: Run) -> list[list[str]]:
     if run.device_peak_bytes:
         # Of the rank that took most.
         expected = run.plan.predicted.device_peak_bytes
-        peak, said = max(zip(run.device_peak_bytes, expected, strict=True))
-        rows.append(["peak memory", f"{peak / 2**20:.1f} MiB, predicted {said / 2**20:.1f} MiB"])
+        peak, planned = max(zip(run.device_peak_bytes, expected, strict=True))
+        mib = f"{peak / 2**20:.1f} MiB, predicted {planned / 2**20:.1f} MiB"
+        rows.append(["peak memory", mib])
     return rows
 
 

@@ -18,7 +18,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 
 from anabranch.planner.stages import StageGraph
-from anabranch.simulator.stream import units_in_flight
+from anabranch.simulator.stream import units_held
 from anabranch.weights import Unit, WeightPolicy, versions_held
 from anabranch.weights.requirements import require_fits
 
@@ -59,7 +59,7 @@ def staleness(graph: StageGraph, policy: WeightPolicy) -> tuple[Staleness, ...]:
     assert isinstance(policy, Hashable), "policies are frozen dataclasses"
     result = []
     for s, stage in enumerate(graph.stages):
-        held, height = units_in_flight(graph, s), graph.height[s]
+        held, height = units_held(graph, s), graph.height[s]
         unit = Unit(4 * held + 4 * graph.depth, 0, held, height, graph.depth)
         forward, backward = policy.forward(unit), policy.backward(unit)
         versions = versions_held(

@@ -43,6 +43,7 @@ from anabranch.simulator.run import collector_paused, execute, memory_curve
 from anabranch.simulator.steady import TOLERANCE, Log, find_period
 from anabranch.simulator.step import Step, num_pieces
 from anabranch.timeline import Timeline
+from anabranch.weights import units_in_flight
 
 MOST_STREAMS = 5
 """Streams that are simulated to find a period, each twice as long as the one before."""
@@ -107,10 +108,9 @@ def stream(graph: StageGraph, batches: int) -> StageGraph:
     return replace(graph, batch_size=batches * graph.batch_size)
 
 
-def units_in_flight(graph: StageGraph, stage: int) -> int:
+def units_held(graph: StageGraph, stage: int) -> int:
     """Mini-batches that a stage has between forward and backward at most, begun ones included."""
-    held = graph.stages[stage].in_flight
-    return 1 + -(-(held - 1) // graph.num_microbatches(stage))
+    return units_in_flight(graph.stages[stage].in_flight, graph.num_microbatches(stage))
 
 
 def steady(graph: StageGraph, costs: StepCosts, *, slots: int = 1) -> Steady:
@@ -125,7 +125,7 @@ def steady(graph: StageGraph, costs: StepCosts, *, slots: int = 1) -> Steady:
         InvalidPlanError: if a parameter is tied across stages.
         DeadlockError: if the in-flight counts cannot be executed.
     """
-    batches = 3 * max(units_in_flight(graph, s) for s in range(len(graph))) + 4
+    batches = 3 * max(units_held(graph, s) for s in range(len(graph))) + 4
     simulated = 0
     with collector_paused():
         for _ in range(MOST_STREAMS):
@@ -221,7 +221,7 @@ def record(
 
 def shown(graph: StageGraph) -> int:
     """Mini-batches of a timeline that is asked for without saying how many."""
-    return 2 * max(units_in_flight(graph, s) for s in range(len(graph))) + SHOWN
+    return 2 * max(units_held(graph, s) for s in range(len(graph))) + SHOWN
 
 
 def _simulate(
@@ -297,7 +297,7 @@ def _logs(step: Step, schedule: Schedule, graph: StageGraph, batches: int) -> li
             computes = np.flatnonzero(is_compute)
             before = (last + 1 - count * batches) // count * updates
             last_forwards.append(times[computes[last + before]])
-            held = 2 * stage.in_flight + updates * units_in_flight(graph, s)
+            held = 2 * stage.in_flight + updates * units_held(graph, s)
             logs.append(Log(times, computes, 0, 2 * count + updates, held))
     until = min(last_forwards)
     return [replace(log, undisturbed=int((log.times[log.computes] <= until).sum())) for log in logs]

@@ -103,6 +103,10 @@ class Proposals:
             raise found
         return found
 
+    def stop(self, why: str) -> None:
+        """Ask nothing new; what is known can still be had."""
+        self.stopped = self.stopped or why
+
     def _ask(self, microbatch_size: int, demand: Demand) -> list[StageGraph] | InfeasiblePlanError:
         try:
             proposed = self._planner(demand)(

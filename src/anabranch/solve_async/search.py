@@ -216,8 +216,11 @@ def _plan(search: _Search, name: str, model: str, notes: Sequence[str]) -> Plan:
     before = search.proposals.search_s, search.simulate_s, search.improve_s
     remarks = [*notes]
     if name == "auto":
-        name, why = _recommended(search)
+        found, finished = search.best(policy_named("naive"))
+        name, why = recommended(found.graph, search.cost)
         remarks.append(f"policy {name}: {why}")
+        if not finished:
+            search.proposals.stop("interrupted")
     policy = policy_named(name)
     best, finished = search.best(policy)
     require(best.graph, search.cost, best.versions)
@@ -249,12 +252,6 @@ def _plan(search: _Search, name: str, model: str, notes: Sequence[str]) -> Plan:
         mode="async",
         policy=name,
     )
-
-
-def _recommended(search: _Search) -> tuple[str, str]:
-    """The policy for the depth and the memory of the best plan with one version of the weights."""
-    best, _ = search.best(policy_named("naive"))
-    return recommended(best.graph, search.cost)
 
 
 def _remarks(graph: StageGraph, policy: WeightPolicy) -> list[str]:

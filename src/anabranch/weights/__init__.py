@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from typing import Any
 
-from anabranch.weights.alive import Alive, versions_held
+from anabranch.weights.alive import Alive, units_in_flight, versions_held
 from anabranch.weights.base import Reading, Unit, WeightPolicy
 from anabranch.weights.drawing import draw
 from anabranch.weights.policies import (
@@ -37,6 +37,7 @@ __all__ = [
     "policy_named",
     "recommend",
     "require_fits",
+    "units_in_flight",
     "versions_held",
 ]
 

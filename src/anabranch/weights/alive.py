@@ -133,6 +133,16 @@ class Alive:
         )
 
 
+def units_in_flight(in_flight: int, microbatches: int) -> int:
+    """Mini-batches of which a stage has a part between forward and backward at most.
+
+    Args:
+        in_flight: micro-batches between forward and backward at most.
+        microbatches: M, micro-batches per mini-batch.
+    """
+    return 1 - (1 - in_flight) // microbatches
+
+
 @lru_cache(maxsize=1 << 12)
 def versions_held(
     policy: WeightPolicy,
@@ -156,12 +166,12 @@ def versions_held(
         last_update: whether predictions come from the last update, which then has to be kept; for
             optimizers without a rule of their own.
     """
-    units_in_flight = 1 - (1 - in_flight) // microbatches
-    alive = Alive(policy, in_flight=units_in_flight, distance=distance, depth=depth)
+    units = units_in_flight(in_flight, microbatches)
+    alive = Alive(policy, in_flight=units, distance=distance, depth=depth)
     kept_update = last_update and alive.predicts
     peak = 1
     # The fill, one round of the steady state for every version there may be, and the drain.
-    count = microbatches * (units_in_flight + 2 * depth + 2)
+    count = microbatches * (units + 2 * depth + 2)
     for action in alternate(0, count, in_flight, 1):
         number = action.microbatch // microbatches
         forward = action.kind is Kind.FORWARD

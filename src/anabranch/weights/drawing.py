@@ -5,7 +5,7 @@ from __future__ import annotations
 from anabranch.planner.stages import StageGraph
 from anabranch.schedule.kfkb import alternate
 from anabranch.schedule.schedule import Kind
-from anabranch.weights.alive import Alive, versions_held
+from anabranch.weights.alive import Alive, units_in_flight, versions_held
 from anabranch.weights.base import Reading, WeightPolicy
 
 
@@ -24,7 +24,7 @@ def draw(policy: WeightPolicy, graph: StageGraph, count: int, *, microbatches: i
     lines = [["", "copies", "mini-batch", *map(str, range(count))]]
     for s, stage in enumerate(graph.stages):
         where = {"distance": graph.height[s], "depth": graph.depth}
-        units = 1 - (1 - stage.in_flight) // microbatches
+        units = units_in_flight(stage.in_flight, microbatches)
         alive = Alive(policy, in_flight=units, **where)
         read: dict[Kind, dict[int, Reading]] = {Kind.FORWARD: {}, Kind.BACKWARD: {}}
         for action in alternate(s, count * microbatches, stage.in_flight, 1):

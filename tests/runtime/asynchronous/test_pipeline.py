@@ -28,13 +28,13 @@ from anabranch.errors import (
     TrainingError,
 )
 from anabranch.planner.stages import Plan
-from anabranch.runtime.asynchronous.fitting import endless, units_in_flight
+from anabranch.runtime.asynchronous.fitting import endless
 from anabranch.runtime.asynchronous.pipeline import AsyncPipeline
 from anabranch.runtime.asynchronous.replay import Replay
 from anabranch.runtime.options import ComputeOptions
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.schedule import SCHEDULES
-from anabranch.weights import PipeOptim, PredictStash
+from anabranch.weights import PipeOptim, PredictStash, units_in_flight
 from anabranch.workload import Batch
 from tests.runtime import small
 from tests.runtime.asynchronous.models import Cut, batches, cut, halving

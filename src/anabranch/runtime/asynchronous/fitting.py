@@ -72,11 +72,6 @@ def num_microbatches(graph: StageGraph) -> int:
     return counts[0]
 
 
-def units_in_flight(in_flight: int, microbatches: int) -> int:
-    """Mini-batches between a forward and the backward of the same, of so many micro-batches."""
-    return 1 - (1 - in_flight) // microbatches
-
-
 def require_asynchronous(
     plan: Plan,
     graph: StageGraph,

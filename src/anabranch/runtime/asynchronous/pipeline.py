@@ -42,7 +42,6 @@ from anabranch.runtime.asynchronous.fitting import (
     endless,
     num_microbatches,
     require_asynchronous,
-    units_in_flight,
 )
 from anabranch.runtime.asynchronous.stream import Stream
 from anabranch.runtime.asynchronous.versions import StageWeights
@@ -55,7 +54,7 @@ from anabranch.runtime.options import PLAIN, ComputeOptions
 from anabranch.runtime.overlap import Reducer
 from anabranch.runtime.tally import Tally
 from anabranch.runtime.worker import Flight
-from anabranch.weights import WeightPolicy
+from anabranch.weights import WeightPolicy, units_in_flight
 from anabranch.workload import Batch, Workload
 
 

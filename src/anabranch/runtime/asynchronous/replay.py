@@ -30,7 +30,7 @@ from anabranch.runtime.messages import Layout
 from anabranch.runtime.options import PLAIN, ComputeOptions
 from anabranch.runtime.prepared import Prepared
 from anabranch.schedule import SCHEDULES
-from anabranch.weights import WeightPolicy, require_fits
+from anabranch.weights import WeightPolicy, require_fits, units_in_flight
 from anabranch.workload import Batch, Workload
 
 
@@ -110,7 +110,7 @@ class Replay:
             parameters,
             optimizer,
             self._policy,
-            in_flight=1 - (1 - self.graph.stages[s].in_flight) // self._microbatches,
+            in_flight=units_in_flight(self.graph.stages[s].in_flight, self._microbatches),
             distance=self.graph.height[s],
             depth=self.graph.depth,
             scheduler=scheduler,
