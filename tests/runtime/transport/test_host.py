@@ -139,6 +139,23 @@ def test_tensors_outlive_the_transport() -> None:
     assert on_one_host(scenario, 2)[1] == 6.0
 
 
+def test_a_receiver_that_is_done_and_gone_is_no_failure_of_the_sender() -> None:
+    """It may leave between the message, which it read, and the byte that was to wake it."""
+
+    def scenario(transport: HostTransport, rank: int) -> bool:
+        if rank == 1:
+            transport.close()
+            dist.barrier()
+            return True
+        dist.barrier()
+        transport.send([torch.zeros(1)], 1, 0)
+        with pytest.raises(PeerLostError):
+            receive(transport, torch.zeros(1), 1)
+        return True
+
+    assert on_one_host(scenario, 2) == [True, True]
+
+
 def test_a_fork_of_a_rank_disturbs_nothing() -> None:
     """As a data loader makes them. The child drops what its parent has received, and it holds the
     connection; neither reaches rank 0: the memory stays taken, and the parent's end is noticed.
