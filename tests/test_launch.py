@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from anabranch import launch
 from anabranch.errors import DataError, StageFailedError
+from anabranch.runtime.interrupt import INTERRUPT
 
 pytestmark = pytest.mark.dist
 
@@ -142,6 +143,44 @@ def test_no_rank_outlives_the_parent(ending: signal.Signals) -> None:
     process.join(10)
     assert not process.is_alive()
     assert wait_until(lambda: not any(map(is_running, ranks)))
+
+
+def interrupted(times: int) -> tuple[int, int, bool]:
+    """Rank 1 sends Ctrl-C to its parent, each time when the one before has been heard, and then
+    waits for ever unless the first is to be heard by the ranks: how often the parent answered,
+    what the ranks returned in sum, and whether it ended with a KeyboardInterrupt.
+    """
+    answers = []
+
+    def rank() -> int:
+        if dist.get_rank() == 1:
+            os.kill(os.getppid(), signal.SIGINT)
+        assert wait_until(lambda: INTERRUPT.heard, LIMIT_S)
+        if dist.get_rank() == 1 and times > 1:
+            os.kill(os.getppid(), signal.SIGINT)
+        if times > 1:
+            time.sleep(3600)
+        return 1
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        results = launch.run(rank, 2, timeout=LIMIT_S, on_interrupt=lambda: answers.append(1))
+    except KeyboardInterrupt:
+        return len(answers), 0, True
+    finally:
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        signal.signal(signal.SIGINT, before)
+    return len(answers), sum(results), False
+
+
+def test_the_first_ctrl_c_may_be_for_the_ranks_to_hear() -> None:
+    """All of them hear it, they end on their own, and afterwards Ctrl-C is what it was."""
+    assert interrupted(1) == (1, 2, False)
+
+
+def test_the_second_ctrl_c_ends_ranks_that_do_not() -> None:
+    """At once, however long they would take."""
+    assert interrupted(2) == (1, 0, True)
 
 
 def is_running(pid: int) -> bool:

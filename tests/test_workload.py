@@ -1,17 +1,21 @@
 """How a name becomes a workload."""
 
+import re
 import sys
 import textwrap
+from dataclasses import FrozenInstanceError, replace
 
 import pytest
 import torch
 
+from anabranch.errors import DataError, WorkloadError
 from anabranch.workload import Workload, resolve, to_meta
 
 MODULE = """
     import torch
     from torch import nn
     from anabranch import Workload
+    from anabranch.errors import DataError
 
     class Net(nn.Module):
         def __init__(self, width):
@@ -38,7 +42,22 @@ MODULE = """
         return Net(4)
 
     def fails():
-        raise RuntimeError("my own mistake")
+        raise RuntimeError("my own mistake")  # theirs:fails
+
+    def misuses():
+        return sizes()
+
+    def sizes():
+        return nn.Linear("many", 2)  # theirs:misuses
+
+    def takes_the_class():
+        return Workload(Net, torch.ones(2, 8))  # theirs:takes_the_class
+
+    def wrong_value():
+        raise ValueError("3 < 4")  # theirs:wrong_value
+
+    def without_data():
+        raise DataError("no such table")
 
     class Factory:
         @staticmethod
@@ -53,7 +72,11 @@ MODULE = """
 def _here(tmp_path, monkeypatch):
     """The user's module lies in the current directory."""
     (tmp_path / "theirs.py").write_text(textwrap.dedent(MODULE))
-    (tmp_path / "broken.py").write_text("import a_package_that_is_missing\n")
+    (tmp_path / "broken.py").write_text("import sys\nimport a_package_that_is_missing\n")
+    (tmp_path / "garbled.py").write_text("import sys\n\ndef workload(:\n")
+    (tmp_path / "early.py").write_text(
+        "import math\n\ndef look():\n    return math.nothing\n\nlook()\n"
+    )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     yield
@@ -114,12 +137,40 @@ def test_what_is_wrong_and_what_to_write_instead(text, options, message):
         resolve(text, options=options)
 
 
-def test_errors_of_the_users_own_code_are_left_alone():
-    """Their traceback is what helps."""
-    with pytest.raises(RuntimeError, match="my own mistake"):
-        resolve("theirs:fails")
-    with pytest.raises(ModuleNotFoundError, match="a_package_that_is_missing"):
-        resolve("broken:workload")
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("theirs:fails", "theirs:fails raised at theirs.py:LINE, in fails: RuntimeError: my own"),
+        # The last line of their own, not the one in torch that raised.
+        ("theirs:misuses", "raised at theirs.py:LINE, in sizes: TypeError"),
+        ("theirs:takes_the_class", "raised at theirs.py:LINE, in takes_the_class: TypeError: the "),
+        ("theirs:wrong_value", "raised at theirs.py:LINE, in wrong_value: ValueError: 3 < 4"),
+        ("broken:workload", "importing broken raised at broken.py:2: ModuleNotFoundError: No mod"),
+        ("garbled:workload", "importing garbled raised at garbled.py:3: SyntaxError"),
+        ("early:workload", "importing early raised at early.py:4, in look: AttributeError: modu"),
+    ],
+)
+def test_a_mistake_in_the_users_own_code_is_named_by_its_line(text, message):
+    """File, line and function, and the exception itself is the cause."""
+    lines = textwrap.dedent(MODULE).splitlines()
+    (line,) = [i for i, each in enumerate(lines, 1) if each.endswith(f"# {text}")] or [0]
+    with pytest.raises(WorkloadError, match=re.escape(message.replace("LINE", str(line)))) as found:
+        resolve(text)
+    assert type(found.value.__cause__).__name__ in message
+
+
+def test_our_own_errors_stay_what_they_are():
+    """A function that reads a data set may miss it, which has a message of its own."""
+    with pytest.raises(DataError, match="no such table"):
+        resolve("theirs:without_data")
+
+
+def test_a_workload_is_changed_by_replacing_it():
+    """It is frozen; the new one has the same module."""
+    workload = resolve("theirs:workload")
+    with pytest.raises(FrozenInstanceError):
+        workload.clip_norm = 1.0
+    assert replace(workload, clip_norm=1.0).module is workload.module
 
 
 def test_to_meta_keeps_the_nesting():

@@ -3,6 +3,7 @@
 ::
 
     AnabranchError
+     +-- WorkloadError           the user's own function, which makes the workload, raised
      +-- CaptureError            the model could not be turned into a graph of operators
      +-- FileFormatError         a profile, cluster, plan or checkpoint file is broken
      +-- ProfileError            a profile cannot answer what it was asked
@@ -24,6 +25,12 @@ A wrong argument in a call is a plain ``ValueError`` or ``TypeError``.
 
 class AnabranchError(Exception):
     """Base class. The message is one paragraph: what, where, the numbers, a way on."""
+
+
+class WorkloadError(AnabranchError):
+    """The user's own function, which makes the workload, or the module that it lies in raised; the
+    message names the line.
+    """
 
 
 class CaptureError(AnabranchError):

@@ -29,12 +29,15 @@ import pickle
 import signal
 import sys
 import tempfile
+import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -48,6 +51,7 @@ from anabranch.runtime.failure import (
     Failure,
     describe_position,
 )
+from anabranch.runtime.interrupt import INTERRUPT
 from anabranch.runtime.transport import guarded
 
 if TYPE_CHECKING:
@@ -66,6 +70,7 @@ def run(
     num_ranks: int,
     *args: Any,
     timeout: float | None = None,
+    on_interrupt: Callable[[], None] | None = None,
 ) -> list[Result]:
     """Call a function on local ranks, each a process with one thread for computing.
 
@@ -77,6 +82,9 @@ def run(
         num_ranks: number of processes.
         args: for the function; inherited, not copied.
         timeout: seconds for the whole call; by default there is no limit.
+        on_interrupt: for functions that end early when ``runtime.interrupt`` says so, such as
+            ``train.train``: the first Ctrl-C only tells the ranks, and calls this; the second ends
+            them. By default the first does, with a KeyboardInterrupt.
 
     Returns:
         What the ranks returned, by rank. Results are pickled on their way back.
@@ -88,9 +96,13 @@ def run(
     """
     if num_ranks < 1:
         raise ValueError(f"{num_ranks} ranks; at least 1 is needed")
-    positions = memoryview(mmap.mmap(-1, 8 * POSITION_INTS * num_ranks)).cast("q")
-    with tempfile.TemporaryDirectory(prefix="anabranch-") as folder:
-        ranks = _Ranks(positions)
+    shared = memoryview(mmap.mmap(-1, 8 * (POSITION_INTS * num_ranks + 1))).cast("q")
+    positions, flag = shared[:-1], shared[-1:]
+    with (
+        tempfile.TemporaryDirectory(prefix="anabranch-") as folder,
+        _telling(flag, on_interrupt),
+    ):
+        ranks = _Ranks(positions, flag)
         try:
             ranks.start(function, args, num_ranks, Path(folder) / "store")
             return ranks.collect(timeout)
@@ -98,11 +110,36 @@ def run(
             ranks.stop()
 
 
+@contextmanager
+def _telling(flag: memoryview, on_interrupt: Callable[[], None] | None) -> Iterator[None]:
+    """Inside, the first Ctrl-C sets a flag, and only the second is a KeyboardInterrupt."""
+    before, parent = signal.getsignal(signal.SIGINT), os.getpid()
+    is_main = threading.current_thread() is threading.main_thread()
+    # What is ignored (in a background job, say) stays so; None is a handler that is not Python's.
+    if on_interrupt is None or not is_main or before in (None, signal.SIG_IGN):
+        yield
+        return
+
+    def hear(number: int, frame: FrameType | None) -> None:
+        if os.getpid() != parent:
+            return  # a rank in its first instructions
+        if flag[0]:
+            raise KeyboardInterrupt
+        flag[0] = 1
+        on_interrupt()
+
+    signal.signal(signal.SIGINT, hear)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 class _Ranks:
     """The parent's side: processes, their pipes, what they said."""
 
-    def __init__(self, positions: memoryview) -> None:
-        self._positions = positions
+    def __init__(self, positions: memoryview, flag: memoryview) -> None:
+        self._positions, self._flag = positions, flag
         self._processes: list[ForkProcess] = []
         self._pipes: list[Connection] = []
         self._results: dict[int, Any] = {}
@@ -114,10 +151,10 @@ class _Ranks:
         context = multiprocessing.get_context("fork")
         for rank in range(num_ranks):
             ours, theirs = context.Pipe(duplex=False)
-            ints = self._position(rank)
+            ints, flag, parent = self._position(rank), self._flag, os.getpid()
             process = context.Process(
                 target=_main,
-                args=(rank, num_ranks, store, theirs, ints, os.getpid(), function, args),
+                args=(rank, num_ranks, store, theirs, ints, flag, parent, function, args),
                 name=f"anabranch rank {rank}",
             )
             with warnings.catch_warnings():
@@ -219,17 +256,19 @@ def _main(
     store: Path,
     pipe: Connection,
     position: memoryview,
+    flag: memoryview,
     parent: int,
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
     """One rank, from its first instruction to its last word."""
     _die_with(parent)
-    # Ctrl-C reaches the whole process group; the parent hears it too and stops the ranks.
+    # Ctrl-C reaches the whole process group; the parent hears it too, and tells or stops the ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     torch.set_num_threads(1)
     POSITION.share(position)
+    INTERRUPT.share(flag)
     try:
         _connect(rank, num_ranks, store)
         reply = pickle.dumps((function(*args),))

@@ -50,6 +50,7 @@ class Run:
         peak_versions: per device of the plan, ascending, copies of its stage's weights that were
             alive at once at most.
         weight_bytes: likewise, bytes of these copies.
+        interrupted: the user ended it early, and nothing was evaluated.
     """
 
     plan: Plan
@@ -65,6 +66,7 @@ class Run:
     version_difference: tuple[int, ...] = ()
     peak_versions: tuple[int, ...] = ()
     weight_bytes: tuple[int, ...] = ()
+    interrupted: bool = False
 
     @property
     def median_step_s(self) -> float:
@@ -76,14 +78,14 @@ class Run:
         return self._synchronous() if not self.policy else self._asynchronous()
 
     def _asynchronous(self) -> dict[str, Any]:
-        predicted = self.plan.predicted.step_s if self.plan.mode == "async" else None
+        predicted = self.plan.predicted if self.plan.mode == "async" else None
         period_s = self.period_s or self.median_step_s
         return {
             "mode": "async",
             "policy": self.policy,
             "losses": list(self.losses),
             "period_s": self.period_s,
-            "predicted_period_s": predicted,
+            "predicted_period_s": predicted.step_s if predicted is not None else None,
             "samples_per_s": self.plan.stage_graph.batch_size / period_s,
             "version_difference": list(self.version_difference),
             "peak_versions": list(self.peak_versions),
@@ -93,16 +95,19 @@ class Run:
         }
 
     def _synchronous(self) -> dict[str, Any]:
+        predicted = self.plan.predicted
         return {
             "losses": list(self.losses),
             "step_s": self.median_step_s,
             "period_s": self.period_s,
-            "predicted_step_s": self.plan.predicted.step_s,
+            "predicted_step_s": predicted.step_s if predicted is not None else None,
             "ideal_step_s": self.ideal_step_s,
             "samples_per_s": self.plan.stage_graph.batch_size
             / (self.period_s or self.median_step_s),
             "device_peak_bytes": list(self.device_peak_bytes),
-            "predicted_device_peak_bytes": list(self.plan.predicted.device_peak_bytes),
+            "predicted_device_peak_bytes": (
+                list(predicted.device_peak_bytes) if predicted is not None else None
+            ),
             "metrics": dict(self.metrics),
             "chance": dict(self.chance),
         }
@@ -130,6 +135,7 @@ def save_run(run: Run, folder: Path) -> None:
             "version_difference": list(run.version_difference),
             "peak_versions": list(run.peak_versions),
             "weight_bytes": list(run.weight_bytes),
+            "interrupted": run.interrupted,
         },
     )
     # A run of a single step, or of short batches alone, has recorded none.
@@ -165,6 +171,7 @@ def load_run(folder: Path) -> Run:
         version_difference=tuple(file.version_difference),
         peak_versions=tuple(file.peak_versions),
         weight_bytes=tuple(file.weight_bytes),
+        interrupted=file.interrupted,
     )
 
 
@@ -228,6 +235,7 @@ class _RunFile(_Strict):
     version_difference: list[_Count] = []
     peak_versions: list[_Count] = []
     weight_bytes: list[_Count] = []
+    interrupted: bool = False
 
 
 def _to_timeline(file: _Timeline) -> Timeline:

@@ -13,9 +13,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from anabranch import launch
+from anabranch.asking import bottleneck_s_per_sample
 from anabranch.cluster import Cluster
+from anabranch.cost import CostModel
 from anabranch.errors import InvalidPlanError
-from anabranch.planner.stages import Plan, StageGraph
+from anabranch.planner.stages import Plan, Prediction, StageGraph
 from anabranch.profile.profile import Profile
 from anabranch.record import Run
 from anabranch.runtime.emulation import EmulatedPipeline, Emulation
@@ -137,9 +139,11 @@ def rehearse(
         return _measure(emulation, steps, fixed, timeout, watch)
 
     found = launch.run(rank, len(emulation.devices))[0]
-    figures = replace(
-        plan.predicted,
+    figures = Prediction(
         step_s=predicted.step_s,
+        bottleneck_s_per_sample=bottleneck_s_per_sample(
+            plan.stage_graph, CostModel(profile, machines)
+        ),
         bubble=predicted.bubble,
         device_peak_bytes=tuple(predicted.peak_bytes[device] for device in predicted.devices),
     )

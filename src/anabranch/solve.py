@@ -39,6 +39,7 @@ from anabranch.simulator.judge import Judge
 from anabranch.simulator.run import run, step_seconds
 from anabranch.simulator.stream import steady
 from anabranch.timeline import Timeline
+from anabranch.weights import OptimizerFacts
 
 AUTO = ("1f1b", "1f1b-deep")
 """What ``schedule="auto"`` chooses from, least memory first. GPipe holds all micro-batches."""
@@ -72,6 +73,7 @@ def plan(
     improve: bool = True,
     mode: str = "sync",
     policy: str = "",
+    optimizer: OptimizerFacts | None = None,
 ) -> Plan:
     """Find the stage graph and schedule with the shortest simulated step.
 
@@ -98,9 +100,12 @@ def plan(
         mode: ``sync`` or ``async``.
         policy: for ``async`` a key of ``weights.POLICIES``, or ``auto`` (the same as none) for the
             one that ``weights.recommend`` names.
+        optimizer: for ``async`` what policies have to know of it, if anything is known: it decides
+            what ``auto`` chooses, and how many copies of the weights a policy that predicts holds.
 
     Raises:
         InfeasiblePlanError: if nothing fits the devices.
+        PolicyError: if the policy cannot work with the optimizer.
         BudgetError: if the search would take more than it was given.
         ValueError: for an unknown name or a number below 1.
     """
@@ -119,6 +124,7 @@ def plan(
             planner_options=planner_options,
             model=model,
             improve=improve,
+            optimizer=optimizer,
         )
     cost = CostModel(profile, cluster, optimizer_factor=optimizer_factor)
     notes = ["times are taken as proportional to samples"] if profile.proportional else []
@@ -281,7 +287,7 @@ def simulate(
         graph, name = best.graph, best.schedule
     elif schedule is not None and schedule != plan_.schedule:
         graph = rule_named(name).warm_up(graph)
-    problems = check_stages(graph, cost, shared=True)
+    problems = check_stages(graph, cost, shared=True, idle=True)
     if problems:
         raise InvalidPlanError(
             f"the plan does not suit {cluster.name}, or not this model: {'; '.join(problems)}"
@@ -290,7 +296,11 @@ def simulate(
 
 
 def check_plan(
-    plan_: Plan, profile: Profile | None = None, cluster: Cluster | None = None
+    plan_: Plan,
+    profile: Profile | None = None,
+    cluster: Cluster | None = None,
+    *,
+    optimizer: OptimizerFacts | None = None,
 ) -> list[str]:
     """What is wrong with a plan, one line each: its schedule and, given both, C1-C4 and memory.
 
@@ -300,11 +310,12 @@ def check_plan(
     if (profile is None) != (cluster is None):
         raise ValueError("conditions C1-C4 and memory need both a profile and a cluster")
     if plan_.mode == "async":
-        return solve_async.check_plan(plan_, profile, cluster)
+        return solve_async.check_plan(plan_, profile, cluster, optimizer)
     problems = []
     edges: dict[str, Any] = {}
     if profile is not None and cluster is not None:
-        problems = check_stages(plan_.stage_graph, CostModel(profile, cluster), shared=True)
+        cost = CostModel(profile, cluster)
+        problems = check_stages(plan_.stage_graph, cost, shared=True, idle=True)
         if not problems:
             data, gradients = data_and_gradient_edges(plan_.stage_graph, profile.graph)
             edges = {"data_edges": data, "gradient_edges": gradients}

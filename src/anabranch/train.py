@@ -12,7 +12,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice, pairwise
+from itertools import count, islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from anabranch.graph.capture import Captured
 from anabranch.planner.stages import Plan
 from anabranch.record import Run
 from anabranch.runtime.asynchronous.pipeline import AsyncPipeline
+from anabranch.runtime.interrupt import INTERRUPT
 from anabranch.runtime.options import PLAIN
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.runtime.reference import num_samples
@@ -70,6 +71,9 @@ def train(
 ) -> Run:
     """Train this rank's part; call it on every rank.
 
+    Where ``runtime.interrupt`` asks for it, training ends early, behind the same update on every
+    rank: what was learned is saved, but not evaluated.
+
     Args:
         workload: with data.
         plan: one rank per device.
@@ -100,17 +104,18 @@ def train(
         evaluation=evaluation,
         **options,
     )
-    if save is not None and save.exists():
-        raise TrainingError(f"{save} exists; checkpoints are never written over, name a new folder")
+    require_new(save)
     losses: list[float] = []
     seconds: list[float] = []
     recorded: list[Timeline] = []
     batches = pipe.batches(epochs=epochs)
+    each = int(options.get("accumulate", 1))
     # What is compiled cannot be looked into.
     can_weigh = options.get("compute", PLAIN).backend is None
     # First single steps, whose times and timelines are those of a step alone.
     alone = 2 + _RECORDED
-    while len(losses) < (alone if steps is None else min(steps, alone)):
+    singly = alone if steps is None else min(steps, alone)
+    while len(losses) < singly and not _ends(len(losses), each):
         started = time.perf_counter()
         batch = next(batches, None)
         if batch is None:
@@ -133,7 +138,8 @@ def train(
     sizes: deque[int] = deque()
     left = None if steps is None else steps - len(losses)
     ends = [time.perf_counter()]
-    for loss in pipe.steps(_noted(islice(batches, left), sizes)):
+    rest = _uninterrupted(islice(batches, left), len(losses), each)
+    for loss in pipe.steps(_noted(rest, sizes)):
         ends.append(time.perf_counter())
         losses.append(loss)
         if watch is not None and pipe.rank == 0:
@@ -148,7 +154,7 @@ def train(
     if save is not None:
         pipe.save(save)
     metrics = dict(pipe.metrics)
-    if workload.eval_data is not None:
+    if workload.eval_data is not None and not INTERRUPT.agreed:
         metrics = pipe.evaluate()
     timeline = _median(recorded)
     return Run(
@@ -161,6 +167,7 @@ def train(
         chance=dict(workload.chance),
         timelines=(("measured", timeline),) if timeline else (),
         device_peak_bytes=pipe.peak_bytes or (),
+        interrupted=INTERRUPT.agreed,
     )
 
 
@@ -206,14 +213,14 @@ def train_async(
     make = AsyncPipeline if resume is None else partial(AsyncPipeline.resume, resume)
     options = {"policy": policy, "captured": captured, "evaluation": evaluation, **options}
     pipe = make(workload, plan, **options)
-    if save is not None and save.exists():
-        raise TrainingError(f"{save} exists; checkpoints are never written over, name a new folder")
+    require_new(save)
     losses: list[float] = []
     sizes: deque[int] = deque()
     begun = before = time.perf_counter()
     full: list[float] = []  # when losses came while the pipeline was full
     put_in = 0
-    for loss in pipe.steps(_noted(islice(pipe.batches(epochs=epochs), steps), sizes)):
+    batches = _uninterrupted(islice(pipe.batches(epochs=epochs), steps))
+    for loss in pipe.steps(_noted(batches, sizes)):
         now = time.perf_counter()
         losses.append(loss)
         if pipe.step_number != put_in:  # otherwise it comes with the drain
@@ -229,7 +236,8 @@ def train_async(
         )
     if save is not None:
         pipe.save(save)
-    metrics = dict(pipe.metrics) if workload.eval_data is None else pipe.evaluate()
+    evaluates = workload.eval_data is not None and not INTERRUPT.agreed
+    metrics = pipe.evaluate() if evaluates else dict(pipe.metrics)
     seconds = [end - start for start, end in pairwise(full)]
     return Run(
         plan=plan,
@@ -243,7 +251,34 @@ def train_async(
         version_difference=pipe.version_difference,
         peak_versions=pipe.peak_versions,
         weight_bytes=pipe.weight_bytes,
+        interrupted=INTERRUPT.agreed,
     )
+
+
+def require_new(folder: Path | None) -> None:
+    """Accept a folder for a checkpoint, if there is to be one.
+
+    Raises:
+        TrainingError: if it exists.
+    """
+    if folder is not None and folder.exists():
+        raise TrainingError(
+            f"{folder} exists; checkpoints are never written over, name a new folder"
+        )
+
+
+def _ends(done: int, accumulate: int) -> bool:
+    """Whether training ends early after so many steps; never between the batches of an update."""
+    return INTERRUPT.agreed and done % accumulate == 0
+
+
+def _uninterrupted(batches: Iterator[Batch], done: int = 0, accumulate: int = 1) -> Iterator[Batch]:
+    """The same batches until training ends early; none is fetched in vain."""
+    for step in count(done):
+        batch = None if _ends(step, accumulate) else next(batches, None)
+        if batch is None:
+            return
+        yield batch
 
 
 def _noted(batches: Iterable[Batch], sizes: deque[int]) -> Iterator[Batch]:

@@ -10,14 +10,19 @@ import importlib
 import inspect
 import os
 import sys
+import sysconfig
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from anabranch.errors import AnabranchError, WorkloadError
 
 Batch = Any
 """A tensor, or a tuple, list or dict (also nested) of tensors; dimension 0 of each is samples. A
@@ -36,6 +41,9 @@ def adamw(parameters: NamedParameters) -> torch.optim.Optimizer:
 class Workload:
     """A model with its data and optimizer recipe.
 
+    It cannot be changed; ``dataclasses.replace(workload, clip_norm=1.0)`` makes another one, around
+    the same module.
+
     Attributes:
         module: its forward returns the loss: a scalar tensor, or an object or mapping with a scalar
             ``loss`` (as Hugging Face models return); further scalar entries of a mapping are
@@ -50,6 +58,9 @@ class Workload:
         clip_norm: largest global gradient norm, over all stages.
         chance: metric -> what guessing would give, for reports.
         name: what the user called it.
+
+    Raises:
+        TypeError: if ``module`` is none, but its class for example.
     """
 
     module: nn.Module
@@ -61,6 +72,15 @@ class Workload:
     clip_norm: float | None = None
     chance: Mapping[str, float] = field(default_factory=dict)
     name: str = ""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.module, nn.Module):
+            is_class = isinstance(self.module, type)
+            raise TypeError(
+                "the module of a Workload is a torch.nn.Module, not "
+                f"{self.module.__name__ if is_class else _article(type(self.module).__name__)}"
+                f"{', which is a class: make one of it, with ()' if is_class else ''}"
+            )
 
 
 def resolve(
@@ -81,7 +101,9 @@ def resolve(
 
     Raises:
         ValueError: if nothing of that name exists, an option is unknown, or the function returns
-            something else. What the module or the function raises itself is left as it is.
+            something else.
+        WorkloadError: if the module or the function raises; names the line in the user's code, and
+            has the exception as its cause. Errors of this package stay what they are.
     """
     if ":" in text:
         return _from_function(text, preset, dict(options or {}), meta)
@@ -102,7 +124,7 @@ def _from_function(text: str, preset: str, options: dict[str, str], meta: bool) 
     _check_options(function, text, options)
     if "preset" in _arguments(function) and "preset" not in options:
         options["preset"] = preset
-    with _parameters_on_meta() if meta else nullcontext():
+    with _named_place(f"{text} raised"), _parameters_on_meta() if meta else nullcontext():
         workload = function(**options)
     if not isinstance(workload, Workload):
         raise ValueError(
@@ -155,13 +177,15 @@ def _find_function(text: str) -> Callable[..., object]:
     if here not in sys.path:
         sys.path.insert(0, here)
     try:
-        found: object = importlib.import_module(place)
-    except ModuleNotFoundError as error:
-        # A module that exists but lacks one of its own imports: for the user to see in full.
-        if error.name is None or not f"{place}.".startswith(f"{error.name}."):
+        with _named_place(f"{text} cannot be had, because importing {place} raised"):
+            found: object = importlib.import_module(place)
+    except WorkloadError as error:
+        # A module that exists may lack one of its own imports, which is another thing.
+        missing = error.__cause__.name if isinstance(error.__cause__, ModuleNotFoundError) else None
+        if missing is None or not f"{place}.".startswith(f"{missing}."):
             raise
         raise ValueError(
-            f"there is no module {error.name} for {text}; it is looked for in the current "
+            f"there is no module {missing} for {text}; it is looked for in the current "
             f"directory ({here}) and among the installed packages"
         ) from None
     for name in attribute.split("."):
@@ -181,6 +205,46 @@ def _find_function(text: str) -> Callable[..., object]:
             f"required arguments that returns an anabranch.Workload"
         )
     return found
+
+
+@contextmanager
+def _named_place(what: str) -> Iterator[None]:
+    """Turn what the user's code raises inside into a WorkloadError that names the line."""
+    try:
+        yield
+    except AnabranchError:
+        raise
+    except Exception as error:
+        said = " ".join(str(error).split())
+        raise WorkloadError(f"{what} at {_place(error)}: {type(error).__name__}: {said}") from error
+
+
+def _place(error: Exception) -> str:
+    """File, line and function of the innermost frame that is the user's own: not of Python, nor of
+    an installed package, unless there is nothing else.
+    """
+    if isinstance(error, SyntaxError) and error.filename is not None:
+        return f"{_short(error.filename)}:{error.lineno}"
+    ours = str(Path(__file__).parent)
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith(("<", ours))  # <frozen importlib>, <string> of dataclasses
+    ]
+    if not frames:
+        return "its import"
+    paths = sysconfig.get_paths()
+    installed = tuple(paths[each] for each in ("stdlib", "platstdlib", "purelib", "platlib"))
+    own = [frame for frame in frames if not frame.filename.startswith(installed)]
+    frame = own[-1] if own else frames[0]
+    where = "" if frame.name == "<module>" else f", in {frame.name}"
+    return f"{_short(frame.filename)}:{frame.lineno}{where}"
+
+
+def _short(file: str) -> str:
+    """A path as seen from the current directory, if it lies there."""
+    here = Path.cwd()
+    return str(Path(file).relative_to(here)) if Path(file).is_relative_to(here) else file
 
 
 def _check_options(function: Callable[..., object], text: str, options: Mapping[str, str]) -> None:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from anabranch import Workload
+from anabranch.runtime.interrupt import INTERRUPT
 
 
 class Towers(nn.Module):
@@ -76,3 +83,72 @@ def branching() -> Workload:
 def with_failing_data() -> Workload:
     """One whose data raises."""
     return Workload(Towers(4), next(batches(4, 0)), data=failing)
+
+
+def clipped() -> Workload:
+    """One that clips the norm over all stages."""
+    return replace(towers(), clip_norm=1.0)
+
+
+def without_momentum() -> Workload:
+    """One whose optimizer has nothing to predict with."""
+    return replace(towers(), optimizer=partial(torch.optim.SGD, lr=0.01))
+
+
+def without_data() -> Workload:
+    """One that can be planned, not trained."""
+    return replace(towers(), data=None)
+
+
+def with_wide_batches() -> Workload:
+    """One whose loader yields other sizes than the example, from the third batch on."""
+
+    def wide(batch_size: int, epoch: int) -> Iterator[dict[str, torch.Tensor]]:
+        for i, batch in enumerate(batches(batch_size, epoch)):
+            yield batch if i < 2 else batch | {"left": torch.zeros(batch_size, 9)}
+
+    return replace(towers(), data=wide)
+
+
+def _on_rank_0() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def interrupting() -> Workload:
+    """Its eighth batch comes with a Ctrl-C."""
+
+    def data(batch_size: int, epoch: int) -> Iterator[dict[str, torch.Tensor]]:
+        for i, batch in enumerate(batches(batch_size, epoch)):
+            if (epoch, i) == (0, 7) and _on_rank_0():
+                os.kill(os.getppid(), signal.SIGINT)
+                wait_until_heard()
+            yield batch
+
+    return replace(towers(), data=data)
+
+
+def stuck() -> Workload:
+    """Its eighth batch comes with a Ctrl-C, and never."""
+
+    def data(batch_size: int, epoch: int) -> Iterator[dict[str, torch.Tensor]]:
+        for i, batch in enumerate(batches(batch_size, epoch)):
+            if i == 7 and _on_rank_0():
+                os.kill(os.getppid(), signal.SIGINT)
+                wait_until_heard()
+                os.kill(os.getppid(), signal.SIGINT)
+                time.sleep(3600)
+            yield batch
+
+    return replace(towers(), data=data)
+
+
+def wait_until_heard() -> None:
+    """Until the parent has told this rank, or is gone."""
+    end = time.monotonic() + 30
+    while not INTERRUPT.heard and time.monotonic() < end:
+        time.sleep(0.001)
+
+
+def raising() -> Workload:
+    """One whose function has a mistake: the module is a class."""
+    return Workload(Towers, next(batches(4, 0)), data=batches)  # type: ignore[arg-type]

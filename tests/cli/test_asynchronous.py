@@ -14,7 +14,7 @@ from anabranch.errors import InfeasiblePlanError
 from anabranch.files import save_cluster, save_profile
 from anabranch.solve import plan as search
 from anabranch.solve_async import MODES
-from anabranch.weights import POLICIES
+from anabranch.weights import OPTIMIZERS, POLICIES
 from tests.simulator.helpers import chain, cluster, cost_model
 
 
@@ -51,6 +51,7 @@ def test_choices_are_the_tables():
     """They are spelled out for a fast --help, so something must hold them together."""
     assert {each.value for each in options.Mode} == set(MODES)
     assert {each.value for each in options.Policy} == {"auto", *POLICIES}
+    assert {each.value for each in options.Optimizer} == {*OPTIMIZERS}
 
 
 def test_plan_has_mode_and_policy(run, written):
@@ -197,3 +198,89 @@ def test_too_few_micro_batches(run, written):
     assert code == 1
     assert "1 < 4" in err
     assert "more micro-batches" in err
+
+
+def test_plan_says_how_old_weights_are(run, written):
+    """Per stage and with a policy whose age is not the version difference, as text and JSON."""
+    arguments = ("plan", *written, "--mode", "async", "--policy", "vertical-sync")
+    code, out, err = run(*arguments)
+    assert code == 0, err
+    assert "stage version difference forward reads backward reads versions held" in " ".join(
+        out.split()
+    )
+    rows = [line.split() for line in out.splitlines()]
+    assert ["3", "0", "-3", "-3", "4"] in rows
+    found = json.loads(run(*arguments, "--json")[1])
+    assert [each["difference"] for each in found["staleness"]] == [3, 2, 1, 0]
+    assert [each["forward_delay"] for each in found["staleness"]] == [3, 3, 3, 3]
+    assert "staleness" not in json.loads(run("plan", *written, "--json")[1])
+
+
+def test_compare_has_a_line_for_the_ages_of_every_stage(run, written):
+    """Policies that read alike share it."""
+    code, out, err = run("compare", *written, "--mode", "async", "--policy", "stash", "--policy",
+                         "vertical-sync", "--policy", "pipeoptim")  # fmt: skip
+    assert code == 0, err
+    assert "graphpipe, stash: stage by stage, both read -3, -2, -1, 0" in out
+    assert "graphpipe, vertical-sync: stage by stage, both read -3, -3, -3, -3" in out
+    assert "forward reads -3 +3, -2 +2, -1 +1, 0; backward 0, 0, 0, 0" in out
+
+
+def test_an_optimizer_by_name(run, written):
+    """For a profile file, which has none: for what auto chooses, memory, and what is refused."""
+    arguments = ("plan", *written, "--mode", "async")
+    found = json.loads(run(*arguments, "--optimizer", "sgd", "--json")[1])
+    assert (found["policy"], found["optimizer"]) == ("stash", "SGD")
+    other = ("--policy", "pipeoptim", "--optimizer", "other")
+    found = json.loads(run(*arguments, *other, "--json")[1])
+    assert [each["versions"] for each in found["staleness"]] == [3, 3, 3, 1]
+    assert found["predicted"]["device_peak_bytes"] == [600, 600, 600, 400]
+    code, _, err = run(*arguments, "--policy", "spectrain", "--optimizer", "adamw")
+    assert code == 1
+    assert "the optimizer is AdamW" in err
+    run(*arguments, "--policy", "pipeoptim", "-o", "p.json")
+    found = json.loads(run("simulate", "p.json", "chain.json", "--optimizer", "other", "--json")[1])
+    assert [each["versions"] for each in found["staleness"]] == [3, 3, 3, 1]
+    assert run("check", "p.json", "chain.json", "--optimizer", "other")[0] == 0
+
+
+def test_compare_refuses_per_policy_what_the_optimizer_cannot(run, written):
+    """A row without a plan, and the others as ever."""
+    code, out, err = run("compare", *written, "--mode", "async", "--policy", "stash", "--policy",
+                         "spectrain", "--optimizer", "adamw", "--json")  # fmt: skip
+    assert code == 0, err
+    found = json.loads(out)
+    assert found["optimizer"] == "AdamW"
+    assert [each.get("kind") for each in found["plans"]] == [None, "PolicyError"]
+
+
+def test_an_optimizer_is_for_mode_async(run, written):
+    """Steps with a flush read the same weights, whatever updates them."""
+    for verb in ("plan", "compare"):
+        code, _, err = run(verb, *written, "--optimizer", "sgd")
+        assert code == 2
+        assert "--optimizer is for --mode async" in err
+
+
+def test_the_optimizer_of_the_model(run):
+    """The recipe of a workload that is named; AdamW is the default, SGD its own choice."""
+    where = ("--cluster", "summit:1x2", "--batch-size", "4", "--mode", "async", "--no-baselines")
+    model = "tests.cli.models:towers"
+    found = json.loads(run("plan", model, *where, "--json")[1])
+    assert found["optimizer"] == "AdamW"
+    code, _, err = run("plan", model, *where, "--policy", "spectrain")
+    assert code == 1
+    assert "the optimizer is AdamW" in err
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_every_policy_is_planned_checked_and_simulated(run, written, policy):
+    """The plan is valid, with and without the model, and its period is its own."""
+    plan = ("plan", *written, "--mode", "async", "--policy", policy, "-o", "p.json", "--json")
+    code, out, err = run(*plan)
+    assert code == 0, err
+    assert run("check", "p.json")[0] == run("check", "p.json", "chain.json")[0] == 0
+    code, again, err = run("simulate", "p.json", "chain.json", "--json")
+    assert code == 0, err
+    assert json.loads(again)["step_s"] == json.loads(out)["predicted"]["step_s"]
+    assert json.loads(again)["staleness"] == json.loads(out)["staleness"]

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from anabranch import cli
+from anabranch.errors import WorkloadError
 
 TOWERS = "tests.cli.models:towers"
 
@@ -73,6 +74,27 @@ def test_a_run_says_how_stale_its_stages_were(run, document, policy, tmp_path):
 
 
 @pytest.mark.dist
+def test_replicas_take_minibatches_in_turn(document, tmp_path):
+    """By a plan whose first stage is given another replica: an update of it takes two mini-batches,
+    so it has fewer between a forward and its backward than without rounds.
+    """
+    found = document(*PIPELINE, "--steps", "3", "--mode", "async", "--policy", "stash")
+    plan = json.loads((tmp_path / found["run"] / "plan.json").read_text())
+    first, last = plan["stages"]
+    first["devices"], last["devices"] = [0, 1], [2]
+    plan["machines"]["levels"][0]["size"] = 3
+    plan["predicted"]["device_peak_bytes"] *= 2
+    plan["predicted"]["device_peak_bytes"].pop()
+    (tmp_path / "three.json").write_text(json.dumps(plan))
+    train = ("train", TOWERS, "--plan", str(tmp_path / "three.json"), "--steps", "9")
+    turns = document(*train, "--round-robin")
+    assert len(turns["losses"]) == 9
+    assert turns["version_difference"] == [1, 0]
+    assert turns["peak_versions"] == [2, 2, 1]
+    assert turns["losses"] != document(*train)["losses"]
+
+
+@pytest.mark.dist
 def test_what_was_learned_goes_on_with_a_flush_and_without(document, tmp_path):
     """Checkpoints are of no mode."""
     saved, again = str(tmp_path / "a"), str(tmp_path / "b")
@@ -114,6 +136,8 @@ def test_data_that_raises_ends_every_rank(run):
         (["--mode", "async", "--policy", "stash", "--policy-option", "clip=3"], "it has none"),
         (["--mode", "async", "--schedule", "gpipe"], "schedule gpipe is for mode sync"),
         (["--mode", "async", "--emulate"], "not with --emulate"),
+        (["--round-robin"], "--round-robin is for --mode async"),
+        (["--round-robin", "--emulate"], "not with --emulate"),
     ],
 )
 def test_options_that_do_not_go_together(run, arguments, message):
@@ -128,3 +152,140 @@ def test_half_precision_that_needs_a_scale_is_refused(run):
     code, _, err = run(*PIPELINE, "--mode", "async", "--precision", "fp16")
     assert code == 1
     assert "bf16" in err
+
+
+@pytest.fixture
+def _nothing_is_captured(monkeypatch):
+    """What is refused beforehand is refused before this."""
+
+    def capture(*arguments: object, **options: object) -> None:
+        raise AssertionError("the model was captured, and would then have been measured")
+
+    monkeypatch.setattr("anabranch.graph.capture.capture", capture)
+
+
+@pytest.mark.usefixtures("_nothing_is_captured")
+@pytest.mark.parametrize(
+    ("model", "arguments", "message"),
+    [
+        ("clipped", [], "PolicyError: clip_norm 1 is the norm over all stages"),
+        ("clipped", [], "pass clip_stage_norm (--clip-stage-norm)"),
+        ("towers", ["--precision", "fp16"], "PolicyError: fp16 scales the loss"),
+        ("towers", ["--policy", "spectrain"], "PolicyError: spectrain predicts with the momentum"),
+        ("without_data", [], "DataError: the workload has no data"),
+        ("towers", ["--save", "."], "TrainingError: . exists"),
+        ("towers", ["--resume", "nothing"], "FileFormatError: nothing is no checkpoint"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_before_anything_is_planned(
+    run, model, arguments, message
+):
+    """Capturing, measuring and planning take seconds, or minutes."""
+    code, _, err = run("train", f"tests.cli.models:{model}", "--mode", "async", *arguments)
+    assert code == 1
+    assert message in err
+
+
+@pytest.mark.usefixtures("_nothing_is_captured")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--clip-stage-norm", "0.5"], "give the Workload a clip_norm, clip_norm=0.5"),
+        (["--mode", "async", "--clip-stage-norm", "0"], "a norm is more than 0"),
+        (["--mode", "async", "--clip-stage-norm", "nan"], "a norm is more than 0"),
+        (["--clip-stage-norm", "1", "--emulate"], "--clip-stage-norm: not with --emulate"),
+    ],
+)
+def test_clipping_by_stage_is_for_stages_that_update_alone(run, arguments, message):
+    """And with a flush the workload has the other one."""
+    code, _, err = run("train", TOWERS, *arguments)
+    assert code == 2
+    assert message in err
+
+
+@pytest.mark.dist
+def test_gradients_are_clipped_stage_by_stage(document, tmp_path):
+    """The option reaches the pipeline: without momentum and rate decay, losses are others."""
+    slow = ("train", "tests.cli.models:without_momentum", *PIPELINE[2:], "--mode", "async")
+    document(*slow, "--policy", "stash", "--steps", "1", "--out", "first")
+    again = (*slow[:2], "--plan", str(tmp_path / "first" / "plan.json"), "--steps", "6")
+    free = document(*again)["losses"]
+    clipped = document(*again, "--clip-stage-norm", "1e-6")["losses"]
+    loose = document(*again, "--clip-stage-norm", "1e6")["losses"]
+    assert clipped[0] == loose[0] == free[0]
+    assert clipped != free
+    assert loose == free
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("mode", [[], ["--mode", "async", "--policy", "stash"]])
+def test_a_batch_unlike_the_example_is_named(run, mode):
+    """On whichever rank, in the middle of a run, and not by an operator inside of a stage."""
+    wide = ("train", "tests.cli.models:with_wide_batches", *PIPELINE[2:], *mode)
+    code, _, err = run(*wide)
+    assert code == 1
+    assert "DataError: a batch differs from the workload's example" in err
+    assert "left is [samples, 9] float32, not [samples, 8] float32" in err
+
+
+def test_a_mistake_in_the_users_function_is_one_paragraph(run):
+    """Where it is and what it is; the rest of the traceback on request."""
+    code, _, err = run("train", "tests.cli.models:raising")
+    assert code == 1
+    assert "WorkloadError: tests.cli.models:raising raised at" in err
+    assert "models.py:" in err
+    assert "in raising: TypeError: the module of a Workload is a torch.nn.Module, not Towers" in err
+    assert "ANABRANCH_DEBUG=1 shows the traceback" in err
+    assert "Traceback" not in err
+
+
+def test_the_whole_traceback_on_request(run, monkeypatch):
+    """With its cause."""
+    monkeypatch.setenv("ANABRANCH_DEBUG", "1")
+    with pytest.raises(WorkloadError) as caught:
+        run("train", "tests.cli.models:raising")
+    assert isinstance(caught.value.__cause__, TypeError)
+
+
+@pytest.fixture
+def plan_on(run, tmp_path):
+    """A plan for local:4 whose stages are on other devices."""
+
+    def make(*devices: int) -> str:
+        options = ("--cluster", "local:4", "--batch-size", "8", "--max-replicas", "1")
+        code, _, err = run("plan", TOWERS, *options, "--no-baselines", "-o", "plan.json")
+        assert code == 0, err
+        plan = json.loads((tmp_path / "plan.json").read_text())
+        for stage, device in zip(plan["stages"], devices, strict=False):
+            stage["devices"] = [device]
+        (tmp_path / "plan.json").write_text(json.dumps(plan))
+        return "plan.json"
+
+    return make
+
+
+def test_a_device_that_the_cluster_does_not_have_is_refused_by_all(run, plan_on):
+    """By check and by train, before ranks start: any four numbers could be ranks, but nobody knows
+    the links of device 9.
+    """
+    plan = plan_on(0, 1, 9, 3)
+    code, out, _ = run("check", plan, TOWERS)
+    assert code == 1
+    assert "has the devices 0-3, not 9" in out
+    for verb in ("train", "verify"):
+        code, _, err = run(verb, TOWERS, "--plan", plan)
+        assert code == 1
+        assert "InvalidPlanError: plan.json has stages on device 9" in err
+        assert "has the devices 0-3" in err
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_plan_may_leave_devices_out(run, document, mode):
+    """Its ranks are the devices that it has: two of a cluster of four, by check and by train."""
+    options = ("--batch-size", "8", "--max-replicas", "1", "--no-baselines", "--mode", mode)
+    code, _, err = run("plan", TOWERS, "--cluster", "local:2", *options, "-o", "plan.json")
+    assert code == 0, err
+    assert document("check", "plan.json", TOWERS, "--cluster", "local:4")["valid"]
+    assert document("simulate", "plan.json", TOWERS, "--cluster", "local:4")["step_s"] > 0
+    assert len(document("train", TOWERS, "--plan", "plan.json", "--steps", "2")["losses"]) == 2

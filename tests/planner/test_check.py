@@ -105,6 +105,14 @@ def test_plans_by_hand_share_devices():
     assert second.startswith("device 1 needs 0.00 GiB for stages 1, 3; cluster")
 
 
+def test_plans_by_hand_leave_devices_out():
+    """Whoever is there computes; a device that the cluster does not have is another thing."""
+    assert check(VALID, cost(6)) == ["C3: 2 of 6 devices hold no stage: 4, 5"]
+    assert check(VALID, cost(6), idle=True) == []
+    (problem,) = check(VALID, cost(3), idle=True)
+    assert problem == "C3: cluster 3 devices has the devices 0-2, not 3"
+
+
 def test_names_many_only_in_part():
     """Five, and how many more."""
     problems = check(graph("abcd"), cost(12))

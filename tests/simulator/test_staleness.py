@@ -68,3 +68,10 @@ def test_too_few_micro_batches_are_refused():
         staleness(two, policy_named("2bw"))
     with pytest.raises(PolicyError, match="2 micro-batches per mini-batch"):
         staleness(two, policy_named("stash"))
+
+
+def test_the_last_update_is_one_more_copy():
+    """Where predictions come from it, and where there is something to predict."""
+    graph = graph_for("pipeoptim")
+    assert versions_of(graph, policy_named("pipeoptim"), last_update=True) == (3, 3, 3, 1)
+    assert versions_of(graph, policy_named("stash"), last_update=True) == (4, 3, 2, 1)

@@ -13,7 +13,7 @@ from anabranch.errors import InfeasiblePlanError, PolicyError
 from anabranch.planner.check import stage_bytes
 from anabranch.planner.stages import Plan, StageGraph
 from anabranch.simulator import stream
-from anabranch.weights import POLICIES
+from anabranch.weights import OPTIMIZERS, POLICIES
 from tests.simulator.helpers import chain, cluster, cost_model, stage_graph
 from tests.solve_async.helpers import asynchronous, on_chain
 
@@ -226,3 +226,44 @@ def test_stage_bytes_and_the_simulator_agree():
         held = graph.stages[s].in_flight
         assert peak == stage_bytes(graph, cost, s, in_flight=held, versions=versions[s])
     assert stream.units_held(graph, 0) == 4
+
+
+def test_auto_goes_by_the_optimizer():
+    """Without momentum there is nothing to predict with; its name is in the reason."""
+    cost = on_chain()
+    plain = asynchronous(cost, 8, max_replicas=1, optimizer=OPTIMIZERS["sgd"])
+    assert plain.policy == "2bw"
+    assert any("SGD has no momentum" in note for note in plain.notes)
+    moving = asynchronous(cost, 8, max_replicas=1, optimizer=OPTIMIZERS["adamw"])
+    assert moving.policy == "pipeoptim"
+    assert any("AdamW's own rule" in note for note in moving.notes)
+
+
+def test_spectrain_is_refused_when_planning():
+    """Not only when training; of an optimizer that is not known nothing can be said."""
+    with pytest.raises(PolicyError, match="the optimizer is AdamW"):
+        asynchronous(on_chain(), 4, policy="spectrain", optimizer=OPTIMIZERS["adamw"])
+    assert asynchronous(on_chain(), 4, policy="spectrain").policy == "spectrain"
+
+
+def test_an_optimizer_without_a_rule_takes_one_more_copy():
+    """100 bytes of weights at each of four stages; the last predicts nothing."""
+    one = asynchronous(on_chain(), 1, policy="pipeoptim", optimizer=OPTIMIZERS["adamw"])
+    two = asynchronous(on_chain(), 1, policy="pipeoptim", optimizer=OPTIMIZERS["other"])
+    assert one.predicted.device_peak_bytes == (500, 500, 500, 400)
+    assert two.predicted.device_peak_bytes == (600, 600, 600, 400)
+
+
+def test_auto_leaves_room_for_the_last_update():
+    """Two copies fit, not the third that a prediction takes here."""
+    cost = on_chain(memory_bytes=550)
+    options = {"max_replicas": 1, "planner_options": {"recompute": False}}
+    known = asynchronous(cost, 1, optimizer=OPTIMIZERS["adamw"], **options)
+    assert known.policy == "pipeoptim"
+    assert asynchronous(cost, 1, optimizer=OPTIMIZERS["other"], **options).policy == "naive"
+
+
+def test_a_prediction_without_momentum_is_said():
+    """In the notes of the plan."""
+    notes = asynchronous(on_chain(), 1, policy="pipeoptim", optimizer=OPTIMIZERS["sgd"]).notes
+    assert any("every prediction is the current weights" in note for note in notes)

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from anabranch import solve, solve_async
-from anabranch.errors import InvalidPlanError
+from anabranch.errors import InvalidPlanError, PolicyError
+from anabranch.weights import OPTIMIZERS
 from tests.simulator.helpers import chain, cluster, cost_model
 from tests.solve_async.helpers import asynchronous, on_chain
 
@@ -66,3 +67,39 @@ def test_check_finds_what_is_wrong():
     small = on_chain(memory_bytes=650)
     (problem,) = solve.check_plan(plan, small.profile, small.cluster)
     assert "4 versions of its weights" in problem
+
+
+def test_the_optimizer_counts_in_a_simulation_and_a_check():
+    """One more copy where it has no rule, and no policy that it cannot serve."""
+    cost = on_chain(memory_bytes=550)
+    plan = asynchronous(cost, 4, policy="pipeoptim", max_replicas=1)
+    arguments = plan, cost.profile, cost.cluster
+    assert solve.check_plan(*arguments, optimizer=OPTIMIZERS["adamw"]) == []
+    (first, *_) = solve.check_plan(*arguments, optimizer=OPTIMIZERS["other"])
+    assert "3 versions of its weights" in first
+    with pytest.raises(InvalidPlanError, match="3 versions of its weights"):
+        solve_async.simulate(*arguments, optimizer=OPTIMIZERS["other"])
+    with pytest.raises(PolicyError, match="the optimizer is Adam"):
+        solve_async.simulate(*arguments, policy="spectrain", optimizer=OPTIMIZERS["adam"])
+    (problem,) = solve.check_plan(
+        replace(plan, policy="spectrain"), optimizer=OPTIMIZERS["sgd"]
+    )
+    assert "SGD without momentum" in problem
+
+
+def test_auto_without_momentum_for_a_plan_in_one_piece():
+    """Its mini-batches are not cut, so the policy is not the one that cuts them."""
+    cost = on_chain()
+    plan = asynchronous(cost, 8, policy="stash", max_replicas=1)
+    found = solve_async.simulate(
+        plan, cost.profile, cost.cluster, policy="auto", optimizer=OPTIMIZERS["sgd"]
+    )
+    assert found.plan.policy == "stash"
+
+
+def test_auto_for_a_plan_of_another_model():
+    """The operators that do not exist are named."""
+    plan = asynchronous(on_chain(), 4, policy="stash", max_replicas=1)
+    other = on_chain(3)
+    with pytest.raises(InvalidPlanError, match="the model has no operators op3"):
+        solve_async.simulate(plan, other.profile, other.cluster, policy="auto")

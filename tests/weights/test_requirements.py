@@ -9,8 +9,23 @@ import pytest
 
 from anabranch.errors import PolicyError
 from anabranch.planner.stages import StageGraph
-from anabranch.weights import POLICIES, PipeOptim, Stash, TwoBuffers, VerticalSync
-from anabranch.weights.requirements import recommend, require_fits
+from anabranch.weights import (
+    OPTIMIZERS,
+    POLICIES,
+    PipeOptim,
+    SpecTrain,
+    Stash,
+    TwoBuffers,
+    VerticalSync,
+    keeps,
+    predicts,
+)
+from anabranch.weights.requirements import (
+    optimizer_remark,
+    recommend,
+    require_fits,
+    require_optimizer,
+)
 from tests.weights.test_policies import CHAIN, TWO_BRANCHES, graph_of
 
 
@@ -88,3 +103,38 @@ def test_recommendations(arguments, expected):
     name, reason = recommend(optimizer="SGD", **arguments)
     assert name == expected
     assert len(reason) > 40
+
+
+def test_what_kind_of_policy_it_is():
+    """The two tables of the policies' pages: whose backward reads what its forward read, and who
+    extrapolates.
+    """
+    assert {name for name, make in POLICIES.items() if keeps(make())} == {
+        "stash",
+        "vertical-sync",
+        "2bw",
+        "predict-stash",
+    }
+    assert {name for name, make in POLICIES.items() if predicts(make())} == {
+        "spectrain",
+        "pipeoptim",
+        "predict-stash",
+    }
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam", "adamw", "other"])
+def test_spectrain_takes_sgd_with_momentum_alone(name):
+    """Said without any optimizer at hand."""
+    require_optimizer(SpecTrain(), OPTIMIZERS["sgd-momentum"])
+    require_optimizer(PipeOptim(), OPTIMIZERS[name])
+    with pytest.raises(PolicyError, match="spectrain predicts with the momentum of SGD"):
+        require_optimizer(SpecTrain(), OPTIMIZERS[name])
+
+
+def test_a_prediction_without_momentum_is_remarked():
+    """And only that."""
+    assert "every prediction is the current weights" in optimizer_remark(
+        PipeOptim(), OPTIMIZERS["sgd"]
+    )
+    assert optimizer_remark(PipeOptim(), OPTIMIZERS["adamw"]) == ""
+    assert optimizer_remark(Stash(), OPTIMIZERS["sgd"]) == ""

@@ -13,7 +13,7 @@ import typer
 
 from anabranch.cli import planning, training
 from anabranch.cli.output import print_json
-from anabranch.errors import AnabranchError
+from anabranch.errors import AnabranchError, StageFailedError, WorkloadError
 
 app = typer.Typer(
     name="anabranch",
@@ -39,5 +39,8 @@ def main() -> None:
             raise
         if "--json" in sys.argv:
             print_json({"error": type(error).__name__, "message": str(error)})
-        typer.secho(f"{type(error).__name__}: {error}", err=True, fg="red")
+        # Where something else than ours has raised, its traceback says more.
+        is_theirs = isinstance(error, StageFailedError | WorkloadError)
+        more = " (ANABRANCH_DEBUG=1 shows the traceback)" if is_theirs else ""
+        typer.secho(f"{type(error).__name__}: {error}{more}", err=True, fg="red")
         raise SystemExit(1) from None

@@ -30,6 +30,7 @@ from anabranch.cli.options import (
     Mode,
     Model,
     ModeOption,
+    OptimizerOption,
     Output,
     Planner,
     Preset,
@@ -68,6 +69,7 @@ def compare(
     granularity: GranularityOption = Granularity.layer,
     mode: ModeOption = Mode.sync,
     policy: ManyPolicies = None,
+    optimizer: OptimizerOption = None,
     as_json: AsJson = False,
 ) -> None:
     """Every planner side by side on the same profile, judged by the same simulator.
@@ -99,13 +101,14 @@ def compare(
 
     options, file = split_output(output)
     machines = read_cluster(cluster)
-    costs = Source(model, preset, options, granularity).profile(
-        device or machines.device, batch_size
-    )
+    source = Source(model, preset, options, granularity)
     chosen = list(dict.fromkeys(each.value for each in planner or ()))
     if mode is not Mode.sync:
         from anabranch.cli.comparing_async import compare_policies
 
+        costs, facts = source.profile_and_optimizer(
+            device or machines.device, batch_size, optimizer
+        )
         compare_policies(
             costs,
             machines,
@@ -118,6 +121,7 @@ def compare(
             microbatch_size=microbatch_size,
             schedule=schedule.value,
             max_replicas=max_replicas,
+            optimizer=facts,
             model=model,
             file=file,
             as_json=as_json,
@@ -125,6 +129,9 @@ def compare(
         return
     if policy:
         raise typer.BadParameter("--policy is for --mode async; without it weights have no policy")
+    if optimizer is not None:
+        raise typer.BadParameter("--optimizer is for --mode async")
+    costs = source.profile(device or machines.device, batch_size)
     chosen = chosen or comparable(costs, machines)
     results = usage(
         search,
@@ -178,8 +185,8 @@ def compare(
 def comparison(found: Found) -> tuple[list[str], list[list[str]]]:
     """Headings, and one row per planner."""
     plans = [each for each in found.values() if not isinstance(each, AnabranchError)]
-    fastest = min((each.predicted.step_s for each in plans), default=0.0)
-    peak = max((max(each.predicted.device_peak_bytes) for each in plans), default=0)
+    fastest = min((each.figures.step_s for each in plans), default=0.0)
+    peak = max((max(each.figures.device_peak_bytes) for each in plans), default=0)
     unit, size = ("GiB", 2**30) if peak > 2**29 else ("MiB", 2**20)
     headings = ["planner", "step\nms", "over\nbest", "samples\nper s", "slowest\nstage ms", "depth"]
     headings += ["bubble", f"peak\n{unit}", "search\ns", "total\ns"]
@@ -196,7 +203,7 @@ _LABELS = {BudgetError: "too big", SearchStoppedError: "stopped"}
 
 
 def _figures(plan: Plan, fastest: float, unit: int) -> list[str]:
-    p, batch_size = plan.predicted, plan.stage_graph.batch_size
+    p, batch_size = plan.figures, plan.stage_graph.batch_size
     over = ratio(p.step_s, fastest)
     return [
         digits(p.step_s * 1e3),

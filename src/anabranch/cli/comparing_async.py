@@ -1,8 +1,8 @@
 """compare --mode async: weight policies side by side, under every planner that is asked for.
 
 What forwards and backwards read is written as in ``-3 +3``: the version of three updates ago,
-extrapolated by three. Of several stages the table shows the one with the oldest weights; the
-document has all.
+extrapolated by three. Of several stages the table shows the one with the oldest weights; a line
+below it and the document have all.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from anabranch.planner.stages import Plan
     from anabranch.profile.profile import Profile
     from anabranch.simulator.staleness import Staleness
+    from anabranch.weights import OptimizerFacts
 
 FoundAsync = Mapping[tuple[str, str], "Plan | AnabranchError"]
 """{(planner, policy): their plan, or why there is none}"""
@@ -44,6 +45,7 @@ def compare_policies(
     microbatch_size: int | None,
     schedule: str,
     max_replicas: int | None,
+    optimizer: OptimizerFacts | None,
     model: str,
     file: Path | None,
     as_json: bool,
@@ -62,6 +64,7 @@ def compare_policies(
         microbatch_size: as the user wrote it.
         schedule: likewise.
         max_replicas: likewise.
+        optimizer: what policies have to know of it, if anything is known.
         model: likewise.
         file: where the document is written, if anywhere.
         as_json: print the document instead of the table.
@@ -89,6 +92,7 @@ def compare_policies(
         microbatch_size=microbatch_size,
         max_replicas=max_replicas,
         model=model,
+        optimizer=optimizer,
     )
     pairs = [(name, policy) for name in planners for policy in policies]
     found: dict[tuple[str, str], Plan | AnabranchError] = {}
@@ -104,7 +108,8 @@ def compare_policies(
         **head,
         "mode": "async",
         "profile": costs.origin,
-        "plans": [document_of(*pair, each) for pair, each in found.items()],
+        "optimizer": optimizer.name if optimizer is not None else None,
+        "plans": [document_of(*pair, each, optimizer) for pair, each in found.items()],
     }
     if missing is not None:
         document |= {"error": type(missing).__name__, "message": str(missing)}
@@ -113,7 +118,7 @@ def compare_policies(
     if as_json:
         print_json(document)
     else:
-        print_table(title, *comparison_async(found))
+        print_table(title, *comparison_async(found, optimizer))
         for line in remarks_async(found, costs.origin):
             say(line)
         say_written(file)
@@ -123,15 +128,17 @@ def compare_policies(
         raise typer.Exit(1)
 
 
-def comparison_async(found: FoundAsync) -> tuple[list[str], list[list[str]]]:
+def comparison_async(
+    found: FoundAsync, optimizer: OptimizerFacts | None = None
+) -> tuple[list[str], list[list[str]]]:
     """Headings, and one row per planner and policy."""
     plans = [each for each in found.values() if not isinstance(each, AnabranchError)]
-    fastest = min((each.predicted.step_s for each in plans), default=0.0)
-    peak = max((max(each.predicted.device_peak_bytes) for each in plans), default=0)
+    fastest = min((each.figures.step_s for each in plans), default=0.0)
+    peak = max((max(each.figures.device_peak_bytes) for each in plans), default=0)
     unit, size = ("GiB", 2**30) if peak > 2**29 else ("MiB", 2**20)
     several = len({planner for planner, _ in found}) > 1
     headings = ["planner"] * several + ["policy", "ms per\nbatch", "over\nbest", "samples\nper s"]
-    headings += ["depth", "updates\nbetween", "forward\nreads", "backward\nreads", "versions\nheld"]
+    headings += ["depth", "version\ndiff.", "forward\nreads", "backward\nreads", "versions\nheld"]
     headings += ["bubble", f"peak\n{unit}"]
     rows = []
     for (planner, policy), each in found.items():
@@ -140,14 +147,14 @@ def comparison_async(found: FoundAsync) -> tuple[list[str], list[list[str]]]:
             missing = ["-"] * (len(headings) - len(name) - 2)
             rows.append([*name, policy, "no plan", *missing])
         else:
-            rows.append([*name, each.policy, *_figures(each, fastest, size)])
+            rows.append([*name, each.policy, *_figures(each, fastest, size, optimizer)])
     return headings, rows
 
 
-def _figures(plan: Plan, fastest: float, unit: int) -> list[str]:
-    p, batch_size = plan.predicted, plan.stage_graph.batch_size
+def _figures(plan: Plan, fastest: float, unit: int, optimizer: OptimizerFacts | None) -> list[str]:
+    p, batch_size = plan.figures, plan.stage_graph.batch_size
     over = ratio(p.step_s, fastest)
-    stages = staleness_of(plan)
+    stages = staleness_of(plan, optimizer)
     oldest = max(stages, key=lambda each: (each.forward_delay, each.difference))
     return [
         digits(p.step_s * 1e3),
@@ -167,15 +174,30 @@ def remarks_async(found: FoundAsync, costs: str) -> list[str]:
     """The lines below the table."""
     lines = [
         f"costs: {costs}",
-        "updates between: of the stage, between the forward and the backward of a mini-batch; "
-        "reads: the version of so many updates ago, + updates it is extrapolated by",
+        "version difference: updates of a stage between the forward and the backward of a "
+        "mini-batch; reads: the version of so many updates ago, + updates it is extrapolated by",
     ]
     alike: dict[tuple[str, str], list[str]] = {}
     for (planner, policy), each in found.items():
         what = str(each) if isinstance(each, AnabranchError) else _shape(each, costs)
         alike.setdefault((planner, what), []).append(policy)
     lines += [f"{planner}, {', '.join(names)}: {what}" for (planner, what), names in alike.items()]
+    ages_of: dict[tuple[str, str], list[str]] = {}
+    for (planner, policy), each in found.items():
+        if not isinstance(each, AnabranchError) and each.stage_graph.depth > 1:
+            ages_of.setdefault((planner, _stage_by_stage(each)), []).append(policy)
+    lines += [f"{planner}, {', '.join(n)}: {what}" for (planner, what), n in ages_of.items()]
     return lines
+
+
+def _stage_by_stage(plan: Plan) -> str:
+    """What forwards and backwards read, stage by stage."""
+    stages = staleness_of(plan)
+    forward = ", ".join(_read(each.forward_delay, each.forward_ahead) for each in stages)
+    backward = ", ".join(_read(each.backward_delay, each.backward_ahead) for each in stages)
+    same = forward == backward
+    reads = f"both read {forward}" if same else f"forward reads {forward}; backward {backward}"
+    return f"stage by stage, {reads}"
 
 
 def _shape(plan: Plan, costs: str) -> str:
@@ -189,25 +211,28 @@ def _shape(plan: Plan, costs: str) -> str:
     return "; ".join([shape, *own])
 
 
-def staleness_of(plan: Plan) -> tuple[Staleness, ...]:
+def staleness_of(plan: Plan, optimizer: OptimizerFacts | None = None) -> tuple[Staleness, ...]:
     """Per stage of an asynchronous plan, how old its weights are."""
     from anabranch.simulator.staleness import staleness
     from anabranch.weights import policy_named
 
-    return staleness(plan.stage_graph, policy_named(plan.policy))
+    last_update = optimizer is not None and optimizer.keeps_last_update
+    return staleness(plan.stage_graph, policy_named(plan.policy), last_update=last_update)
 
 
-def document_of(planner: str, policy: str, found: Plan | AnabranchError) -> dict[str, Any]:
+def document_of(
+    planner: str, policy: str, found: Plan | AnabranchError, optimizer: OptimizerFacts | None
+) -> dict[str, Any]:
     """A plan's document with its staleness, or the reason why there is none."""
     document = plan_or_error(planner, found)
     if isinstance(found, AnabranchError):
         return {"policy": policy, **document}
-    return document | {"staleness": [asdict(each) for each in staleness_of(found)]}
+    return document | {"staleness": [asdict(each) for each in staleness_of(found, optimizer)]}
 
 
 def ages(policy: str, stages: Sequence[Staleness]) -> tuple[str, list[str], list[list[str]]]:
     """Title, headings and rows of a table with the weights of every stage."""
-    headings = ["stage", "updates between", "forward reads", "backward reads", "versions held"]
+    headings = ["stage", "version difference", "forward reads", "backward reads", "versions held"]
     rows = [
         [
             str(s),

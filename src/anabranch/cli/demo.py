@@ -17,7 +17,7 @@ from anabranch.cli.output import print_json
 from anabranch.cli.planning import against
 
 if TYPE_CHECKING:
-    from anabranch.cli.training import Job
+    from anabranch.cli.job import Job
     from anabranch.planner.stages import Plan
     from anabranch.record import Run
 
@@ -29,7 +29,7 @@ def show(
     # For people the story is the result; with --json it goes where progress goes.
     story = _Story(sys.stderr if as_json else sys.stdout)
     with story.chapter(f"Capture {model} and its data"):
-        from anabranch.cli.training import Job
+        from anabranch.cli.job import Job
 
         job = Job(Source(model, Preset.small), None)
         story.say(f"{len(job.captured.graph)} operators, {_parameters(job):,} parameters")
@@ -65,7 +65,7 @@ def show(
             {
                 **run.figures(),
                 "plan": plan_to_dict(job.plan),
-                "gain_over_sequential": sequential.predicted.step_s / job.plan.predicted.step_s,
+                "gain_over_sequential": sequential.figures.step_s / job.plan.figures.step_s,
                 "max_gradient_error": verified.max_gradient_error,
                 "bitwise": verified.bitwise,
                 "predicted_shared_cores_step_s": predicted,
@@ -112,7 +112,7 @@ def _times(plan: Plan, shared_s: float, run: Run) -> str:
     devices, cores = len(plan.stage_graph.devices), os.cpu_count() or 1
     lines = [
         f"predicted step, a core for each of the {devices} ranks: "
-        f"{plan.predicted.step_s * 1e3:.1f} ms",
+        f"{plan.figures.step_s * 1e3:.1f} ms",
         f"predicted step, on the {cores} cores of this machine: {shared_s * 1e3:.1f} ms",
         f"measured step (median): {run.median_step_s * 1e3:.1f} ms",
     ]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import typer
 
-from anabranch.cli.options import Granularity, Preset
+from anabranch.cli.options import Granularity, Optimizer, Preset
 from anabranch.cli.output import progress_bar
 from anabranch.errors import AnabranchError, InvalidPlanError
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from anabranch.graph.capture import Captured
     from anabranch.planner.stages import Plan
     from anabranch.profile.profile import Profile
+    from anabranch.weights import OptimizerFacts
     from anabranch.workload import Workload
 
 _T = TypeVar("_T")
@@ -74,11 +75,36 @@ class Source:
         """The profile file as it is; otherwise the model captured, then measured or estimated."""
         if self.is_file:
             return self._from_file(device, samples)
-        measured = device.split(":")[0] in ("cpu", "cuda")
-        workload = self.workload(meta=not measured)
+        return self._of_workload(self._built(device), device, batch_size, samples)
+
+    def profile_and_optimizer(
+        self, device: str, batch_size: int, named: Optimizer | None = None
+    ) -> tuple[Profile, OptimizerFacts | None]:
+        """The profile, and what policies have to know of the optimizer: of the one that is named,
+        or of the workload's own; None for a profile file that comes without a name.
+        """
+        from anabranch.weights import OPTIMIZERS
+
+        facts = OPTIMIZERS[named.value] if named is not None else None
+        if self.is_file:
+            return self._from_file(device, None), facts
+        workload = self._built(device)
+        if facts is None:
+            from anabranch.runtime.asynchronous.recipe import optimizer_of
+
+            facts = optimizer_of(workload)
+        return self._of_workload(workload, device, batch_size, None), facts
+
+    def _built(self, device: str) -> Workload:
+        """The workload, with its parameters only where they are measured."""
+        return self.workload(meta=not _is_here(device))
+
+    def _of_workload(
+        self, workload: Workload, device: str, batch_size: int, samples: tuple[int, ...] | None
+    ) -> Profile:
         counts = samples or powers_of_two(batch_size)
         captured = self.capture(workload)
-        if measured:
+        if _is_here(device):
             from anabranch.profile.measure import measure
 
             with progress_bar(f"measuring {self.model} on {device}") as progress:
@@ -125,6 +151,11 @@ class Source:
                 f"one number, not {', '.join(map(str, counts))}"
             )
         return counts[0] if counts else None
+
+
+def _is_here(device: str) -> bool:
+    """Whether times for a device are measured on this machine, not estimated."""
+    return device.split(":")[0] in ("cpu", "cuda")
 
 
 def read_cluster(text: str) -> Cluster:

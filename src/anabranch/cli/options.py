@@ -30,6 +30,7 @@ Policy = StrEnum(
     "Policy",
     ["auto", "naive", "stash", "vertical-sync", "2bw", "spectrain", "pipeoptim", "predict-stash"],
 )
+Optimizer = StrEnum("Optimizer", ["sgd", "sgd-momentum", "adam", "adamw", "other"])
 
 Model = Annotated[
     str,
@@ -89,6 +90,15 @@ PolicyOption = Annotated[
     typer.Option(
         "--policy",
         help="With --mode async: which weights forwards and backwards read [default: auto].",
+    ),
+]
+OptimizerOption = Annotated[
+    Optimizer | None,
+    typer.Option(
+        "--optimizer",
+        help="With --mode async: what the model will be trained with, which decides what auto "
+        "chooses and how many copies of the weights a prediction takes [default: the model's own; "
+        "a profile file has none].",
     ),
 ]
 PolicyOptions = Annotated[

@@ -12,7 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
+    from anabranch.record import Run
     from anabranch.train import Progress
+
+INTERRUPTED = 130
+"""Exit code of a run that Ctrl-C ended, as shells have it: 128 and the number of the signal."""
 
 
 def print_json(document: Mapping[str, Any]) -> None:
@@ -73,6 +77,34 @@ def progress_of(title: str) -> Iterator[Callable[[int, int, str], None]]:
         yield lambda done, total, now: bar.update(
             task, completed=done, total=total, description=now
         )
+
+
+def say_stopping() -> None:
+    """Answer the first Ctrl-C, below a line of progress that may be there."""
+    line = "stopping after the step under way; Ctrl-C again stops at once\n"
+    sys.stderr.write(("\n" if sys.stderr.isatty() else "") + line)
+    sys.stderr.flush()
+
+
+def say_stopped(save: Path | None) -> None:
+    """After the second Ctrl-C: what is there."""
+    there = f"the checkpoint is {save}" if save is not None and save.exists() else "nothing is kept"
+    sys.stderr.write(f"stopped at once; {there}\n")
+
+
+def interrupted(run: Run, steps: int | None, epochs: int | None, save: Path | None) -> str:
+    """How far a run came that was ended early, and how to go on."""
+    done = len(run.losses)
+    if done == steps:
+        return f"interrupted after the last of {steps} steps, before anything was evaluated"
+    of = f" of {steps}" if steps is not None else ""
+    text = f"interrupted after {done}{of} steps, with a loss of {run.losses[-1]:.4f} at last"
+    if save is None:
+        return f"{text}; there is no checkpoint, which --save FOLDER would have written"
+    left = [f"--resume {save}", *([f"--epochs {epochs}"] if epochs is not None else [])]
+    if steps is not None:
+        left.append(f"--steps {steps - done}")
+    return f"{text}; to go on, the same command with {' '.join(left)} and another --save"
 
 
 class TrainingProgress:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from anabranch.cli.comparing import compare, plan_or_error, ratio
+from anabranch.cli.comparing_async import ages, staleness_of
 from anabranch.cli.inputs import (
     Source,
     cluster_of,
@@ -35,6 +36,8 @@ from anabranch.cli.options import (
     Mode,
     Model,
     ModeOption,
+    Optimizer,
+    OptimizerOption,
     Output,
     Planner,
     PlannerOptions,
@@ -54,6 +57,7 @@ if TYPE_CHECKING:
     from anabranch.profile.profile import Profile
     from anabranch.solve_async import Simulated
     from anabranch.timeline import Timeline
+    from anabranch.weights import OptimizerFacts
 
 
 def profile(
@@ -135,6 +139,7 @@ def plan(
     granularity: GranularityOption = Granularity.layer,
     mode: ModeOption = Mode.sync,
     policy: PolicyOption = None,
+    optimizer: OptimizerOption = None,
     baselines: Annotated[
         bool, typer.Option(help="Also plan the sequential baselines, to compare with.")
     ] = True,
@@ -162,7 +167,7 @@ def plan(
     options, file = split_output(output)
     machines = read_cluster(cluster)
     source = Source(model, preset, options, granularity)
-    costs = source.profile(device or machines.device, batch_size)
+    costs, facts = _asked(source, device or machines.device, batch_size, mode, optimizer)
     try:
         found = usage(
             search,
@@ -177,6 +182,7 @@ def plan(
             model=model,
             mode=mode.value,
             policy=policy.value if policy else "",
+            optimizer=facts,
         )
     except KeyboardInterrupt:
         raise SearchStoppedError(
@@ -194,19 +200,23 @@ def plan(
             )
         with suppress(KeyboardInterrupt):
             others.update(
-                find_baselines(costs, machines, found, microbatch_size, schedule, max_replicas)
+                find_baselines(
+                    costs, machines, found, microbatch_size, schedule, max_replicas, facts
+                )
             )
     if as_json:
         document = plan_to_dict(found)
         document["baselines"] = {name: plan_or_error(name, other) for name, other in others.items()}
         document["gain"] = {
-            name: ratio(other.predicted.step_s, found.predicted.step_s)
+            name: ratio(other.figures.step_s, found.figures.step_s)
             for name, other in others.items()
             if not isinstance(other, str)
         }
-        print_json(document)
+        print_json(document | _ages_document(found, facts))
         return
     typer.echo(found.summary())
+    if found.mode == "async":
+        print_table(*ages(found.policy, staleness_of(found, facts)))
     typer.echo(
         f"found in {found.search_s:.3f} s of search, {found.simulate_s:.3f} s of simulation and "
         f"{found.improve_s:.3f} s of improvement"
@@ -218,6 +228,27 @@ def plan(
     say_written(file)
 
 
+def _asked(
+    source: Source, device: str, batch_size: int, mode: Mode, optimizer: Optimizer | None
+) -> tuple[Profile, OptimizerFacts | None]:
+    """The profile and, without a flush, what is known of the optimizer."""
+    if mode is not Mode.sync:
+        return source.profile_and_optimizer(device, batch_size, optimizer)
+    if optimizer is not None:
+        raise typer.BadParameter("--optimizer is for --mode async")
+    return source.profile(device, batch_size), None
+
+
+def _ages_document(plan: Plan, optimizer: OptimizerFacts | None) -> dict[str, Any]:
+    """What an asynchronous plan's document says beyond the plan."""
+    if plan.mode == "sync":
+        return {}
+    return {
+        "optimizer": optimizer.name if optimizer is not None else None,
+        "staleness": [asdict(each) for each in staleness_of(plan, optimizer)],
+    }
+
+
 def check(
     plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.")],
     model: Annotated[
@@ -227,6 +258,7 @@ def check(
     device: Device = None,
     output: Output = None,
     preset: PresetOption = Preset.published,
+    optimizer: OptimizerOption = None,
     as_json: AsJson = False,
 ) -> None:
     """Is PLAN valid? Structure and schedule alone or, with MODEL, also conditions C1-C4 and memory.
@@ -235,17 +267,23 @@ def check(
     """
     from anabranch.files import load_plan
     from anabranch.solve import check_plan
+    from anabranch.weights import OPTIMIZERS
 
     loaded = load_plan(plan_file)
     costs = machines = None
+    facts = OPTIMIZERS[optimizer.value] if optimizer is not None else None
     if model is not None:
         options, _ = split_output(output)
         machines = cluster_of(loaded, plan_file, cluster)
         source = Source(model, preset, options, Granularity(loaded.granularity))
-        costs = source.profile(
-            device or loaded.device or machines.device, loaded.stage_graph.batch_size
+        costs, facts = _asked(
+            source,
+            device or loaded.device or machines.device,
+            loaded.stage_graph.batch_size,
+            Mode(loaded.mode),
+            optimizer,
         )
-    problems = check_plan(loaded, costs, machines)
+    problems = check_plan(loaded, costs, machines, optimizer=facts)
     if as_json:
         print_json({"valid": not problems, "problems": problems})
     else:
@@ -268,6 +306,7 @@ def simulate(
         Mode | None, typer.Option("--mode", help="Another mode than the plan's.")
     ] = None,
     policy: PolicyOption = None,
+    optimizer: OptimizerOption = None,
     trace: Annotated[
         Path | None, typer.Option(help="Write a trace for Perfetto or chrome://tracing.")
     ] = None,
@@ -294,13 +333,16 @@ def simulate(
     source = Source.of_plan(loaded)
     if model is not None:
         source = Source(model, preset, options, Granularity(loaded.granularity))
-    costs = source.profile(device or loaded.device or machines.device, batch_size)
     chosen = mode.value if mode else loaded.mode
     usage(
         check_mode, chosen, policy.value if policy else "", schedule.value if schedule else "auto"
     )
+    device = device or loaded.device or machines.device
+    costs, facts = _asked(source, device, batch_size, Mode(chosen), optimizer)
     if chosen == "async":
-        found = predict_async(loaded, costs, machines, policy=policy.value if policy else "")
+        found = predict_async(
+            loaded, costs, machines, policy=policy.value if policy else "", optimizer=facts
+        )
         shown, timeline, graph = found.plan, found.timeline, found.graph
         what = f"predicted, {graph.batch_size // batch_size} mini-batches"
     else:
@@ -330,7 +372,6 @@ def _say_simulated(
     report: Path | None,
 ) -> None:
     """The figures of a simulated step or, where there is no flush, of the full pipeline."""
-    from anabranch.cli.comparing_async import ages
     from anabranch.planner.stages import headline
 
     batch_size = plan.stage_graph.batch_size
@@ -379,6 +420,7 @@ def find_baselines(
     microbatch_size: int | None,
     schedule: Schedule,
     max_replicas: int | None,
+    optimizer: OptimizerFacts | None = None,
 ) -> Iterator[tuple[str, Plan | str]]:
     """The best sequential plan of the search (as free as ours), and the straight one without
     replicas; neither is improved afterwards, which takes longer than to find it.
@@ -398,6 +440,7 @@ def find_baselines(
                 improve=False,
                 mode=found.mode,
                 policy=found.policy,
+                optimizer=optimizer,
             ),
         )
 
@@ -406,8 +449,8 @@ def against(name: str, other: Plan | str, ours: Plan) -> str:
     """One line that compares a baseline with our plan."""
     if isinstance(other, str):
         return f"against {name}: none, {other}"
-    step_s, graph = other.predicted.step_s, other.stage_graph
-    gain = ratio(step_s, ours.predicted.step_s)
+    step_s, graph = other.figures.step_s, other.stage_graph
+    gain = ratio(step_s, ours.figures.step_s)
     return (
         f"against {name} ({step_s * 1e3:.2f} ms, depth {graph.depth}, "
         f"micro-batch {graph.stages[0].microbatch_size}, {other.schedule}): "
@@ -423,9 +466,9 @@ _ASKED_WITH = {
 
 def _faster(others: Mapping[str, Plan | str], ours: Plan) -> str:
     """A line on the best baseline, if that is better than our plan."""
-    steps = {n: o.predicted.step_s for n, o in others.items() if not isinstance(o, str)}
+    steps = {n: o.figures.step_s for n, o in others.items() if not isinstance(o, str)}
     name = min(steps, key=lambda each: steps[each], default="")
-    if not name or steps[name] >= ours.predicted.step_s * (1 - 1e-9):
+    if not name or steps[name] >= ours.figures.step_s * (1 - 1e-9):
         return ""
     if ours.mode == "async":
         best = others[name]

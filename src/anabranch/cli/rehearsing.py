@@ -188,7 +188,7 @@ def _with_links(cluster: Cluster, wishes: Wishes) -> Cluster:
 
 def _say(result: Rehearsal) -> None:
     step, run = result.step_s, result.run
-    predicted = run.plan.predicted.step_s
+    predicted = run.plan.figures.step_s
     rows = [
         ("step", f"{step * 1e3:.2f} ms, {run.plan.stage_graph.batch_size / step:.0f} samples/s"),
         ("predicted step", f"{predicted * 1e3:.2f} ms, off by {step / predicted - 1:+.1%}"),

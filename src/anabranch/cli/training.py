@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from anabranch.cli.beforehand import (
+    refuse_emulation,
+    refuse_mode,
+    require_trainable,
+)
 from anabranch.cli.computing import (
     Accumulate,
     Compile,
@@ -24,10 +28,10 @@ from anabranch.cli.computing import (
 from anabranch.cli.inputs import (
     Source,
     planner_options,
-    powers_of_two,
     split_output,
     usage,
 )
+from anabranch.cli.job import Job, agreed
 from anabranch.cli.options import (
     AsJson,
     Granularity,
@@ -37,7 +41,6 @@ from anabranch.cli.options import (
     Mode,
     Model,
     Output,
-    Policy,
     PolicyOption,
     PolicyOptions,
     Preset,
@@ -45,7 +48,13 @@ from anabranch.cli.options import (
     ScheduleOption,
     SmallPresetOption,
 )
-from anabranch.cli.output import TrainingProgress, print_json, progress_bar
+from anabranch.cli.output import (
+    INTERRUPTED,
+    interrupted,
+    print_json,
+    say_stopped,
+    say_stopping,
+)
 from anabranch.cli.rehearsing import (
     Bandwidth,
     Emulate,
@@ -58,14 +67,11 @@ from anabranch.cli.rehearsing import (
     rehearse,
     run_folder,
 )
-from anabranch.errors import AnabranchError
+from anabranch.cli.trained import say_run
 
 if TYPE_CHECKING:
-    from anabranch.graph.capture import Captured
     from anabranch.planner.stages import Plan
-    from anabranch.profile.profile import Profile
-    from anabranch.record import Run
-    from anabranch.workload import Workload
+    from anabranch.weights import WeightPolicy
 
 PlanFile = Annotated[
     Path | None, typer.Option("--plan", help="A plan file [default: plan for --devices].")
@@ -83,6 +89,22 @@ TrainingMode = Annotated[
         "--mode",
         help="sync: all stages update together after every step; async: without a flush, each "
         "stage updates after its own backward [default: the plan's, or sync].",
+    ),
+]
+RoundRobin = Annotated[
+    bool,
+    typer.Option(
+        "--round-robin",
+        help="With --mode async: the replicas of a stage take mini-batches in turn, instead of "
+        "splitting each.",
+    ),
+]
+ClipStageNorm = Annotated[
+    float | None,
+    typer.Option(
+        "--clip-stage-norm",
+        metavar="NORM",
+        help="With --mode async: clip the gradients of each stage to this norm.",
     ),
 ]
 RunFolder = Annotated[
@@ -188,6 +210,8 @@ def train(
     mode: TrainingMode = None,
     policy: PolicyOption = None,
     policy_option: PolicyOptions = None,
+    round_robin: RoundRobin = False,
+    clip_stage_norm: ClipStageNorm = None,
     emulate: Emulate = False,
     cluster: EmulatedCluster = None,
     links: LinksOption = LinkKind.modelled,
@@ -209,6 +233,9 @@ def train(
 
     With --emulate a plan for any cluster runs here on emulated devices:
     `anabranch train mmt --plan plan.json --emulate`
+
+    Ctrl-C ends training after the step under way: the checkpoint of --save, the figures and the
+    report are written as far as it came, and the exit code is 130. A second Ctrl-C stops at once.
     """
     options, _ = split_output(output)
     asked = {
@@ -220,8 +247,18 @@ def train(
     source = Source(model, preset, options, granularity)
     wishes = Wishes(links, cluster, bandwidth, latency, time_scale)
     if emulate:
-        _refuse({**asked, "--epochs": epochs, "--resume": resume, "--save": save}, plan_file)
-        _refuse_emulation(mode, policy, plan_file)
+        given = {
+            **asked,
+            "--epochs": epochs,
+            "--resume": resume,
+            "--save": save,
+            "--mode": mode and mode.value,
+            "--policy": policy,
+            "--policy-option": policy_option,
+            "--round-robin": round_robin,
+            "--clip-stage-norm": clip_stage_norm,
+        }
+        refuse_emulation(given, plan_file)
         folder = run_folder(run, _slug(model))
         chosen = schedule.value
         rehearse(source, plan_file, wishes, steps or 5, asked, chosen, folder, as_json=as_json)
@@ -233,7 +270,18 @@ def train(
 
     planned = Mode(job.plan.mode) if job.plan is not None else Mode.sync
     is_async = (mode or planned) is Mode["async"]
-    _refuse_mode(is_async, policy or policy_option, accumulate)
+    refuse_mode(
+        is_async,
+        policy or policy_option,
+        accumulate,
+        round_robin=round_robin,
+        clip_stage_norm=clip_stage_norm,
+    )
+    wishes_of_policy = planner_options(policy_option, "--policy-option")
+    name = policy.value if policy is not None else job.plan.policy if job.plan is not None else ""
+    known = _policy(name, wishes_of_policy) if name not in ("", "auto") and is_async else None
+    require_trainable(job.workload, compute, known, is_async=is_async, resume=resume, save=save)
+    job.capture()
 
     def search() -> Plan:
         count = devices or int(os.environ.get("WORLD_SIZE", "2"))
@@ -248,7 +296,7 @@ def train(
             policy=policy.value if policy is not None else "",
         )
 
-    job.plan = job.plan or (_agreed(search) if "RANK" in os.environ else search())
+    job.plan = job.plan or (agreed(search) if "RANK" in os.environ else search())
     first = os.environ.get("RANK", "0") == "0"
     if first and not as_json:
         typer.echo(job.plan.summary())
@@ -258,31 +306,37 @@ def train(
         # A plan of the search has the policy, also where it was to choose one.
         named = policy is not None and plan_file is not None
         special = {"policy": policy.value if policy is not None and named else None}
-        if policy_option:
-            from anabranch.weights import policy_named
+        if wishes_of_policy:
+            special = {"policy": _policy(special["policy"] or job.plan.policy, wishes_of_policy)}
+        special |= {"round_robin": round_robin, "clip_stage_norm": clip_stage_norm}
+    try:
+        result = job.train(
+            steps or wanted,
+            epochs,
+            resume,
+            save,
+            is_async=is_async,
+            on_interrupt=say_stopping,
+            check_gradients=check_gradients,
+            compute=compute,
+            **special,
+        )
+    except KeyboardInterrupt:
+        say_stopped(save)
+        raise typer.Exit(INTERRUPTED) from None
+    if first:
+        folder = run_folder(run, _slug(model))
+        job.keep(result, folder)
+        ended = interrupted(result, steps or wanted, epochs, save) if result.interrupted else ""
+        say_run(result, folder, ended, as_json=as_json)
+    if result.interrupted:
+        raise typer.Exit(INTERRUPTED)
 
-            name = special["policy"] or job.plan.policy
-            given = planner_options(policy_option, "--policy-option")
-            special = {"policy": usage(policy_named, name, given)}
-    result = job.train(
-        steps or wanted,
-        epochs,
-        resume,
-        save,
-        is_async=is_async,
-        check_gradients=check_gradients,
-        compute=compute,
-        **special,
-    )
-    if not first:
-        return
-    folder = run_folder(run, _slug(model))
-    job.keep(result, folder)
-    if as_json:
-        print_json({**result.figures(), "run": str(folder), "report": str(folder / "report.html")})
-        return
-    _say_result(result)
-    typer.echo(f"report: {folder / 'report.html'}")
+
+def _policy(name: str, options: Mapping[str, object]) -> WeightPolicy:
+    from anabranch.weights import policy_named
+
+    return usage(policy_named, name, options)
 
 
 def report(
@@ -319,232 +373,6 @@ def demo(
 
 
 VERBS: tuple[Callable[..., None], ...] = (models, verify, train, report, demo)
-
-
-class Job:
-    """A model that is about to run: workload, captured graph, measured profile, plan."""
-
-    def __init__(self, source: Source, plan: Plan | None) -> None:
-        self.source = source
-        self.plan = plan
-        self.workload: Workload = source.workload()
-        self.captured: Captured = source.capture(self.workload)
-        self.profile: Profile | None = None
-
-    @staticmethod
-    def of(source: Source, plan_file: Path | None, asked: Mapping[str, int | None]) -> Job:
-        """The job for a model, by a plan file if there is one; then nothing else is asked."""
-        if plan_file is None:
-            return Job(source, None)
-        given = [option for option, value in asked.items() if value is not None]
-        if given:
-            raise typer.BadParameter(
-                f"{plan_file} decides what {', '.join(given)} would; leave out one of them"
-            )
-        from anabranch.files import load_plan
-
-        plan = load_plan(plan_file)
-        return Job(replace(source, granularity=Granularity(plan.granularity)), plan)
-
-    def measure(self, batch_size: int) -> Profile:
-        """Time the operators here, on one thread each, as ranks do."""
-        from anabranch.profile.measure import measure
-
-        with progress_bar(f"measuring {self.source.model}") as progress:
-            self.profile = measure(self.captured, powers_of_two(batch_size), progress=progress)
-        return self.profile
-
-    def search(
-        self,
-        devices: int,
-        batch_size: int,
-        microbatch_size: int | None,
-        schedule: str,
-        max_replicas: int | None,
-        *,
-        planner: str = "graphpipe",
-        own_cores: bool = False,
-        mode: str = "sync",
-        policy: str = "",
-    ) -> Plan:
-        """Plan for local ranks; ``own_cores`` as if each had a core of its own."""
-        from anabranch.cluster import Cluster
-        from anabranch.solve import plan
-
-        cluster = Cluster.preset(f"local:{devices}")
-        found = usage(
-            plan,
-            self.profile or self.measure(batch_size),
-            replace(cluster, cores=0) if own_cores else cluster,
-            batch_size,
-            planner=planner,
-            microbatch_size=microbatch_size,
-            schedule=schedule,
-            max_replicas=max_replicas,
-            model=self.source.model,
-            mode=mode,
-            policy=policy,
-        )
-        return replace(found, options=self.source.recorded())
-
-    def train(
-        self,
-        steps: int | None,
-        epochs: int | None,
-        resume: Path | None = None,
-        save: Path | None = None,
-        *,
-        is_async: bool = False,
-        **options: Any,
-    ) -> Run:
-        """Train on local ranks, or as this rank of torchrun; with the options of ``Pipeline``, or
-        of ``AsyncPipeline``.
-        """
-        from anabranch import launch
-        from anabranch.runtime.steps import prepare
-        from anabranch.train import train, train_async
-
-        plan = self.plan
-        assert plan is not None
-        is_planned = is_async == (plan.mode == "async")
-        # Once here rather than in every rank: forked ranks inherit it.
-        prepare(self.captured, plan.stage_graph)
-        evaluation = self.captured.evaluation() if self.workload.eval_data is not None else None
-
-        def rank() -> Run:
-            return (train_async if is_async else train)(
-                self.workload,
-                plan,
-                steps=steps,
-                epochs=epochs,
-                captured=self.captured,
-                evaluation=evaluation,
-                resume=resume,
-                save=save,
-                **options,
-                # In the other mode than the plan's its prediction says nothing.
-                watch=TrainingProgress(plan.predicted.step_s if is_planned else 0.0),
-            )
-
-        return (
-            rank() if "RANK" in os.environ else launch.run(rank, len(plan.stage_graph.devices))[0]
-        )
-
-    def keep(self, run: Run, folder: Path) -> Run:
-        """Put the predicted timeline beside the measured one and write the run's folder."""
-        from anabranch.cluster import Cluster
-        from anabranch.record import save_run
-        from anabranch.solve import simulate
-
-        assert self.plan is not None
-        if self.profile is not None:
-            devices = len(self.plan.stage_graph.devices)
-            predicted = simulate(self.plan, self.profile, Cluster.preset(f"local:{devices}"))
-            run = replace(run, timelines=(("predicted", predicted), *run.timelines))
-        save_run(run, folder)
-        return run
-
-
-def _refuse_emulation(mode: Mode | None, policy: Policy | None, plan_file: Path | None) -> None:
-    """Refuse what emulated devices do not do: they run steps with a flush."""
-    from anabranch.files import load_plan
-
-    if mode is Mode["async"] or policy is not None:
-        raise typer.BadParameter(
-            "--mode async, --policy: not with --emulate, whose devices run steps with a flush"
-        )
-    if plan_file is not None and load_plan(plan_file).mode == "async":
-        raise typer.BadParameter(
-            f"{plan_file} is for mode async, and emulated devices run steps with a flush; "
-            "anabranch simulate says how long its mini-batches take"
-        )
-
-
-def _refuse_mode(is_async: bool, policy: object, accumulate: int) -> None:
-    """Refuse options of the other mode."""
-    if not is_async and policy:
-        raise typer.BadParameter(
-            "--policy and its options are for --mode async; without it all passes read the same "
-            "weights"
-        )
-    if is_async and accumulate > 1:
-        raise typer.BadParameter(
-            f"--accumulate {accumulate}: not with --mode async, where every mini-batch makes an "
-            "update; take a larger --batch-size"
-        )
-
-
-def _refuse(given: Mapping[str, object], plan_file: Path | None) -> None:
-    """Refuse what means nothing with ``--emulate``: the plan decides, and nothing is trained."""
-    plans = () if plan_file is None else ("--batch-size", "--microbatch-size", "--max-replicas")
-    useless = ("--devices", "--epochs", "--resume", "--save", *plans)
-    named = [option for option in useless if given[option] is not None]
-    if named:
-        why = f"{plan_file} decides" if plan_file is not None else "nothing is trained"
-        raise typer.BadParameter(f"{', '.join(named)}: not with --emulate; {why}")
-
-
-def _agreed(search: Callable[[], Plan]) -> Plan:
-    """Under torchrun: the first rank plans, the others take its plan (measurements differ)."""
-    import torch.distributed as dist
-
-    if not dist.is_initialized():
-        dist.init_process_group("gloo")
-    found: list[Any] = [None]
-    if dist.get_rank() == 0:
-        try:
-            found = [search()]
-        except AnabranchError as error:
-            found = [error]
-    dist.broadcast_object_list(found, 0)
-    if isinstance(found[0], AnabranchError):
-        # The first rank says why; the others just end.
-        raise found[0] if dist.get_rank() == 0 else typer.Exit(1)
-    plan: Plan = found[0]
-    return plan
-
-
-def _say_result(run: Run) -> None:
-    first, last = run.losses[0], sum(run.losses[-10:]) / len(run.losses[-10:])
-    rows = [["loss", f"{first:.4f} at first, {last:.4f} over the last steps"]]
-    held_out = "held-out " if "loss" in run.metrics else ""
-    for name, value in run.metrics.items():
-        chance = f" (chance {run.chance[name]:.4g})" if name in run.chance else ""
-        rows.append([held_out + name, f"{value:.4f}{chance}"])
-    rows += _asynchronous_rows(run) if run.policy else _step_rows(run)
-    for name, text in rows:
-        typer.echo(f"  {name:20s} {text}")
-
-
-def _asynchronous_rows(run: Run) -> list[list[str]]:
-    predicted = run.plan.predicted.step_s
-    said = f", predicted {predicted * 1e3:.2f} ms" if run.plan.mode == "async" else ""
-    rows = [["policy", run.policy]]
-    if run.period_s:
-        rows.append(["mini-batch", f"{run.period_s * 1e3:.2f} ms one after the other{said}"])
-    behind = ", ".join(map(str, run.version_difference))
-    rows.append(["version difference", f"{behind} updates, by stage"])
-    mib = max(run.weight_bytes) / 2**20
-    versions = ", ".join(map(str, run.peak_versions))
-    rows.append(["versions of weights", f"{versions}, by device; {mib:.1f} MiB at most"])
-    return rows
-
-
-def _step_rows(run: Run) -> list[list[str]]:
-    predicted, rows = run.plan.predicted.step_s, []
-    said = f", predicted {predicted * 1e3:.2f} ms" if run.plan.mode == "sync" else ""
-    rows.append(["step", f"{run.median_step_s * 1e3:.2f} ms{said}"])
-    if run.period_s:
-        rows.append(["step after step", f"{run.period_s * 1e3:.2f} ms without a barrier between"])
-    if run.ideal_step_s:
-        rows.append(["ideal step", f"{run.ideal_step_s * 1e3:.2f} ms for the measured stage times"])
-    if run.device_peak_bytes:
-        # Of the rank that took most.
-        expected = run.plan.predicted.device_peak_bytes
-        peak, planned = max(zip(run.device_peak_bytes, expected, strict=True))
-        mib = f"{peak / 2**20:.1f} MiB, predicted {planned / 2**20:.1f} MiB"
-        rows.append(["peak memory", mib])
-    return rows
 
 
 def _slug(model: str) -> str:

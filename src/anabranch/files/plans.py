@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field
 
+from anabranch.errors import AnabranchError
 from anabranch.files.clusters import ClusterFile, cluster_to_dict, to_cluster
 from anabranch.files.fields import (
     MOST_DEVICES,
@@ -22,6 +24,8 @@ from anabranch.files.fields import (
 )
 from anabranch.jsonfile import Strict, read_document
 from anabranch.planner.stages import Plan, Prediction, Stage, StageGraph
+from anabranch.schedule import rule_named
+from anabranch.simulator import stream
 
 PLAN = "anabranch.plan/1"
 
@@ -60,7 +64,6 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
     """
     graph = plan.stage_graph
     machines = {} if plan.machines is None else {"machines": cluster_to_dict(plan.machines)}
-    step_s = plan.predicted.step_s
     mode = {} if plan.mode == "sync" else {"mode": plan.mode, "policy": plan.policy}
     return {
         "schema": PLAN,
@@ -79,13 +82,7 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
         "search_s": plan.search_s,
         "simulate_s": plan.simulate_s,
         "improve_s": plan.improve_s,
-        "predicted": {
-            "step_s": step_s,
-            "samples_per_s": graph.batch_size / step_s if step_s else 0.0,
-            "bottleneck_s_per_sample": plan.predicted.bottleneck_s_per_sample,
-            "bubble": plan.predicted.bubble,
-            "device_peak_bytes": list(plan.predicted.device_peak_bytes),
-        },
+        **_prediction(plan),
         "stages": [
             {
                 "operators": list(stage.operators),
@@ -103,12 +100,29 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
     }
 
 
+def _prediction(plan: Plan) -> dict[str, Any]:
+    """The key ``predicted``; nothing for a plan that nobody has simulated."""
+    predicted = plan.predicted
+    if predicted is None:
+        return {}
+    step_s = predicted.step_s
+    return {
+        "predicted": {
+            "step_s": step_s,
+            "samples_per_s": plan.stage_graph.batch_size / step_s if step_s else 0.0,
+            "bottleneck_s_per_sample": predicted.bottleneck_s_per_sample,
+            "bubble": predicted.bubble,
+            "device_peak_bytes": list(predicted.device_peak_bytes),
+        }
+    }
+
+
 class _Stage(Strict):
     operators: Annotated[list[Name], Field(min_length=1)]
     devices: Annotated[list[Index], Field(min_length=1)]
     microbatch_size: Samples
     k: Samples = 1
-    in_flight: Annotated[int, Field(ge=0, le=2**40)] = 0
+    in_flight: Annotated[int, Field(ge=0, le=2**40)] | None = None
     recompute: bool = False
     tensor: Annotated[int, Field(ge=1, le=MOST_DEVICES)] = 1
 
@@ -123,49 +137,33 @@ class _Prediction(Strict):
 
 class _PlanFile(Strict):
     schema_: Literal["anabranch.plan/1"] = Field(alias="schema")
-    planner: Text
+    planner: Text = ""
     model: Text
     options: dict[Text, Text] = Field(default_factory=dict)
     granularity: Text = "layer"
     device: Text = ""
     cluster: Text
     machines: ClusterFile | None = None
-    profile: Text
+    profile: Text = ""
     batch_size: Samples
     schedule: Text
     mode: Literal["sync", "async"] = "sync"
     policy: Policy = ""
-    depth: int
-    search_s: Seconds
-    simulate_s: Seconds
+    depth: int | None = None
+    search_s: Seconds = 0.0
+    simulate_s: Seconds = 0.0
     improve_s: Seconds = 0.0
-    predicted: _Prediction
+    predicted: _Prediction | None = None
     stages: Annotated[list[_Stage], Field(min_length=1)]
     edges: list[Annotated[list[Index], Field(min_length=2, max_length=2)]]
-    notes: list[Text]
+    notes: list[Text] = Field(default_factory=list)
 
 
 def _to_plan(file: _PlanFile) -> Plan:
-    graph = StageGraph(
-        stages=tuple(_to_stage(i, stage) for i, stage in enumerate(file.stages)),
-        edges=tuple((a, b) for a, b in file.edges),
-        batch_size=file.batch_size,
-    )
-    predicted = file.predicted
-    if file.depth != graph.depth:
-        raise ValueError(f"depth is {file.depth}, but the edges make it {graph.depth}")
-    if len(predicted.device_peak_bytes) != len(graph.devices):
-        raise ValueError(
-            f"predicted.device_peak_bytes has {len(predicted.device_peak_bytes)} entries; "
-            f"the stages use {len(graph.devices)} devices"
-        )
-    samples_per_s = file.batch_size / predicted.step_s if predicted.step_s else 0.0
-    if not math.isclose(predicted.samples_per_s, samples_per_s, rel_tol=1e-6):
-        raise ValueError(
-            f"predicted.samples_per_s is {predicted.samples_per_s:g}, "
-            f"but batch_size / predicted.step_s is {samples_per_s:g}"
-        )
     _check_mode(file)
+    graph = _in_flight(file, _to_graph(file))
+    if file.depth not in (None, graph.depth):
+        raise ValueError(f"depth is {file.depth}, but the edges make it {graph.depth}")
     machines = to_cluster(file.machines) if file.machines is not None else None
     if machines is not None and machines.name != file.cluster:
         raise ValueError(
@@ -182,12 +180,7 @@ def _to_plan(file: _PlanFile) -> Plan:
         search_s=file.search_s,
         simulate_s=file.simulate_s,
         improve_s=file.improve_s,
-        predicted=Prediction(
-            predicted.step_s,
-            predicted.bottleneck_s_per_sample,
-            predicted.bubble,
-            tuple(predicted.device_peak_bytes),
-        ),
+        predicted=_to_prediction(file.predicted, graph) if file.predicted is not None else None,
         granularity=file.granularity,
         device=file.device,
         options=tuple(file.options.items()),
@@ -195,6 +188,54 @@ def _to_plan(file: _PlanFile) -> Plan:
         machines=machines,
         mode=file.mode,
         policy=file.policy,
+    )
+
+
+def _to_graph(file: _PlanFile) -> StageGraph:
+    return StageGraph(
+        stages=tuple(_to_stage(i, stage) for i, stage in enumerate(file.stages)),
+        edges=tuple((a, b) for a, b in file.edges),
+        batch_size=file.batch_size,
+    )
+
+
+def _in_flight(file: _PlanFile, graph: StageGraph) -> StageGraph:
+    """The in-flight counts of the schedule where the file has none.
+
+    A schedule that does not exist, or does not go with the stages, is for whoever uses the plan to
+    refuse.
+    """
+    missing = [i for i, stage in enumerate(file.stages) if stage.in_flight is None]
+    if not missing:
+        return graph
+    if len(missing) < len(file.stages):
+        raise ValueError(
+            f"stages[{missing[0]}].in_flight is missing, but other stages have it; write it for "
+            "all stages, or for none to have the schedule's"
+        )
+    with suppress(AnabranchError, ValueError):
+        is_async = file.mode == "async"
+        return stream.warm_up(graph) if is_async else rule_named(file.schedule).warm_up(graph)
+    return graph
+
+
+def _to_prediction(predicted: _Prediction, graph: StageGraph) -> Prediction:
+    if len(predicted.device_peak_bytes) != len(graph.devices):
+        raise ValueError(
+            f"predicted.device_peak_bytes has {len(predicted.device_peak_bytes)} entries; "
+            f"the stages use {len(graph.devices)} devices"
+        )
+    samples_per_s = graph.batch_size / predicted.step_s if predicted.step_s else 0.0
+    if not math.isclose(predicted.samples_per_s, samples_per_s, rel_tol=1e-6):
+        raise ValueError(
+            f"predicted.samples_per_s is {predicted.samples_per_s:g}, "
+            f"but batch_size / predicted.step_s is {samples_per_s:g}"
+        )
+    return Prediction(
+        predicted.step_s,
+        predicted.bottleneck_s_per_sample,
+        predicted.bubble,
+        tuple(predicted.device_peak_bytes),
     )
 
 
@@ -216,7 +257,7 @@ def _to_stage(index: int, stage: _Stage) -> Stage:
             tuple(stage.devices),
             stage.microbatch_size,
             stage.k,
-            stage.in_flight,
+            stage.in_flight or 0,
             stage.recompute,
             stage.tensor,
         )

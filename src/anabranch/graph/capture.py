@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from torch import fx, nn
@@ -145,6 +146,18 @@ class Captured:
             _grouping=grouping,
             _programs={(samples, exporter.device): program, (2 * samples, exporter.device): other},
         )
+
+    @cached_property
+    def leaf_types(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Leaf of a batch -> its shape without the samples, and its type: the example's, which the
+        programs are made for.
+        """
+        layout = self._layout
+        leaves = [layout.leaves[i] for i in layout.positions]
+        return {
+            name: (tuple(leaf.shape[1:]), leaf.dtype)
+            for name, leaf in zip(layout.names, leaves, strict=True)
+        }
 
     def flatten_batch(self, batch: Batch) -> dict[str, torch.Tensor]:
         """The tensors of a batch by name, the names of the values that the batch produces.

@@ -4,7 +4,8 @@
     C2  an operator edge between two stages is a stage edge; there are no cycles
     C3  device sets are disjoint, inside the cluster, and together all of it
 
-C3 is what planners keep to. A plan made by hand may have several stages on a device (``shared``).
+C3 is what planners keep to. A plan made by hand may have several stages on a device (``shared``)
+and leave devices out (``idle``): its ranks are the devices that it has, in ascending order.
 
 ``StageGraph`` itself forbids edges from a later to an earlier stage, so a graph that has all its
 data edges is acyclic. Edges beyond those of the data are allowed: they order stages. C4, the
@@ -28,7 +29,12 @@ _NAMED = 5
 
 
 def check(
-    graph: StageGraph, cost: CostModel, versions: Sequence[int] = (), *, shared: bool = False
+    graph: StageGraph,
+    cost: CostModel,
+    versions: Sequence[int] = (),
+    *,
+    shared: bool = False,
+    idle: bool = False,
 ) -> list[str]:
     """Everything that is wrong with a stage graph, one sentence each; empty if it is valid.
 
@@ -40,16 +46,18 @@ def check(
             smallest slice of any micro-batch may lie outside.
         versions: per stage, versions of its weights that are held; empty for one everywhere.
         shared: a device may hold several stages, as in plans made by hand.
+        idle: a device may hold none, likewise.
     """
     problems = _operators(graph, cost)
+    devices = _devices(graph, cost, shared=shared, idle=idle)
     if problems:
         # Without a partition the rest has no meaning.
-        return problems + _devices(graph, cost, shared=shared)
+        return problems + devices
     masks = [cost.graph.mask(stage.operators) for stage in graph.stages]
     return [
         *_convexity(graph, cost, masks),
         *_edges(graph, cost, masks),
-        *_devices(graph, cost, shared=shared),
+        *devices,
         *_samples(graph, cost),
         *_memory(graph, cost, versions or [1] * len(graph)),
         *(_memory_together(graph, cost) if shared else ()),
@@ -119,7 +127,7 @@ def _edges(graph: StageGraph, cost: CostModel, masks: list[int]) -> list[str]:
     return problems
 
 
-def _devices(graph: StageGraph, cost: CostModel, *, shared: bool) -> list[str]:
+def _devices(graph: StageGraph, cost: CostModel, *, shared: bool, idle: bool) -> list[str]:
     total = cost.cluster.num_devices
     holders: dict[int, list[int]] = {}
     for s, stage in enumerate(graph.stages):
@@ -131,13 +139,13 @@ def _devices(graph: StageGraph, cost: CostModel, *, shared: bool) -> list[str]:
         if len(stages) > 1 and not shared
     ]
     outside = [device for device in holders if not 0 <= device < total]
-    idle = [device for device in range(total) if device not in holders]
+    unused = [device for device in range(total) if device not in holders]
     if outside:
         problems.append(
             f"C3: cluster {cost.cluster.name} has the devices 0-{total - 1}, not {_some(outside)}"
         )
-    if idle:
-        problems.append(f"C3: {len(idle)} of {total} devices hold no stage: {_some(idle)}")
+    if unused and not idle:
+        problems.append(f"C3: {len(unused)} of {total} devices hold no stage: {_some(unused)}")
     return problems
 
 

@@ -156,6 +156,10 @@ class Prediction:
     device_peak_bytes: tuple[int, ...]
 
 
+NOT_PREDICTED = "not predicted"
+"""What stands for the figures of a plan that nobody has simulated."""
+
+
 def headline(
     step_s: float, bubble: float, peak_bytes: int, batch_size: int, mode: str = "sync"
 ) -> str:
@@ -184,13 +188,14 @@ class Plan:
         stage_graph: stages with their in-flight counts decided.
         schedule: key of ``schedule.SCHEDULES``; with the in-flight counts it determines every
             action.
-        planner: key of ``planner.PLANNERS``.
+        planner: key of ``planner.PLANNERS``; empty for a plan made by hand.
         model: what was planned, as the user wrote it.
         cluster: name of the cluster.
-        profile: the origin of the costs.
+        profile: the origin of the costs; empty if there are none.
         search_s: seconds the planner took; ``simulate_s``: seconds spent on judging its proposals;
             ``improve_s``: seconds spent on what lies near the best of them.
-        predicted: the simulator's figures.
+        predicted: the simulator's figures; None where nobody has simulated it, as in a plan made by
+            hand.
         granularity: how the model was captured; a run captures it the same way, so that operator
             names agree.
         device: what the profile was measured on or estimated for.
@@ -212,7 +217,7 @@ class Plan:
     profile: str
     search_s: float
     simulate_s: float
-    predicted: Prediction
+    predicted: Prediction | None
     granularity: str = "layer"
     device: str = ""
     options: tuple[tuple[str, str], ...] = ()
@@ -222,11 +227,30 @@ class Plan:
     mode: str = "sync"
     policy: str = ""
 
+    @property
+    def figures(self) -> Prediction:
+        """What is predicted, of a plan that a search has made.
+
+        Raises:
+            ValueError: if nothing is.
+        """
+        if self.predicted is None:
+            raise ValueError("the plan was made by hand and has not been simulated")
+        return self.predicted
+
+    @property
+    def costs(self) -> str:
+        """The line on the origin of the costs; for people."""
+        return f"costs: {self.profile or 'none, the plan was made by hand'}"
+
     def summary(self) -> str:
-        """A table of the stages and the predicted figures, as plain text."""
+        """A table of the stages and what is predicted, as plain text."""
         graph = self.stage_graph
         predicted = self.predicted
-        peak = max(predicted.device_peak_bytes)
+        said = NOT_PREDICTED
+        if predicted is not None:
+            peak = max(predicted.device_peak_bytes)
+            said = headline(predicted.step_s, predicted.bubble, peak, graph.batch_size, self.mode)
         count = len(graph.devices)
         shape = f"{len(graph)} stages, depth {graph.depth}"
         if len(graph) == 1:
@@ -236,8 +260,8 @@ class Plan:
         lines = [
             f"{shape}, on {count} device{'s' if count > 1 else ''}, {how}, "
             f"batch {graph.batch_size}",
-            headline(predicted.step_s, predicted.bubble, peak, graph.batch_size, self.mode),
-            f"costs: {self.profile}",
+            said,
+            self.costs,
             *self.notes,
         ]
         modes = _modes(graph.stages)

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
 
-from anabranch.planner.stages import Plan, StageGraph
+from anabranch.planner.stages import NOT_PREDICTED, Plan, StageGraph
 from anabranch.report import arrange, charts, gantt, lanes, names, stagegraph, view
 from anabranch.report.theme import (
     DARK,
@@ -142,8 +142,8 @@ def _script(layout: arrange.Layout) -> str:
 def _header(plan: Plan, title: str) -> str:
     graph = plan.stage_graph
     said = (
-        f"{plan.planner} planner, {plan.schedule} schedule, batch of {graph.batch_size:,} samples; "
-        f"costs: {plan.profile}"
+        f"{f'{plan.planner} planner' if plan.planner else 'made by hand'}, {plan.schedule} "
+        f"schedule, batch of {graph.batch_size:,} samples; {plan.costs}"
     )
     return f"<header><h1>{escape(title)}</h1><p>{escape(said)}</p></header>"
 
@@ -154,32 +154,32 @@ Figure = tuple[str, str, str]
 
 def _headline(plan: Plan, measured: Timeline | None) -> list[Figure]:
     graph, predicted = plan.stage_graph, plan.predicted
-    per_s = graph.batch_size / predicted.step_s if predicted.step_s else 0.0
-    figures = [
-        (
-            "predicted step" if plan.mode == "sync" else "predicted time per mini-batch",
-            milliseconds(predicted.step_s),
-            f"{significant(per_s)} samples/s",
-        )
-    ]
+    what = "predicted step" if plan.mode == "sync" else "predicted time per mini-batch"
+    figures: list[Figure] = [(what, NOT_PREDICTED, "the plan has no figures")]
+    if predicted is not None:
+        per_s = graph.batch_size / predicted.step_s if predicted.step_s else 0.0
+        figures = [(what, milliseconds(predicted.step_s), f"{significant(per_s)} samples/s")]
     if measured is not None and measured.step_s:
         per_s = graph.batch_size / measured.step_s
         figures.append(
             ("measured step", milliseconds(measured.step_s), f"{significant(per_s)} samples/s")
         )
-        ratio = measured.step_s / predicted.step_s if predicted.step_s else math.inf
-        figures.append(
-            ("measured / predicted", f"{ratio:.2f}\u00d7", f"{ratio - 1:+.1%} of the step")
-        )
-    bubble = f"{predicted.bubble:.1%}"
+        if predicted is not None:
+            ratio = measured.step_s / predicted.step_s if predicted.step_s else math.inf
+            figures.append(
+                ("measured / predicted", f"{ratio:.2f}\u00d7", f"{ratio - 1:+.1%} of the step")
+            )
+    stages = f"{len(graph)} stage{'s' if len(graph) > 1 else ''} on {len(graph.devices)} devices"
+    depth = ("depth", str(graph.depth), stages)
+    if predicted is None:
+        return [*figures, depth]
     also = f"measured {measured.bubble:.1%}" if measured else "share of time without compute"
     peak = max(predicted.device_peak_bytes, default=0)
     least = min(predicted.device_peak_bytes, default=0)
-    stages = f"{len(graph)} stage{'s' if len(graph) > 1 else ''} on {len(graph.devices)} devices"
     return [
         *figures,
-        ("bubble", bubble, also),
-        ("depth", str(graph.depth), stages),
+        ("bubble", f"{predicted.bubble:.1%}", also),
+        depth,
         ("peak memory", size(peak), f"fullest device; emptiest {size(least)}"),
     ]
 

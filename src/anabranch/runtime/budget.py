@@ -60,7 +60,7 @@ def require_memory(plan: Plan, mesh: Mesh, resident_bytes: int, place: torch.dev
     """Check that every rank's predicted peak fits where it runs.
 
     Args:
-        plan: one whose peaks were not predicted (all 0) passes.
+        plan: one whose peaks were not predicted (or all 0) passes.
         mesh: the ranks.
         resident_bytes: of this rank's parameters.
         place: where its tensors are.
@@ -69,7 +69,7 @@ def require_memory(plan: Plan, mesh: Mesh, resident_bytes: int, place: torch.dev
         InfeasiblePlanError: on every rank with the same text, naming rank, need and memory.
         PeerLostError: if another rank is gone.
     """
-    peaks = plan.predicted.device_peak_bytes
+    peaks = plan.predicted.device_peak_bytes if plan.predicted is not None else ()
     if len(peaks) != mesh.size or not any(peaks):
         return
     home, free = _memory(place)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -99,7 +99,8 @@ def leaves_of(captured: Captured, batch: Batch, place: torch.device) -> dict[str
     """The tensors of a batch by the names of its leaves, where the model is.
 
     Raises:
-        DataError: if the batch is built otherwise than the workload's example.
+        DataError: if the batch is built otherwise than the workload's example, or has tensors of
+            other types, or of other sizes besides the number of samples.
     """
     try:
         leaves = captured.flatten_batch(batch)
@@ -109,7 +110,30 @@ def leaves_of(captured: Captured, batch: Batch, place: torch.device) -> dict[str
     if len(set(sizes.values())) > 1 or 0 in sizes.values():
         listed = ", ".join(f"{name} {size}" for name, size in sizes.items())
         raise DataError(f"the tensors of a batch need one number of samples, at least 1: {listed}")
+    types = captured.leaf_types
+    other = [n for n, leaf in leaves.items() if (leaf.shape[1:], leaf.dtype) != types[n]]
+    if other:
+        raise DataError(_differs(captured, {name: leaves[name] for name in other}))
     return {name: leaf.to(place) for name, leaf in leaves.items()}
+
+
+def _differs(captured: Captured, leaves: dict[str, Tensor]) -> str:
+    """Leaves of a batch beside those of the example."""
+    told = []
+    for name, leaf in leaves.items():
+        shape, dtype = captured.leaf_types[name]
+        has = f"{_sizes(leaf.shape[1:])} {str(leaf.dtype).removeprefix('torch.')}"
+        told.append(f"{name} is {has}, not {_sizes(shape)} {str(dtype).removeprefix('torch.')}")
+    return (
+        "a batch differs from the workload's example, for which the model was captured, in more "
+        f"than the number of samples: {'; '.join(told)}. Give Workload an example that the loader "
+        "has yielded, and let the loader yield all batches alike: pad what varies to one size, "
+        "convert what is of another type"
+    )
+
+
+def _sizes(shape: Sequence[int]) -> str:
+    return f"[{', '.join(['samples', *map(str, shape)])}]"
 
 
 def samples_of(leaves: dict[str, Tensor]) -> int:

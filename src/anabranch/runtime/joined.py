@@ -9,7 +9,7 @@ order of forwards, backwards and updates, is left to whoever builds on this.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -33,6 +33,7 @@ from anabranch.runtime.options import PLAIN, ComputeOptions, require_exact
 from anabranch.runtime.selfcheck import compare_with_eager
 from anabranch.runtime.state import State
 from anabranch.runtime.steps import Steps, captured_for, parts_of
+from anabranch.runtime.transport import Channel
 from anabranch.workload import Batch, Workload
 
 
@@ -59,6 +60,7 @@ class Joined:
         check_gradients: compare one micro-batch with the user's own module first.
         check_memory: compare predicted peaks with the memory that there is.
         timeout: seconds until a silent rank counts as lost.
+        further: channels that are used besides those of the plan's schedule.
 
     Raises:
         InvalidPlanError: if the plan is for another model or another number of ranks, ranks
@@ -80,6 +82,7 @@ class Joined:
         check_gradients: bool = True,
         check_memory: bool = True,
         timeout: float = 600.0,
+        further: Collection[Channel] = (),
     ) -> None:
         require_whole_replicas(plan.stage_graph)
         self.workload, self.plan = workload, plan
@@ -99,7 +102,7 @@ class Joined:
             if check_memory:
                 held = self._holders.bytes_of(module, self._mesh.rank)
                 require_memory(plan, self._mesh, held, place)
-            wanted = channels(plan.stage_graph, rank_of)
+            wanted = sorted({*channels(plan.stage_graph, rank_of), *further})
             self._transport = self._mesh.transport(place, wanted)
             self._state = State(replace(workload, module=module), self._holders, self._mesh)
             seed = self._common_seed()

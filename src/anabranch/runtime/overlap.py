@@ -57,6 +57,7 @@ class Reducer:
         stages_of: parameter -> stages that read it, on all ranks.
         holders: which ranks hold what.
         mesh: the ranks.
+        notes: whether to note if this rank's own terms are finite, for who asks afterwards.
     """
 
     def __init__(
@@ -65,8 +66,11 @@ class Reducer:
         stages_of: Mapping[str, Sequence[int]],
         holders: Holders,
         mesh: Mesh,
+        *,
+        notes: bool = False,
     ) -> None:
         self._parameters, self._stages_of = parameters, stages_of
+        self._notes, self._totals = notes, list[Tensor]()
         groups: dict[tuple[Ranks, tuple[int, ...]], list[Named]] = defaultdict(list)
         for name, parameter in reversed(list(parameters.items())):
             ranks = holders.parameters[name]
@@ -115,6 +119,7 @@ class Reducer:
         """A step begins whose gradients are to be summed; see ``finals``."""
         self._waiting = set(self._places)
         self._order = tuple(order)
+        self._totals.clear()
         for queue in self._queues:
             queue.started = 0
         self.complete(-1)
@@ -145,8 +150,16 @@ class Reducer:
         place.bucket.put(place.index)
         queue = place.queue
         while queue.started < len(queue.buckets) and not queue.buckets[queue.started].missing:
-            queue.buckets[queue.started].start()
+            bucket = queue.buckets[queue.started]
+            if self._notes and bucket.flat is not None:
+                self._totals.append(bucket.flat.sum())
+            bucket.start()
             queue.started += 1
+
+    @property
+    def has_finite_terms(self) -> bool:
+        """Whether what this rank gave to the last sums was finite; needs ``notes``."""
+        return all(bool(total.isfinite()) for total in self._totals)
 
     def is_done(self, stage: int) -> bool:
         """Whether ``take`` would not wait for the sums of a stage's parameters."""

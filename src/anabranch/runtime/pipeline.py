@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anabranch.errors import NonFiniteError, TrainingError
+from anabranch.errors import DataError, NonFiniteError, TrainingError
 from anabranch.graph.capture import Captured
 from anabranch.planner.stages import Plan
 from anabranch.runtime.compute import Outcome
@@ -223,7 +223,7 @@ class Pipeline(Joined):
                 before = tally
             if before is not None:
                 yield self._read(before)
-        except GeneratorExit:
+        except (GeneratorExit, DataError):
             self._part()
             raise
 

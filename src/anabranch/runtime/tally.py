@@ -1,7 +1,8 @@
 """Tally: what a step came to, summed over the ranks by one small all-reduce.
 
-Loss, metrics, the gradient norm and whether some rank has met a number that is not finite travel
-together. Whoever reads the tally waits for every rank; until then it is on its way.
+Loss, metrics, the gradient norm, whether some rank has met a number that is not finite, and whether
+one has heard that training is to end (``interrupt``) travel together. Whoever reads the tally waits
+for every rank; until then it is on its way.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 
 from anabranch.errors import NonFiniteError
 from anabranch.runtime.compute import Outcome
+from anabranch.runtime.interrupt import INTERRUPT
 from anabranch.runtime.mesh import Mesh
 
 
@@ -42,7 +44,8 @@ class Tally:
         self._sums: list[float] = []
         self._error: NonFiniteError | None = None
         metrics = (outcome.metrics.get(name, 0.0) for name in names)
-        mine = [outcome.loss, float(outcome.is_bad), squares, float(overflow), *metrics]
+        flags = float(overflow), float(INTERRUPT.heard)
+        mine = [outcome.loss, float(outcome.is_bad), squares, *flags, *metrics]
         self._pending = mesh.start_all_reduce(torch.tensor(mine, dtype=torch.float64))
 
     def read(self) -> None:
@@ -54,6 +57,8 @@ class Tally:
         """
         if not self._sums:
             self._sums = self._pending.wait().tolist()
+            if self._sums[4]:
+                INTERRUPT.agreed = True
             if self._sums[1] or not math.isfinite(self._sums[2]):
                 self._error = self._why()
         if self._error is not None:
@@ -77,4 +82,4 @@ class Tally:
     @property
     def metrics(self) -> dict[str, float]:
         """Means over the batch."""
-        return dict(zip(self._names, self._sums[4:], strict=True))
+        return dict(zip(self._names, self._sums[5:], strict=True))

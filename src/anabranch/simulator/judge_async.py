@@ -56,6 +56,7 @@ class AsyncJudge:
         cost: prices the operators on the cluster.
         policy: says how many versions of the weights are held.
         batch_size: samples of one mini-batch.
+        last_update: see ``weights.versions_held``.
 
     Attributes:
         best: the winner so far.
@@ -63,12 +64,20 @@ class AsyncJudge:
         too_big: bytes that each proposal needed that does not fit, on its fullest device.
     """
 
-    def __init__(self, cost: CostModel, policy: WeightPolicy, batch_size: int) -> None:
+    def __init__(
+        self,
+        cost: CostModel,
+        policy: WeightPolicy,
+        batch_size: int,
+        *,
+        last_update: bool = False,
+    ) -> None:
         self.best: AsyncCandidate | None = None
         self.simulated = 0
         self.too_big: list[float] = []
         self._cost = cost
         self._policy = policy
+        self._last_update = last_update
         self._batch_size = batch_size
         self._seen: set[StageGraph] = set()
         self._found: list[AsyncCandidate] = []
@@ -97,7 +106,7 @@ class AsyncJudge:
     def _consider(self, proposal: StageGraph, graph: StageGraph) -> None:
         try:
             graph = stream.warm_up(graph)
-            versions = versions_of(graph, self._policy)
+            versions = versions_of(graph, self._policy, last_update=self._last_update)
             costs = ModelCosts(graph, self._cost, versions)
             least_s = stream.least_period_s(graph, costs)
         except (InvalidPlanError, PolicyError, ProfileError) as error:
@@ -143,7 +152,8 @@ class AsyncJudge:
                 "or an optimizer with less state"
             )
         if self._refused:
-            return f"no proposal of planner {planner} suits policy {name}: {self._refused[0]}"
+            # The smallest micro-batches are asked for last: a limit on their number is tightest.
+            return f"no proposal of planner {planner} suits policy {name}: {self._refused[-1]}"
         return f"planner {planner} proposes nothing for {cluster.name}"
 
 

@@ -3,13 +3,13 @@
 Counted in updates of the stage, once the pipeline is full. On three stages in a row, one
 micro-batch per mini-batch::
 
-    stage           difference    stash reads    pipeoptim reads          stash holds
+    stage   version difference    stash reads    pipeoptim reads          stash holds
       0                 2         -2     -2      -2, 2 ahead     0             3
       1                 1         -1     -1      -1, 1 ahead     0             2
       2                 0          0      0       0              0             1
 
-The difference is a matter of the schedule, the rest of the policy. A branch of a stage graph is
-shallower than the chain of all stages, and so less stale.
+The version difference is a matter of the schedule, the rest of the policy. A branch of a stage
+graph is shallower than the chain of all stages, and so less stale.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ class Staleness:
     """Weights of one stage under a policy, in updates.
 
     Attributes:
-        difference: updates of the stage between the forward and the backward of a mini-batch.
+        difference: the version difference, updates of the stage between the forward and the
+            backward of a mini-batch.
         forward_delay: how many updates the mini-batch is ahead of the version that its forward
             reads; 0 would be what a synchronous step reads.
         forward_ahead: updates by which that version is extrapolated.
@@ -45,12 +46,16 @@ class Staleness:
     versions: int
 
 
-def staleness(graph: StageGraph, policy: WeightPolicy) -> tuple[Staleness, ...]:
+def staleness(
+    graph: StageGraph, policy: WeightPolicy, *, last_update: bool = False
+) -> tuple[Staleness, ...]:
     """Per stage, what its weights are.
 
     Args:
         graph: stages of one mini-batch with the in-flight counts of ``stream.warm_up``.
         policy: what passes read.
+        last_update: whether predictions need the last update, which is then held as one more copy;
+            for optimizers without a rule of their own.
 
     Raises:
         PolicyError: if the policy is not defined for such a plan.
@@ -68,6 +73,7 @@ def staleness(graph: StageGraph, policy: WeightPolicy) -> tuple[Staleness, ...]:
             distance=height,
             depth=graph.depth,
             microbatches=graph.num_microbatches(s),
+            last_update=last_update,
         )
         result.append(
             Staleness(
@@ -82,10 +88,12 @@ def staleness(graph: StageGraph, policy: WeightPolicy) -> tuple[Staleness, ...]:
     return tuple(result)
 
 
-def versions_of(graph: StageGraph, policy: WeightPolicy) -> tuple[int, ...]:
-    """Per stage, versions of its weights that are held at once at most.
+def versions_of(
+    graph: StageGraph, policy: WeightPolicy, *, last_update: bool = False
+) -> tuple[int, ...]:
+    """Per stage, versions of its weights that are held at once at most; arguments likewise.
 
     Raises:
         PolicyError: as ``staleness``.
     """
-    return tuple(each.versions for each in staleness(graph, policy))
+    return tuple(each.versions for each in staleness(graph, policy, last_update=last_update))

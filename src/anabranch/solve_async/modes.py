@@ -5,7 +5,7 @@ from __future__ import annotations
 from anabranch.cost import CostModel
 from anabranch.planner.check import stage_bytes
 from anabranch.planner.stages import StageGraph
-from anabranch.weights import policy_named
+from anabranch.weights import OptimizerFacts, policy_named
 from anabranch.weights.requirements import recommend
 
 MODES = ("sync", "async")
@@ -42,18 +42,34 @@ def check_mode(mode: str, policy: str, schedule: str = "auto") -> None:
         )
 
 
-def recommended(graph: StageGraph, cost: CostModel) -> tuple[str, str]:
+def recommended(
+    graph: StageGraph,
+    cost: CostModel,
+    optimizer: OptimizerFacts | None = None,
+    *,
+    may_cut: bool = True,
+) -> tuple[str, str]:
     """The policy for ``auto`` and why, for stages with their in-flight counts.
 
-    What is planned for knows of the optimizer only how much state it has; with none it has no
-    momentum.
+    Of an optimizer that is not known, what there is to say is how much state it has; with none it
+    has no momentum.
     """
+    room, batch_size = _room(graph, cost), graph.batch_size if may_cut else 1
+    if optimizer is None:
+        return recommend(
+            graph.depth,
+            optimizer="the optimizer",
+            momentum=cost.optimizer_factor > 0,
+            batch_size=batch_size,
+            versions=room,
+        )
     return recommend(
         graph.depth,
-        optimizer="the optimizer",
-        momentum=cost.optimizer_factor > 0,
-        batch_size=graph.batch_size,
-        versions=_room(graph, cost),
+        optimizer=optimizer.name,
+        momentum=optimizer.momentum,
+        batch_size=batch_size,
+        # A policy that predicts takes one more, which leaves the others what they need.
+        versions=None if room is None else max(room - optimizer.keeps_last_update, 1),
     )
 
 

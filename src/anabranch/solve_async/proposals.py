@@ -51,7 +51,7 @@ class Demand(NamedTuple):
 _DEPTH = 4
 
 
-def demands(policy: WeightPolicy) -> list[Demand]:
+def demands(policy: WeightPolicy, *, last_update: bool = False) -> list[Demand]:
     """What to ask for, one after the other until everything proposed fits."""
     graph = stream.warm_up(
         StageGraph(
@@ -60,7 +60,7 @@ def demands(policy: WeightPolicy) -> list[Demand]:
             _DEPTH if policy.microbatches else 1,
         )
     )
-    first, second, *_ = versions_of(graph, policy)
+    first, second, *_ = versions_of(graph, policy, last_update=last_update)
     flight = first - second
     constant = first - 1 - flight * _DEPTH
     first_of_all = [Demand(1.0)]
@@ -76,13 +76,14 @@ class Proposals:
         search_s: seconds that the planner took.
         stopped: why it did not come to its end, if so.
         count: proposals so far.
+        search: the planner.
     """
 
     def __init__(self, search: Planner, cost: CostModel, batch_size: int) -> None:
         self.search_s = 0.0
         self.stopped = ""
         self.count = 0
-        self._search = search
+        self.search = search
         self._cost = cost
         self._batch_size = batch_size
         self._known: dict[tuple[int, Demand], list[StageGraph] | InfeasiblePlanError] = {}
@@ -122,7 +123,7 @@ class Proposals:
         return found
 
     def _planner(self, demand: Demand) -> Planner:
-        search: Any = self._search
+        search: Any = self.search
         may = getattr(search, "recompute", None) is True
         if may and not demand.recompute:
             search = replace(search, recompute=False)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from anabranch.asking import (
     bottleneck_s_per_sample,
@@ -25,12 +25,24 @@ from anabranch.errors import (
     SearchStoppedError,
 )
 from anabranch.planner.check import require
+from anabranch.planner.exhaustive import Exhaustive
+from anabranch.planner.graphpipe import GraphPipe
 from anabranch.planner.stages import Plan, Prediction, StageGraph
 from anabranch.profile.profile import Profile
 from anabranch.simulator.judge_async import AsyncCandidate, AsyncJudge, microbatch_sizes
 from anabranch.solve_async.modes import SCHEDULE, check_mode, recommended
-from anabranch.solve_async.proposals import Proposals, demands
-from anabranch.weights import POLICIES, WeightPolicy, policy_named
+from anabranch.solve_async.partitions import Partitions, brought_down
+from anabranch.solve_async.proposals import Demand, Proposals, demands
+from anabranch.solve_async.together import Together, untied
+from anabranch.weights import (
+    POLICIES,
+    OptimizerFacts,
+    WeightPolicy,
+    keeps,
+    optimizer_remark,
+    policy_named,
+    require_optimizer,
+)
 
 SIMULATION = 150_000
 IMPROVEMENT = 50_000
@@ -39,14 +51,20 @@ IMPROVEMENT = 50_000
 
 @dataclass
 class _Search:
-    """One model on one cluster: what all policies have in common."""
+    """One model on one cluster: what all policies have in common.
 
+    The operators that are searched are those of the model with tied ones as one
+    (``solve_async.together``).
+    """
+
+    together: Together
     cost: CostModel
     batch_size: int
     microbatch_size: int | None
     planner: str
     proposals: Proposals
     improve: bool
+    optimizer: OptimizerFacts | None
     simulate_s: float = 0.0
     improve_s: float = 0.0
 
@@ -56,22 +74,45 @@ class _Search:
         Raises:
             InfeasiblePlanError: if there is none.
         """
-        judge = AsyncJudge(self.cost, policy, self.batch_size)
+        judge = AsyncJudge(
+            self.cost, policy, self.batch_size, last_update=self._keeps_last_update()
+        )
         started, searched = time.perf_counter(), self.proposals.search_s
         reasons: list[InfeasiblePlanError] = []
         finished = uninterrupted(lambda: reasons.extend(self._judge(judge, policy)))
         if judge.best is None and reasons and not judge.too_big:
-            raise reasons[0]
+            raise self._with_ties(reasons[0])
         if judge.best is None and not finished:
             raise KeyboardInterrupt
-        best = judge.winner(self.planner)
+        best = self._winner(judge)
         judged = time.perf_counter()
         self.simulate_s += judged - started - (self.proposals.search_s - searched)
         if self.improve and finished and not self.proposals.stopped:
             finished = uninterrupted(lambda: self._improve(judge, policy))
-            best = judge.winner(self.planner)
+            best = self._winner(judge)
             self.improve_s += time.perf_counter() - judged
         return best, finished and not self.proposals.stopped
+
+    def _winner(self, judge: AsyncJudge) -> AsyncCandidate:
+        try:
+            return judge.winner(self.planner)
+        except InfeasiblePlanError as error:
+            raise self._with_ties(error) from None
+
+    def _with_ties(self, error: InfeasiblePlanError) -> InfeasiblePlanError:
+        if not self.together.because:
+            return error
+        return InfeasiblePlanError(
+            f"without a flush stages cannot share a parameter: {self.together.because}. With these "
+            f"as one operator, {error}; or give each operator a parameter of its own, or plan with "
+            "mode sync"
+        )
+
+    def _keeps_last_update(self) -> bool:
+        return self.optimizer is not None and self.optimizer.keeps_last_update
+
+    def _demands(self, policy: WeightPolicy) -> list[Demand]:
+        return demands(policy, last_update=self._keeps_last_update())
 
     def _sizes(self, policy: WeightPolicy) -> Sequence[int]:
         sizes = microbatch_sizes(self.batch_size, policy, self.cost.cluster.num_devices)
@@ -93,7 +134,7 @@ class _Search:
     def _judge(self, judge: AsyncJudge, policy: WeightPolicy) -> list[InfeasiblePlanError]:
         """Ask and judge; why there were no proposals, where there were none."""
         reasons: list[InfeasiblePlanError] = []
-        for demand in demands(policy):
+        for demand in self._demands(policy):
             before = len(judge.too_big)
             for size in self._sizes(policy):
                 try:
@@ -101,15 +142,53 @@ class _Search:
                 except InfeasiblePlanError as error:
                     reasons.append(error)
                     continue
-                judge.consider(proposed, SIMULATION)
+                judge.consider(self._cut(proposed, policy), SIMULATION)
             if len(judge.too_big) == before or self.proposals.stopped:
                 break
+        if judge.best is None and not self.proposals.stopped:
+            judge.consider(self._all(policy), SIMULATION)
         return reasons
+
+    def _cut(self, proposed: Sequence[StageGraph], policy: WeightPolicy) -> list[StageGraph]:
+        """Proposals with as many micro-batches as the policy takes for their depth, if there are so
+        many, where the planner took fewer.
+        """
+        result = []
+        for graph in proposed:
+            stages, count = graph.stages, self.batch_size // graph.stages[0].microbatch_size
+            if policy.microbatches and self.microbatch_size is None and count < graph.depth:
+                most = self.batch_size // graph.depth
+                size = next((b for b in range(most, 0, -1) if self.batch_size % b == 0), 0)
+                if all(stage.replicas <= size <= stage.microbatch_size for stage in stages):
+                    stages = tuple(replace(stage, microbatch_size=size) for stage in stages)
+            result.append(replace(graph, stages=stages))
+        return result
+
+    def _all(self, policy: WeightPolicy) -> list[StageGraph]:
+        """What a search of all partitions proposes, for planners whose stages may be any, in
+        micro-batches of any size.
+        """
+        search = self.proposals.search
+        if not isinstance(search, GraphPipe | Exhaustive):
+            return []
+        fewer = brought_down(self.cost.profile)
+        found = Partitions(
+            replace(self.cost, profile=fewer.profile),
+            policy,
+            self.batch_size,
+            search.max_replicas or self.cost.cluster.num_devices,
+            search.recompute,
+            self._keeps_last_update(),
+        )
+        sizes = self._sizes(policy)
+        if policy.microbatches and self.microbatch_size is None:
+            sizes = [b for b in range(self.batch_size, 0, -1) if self.batch_size % b == 0]
+        return [fewer.apart(graph) for graph in found.propose(sizes)]
 
     def _improve(self, judge: AsyncJudge, policy: WeightPolicy) -> None:
         """Judge what lies near the best plan, as long as it gets better."""
         assert judge.best is not None, "there is something to improve"
-        demand = demands(policy)[1 if judge.too_big else 0]
+        demand = self._demands(policy)[1 if judge.too_big else 0]
         near = self.proposals.near(judge.best.graph.stages[0].microbatch_size, demand)
         allowed = judge.simulated + IMPROVEMENT
         while near is not None and judge.consider(near(judge.best.proposal), allowed):
@@ -129,23 +208,34 @@ def plan(
     planner_options: Mapping[str, object] | None = None,
     model: str = "",
     improve: bool = True,
+    optimizer: OptimizerFacts | None = None,
 ) -> Plan:
     """Find the stage graph with the shortest simulated period; arguments as for ``solve.plan``.
 
     Raises:
         InfeasiblePlanError: if nothing fits the devices with the weights of the policy.
         BudgetError: if the search would take more than it was given.
+        PolicyError: if the policy cannot work with the optimizer.
         ValueError: for an unknown name or a number below 1.
     """
     check_arguments(batch_size, planner, microbatch_size, SCHEDULE, max_replicas)
     check_mode("async", policy)
-    cost = CostModel(profile, cluster, optimizer_factor=optimizer_factor)
     search, ignored = planner_with(planner, max_replicas, planner_options or {})
     notes = ["times are taken as proportional to samples"] if profile.proportional else []
     if ignored:
         notes.append(f"planner {planner} has no limit on replicas; {max_replicas} is ignored")
-    proposals = Proposals(search, cost, batch_size)
-    one = _Search(cost, batch_size, microbatch_size, planner, proposals, improve)
+    together = untied(profile)
+    cost = CostModel(together.profile, cluster, optimizer_factor=optimizer_factor)
+    one = _Search(
+        together,
+        cost,
+        batch_size,
+        microbatch_size,
+        planner,
+        Proposals(search, cost, batch_size),
+        improve,
+        optimizer,
+    )
     return _plan(one, policy, model, notes)
 
 
@@ -162,6 +252,7 @@ def compare(
     max_replicas: int | None = None,
     model: str = "",
     improve: bool = True,
+    optimizer: OptimizerFacts | None = None,
 ) -> Iterator[tuple[str, str, Plan | AnabranchError]]:
     """Every policy under every planner, judged by the same simulator.
 
@@ -179,6 +270,7 @@ def compare(
         max_replicas: as for ``plan``.
         model: as for ``plan``.
         improve: as for ``plan``.
+        optimizer: as for ``plan``.
 
     Yields:
         Planner, policy, and their plan or why there is none.
@@ -187,13 +279,16 @@ def compare(
         ValueError: for an unknown name or option, before anything is searched.
     """
     given = planner_options or {}
-    cost = CostModel(profile, cluster, optimizer_factor=optimizer_factor)
+    together = untied(profile)
+    cost = CostModel(together.profile, cluster, optimizer_factor=optimizer_factor)
     searches: dict[str, _Search] = {}
     for name in planners:
         check_arguments(batch_size, name, microbatch_size, SCHEDULE, max_replicas)
         search, _ = planner_with(name, max_replicas, given.get(name, {}))
         proposals = Proposals(search, cost, batch_size)
-        searches[name] = _Search(cost, batch_size, microbatch_size, name, proposals, improve)
+        searches[name] = _Search(
+            together, cost, batch_size, microbatch_size, name, proposals, improve, optimizer
+        )
     for policy in policies:
         check_mode("async", policy)
     notes = ["times are taken as proportional to samples"] if profile.proportional else []
@@ -215,22 +310,26 @@ def _plan(search: _Search, name: str, model: str, notes: Sequence[str]) -> Plan:
     """The best plan of a search under a policy, with what it took since it was last asked."""
     before = search.proposals.search_s, search.simulate_s, search.improve_s
     remarks = [*notes]
+    found: tuple[AsyncCandidate, bool] | None = None
     if name == "auto":
-        found, finished = search.best(policy_named("naive"))
-        name, why = recommended(found.graph, search.cost)
+        name, why, found = _chosen(search)
         remarks.append(f"policy {name}: {why}")
-        if not finished:
-            search.proposals.stop("interrupted")
     policy = policy_named(name)
-    best, finished = search.best(policy)
-    require(best.graph, search.cost, best.versions)
-    remarks += _remarks(best.graph, policy)
+    if search.optimizer is not None:
+        require_optimizer(policy, search.optimizer)
+    best, finished = found or search.best(policy)
+    graph, profile, cluster = (
+        search.together.apart(best.graph),
+        search.together.whole,
+        search.cost.cluster,
+    )
+    require(graph, replace(search.cost, profile=profile), best.versions)
+    remarks += _remarks(graph, policy, search)
     if not finished:
         why = search.proposals.stopped or "interrupted"
         remarks.append(f"{why}: the best of the first {search.proposals.count} proposals")
-    profile, cluster = search.cost.profile, search.cost.cluster
     return Plan(
-        stage_graph=best.graph,
+        stage_graph=graph,
         schedule=SCHEDULE,
         planner=search.planner,
         model=model or profile.graph.name,
@@ -254,13 +353,65 @@ def _plan(search: _Search, name: str, model: str, notes: Sequence[str]) -> Plan:
     )
 
 
-def _remarks(graph: StageGraph, policy: WeightPolicy) -> list[str]:
+def _chosen(search: _Search) -> tuple[str, str, tuple[AsyncCandidate, bool]]:
+    """The policy for ``auto``, one that has a plan, why, and what the search has found under it.
+
+    Naive holds the fewest versions of the weights, so if it has no plan, only a policy can have one
+    whose mini-batches go through in pieces.
+
+    Raises:
+        InfeasiblePlanError: if there is no plan under any policy.
+    """
+    pieces = "2bw"
+    if search.microbatch_size not in (None, search.batch_size):
+        why = f"it is the one for micro-batches of {search.microbatch_size} samples"
+        return pieces, why, search.best(policy_named(pieces))
+    try:
+        found, finished = search.best(policy_named("naive"))
+    except InfeasiblePlanError as error:
+        return pieces, _IN_PIECES, _in_pieces(search, pieces, error)
+    if not finished:
+        search.proposals.stop("interrupted")
+    name, why = recommended(found.graph, search.cost, search.optimizer)
+    if name == "naive":
+        return name, why, (found, finished)
+    try:
+        return name, why, search.best(policy_named(name))
+    except InfeasiblePlanError:
+        why = f"under {name}, which would be better, nothing fits; expect worse results"
+        return "naive", why, (found, finished)
+
+
+_IN_PIECES = (
+    "whole mini-batches do not fit under any policy; it cuts them into micro-batches, and weights "
+    "are stale by one update at any stage"
+)
+
+
+def _in_pieces(
+    search: _Search, name: str, whole: InfeasiblePlanError
+) -> tuple[AsyncCandidate, bool]:
+    try:
+        return search.best(policy_named(name))
+    except InfeasiblePlanError as error:
+        raise InfeasiblePlanError(
+            "policy auto has tried naive, which holds the fewest versions of the weights, and "
+            f"{name}, which cuts mini-batches into micro-batches; neither has a plan. Under naive "
+            f"{whole}. Under {name} {error}"
+        ) from None
+
+
+def _remarks(graph: StageGraph, policy: WeightPolicy, search: _Search) -> list[str]:
     """What a reader of the figures should know."""
+    remarks = []
+    if search.together.because and len(graph) > 1:
+        remarks.append(search.together.because)
+    if search.optimizer is not None and graph.depth > 1:
+        remarks.append(optimizer_remark(policy, search.optimizer))
     again = [s for s, stage in enumerate(graph.stages) if stage.recompute]
-    current = policy.name in ("naive", "pipeoptim", "spectrain")
-    if not again or not current or graph.depth == 1:
-        return []
-    return [
-        f"stages {', '.join(map(str, again))} recompute, which under policy {policy.name} runs "
-        "their forwards again on later weights"
-    ]
+    if again and graph.depth > 1 and not keeps(policy):
+        remarks.append(
+            f"stages {', '.join(map(str, again))} recompute, which under policy {policy.name} "
+            "runs their forwards again on later weights"
+        )
+    return [remark for remark in remarks if remark]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from anabranch.asking import bottleneck_s_per_sample
@@ -24,7 +25,7 @@ from anabranch.simulator.costs import ModelCosts
 from anabranch.simulator.staleness import Staleness, staleness, versions_of
 from anabranch.solve_async.modes import SCHEDULE, check_mode, recommended
 from anabranch.timeline import Timeline
-from anabranch.weights import WeightPolicy, policy_named
+from anabranch.weights import OptimizerFacts, WeightPolicy, policy_named, require_optimizer
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,7 @@ def simulate(
     *,
     policy: str = "",
     optimizer_factor: float = 2.0,
+    optimizer: OptimizerFacts | None = None,
 ) -> Simulated:
     """Predict a plan without a flush.
 
@@ -64,27 +66,29 @@ def simulate(
         policy: another one than the plan's; ``auto`` or, where the plan has none, empty for what
             ``weights.recommend`` says.
         optimizer_factor: optimizer state in bytes per byte of trainable parameter.
+        optimizer: what policies have to know of it, if anything is known.
 
     Raises:
         InvalidPlanError: if the plan does not suit model and cluster, or cannot run without a
             flush.
-        PolicyError: if the policy is not defined for such a plan.
+        PolicyError: if the policy is not defined for such a plan or optimizer.
         ValueError: for an unknown policy.
     """
     check_mode("async", policy)
     cost = CostModel(profile, cluster, optimizer_factor=optimizer_factor)
     name = policy or plan_.policy or "auto"
     if name == "auto":
-        name = recommended(_converted(plan_, policy_named("naive")), cost)[0]
+        whole = _converted(plan_, policy_named("naive"))
+        _require(whole, cost)
+        may_cut = plan_.stage_graph.num_microbatches(0) >= whole.depth
+        name = recommended(whole, cost, optimizer, may_cut=may_cut)[0]
     rule = policy_named(name)
+    if optimizer is not None:
+        require_optimizer(rule, optimizer)
     graph = _converted(plan_, rule)
-    ages = staleness(graph, rule)
+    ages = staleness(graph, rule, last_update=_keeps_last_update(optimizer))
     versions = tuple(each.versions for each in ages)
-    problems = check_stages(graph, cost, versions)
-    if problems:
-        raise InvalidPlanError(
-            f"the plan does not suit {cluster.name}, or not this model: {'; '.join(problems)}"
-        )
+    _require(graph, cost, versions)
     costs = ModelCosts(graph, cost, versions)
     steady = stream.steady(graph, costs, slots=cost.receive_slots)
     timeline = stream.record(graph, costs, slots=cost.receive_slots)
@@ -108,6 +112,14 @@ def simulate(
     return Simulated(shown, steady, ages, timeline, stream.stream(graph, stream.shown(graph)))
 
 
+def _require(graph: StageGraph, cost: CostModel, versions: Sequence[int] = ()) -> None:
+    problems = check_stages(graph, cost, versions, idle=True)
+    if problems:
+        raise InvalidPlanError(
+            f"the plan does not suit {cost.cluster.name}, or not this model: {'; '.join(problems)}"
+        )
+
+
 def synchronous(plan_: Plan) -> Plan:
     """The same stages with a flush after every batch; a synchronous plan as it is."""
     if plan_.mode == "sync":
@@ -129,21 +141,27 @@ def _converted(plan_: Plan, policy: WeightPolicy) -> StageGraph:
 
 
 def check_plan(
-    plan_: Plan, profile: Profile | None = None, cluster: Cluster | None = None
+    plan_: Plan,
+    profile: Profile | None = None,
+    cluster: Cluster | None = None,
+    optimizer: OptimizerFacts | None = None,
 ) -> list[str]:
     """What is wrong with an asynchronous plan, one line each; see ``solve.check_plan``."""
     graph = plan_.stage_graph
     try:
         check_mode(plan_.mode, plan_.policy, plan_.schedule)
         stream.warm_up(graph)
-        versions = versions_of(graph, policy_named(plan_.policy))
+        rule = policy_named(plan_.policy)
+        if optimizer is not None:
+            require_optimizer(rule, optimizer)
+        versions = versions_of(graph, rule, last_update=_keeps_last_update(optimizer))
     except (InvalidPlanError, PolicyError, ValueError) as error:
         return [str(error)]
     problems: list[str] = []
     data = gradients = None
     if profile is not None and cluster is not None:
         cost = CostModel(profile, cluster)
-        problems = check_stages(graph, cost, versions)
+        problems = check_stages(graph, cost, versions, idle=True)
         if not problems:
             data, gradients = data_and_gradient_edges(graph, profile.graph)
             try:
@@ -157,3 +175,7 @@ def check_plan(
     except (InvalidScheduleError, DeadlockError, ValueError) as error:
         problems.append(str(error))
     return problems
+
+
+def _keeps_last_update(optimizer: OptimizerFacts | None) -> bool:
+    return optimizer is not None and optimizer.keeps_last_update

@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from typing import Any
 
-from anabranch.weights.alive import Alive, units_in_flight, versions_held
+from anabranch.weights.alive import Alive, keeps, predicts, units_in_flight, versions_held
 from anabranch.weights.base import Reading, Unit, WeightPolicy
 from anabranch.weights.drawing import draw
+from anabranch.weights.optimizers import OPTIMIZERS, OptimizerFacts
 from anabranch.weights.policies import (
     Naive,
     PipeOptim,
@@ -18,12 +19,19 @@ from anabranch.weights.policies import (
     TwoBuffers,
     VerticalSync,
 )
-from anabranch.weights.requirements import recommend, require_fits
+from anabranch.weights.requirements import (
+    optimizer_remark,
+    recommend,
+    require_fits,
+    require_optimizer,
+)
 
 __all__ = [
+    "OPTIMIZERS",
     "POLICIES",
     "Alive",
     "Naive",
+    "OptimizerFacts",
     "PipeOptim",
     "PredictStash",
     "Reading",
@@ -34,9 +42,13 @@ __all__ = [
     "VerticalSync",
     "WeightPolicy",
     "draw",
+    "keeps",
+    "optimizer_remark",
     "policy_named",
+    "predicts",
     "recommend",
     "require_fits",
+    "require_optimizer",
     "units_in_flight",
     "versions_held",
 ]

@@ -182,3 +182,17 @@ def versions_held(
             alive.finish()
             peak = max(peak, len(alive.versions) + len(alive.predictions) + kept_update)
     return peak
+
+
+def keeps(policy: WeightPolicy) -> bool:
+    """Whether backwards read what their forwards read; otherwise, what is current."""
+    return policy.forward(_STALE) == policy.backward(_STALE)
+
+
+def predicts(policy: WeightPolicy) -> bool:
+    """Whether any pass reads a prediction."""
+    return any(reading.ahead for reading in (policy.forward(_STALE), policy.backward(_STALE)))
+
+
+_STALE = Unit(number=8, filled=0, in_flight=3, distance=2, depth=4)
+"""A unit under which policies differ: in the full pipeline, with a version difference of 2."""

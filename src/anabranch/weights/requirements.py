@@ -1,6 +1,6 @@
 """What a policy asks of a plan and a model, and which policy suits whom.
 
-What it asks of an optimizer is known where the optimizer is (``asynchronous.prediction``).
+What is known of an optimizer is gathered where the optimizer is (``asynchronous.prediction``).
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ from collections.abc import Sequence
 
 from anabranch.errors import PolicyError
 from anabranch.planner.stages import StageGraph
+from anabranch.weights.alive import predicts
 from anabranch.weights.base import WeightPolicy
-from anabranch.weights.policies import VerticalSync
+from anabranch.weights.optimizers import OptimizerFacts
+from anabranch.weights.policies import SpecTrain, VerticalSync
 
 SHALLOW = 4
 """Up to this depth PipeOptim comes close to synchronous training; beyond, its backward, which reads
@@ -53,7 +55,7 @@ def require_fits(
         )
     if isinstance(policy, VerticalSync):
         _require_one_version(graph, round_robin=round_robin)
-    _warn_of_statistics(graph, microbatches, batch_norms)
+    _warn_of_statistics(graph, microbatches, batch_norms, round_robin=round_robin)
 
 
 def _require_one_version(graph: StageGraph, *, round_robin: bool) -> None:
@@ -75,21 +77,49 @@ def _require_one_version(graph: StageGraph, *, round_robin: bool) -> None:
         )
 
 
-def _warn_of_statistics(graph: StageGraph, microbatches: int, batch_norms: Sequence[str]) -> None:
+def _warn_of_statistics(
+    graph: StageGraph, microbatches: int, batch_norms: Sequence[str], *, round_robin: bool
+) -> None:
     if not batch_norms:
         return
-    least, s = min(
-        (graph.batch_size // microbatches // stage.replicas, s)
-        for s, stage in enumerate(graph.stages)
-    )
+    slices = [1 if round_robin else stage.replicas for stage in graph.stages]
+    least, s = min((graph.batch_size // microbatches // each, s) for s, each in enumerate(slices))
     if least <= 1:
         warnings.warn(
             f"{batch_norms[0]} takes its statistics over the samples of one pass, and a pass of "
             f"stage {s} has {least}: a batch of {graph.batch_size} in {microbatches} micro-batches "
-            f"over {graph.stages[s].replicas} replicas; take a larger batch, fewer micro-batches "
+            f"over {slices[s]} replicas; take a larger batch, fewer micro-batches "
             "or replicas, or GroupNorm",
             stacklevel=3,
         )
+
+
+def require_optimizer(policy: WeightPolicy, optimizer: OptimizerFacts) -> None:
+    """Accept an optimizer under a policy.
+
+    Raises:
+        PolicyError: for SpecTrain with anything but SGD with momentum.
+    """
+    by_momentum = optimizer.rule == "momentum"
+    if isinstance(policy, SpecTrain) and not (by_momentum and optimizer.momentum):
+        without = " without momentum" if by_momentum else ""
+        raise PolicyError(
+            f"spectrain predicts with the momentum of SGD, and the optimizer is {optimizer.name}"
+            f"{without}; choose pipeoptim or predict-stash, which follow the optimizer's own rule, "
+            "or give SGD a momentum"
+        )
+
+
+def optimizer_remark(policy: WeightPolicy, optimizer: OptimizerFacts) -> str:
+    """What to know of an optimizer whose predictions say nothing; empty if they do."""
+    if optimizer.momentum or not predicts(policy):
+        return ""
+    nothing = "the current weights" if optimizer.rule == "momentum" else "one gradient"
+    return (
+        f"{policy.name} predicts from the momentum of the optimizer, and {optimizer.name} has none "
+        f"here, so every prediction is {nothing}; give it a momentum of about 0.9, or choose 2bw "
+        "or stash"
+    )
 
 
 def recommend(

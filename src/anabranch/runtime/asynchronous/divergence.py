@@ -48,14 +48,14 @@ def circumstances(policy: str, behind: Sequence[int], rates: Sequence[float]) ->
 
     Args:
         policy: its name.
-        behind: per stage, updates between a forward and its backward.
+        behind: per stage, the version difference: updates between a forward and its backward.
         rates: learning rates of this rank's parameter groups.
     """
     lr = ", ".join(f"{rate:.3g}" for rate in dict.fromkeys(rates)) or "nothing to learn with"
     stale = ", ".join(f"stage {s}: {updates}" for s, updates in enumerate(behind))
     return (
-        f"under policy {policy} forwards and backwards are so many updates apart: {stale}; the "
-        f"learning rate is {lr}: lower it, or let it rise slowly at the start, clip gradients "
-        "(clip_stage_norm), choose fewer stages or a policy that predicts, or train with "
-        "--mode sync"
+        f"under policy {policy} the version difference in updates is {stale}; the learning rate "
+        f"is {lr}: lower it, or let it rise slowly at the start, clip gradients "
+        "(clip_stage_norm, --clip-stage-norm), choose fewer stages or a policy that predicts, or "
+        "train with --mode sync"
     )

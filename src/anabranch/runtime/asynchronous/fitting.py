@@ -7,10 +7,12 @@ schedule has where no batch ends: those in the plan are cut to the micro-batches
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -18,10 +20,16 @@ from anabranch.errors import InvalidPlanError, PolicyError
 from anabranch.graph.split import Split
 from anabranch.planner.stages import Plan, StageGraph
 from anabranch.runtime.asynchronous.prediction import has_momentum, require_rule
+from anabranch.runtime.asynchronous.rounds import Rounds
 from anabranch.runtime.options import ComputeOptions
 from anabranch.schedule import SCHEDULES
 from anabranch.schedule.kfkb import KFKB, require_in_flight
-from anabranch.weights import WeightPolicy, policy_named, recommend, require_fits
+from anabranch.weights import (
+    WeightPolicy,
+    policy_named,
+    recommend,
+    require_fits,
+)
 from anabranch.workload import Workload
 
 
@@ -35,15 +43,7 @@ def endless(plan: Plan) -> StageGraph:
         InvalidScheduleError: if the counts of an asynchronous plan rise along a stage edge, so that
             its stages would wait for each other.
     """
-    graph = plan.stage_graph
-    rule = SCHEDULES[plan.schedule]()
-    if not isinstance(rule, KFKB) or any(stage.k != 1 for stage in graph.stages):
-        groups = max(stage.k for stage in graph.stages)
-        raise InvalidPlanError(
-            f"the plan's schedule is {plan.schedule}, in groups of up to {groups} micro-batches; "
-            "without a flush stages alternate one forward and one backward: plan with schedule "
-            "1f1b or 1f1b-deep"
-        )
+    graph, rule = plan.stage_graph, _rule(plan)
     if plan.mode == "async":
         # Within one mini-batch no count could be too large.
         most = max(stage.in_flight for stage in graph.stages)
@@ -53,6 +53,33 @@ def endless(plan: Plan) -> StageGraph:
     # No count can reach the number of micro-batches of so large a batch.
     held = rule.warm_up(replace(graph, batch_size=most * (rule.per_hop * graph.depth + 1)))
     return replace(held, batch_size=graph.batch_size)
+
+
+def _rule(plan: Plan) -> KFKB:
+    rule = SCHEDULES[plan.schedule]()
+    if not isinstance(rule, KFKB) or any(stage.k != 1 for stage in plan.stage_graph.stages):
+        groups = max(stage.k for stage in plan.stage_graph.stages)
+        raise InvalidPlanError(
+            f"the plan's schedule is {plan.schedule}, in groups of up to {groups} micro-batches; "
+            "without a flush stages alternate one forward and one backward: plan with schedule "
+            "1f1b or 1f1b-deep"
+        )
+    return rule
+
+
+def in_turns(plan: Plan) -> Rounds | None:
+    """The plan's stages with replicas that take mini-batches in turn; None if none has replicas,
+    where there is nothing to take turns.
+
+    What the plan has in flight is for mini-batches that all replicas share, so it does not count.
+
+    Raises:
+        InvalidPlanError: if the schedule is no 1F1B, or a stage has tensor parallelism.
+    """
+    rule = _rule(plan)
+    if all(len(stage.devices) == 1 for stage in plan.stage_graph.stages):
+        return None
+    return Rounds.of(plan.stage_graph, rule.per_hop)
 
 
 def num_microbatches(graph: StageGraph) -> int:
@@ -79,6 +106,8 @@ def require_asynchronous(
     policy: WeightPolicy,
     workload: Workload,
     compute: ComputeOptions,
+    *,
+    round_robin: bool = False,
 ) -> None:
     """Accept what can be trained without a flush.
 
@@ -89,6 +118,7 @@ def require_asynchronous(
         policy: what passes read.
         workload: model and recipes.
         compute: how stages are computed.
+        round_robin: whether the replicas of a stage take mini-batches in turn.
 
     Raises:
         InvalidPlanError: if a device has several stages, or stages share a trainable parameter.
@@ -98,10 +128,18 @@ def require_asynchronous(
     _require_one_stage_each(graph)
     _require_untied(parts, workload.module)
     microbatches = num_microbatches(graph)
+    if round_robin and (microbatches > 1 or policy.microbatches):
+        raise PolicyError(
+            f"replicas that take mini-batches in turn make an update from whole ones, and "
+            f"{policy.name} with {microbatches} micro-batches per mini-batch makes it from the "
+            "parts of one: plan with one micro-batch per mini-batch and a policy other than 2bw, "
+            "or let the replicas split each mini-batch (without round_robin, --round-robin)"
+        )
     require_fits(
         policy,
         graph,
         microbatches=microbatches,
+        round_robin=round_robin,
         batch_norms=_batch_norms(workload.module),
     )
     deepest = max(stage.in_flight for stage in graph.stages)
@@ -111,12 +149,29 @@ def require_asynchronous(
             f"flight and {microbatches} per mini-batch a forward comes before that version is "
             f"made; plan with schedule 1f1b, or with {deepest - 1} micro-batches"
         )
+    require_recipes(workload, compute)
+
+
+def require_recipes(
+    workload: Workload, compute: ComputeOptions, policy: WeightPolicy | str | None = None
+) -> None:
+    """Accept what is known without a plan.
+
+    Args:
+        workload: model and recipes.
+        compute: how stages are computed.
+        policy: what passes read, where that has been chosen; not ``auto``.
+
+    Raises:
+        PolicyError: if the policy does not exist or fit the optimizer, or the workload wants what
+            only all ranks together know.
+    """
     if workload.clip_norm is not None:
         raise PolicyError(
             f"clip_norm {workload.clip_norm:g} is the norm over all stages, which would have to "
             "wait for each other in every update, and their gradients of one mini-batch are not "
-            "there at one time; leave clip_norm out and pass clip_stage_norm, which clips the "
-            "gradients of each stage by themselves, or train with --mode sync"
+            "there at one time; leave clip_norm out and pass clip_stage_norm (--clip-stage-norm), "
+            "which clips the gradients of each stage by themselves, or train with --mode sync"
         )
     if compute.precision == "fp16":
         raise PolicyError(
@@ -124,6 +179,13 @@ def require_asynchronous(
             "one before, and without a flush these are not known when its forward begins; take "
             "bf16, which needs no scale, or train with --mode sync"
         )
+    if policy is None:
+        return
+    chosen, optimizer = _named(policy), _optimizer_of(workload)
+    if optimizer is not None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # told where training begins
+            require_rule(chosen, optimizer)
 
 
 def _require_one_stage_each(graph: StageGraph) -> None:
@@ -171,18 +233,42 @@ def choose(
     """The policy to train with, the same on every rank, and why, where nobody has named one.
 
     Raises:
-        PolicyError: if it does not fit the optimizer.
-        ValueError: if there is none of that name.
+        PolicyError: if it does not fit the optimizer, or there is none of that name.
     """
-    # Ranks without parameters have no optimizer of their own to look at.
-    trainable = [(n, p) for n, p in workload.module.named_parameters() if p.requires_grad]
-    optimizer = workload.optimizer(trainable) if trainable else None
+    optimizer = _optimizer_of(workload)
     chosen, reason = _chosen(policy or plan.policy or "auto", plan, microbatches, optimizer)
     if optimizer is not None:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the rank that predicts with it warns
+            if not _is_first():
+                warnings.simplefilter("ignore")
             require_rule(chosen, optimizer)
     return chosen, reason
+
+
+def _optimizer_of(workload: Workload) -> Optimizer | None:
+    """Of the whole model: ranks without parameters have none of their own to look at."""
+    trainable = [(n, p) for n, p in workload.module.named_parameters() if p.requires_grad]
+    return workload.optimizer(trainable) if trainable else None
+
+
+def _is_first() -> bool:
+    """Whether this is rank 0, perhaps before the ranks have met."""
+    first = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+    return first == 0
+
+
+def _named(policy: WeightPolicy | str) -> WeightPolicy:
+    """The policy, by its name.
+
+    Raises:
+        PolicyError: if there is none of that name.
+    """
+    if not isinstance(policy, str):
+        return policy
+    try:
+        return policy_named(policy)
+    except ValueError as error:
+        raise PolicyError(str(error)) from None
 
 
 def _chosen(
@@ -191,7 +277,7 @@ def _chosen(
     if not isinstance(policy, str):
         return policy, ""
     if policy != "auto":
-        return policy_named(policy), ""
+        return _named(policy), ""
     if microbatches > 1:
         return policy_named("2bw"), f"it is the one for {microbatches} micro-batches per update"
     # One micro-batch is planned, which rules 2bw out.

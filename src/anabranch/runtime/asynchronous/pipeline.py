@@ -30,9 +30,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from anabranch import checkpoint as disk
 from anabranch.errors import DataError, NonFiniteError, TrainingError
 from anabranch.graph.capture import Captured
 from anabranch.planner.stages import Plan
@@ -40,12 +39,19 @@ from anabranch.runtime.asynchronous.divergence import Divergence, circumstances
 from anabranch.runtime.asynchronous.fitting import (
     choose,
     endless,
+    in_turns,
     num_microbatches,
     require_asynchronous,
 )
+from anabranch.runtime.asynchronous.memory import budgeted
+from anabranch.runtime.asynchronous.prediction import rule_of
+from anabranch.runtime.asynchronous.resumption import entries, state_of
 from anabranch.runtime.asynchronous.stream import Stream
+from anabranch.runtime.asynchronous.turns import Turns
 from anabranch.runtime.asynchronous.versions import StageWeights
 from anabranch.runtime.buckets import dense
+from anabranch.runtime.budget import require_memory
+from anabranch.runtime.compute import Outcome
 from anabranch.runtime.failure import POSITION
 from anabranch.runtime.feed import leaves_of, samples_of
 from anabranch.runtime.joined import Joined
@@ -69,7 +75,8 @@ class AsyncPipeline(Joined):
         policy: which weights passes read.
         reason: why this policy, where it was chosen for the user.
         version_difference: per stage, updates between the forward and the backward of a mini-batch
-            at most, as counted until the pipeline was drained last.
+            at most, as counted until the pipeline was drained last; with ``round_robin`` an update
+            is that of a round, and a stage with more replicas has fewer of them.
         peak_versions: per rank, copies of its stage's weights that were alive at once at most,
             likewise.
         weight_bytes: per rank, bytes of these copies.
@@ -83,6 +90,11 @@ class AsyncPipeline(Joined):
             plan's, or ``auto``.
         captured: the captured module, where the caller has it; captured anew otherwise.
         evaluation: what ``captured.evaluation()`` gave, likewise.
+        round_robin: the replicas of a stage take mini-batches in turn, each of them whole, instead
+            of splitting every one (PipeDream's 1F1B-RR). A stage with R replicas makes one update
+            for R mini-batches, with the mean of their gradients. Not with ``vertical-sync`` and
+            ``2bw``. A drain ends a round early, and running means (BatchNorm) are those of the
+            first replica's mini-batches.
         compute: see ``ComputeOptions``; not ``fp16``. Under ``bf16`` products in a backward read
             the half-precision copies that their forward made, so that ``naive`` and ``pipeoptim``
             read there what their forward read. A stage with recomputation runs its forward again
@@ -93,7 +105,7 @@ class AsyncPipeline(Joined):
             workload, which is over all stages.
         check_gradients: see ``Pipeline``.
         check_memory: see ``Pipeline``; only for plans of mode ``async``, whose prediction knows of
-            versions.
+            versions, and with ``round_robin``, for which the need is computed.
         timeout: seconds until a silent rank counts as lost.
 
     Raises:
@@ -112,6 +124,7 @@ class AsyncPipeline(Joined):
         plan: Plan,
         *,
         policy: WeightPolicy | str | None = None,
+        round_robin: bool = False,
         captured: Captured | None = None,
         evaluation: Captured | None = None,
         compute: ComputeOptions = PLAIN,
@@ -123,10 +136,12 @@ class AsyncPipeline(Joined):
         if clip_stage_norm is not None and not clip_stage_norm > 0:
             raise ValueError(f"clip_stage_norm is a norm, more than 0; not {clip_stage_norm}")
         graph = endless(plan)
+        rounds = in_turns(plan) if round_robin else None
         microbatches = num_microbatches(graph)
         self.policy, self.reason = choose(policy, plan, microbatches, workload)
         facts = {
             "policy": repr(self.policy),
+            "round_robin": round_robin,
             "check_gradients": check_gradients,
             "clip_stage_norm": clip_stage_norm,
             **asdict(compute),
@@ -139,26 +154,38 @@ class AsyncPipeline(Joined):
             facts=facts,
             compute=compute,
             check_gradients=check_gradients,
-            check_memory=check_memory and plan.mode == "async",
+            check_memory=check_memory and plan.mode == "async" and rounds is None,
             timeout=timeout,
+            further=rounds.channels() if rounds is not None else (),
         )
-        require_asynchronous(plan, graph, self._parts, self.policy, workload, compute)
+        is_in_turns = rounds is not None
+        require_asynchronous(
+            plan, graph, self._parts, self.policy, workload, compute, round_robin=is_in_turns
+        )
+        if rounds is not None and check_memory:
+            with self._failing():
+                held = self._holders.bytes_of(self._captured.module, self.rank)
+                keeps = self.optimizer is not None and rule_of(self.optimizer) == "last update"
+                expected = budgeted(plan, rounds, self._captured, self.policy, last_update=keeps)
+                require_memory(expected, self._mesh, held, self._place)
         device = self._mesh.device
         self._stage = next(s for s, st in enumerate(graph.stages) if device in st.devices)
-        self._graph, self._microbatches = graph, microbatches
-        with self._failing():
-            self._start()
+        self._graph, self._microbatches, self._rounds = graph, microbatches, rounds
         # After so many more mini-batches all stages have learned from one.
         self._late = max(-(-stage.in_flight // microbatches) for stage in graph.stages)
-        self._behind = tuple(
-            units_in_flight(stage.in_flight, microbatches) - 1 for stage in graph.stages
-        )
+        units = tuple(units_in_flight(stage.in_flight, microbatches) for stage in graph.stages)
+        if rounds is not None:
+            self._late, units = rounds.late, rounds.in_flight
+        self._behind = tuple(held - 1 for held in units)
+        with self._failing():
+            self._start()
         self._trace = Trace(self._captured, self._state.parameters, self._mesh)
         self._clip, self._divergence = clip_stage_norm, Divergence()
-        self._learned: list[Flight] = []
+        self._given_out: deque[tuple[int, Mapping[str, Tensor]]] = deque()
+        self._outcomes: dict[int, Outcome] = {}
         self._unread: deque[_Unread] = deque()
         self._first_bad: tuple[int, list[Finding]] | None = None
-        self._is_spoilt = False
+        self._has_stopped = self._is_spoilt = False
         self._has_warned = False
         self._measured_at = -1
         self._number, self._parted = next(_NUMBERS), count()
@@ -169,22 +196,42 @@ class AsyncPipeline(Joined):
 
     def _start(self) -> None:
         """Weights and an empty stream, for the optimizer as it is."""
-        graph, s = self._graph, self._stage
-        self._weights = StageWeights(
-            self._state.parameters,
-            self.optimizer,
-            self.policy,
-            in_flight=units_in_flight(graph.stages[s].in_flight, self._microbatches),
-            distance=graph.height[s],
-            depth=graph.depth,
-            scheduler=self.scheduler,
-        )
+        graph, s, rounds = self._graph, self._stage, self._rounds
+        distance, depth = graph.height[s], graph.depth
+        if rounds is not None:
+            distance, depth = rounds.place(s)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # rank 0 has told of the optimizer for all (choose)
+            self._weights = StageWeights(
+                self._state.parameters,
+                self.optimizer,
+                self.policy,
+                in_flight=self._behind[s] + 1,
+                distance=distance,
+                depth=depth,
+                scheduler=self.scheduler,
+            )
         stages_of = {n: [y] for y in range(len(graph)) for n in self._parts.parameters(y)}
+        parameters, notes = self._state.parameters, rounds is not None
+        reducer = Reducer(parameters, stages_of, self._holders, self._mesh, notes=notes)
+        self._stream: Stream | Turns
+        if rounds is not None:
+            self._stream = Turns(
+                self._train,
+                rounds,
+                s,
+                self._mesh.device,
+                self._weights,
+                reducer,
+                parameters=parameters,
+                update=self._learn,
+            )
+            return
         self._stream = Stream(
             self._train.worker,
             s,
             self._weights,
-            Reducer(self._state.parameters, stages_of, self._holders, self._mesh),
+            reducer,
             in_flight=graph.stages[s].in_flight,
             microbatches=self._microbatches,
             update=self._learn,
@@ -270,51 +317,82 @@ class AsyncPipeline(Joined):
             self._measure()
             POSITION.leave()
 
+    def _leaves(self, batch: Batch) -> dict[str, Tensor]:
+        """The tensors of a mini-batch.
+
+        Raises:
+            DataError: on every rank, because all have the same; they part as from a loop that ends.
+        """
+        try:
+            leaves = leaves_of(self._captured, batch, self._place)
+            samples, most = samples_of(leaves), self.plan.stage_graph.batch_size
+            if samples > most:
+                raise DataError(
+                    f"a mini-batch has {samples} samples and the plan is for {most}: how much a "
+                    "stage holds without a flush is planned; plan for larger mini-batches"
+                )
+        except DataError:
+            self._part()
+            raise
+        return leaves
+
     def _put(self, batch: Batch) -> None:
         self._refuse_spoilt()
-        leaves = leaves_of(self._captured, batch, self._place)
-        samples, most = samples_of(leaves), self.plan.stage_graph.batch_size
-        if samples > most:
-            raise DataError(
-                f"a mini-batch has {samples} samples and the plan is for {most}: how much a stage "
-                "holds without a flush is planned; plan for larger mini-batches"
-            )
+        leaves = self._leaves(batch)
+        samples = samples_of(leaves)
         started = time.perf_counter()
         with self._failing():
             POSITION.begin(self.step_number)
             self._prepare(batch, leaves)
-            self._stream.put(leaves, samples, self.step_number)
+            self._given_out.append((self.step_number, leaves))
+            if not self._stream.put(leaves, samples, self.step_number):
+                self._outcomes[self.step_number] = Outcome()
             self._tell()
             POSITION.leave()
         self._recent_s.append(time.perf_counter() - started)
         self.step_number += 1
         self._feed.trained()
 
-    def _learn(self, flight: Flight) -> None:
-        """The gradients of a mini-batch are there."""
-        outcome, parameters = flight.outcome, self._state.parameters
+    def _learn(self, flight: Flight | None, blame: bool = True, minibatches: int = 1) -> None:
+        """The gradients of a mini-batch are there, or of a round in which this rank may have none.
+
+        Args:
+            flight: of this rank.
+            blame: whether gradients that are not finite may be due to it.
+            minibatches: of the round.
+        """
+        parameters = self._state.parameters
         gradients = {n: p.grad for n, p in parameters.items() if p.grad is not None}
-        outcome.bad_parameters.extend(bad_names(gradients))
+        bad = bad_names(gradients)
         if not self._has_warned:
             self._has_warned = True
             self._warn_without_gradient()
-        if outcome.is_bad and self._first_bad is None:
-            seen = self._trace.seen(self._stage, outcome, flight.made)
-            self._first_bad = flight.number, seen
+        self._has_stopped |= bool(bad)
+        if flight is not None:
+            self._note(flight, bad if blame else [])
         if self._clip is not None:
             with_gradient = [p for p in parameters.values() if p.grad is not None]
             norm = torch.nn.utils.get_total_norm([dense(g) for g in gradients.values()])
             torch.nn.utils.clip_grads_with_norm_(with_gradient, self._clip, norm)
-        self._weights.update(skip=self._first_bad is not None)
-        self._learned.append(flight)
+        self._weights.update(skip=self._has_stopped, minibatches=minibatches)
+
+    def _note(self, flight: Flight, bad: list[str]) -> None:
+        """Of a mini-batch that has been learned."""
+        outcome = flight.outcome
+        outcome.bad_parameters.extend(bad)
+        if outcome.is_bad and self._first_bad is None:
+            self._has_stopped = True
+            seen = self._trace.seen(self._stage, outcome, flight.made)
+            self._first_bad = flight.number, seen
+        self._outcomes[flight.number] = outcome
 
     def _tell(self) -> None:
-        """What mini-batches came to, to all ranks; the next forward has gone before."""
-        learned, self._learned = self._learned, []
-        for flight in learned:
-            why = partial(self._why, flight.number, flight.leaves)
-            tally = Tally(self._mesh, flight.outcome, self._captured.metrics, why)
-            self._unread.append(_Unread(flight.number, tally))
+        """What mini-batches came to, to all ranks, in order; the next forward has gone before."""
+        while self._given_out and self._given_out[0][0] in self._outcomes:
+            number, leaves = self._given_out.popleft()
+            why = partial(self._why, number, leaves)
+            tally = Tally(self._mesh, self._outcomes.pop(number), self._captured.metrics, why)
+            self._unread.append(_Unread(number, tally))
 
     # What mini-batches came to
 
@@ -374,8 +452,9 @@ class AsyncPipeline(Joined):
         rows = [each.tolist() for each in self._mesh.all_gather(torch.tensor(mine))]
         self.peak_versions = tuple(row[0] for row in rows)
         self.weight_bytes = tuple(row[1] for row in rows)
-        behind = {row[3]: row[2] for row in rows}
-        self.version_difference = tuple(behind[s] for s in sorted(behind))
+        self.version_difference = tuple(
+            max(row[2] for row in rows if row[3] == s) for s in range(len(self._graph))
+        )
 
     # Evaluation and state on disk
 
@@ -405,20 +484,11 @@ class AsyncPipeline(Joined):
             TrainingError: if the folder exists, or cannot be written.
         """
         self.drain()
-        state = self._weights.state_dict()
-        further: dict[str, Tensor] = {}
-        for name in self._trainable:
-            if state["last_update"] is not None:
-                further[f"{_LAST}/{name}"] = state["last_update"][name]
-            if state["moved"] is not None:
-                further[f"{_MOVED}/{name}"] = torch.tensor(name in state["moved"])
-            if state["norm"] is not None:
-                further[f"{_NORM}/{name}"] = state["norm"]
-        self._write(folder, further)
+        self._write(folder, entries(self._weights.state_dict(), list(self._trainable)))
 
     @property
-    def _trainable(self) -> list[str]:
-        return [name for name, p in self._state.parameters.items() if p.requires_grad]
+    def _trainable(self) -> dict[str, nn.Parameter]:
+        return {name: p for name, p in self._state.parameters.items() if p.requires_grad}
 
     @classmethod
     def resume(
@@ -441,31 +511,9 @@ class AsyncPipeline(Joined):
         pipeline = cls(workload, plan, **options)
         saved = pipeline._read_from(folder)
         with pipeline._failing():
-            pipeline._take_predictions(saved)
+            state = state_of(saved, pipeline._trainable, pipeline._place)
+            pipeline._weights.load_state_dict(state)
         return pipeline
-
-    def _take_predictions(self, saved: disk.Checkpoint) -> None:
-        """What predictions need besides the optimizer's state; a synchronous run leaves none."""
-        names, parameters = self._trainable, self._state.parameters
-        last, moved, norms = (
-            {name: f"{what}/{name}" for name in names if name in set(saved.keys(what))}
-            for what in (_LAST, _MOVED, _NORM)
-        )
-        state: dict[str, Any] = {"last_update": None, "moved": None, "norm": None}
-        if len(last) == len(names):
-            state["last_update"] = {
-                name: saved.tensor(key, like=parameters[name]).to(self._place)
-                for name, key in last.items()
-            }
-        if len(moved) == len(names):
-            state["moved"] = [name for name, key in moved.items() if bool(saved.tensor(key))]
-        if norms:
-            state["norm"] = saved.tensor(next(iter(norms.values()))).to(self._place)
-        self._weights.load_state_dict(state)
-
-
-_LAST, _MOVED, _NORM = "asynchronous-last", "asynchronous-moved", "asynchronous-norm"
-"""Keys of a checkpoint; the synchronous pipeline passes over them."""
 
 
 _PATIENCE_S = 10.0

@@ -30,16 +30,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from anabranch.errors import PolicyError
-from anabranch.weights import SpecTrain, WeightPolicy
-
-Rule = Literal["momentum", "adam", "last update"]
+from anabranch.weights import OptimizerFacts, WeightPolicy, optimizer_remark, require_optimizer
+from anabranch.weights.optimizers import Rule
 
 
 def rule_of(optimizer: Optimizer) -> Rule:
@@ -58,29 +56,21 @@ def has_momentum(optimizer: Optimizer) -> bool:
     return True
 
 
+def facts_of(optimizer: Optimizer) -> OptimizerFacts:
+    """What policies have to know of an optimizer."""
+    return OptimizerFacts(type(optimizer).__name__, has_momentum(optimizer), rule_of(optimizer))
+
+
 def require_rule(policy: WeightPolicy, optimizer: Optimizer) -> None:
     """Accept an optimizer under a policy that predicts; warns where a prediction says nothing.
 
     Raises:
         PolicyError: for SpecTrain with anything but SGD with momentum.
     """
-    name, kind = policy.name, type(optimizer).__name__
-    if isinstance(policy, SpecTrain) and (
-        rule_of(optimizer) != "momentum" or not has_momentum(optimizer)
-    ):
-        without = " without momentum" if rule_of(optimizer) == "momentum" else ""
-        raise PolicyError(
-            f"spectrain predicts with the momentum of SGD, and the optimizer is {kind}{without}; "
-            "choose pipeoptim or predict-stash, which follow the optimizer's own rule, or give SGD "
-            "a momentum"
-        )
-    if name in ("pipeoptim", "predict-stash") and not has_momentum(optimizer):
-        warnings.warn(
-            f"{name} predicts from the momentum of the optimizer, and {kind} has none here, so "
-            f"every prediction is {'the current weights' if kind == 'SGD' else 'one gradient'}; "
-            "give it a momentum of about 0.9, or choose 2bw or stash",
-            stacklevel=2,
-        )
+    facts = facts_of(optimizer)
+    require_optimizer(policy, facts)
+    if remark := optimizer_remark(policy, facts):
+        warnings.warn(remark, stacklevel=2)
 
 
 class Prediction:

@@ -75,23 +75,30 @@ class Stream:
         """Whether no mini-batch is between forward and update; the same on all ranks."""
         return not self._flights
 
-    def put(self, leaves: Mapping[str, Tensor], samples: int, number: int) -> None:
+    def put(
+        self, leaves: Mapping[str, Tensor], samples: int, number: int, unit: int | None = None
+    ) -> bool:
         """Forward a mini-batch, and learn from earlier ones what has to be learned before.
 
         Args:
             leaves: the whole mini-batch, by the names of its leaves.
             samples: in it.
             number: how many mini-batches were before it.
+            unit: its number among those that the weights learn from, if that is another one.
+
+        Returns:
+            True: this rank has a part in every mini-batch.
 
         Raises:
             PeerLostError: if another rank is gone.
         """
+        unit = number if unit is None else unit
         if self.is_empty:
-            self._weights.fill(number)
+            self._weights.fill(unit)
         worker = self._worker(samples)
         flight = Flight(worker, leaves, number, self._sums)
         count = worker.graph.num_microbatches(self._stage)
-        passing = _Passing(flight, count, self._weights.version)
+        passing = _Passing(flight, unit, count, self._weights.version)
         flight.expect(back=False)
         self._flights.append(passing)
         if len(self._flights) == 1:
@@ -101,11 +108,12 @@ class Stream:
                 self._backward()
             if microbatch == 0:
                 passing.version = self._weights.version
-            with self._weights.forward(number):
+            with self._weights.forward(unit):
                 flight.forward(microbatch)
             passing.forwards += 1
         if count < self._microbatches:
             self.drain()
+        return True
 
     def drain(self) -> None:
         """Learn from everything that is in flight.
@@ -122,7 +130,7 @@ class Stream:
         flight = passing.flight
         if passing.backwards == 0:
             self._sums.begins(flight.last_backwards, flight.outcome)
-        with self._weights.backward(flight.number):
+        with self._weights.backward(passing.unit):
             flight.backward(passing.backwards)
         passing.backwards += 1
         if passing.backwards < passing.count:
@@ -139,8 +147,8 @@ class Stream:
 class _Passing:
     """A mini-batch on its way: how many of its micro-batches have been forwarded, and learned."""
 
-    def __init__(self, flight: Flight, count: int, version: int) -> None:
-        self.flight, self.count, self.version = flight, count, version
+    def __init__(self, flight: Flight, unit: int, count: int, version: int) -> None:
+        self.flight, self.unit, self.count, self.version = flight, unit, count, version
         self.forwards = self.backwards = 0
 
     @property

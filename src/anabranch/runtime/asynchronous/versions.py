@@ -204,7 +204,7 @@ class StageWeights:
         policy = self._policy
         return policy.rate(self._lag, self.version) if isinstance(policy, PredictStash) else 1.0
 
-    def update(self, *, skip: bool = False) -> None:
+    def update(self, *, skip: bool = False, minibatches: int = 1) -> None:
         """The gradients of the oldest mini-batch in flight are in ``.grad``: make the next version.
 
         Steps the optimizer, then the scheduler, and clears ``.grad``.
@@ -212,6 +212,7 @@ class StageWeights:
         Args:
             skip: leave the weights as they are, which is a version too: for a mini-batch without
                 usable gradients, such as one that overflowed in half precision.
+            minibatches: that it learns from; so many steps of the scheduler follow.
         """
         rate, old = self._rate, self.version
         if self._alive.finish():
@@ -225,7 +226,8 @@ class StageWeights:
             if not skip:
                 self._step(rate)
         if self._optimizer is not None and self._scheduler is not None and not skip:
-            self._scheduler.step()
+            for _ in range(minibatches):
+                self._scheduler.step()
         for parameter in self._parameters:
             parameter.grad = None
 
@@ -275,15 +277,18 @@ class StageWeights:
         self._norm = torch.where(norm.isfinite(), usual, self._norm)
 
     def state_dict(self) -> dict[str, Any]:
-        """What predictions need besides the optimizer's state; for a checkpoint, when drained."""
+        """What is needed besides the optimizer's state; for a checkpoint, when drained."""
         moved = None if self._moved is None else [self._names[i] for i in sorted(self._moved)]
         last = None
         if self._last is not None:
             last = dict(zip(self._names, (t.clone() for t in self._last), strict=True))
-        return {"moved": moved, "last_update": last, "norm": self._norm}
+        return {"moved": moved, "last_update": last, "norm": self._norm, "version": self.version}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Put back what ``state_dict`` gave, perhaps for more parameters than this stage has."""
+        """Put back what ``state_dict`` gave, perhaps for more parameters than this stage has;
+        nothing may be in flight.
+        """
+        self._alive.fill(state["version"])
         moved, last = state["moved"], state["last_update"]
         if moved is not None:
             self._moved = frozenset(i for i, name in enumerate(self._names) if name in set(moved))

@@ -160,7 +160,7 @@ class _Line:
         return awaited
 
     def wake(self) -> None:
-        # A full socket has enough to wake up for. A broken one is no failure of the sender: the peer
+        # A full socket has enough to wake up for. A broken one is no failure of the sender: a peer
         # may have read the message before this byte, been done and left. Whoever waits for a peer
         # that is gone finds out.
         with contextlib.suppress(OSError):

@@ -1,0 +1,189 @@
+"""A model that is about to run on local ranks: what the verbs share that run one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from anabranch.cli.beforehand import require_own_devices
+from anabranch.cli.inputs import Source, powers_of_two, usage
+from anabranch.cli.options import Granularity
+from anabranch.cli.output import TrainingProgress, progress_bar
+from anabranch.errors import AnabranchError
+
+if TYPE_CHECKING:
+    from anabranch.graph.capture import Captured
+    from anabranch.planner.stages import Plan
+    from anabranch.profile.profile import Profile
+    from anabranch.record import Run
+    from anabranch.workload import Workload
+
+
+class Job:
+    """A model that is about to run: workload, captured graph, measured profile, plan."""
+
+    def __init__(self, source: Source, plan: Plan | None) -> None:
+        self.source = source
+        self.plan = plan
+        self.workload: Workload = source.workload()
+        self.profile: Profile | None = None
+
+    @cached_property
+    def captured(self) -> Captured:
+        """The workload's module as a graph of operators, once it is needed."""
+        return self.source.capture(self.workload)
+
+    def capture(self) -> None:
+        """Have it from now on; ranks do this at the same time."""
+        _ = self.captured
+
+    @staticmethod
+    def of(source: Source, plan_file: Path | None, asked: Mapping[str, int | None]) -> Job:
+        """The job for a model, by a plan file if there is one; then nothing else is asked."""
+        if plan_file is None:
+            return Job(source, None)
+        given = [option for option, value in asked.items() if value is not None]
+        if given:
+            raise typer.BadParameter(
+                f"{plan_file} decides what {', '.join(given)} would; leave out one of them"
+            )
+        from anabranch.files import load_plan
+
+        plan = load_plan(plan_file)
+        require_own_devices(plan, plan_file)
+        return Job(replace(source, granularity=Granularity(plan.granularity)), plan)
+
+    def measure(self, batch_size: int) -> Profile:
+        """Time the operators here, on one thread each, as ranks do."""
+        from anabranch.profile.measure import measure
+
+        with progress_bar(f"measuring {self.source.model}") as progress:
+            self.profile = measure(self.captured, powers_of_two(batch_size), progress=progress)
+        return self.profile
+
+    def search(
+        self,
+        devices: int,
+        batch_size: int,
+        microbatch_size: int | None,
+        schedule: str,
+        max_replicas: int | None,
+        *,
+        planner: str = "graphpipe",
+        own_cores: bool = False,
+        mode: str = "sync",
+        policy: str = "",
+    ) -> Plan:
+        """Plan for local ranks; ``own_cores`` as if each had a core of its own."""
+        from anabranch.cluster import Cluster
+        from anabranch.runtime.asynchronous.recipe import optimizer_of
+        from anabranch.solve import plan
+
+        cluster = Cluster.preset(f"local:{devices}")
+        found = usage(
+            plan,
+            self.profile or self.measure(batch_size),
+            replace(cluster, cores=0) if own_cores else cluster,
+            batch_size,
+            planner=planner,
+            microbatch_size=microbatch_size,
+            schedule=schedule,
+            max_replicas=max_replicas,
+            model=self.source.model,
+            mode=mode,
+            policy=policy,
+            optimizer=optimizer_of(self.workload) if mode == "async" else None,
+        )
+        return replace(found, options=self.source.recorded())
+
+    def train(
+        self,
+        steps: int | None,
+        epochs: int | None,
+        resume: Path | None = None,
+        save: Path | None = None,
+        *,
+        is_async: bool = False,
+        on_interrupt: Callable[[], None] | None = None,
+        **options: Any,
+    ) -> Run:
+        """Train on local ranks, or as this rank of torchrun; with the options of ``Pipeline``, or
+        of ``AsyncPipeline``. ``on_interrupt`` is that of ``launch.run``.
+        """
+        from anabranch import launch
+        from anabranch.runtime.asynchronous.fitting import in_turns
+        from anabranch.runtime.interrupt import listening
+        from anabranch.runtime.steps import prepare
+        from anabranch.train import train, train_async
+
+        plan = self.plan
+        assert plan is not None
+        is_planned = is_async == (plan.mode == "async")
+        # Once here rather than in every rank: forked ranks inherit it.
+        prepare(self.captured, plan.stage_graph)
+        rounds = in_turns(plan) if options.get("round_robin") else None
+        if rounds is not None:
+            prepare(self.captured, rounds.one(0, plan.stage_graph.batch_size))
+        evaluation = self.captured.evaluation() if self.workload.eval_data is not None else None
+
+        def rank() -> Run:
+            return (train_async if is_async else train)(
+                self.workload,
+                plan,
+                steps=steps,
+                epochs=epochs,
+                captured=self.captured,
+                evaluation=evaluation,
+                resume=resume,
+                save=save,
+                **options,
+                # In the other mode than the plan's its prediction says nothing.
+                watch=TrainingProgress(
+                    plan.predicted.step_s if is_planned and plan.predicted is not None else 0.0
+                ),
+            )
+
+        if "RANK" in os.environ:
+            with listening():
+                return rank()
+        return launch.run(rank, len(plan.stage_graph.devices), on_interrupt=on_interrupt)[0]
+
+    def keep(self, run: Run, folder: Path) -> Run:
+        """Put the predicted timeline beside the measured one and write the run's folder."""
+        from anabranch.cluster import Cluster
+        from anabranch.record import save_run
+        from anabranch.solve import simulate
+
+        assert self.plan is not None
+        if self.profile is not None:
+            devices = len(self.plan.stage_graph.devices)
+            predicted = simulate(self.plan, self.profile, Cluster.preset(f"local:{devices}"))
+            run = replace(run, timelines=(("predicted", predicted), *run.timelines))
+        save_run(run, folder)
+        return run
+
+
+def agreed(search: Callable[[], Plan]) -> Plan:
+    """Under torchrun: the first rank plans, the others take its plan (measurements differ)."""
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    found: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            found = [search()]
+        except AnabranchError as error:
+            found = [error]
+    dist.broadcast_object_list(found, 0)
+    if isinstance(found[0], AnabranchError):
+        # The first rank says why; the others just end.
+        raise found[0] if dist.get_rank() == 0 else typer.Exit(1)
+    plan: Plan = found[0]
+    return plan

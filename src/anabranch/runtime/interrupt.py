@@ -1,0 +1,87 @@
+"""How training ends early, at one step on all ranks.
+
+Ctrl-C comes at any moment, to one process or to several, while ranks are at different steps. So
+whoever hears it only notes it, and the note travels with the sums that all ranks exchange for every
+step anyway (``tally``)::
+
+    rank 0    step 7    step 8    step 9 | read tally 8: someone has heard, stop
+    rank 1    step 7    step 8    step 9 | read tally 8: someone has heard, stop
+                        ^ rank 0 hears of Ctrl-C
+
+Ranks read the same tallies between the same steps, so all of them know it at one place, also where
+a tally is read some steps late. Nobody waits for it, and a rank that has not heard need not.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+_ECHO_S = 3.0
+"""Signals within so many seconds of the first are the same one: a terminal sends Ctrl-C to every
+process, and then torchrun passes its own on.
+"""
+
+
+class Interrupt:
+    """Whether training is to end early.
+
+    Attributes:
+        agreed: all ranks know, and know that the others do.
+    """
+
+    def __init__(self) -> None:
+        self._flag = memoryview(bytearray(8)).cast("q")
+        self.agreed = False
+
+    def share(self, flag: memoryview) -> None:
+        """Hear through an integer in memory that another process writes."""
+        self._flag, self.agreed = flag, False
+
+    @property
+    def heard(self) -> bool:
+        """Whether somebody has told this process."""
+        return self._flag[0] != 0
+
+    def hear(self) -> None:
+        """Tell this process, and others that share its flag."""
+        self._flag[0] = 1
+
+
+INTERRUPT = Interrupt()
+"""Of this process. A rank is a process, so there is one."""
+
+
+@contextmanager
+def listening() -> Iterator[None]:
+    """Inside, SIGINT and SIGTERM to this process ask training to end, for ranks that torchrun or
+    another launcher has started; a later one ends the process at once.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    INTERRUPT.share(memoryview(bytearray(8)).cast("q"))
+    first: float | None = None
+
+    def hear(number: int, _: FrameType | None) -> None:
+        nonlocal first
+        if first is None:
+            first = time.monotonic()
+            INTERRUPT.hear()
+        elif time.monotonic() - first > _ECHO_S:
+            raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    # What is ignored (in a background job, say) stays so; None is a handler that is not Python's.
+    heard = [number for number, was in before.items() if was not in (None, signal.SIG_IGN)]
+    for number in heard:
+        signal.signal(number, hear)
+    try:
+        yield
+    finally:
+        for number in heard:
+            signal.signal(number, before[number])

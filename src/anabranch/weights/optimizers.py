@@ -1,0 +1,45 @@
+"""What a weight policy has to know of the optimizer, without torch.
+
+Whoever has an optimizer asks ``runtime.asynchronous.prediction.facts_of``; whoever plans from a
+profile names one of ``OPTIMIZERS``, or plans without knowing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+Rule = Literal["momentum", "adam", "last update"]
+"""Where a prediction comes from: the momentum buffer, Adam's moments, or the last update itself,
+which is then kept as one more copy of the weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerFacts:
+    """An optimizer as far as policies care.
+
+    Attributes:
+        name: its class.
+        momentum: whether it remembers a direction, so that a prediction has something to go by.
+        rule: where a prediction comes from.
+    """
+
+    name: str
+    momentum: bool = True
+    rule: Rule = "last update"
+
+    @property
+    def keeps_last_update(self) -> bool:
+        """Whether a policy that predicts keeps the last update, for want of a rule."""
+        return self.rule == "last update"
+
+
+OPTIMIZERS: Mapping[str, OptimizerFacts] = {
+    "sgd": OptimizerFacts("SGD", momentum=False, rule="momentum"),
+    "sgd-momentum": OptimizerFacts("SGD", rule="momentum"),
+    "adam": OptimizerFacts("Adam", rule="adam"),
+    "adamw": OptimizerFacts("AdamW", rule="adam"),
+    "other": OptimizerFacts("the optimizer"),
+}
+"""Name on the command line -> facts."""
