@@ -64,7 +64,22 @@ def test_few_steps_have_no_period() -> None:
     assert (len(run.losses), len(run.step_s), run.period_s) == (3, 3, 0.0)
 
 
-def test_without_a_flush_losses_follow_each_other_and_nothing_is_recorded() -> None:
+def test_without_a_flush_a_longer_run_has_a_timeline() -> None:
+    """Of some mini-batches of all devices, while the pipeline is full."""
+    model = built("TwoBranch")
+    workload, chosen = with_options(model, data=data), plan(model, 3, microbatch_size=16)
+
+    def rank() -> Run:
+        options = {"policy": "stash", "captured": model.captured, "check_gradients": False}
+        return train_async(workload, chosen, steps=30, **options)
+
+    run = launch.run(rank, num_ranks(chosen), timeout=60.0)[0]
+    ((heading, timeline),) = run.timelines
+    assert heading == timeline.source == "measured"
+    assert {span.device for span in timeline.spans} == set(chosen.stage_graph.devices)
+
+
+def test_without_a_flush_losses_follow_each_other_and_a_short_run_has_no_timeline() -> None:
     """A plan of one micro-batch per step; every loss is told with its samples, two epochs end with
     a drain, and the run says how stale the stages were.
     """

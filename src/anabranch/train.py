@@ -34,6 +34,9 @@ from anabranch.workload import Batch, Workload
 _RECORDED = 3
 """Steps of which a timeline is recorded; the one with the median time is kept."""
 
+_SETTLED, _FILMED = 8, 6
+"""Without a flush: losses before a timeline is recorded, and mini-batches that it shows."""
+
 
 @dataclass(frozen=True, slots=True)
 class Progress:
@@ -201,7 +204,7 @@ def train_async(
         options: of ``AsyncPipeline``, such as ``compute``.
 
     Returns:
-        What happened, the same on every rank but for the times, without a timeline.
+        What happened, the same on every rank but for the times.
 
     Raises:
         AnabranchError: see ``AsyncPipeline``.
@@ -220,13 +223,16 @@ def train_async(
     full: list[float] = []  # when losses came while the pipeline was full
     put_in = 0
     batches = _uninterrupted(islice(pipe.batches(epochs=epochs), steps))
-    for loss in pipe.steps(_noted(batches, sizes)):
+    watches = watch is not None and pipe.rank == 0
+    for loss in pipe.steps(_noted(batches, sizes) if watches else batches):
         now = time.perf_counter()
         losses.append(loss)
+        if len(losses) == _SETTLED:
+            pipe.film(_FILMED)
         if pipe.step_number != put_in:  # otherwise it comes with the drain
             put_in = pipe.step_number
             full.append(now)
-        if watch is not None and pipe.rank == 0:
+        if watch is not None and sizes:
             taken, samples = now - before, sizes.popleft()
             watch(Progress(len(losses), steps, loss, pipe.metrics, taken, samples))
         before = now
@@ -248,6 +254,7 @@ def train_async(
         metrics=metrics,
         chance=dict(workload.chance),
         policy=pipe.policy.name,
+        timelines=(("measured", pipe.timeline),) if pipe.timeline is not None else (),
         version_difference=pipe.version_difference,
         peak_versions=pipe.peak_versions,
         weight_bytes=pipe.weight_bytes,

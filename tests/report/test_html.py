@@ -78,6 +78,14 @@ def test_the_headline_figures_are_the_plans():
     }
 
 
+def test_without_a_flush_the_time_per_minibatch_is_set_against_the_prediction():
+    """The timeline shows several mini-batches; its length is no figure."""
+    endless = replace(plan(), mode="async", policy="stash")
+    found = figures(page(endless, [("measured", MEASURED)], measured_s=4e-3))
+    assert found["measured time per mini-batch"] == ("4 ms", "1,000 samples/s")
+    assert found["measured / predicted"][0] == "0.50\u00d7"
+
+
 def test_a_measured_step_is_set_against_the_prediction():
     """10 ms against 8 ms."""
     found = figures(page(plan(), [("predicted", PREDICTED), ("measured", MEASURED)]))

@@ -53,24 +53,28 @@ def page(
     metrics: Mapping[str, Metric] | None = None,
     notes: Sequence[str] = (),
     graphs: Sequence[StageGraph] | None = None,
+    measured_s: float | None = None,
 ) -> str:
     """Write the page.
 
     Args:
         plan: what is shown; its predicted figures head the page.
-        timelines: headings and timelines, drawn from top to bottom. The first whose source is
-            ``measured`` is set against the prediction.
+        timelines: headings and timelines, drawn from top to bottom.
         losses: of the training steps, in order.
         metrics: a number or a line of text becomes a headline figure, a sequence a curve over the
             steps.
         notes: remarks, one sentence each; those of the plan come first.
         graphs: the stage graph of each timeline where they are not all the plan's, as when a page
             compares two plans.
+        measured_s: seconds that are set against the prediction; by default those of the first
+            timeline whose source is ``measured``. Without a flush, per mini-batch.
 
     Raises:
         ValueError: if graphs and timelines differ in number.
     """
     measured = next((t for _, t in timelines if t.source == "measured"), None)
+    if measured_s is None:
+        measured_s = measured.step_s if measured is not None else 0.0
     title = f"{plan.model or 'model'} on {plan.cluster or 'devices'}"
     curves: dict[str, Sequence[float]] = {"loss": losses} if losses else {}
     facts: dict[str, float | str] = {}
@@ -81,13 +85,14 @@ def page(
             curves[name] = value
     parts = [
         _header(plan, title),
-        _figures(_headline(plan, measured) + _of_training(losses, facts)),
+        _figures(_headline(plan, measured, measured_s) + _of_training(losses, facts)),
         _section("Stages", _picture(stagegraph.draw(plan.stage_graph), shrink=0.6)),
     ]
     script = ""
     if timelines:
         layout = arrange.arrange(timelines, graphs or plan.stage_graph, width=WIDTH)
-        parts.append(_timeline_section(layout))
+        what = "One training step" if plan.mode == "sync" else "Some mini-batches"
+        parts.append(_timeline_section(what, layout))
         script = _script(layout)
     if memory := charts.memory_chart(timelines, width=WIDTH):
         parts.append(_section("Memory of every device", _picture(memory)))
@@ -152,23 +157,21 @@ Figure = tuple[str, str, str]
 """Name, value, and what else there is to say."""
 
 
-def _headline(plan: Plan, measured: Timeline | None) -> list[Figure]:
+def _headline(plan: Plan, measured: Timeline | None, measured_s: float) -> list[Figure]:
     graph, predicted = plan.stage_graph, plan.predicted
-    what = "predicted step" if plan.mode == "sync" else "predicted time per mini-batch"
-    figures: list[Figure] = [(what, NOT_PREDICTED, "the plan has no figures")]
+    what = "step" if plan.mode == "sync" else "time per mini-batch"
+    figures: list[Figure] = [(f"predicted {what}", NOT_PREDICTED, "the plan has no figures")]
     if predicted is not None:
         per_s = graph.batch_size / predicted.step_s if predicted.step_s else 0.0
-        figures = [(what, milliseconds(predicted.step_s), f"{significant(per_s)} samples/s")]
-    if measured is not None and measured.step_s:
-        per_s = graph.batch_size / measured.step_s
-        figures.append(
-            ("measured step", milliseconds(measured.step_s), f"{significant(per_s)} samples/s")
-        )
+        said = f"{significant(per_s)} samples/s"
+        figures = [(f"predicted {what}", milliseconds(predicted.step_s), said)]
+    if measured_s:
+        said = f"{significant(graph.batch_size / measured_s)} samples/s"
+        figures.append((f"measured {what}", milliseconds(measured_s), said))
         if predicted is not None:
-            ratio = measured.step_s / predicted.step_s if predicted.step_s else math.inf
-            figures.append(
-                ("measured / predicted", f"{ratio:.2f}\u00d7", f"{ratio - 1:+.1%} of the step")
-            )
+            ratio = measured_s / predicted.step_s if predicted.step_s else math.inf
+            said = f"{ratio - 1:+.1%} of the {what}"
+            figures.append(("measured / predicted", f"{ratio:.2f}\u00d7", said))
     stages = f"{len(graph)} stage{'s' if len(graph) > 1 else ''} on {len(graph.devices)} devices"
     depth = ("depth", str(graph.depth), stages)
     if predicted is None:
@@ -219,7 +222,7 @@ def _picture(drawing: Drawing, *, shrink: float | None = None) -> str:
     return f'<div class="panel-box"><div class="scroll">{svg}</div></div>'
 
 
-def _timeline_section(layout: arrange.Layout) -> str:
+def _timeline_section(what: str, layout: arrange.Layout) -> str:
     buttons = "".join(
         f'<button type="button" data-zoom="{name}" title="{said}" aria-label="{said}">'
         f"{face}</button>"
@@ -231,7 +234,7 @@ def _timeline_section(layout: arrange.Layout) -> str:
         "wheel; drag to move. Devices of one branch stand together; branches run side by side."
     )
     return (
-        f'<section><h2>One training step <span id="zoom" hidden>{buttons}</span></h2>'
+        f'<section><h2>{what} <span id="zoom" hidden>{buttons}</span></h2>'
         f'<div id="timeline" tabindex="0">{picture}</div><p class="hint">{hint}</p></section>'
     )
 

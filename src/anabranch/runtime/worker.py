@@ -170,6 +170,7 @@ class Flight:
         outcome: what it comes to.
         last_backwards: stages with a backward here, in the order of their last ones; none where
             this rank's slice is empty.
+        spans: actions so far, when they began and when they ended, by ``time.perf_counter``.
 
     Args:
         worker: of this batch size.
@@ -184,6 +185,7 @@ class Flight:
         # ``begin`` sets all of a compute that belongs to one batch, so a copy is another batch.
         mine = worker.through(copy.copy)
         self.number, self.leaves = number, leaves
+        self.spans: list[tuple[Action, float, float]] = []
         self.outcome = mine._compute.begin(leaves, number, train=True)
         tasks, self._passes = worker._training, worker._passes
         self.last_backwards = tasks.last_backwards
@@ -215,7 +217,9 @@ class Flight:
     def _execute(self, which: tuple[Kind, int]) -> None:
         for task in self._passes.get(which, ()):
             POSITION.enter(self.number, task.action)
+            start = perf_counter()
             task.do(self._run, task)
+            self.spans.append((task.action, start, perf_counter()))
 
     @property
     def made(self) -> Mapping[int, Tensor]:

@@ -36,6 +36,7 @@ from anabranch.errors import DataError, NonFiniteError, TrainingError
 from anabranch.graph.capture import Captured
 from anabranch.planner.stages import Plan
 from anabranch.runtime.asynchronous.divergence import Divergence, circumstances
+from anabranch.runtime.asynchronous.filming import Film
 from anabranch.runtime.asynchronous.fitting import (
     choose,
     endless,
@@ -60,6 +61,7 @@ from anabranch.runtime.options import PLAIN, ComputeOptions
 from anabranch.runtime.overlap import Reducer
 from anabranch.runtime.tally import Tally
 from anabranch.runtime.worker import Flight
+from anabranch.timeline import Timeline
 from anabranch.weights import WeightPolicy, units_in_flight
 from anabranch.workload import Batch, Workload
 
@@ -80,6 +82,7 @@ class AsyncPipeline(Joined):
         peak_versions: per rank, copies of its stage's weights that were alive at once at most,
             likewise.
         weight_bytes: per rank, bytes of these copies.
+        timeline: of the mini-batches that were filmed last, the same on every rank.
         step_number: mini-batches put in; after ``drain`` all stages have learned from all of them.
 
     Args:
@@ -171,9 +174,9 @@ class AsyncPipeline(Joined):
         device = self._mesh.device
         self._stage = next(s for s, st in enumerate(graph.stages) if device in st.devices)
         self._graph, self._microbatches, self._rounds = graph, microbatches, rounds
-        # After so many more mini-batches all stages have learned from one.
-        self._late = max(-(-stage.in_flight // microbatches) for stage in graph.stages)
         units = tuple(units_in_flight(stage.in_flight, microbatches) for stage in graph.stages)
+        # After so many more mini-batches all stages have learned from one, and have told.
+        self._late = max(units)
         if rounds is not None:
             self._late, units = rounds.late, rounds.in_flight
         self._behind = tuple(held - 1 for held in units)
@@ -193,6 +196,8 @@ class AsyncPipeline(Joined):
         self.version_difference: tuple[int, ...] = ()
         self.peak_versions: tuple[int, ...] = ()
         self.weight_bytes: tuple[int, ...] = ()
+        self.timeline: Timeline | None = None
+        self._film: Film | None = None
 
     def _start(self) -> None:
         """Weights and an empty stream, for the optimizer as it is."""
@@ -225,6 +230,7 @@ class AsyncPipeline(Joined):
                 reducer,
                 parameters=parameters,
                 update=self._learn,
+                tell=self._tell,
             )
             return
         self._stream = Stream(
@@ -235,6 +241,7 @@ class AsyncPipeline(Joined):
             in_flight=graph.stages[s].in_flight,
             microbatches=self._microbatches,
             update=self._learn,
+            tell=self._tell,
         )
 
     # Training
@@ -385,6 +392,8 @@ class AsyncPipeline(Joined):
             seen = self._trace.seen(self._stage, outcome, flight.made)
             self._first_bad = flight.number, seen
         self._outcomes[flight.number] = outcome
+        if self._film is not None:
+            self._film.note(flight)
 
     def _tell(self) -> None:
         """What mini-batches came to, to all ranks, in order; the next forward has gone before."""
@@ -442,8 +451,18 @@ class AsyncPipeline(Joined):
                 "checkpoint"
             )
 
+    def film(self, minibatches: int) -> None:
+        """Keep a ``timeline`` of the next mini-batches; it is there after the ``drain`` behind.
+
+        Args:
+            minibatches: that every device does something for, beyond those that fill the pipeline.
+        """
+        first, size = self.step_number, self.plan.stage_graph.batch_size
+        last = first + minibatches + 2 * self._late
+        self._film = Film(first, last, size, self._microbatches)
+
     def _measure(self) -> None:
-        """Tell each other how many versions there were."""
+        """Tell each other how many versions there were, and what was filmed."""
         if self._measured_at == self.step_number:
             return
         self._measured_at = self.step_number
@@ -455,6 +474,8 @@ class AsyncPipeline(Joined):
         self.version_difference = tuple(
             max(row[2] for row in rows if row[3] == s) for s in range(len(self._graph))
         )
+        if self._film is not None and self._film.last < self.step_number:
+            self.timeline, self._film = self._film.timeline(self._mesh), None
 
     # Evaluation and state on disk
 

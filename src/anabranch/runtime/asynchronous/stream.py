@@ -51,6 +51,7 @@ class Stream:
         microbatches: M, of a mini-batch of full size.
         update: called when a mini-batch's gradients are there, summed over the replicas; has to
             update the weights.
+        tell: called when a forward has sent what it made: the time for what is less urgent.
     """
 
     def __init__(
@@ -63,8 +64,9 @@ class Stream:
         in_flight: int,
         microbatches: int,
         update: Callable[[Flight], None],
+        tell: Callable[[], None],
     ) -> None:
-        self._worker, self._stage, self._weights = worker, stage, weights
+        self._worker, self._stage, self._weights, self._tell = worker, stage, weights, tell
         self._in_flight, self._microbatches, self._update = in_flight, microbatches, update
         self._sums = _Sums(reducer)
         self._flights: deque[_Passing] = deque()
@@ -111,6 +113,7 @@ class Stream:
             with self._weights.forward(unit):
                 flight.forward(microbatch)
             passing.forwards += 1
+            self._tell()
         if count < self._microbatches:
             self.drain()
         return True

@@ -45,6 +45,7 @@ class Turns:
         update: called when the mean gradients of a round are there, with this replica's mini-batch
             of it, None if it has none, whether numbers among them that are not finite count as that
             mini-batch's, and the number of mini-batches; has to update the weights.
+        tell: see ``Stream``.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class Turns:
         *,
         parameters: Mapping[str, nn.Parameter],
         update: Callable[[Flight | None, bool, int], None],
+        tell: Callable[[], None],
     ) -> None:
         self._steps, self._rounds, self._weights, self._reducer = steps, rounds, weights, reducer
         self._parameters, self._update = parameters, update
@@ -74,6 +76,7 @@ class Turns:
             in_flight=rounds.in_flight[stage],
             microbatches=1,
             update=self._learn,
+            tell=tell,
         )
         self._given = self._turn = self._first = 0
 
