@@ -103,6 +103,7 @@ def test_a_shallow_plan_for_few_micro_batches(monkeypatch):
 
 def test_proposals_are_cut_into_enough_micro_batches(monkeypatch):
     """A planner that has a chain of four for two micro-batches alone: it runs with four."""
+
     def whole_halves(self, cost, *, batch_size, microbatch_size=None):
         if microbatch_size != 4:
             raise InfeasiblePlanError("only for micro-batches of four samples")
@@ -168,3 +169,15 @@ def test_branches_without_a_join_are_brought_down():
     """Where nothing flows, any two operators may be joined."""
     profile = cost_model((), [1.0] * 10, [2.0] * 10, machines_of(2)).profile
     assert len(brought_down(profile).profile.graph) == MOST_OPERATORS
+
+
+def test_any_size_of_micro_batches_is_tried():
+    """On one device only micro-batches of a single sample fit, eight of them, more than are tried
+    where there is a choice.
+    """
+    cost = cost_model(
+        (), [1.0], [2.0], machines_of(1, memory_bytes=650), parameter_bytes=100, kept_bytes=100
+    )
+    options = {"planner_options": {"recompute": False}}
+    plan = asynchronous(cost, 8, policy="2bw", **options)
+    assert plan.stage_graph.num_microbatches(0) == 8

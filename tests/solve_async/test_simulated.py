@@ -81,9 +81,7 @@ def test_the_optimizer_counts_in_a_simulation_and_a_check():
         solve_async.simulate(*arguments, optimizer=OPTIMIZERS["other"])
     with pytest.raises(PolicyError, match="the optimizer is Adam"):
         solve_async.simulate(*arguments, policy="spectrain", optimizer=OPTIMIZERS["adam"])
-    (problem,) = solve.check_plan(
-        replace(plan, policy="spectrain"), optimizer=OPTIMIZERS["sgd"]
-    )
+    (problem,) = solve.check_plan(replace(plan, policy="spectrain"), optimizer=OPTIMIZERS["sgd"])
     assert "SGD without momentum" in problem
 
 

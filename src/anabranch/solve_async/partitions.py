@@ -10,8 +10,9 @@ operators, neighbours joined, the quickest first::
 For every partition, micro-batch size and stage: the replicas that fit memory with the versions of
 the policy, with recomputation only where it does not fit without; then the numbers of replicas that
 use all devices and make the slowest stage as quick as can be. A model that is not brought down and
-has no tensor parallelism therefore has a proposal if anything fits at all. What is proposed are
-the ``MOST`` with the quickest slowest stages.
+has no tensor parallelism therefore has a proposal if anything fits at all, unless there are more
+than ``MOST_TRIED`` ways to look at. What is proposed are the ``MOST`` with the quickest slowest
+stages.
 """
 
 from __future__ import annotations
@@ -36,9 +37,12 @@ from anabranch.solve_async.together import Together, gather, in_order
 from anabranch.weights import WeightPolicy
 
 MOST_OPERATORS = 8
-"""A model of so many has at most 4,140 partitions; they take seconds."""
+"""A model of so many has at most 4,140 partitions."""
 
 MOST_DEVICES = 64
+
+MOST_TRIED = 150_000
+"""Pairs of a partition and a micro-batch size that are looked at; some twenty seconds."""
 
 MOST = 24
 """Stage graphs that are proposed."""
@@ -115,9 +119,13 @@ class Partitions:
         return [graph for *_, graph in heapq.nsmallest(MOST, found)]
 
     def _all(self, sizes: Sequence[int]) -> Iterator[tuple[float, StageGraph]]:
+        tried = 0
         for masks, pairs in partitions(self.cost):
-            if len(masks) > self.cost.cluster.num_devices:
+            if not len(masks) <= self.cost.cluster.num_devices <= len(masks) * self.max_replicas:
                 continue
+            tried += len(sizes)
+            if tried > MOST_TRIED:
+                return
             for size in sizes:
                 stages = tuple(
                     Stage(self.cost.graph.names(mask), (s,), size) for s, mask in enumerate(masks)
