@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from anabranch.schedule.schedule import Kind
@@ -37,13 +39,13 @@ def test_all_devices_are_shown_for_the_same_time(microbatches: int) -> None:
     for device in first.devices:
         spans = [s for s in first.spans if s.device == device and s.action.kind.is_compute]
         assert all(0 <= s.start <= s.end <= first.step_s for s in spans)
-        assert all(a.end <= b.start for a, b in zip(spans, spans[1:], strict=False))
+        assert all(a.end <= b.start for a, b in pairwise(spans))
         for kind in (Kind.FORWARD, Kind.BACKWARD):
             numbers = [s.action.microbatch for s in spans if s.action.kind is kind]
             assert len(numbers) >= 4
             assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
         kinds = [s.action.kind for s in spans]
-        assert all(a is not b for a, b in zip(kinds, kinds[1:], strict=False))
+        assert all(a is not b for a, b in pairwise(kinds))
 
 
 def test_no_message_arrives_before_it_was_sent() -> None:
