@@ -39,6 +39,10 @@ from anabranch.runtime.transport import (
 _FAILURE_KEY = "anabranch/failure"
 _GRACE_S = 1.0
 _CPU = torch.device("cpu")
+_ALL: tuple[int, ...] = ()
+"""The set of all ranks for what they have to tell each other. Where all of them share a parameter
+as well, its sums begin in another order.
+"""
 _SMALL = 64
 """Numbers that make a small sum."""
 _MOST_SMALL, _MOST_LARGE = 8, 4
@@ -178,7 +182,8 @@ class Mesh:
         self._everyone = tuple(range(self.size))
         self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
         if self.size > 1:
-            for ranks in (self._everyone, *sorted(set(sets) - {self._everyone})):
+            self._groups[_ALL] = self._new_group(self._everyone, device_type)
+            for ranks in sorted(set(sets)):
                 if len(ranks) > 1:
                     self._groups[ranks] = self._new_group(ranks, device_type)
             self.barrier()
@@ -277,16 +282,15 @@ class Mesh:
         Raises:
             PeerLostError: if one of them is gone.
         """
-        chosen = self._everyone if ranks is None else ranks
+        chosen, key = (self._everyone, _ALL) if ranks is None else (ranks, ranks)
         if len(chosen) == 1:
             return Pending(tensor, None)
         most = _MOST_SMALL if tensor.numel() <= _SMALL else _MOST_LARGE
         if self._near is not None and len(chosen) <= most and not tensor.is_cuda:
             # Sums of one set start in one order, those of different sets do not.
-            tag = -1 if ranks is None else -2 - sorted(self._groups).index(chosen)
+            tag = -1 - sorted(self._groups).index(key)
             return self._exchange_terms(self._near, tensor, chosen, tag)
-        group = self._groups[chosen]
-        work = guarded(lambda: dist.all_reduce(tensor, group=group, async_op=True))
+        work = guarded(lambda: dist.all_reduce(tensor, group=self._groups[key], async_op=True))
         return Pending(tensor, work)
 
     def _exchange_terms(
@@ -305,9 +309,9 @@ class Mesh:
         Raises:
             PeerLostError: if one of them is gone.
         """
-        chosen = self._everyone if ranks is None else ranks
-        if len(chosen) > 1:
-            guarded(lambda: dist.broadcast(tensor, source, group=self._groups[chosen]))
+        if self.size > 1 and (ranks is None or len(ranks) > 1):
+            group = self._groups[_ALL if ranks is None else ranks]
+            guarded(lambda: dist.broadcast(tensor, source, group=group))
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """The tensors of all ranks, which have one shape.
@@ -318,7 +322,7 @@ class Mesh:
         if self.size == 1:
             return [tensor]
         result = [torch.empty_like(tensor) for _ in range(self.size)]
-        guarded(lambda: dist.all_gather(result, tensor, group=self._groups[self._everyone]))
+        guarded(lambda: dist.all_gather(result, tensor, group=self._groups[_ALL]))
         return result
 
     def barrier(self) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.optim import SGD
 
 from anabranch.errors import (
     AnabranchError,
@@ -393,6 +394,33 @@ def test_sums_through_process_groups_begin_in_one_order_on_all_ranks() -> None:
         assert losses == pytest.approx(expected, rel=1e-12)
         assert text == results[0][1]
     assert "in mini-batch 22: stage 0 is the first" in results[0][1]
+
+
+def test_sums_of_a_stage_that_all_ranks_have_are_not_those_that_tell() -> None:
+    """Replicas of one stage, as between hosts: each mini-batch reads what the round before it has
+    made, and the second replica has told of nothing when the first one waits for its gradients.
+    """
+    model, data = cut("chain 2"), batches(7)
+    everything = [name for names in model.operators for name in names]
+    chosen = plan_of(replace(model, operators=[everything]), replicas=(2,))
+
+    def work() -> tuple[list[float], dict[str, Tensor]]:
+        pipe = in_turn(model, chosen)
+        pipe._mesh._near = None
+        return list(pipe.steps(data)), held(pipe)
+
+    results = on_ranks(chosen, work)
+    twin, optimizer = model.twin, SGD(model.twin.parameters(), lr=0.1, momentum=0.9)
+    losses = []
+    for start in range(0, 7, 2):
+        of_round = [twin(**batch) for batch in data[start : start + 2]]
+        losses += [loss.item() for loss in of_round]
+        optimizer.zero_grad()
+        torch.stack(of_round).mean().backward()
+        optimizer.step()
+    assert all(rank[0] == pytest.approx(losses, rel=1e-5) for rank in results)
+    for name, tensor in whole([rank[1] for rank in results]).items():
+        torch.testing.assert_close(tensor, twin.get_parameter(name).detach())
 
 
 @pytest.mark.parametrize("bad", [8, 9])
