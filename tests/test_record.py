@@ -48,6 +48,7 @@ def test_a_run_comes_back(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "timeline.svg").exists()
     page = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
     assert "held-out accuracy" in page
+    assert "measured peak memory" in page
 
 
 def test_a_run_without_a_flush_comes_back(tmp_path: Path) -> None:

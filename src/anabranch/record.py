@@ -185,6 +185,8 @@ def write_report(run: Run, path: Path) -> None:
         # Training metrics never include the loss, which has a curve of its own.
         held_out = "held-out " if "loss" in run.metrics else ""
         metrics[held_out + name] = f"{value:.4g}{chance}"
+    if run.device_peak_bytes:
+        metrics["measured peak memory"] = f"{max(run.device_peak_bytes) / 2**20:.1f} MiB"
     measured_s = run.period_s if run.policy else None
     text = page(run.plan, run.timelines, losses=run.losses, metrics=metrics, measured_s=measured_s)
     path.write_text(text, encoding="utf-8")
