@@ -23,8 +23,9 @@ install: .venv/.installed
 demo: .venv/.runnable
 	$(BIN)/anabranch demo
 
+# Two at a time: most tests wait for their ranks now and then, and a rank has one thread.
 test: install
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
 check: install
 	$(BIN)/ruff check .

@@ -51,6 +51,21 @@ def test_a_run_comes_back(tmp_path: Path) -> None:
     assert "measured peak memory" in page
 
 
+def test_a_plan_predicts_nothing_of_the_other_mode(tmp_path: Path) -> None:
+    """Neither as figures nor on the page, whose timeline is then of mini-batches, not of a step."""
+    run = replace(RUN, policy="stash", period_s=0.25)
+    assert (run.mode, run.predicted) == ("async", None)
+    save_run(run, tmp_path / "run")
+    page = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
+    assert "measured time per mini-batch" in page
+    assert "Some mini-batches" in page
+    assert "measured / predicted" not in page
+    run = replace(RUN, plan=replace(PLAN, mode="async", policy="stash"))
+    assert (run.mode, run.predicted) == ("sync", None)
+    assert run.figures()["predicted_step_s"] is None
+    assert run.figures()["predicted_device_peak_bytes"] is None
+
+
 def test_a_run_without_a_flush_comes_back(tmp_path: Path) -> None:
     """Its policy decides which figures it has; there is no timeline."""
     run = replace(

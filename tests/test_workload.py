@@ -159,6 +159,13 @@ def test_a_mistake_in_the_users_own_code_is_named_by_its_line(text, message):
     assert type(found.value.__cause__).__name__ in message
 
 
+def test_a_neighbour_of_ours_is_the_users_own(tmp_path, monkeypatch):
+    """Its path begins like that of this package, as that of an extension may."""
+    monkeypatch.setattr("anabranch.workload.__file__", str(tmp_path / "the" / "workload.py"))
+    with pytest.raises(WorkloadError, match=r"raised at theirs.py:\d+, in fails: RuntimeError"):
+        resolve("theirs:fails")
+
+
 def test_our_own_errors_stay_what_they_are():
     """A function that reads a data set may miss it, which has a message of its own."""
     with pytest.raises(DataError, match="no such table"):

@@ -2,7 +2,9 @@
 
 Each micro-batch is one sample that takes those times at every stage. GPipe with 4 micro-batches
 takes 4 + 3 of them for a step, 105 ms; without a flush a stage needs 15 ms per sample, so that the
-ideal is 7/4 = 1.75 times GPipe's throughput. The messages are real.
+ideal is 7/4 = 1.75 times GPipe's throughput. The messages are real. So is the processor time
+between the sleeps, which four ranks on few cores make each other wait for; stages that take four
+times as long show what is left where it counts for less.
 
 ``bare`` is a rank that sleeps the same times without any message: no way to train can be faster on
 the machine at the time.
@@ -34,8 +36,11 @@ from benchmarks.runtime.sleeps import WIDTH, Line, Linked, numbered, predicted_s
 
 STAGES, MICROBATCHES = 4, 4
 FORWARD_S, BACKWARD_S = 5e-3, 10e-3
+LONGER = 4
+"""Times as long, of the second table."""
+
 SAMPLES = 48
-"""Samples that are timed in one turn."""
+"""Samples that are timed in one turn, of the first table; of the second, half as many."""
 
 SYNC = ("gpipe", "1f1b")
 REFERENCE = "gpipe"
@@ -44,30 +49,38 @@ momentum = partial(torch.optim.SGD, lr=1e-6, momentum=0.9)
 """An optimizer that every policy knows, and that costs next to nothing."""
 
 
-def rows(
-    policies: tuple[str, ...] = tuple(POLICIES), *, samples: int = SAMPLES, turns: int = 3
-) -> list[Row]:
-    """One row per synchronous schedule and per policy, with ``bare`` first."""
-    module, example = Line(STAGES, FORWARD_S, BACKWARD_S), torch.zeros(2, WIDTH)
+def rows(*, samples: int = SAMPLES, turns: int = 3) -> list[Row]:
+    """One row per synchronous schedule and per policy; fewer for longer stages."""
+    return [
+        *_rows(tuple(POLICIES), 1, samples, turns),
+        *_rows(("stash", "2bw", "pipeoptim"), LONGER, samples // 2, turns),
+    ]
+
+
+def _rows(policies: tuple[str, ...], times: int, samples: int, turns: int) -> list[Row]:
+    """One row per side, with ``bare`` first, for stages that take so many times as long."""
+    seconds_of = times * FORWARD_S, times * BACKWARD_S
+    module, example = Line(STAGES, *seconds_of), torch.zeros(2, WIDTH)
     captured = ours.captured_model(module, example)
     plans = {name: _plan(captured, MICROBATCHES) for name in SYNC}
     plans = {name: ours.under(plan, name) for name, plan in plans.items()}
     for name in policies:
         plans[name] = without_flush(captured, name)
-    sides: dict[str, tuple[Side, int]] = {"bare": (_bare, samples)}
+    sides: dict[str, tuple[Side, int]] = {"bare": (partial(_bare, *seconds_of), samples)}
     for name, plan in plans.items():
         batches = samples // plan.stage_graph.batch_size
         make = _synchronous if name in SYNC else _asynchronous
         sides[name] = partial(make, captured, example, plan), batches
     seconds = seconds_per_batch(sides, STAGES, turns=turns)
-    found = [_row("bare", seconds["bare"], 1, 1 / (FORWARD_S + BACKWARD_S), None)]
+    found = [_row("bare", seconds["bare"], 1, 1 / sum(seconds_of), None)]
     for name, plan in plans.items():
-        predicted, ideal = _simulated(plan)
+        predicted, ideal = _simulated(plan, *seconds_of)
         batch = plan.stage_graph.batch_size
         found.append(_row(name, seconds[name], batch, batch / ideal, batch / predicted))
     reference = next(row["samples_per_s"] for row in found if row["side"] == REFERENCE)
     expected = next(row["predicted_per_s"] for row in found if row["side"] == REFERENCE)
     for row in found:
+        row["ms"] = f"{seconds_of[0] * 1e3:g}/{seconds_of[1] * 1e3:g}"
         row["over_gpipe"] = row["samples_per_s"] / reference
         if row["predicted_per_s"] is not None:
             row["predicted_over_gpipe"] = row["predicted_per_s"] / expected
@@ -101,12 +114,12 @@ def without_flush(captured: Captured, policy: str) -> Plan:
     return replace(plan, stage_graph=graph, predicted=nothing, mode="async", policy=policy)
 
 
-def _simulated(plan: Plan) -> tuple[float, float]:
+def _simulated(plan: Plan, forward_s: float, backward_s: float) -> tuple[float, float]:
     """Seconds per mini-batch with the links of local ranks, and with links that cost nothing."""
-    every = [FORWARD_S] * STAGES, [BACKWARD_S] * STAGES
+    every = [forward_s] * STAGES, [backward_s] * STAGES
     if plan.mode == "sync":
         return predicted_s(plan, *every, nbytes=4 * WIDTH), ours.ideal_s(plan, *every)
-    times = [{1: FORWARD_S}] * STAGES, [{1: BACKWARD_S}] * STAGES
+    times = [{1: forward_s}] * STAGES, [{1: backward_s}] * STAGES
     links = Linked(*times, cluster=Cluster.preset(f"local:{STAGES}"), nbytes=4 * WIDTH)
     graph = plan.stage_graph
     return stream.steady(graph, links).period_s, stream.steady(graph, StageTimes(*times)).period_s
@@ -128,8 +141,8 @@ def _asynchronous(captured: Captured, example: Batch, plan: Plan) -> Train:
     return lambda count: pipeline.steps(batch for _ in range(count))
 
 
-def _bare() -> Train:
-    stage, x = Wait(FORWARD_S, BACKWARD_S), torch.zeros(1, WIDTH)
+def _bare(forward_s: float, backward_s: float) -> Train:
+    stage, x = Wait(forward_s, backward_s), torch.zeros(1, WIDTH)
 
     def train(count: int) -> Iterator[object]:
         for _ in range(count):
@@ -144,6 +157,7 @@ def show(found: list[Row]) -> str:
     """Throughput of every side, over GPipe's and over its own ideal."""
     lines = [
         [
+            row["ms"],
             row["side"],
             f"{row['samples_per_s']:.1f}",
             f"{row['over_gpipe']:.2f}",
@@ -152,5 +166,5 @@ def show(found: list[Row]) -> str:
         ]
         for row in found
     ]
-    heads = ["side", "samples/s", f"over {REFERENCE}", "predicted", "over its ideal"]
+    heads = ["ms", "side", "samples/s", f"over {REFERENCE}", "predicted", "over its ideal"]
     return table(heads, lines)

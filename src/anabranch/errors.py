@@ -15,6 +15,7 @@
      +-- InvalidScheduleError    an order of actions that no device could execute
      |    +-- DeadlockError      every device waits for another
      +-- DataError               a data set is missing, damaged, or raised while it was read
+     |    +-- LoaderError        the user's own function, or loader, that yields batches raised
      +-- TrainingError           the run itself cannot go on
           +-- StageFailedError   one rank failed; the others were stopped
           +-- NonFiniteError     the loss or a gradient became NaN or infinite
@@ -75,6 +76,10 @@ class DeadlockError(InvalidScheduleError):
 
 class DataError(AnabranchError):
     """A data set is missing, damaged, or raised while it was read."""
+
+
+class LoaderError(DataError):
+    """The user's own function, or loader, that yields batches raised; the message names the line."""
 
 
 class TrainingError(AnabranchError):

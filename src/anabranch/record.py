@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from anabranch.errors import FileFormatError, InvalidScheduleError
 from anabranch.files import load_plan, save_plan
 from anabranch.jsonfile import read_document, write_document
-from anabranch.planner.stages import Plan
+from anabranch.planner.stages import Plan, Prediction
 from anabranch.schedule.schedule import Action
 from anabranch.timeline import Span, Timeline
 
@@ -73,12 +73,22 @@ class Run:
         """Median seconds of a step; the first, which sets things up, is left out."""
         return statistics.median(self.step_s[1:] or self.step_s)
 
+    @property
+    def mode(self) -> str:
+        """``async`` or ``sync``; the plan may have been made for the other one."""
+        return "async" if self.policy else "sync"
+
+    @property
+    def predicted(self) -> Prediction | None:
+        """What the plan predicts of such a run; nothing where it is for the other mode."""
+        return self.plan.predicted if self.plan.mode == self.mode else None
+
     def figures(self) -> dict[str, Any]:
         """What the command line prints."""
         return self._synchronous() if not self.policy else self._asynchronous()
 
     def _asynchronous(self) -> dict[str, Any]:
-        predicted = self.plan.predicted if self.plan.mode == "async" else None
+        predicted = self.predicted
         period_s = self.period_s or self.median_step_s
         return {
             "mode": "async",
@@ -95,7 +105,7 @@ class Run:
         }
 
     def _synchronous(self) -> dict[str, Any]:
-        predicted = self.plan.predicted
+        predicted = self.predicted
         return {
             "losses": list(self.losses),
             "step_s": self.median_step_s,
@@ -188,7 +198,8 @@ def write_report(run: Run, path: Path) -> None:
     if run.device_peak_bytes:
         metrics["measured peak memory"] = f"{max(run.device_peak_bytes) / 2**20:.1f} MiB"
     measured_s = run.period_s if run.policy else None
-    text = page(run.plan, run.timelines, losses=run.losses, metrics=metrics, measured_s=measured_s)
+    plan = replace(run.plan, mode=run.mode, predicted=run.predicted)
+    text = page(plan, run.timelines, losses=run.losses, metrics=metrics, measured_s=measured_s)
     path.write_text(text, encoding="utf-8")
 
 

@@ -47,7 +47,8 @@ class Progress:
         total: steps to do, None if that is not known.
         loss: of this step.
         metrics: of this step.
-        seconds: wall time of this step, or since the loss before.
+        seconds: wall time of this step, or since the loss before; without a flush 0 where that
+            tells nothing of a mini-batch: while the pipeline fills, and when it is drained.
         samples: in this step.
     """
 
@@ -149,9 +150,7 @@ def train(
             taken = ends[-1] - ends[-2]
             watch(Progress(len(losses), steps, loss, pipe.metrics, taken, sizes.popleft()))
     if not losses:
-        raise TrainingError(
-            f"nothing is left to do: {resume} has {pipe.epoch} of {epochs} epochs; ask for more"
-        )
+        raise _nothing_done(resume, pipe.epoch, epochs)
     pipe.update()
     # What was trained is saved before anything else can fail.
     if save is not None:
@@ -229,17 +228,17 @@ def train_async(
         losses.append(loss)
         if len(losses) == _SETTLED:
             pipe.film(_FILMED)
+        taken = 0.0
         if pipe.step_number != put_in:  # otherwise it comes with the drain
             put_in = pipe.step_number
             full.append(now)
+            taken = now - before if len(full) > 2 else 0.0
         if watch is not None and sizes:
-            taken, samples = now - before, sizes.popleft()
+            samples = sizes.popleft()
             watch(Progress(len(losses), steps, loss, pipe.metrics, taken, samples))
         before = now
     if not losses:
-        raise TrainingError(
-            f"nothing is left to do: {resume} has {pipe.epoch} of {epochs} epochs; ask for more"
-        )
+        raise _nothing_done(resume, pipe.epoch, epochs)
     if save is not None:
         pipe.save(save)
     evaluates = workload.eval_data is not None and not INTERRUPT.agreed
@@ -272,6 +271,15 @@ def require_new(folder: Path | None) -> None:
         raise TrainingError(
             f"{folder} exists; checkpoints are never written over, name a new folder"
         )
+
+
+def _nothing_done(resume: Path | None, done: int, epochs: int | None) -> TrainingError:
+    """Why there was not a single step."""
+    if INTERRUPT.agreed:
+        return TrainingError("training was asked to end, by Ctrl-C, before it began: start it anew")
+    return TrainingError(
+        f"nothing is left to do: {resume} has {done} of {epochs} epochs; ask for more"
+    )
 
 
 def _ends(done: int, accumulate: int) -> bool:

@@ -216,16 +216,16 @@ def _named_place(what: str) -> Iterator[None]:
         raise
     except Exception as error:
         said = " ".join(str(error).split())
-        raise WorkloadError(f"{what} at {_place(error)}: {type(error).__name__}: {said}") from error
+        raise WorkloadError(f"{what} at {place_of(error)}: {type(error).__name__}: {said}") from error
 
 
-def _place(error: Exception) -> str:
+def place_of(error: Exception) -> str:
     """File, line and function of the innermost frame that is the user's own: not of Python, nor of
     an installed package, unless there is nothing else.
     """
     if isinstance(error, SyntaxError) and error.filename is not None:
         return f"{_short(error.filename)}:{error.lineno}"
-    ours = str(Path(__file__).parent)
+    ours = f"{Path(__file__).parent}{os.sep}"
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)

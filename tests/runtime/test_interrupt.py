@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
+import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
 from anabranch import launch
+from anabranch.errors import TrainingError
 from anabranch.planner.stages import Plan
 from anabranch.record import Run
 from anabranch.runtime import interrupt
@@ -126,6 +130,28 @@ def test_a_run_that_ended_early_goes_on(is_async: bool, tmp_path: Path) -> None:
         assert first.losses + second.losses == whole.losses
 
 
+@pytest.mark.dist
+@pytest.mark.parametrize("is_async", [False, True])
+def test_after_an_interrupt_nothing_begins(is_async: bool) -> None:
+    """A script may train twice; what it is told is not that all epochs are done."""
+    model = built("TwoBranch")
+    chosen = plan(model, 1, microbatch_size=16, replicas=[2])
+    options = {"policy": "stash"} if is_async else {}
+    workload = with_options(model, data=lambda size, epoch: iter([batch(size, 0)] * 30))
+
+    def rank() -> str:
+        INTERRUPT.hear()
+        function = train_async if is_async else train
+        again = partial(function, workload, chosen, captured=model.captured, steps=30, **options)
+        assert again().interrupted
+        with pytest.raises(TrainingError) as caught:
+            again()
+        return str(caught.value)
+
+    for text in launch.run(rank, 2, timeout=60.0):
+        assert "before it began" in text
+
+
 @pytest.fixture
 def _python_handles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As in a process of its own, also where the tests run in the background."""
@@ -149,6 +175,28 @@ def test_a_signal_is_heard_and_its_echo_ignored(number: int) -> None:
         assert INTERRUPT.heard
         os.kill(os.getpid(), number)
     assert signal.getsignal(number) is before
+
+
+@pytest.mark.usefixtures("_python_handles")
+@pytest.mark.parametrize("number", SIGNALS)
+def test_forked_processes_do_not_listen(number: int) -> None:
+    """What the user's data forks, as a pool does, ends by a signal as ever."""
+    context = multiprocessing.get_context("fork")
+    runs = context.Event()
+
+    def work() -> None:
+        runs.set()
+        time.sleep(60.0)
+
+    with listening():
+        child = context.Process(target=work)
+        child.start()
+        assert runs.wait(20.0)
+        assert child.pid is not None
+        os.kill(child.pid, number)
+        child.join(20.0)
+        assert child.exitcode in (-number, 1)  # of the signal, or of its KeyboardInterrupt
+        assert not INTERRUPT.heard
 
 
 @pytest.mark.usefixtures("_python_handles")

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 
 import typer
 
 from anabranch.cli import planning, training
-from anabranch.cli.output import print_json
-from anabranch.errors import AnabranchError, StageFailedError, WorkloadError
+from anabranch.cli.output import Warnings, print_json
+from anabranch.errors import AnabranchError, LoaderError, StageFailedError, WorkloadError
 
 app = typer.Typer(
     name="anabranch",
@@ -33,14 +34,17 @@ for _verb in (*planning.VERBS, *training.VERBS):
 def main() -> None:
     """Entry point: exit code 0 on success, 1 on an anabranch error, 2 on wrong usage."""
     try:
-        app()
+        # Ranks are forked, so they show warnings the same way.
+        with warnings.catch_warnings():
+            warnings.showwarning = Warnings()
+            app()
     except AnabranchError as error:
         if os.environ.get("ANABRANCH_DEBUG"):
             raise
         if "--json" in sys.argv:
             print_json({"error": type(error).__name__, "message": str(error)})
         # Where something else than ours has raised, its traceback says more.
-        is_theirs = isinstance(error, StageFailedError | WorkloadError)
+        is_theirs = isinstance(error, StageFailedError | WorkloadError | LoaderError)
         more = " (ANABRANCH_DEBUG=1 shows the traceback)" if is_theirs else ""
         typer.secho(f"{type(error).__name__}: {error}{more}", err=True, fg="red")
         raise SystemExit(1) from None

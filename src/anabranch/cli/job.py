@@ -145,7 +145,8 @@ class Job:
                 **options,
                 # In the other mode than the plan's its prediction says nothing.
                 watch=TrainingProgress(
-                    plan.predicted.step_s if is_planned and plan.predicted is not None else 0.0
+                    plan.predicted.step_s if is_planned and plan.predicted is not None else 0.0,
+                    is_async=is_async,
                 ),
             )
 

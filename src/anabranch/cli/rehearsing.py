@@ -200,6 +200,20 @@ def _say(result: Rehearsal) -> None:
         typer.echo(f"  {name:20s} {text}")
 
 
+def require_new_run(run: Path | None) -> None:
+    """Accept a folder for figures and report, if the user has named one.
+
+    Raises:
+        TrainingError: if an earlier run is in it.
+    """
+    if run is not None and (run / "run.json").exists():
+        raise TrainingError(
+            f"{run} has the figures of an earlier run (run.json), which are never written over; "
+            "name a new folder with --out, or leave --out away: then every run gets a folder of "
+            "its own in runs"
+        )
+
+
 def run_folder(run: Path | None, slug: str) -> Path:
     """Where to keep figures and report."""
     return run or Path("runs") / f"{slug}-{time.strftime('%Y%m%d-%H%M%S')}"

@@ -42,8 +42,7 @@ def _say_result(run: Run) -> None:
 
 
 def _asynchronous_rows(run: Run) -> list[list[str]]:
-    predicted = run.plan.predicted
-    said = _beside(predicted) if run.plan.mode == "async" else ""
+    said = _beside(run.predicted)
     rows = [["policy", run.policy]]
     if run.period_s:
         rows.append(["mini-batch", f"{run.period_s * 1e3:.2f} ms one after the other{said}"])
@@ -60,9 +59,8 @@ def _asynchronous_rows(run: Run) -> list[list[str]]:
 def step_rows(run: Run) -> list[list[str]]:
     from anabranch.planner.stages import NOT_PREDICTED
 
-    predicted = run.plan.predicted
-    said = _beside(predicted) if run.plan.mode == "sync" else ""
-    rows = [["step", f"{run.median_step_s * 1e3:.2f} ms{said}"]]
+    predicted = run.predicted
+    rows = [["step", f"{run.median_step_s * 1e3:.2f} ms{_beside(predicted)}"]]
     if run.period_s:
         rows.append(["step after step", f"{run.period_s * 1e3:.2f} ms without a barrier between"])
     if run.ideal_step_s:
@@ -82,7 +80,7 @@ def _unweighed(run: Run) -> str:
     """Where the peak is not measured: without a flush, when compiled, in a short run."""
     from anabranch.planner.stages import NOT_PREDICTED
 
-    predicted = run.plan.predicted
+    predicted = run.predicted
     if predicted is None or not predicted.device_peak_bytes:
         return f"not measured, {NOT_PREDICTED}"
     return f"not measured, predicted {max(predicted.device_peak_bytes) / 2**20:.1f} MiB"

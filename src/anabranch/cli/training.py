@@ -238,6 +238,7 @@ def train(
     report are written as far as it came, and the exit code is 130. A second Ctrl-C stops at once.
     """
     options, _ = split_output(output)
+    require_new_run(run)
     asked = {
         "--devices": devices,
         "--batch-size": batch_size,
@@ -327,7 +328,7 @@ def train(
     if first:
         folder = run_folder(run, _slug(model))
         job.keep(result, folder)
-        ended = interrupted(result, steps or wanted, epochs, save) if result.interrupted else ""
+        ended = interrupted(result, steps or wanted, epochs, save, run) if result.interrupted else ""
         say_run(result, folder, ended, as_json=as_json)
     if result.interrupted:
         raise typer.Exit(INTERRUPTED)
@@ -368,6 +369,7 @@ def demo(
     """The main job from start to end: capture, measure, plan, verify, train, show."""
     from anabranch.cli.demo import show
 
+    require_new_run(run)
     folder = run or Path("runs") / f"demo-{time.strftime('%Y%m%d-%H%M%S')}"
     show(model, devices, batch_size, steps, folder, as_json=as_json)
 

@@ -160,7 +160,7 @@ Figure = tuple[str, str, str]
 def _headline(plan: Plan, measured: Timeline | None, measured_s: float) -> list[Figure]:
     graph, predicted = plan.stage_graph, plan.predicted
     what = "step" if plan.mode == "sync" else "time per mini-batch"
-    figures: list[Figure] = [(f"predicted {what}", NOT_PREDICTED, "the plan has no figures")]
+    figures: list[Figure] = [(f"predicted {what}", NOT_PREDICTED, "the plan has no figure of it")]
     if predicted is not None:
         per_s = graph.batch_size / predicted.step_s if predicted.step_s else 0.0
         said = f"{significant(per_s)} samples/s"

@@ -68,8 +68,8 @@ class Evaluation:
         names = steps.captured.metrics
         sums = torch.zeros(1 + len(names), dtype=torch.float64)
         samples = 0
-        for batch in batches:
-            leaves = leaves_of(self._training, batch, place)
+        for number, batch in enumerate(batches):
+            leaves = leaves_of(self._training, batch, place, f"held-out batch {number}")
             size = samples_of(leaves)
             with failing():
                 outcome = steps.worker(size).run(leaves, step, train=False)

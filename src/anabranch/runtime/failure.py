@@ -39,6 +39,9 @@ _DOING = {
 _KINDS = tuple(_DOING)
 _NUMBERS = {kind: number for number, kind in enumerate(_KINDS)}
 
+_MINIBATCH = 100
+"""Added to what a rank does where steps are mini-batches without a flush."""
+
 _BROKEN = ("gloo/transport", "Connection closed by peer", "Connection reset by peer")
 """What torch.distributed says when another process is gone."""
 
@@ -51,6 +54,7 @@ class Position:
     """Where this process is in its schedule: step, stage, micro-batch, action."""
 
     def __init__(self) -> None:
+        self._unit = 0
         self._ints = memoryview(bytearray(8 * POSITION_INTS)).cast("q")
         self.leave()
 
@@ -63,13 +67,15 @@ class Position:
         """Note the action that begins."""
         ints = self._ints
         ints[0], ints[1], ints[2] = step, action.stage, action.microbatch
-        ints[3] = _NUMBERS[action.kind]
+        ints[3] = _NUMBERS[action.kind] + self._unit
 
-    def begin(self, step: int) -> None:
-        """Note that a step begins, or goes on after its last action."""
-        self._ints[0] = step
-        for i in range(1, POSITION_INTS):
-            self._ints[i] = -1
+    def begin(self, step: int, *, is_minibatch: bool = False) -> None:
+        """Note that a step begins, or goes on after its last action; without a flush it is called a
+        mini-batch.
+        """
+        self._unit = _MINIBATCH if is_minibatch else 0
+        ints = self._ints
+        ints[0], ints[1], ints[2], ints[3] = step, -1, -1, self._unit
 
     def leave(self) -> None:
         """Note that no step is under way."""
@@ -84,9 +90,11 @@ def describe_position(ints: memoryview) -> str:
     step, stage, microbatch, kind = ints[:POSITION_INTS]
     if step < 0:
         return ""
+    is_minibatch, number = divmod(kind, _MINIBATCH)
+    when = f"{'mini-batch' if is_minibatch else 'step'} {step}"
     if stage < 0:
-        return f"in step {step}"
-    return f"{_DOING[_KINDS[kind]]} of stage {stage}, micro-batch {microbatch}, step {step}"
+        return f"in {when}"
+    return f"{_DOING[_KINDS[number]]} of stage {stage}, micro-batch {microbatch}, {when}"
 
 
 POSITION = Position()

@@ -14,6 +14,7 @@ a tally is read some steps late. Nobody waits for it, and a rank that has not he
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
@@ -65,17 +66,22 @@ def listening() -> Iterator[None]:
         yield
         return
     INTERRUPT.share(memoryview(bytearray(8)).cast("q"))
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     first: float | None = None
+    mine = os.getpid()
 
     def hear(number: int, _: FrameType | None) -> None:
         nonlocal first
-        if first is None:
+        if os.getpid() != mine:
+            # The user's data may fork processes, and ends them with a signal.
+            signal.signal(number, before[signal.Signals(number)])
+            os.kill(os.getpid(), number)
+        elif first is None:
             first = time.monotonic()
             INTERRUPT.hear()
         elif time.monotonic() - first > _ECHO_S:
             raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
 
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     # What is ignored (in a background job, say) stays so; None is a handler that is not Python's.
     heard = [number for number, was in before.items() if was not in (None, signal.SIG_IGN)]
     for number in heard:

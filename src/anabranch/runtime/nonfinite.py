@@ -153,8 +153,9 @@ class Trace:
             )
         text += _in_batch(ran.leaves)
         done = _BEFORE if is_first else _AFTER
+        advice = data_advice(ran.leaves, f"step {ran.step}")
         return NonFiniteError(
-            f"{text}; {done}; look at the batch, lower the learning rate, or set clip_norm"
+            f"{text}; {done}; {advice or 'lower the learning rate, or set clip_norm'}"
         )
 
     def seen(self, stage: int, outcome: Outcome, made: Mapping[int, Tensor]) -> list[Finding]:
@@ -307,6 +308,23 @@ class _Probe:
 def _is_harmful(tensor: Tensor) -> bool:
     """Whether there is more than minus infinity."""
     return bool((torch.isnan(tensor) | (tensor == float("inf"))).any())
+
+
+def data_advice(leaves: Mapping[str, Tensor], when: str) -> str:
+    """What helps where the batch itself is the cause; empty where it is not.
+
+    Minus infinity alone is none: masks are made of it.
+
+    Args:
+        leaves: the batch.
+        when: where in training, as text.
+    """
+    for leaf in leaves.values():
+        if leaf.is_floating_point() and _is_harmful(leaf):
+            bad = torch.isnan(leaf) | (leaf == float("inf"))
+            sample = int(bad.reshape(leaf.shape[0], -1).any(1).int().argmax())
+            return f"fix the data: {when}, sample {sample}"
+    return ""
 
 
 def _in_batch(leaves: Mapping[str, Tensor]) -> str:

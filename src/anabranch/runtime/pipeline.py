@@ -165,7 +165,7 @@ class Pipeline(Joined):
             StageFailedError: if something raised on this rank; names stage, micro-batch and step.
             DataError: if the batch is built otherwise than the workload's example.
         """
-        leaves = leaves_of(self._captured, batch, self._place)
+        leaves = leaves_of(self._captured, batch, self._place, self._feed.where)
         with self._failing():
             self._settle()
             self._prepare(batch, leaves)
@@ -267,7 +267,7 @@ class Pipeline(Joined):
         Raises:
             TrainingError: if an update is still to come for earlier batches (``accumulate``).
         """
-        leaves = leaves_of(self._captured, batch, self._place)
+        leaves = leaves_of(self._captured, batch, self._place, self._feed.where)
         scale = self._train.loss_scale
         with self._failing():
             self._settle()
@@ -358,7 +358,7 @@ class Pipeline(Joined):
 
     def _go(self, batch: Batch) -> Tally:
         """One step without waiting for ranks that hold other parameters."""
-        leaves = leaves_of(self._captured, batch, self._place)
+        leaves = leaves_of(self._captured, batch, self._place, self._feed.where)
         with self._failing():
             self._refuse_spoilt()
             _, outcome = self._run(leaves, at_once=True)

@@ -56,7 +56,7 @@ from anabranch.runtime.compute import Outcome
 from anabranch.runtime.failure import POSITION
 from anabranch.runtime.feed import leaves_of, samples_of
 from anabranch.runtime.joined import Joined
-from anabranch.runtime.nonfinite import Finding, Trace, bad_names
+from anabranch.runtime.nonfinite import Finding, Trace, bad_names, data_advice
 from anabranch.runtime.options import PLAIN, ComputeOptions
 from anabranch.runtime.overlap import Reducer
 from anabranch.runtime.tally import Tally
@@ -331,11 +331,12 @@ class AsyncPipeline(Joined):
             DataError: on every rank, because all have the same; they part as from a loop that ends.
         """
         try:
-            leaves = leaves_of(self._captured, batch, self._place)
+            which = self._feed.where
+            leaves = leaves_of(self._captured, batch, self._place, which)
             samples, most = samples_of(leaves), self.plan.stage_graph.batch_size
             if samples > most:
                 raise DataError(
-                    f"a mini-batch has {samples} samples and the plan is for {most}: how much a "
+                    f"{which or 'a mini-batch'} has {samples} samples and the plan is for {most}: how much a "
                     "stage holds without a flush is planned; plan for larger mini-batches"
                 )
         except DataError:
@@ -349,7 +350,7 @@ class AsyncPipeline(Joined):
         samples = samples_of(leaves)
         started = time.perf_counter()
         with self._failing():
-            POSITION.begin(self.step_number)
+            POSITION.begin(self.step_number, is_minibatch=True)
             self._prepare(batch, leaves)
             self._given_out.append((self.step_number, leaves))
             if not self._stream.put(leaves, samples, self.step_number):
@@ -439,7 +440,8 @@ class AsyncPipeline(Joined):
         text = self._trace.told(found, leaves, f"mini-batch {number}")
         return NonFiniteError(
             f"{text}; mini-batches follow each other without waiting, so other stages may have "
-            f"been updated by then: resume from a checkpoint; {self._advice()}"
+            f"been updated by then: resume from a checkpoint; "
+            f"{data_advice(leaves, f'mini-batch {number}') or self._advice()}"
         )
 
     def _refuse_spoilt(self) -> None:

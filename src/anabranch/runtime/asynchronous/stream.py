@@ -142,7 +142,7 @@ class Stream:
         if self._flights:
             self._flights[0].flight.expect(back=True)
         self.most_behind = max(self.most_behind, self._weights.version - passing.version)
-        POSITION.begin(flight.number)
+        POSITION.begin(flight.number, is_minibatch=True)
         self._sums.take()
         self._update(flight)
 
