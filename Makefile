@@ -36,6 +36,7 @@ check: install
 bench: install
 	$(BIN)/python -m benchmarks.planners
 	$(BIN)/python -m benchmarks.runtime
+	$(BIN)/python -m benchmarks.asynchronous
 
 docs: install
 	$(BIN)/python -m pip install --quiet --group docs
