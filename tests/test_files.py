@@ -482,6 +482,7 @@ BROKEN: list[tuple[str, tuple[int | str, ...], object, str]] = [
     ("plan", ("stages", 0, "tensor"), True, "stages[0].tensor is true; it should be a valid integ"),
     ("plan", ("stages", 0, "devices", 0), "0", 'stages[0].devices[0] is "0"'),
     ("plan", ("edges", 0), [0, 1, 2], "edges[0] is [0, 1, 2]"),
+    ("plan", ("policy",), "stahs", "policy is \"stahs\"; it should be 'naive', 'stash'"),
     ("profile", ("operators",), {}, "operators is {}; it should be a valid list"),
     ("profile", ("operators", 0, "name"), None, "operators[0].name is null"),
     ("cluster", ("name",), 7, "name is 7; it should be a valid string"),

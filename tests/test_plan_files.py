@@ -141,7 +141,7 @@ def test_everyone_says_not_predicted(load):
     assert figures["predicted_device_peak_bytes"] is None
     rows = dict(trained.step_rows(run))
     assert rows["step"] == "250.00 ms, not predicted"
-    assert rows["peak memory"].endswith("MiB, not predicted")
+    assert rows["peak memory"] == "3 B, not predicted"
     late = dataclasses.replace(run, plan=load(ASYNC), policy="pipeoptim", weight_bytes=(1,))
     assert late.figures()["predicted_period_s"] is None
 

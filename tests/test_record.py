@@ -116,3 +116,31 @@ def test_a_broken_action_is_named(tmp_path: Path) -> None:
     path.write_text(json.dumps(document))
     with pytest.raises(FileFormatError, match=r"run\.json: '0Q0' is no action"):
         load_run(tmp_path / "run")
+
+
+def test_a_plan_predicts_nothing_of_another_policy_or_of_replicas_in_turn(tmp_path: Path) -> None:
+    """Both change what is held, and the page says which it was."""
+    planned = replace(PLAN, mode="async", policy="stash", notes=("policy stash: by hand",))
+    run = replace(RUN, plan=planned, policy="stash", period_s=0.25)
+    assert run.predicted == PLAN.predicted
+    assert replace(run, policy="2bw").predicted is None
+    turns = replace(run, round_robin=True)
+    assert turns.predicted is None
+    assert turns.figures()["round_robin"]
+    save_run(turns, tmp_path / "turns")
+    assert load_run(tmp_path / "turns") == turns
+    page = (tmp_path / "turns" / "report.html").read_text(encoding="utf-8")
+    assert "policy stash, replicas taking mini-batches in turn (round-robin)" in page
+    save_run(replace(run, policy="2bw"), tmp_path / "other")
+    page = (tmp_path / "other" / "report.html").read_text(encoding="utf-8")
+    assert "policy 2bw" in page
+    assert "stash" not in page
+
+
+def test_a_run_of_an_earlier_version_has_no_turns(tmp_path: Path) -> None:
+    """Its file does not speak of them."""
+    save_run(RUN, tmp_path)
+    document = json.loads((tmp_path / "run.json").read_text())
+    del document["round_robin"]
+    (tmp_path / "run.json").write_text(json.dumps(document))
+    assert load_run(tmp_path) == RUN

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from anabranch.errors import InfeasiblePlanError
 from anabranch.graph.capture import capture
 from anabranch.runtime.reference import reference
-from anabranch.verification import even_plan, verify
+from anabranch.verification import _workable, even_plan, verify
 from anabranch.workload import Workload
 from tests.runtime.small import TwoBranch, batch, built, plan
 
@@ -147,3 +147,26 @@ def test_positional_batches_and_losses_of_any_form() -> None:
     x = torch.ones(2, 2)
     assert reference(Mean(), x, [(0, 2)]).loss == reference(Mean(), (x, x), [(0, 1), (1, 2)]).loss
     assert replace(reference(Mean(), [x], [(0, 2)]), loss=0.0).metrics == {}
+
+
+class Normed(nn.Module):
+    """Batch statistics, of which one sample has none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x).square().mean()
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("samples", "size"), [(4, 2), (5, 5)])
+def test_an_even_cut_has_micro_batches_that_the_model_takes(samples: int, size: int) -> None:
+    """Not of one sample, also not at the end of a batch of 5."""
+    torch.manual_seed(0)
+    workload = Workload(Normed(), {"x": torch.randn(samples, 4)})
+    captured = capture(workload.module, workload.example)
+    chosen = _workable(captured, even_plan(captured.graph, 2, samples))
+    assert [stage.microbatch_size for stage in chosen.stage_graph.stages] == [size, size]
+    assert verify(workload, 2, captured=captured, timeout=LIMIT_S).bitwise

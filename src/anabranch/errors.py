@@ -11,7 +11,7 @@
      +-- BudgetError             a planner's search would take more than it was given
      +-- SearchStoppedError      the user ended a search that had found nothing yet
      +-- InvalidPlanError        a plan breaks one of the conditions C1-C4 or a memory limit
-     +-- PolicyError             a weight policy does not fit the optimizer, the plan or the model
+     +-- PolicyError             no such weight policy, or it does not fit optimizer, plan or model
      +-- InvalidScheduleError    an order of actions that no device could execute
      |    +-- DeadlockError      every device waits for another
      +-- DataError               a data set is missing, damaged, or raised while it was read
@@ -63,7 +63,7 @@ class InvalidPlanError(AnabranchError):
 
 
 class PolicyError(AnabranchError):
-    """A weight policy does not fit the optimizer, the plan or the model."""
+    """There is no such weight policy, or it does not fit the optimizer, the plan or the model."""
 
 
 class InvalidScheduleError(AnabranchError):
@@ -79,7 +79,7 @@ class DataError(AnabranchError):
 
 
 class LoaderError(DataError):
-    """The user's own function, or loader, that yields batches raised; the message names the line."""
+    """The user's own function or loader that yields batches raised; the message names the line."""
 
 
 class TrainingError(AnabranchError):

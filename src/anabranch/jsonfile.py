@@ -121,6 +121,8 @@ def explain(error: ValidationError, writer: str = "anabranch") -> str:
     if first["type"] == "extra_forbidden":
         return f"unknown key {where}; misspelt, or written by another version of {writer}{more}"
     expected = first["msg"].removeprefix("Value error, ").replace("Input should be", "it should be")
+    if first["type"] == "literal_error":
+        expected = expected.replace("'', ", "")  # an empty word is what leaving the key out means
     return f"{where or 'the document'} is {shown(first['input'])}; {expected}{more}"
 
 

@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from anabranch.errors import FileFormatError, InvalidScheduleError
 from anabranch.files import load_plan, save_plan
 from anabranch.jsonfile import read_document, write_document
-from anabranch.planner.stages import Plan, Prediction
+from anabranch.planner.stages import Plan, Prediction, memory_text
 from anabranch.schedule.schedule import Action
 from anabranch.timeline import Span, Timeline
 
@@ -51,6 +51,7 @@ class Run:
             alive at once at most.
         weight_bytes: likewise, bytes of these copies.
         interrupted: the user ended it early, and nothing was evaluated.
+        round_robin: replicas took mini-batches in turn, each of them whole.
     """
 
     plan: Plan
@@ -67,6 +68,7 @@ class Run:
     peak_versions: tuple[int, ...] = ()
     weight_bytes: tuple[int, ...] = ()
     interrupted: bool = False
+    round_robin: bool = False
 
     @property
     def median_step_s(self) -> float:
@@ -80,8 +82,11 @@ class Run:
 
     @property
     def predicted(self) -> Prediction | None:
-        """What the plan predicts of such a run; nothing where it is for the other mode."""
-        return self.plan.predicted if self.plan.mode == self.mode else None
+        """What the plan predicts of such a run; nothing where it is for the other mode, another
+        policy, or replicas that split mini-batches.
+        """
+        is_planned = self.plan.mode == self.mode and self.plan.policy == self.policy
+        return self.plan.predicted if is_planned and not self.round_robin else None
 
     def figures(self) -> dict[str, Any]:
         """What the command line prints."""
@@ -93,6 +98,7 @@ class Run:
         return {
             "mode": "async",
             "policy": self.policy,
+            "round_robin": self.round_robin,
             "losses": list(self.losses),
             "period_s": self.period_s,
             "predicted_period_s": predicted.step_s if predicted is not None else None,
@@ -146,11 +152,13 @@ def save_run(run: Run, folder: Path) -> None:
             "peak_versions": list(run.peak_versions),
             "weight_bytes": list(run.weight_bytes),
             "interrupted": run.interrupted,
+            "round_robin": run.round_robin,
         },
     )
     # A run of a single step, or of short batches alone, has recorded none.
     if run.timelines:
-        picture = timeline_svg(run.timelines, run.plan.stage_graph)
+        is_endless = run.mode == "async"
+        picture = timeline_svg(run.timelines, run.plan.stage_graph, is_endless=is_endless)
         (folder / "timeline.svg").write_text(picture, encoding="utf-8")
     write_report(run, folder / "report.html")
 
@@ -182,12 +190,21 @@ def load_run(folder: Path) -> Run:
         peak_versions=tuple(file.peak_versions),
         weight_bytes=tuple(file.weight_bytes),
         interrupted=file.interrupted,
+        round_robin=file.round_robin,
     )
+
+
+def _as_run(run: Run) -> Plan:
+    """The plan with the policy that the run had, and without reasons for another one."""
+    notes = run.plan.notes
+    if run.plan.policy != run.policy:
+        notes = tuple(note for note in notes if not note.startswith("policy "))
+    return replace(run.plan, mode=run.mode, policy=run.policy, predicted=run.predicted, notes=notes)
 
 
 def write_report(run: Run, path: Path) -> None:
     """Write the page."""
-    from anabranch.report.html import page
+    from anabranch.report.html import Staleness, page
 
     metrics: dict[str, float | str] = {}
     for name, value in run.metrics.items():
@@ -196,10 +213,17 @@ def write_report(run: Run, path: Path) -> None:
         held_out = "held-out " if "loss" in run.metrics else ""
         metrics[held_out + name] = f"{value:.4g}{chance}"
     if run.device_peak_bytes:
-        metrics["measured peak memory"] = f"{max(run.device_peak_bytes) / 2**20:.1f} MiB"
+        metrics["measured peak memory"] = memory_text(max(run.device_peak_bytes))
     measured_s = run.period_s if run.policy else None
-    plan = replace(run.plan, mode=run.mode, predicted=run.predicted)
-    text = page(plan, run.timelines, losses=run.losses, metrics=metrics, measured_s=measured_s)
+    stale = Staleness(run.version_difference, run.peak_versions, run.weight_bytes, run.round_robin)
+    text = page(
+        _as_run(run),
+        run.timelines,
+        losses=run.losses,
+        metrics=metrics,
+        measured_s=measured_s,
+        staleness=stale if run.policy else None,
+    )
     path.write_text(text, encoding="utf-8")
 
 
@@ -250,6 +274,7 @@ class _RunFile(_Strict):
     peak_versions: list[_Count] = []
     weight_bytes: list[_Count] = []
     interrupted: bool = False
+    round_robin: bool = False
 
 
 def _to_timeline(file: _Timeline) -> Timeline:

@@ -105,7 +105,7 @@ def plan(
 
     Raises:
         InfeasiblePlanError: if nothing fits the devices.
-        PolicyError: if the policy cannot work with the optimizer.
+        PolicyError: if there is no such policy, or it cannot work with the optimizer.
         BudgetError: if the search would take more than it was given.
         ValueError: for an unknown name or a number below 1.
     """

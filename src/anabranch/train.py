@@ -257,6 +257,7 @@ def train_async(
         version_difference=pipe.version_difference,
         peak_versions=pipe.peak_versions,
         weight_bytes=pipe.weight_bytes,
+        round_robin=pipe.is_in_turns,
         interrupted=INTERRUPT.agreed,
     )
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from anabranch import launch
-from anabranch.errors import InfeasiblePlanError, TrainingError
+from anabranch.errors import CaptureError, InfeasiblePlanError, TrainingError
 from anabranch.graph.capture import Captured, capture
 from anabranch.graph.opgraph import OpGraph
 from anabranch.planner.stages import Plan, Prediction, Stage, StageGraph
@@ -104,7 +104,9 @@ def verify(
     """
     if isinstance(plan, int):
         captured = captured or capture(workload.module, workload.example)
-        plan = even_plan(captured.graph, plan, num_samples(batch or workload.example))
+        plan = _workable(
+            captured, even_plan(captured.graph, plan, num_samples(batch or workload.example))
+        )
     captured = captured or steps.captured_for(workload, plan)
     batch = _batch(workload, plan) if batch is None else batch
     size = num_samples(batch)
@@ -125,6 +127,29 @@ def verify(
     gradients = {name: g for _, part in results for name, g in part.items()}
     result = _compare(results[0][0], gradients, expected, exact, num_devices)
     return replace(result, is_random=any(is_random(program.module) for program in programs))
+
+
+def _workable(captured: Captured, plan: Plan) -> Plan:
+    """With larger micro-batches, if the model fails with some: batch normalisation with one sample.
+
+    Raises:
+        CaptureError: if it fails with any.
+    """
+    graph, failure = plan.stage_graph, None
+    size = graph.stages[0].microbatch_size
+    while size < 2 * graph.batch_size:
+        size = min(size, graph.batch_size)
+        stages = tuple(replace(stage, microbatch_size=size) for stage in graph.stages)
+        larger = SCHEDULES[plan.schedule]().warm_up(replace(graph, stages=stages))
+        try:
+            steps.prepare(captured, larger)
+        except CaptureError as error:
+            failure = failure or error
+            size *= 2
+            continue
+        return replace(plan, stage_graph=larger)
+    assert failure is not None
+    raise failure
 
 
 def _one_step(

@@ -216,7 +216,9 @@ def _named_place(what: str) -> Iterator[None]:
         raise
     except Exception as error:
         said = " ".join(str(error).split())
-        raise WorkloadError(f"{what} at {place_of(error)}: {type(error).__name__}: {said}") from error
+        raise WorkloadError(
+            f"{what} at {place_of(error)}: {type(error).__name__}: {said}"
+        ) from error
 
 
 def place_of(error: Exception) -> str:

@@ -152,3 +152,20 @@ def wait_until_heard() -> None:
 def raising() -> Workload:
     """One whose function has a mistake: the module is a class."""
     return Workload(Towers, next(batches(4, 0)), data=batches)  # type: ignore[arg-type]
+
+
+class Normed(nn.Module):
+    """Towers of which one has batch statistics, which one sample does not have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 8))
+        self.right = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
+        self.head = nn.Linear(16, 1)
+
+    forward = Towers.forward
+
+
+def normed() -> Workload:
+    """One that cannot be trained on one sample at a time."""
+    return replace(towers(), module=Normed())

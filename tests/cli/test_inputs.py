@@ -12,7 +12,9 @@ import typer
 
 from anabranch import cli
 from anabranch.cli.inputs import Source
+from anabranch.cli.options import Preset
 from anabranch.files import load_profile
+from anabranch.planner.stages import Plan, Stage, StageGraph
 from anabranch.profile.readers import read_profile
 from tests.profile.readers.test_pipedream import node, write
 from tests.shared_profiles import SHARED, needs_shared
@@ -150,3 +152,41 @@ def test_plans_from_published_profiles(run, name: str, tmp_path: Path) -> None:
     assert json.loads(out)["profile"].startswith("imported, a ")
     code, out, err = run("check", file, path, "--json")
     assert (code, json.loads(out)) == (0, {"valid": True, "problems": []})
+
+
+def test_a_plan_knows_how_its_model_was_built(run, tmp_path, monkeypatch):
+    """check and simulate build it again like that; what the user says besides goes before."""
+    monkeypatch.chdir(tmp_path)
+    built = ("two-branch", "--preset", "small", "-o", "layers=1", "--granularity", "block")
+    where = ("--cluster", "summit:1x2", "--batch-size", "8", "--no-baselines")
+    code, _, err = run("plan", *built, *where, "-o", "plan.json")
+    assert code == 0, err
+    assert run("check", "plan.json", "two-branch") == (0, "plan.json is valid\n", "")
+    assert run("simulate", "plan.json", "two-branch")[0] == 0
+    code, out, _ = run("check", "plan.json", "two-branch", "-o", "layers=2")
+    assert code == 1
+    assert "operators are in no stage: branches.0.layers.1, branches.1.layers.1" in out
+    code, _, err = run("simulate", "plan.json", "-o", "layers=2")
+    assert code == 1
+    assert "operators are in no stage: branches.0.layers.1, branches.1.layers.1" in err
+
+
+def test_another_model_than_the_plans_is_built_as_the_user_says():
+    """Options of the one mean nothing to the other."""
+    plan = Plan(
+        StageGraph((Stage(("a",), (0,), 1),), (), 1),
+        schedule="1f1b",
+        planner="",
+        model="two-branch",
+        cluster="local:1",
+        profile="",
+        search_s=0.0,
+        simulate_s=0.0,
+        predicted=None,
+        options=(("preset", "small"), ("layers", "1")),
+    )
+    assert Source.of_plan(plan).recorded() == plan.options
+    same = Source.of_plan(plan, "two-branch", Preset.published, {"layers": "2"})
+    assert (same.preset, same.options) == (Preset.published, {"layers": "2"})
+    other = Source.of_plan(plan, "mmt")
+    assert (other.model, other.preset, other.options) == ("mmt", Preset.published, {})

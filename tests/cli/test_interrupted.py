@@ -57,7 +57,10 @@ def test_the_first_ctrl_c_keeps_what_was_learned(run, mode, tmp_path):
     assert found.interrupted
     assert 8 <= done < 20
     assert f"interrupted after {done} of 60 steps, with a loss of {found.losses[-1]:.4f}" in err
-    assert f"the same command with --resume kept --steps {60 - done} and another" in err
+    assert (
+        f"the same command with --resume kept --steps {60 - done} and another --save and --out"
+        in err
+    )
     assert "held-out" not in out
     assert (tmp_path / "first" / "report.html").exists()
     # The same model with the same data, but nobody who interrupts.

@@ -45,8 +45,8 @@ def test_a_plan_of_a_model_runs_without_its_weights(run, tmp_path):
         run, "plan", TOWERS, "--cluster", "summit:1x2", "--batch-size", "8", "-o", "width=32",
         "--max-replicas", "1", "-o", plan,
     )  # fmt: skip
-    command = ("train", TOWERS, "--plan", plan, "--emulate", "--steps", "2", "--out", "run")
-    found = document(run, *command)
+    command = ("train", TOWERS, "--plan", plan, "--emulate", "--steps", "2", "--out")
+    found = document(run, *command, "run")
     assert found["emulated"] is True
     assert found["losses"] == []
     assert found["ranks"] == 2
@@ -54,7 +54,7 @@ def test_a_plan_of_a_model_runs_without_its_weights(run, tmp_path):
     assert found["step_s"] >= found["ideal_step_s"] * (1 - 1e-9)
     assert {"late_s", "time_scale", "message_bytes", "samples_per_s"} <= found.keys()
     assert Path(document(run, "report", "run")["path"]).exists()
-    slow = document(run, *command, "--latency", "5000", "--bandwidth", "0.001")
+    slow = document(run, *command, "slow", "--latency", "5000", "--bandwidth", "0.001")
     assert slow["predicted_step_s"] > found["predicted_step_s"] + 0.005
     assert slow["step_s"] > found["predicted_step_s"] + 0.005
 

@@ -125,6 +125,9 @@ def test_data_that_raises_ends_every_rank(run):
     code, _, err = run(*failing, "--steps", "9", "--mode", "async")
     assert code == 1
     assert err.count("the disk is on fire") == 1
+    assert "LoaderError: the data of epoch 0 raised at batch 3, at " in err
+    assert "models.py:" in err
+    assert "in failing: OSError: the disk is on fire (ANABRANCH_DEBUG=1 shows" in err
 
 
 @pytest.mark.parametrize(
@@ -224,7 +227,7 @@ def test_a_batch_unlike_the_example_is_named(run, mode):
     wide = ("train", "tests.cli.models:with_wide_batches", *PIPELINE[2:], *mode)
     code, _, err = run(*wide)
     assert code == 1
-    assert "DataError: a batch differs from the workload's example" in err
+    assert "DataError: batch 2 of epoch 0 differs from the workload's example" in err
     assert "left is [samples, 9] float32, not [samples, 8] float32" in err
 
 
@@ -289,3 +292,89 @@ def test_a_plan_may_leave_devices_out(run, document, mode):
     assert document("check", "plan.json", TOWERS, "--cluster", "local:4")["valid"]
     assert document("simulate", "plan.json", TOWERS, "--cluster", "local:4")["step_s"] > 0
     assert len(document("train", TOWERS, "--plan", "plan.json", "--steps", "2")["losses"]) == 2
+
+
+def test_an_earlier_run_is_never_written_over(run, tmp_path, monkeypatch):
+    """By train, nor by train --emulate, nor by demo; told before anything is captured."""
+    monkeypatch.setattr("anabranch.cli.inputs.Source.workload", None)
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / "run.json").write_text("{}")
+    for verb in (PIPELINE, (*PIPELINE, "--emulate"), ("demo",)):
+        code, _, err = run(*verb, "--out", "kept")
+        assert code == 1
+        assert "TrainingError: kept has the figures of an earlier run (run.json)" in err
+        assert "name a new folder with --out" in err
+
+
+@pytest.mark.dist
+def test_the_header_is_that_of_the_run(run, tmp_path):
+    """A plan for pipeoptim under stash: neither its reason nor its figures are told."""
+    options = ("--cluster", "local:2", "--batch-size", "8", "--max-replicas", "1")
+    made = ("plan", TOWERS, *options, "--no-baselines", "--mode", "async", "-o", "plan.json")
+    code, out, err = run(*made)
+    assert code == 0, err
+    assert "pipeoptim" in out
+    train = ("train", TOWERS, "--plan", "plan.json", "--steps", "4", "--out", "a")
+    code, out, err = run(*train, "--policy", "stash")
+    assert code == 0, err
+    assert "asynchronous 1f1b, stash, batch 8" in out
+    assert "pipeoptim" not in out
+    assert "a batch every" not in out
+    assert "predicted" not in err
+    assert "0.0 MiB" not in out
+    page = (tmp_path / "a" / "report.html").read_text(encoding="utf-8")
+    assert "policy stash" in page
+    assert "pipeoptim" not in page
+
+
+@pytest.mark.dist
+@pytest.mark.filterwarnings("always:Normed fails with 1 sample")
+def test_batch_normalisation_is_planned_trained_and_verified(run, document, tmp_path):
+    """One sample has no statistics, so nothing is measured or planned with one."""
+    model = "tests.cli.models:normed"
+    where = ("--cluster", "local:2", "--batch-size", "8", "--max-replicas", "1")
+    code, _, err = run("plan", model, *where, "--no-baselines", "-o", "plan.json")
+    assert code == 0, err
+    assert "warning: Normed fails with 1 sample" in err
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    assert plan["profile"] == "measured, cpu, at 2, 4, 8 samples"
+    assert len(document("train", model, "--plan", "plan.json", "--steps", "3")["losses"]) == 3
+    assert document("verify", model, "--plan", "plan.json")["bitwise"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"microbatch_size": 4}, "InvalidPlanError: stage 1 has micro-batches of 8 samples, stage"),
+        ({"k": 2}, "InvalidPlanError: stage 0 alternates groups of 2"),
+        ({"devices": [1]}, "InvalidPlanError: device 1 has stages 0 and 1"),
+        ({"edges": [[0, 2]]}, "InvalidPlanError: stage 1 makes what stage 2 reads"),
+        ({"schedule": "gpipe"}, "InvalidPlanError: schedule gpipe is for mode sync"),
+        ({"policy": "2bw"}, "PolicyError: 2bw runs through"),
+    ],
+)
+def test_a_plan_that_cannot_run_is_refused_before_it_is_shown(run, tmp_path, change, message):
+    """Made by hand: no header, and in the words of check where it says so."""
+    stages = [
+        {"operators": [f"{side}.0", f"{side}.2"], "devices": [i], "microbatch_size": 8}
+        for i, side in enumerate(["left", "right"])
+    ]
+    stages.append({"operators": ["head"], "devices": [2], "microbatch_size": 8})
+    plan = {
+        "schema": "anabranch.plan/1",
+        "model": TOWERS,
+        "cluster": "local:3",
+        "batch_size": 8,
+        "schedule": "1f1b",
+        "mode": "async",
+        "policy": "stash",
+        "stages": stages,
+        "edges": [[0, 2], [1, 2]],
+    }
+    changed = plan if change.keys() <= plan.keys() else stages[0]
+    changed.update(change)
+    (tmp_path / "hand.json").write_text(json.dumps(plan))
+    code, out, err = run("train", TOWERS, "--plan", "hand.json", "--steps", "3")
+    assert code == 1
+    assert message in err
+    assert out == ""

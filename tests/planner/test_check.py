@@ -60,9 +60,13 @@ def test_more_edges_than_data_are_allowed():
 @pytest.mark.parametrize(
     ("stages", "edges", "problem"),
     [
-        (("a", "b", "d"), "01 12", "C1: 1 operators are in no stage: c"),
+        (("a", "b", "d"), "01 12", "C1: 1 operator is in no stage: c"),
         (("a", "b", "bc", "d"), "01 02 13 23", "C1: operator b is in 2 stages"),
-        (("a", "b", "c", "dx"), "01 02 13 23", "the model has no operators x"),
+        (
+            ("a", "b", "c", "dx"),
+            "01 02 13 23",
+            "the model has no operators x; it has a, b, c, d (anabranch profile MODEL lists all",
+        ),
         (("a", "b", "c", "d"), "01 13 23", "C2: c in stage 2 reads from a in stage 0, but"),
         (("b", "a", "c", "d"), "03 12 23", "C2: b in stage 0 reads from a in stage 1, which comes"),
     ],

@@ -8,6 +8,7 @@ from anabranch.planner.stages import (
     Stage,
     StageGraph,
     headline,
+    memory_text,
     split_evenly,
 )
 
@@ -103,3 +104,19 @@ def test_the_headline_chooses_its_units():
     )
     assert headline(12.0, 0.0, 2**21, 8).split(", ")[1::2] == ["0.667 samples/s", "peak 2.0 MiB"]
     assert headline(0.0, 0.0, 0, 8).startswith("step 0.00 ms, 0 samples/s")
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [
+        (0, "0.0 MiB"),
+        (9, "9 B"),
+        (300, "0.3 KiB"),
+        (2**14, "16.0 KiB"),
+        (2**21, "2.0 MiB"),
+        (2**31, "2.00 GiB"),
+    ],
+)
+def test_memory_is_told_in_a_unit_that_shows_something(nbytes, text):
+    """Small weights are not nothing."""
+    assert memory_text(nbytes) == text

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from anabranch.errors import ProfileError
+from anabranch.errors import CaptureError, ProfileError
 from anabranch.graph.capture import Captured, capture
+from anabranch.profile.estimate import estimate
 from anabranch.profile.measure import _copied, measure
 from tests.profile.tiny import MODELS, convolutions, two_towers
 
@@ -182,3 +183,32 @@ def test_on_a_gpu(towers: Captured) -> None:
     assert profile.device == "cuda"
     assert min(min(c.forward_s) for c in profile.costs) > 0
     assert all(p.device.type == "cpu" for p in towers.module.parameters())
+
+
+class Normed(nn.Module):
+    """A tower with batch statistics, of which one sample has none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x).square().mean()
+
+
+def test_counts_with_which_the_model_fails_are_left_out() -> None:
+    """One line says so; with fewer than two others the user's own mistake is shown."""
+    captured = capture(Normed(), {"x": torch.randn(4, 4)})
+    with pytest.warns(UserWarning, match=r"Normed fails with 1 sample \(Expected more than 1"):
+        profile = measure(captured, (1, 2, 4), repeats=1)
+    assert profile.samples == (2, 4)
+    with pytest.raises(CaptureError, match="cannot be captured with 1 sample"):
+        measure(captured, (1, 4), repeats=1)
+    assert measure(captured, (3,), repeats=1).samples == (3,)
+
+
+def test_estimates_leave_them_out_as_well() -> None:
+    """So that nobody plans a micro-batch of one sample for it."""
+    captured = capture(Normed().to("meta"), {"x": torch.randn(4, 4)})
+    with pytest.warns(UserWarning, match="no device is planned to get fewer"):
+        assert estimate(captured, "v100", (1, 2, 4)).samples == (2, 4)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from anabranch.planner.stages import Stage, StageGraph
-from anabranch.report.html import page
+from anabranch.report.html import Staleness, page
 from anabranch.report.view import as_json
 from tests.report.examples import STEP, TWO_TOWERS, chain, plan, timeline
 from tests.strategies import plans, timelines
@@ -226,3 +226,41 @@ def test_any_plan_gives_a_page(data, any_plan):
     html = page(any_plan, steps, losses=losses)
     read(html)
     assert html == page(any_plan, steps, losses=losses)
+
+
+def test_a_run_without_a_flush_says_so_everywhere():
+    """Policy, versions of every stage, and no word of steps."""
+    endless = replace(plan(), mode="async", policy="stash")
+    whole = tuple(replace(s, microbatch_size=4) for s in endless.stage_graph.stages)
+    endless = replace(endless, stage_graph=replace(endless.stage_graph, stages=whole))
+    devices = len(endless.stage_graph.devices)
+    stale = Staleness((2, 1, 0), (3, 2, 1)[:devices], (4096, 20, 10)[:devices])
+    html = page(
+        endless,
+        [("measured", MEASURED)],
+        losses=[1.0, 0.5],
+        measured_s=180e-3,
+        staleness=stale,
+    )
+    found = figures(html)
+    assert "asynchronous 1f1b without a flush, policy stash" in html
+    assert found["weight policy"] == ("stash", "no flush between mini-batches")
+    assert found["version difference"][0] == "2, 1, 0"
+    assert found["weight versions"] == ("3, 2, 1", "copies, by device; 4 KiB at most")
+    assert found["measured / predicted"] == ("22.5\u00d7", "the predicted time per mini-batch")
+    assert found["loss"][1] == "from 1, 2 mini-batches"
+    assert "numbers: mini-batches" in html
+    assert "10 ms shown" in html
+    assert "all of it" in html
+    assert data_of(html)["counted"] == "mini-batch"
+    assert "whole step" not in html
+    rows = re.findall(r"<tr>(.*?)</tr>", html)
+    assert re.findall(r"<td>(.*?)</td>", rows[1])[5:7] == ["2", "3"]
+
+
+def test_replicas_in_turn_are_told_of():
+    """In the line below the title, and beside the policy."""
+    endless = replace(plan(), mode="async", policy="stash")
+    html = page(endless, [], staleness=Staleness((), (), (), round_robin=True))
+    assert "replicas taking mini-batches in turn (round-robin)" in html
+    assert figures(html)["weight policy"] == ("stash", "replicas take mini-batches in turn")

@@ -30,6 +30,17 @@ def test_a_position_reads_as_a_sentence() -> None:
     assert str(position) == ""
 
 
+def test_a_mini_batch_without_a_flush_is_called_so() -> None:
+    """Until a step begins again."""
+    position = Position()
+    position.begin(3, is_minibatch=True)
+    assert str(position) == "in mini-batch 3"
+    position.enter(4, Action(1, Kind.BACKWARD, 2))
+    assert str(position) == "in the backward of stage 1, micro-batch 2, mini-batch 4"
+    position.begin(0)
+    assert str(position) == "in step 0"
+
+
 def test_a_shared_position_is_seen_elsewhere() -> None:
     """The parent of local ranks reads the same integers."""
     memory = memoryview(bytearray(32)).cast("q")

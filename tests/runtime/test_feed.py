@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from anabranch import launch
-from anabranch.errors import DataError
-from anabranch.runtime.feed import leaves_of
+from anabranch.errors import DataError, LoaderError
+from anabranch.runtime.feed import Feed, leaves_of
 from anabranch.runtime.pipeline import Pipeline
+from anabranch.workload import Workload
 from tests.runtime.small import Batch, batch, built, num_ranks, plan
 
 CPU = torch.device("cpu")
@@ -74,3 +77,46 @@ def test_who_meets_such_a_batch_in_the_stream_parts_from_the_others() -> None:
         return len(losses), parted
 
     assert launch.run(rank, num_ranks(chosen), timeout=60.0) == [(1, [2])] * 2
+
+
+def test_a_batch_is_named_where_it_is_known() -> None:
+    """Number and epoch, whatever is wrong with it."""
+    captured = built("TwoBranch").captured
+    given = [changed(x=torch.randn(6, 9)), changed(label=batch(5)["label"]), {"x": torch.ones(2)}]
+    for each, text in zip(given, ["differs", "need one number", "the batch holds x"], strict=True):
+        with pytest.raises(DataError, match=text) as caught:
+            leaves_of(captured, each, CPU, "batch 5 of epoch 1")
+        assert "batch 5 of epoch 1" in str(caught.value)
+
+
+def a_feed(data: Any, told: list[BaseException]) -> Feed:
+    """Of a workload that is nothing but its data."""
+    workload = Workload(torch.nn.Identity(), torch.zeros(2, 1), data=data, eval_data=data)
+    return Feed(workload, 2, told.append)
+
+
+def test_the_feed_knows_which_batch_it_gave_last() -> None:
+    """From 0, in every epoch anew; none once that was trained on."""
+    feed = a_feed(lambda size, epoch: [torch.zeros(size, 1)] * 2, [])
+    where = []
+    for _ in feed.batches(2):
+        where.append(feed.where)
+        feed.trained()
+    assert where == [f"batch {b} of epoch {e}" for e in (0, 1) for b in (0, 1)]
+    assert feed.where == ""
+
+
+def _broken(*_: int) -> list[Tensor]:
+    raise KeyError("user_id")
+
+
+def test_a_function_that_raises_before_its_first_batch_is_named_with_its_line() -> None:
+    """Not only a generator that does; the other ranks are told."""
+    told: list[BaseException] = []
+    feed = a_feed(_broken, told)
+    for read in (lambda: next(feed.batches(1)), feed.held_out):
+        with pytest.raises(
+            LoaderError, match=r"test_feed\.py:\d+, in _broken: KeyError: 'user_id'"
+        ):
+            read()
+    assert len(told) == 2

@@ -13,7 +13,8 @@ from anabranch.errors import InfeasiblePlanError, PolicyError
 from anabranch.planner.check import stage_bytes
 from anabranch.planner.stages import Plan, StageGraph
 from anabranch.simulator import stream
-from anabranch.weights import OPTIMIZERS, POLICIES
+from anabranch.simulator.staleness import staleness
+from anabranch.weights import OPTIMIZERS, POLICIES, OptimizerFacts, policy_named
 from tests.simulator.helpers import chain, cluster, cost_model, stage_graph
 from tests.solve_async.helpers import asynchronous, on_chain
 
@@ -179,7 +180,6 @@ def test_compare_has_an_error_per_policy():
     [
         ({"mode": "asynchronous"}, r"unknown mode 'asynchronous'; there are sync and async"),
         ({"mode": "sync", "policy": "stash"}, r"policy stash is for mode async"),
-        ({"mode": "async", "policy": "hoard"}, r"unknown policy 'hoard'.*stash"),
         ({"mode": "async", "schedule": "gpipe"}, r"schedule gpipe is for mode sync"),
         ({"mode": "async", "policy": "stash", "microbatch_size": 2}, r"leave the size out"),
         ({"mode": "async", "policy": "2bw", "microbatch_size": 3}, r"do not divide"),
@@ -190,6 +190,13 @@ def test_wrong_words_are_refused(options, message):
     cost = on_chain(2)
     with pytest.raises(ValueError, match=message):
         solve.plan(cost.profile, cost.cluster, 4, **options)
+
+
+def test_an_unknown_policy_is_a_policy_error():
+    """As it is where one trains."""
+    cost = on_chain(2)
+    with pytest.raises(PolicyError, match=r"unknown policy 'hoard'.*stash"):
+        solve.plan(cost.profile, cost.cluster, 4, mode="async", policy="hoard")
 
 
 def test_tied_parameters_are_kept_together():
@@ -237,6 +244,20 @@ def test_auto_goes_by_the_optimizer():
     moving = asynchronous(cost, 8, max_replicas=1, optimizer=OPTIMIZERS["adamw"])
     assert moving.policy == "pipeoptim"
     assert any("AdamW's own rule" in note for note in moving.notes)
+
+
+def test_the_reason_of_auto_is_true_of_the_plan():
+    """How many micro-batches there are, how deep it is, and how many copies are held."""
+    cost = on_chain()
+    plain = asynchronous(cost, 16, max_replicas=1, optimizer=OPTIMIZERS["sgd"])
+    (why,) = (note for note in plain.notes if "SGD has no momentum" in note)
+    assert "a batch of 16 can be cut into micro-batches" in why
+    kept = asynchronous(cost, 8, max_replicas=1, optimizer=OptimizerFacts("RMSprop"))
+    (why,) = (note for note in kept.notes if note.startswith("policy pipeoptim"))
+    assert "the last update of RMSprop, which is kept," in why
+    assert f"at depth {kept.stage_graph.depth}" in why
+    held = staleness(kept.stage_graph, policy_named("pipeoptim"), last_update=True)
+    assert f"at most {max(each.versions for each in held)} copies" in why
 
 
 def test_spectrain_is_refused_when_planning():

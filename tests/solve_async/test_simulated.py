@@ -8,6 +8,7 @@ import pytest
 
 from anabranch import solve, solve_async
 from anabranch.errors import InvalidPlanError, PolicyError
+from anabranch.planner.stages import Plan
 from anabranch.weights import OPTIMIZERS
 from tests.simulator.helpers import chain, cluster, cost_model
 from tests.solve_async.helpers import asynchronous, on_chain
@@ -101,3 +102,39 @@ def test_auto_for_a_plan_of_another_model():
     other = on_chain(3)
     with pytest.raises(InvalidPlanError, match="the model has no operators op3"):
         solve_async.simulate(plan, other.profile, other.cluster, policy="auto")
+
+
+def _first(plan: Plan, **changes: object) -> Plan:
+    """With a change to the first stage."""
+    first, *others = plan.stage_graph.stages
+    stages = (replace(first, **changes), *others)
+    return replace(plan, stage_graph=replace(plan.stage_graph, stages=stages))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (lambda p: _first(p, k=2, in_flight=0), InvalidPlanError, "make k 1 in the plan"),
+        (lambda p: _first(p, microbatch_size=2), InvalidPlanError, "give all stages one microbatc"),
+        (lambda p: replace(p, schedule="gpipe"), InvalidPlanError, "schedule gpipe is for mode sy"),
+        (lambda p: replace(p, policy="2bw"), PolicyError, "1 < 4; choose 4 or more"),
+        (lambda p: replace(p, policy="hoard"), PolicyError, "unknown policy 'hoard'"),
+    ],
+)
+def test_what_check_refuses_is_not_simulated(change, error, message):
+    """In the same words."""
+    cost = on_chain()
+    plan = change(asynchronous(cost, 4, policy="stash", max_replicas=1))
+    with pytest.raises(error, match=message) as refused:
+        solve_async.simulate(plan, cost.profile, cost.cluster)
+    assert solve.check_plan(plan) == [str(refused.value)]
+
+
+def test_a_plan_in_pieces_is_simulated_whole_only_where_that_is_asked():
+    """stash by the plan itself is refused, as by ``check``; another one gets new pieces."""
+    cost = on_chain()
+    plan = asynchronous(cost, 4, policy="2bw", microbatch_size=1, max_replicas=1)
+    found = solve_async.simulate(plan, cost.profile, cost.cluster, policy="stash")
+    assert found.plan.stage_graph.num_microbatches(0) == 1
+    with pytest.raises(PolicyError, match="4 micro-batches per mini-batch"):
+        solve_async.simulate(replace(plan, policy="stash"), cost.profile, cost.cluster)

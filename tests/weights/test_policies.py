@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from anabranch.errors import PolicyError
 from anabranch.planner.stages import Stage, StageGraph
 from anabranch.schedule import SCHEDULES
 from anabranch.schedule.schedule import Kind
@@ -184,7 +185,7 @@ def test_options_that_mean_nothing_are_refused(options):
 def test_names():
     """Every policy has the name of its key; another one is refused with the list."""
     assert [POLICIES[name]().name for name in POLICIES] == list(POLICIES)
-    with pytest.raises(ValueError, match="unknown policy 'bsp'; there are naive, stash"):
+    with pytest.raises(PolicyError, match="unknown policy 'bsp'; there are naive, stash"):
         policy_named("bsp")
 
 

@@ -105,6 +105,36 @@ def test_recommendations(arguments, expected):
     assert len(reason) > 40
 
 
+def test_a_kept_update_counts_as_a_copy():
+    """Where predictions come from the last update, that needs memory and is in the reason."""
+
+    def of(depth: int, versions: int | None) -> tuple[str, str]:
+        return recommend(depth, optimizer="RMSprop", versions=versions, last_update=True)
+
+    name, reason = of(2, None)
+    assert name == "pipeoptim"
+    assert "the last update of RMSprop, which is kept," in reason
+    assert "at most 3 copies" in reason
+    assert of(2, 3)[0] == "pipeoptim"
+    name, reason = of(2, 2)
+    assert name == "naive"
+    assert "memory for 2 copies of the weights, and a prediction" in reason
+    assert "takes 3" in reason
+    assert of(8, 10)[0] == "predict-stash"
+    assert "10 copies" in of(8, 10)[1]
+    assert of(8, 9) == (
+        "pipeoptim",
+        "predict-stash would keep 10 copies of the weights and there is memory for 9; pipeoptim "
+        "holds at most 3",
+    )
+
+
+def test_reasons_promise_no_number_of_micro_batches():
+    """That is decided by the plan, which is made afterwards."""
+    reason = recommend(3, optimizer="SGD", momentum=False, batch_size=16)[1]
+    assert "a batch of 16 can be cut into micro-batches" in reason
+
+
 def test_what_kind_of_policy_it_is():
     """The two tables of the policies' pages: whose backward reads what its forward read, and who
     extrapolates.
@@ -128,6 +158,13 @@ def test_spectrain_takes_sgd_with_momentum_alone(name):
     require_optimizer(SpecTrain(), OPTIMIZERS["sgd-momentum"])
     require_optimizer(PipeOptim(), OPTIMIZERS[name])
     with pytest.raises(PolicyError, match="spectrain predicts with the momentum of SGD"):
+        require_optimizer(SpecTrain(), OPTIMIZERS[name])
+
+
+@pytest.mark.parametrize(("name", "instead"), [("sgd", "2bw or stash"), ("adam", "pipeoptim or")])
+def test_spectrain_names_policies_that_would_do(name, instead):
+    """Without a momentum the other predictions say nothing either."""
+    with pytest.raises(PolicyError, match=f"choose {instead}"):
         require_optimizer(SpecTrain(), OPTIMIZERS[name])
 
 

@@ -5,6 +5,7 @@ All of it would be refused later, too, by whoever cannot do it; here it is only 
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ from anabranch.errors import DataError, InvalidPlanError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from anabranch.graph.capture import Captured
     from anabranch.planner.stages import Plan
     from anabranch.runtime.options import ComputeOptions
     from anabranch.weights import WeightPolicy
@@ -107,6 +109,51 @@ def require_own_devices(plan: Plan, file: Path) -> None:
             f"{file} has stages on device {', '.join(map(str, outside))}, but its cluster "
             f"{machines.name} has the devices 0-{machines.num_devices - 1} (C3); number the "
             "devices anew, or name a cluster in the plan that has them"
+        )
+
+
+def require_runs(
+    captured: Captured,
+    plan: Plan,
+    workload: Workload,
+    compute: ComputeOptions,
+    policy: WeightPolicy | str | None,
+    *,
+    is_async: bool,
+    round_robin: bool,
+) -> None:
+    """Accept a plan file for a model, as ranks will have to.
+
+    Args:
+        captured: the model by the plan's granularity.
+        plan: of the file.
+        workload: the model.
+        compute: how stages are computed.
+        policy: another one than the plan's.
+        is_async: whether it shall run without a flush.
+        round_robin: whether the replicas of a stage take mini-batches in turn.
+
+    Raises:
+        InvalidPlanError: if the plan does not cut the model, or cannot run in that mode.
+        InvalidScheduleError: if its in-flight counts rise along a stage edge.
+        PolicyError: if the policy is not defined for such a plan or optimizer.
+    """
+    from anabranch.runtime.asynchronous import fitting
+    from anabranch.runtime.steps import parts_of
+    from anabranch.solve_async import require_asynchronous
+
+    if is_async:
+        require_asynchronous(plan, policy if isinstance(policy, str) else "")
+        graph = fitting.endless(plan)
+    parts = parts_of(captured, plan, exact=False)
+    if not is_async:
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # told where training begins
+        chosen, _ = fitting.choose(policy, plan, fitting.num_microbatches(graph), workload)
+        in_turns = round_robin and fitting.in_turns(plan) is not None
+        fitting.require_asynchronous(
+            plan, graph, parts, chosen, workload, compute, round_robin=in_turns
         )
 
 

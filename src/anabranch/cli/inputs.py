@@ -40,11 +40,28 @@ class Source:
         return self.model.endswith((".json", ".txt")) or Path(self.model).is_file()
 
     @staticmethod
-    def of_plan(plan: Plan) -> Source:
-        """What a plan was made for."""
-        options = dict(plan.options)
-        preset = Preset(options.pop("preset", "published"))
-        return Source(plan.model, preset, options, Granularity(plan.granularity))
+    def of_plan(
+        plan: Plan,
+        model: str | None = None,
+        preset: Preset | None = None,
+        options: Mapping[str, str] | None = None,
+    ) -> Source:
+        """What a plan was made for.
+
+        Args:
+            plan: with the preset and options of its model.
+            model: another model, which is built without those.
+            preset: what the user says goes before.
+            options: likewise.
+        """
+        recorded = dict(plan.options) if model in (None, plan.model) else {}
+        planned = Preset(recorded.pop("preset", "published"))
+        return Source(
+            model or plan.model,
+            preset or planned,
+            {**recorded, **(options or {})},
+            Granularity(plan.granularity),
+        )
 
     def recorded(self) -> tuple[tuple[str, str], ...]:
         """Preset and options as a plan keeps them; no preset for a profile file."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from anabranch.cli.beforehand import require_own_devices
+from anabranch.cli.header import as_run
 from anabranch.cli.inputs import Source, powers_of_two, usage
 from anabranch.cli.options import Granularity
 from anabranch.cli.output import TrainingProgress, progress_bar
@@ -124,7 +125,13 @@ class Job:
 
         plan = self.plan
         assert plan is not None
-        is_planned = is_async == (plan.mode == "async")
+        shown = as_run(
+            plan,
+            self.workload,
+            options.get("policy"),
+            is_async=is_async,
+            round_robin=bool(options.get("round_robin")),
+        )
         # Once here rather than in every rank: forked ranks inherit it.
         prepare(self.captured, plan.stage_graph)
         rounds = in_turns(plan) if options.get("round_robin") else None
@@ -143,9 +150,9 @@ class Job:
                 resume=resume,
                 save=save,
                 **options,
-                # In the other mode than the plan's its prediction says nothing.
+                # Of a run in another way than the plan's its prediction says nothing.
                 watch=TrainingProgress(
-                    plan.predicted.step_s if is_planned and plan.predicted is not None else 0.0,
+                    shown.predicted.step_s if shown.predicted is not None else 0.0,
                     is_async=is_async,
                 ),
             )
@@ -162,7 +169,7 @@ class Job:
         from anabranch.solve import simulate
 
         assert self.plan is not None
-        if self.profile is not None:
+        if self.profile is not None and run.predicted is not None:
             devices = len(self.plan.stage_graph.devices)
             predicted = simulate(self.plan, self.profile, Cluster.preset(f"local:{devices}"))
             run = replace(run, timelines=(("predicted", predicted), *run.timelines))

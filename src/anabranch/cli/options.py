@@ -139,6 +139,10 @@ PresetOption = Annotated[
         "--preset", help="Size of a built-in model: as published, or small enough for a CPU."
     ),
 ]
+PlansPreset = Annotated[
+    Preset | None,
+    typer.Option("--preset", help="Size of a built-in model [default: the plan's, or published]."),
+]
 SmallPresetOption = Annotated[
     Preset, typer.Option("--preset", help="Size of a built-in model; small runs on any CPU.")
 ]

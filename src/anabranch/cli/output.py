@@ -177,9 +177,7 @@ class TrainingProgress:
         metrics = "".join(f", {name} {value:.3f}" for name, value in progress.metrics.items())
         what = "mini-batch" if self._is_async else "step"
         loss = statistics.fmean(self._losses)
-        line = (
-            f"{what} {progress.step}{of}, {now - self._started:.0f} s: loss {loss:.4f}{metrics}"
-        )
+        line = f"{what} {progress.step}{of}, {now - self._started:.0f} s: loss {loss:.4f}{metrics}"
         if taken := self._taken():
             line += f", {self._most / taken:.0f} samples/s, {what} {taken * 1e3:.2f} ms"
             if self._predicted_s:

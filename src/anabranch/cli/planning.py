@@ -42,6 +42,7 @@ from anabranch.cli.options import (
     Planner,
     PlannerOptions,
     PlansCluster,
+    PlansPreset,
     PolicyOption,
     Preset,
     PresetOption,
@@ -257,7 +258,7 @@ def check(
     cluster: PlansCluster = None,
     device: Device = None,
     output: Output = None,
-    preset: PresetOption = Preset.published,
+    preset: PlansPreset = None,
     optimizer: OptimizerOption = None,
     as_json: AsJson = False,
 ) -> None:
@@ -275,7 +276,7 @@ def check(
     if model is not None:
         options, _ = split_output(output)
         machines = cluster_of(loaded, plan_file, cluster)
-        source = Source(model, preset, options, Granularity(loaded.granularity))
+        source = Source.of_plan(loaded, model, preset, options)
         costs, facts = _asked(
             source,
             device or loaded.device or machines.device,
@@ -313,7 +314,7 @@ def simulate(
     report: Annotated[Path | None, typer.Option(help="Write a self-contained HTML page.")] = None,
     device: Device = None,
     output: Output = None,
-    preset: PresetOption = Preset.published,
+    preset: PlansPreset = None,
     as_json: AsJson = False,
 ) -> None:
     """Predict the timeline of one step of PLAN.
@@ -330,9 +331,7 @@ def simulate(
     batch_size = loaded.stage_graph.batch_size
     options, _ = split_output(output)
     machines = cluster_of(loaded, plan_file, cluster)
-    source = Source.of_plan(loaded)
-    if model is not None:
-        source = Source(model, preset, options, Granularity(loaded.granularity))
+    source = Source.of_plan(loaded, model, preset, options)
     chosen = mode.value if mode else loaded.mode
     usage(
         check_mode, chosen, policy.value if policy else "", schedule.value if schedule else "auto"

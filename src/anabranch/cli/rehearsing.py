@@ -14,6 +14,7 @@ import typer
 from anabranch.cli.inputs import Source, cluster_of, note, read_cluster, usage
 from anabranch.cli.options import Granularity
 from anabranch.cli.output import print_json, progress_bar
+from anabranch.errors import TrainingError
 
 if TYPE_CHECKING:
     from anabranch.cluster import Cluster

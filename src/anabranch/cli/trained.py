@@ -42,22 +42,28 @@ def _say_result(run: Run) -> None:
 
 
 def _asynchronous_rows(run: Run) -> list[list[str]]:
+    from anabranch.planner.stages import memory_text
+
     said = _beside(run.predicted)
     rows = [["policy", run.policy]]
     if run.period_s:
         rows.append(["mini-batch", f"{run.period_s * 1e3:.2f} ms one after the other{said}"])
     behind = ", ".join(map(str, run.version_difference))
     rows.append(["version difference", f"{behind} updates, by stage"])
-    mib = max(run.weight_bytes) / 2**20
     versions = ", ".join(map(str, run.peak_versions))
-    rows.append(["versions of weights", f"{versions}, by device; {mib:.1f} MiB at most"])
+    rows.append(
+        [
+            "versions of weights",
+            f"{versions}, by device; {memory_text(max(run.weight_bytes))} at most",
+        ]
+    )
     if run.plan.mode == "async":
         rows.append(["peak memory", _unweighed(run)])
     return rows
 
 
 def step_rows(run: Run) -> list[list[str]]:
-    from anabranch.planner.stages import NOT_PREDICTED
+    from anabranch.planner.stages import NOT_PREDICTED, memory_text
 
     predicted = run.predicted
     rows = [["step", f"{run.median_step_s * 1e3:.2f} ms{_beside(predicted)}"]]
@@ -69,8 +75,8 @@ def step_rows(run: Run) -> list[list[str]]:
         # Of the rank that took most.
         expected = predicted.device_peak_bytes if predicted is not None else ()
         peak, planned = max(zip_longest(run.device_peak_bytes, expected, fillvalue=0))
-        also = f"predicted {planned / 2**20:.1f} MiB" if expected else NOT_PREDICTED
-        rows.append(["peak memory", f"{peak / 2**20:.1f} MiB, {also}"])
+        also = f"predicted {memory_text(planned)}" if expected else NOT_PREDICTED
+        rows.append(["peak memory", f"{memory_text(peak)}, {also}"])
     else:
         rows.append(["peak memory", _unweighed(run)])
     return rows
@@ -78,12 +84,12 @@ def step_rows(run: Run) -> list[list[str]]:
 
 def _unweighed(run: Run) -> str:
     """Where the peak is not measured: without a flush, when compiled, in a short run."""
-    from anabranch.planner.stages import NOT_PREDICTED
+    from anabranch.planner.stages import NOT_PREDICTED, memory_text
 
     predicted = run.predicted
     if predicted is None or not predicted.device_peak_bytes:
         return f"not measured, {NOT_PREDICTED}"
-    return f"not measured, predicted {max(predicted.device_peak_bytes) / 2**20:.1f} MiB"
+    return f"not measured, predicted {memory_text(max(predicted.device_peak_bytes))}"
 
 
 def _beside(predicted: Prediction | None) -> str:

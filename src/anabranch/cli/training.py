@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,6 +14,7 @@ import typer
 from anabranch.cli.beforehand import (
     refuse_emulation,
     refuse_mode,
+    require_runs,
     require_trainable,
 )
 from anabranch.cli.computing import (
@@ -25,6 +27,7 @@ from anabranch.cli.computing import (
     Precision,
     PrecisionOption,
 )
+from anabranch.cli.header import as_run
 from anabranch.cli.inputs import (
     Source,
     planner_options,
@@ -65,6 +68,7 @@ from anabranch.cli.rehearsing import (
     TimeScale,
     Wishes,
     rehearse,
+    require_new_run,
     run_folder,
 )
 from anabranch.cli.trained import say_run
@@ -299,8 +303,6 @@ def train(
 
     job.plan = job.plan or (agreed(search) if "RANK" in os.environ else search())
     first = os.environ.get("RANK", "0") == "0"
-    if first and not as_json:
-        typer.echo(job.plan.summary())
     wanted = None if epochs else steps or 100
     special: dict[str, Any] = {"accumulate": accumulate}
     if is_async:
@@ -310,6 +312,25 @@ def train(
         if wishes_of_policy:
             special = {"policy": _policy(special["policy"] or job.plan.policy, wishes_of_policy)}
         special |= {"round_robin": round_robin, "clip_stage_norm": clip_stage_norm}
+    if plan_file is not None:
+        require_runs(
+            job.captured,
+            job.plan,
+            job.workload,
+            compute,
+            special.get("policy"),
+            is_async=is_async,
+            round_robin=round_robin,
+        )
+    shown = as_run(
+        job.plan,
+        job.workload,
+        special.get("policy"),
+        is_async=is_async,
+        round_robin=round_robin,
+    )
+    if first and not as_json:
+        typer.echo(shown.summary())
     try:
         result = job.train(
             steps or wanted,
@@ -327,8 +348,12 @@ def train(
         raise typer.Exit(INTERRUPTED) from None
     if first:
         folder = run_folder(run, _slug(model))
-        job.keep(result, folder)
-        ended = interrupted(result, steps or wanted, epochs, save, run) if result.interrupted else ""
+        if not round_robin:  # whose counts in flight are none of a plan
+            result = replace(result, plan=shown)
+        result = job.keep(result, folder)
+        ended = (
+            interrupted(result, steps or wanted, epochs, save, run) if result.interrupted else ""
+        )
         say_run(result, folder, ended, as_json=as_json)
     if result.interrupted:
         raise typer.Exit(INTERRUPTED)

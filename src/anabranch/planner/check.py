@@ -83,9 +83,14 @@ def _operators(graph: StageGraph, cost: CostModel) -> list[str]:
     missing = [op.name for op in cost.graph.ops if op.name not in count]
     problems = []
     if unknown:
-        problems.append(f"the model has no operators {_some(unknown)}")
+        problems.append(
+            f"the model has no operators {_some(unknown)}; it has "
+            f"{_some([op.name for op in cost.graph.ops])} (anabranch profile MODEL lists all, with "
+            "the options that MODEL is built with)"
+        )
     if missing:
-        problems.append(f"C1: {len(missing)} operators are in no stage: {_some(missing)}")
+        are = "operator is" if len(missing) == 1 else "operators are"
+        problems.append(f"C1: {len(missing)} {are} in no stage: {_some(missing)}")
     problems += [f"C1: operator {name} is in {count[name]} stages" for name in twice[:_NAMED]]
     return problems
 

@@ -175,9 +175,17 @@ def headline(
     what = "a batch every" if mode == "async" else "step"
     samples_per_s = batch_size / step_s if step_s else 0.0
     rate = f"{samples_per_s:.0f}" if samples_per_s >= 100 else f"{samples_per_s:.3g}"
-    gib = peak_bytes / 2**30
-    peak = f"{gib:.2f} GiB" if gib > 0.5 else f"{peak_bytes / 2**20:.1f} MiB"
+    peak = memory_text(peak_bytes)
     return f"{what} {step_s * 1e3:.2f} ms, {rate} samples/s, bubble {bubble:.1%}, peak {peak}"
+
+
+def memory_text(nbytes: float) -> str:
+    """Bytes for people, in a unit that shows something of them."""
+    if nbytes > 2**29:
+        return f"{nbytes / 2**30:.2f} GiB"
+    if nbytes >= 2**20 or nbytes == 0:
+        return f"{nbytes / 2**20:.1f} MiB"
+    return f"{nbytes / 2**10:.1f} KiB" if nbytes >= 100 else f"{nbytes:.0f} B"
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from anabranch.profile.devices import DEVICES, DeviceSheet, Floats
 from anabranch.profile.kept import Kept, per_sample
 from anabranch.profile.kernels import Kernel, Recorder, run
 from anabranch.profile.profile import OpCost, Profile
-from anabranch.profile.walk import example_batch, steps, walk
+from anabranch.profile.walk import example_batch, steps, walk, workable
 
 Precision = Literal["float32", "tf32"]
 
@@ -58,6 +58,8 @@ def estimate(
     counts = sorted(set(samples))
     if not counts or counts[0] < 1:
         raise ValueError(f"cannot estimate at {counts} samples")
+    if counts[0] < _FEW:
+        counts = workable(captured, counts, torch.device("meta"))
     few, many = _Trace.of(captured, _FEW), _Trace.of(captured, _MANY)
     sheet = DEVICES[device]
     if few.is_like(many):

@@ -31,7 +31,7 @@ from anabranch.errors import ProfileError
 from anabranch.graph.capture import Captured
 from anabranch.profile.kept import Kept, per_sample
 from anabranch.profile.profile import OpCost, Profile
-from anabranch.profile.walk import Step, example_batch, steps, walk
+from anabranch.profile.walk import Step, example_batch, steps, walk, workable
 
 Progress = Callable[[int, int], None]
 
@@ -63,7 +63,11 @@ def measure(
         pool: whether operators with the same operations and shapes share their repeats.
         progress: called with (turns done, turns in all).
 
+    Sample counts with which the model itself fails are left out as ``workable`` says, with a
+    warning.
+
     Raises:
+        CaptureError: if that leaves less than two.
         ProfileError: if the model has no numbers to compute with (it was built on the meta device).
         ValueError: for sample counts or repeats that are not positive, or another device.
     """
@@ -77,6 +81,7 @@ def measure(
             "the model was built on the meta device, which has no numbers to compute with; "
             "build it on the CPU to measure it, or estimate it for a GPU"
         )
+    counts = workable(captured, counts)
     with _left_as_it_was(captured.module, torch.device(device)), _threads(threads):
         turns = _Turns(repeats, time.perf_counter() + budget_s, progress)
         benches = turns.run(counts, lambda n: _Bench(captured, n, torch.device(device)))

@@ -11,6 +11,7 @@ of a stage::
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeAlias
@@ -18,6 +19,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
+from anabranch.errors import CaptureError
 from anabranch.graph.capture import Captured
 from anabranch.graph.split import StageProgram, split
 
@@ -51,6 +53,45 @@ def steps(captured: Captured, samples: int, device: torch.device | None = None) 
     """
     cut = split(captured, [[op.name] for op in captured.graph.ops])
     return [cut.program(i, samples, device=device) for i in range(len(captured.graph))]
+
+
+def workable(
+    captured: Captured, counts: Sequence[int], device: torch.device | None = None
+) -> list[int]:
+    """Sample counts without the smallest ones, if the model itself fails with these.
+
+    Batch normalisation fails with one sample while it trains. Whoever plans takes the smallest
+    count of a profile for the smallest slice of a micro-batch, so leaving a count out is enough.
+
+    Args:
+        captured: the model.
+        counts: ascending.
+        device: as for ``steps``.
+
+    Raises:
+        CaptureError: if fewer than two of several counts would be left.
+    """
+    failure: CaptureError | None = None
+    for i, count in enumerate(counts):
+        try:
+            captured.at(count, device=device)
+        except CaptureError as error:
+            failure = failure or error
+            continue
+        if failure is None:
+            return list(counts)
+        if len(counts) - i < 2:
+            raise failure
+        cause = str(failure.__cause__ or failure).partition("\n")[0]
+        warnings.warn(
+            f"{type(captured.module).__name__} fails with {', '.join(map(str, counts[:i]))} "
+            f"sample{'s' if counts[i - 1] > 1 else ''} ({cause}), so it is measured with {count} "
+            "or more, and no device is planned to get fewer",
+            stacklevel=3,
+        )
+        return list(counts[i:])
+    assert failure is not None
+    raise failure
 
 
 def example_batch(captured: Captured, samples: int, device: torch.device) -> dict[str, Tensor]:

@@ -66,6 +66,7 @@ class Layout:
         horizon_s: the longest step.
         axis: the line of the axis.
         width, height: of the whole picture.
+        is_endless: a stretch of several mini-batches without a flush is shown, not a step.
     """
 
     panels: tuple[Panel, ...]
@@ -75,6 +76,14 @@ class Layout:
     axis: float
     width: float
     height: float
+    is_endless: bool = False
+
+    @property
+    def counted(self) -> str:
+        """What the numbers in the boxes count."""
+        graphs = [panel.graph for panel in self.panels]
+        whole = all(s.microbatch_size >= g.batch_size for g in graphs for s in g.stages)
+        return "mini-batch" if self.is_endless and whole else "micro-batch"
 
     def x(self, seconds: float) -> float:
         """Where a time is."""
@@ -87,7 +96,11 @@ class Layout:
 
 
 def arrange(
-    timelines: Sequence[tuple[str, Timeline]], graph: Graphs, *, width: float = 1200
+    timelines: Sequence[tuple[str, Timeline]],
+    graph: Graphs,
+    *,
+    width: float = 1200,
+    is_endless: bool = False,
 ) -> Layout:
     """Decide where everything goes; see ``timeline_svg``."""
     graphs = [graph] * len(timelines) if isinstance(graph, StageGraph) else list(graph)
@@ -107,7 +120,8 @@ def arrange(
     left = MARGIN + min(_label_width(panels), 0.3 * width) + 12
     horizon = max(max(t.step_s, t.makespan_s) for _, t in timelines) or 1e-9
     axis = panels[-1].bottom + 10
-    return Layout(tuple(panels), left, width - MARGIN - 6, horizon, axis, width, axis + 44)
+    right, height = width - MARGIN - 6, axis + 44
+    return Layout(tuple(panels), left, right, horizon, axis, width, height, is_endless)
 
 
 def _panel(

@@ -104,10 +104,16 @@ def _staircase(
 
 
 def curve_chart(
-    name: str, values: Sequence[float], *, width: float = 1200, height: float = 260
+    name: str,
+    values: Sequence[float],
+    *,
+    width: float = 1200,
+    height: float = 260,
+    unit: str = "step",
 ) -> Drawing:
     """A figure over the training steps, with its running mean; broken where it is not finite."""
-    drawing = Drawing(width, height, f"{name} over the training steps")
+    over = "training steps" if unit == "step" else f"{unit}es"
+    drawing = Drawing(width, height, f"{name} over the {over}")
     finite = [v for v in values if math.isfinite(v)]
     low, high = (min(finite), max(finite)) if finite else (0.0, 1.0)
     pad = (high - low) * 0.06 or abs(high) * 0.1 or 1.0
@@ -126,7 +132,7 @@ def curve_chart(
         drawing.add(text("muted right", left - 8, y(level) + 4, 11, significant(level)))
     for step in _step_ticks(len(values), round((right - left) / 90)):
         drawing.add(text("muted num", x(step), bottom + 18, 11, f"{step:,}"))
-    drawing.add(text("muted right", left - 8, bottom + 18, 11, "step"))
+    drawing.add(text("muted right", left - 8, bottom + 18, 11, unit))
     raw = [(x(i + 1), y(v) if math.isfinite(v) else math.nan) for i, v in enumerate(values)]
     many = len(finite) > 60
     drawing.add(_polyline(raw, "line0 faint" if many else "line0", 1.0 if many else 1.8))

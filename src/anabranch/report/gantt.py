@@ -48,7 +48,11 @@ CSS = {Kind.FORWARD: "f", Kind.BACKWARD: "b", Kind.INPUT_GRADIENT: "b", Kind.WEI
 
 
 def timeline_svg(
-    timelines: Sequence[tuple[str, Timeline]], graph: Graphs, *, width: float = 1200
+    timelines: Sequence[tuple[str, Timeline]],
+    graph: Graphs,
+    *,
+    width: float = 1200,
+    is_endless: bool = False,
 ) -> str:
     """Draw timelines one above the other on a common axis, as an SVG document.
 
@@ -57,17 +61,19 @@ def timeline_svg(
         graph: the stages that all of them executed, or one stage graph for each.
         width: of the picture in pixels, at least 480; the height follows from the number of
             devices.
+        is_endless: a stretch of several mini-batches without a flush is shown, not a step.
 
     Raises:
         ValueError: without a timeline, or if graphs and timelines differ in number.
     """
-    return paint(arrange(timelines, graph, width=width)).svg()
+    return paint(arrange(timelines, graph, width=width, is_endless=is_endless)).svg()
 
 
 def paint(layout: Layout) -> Drawing:
     """The picture of a layout."""
     titles = ", ".join(panel.title for panel in layout.panels)
-    drawing = Drawing(layout.width, layout.height, f"Timeline of one training step: {titles}")
+    what = "some mini-batches" if layout.is_endless else "one training step"
+    drawing = Drawing(layout.width, layout.height, f"Timeline of {what}: {titles}")
     _paint_legend(drawing, layout)
     drawing.add(*_axis(layout))
     merged = total = 0
@@ -110,7 +116,7 @@ def _paint_legend(drawing: Drawing, layout: Layout) -> None:
         label = "messages between devices"
         drawing.add(text("", x + 24, 32, LABEL, label))
         x += 24 + text_width(label, LABEL) + 14
-    said = "numbers: micro-batches \u00b7 bubble: share of time without compute"
+    said = f"numbers: {layout.counted}es \u00b7 bubble: share of time without compute"
     if x + text_width(said, LABEL) < layout.right:
         drawing.add(text("muted right", layout.right, 32, LABEL, said))
 
@@ -134,7 +140,9 @@ def _axis(layout: Layout) -> list[str]:
 def _paint_frame(drawing: Drawing, layout: Layout, panel: Panel) -> None:
     """What stays when the page zooms: heading, row labels, branches."""
     timeline = panel.timeline
-    facts = f"step {milliseconds(timeline.step_s)} \u00b7 bubble {timeline.bubble:.1%}"
+    taken = milliseconds(timeline.step_s)
+    length = f"{taken} shown" if layout.is_endless else f"step {taken}"
+    facts = f"{length} \u00b7 bubble {timeline.bubble:.1%}"
     drawing.add(
         f'<text x="{num(MARGIN)}" y="{num(panel.heading)}" font-size="14"><tspan class="bold">'
         f'{escape(panel.title)}</tspan><tspan class="muted" dx="14">{facts}</tspan></text>'

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib import resources
 
 from anabranch.planner.stages import NOT_PREDICTED, Plan, StageGraph
@@ -27,6 +28,24 @@ from anabranch.report.theme import (
 from anabranch.schedule.schedule import Kind
 from anabranch.timeline import Timeline
 
+
+@dataclass(frozen=True, slots=True)
+class Staleness:
+    """What a run without a flush has measured of its weights.
+
+    Attributes:
+        version_difference: per stage, updates between forward and backward at most.
+        peak_versions: per device of the plan, ascending, copies of its stage's weights.
+        weight_bytes: likewise, bytes of these copies.
+        round_robin: replicas took mini-batches in turn.
+    """
+
+    version_difference: Sequence[int]
+    peak_versions: Sequence[int]
+    weight_bytes: Sequence[int]
+    round_robin: bool = False
+
+
 Metric = float | str | Sequence[float]
 
 WIDTH = 1236.0
@@ -40,7 +59,7 @@ BUTTONS = (
     ("on", "\u2192", "later"),
     ("out", "\u2212", "zoom out"),
     ("in", "+", "zoom in"),
-    ("all", "whole step", "show the whole step"),
+    ("all", "all of it", "show all of it"),
 )
 """What the script does, face, and what a screen reader says."""
 
@@ -54,6 +73,7 @@ def page(
     notes: Sequence[str] = (),
     graphs: Sequence[StageGraph] | None = None,
     measured_s: float | None = None,
+    staleness: Staleness | None = None,
 ) -> str:
     """Write the page.
 
@@ -68,6 +88,7 @@ def page(
             compares two plans.
         measured_s: seconds that are set against the prediction; by default those of the first
             timeline whose source is ``measured``. Without a flush, per mini-batch.
+        staleness: of a run without a flush.
 
     Raises:
         ValueError: if graphs and timelines differ in number.
@@ -84,22 +105,31 @@ def page(
         else:
             curves[name] = value
     parts = [
-        _header(plan, title),
-        _figures(_headline(plan, measured, measured_s) + _of_training(losses, facts)),
+        _header(plan, title, staleness),
+        _figures(
+            [
+                *_headline(plan, measured, measured_s),
+                *_of_weights(plan, staleness),
+                *_of_training(losses, facts, _unit(plan)),
+            ]
+        ),
         _section("Stages", _picture(stagegraph.draw(plan.stage_graph), shrink=0.6)),
     ]
     script = ""
     if timelines:
-        layout = arrange.arrange(timelines, graphs or plan.stage_graph, width=WIDTH)
-        what = "One training step" if plan.mode == "sync" else "Some mini-batches"
+        is_endless = plan.mode == "async"
+        layout = arrange.arrange(
+            timelines, graphs or plan.stage_graph, width=WIDTH, is_endless=is_endless
+        )
+        what = "Some mini-batches" if is_endless else "One training step"
         parts.append(_timeline_section(what, layout))
         script = _script(layout)
     if memory := charts.memory_chart(timelines, width=WIDTH):
         parts.append(_section("Memory of every device", _picture(memory)))
     for name, values in curves.items():
-        chart = charts.curve_chart(name, list(values), width=WIDTH)
+        chart = charts.curve_chart(name, list(values), width=WIDTH, unit=_unit(plan))
         parts.append(_section(name.capitalize() if name == "loss" else name, _picture(chart)))
-    parts.append(_section("Stages in detail", _table(plan, timelines, graphs)))
+    parts.append(_section("Stages in detail", _table(plan, timelines, graphs, staleness)))
     parts += [_notes([*plan.notes, *notes]), _footer(plan)]
     return _document(title, parts, script)
 
@@ -144,11 +174,20 @@ def _script(layout: arrange.Layout) -> str:
     )
 
 
-def _header(plan: Plan, title: str) -> str:
+def _unit(plan: Plan) -> str:
+    return "step" if plan.mode == "sync" else "mini-batch"
+
+
+def _header(plan: Plan, title: str, staleness: Staleness | None) -> str:
     graph = plan.stage_graph
+    how = f"{plan.schedule} schedule"
+    if plan.mode == "async":
+        how = f"asynchronous {plan.schedule} without a flush, policy {plan.policy}"
+        if staleness is not None and staleness.round_robin:
+            how += ", replicas taking mini-batches in turn (round-robin)"
     said = (
-        f"{f'{plan.planner} planner' if plan.planner else 'made by hand'}, {plan.schedule} "
-        f"schedule, batch of {graph.batch_size:,} samples; {plan.costs}"
+        f"{f'{plan.planner} planner' if plan.planner else 'made by hand'}, {how}, "
+        f"batch of {graph.batch_size:,} samples; {plan.costs}"
     )
     return f"<header><h1>{escape(title)}</h1><p>{escape(said)}</p></header>"
 
@@ -170,8 +209,10 @@ def _headline(plan: Plan, measured: Timeline | None, measured_s: float) -> list[
         figures.append((f"measured {what}", milliseconds(measured_s), said))
         if predicted is not None:
             ratio = measured_s / predicted.step_s if predicted.step_s else math.inf
-            said = f"{ratio - 1:+.1%} of the {what}"
-            figures.append(("measured / predicted", f"{ratio:.2f}\u00d7", said))
+            # A percentage says something of what is near.
+            said = f"{ratio - 1:+.1%} of the {what}" if ratio < 2 else f"the predicted {what}"
+            shown = f"{ratio:.2f}\u00d7" if ratio < 10 else f"{ratio:.1f}\u00d7"
+            figures.append(("measured / predicted", shown, said))
     stages = f"{len(graph)} stage{'s' if len(graph) > 1 else ''} on {len(graph.devices)} devices"
     depth = ("depth", str(graph.depth), stages)
     if predicted is None:
@@ -187,11 +228,30 @@ def _headline(plan: Plan, measured: Timeline | None, measured_s: float) -> list[
     ]
 
 
-def _of_training(losses: Sequence[float] | None, facts: Mapping[str, float | str]) -> list[Figure]:
+def _of_weights(plan: Plan, staleness: Staleness | None) -> list[Figure]:
+    if plan.mode != "async":
+        return []
+    turns = staleness is not None and staleness.round_robin
+    how = "replicas take mini-batches in turn" if turns else "no flush between mini-batches"
+    figures: list[Figure] = [("weight policy", plan.policy, how)]
+    if staleness is not None and staleness.version_difference:
+        behind = ", ".join(map(str, staleness.version_difference))
+        figures.append(("version difference", behind, "updates from forward to backward, by stage"))
+    if staleness is not None and staleness.peak_versions:
+        most = size(max(staleness.weight_bytes))
+        versions = ", ".join(map(str, staleness.peak_versions))
+        figures.append(("weight versions", versions, f"copies, by device; {most} at most"))
+    return figures
+
+
+def _of_training(
+    losses: Sequence[float] | None, facts: Mapping[str, float | str], unit: str
+) -> list[Figure]:
     figures: list[Figure] = []
     if losses:
+        units = "steps" if unit == "step" else f"{unit}es"
         last, first = significant(losses[-1]), significant(losses[0])
-        figures.append(("loss", last, f"from {first}, {len(losses):,} steps"))
+        figures.append(("loss", last, f"from {first}, {len(losses):,} {units}"))
     for name, value in facts.items():
         shown = value if isinstance(value, str) else significant(value)
         head, _, more = shown.partition(" (")
@@ -240,7 +300,10 @@ def _timeline_section(what: str, layout: arrange.Layout) -> str:
 
 
 def _table(
-    plan: Plan, timelines: Sequence[tuple[str, Timeline]], graphs: Sequence[StageGraph] | None
+    plan: Plan,
+    timelines: Sequence[tuple[str, Timeline]],
+    graphs: Sequence[StageGraph] | None,
+    staleness: Staleness | None,
 ) -> str:
     """Every stage of the plan, with the times of those timelines that executed this very plan."""
     graph = plan.stage_graph
@@ -252,12 +315,18 @@ def _table(
     times = [lanes.medians(t) for _, t in own]
     which = " / ".join(title for title, _ in own)
     heads = [("stage", ""), ("after", ""), ("devices", ""), ("micro-batch", ""), ("in flight", "")]
+    stale = staleness if staleness is not None and staleness.version_difference else None
+    if stale is not None:
+        heads += [
+            ("versions behind", "updates between forward and backward at most"),
+            ("weight versions", "copies of the weights on each of its devices"),
+        ]
     if times:
         said = f"median per micro-batch: {which}"
         heads += [
             ("forward, ms", said),
             ("backward, ms", said),
-            ("busy", f"share of the step: {which}"),
+            ("busy", f"share of the {'step' if plan.mode == 'sync' else 'time shown'}: {which}"),
         ]
     head = "".join(f'<th title="{escape(more)}">{escape(name)}</th>' for name, more in heads)
     head += '<th class="left">operators</th>'
@@ -268,6 +337,10 @@ def _table(
         size_text = f"{stage.microbatch_size}" + (f", k {stage.k}" if stage.k > 1 else "")
         flight = f"{stage.in_flight}" + (", recompute" if stage.recompute else "")
         cells = [str(s), after, names.ranges(stage.devices), size_text, flight]
+        if stale is not None:
+            of_devices = [stale.peak_versions[graph.devices.index(d)] for d in stage.devices]
+            versions = ", ".join(map(str, of_devices))
+            cells += [str(stale.version_difference[s]), versions]
         if times:
             cells += _stage_times(s, stage.devices, [t for _, t in own], times)
         row = "".join(f"<td>{escape(cell)}</td>" for cell in cells)

@@ -213,10 +213,10 @@
     if (!span) return [`device ${panel.devices[r]}`, "waiting"];
     const [start, end, kind, stage, microbatch] = span;
     const size = panel.microbatchSize[stage] || 0;
-    const first = microbatch * size;
+    const first = (microbatch * size) % (data.isEndless ? panel.batchSize : Infinity);
     const last = Math.min(first + size, panel.batchSize) - 1;
     return [
-      `stage ${stage} \u00b7 ${data.kinds[kind][1]} \u00b7 micro-batch ${microbatch}`,
+      `stage ${stage} \u00b7 ${data.kinds[kind][1]} \u00b7 ${data.counted} ${microbatch}`,
       `${ms(end - start)} ms, from ${ms(start)} to ${ms(end)} ms`,
       `device ${panel.devices[r]} \u00b7 samples ${first === last ? first : `${first} to ${last}`}`,
       panel.operators[stage] || "",

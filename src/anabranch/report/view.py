@@ -28,6 +28,8 @@ def data(layout: arrange.Layout) -> dict[str, Any]:
         "left": layout.left,
         "right": layout.right,
         "axis": layout.axis,
+        "counted": layout.counted,
+        "isEndless": layout.is_endless,
         "horizon": _us(layout.horizon_s),
         "mergedPixels": lanes.MERGED_PIXELS,
         "mark": arrange.MARK,

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 from anabranch import errors
 from anabranch.errors import AnabranchError, StageFailedError, TrainingError
+from anabranch.planner.stages import StageGraph
 from anabranch.schedule.schedule import Action, Kind
 
 POSITION_INTS = 4
@@ -81,6 +82,11 @@ class Position:
         """Note that no step is under way."""
         self.begin(-1)
 
+    @property
+    def stage(self) -> int:
+        """Of the action under way; -1 for none."""
+        return self._ints[1]
+
     def __str__(self) -> str:
         return describe_position(self._ints)
 
@@ -102,8 +108,13 @@ POSITION = Position()
 
 
 @contextmanager
-def located(rank: int) -> Iterator[None]:
-    """Turn what is raised inside into a StageFailedError that says where; our own errors pass."""
+def located(rank: int, graph: StageGraph | None = None) -> Iterator[None]:
+    """Turn what is raised inside into a StageFailedError that says where; our own errors pass.
+
+    Args:
+        rank: of this process.
+        graph: its stages, whose operators are named.
+    """
     try:
         yield
     except PeerLostError as error:
@@ -114,8 +125,18 @@ def located(rank: int) -> Iterator[None]:
     except Exception as error:
         where = str(POSITION)
         raise StageFailedError(
-            f"rank {rank} failed{' ' + where if where else ''}: {one_line(error)}"
+            f"rank {rank} failed{' ' + where if where else ''}: {one_line(error)}{_among(graph)}"
         ) from error
+
+
+def _among(graph: StageGraph | None) -> str:
+    """The operators of the stage that this process is in, as text."""
+    stage = POSITION.stage
+    if graph is None or not 0 <= stage < len(graph):
+        return ""
+    operators = graph.stages[stage].operators
+    named = ", ".join(operators) if len(operators) < 5 else f"{operators[0]} .. {operators[-1]}"
+    return f"; stage {stage} computes {named}"
 
 
 def _is_consequence(error: BaseException) -> bool:

@@ -12,7 +12,6 @@ from anabranch.errors import AnabranchError, DataError, LoaderError
 from anabranch.graph.capture import Captured
 from anabranch.workload import Batch, Workload, place_of
 
-
 HELD_OUT = "held-out data"
 
 
@@ -54,7 +53,9 @@ class Feed:
         while epochs is None or self.epoch < epochs:
             skip, count = self.position, 0
             what = f"data of epoch {self.epoch}"
-            for batch in self.read(self._called(partial(data, self._batch_size, self.epoch), what), what):
+            for batch in self.read(
+                self._called(partial(data, self._batch_size, self.epoch), what), what
+            ):
                 count += 1
                 if count > skip:
                     self._fetched = count

@@ -230,7 +230,7 @@ class Joined:
     def _failing(self) -> Iterator[None]:
         """Tell the other ranks of a failure here; make sense of a broken connection to them."""
         try:
-            with located(self._mesh.rank):
+            with located(self._mesh.rank, self.plan.stage_graph):
                 yield
         except NonFiniteError:
             raise  # on every rank at once; the caller may go on

@@ -8,7 +8,13 @@ from __future__ import annotations
 from anabranch.solve_async.modes import MODES, SCHEDULE, check_mode, recommended
 from anabranch.solve_async.proposals import STREAM
 from anabranch.solve_async.search import compare, plan
-from anabranch.solve_async.simulated import Simulated, check_plan, simulate, synchronous
+from anabranch.solve_async.simulated import (
+    Simulated,
+    check_plan,
+    require_asynchronous,
+    simulate,
+    synchronous,
+)
 
 __all__ = [
     "MODES",
@@ -20,6 +26,7 @@ __all__ = [
     "compare",
     "plan",
     "recommended",
+    "require_asynchronous",
     "simulate",
     "synchronous",
 ]

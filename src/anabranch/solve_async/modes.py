@@ -23,7 +23,8 @@ def check_mode(mode: str, policy: str, schedule: str = "auto") -> None:
         schedule: as for ``solve.plan``.
 
     Raises:
-        ValueError: says what there is.
+        PolicyError: if there is no such policy.
+        ValueError: for what else does not exist or go together; says what there is.
     """
     if mode not in MODES:
         raise ValueError(f"unknown mode {mode!r}; there are {' and '.join(MODES)}")
@@ -68,8 +69,8 @@ def recommended(
         optimizer=optimizer.name,
         momentum=optimizer.momentum,
         batch_size=batch_size,
-        # A policy that predicts takes one more, which leaves the others what they need.
-        versions=None if room is None else max(room - optimizer.keeps_last_update, 1),
+        versions=room,
+        last_update=optimizer.keeps_last_update,
     )
 
 

@@ -215,7 +215,7 @@ def plan(
     Raises:
         InfeasiblePlanError: if nothing fits the devices with the weights of the policy.
         BudgetError: if the search would take more than it was given.
-        PolicyError: if the policy cannot work with the optimizer.
+        PolicyError: if there is no such policy, or it cannot work with the optimizer.
         ValueError: for an unknown name or a number below 1.
     """
     check_arguments(batch_size, planner, microbatch_size, SCHEDULE, max_replicas)
@@ -376,11 +376,16 @@ def _chosen(search: _Search) -> tuple[str, str, tuple[AsyncCandidate, bool]]:
     if name == "naive":
         return name, why, (found, finished)
     try:
-        return name, why, search.best(policy_named(name))
+        best, finished = search.best(policy_named(name))
+        # With the versions of the policy another depth may be best, and the reason has numbers.
+        again, reason = recommended(best.graph, search.cost, search.optimizer)
+        return name, reason if again == name else _FASTEST + why, (best, finished)
     except InfeasiblePlanError:
         why = f"under {name}, which would be better, nothing fits; expect worse results"
         return "naive", why, (found, finished)
 
+
+_FASTEST = "in the fastest pipeline of any policy, "
 
 _IN_PIECES = (
     "whole mini-batches do not fit under any policy; it cuts them into micro-batches, and weights "

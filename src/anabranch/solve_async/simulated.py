@@ -25,7 +25,13 @@ from anabranch.simulator.costs import ModelCosts
 from anabranch.simulator.staleness import Staleness, staleness, versions_of
 from anabranch.solve_async.modes import SCHEDULE, check_mode, recommended
 from anabranch.timeline import Timeline
-from anabranch.weights import OptimizerFacts, WeightPolicy, policy_named, require_optimizer
+from anabranch.weights import (
+    OptimizerFacts,
+    WeightPolicy,
+    policy_named,
+    require_fits,
+    require_optimizer,
+)
 
 
 @dataclass(frozen=True)
@@ -71,10 +77,10 @@ def simulate(
     Raises:
         InvalidPlanError: if the plan does not suit model and cluster, or cannot run without a
             flush.
-        PolicyError: if the policy is not defined for such a plan or optimizer.
-        ValueError: for an unknown policy.
+        PolicyError: if there is no such policy, or it is not defined for such a plan or optimizer.
     """
     check_mode("async", policy)
+    require_asynchronous(plan_, policy)
     cost = CostModel(profile, cluster, optimizer_factor=optimizer_factor)
     name = policy or plan_.policy or "auto"
     if name == "auto":
@@ -110,6 +116,30 @@ def simulate(
         machines=cluster,
     )
     return Simulated(shown, steady, ages, timeline, stream.stream(graph, stream.shown(graph)))
+
+
+def require_asynchronous(plan_: Plan, policy: str = "") -> None:
+    """Accept a plan by itself; of a synchronous one, which is converted, nothing is asked.
+
+    Args:
+        plan_: any plan.
+        policy: another one than the plan's.
+
+    Raises:
+        InvalidPlanError: if an asynchronous plan has another schedule, micro-batches of several
+            sizes, or groups of them.
+        PolicyError: if its own policy does not exist or go with its micro-batches.
+    """
+    if plan_.mode == "sync":
+        return
+    try:
+        check_mode(plan_.mode, plan_.policy, plan_.schedule)
+    except ValueError as error:
+        raise InvalidPlanError(str(error)) from None
+    graph = stream.warm_up(plan_.stage_graph)
+    if policy in ("", plan_.policy):
+        rule = policy_named(plan_.policy)
+        require_fits(rule, graph, microbatches=graph.num_microbatches(0))
 
 
 def _require(graph: StageGraph, cost: CostModel, versions: Sequence[int] = ()) -> None:
@@ -149,8 +179,7 @@ def check_plan(
     """What is wrong with an asynchronous plan, one line each; see ``solve.check_plan``."""
     graph = plan_.stage_graph
     try:
-        check_mode(plan_.mode, plan_.policy, plan_.schedule)
-        stream.warm_up(graph)
+        require_asynchronous(plan_)
         rule = policy_named(plan_.policy)
         if optimizer is not None:
             require_optimizer(rule, optimizer)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from typing import Any
 
+from anabranch.errors import PolicyError
 from anabranch.weights.alive import Alive, keeps, predicts, units_in_flight, versions_held
 from anabranch.weights.base import Reading, Unit, WeightPolicy
 from anabranch.weights.drawing import draw
@@ -73,10 +74,11 @@ def policy_named(name: str, options: Mapping[str, object] | None = None) -> Weig
         options: values for its fields, all of them numbers.
 
     Raises:
-        ValueError: if there is none, or it has no such option.
+        PolicyError: if there is none of that name.
+        ValueError: if it has no such option, or that is no number.
     """
     if name not in POLICIES:
-        raise ValueError(f"unknown policy {name!r}; there are {', '.join(POLICIES)} and auto")
+        raise PolicyError(f"unknown policy {name!r}; there are {', '.join(POLICIES)} and auto")
     policy: Any = POLICIES[name]()
     known = [field.name for field in fields(policy)]
     for option, value in (options or {}).items():

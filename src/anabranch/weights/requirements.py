@@ -103,10 +103,12 @@ def require_optimizer(policy: WeightPolicy, optimizer: OptimizerFacts) -> None:
     by_momentum = optimizer.rule == "momentum"
     if isinstance(policy, SpecTrain) and not (by_momentum and optimizer.momentum):
         without = " without momentum" if by_momentum else ""
+        instead = "pipeoptim or predict-stash, which follow the optimizer's own rule"
+        if not optimizer.momentum:
+            instead = "2bw or stash, which need no prediction"
         raise PolicyError(
             f"spectrain predicts with the momentum of SGD, and the optimizer is {optimizer.name}"
-            f"{without}; choose pipeoptim or predict-stash, which follow the optimizer's own rule, "
-            "or give SGD a momentum"
+            f"{without}; choose {instead}, or give SGD a momentum"
         )
 
 
@@ -129,6 +131,7 @@ def recommend(
     momentum: bool = True,
     batch_size: int = 1,
     versions: int | None = None,
+    last_update: bool = False,
 ) -> tuple[str, str]:
     """The policy for ``auto``, and why.
 
@@ -138,18 +141,20 @@ def recommend(
         momentum: whether it has one, so that a prediction has something to go by.
         batch_size: samples of a mini-batch.
         versions: copies of its weights for which the tightest stage has memory; None for enough.
+        last_update: whether predictions come from the last update, which is one more copy.
 
     Returns:
         Key of ``POLICIES``, and one sentence.
     """
-    room = depth + 1 if versions is None else versions
+    more = int(last_update)
+    room = depth + 1 + more if versions is None else versions
     if depth == 1:
         return "naive", "one stage is never stale, so its weights need no policy"
     if not momentum:
         if batch_size >= 2 * depth and room >= 2:
             return "2bw", (
-                f"{optimizer} has no momentum to predict with, and a batch of {batch_size} gives "
-                f"{depth} micro-batches, so that weights are stale by one update at any stage"
+                f"{optimizer} has no momentum to predict with, and a batch of {batch_size} can be "
+                "cut into micro-batches, so that weights are stale by one update at any stage"
             )
         if room >= depth:
             return "stash", (
@@ -160,20 +165,30 @@ def recommend(
             f"{optimizer} has no momentum to predict with, and there is memory for {room} of the "
             f"{depth} copies of the weights that stashing keeps; with a momentum pipeoptim would do"
         )
-    if depth <= SHALLOW and room >= 2:
+    if depth <= SHALLOW and room >= 2 + more:
+        rule = f"{optimizer}'s own rule"
+        if last_update:
+            rule = f"the last update of {optimizer}, which is kept,"
         return "pipeoptim", (
-            f"at depth {depth} a prediction by {optimizer}'s own rule looks at most {depth - 1} "
-            "updates ahead, and at most 2 copies of the weights are held"
+            f"at depth {depth} a prediction by {rule} looks at most "
+            f"{depth - 1} updates ahead, and at most {2 + more} copies of the weights are held"
         )
-    if room >= depth + 1:
+    if room >= depth + 1 + more:
         return "predict-stash", (
             f"at depth {depth} a backward on other weights than its forward costs accuracy, and "
-            f"there is memory for the {depth + 1} copies that keep each mini-batch's prediction"
+            f"there is memory for the {depth + 1 + more} copies that keep each mini-batch's "
+            f"prediction{' and the last update' if last_update else ''}"
+        )
+    if room >= 2 + more:
+        return "pipeoptim", (
+            f"predict-stash would keep {depth + 1 + more} copies of the weights and there is "
+            f"memory for {room}; pipeoptim holds at most {2 + more}"
         )
     if room >= 2:
-        return "pipeoptim", (
-            f"predict-stash would keep {depth + 1} copies of the weights and there is memory for "
-            f"{room}; pipeoptim holds at most 2"
+        return "naive", (
+            f"there is memory for {room} copies of the weights, and a prediction by the last "
+            f"update of {optimizer} takes {2 + more}; expect worse results, or plan with more "
+            "devices or recomputation"
         )
     return "naive", (
         "there is memory for one copy of the weights, so nothing can be predicted or kept; expect "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from anabranch import launch
-from anabranch.errors import DataError, PolicyError
-from anabranch.runtime.asynchronous.fitting import require_recipes
+from anabranch.errors import DataError, InvalidPlanError, PolicyError
+from anabranch.runtime.asynchronous.fitting import choose, endless, require_recipes
 from anabranch.runtime.asynchronous.pipeline import AsyncPipeline
 from anabranch.runtime.options import PLAIN, ComputeOptions
 from tests.runtime.small import batch, built, num_ranks, plan, with_options
@@ -115,3 +116,23 @@ def test_a_bad_batch_in_the_stream_is_the_same_error_on_all_ranks() -> None:
     assert "x is [samples, 9]" in first[1]
     assert first[2] == [6]
     assert others == [first, first]
+
+
+def test_micro_batches_of_several_sizes_are_named():
+    """In a plan made by hand, whose counts in flight nobody could decide."""
+    chosen = plan(built("TwoBranch"), 3, batch_size=4, microbatch_size=4)
+    first, *others = chosen.stage_graph.stages
+    stages = (replace(first, microbatch_size=2, in_flight=0), *others)
+    uneven = replace(chosen.stage_graph, stages=stages)
+    with pytest.raises(InvalidPlanError, match="micro-batches of 2, 4, 4 samples"):
+        endless(replace(chosen, mode="async", policy="stash", stage_graph=uneven))
+
+
+def test_auto_knows_of_the_update_that_is_kept():
+    """RMSprop has no rule, so its last update is the third copy."""
+    workload = with_options(built("TwoBranch"), optimizer=torch.optim.RMSprop)
+    chosen = plan(built("TwoBranch"), 3, batch_size=4, microbatch_size=4)
+    policy, reason = choose("auto", chosen, 1, workload)
+    assert policy.name == "pipeoptim"
+    assert "the last update of RMSprop, which is kept," in reason
+    assert "at most 3 copies" in reason

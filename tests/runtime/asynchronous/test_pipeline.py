@@ -589,13 +589,17 @@ def test_what_raises_in_a_stage_is_located() -> None:
 
     with pytest.raises(StageFailedError, match="by hand") as caught:
         on_ranks(plan_of(model), work)
-    place = "rank 1 failed in the backward of stage 1, micro-batch 0, step 4: ZeroDivisionError"
+    place = (
+        "rank 1 failed in the backward of stage 1, micro-batch 0, mini-batch 4: ZeroDivisionError"
+    )
     assert str(caught.value).startswith(place)
+    operators = ", ".join(plan_of(model).stage_graph.stages[1].operators)
+    assert f"by hand; stage 1 computes {operators}" in str(caught.value)
 
 
 @pytest.mark.parametrize("bad", [4, 8])
 def test_numbers_that_are_not_finite_are_named_on_every_rank(bad: int) -> None:
-    """Stage and mini-batch where it began, how stale the stages are, and what helps; weights stay
+    """Stage and mini-batch where it began, and the sample, which is all that helps; weights stay
     finite, but belong to no version any more. The losses before it are told, also at the end.
     """
     model = cut("chain 3")
@@ -617,8 +621,8 @@ def test_numbers_that_are_not_finite_are_named_on_every_rank(bad: int) -> None:
     text = results[0][0]
     assert f"is not finite in mini-batch {bad}: stage 0 is the first" in text
     assert "x in the batch is not finite itself, first in sample 2" in text
-    assert "stage 0: 2, stage 1: 1, stage 2: 0" in text
-    assert "the learning rate is 0.1" in text
+    assert text.endswith(f"fix the data: mini-batch {bad}, sample 2")
+    assert "learning rate" not in text
     assert all(rank[2] for rank in results)
     assert [rank[3] for rank in results] == [bad] * 3
 
@@ -738,6 +742,25 @@ def test_tied_parameters_are_refused_unless_frozen() -> None:
 
     first, second = on_ranks(chosen, frozen)
     assert first == second > 0
+
+
+def test_what_diverges_by_itself_gets_the_advice_for_that() -> None:
+    """How stale the stages are, and what helps; the data is not to blame."""
+    model = cut("chain 3")
+    wild = replace(model.workload, optimizer=partial(torch.optim.SGD, lr=1e30))
+
+    def work() -> str:
+        fresh(model, start_of(model))
+        pipe = AsyncPipeline(wild, plan_of(model), policy="stash", captured=model.captured)
+        warnings.simplefilter("ignore")  # of this rank, which is a process of its own
+        with pytest.raises(NonFiniteError) as caught:
+            list(pipe.steps(batches(9)))
+        return str(caught.value)
+
+    text = on_ranks(plan_of(model), work)[0]
+    assert "stage 0: 2, stage 1: 1, stage 2: 0" in text
+    assert "the learning rate is 1e+30: lower it" in text
+    assert "fix the data" not in text
 
 
 def test_a_batch_of_another_make_is_refused() -> None:

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from anabranch.errors import InvalidPlanError, PolicyError
 from anabranch.graph.split import Split
 from anabranch.planner.stages import Plan, StageGraph
-from anabranch.runtime.asynchronous.prediction import has_momentum, require_rule
+from anabranch.runtime.asynchronous.prediction import has_momentum, require_rule, rule_of
 from anabranch.runtime.asynchronous.rounds import Rounds
 from anabranch.runtime.options import ComputeOptions
 from anabranch.schedule import SCHEDULES
@@ -39,12 +39,14 @@ def endless(plan: Plan) -> StageGraph:
     An asynchronous plan has decided them; for another one its schedule does.
 
     Raises:
-        InvalidPlanError: if the schedule is no 1F1B.
+        InvalidPlanError: if the schedule is no 1F1B, or the micro-batches of an asynchronous plan
+            differ in size.
         InvalidScheduleError: if the counts of an asynchronous plan rise along a stage edge, so that
             its stages would wait for each other.
     """
     graph, rule = plan.stage_graph, _rule(plan)
     if plan.mode == "async":
+        num_microbatches(graph)
         # Within one mini-batch no count could be too large.
         most = max(stage.in_flight for stage in graph.stages)
         require_in_flight(replace(graph, batch_size=graph.batch_size * (most + 1)))
@@ -258,17 +260,8 @@ def _is_first() -> bool:
 
 
 def _named(policy: WeightPolicy | str) -> WeightPolicy:
-    """The policy, by its name.
-
-    Raises:
-        PolicyError: if there is none of that name.
-    """
-    if not isinstance(policy, str):
-        return policy
-    try:
-        return policy_named(policy)
-    except ValueError as error:
-        raise PolicyError(str(error)) from None
+    """The policy, by its name."""
+    return policy_named(policy) if isinstance(policy, str) else policy
 
 
 def _chosen(
@@ -286,5 +279,6 @@ def _chosen(
         optimizer=type(optimizer).__name__,
         momentum=optimizer is not None and has_momentum(optimizer),
         batch_size=1,
+        last_update=optimizer is not None and rule_of(optimizer) == "last update",
     )
     return policy_named(name), reason

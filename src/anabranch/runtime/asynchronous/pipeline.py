@@ -199,6 +199,11 @@ class AsyncPipeline(Joined):
         self.timeline: Timeline | None = None
         self._film: Film | None = None
 
+    @property
+    def is_in_turns(self) -> bool:
+        """Whether a stage has replicas, and they take mini-batches in turn."""
+        return self._rounds is not None
+
     def _start(self) -> None:
         """Weights and an empty stream, for the optimizer as it is."""
         graph, s, rounds = self._graph, self._stage, self._rounds
@@ -336,8 +341,9 @@ class AsyncPipeline(Joined):
             samples, most = samples_of(leaves), self.plan.stage_graph.batch_size
             if samples > most:
                 raise DataError(
-                    f"{which or 'a mini-batch'} has {samples} samples and the plan is for {most}: how much a "
-                    "stage holds without a flush is planned; plan for larger mini-batches"
+                    f"{which or 'a mini-batch'} has {samples} samples and the plan is for {most}: "
+                    "how much a stage holds without a flush is planned; plan for larger "
+                    "mini-batches"
                 )
         except DataError:
             self._part()

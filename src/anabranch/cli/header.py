@@ -1,0 +1,95 @@
+"""What ``train`` says before it begins: the plan, as this run executes it.
+
+A plan file may be run under another policy, in the other mode or with replicas in turn. Then its
+prediction is of something else, and so are its policy, the reason for that and what is in flight.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from anabranch.planner.stages import Plan, StageGraph
+    from anabranch.weights import WeightPolicy
+    from anabranch.workload import Workload
+
+
+def as_run(
+    plan: Plan,
+    workload: Workload,
+    policy: WeightPolicy | str | None = None,
+    *,
+    is_async: bool,
+    round_robin: bool = False,
+) -> Plan:
+    """The plan with what a run makes of it; without a prediction where that is for another run.
+
+    Args:
+        plan: as it was given.
+        workload: its optimizer decides on a policy where nobody has.
+        policy: that the user asks for, perhaps ``auto``; by default the plan's.
+        is_async: whether there is no flush.
+        round_robin: whether replicas take mini-batches in turn.
+
+    Raises:
+        InvalidPlanError, InvalidScheduleError, PolicyError: see ``AsyncPipeline``.
+    """
+    if not is_async:
+        return plan if plan.mode == "sync" else _flushed(plan)
+    from anabranch.runtime.asynchronous.fitting import choose, endless, in_turns, num_microbatches
+
+    graph = endless(plan)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # told where training begins
+        chosen, reason = choose(policy, plan, num_microbatches(graph), workload)
+    rounds = in_turns(plan) if round_robin else None
+    told = f"policy {chosen.name}: {reason}"
+    is_planned = plan.mode == "async" and chosen.name == plan.policy
+    # Another optimizer has another reason, and other copies.
+    is_planned = is_planned and (not reason or told in plan.notes)
+    if is_planned and rounds is None:
+        return plan
+    # Of a plan that has a policy the notes may have the reason.
+    notes = plan.notes if is_planned else _without_policy(plan)
+    if reason:
+        notes = (told, *notes)
+    held = tuple(stage.in_flight for stage in graph.stages)
+    if rounds is not None:
+        held = rounds.in_flight
+        notes = (
+            *notes,
+            "replicas of a stage take mini-batches in turn; in flight is of each of them",
+        )
+    return replace(
+        plan,
+        stage_graph=_holding(graph, held),
+        mode="async",
+        policy=chosen.name,
+        predicted=None,
+        notes=notes,
+    )
+
+
+def _flushed(plan: Plan) -> Plan:
+    """An asynchronous plan in steps with a flush, whose batch has an end."""
+    graph = plan.stage_graph
+    held = tuple(min(s.in_flight, graph.num_microbatches(i)) for i, s in enumerate(graph.stages))
+    return replace(
+        plan,
+        stage_graph=_holding(graph, held),
+        mode="sync",
+        policy="",
+        predicted=None,
+        notes=_without_policy(plan),
+    )
+
+
+def _holding(graph: StageGraph, held: tuple[int, ...]) -> StageGraph:
+    pairs = zip(graph.stages, held, strict=True)
+    return replace(graph, stages=tuple(replace(stage, in_flight=n) for stage, n in pairs))
+
+
+def _without_policy(plan: Plan) -> tuple[str, ...]:
+    return tuple(note for note in plan.notes if not note.startswith("policy "))
