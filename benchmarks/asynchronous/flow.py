@@ -25,8 +25,9 @@ Side = Callable[[], Train]
 """Called in every rank, at the same time; makes what a way to train needs."""
 
 LIMIT_S = 900.0
-SETTLE = 6
-"""Mini-batches before the clock starts, and before the end when it stops."""
+SETTLE = 9
+"""Mini-batches before the clock starts, and before the end when it stops; more than a side has in
+flight, whose last losses come with its drain."""
 
 
 def seconds_per_batch(

@@ -6,6 +6,10 @@ ideal is 7/4 = 1.75 times GPipe's throughput. The messages are real. So is the p
 between the sleeps, which four ranks on few cores make each other wait for; stages that take four
 times as long show what is left where it counts for less.
 
+A mini-batch that has come back is replaced at once, so with as few in flight as 1F1B has, whatever
+a hop takes beyond the sleeps holds up the next mini-batch. ``stash, deep`` has the in-flight counts
+of ``1f1b-deep``, which hide that, and weights that are twice as stale.
+
 ``bare`` is a rank that sleeps the same times without any message: no way to train can be faster on
 the machine at the time.
 """
@@ -21,6 +25,7 @@ import torch
 from anabranch.cluster import Cluster
 from anabranch.graph.capture import Captured
 from anabranch.planner.stages import Plan, Prediction
+from anabranch.runtime.asynchronous.fitting import endless
 from anabranch.runtime.asynchronous.pipeline import AsyncPipeline
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.runtime.steps import prepare
@@ -42,6 +47,9 @@ LONGER = 4
 SAMPLES = 48
 """Samples that are timed in one turn, of the first table; of the second, half as many."""
 
+DEEP = ", deep"
+"""Behind the name of a policy: with the in-flight counts of ``1f1b-deep``."""
+
 SYNC = ("gpipe", "1f1b")
 REFERENCE = "gpipe"
 
@@ -52,8 +60,8 @@ momentum = partial(torch.optim.SGD, lr=1e-6, momentum=0.9)
 def rows(*, samples: int = SAMPLES, turns: int = 3) -> list[Row]:
     """One row per synchronous schedule and per policy; fewer for longer stages."""
     return [
-        *_rows(tuple(POLICIES), 1, samples, turns),
-        *_rows(("stash", "2bw", "pipeoptim"), LONGER, samples // 2, turns),
+        *_rows((*POLICIES, f"stash{DEEP}"), 1, samples, turns),
+        *_rows(("stash", "2bw", "pipeoptim", f"stash{DEEP}"), LONGER, samples // 2, turns),
     ]
 
 
@@ -108,8 +116,9 @@ def without_flush(captured: Captured, policy: str) -> Plan:
     """The asynchronous plan: one micro-batch per mini-batch, or ``MICROBATCHES`` where the policy
     updates after several.
     """
+    policy, is_deep = policy.removesuffix(DEEP), policy.endswith(DEEP)
     plan = _plan(captured, MICROBATCHES if policy_named(policy).microbatches else 1)
-    graph = stream.warm_up(plan.stage_graph)
+    graph = endless(ours.under(plan, "1f1b-deep")) if is_deep else stream.warm_up(plan.stage_graph)
     nothing = Prediction(0.0, 0.0, 0.0, (0,) * len(graph.devices))
     return replace(plan, stage_graph=graph, predicted=nothing, mode="async", policy=policy)
 
