@@ -186,7 +186,8 @@ def test_forked_processes_do_not_listen(number: int) -> None:
 
     def work() -> None:
         runs.set()
-        time.sleep(60.0)
+        for _ in range(600):  # one long sleep could begin just after the signal, and not see it
+            time.sleep(0.1)
 
     with listening():
         child = context.Process(target=work)
