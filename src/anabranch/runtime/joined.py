@@ -169,6 +169,18 @@ class Joined:
             compare_with_eager(self._train, self._holders, self._mesh, batch, leaves)
         self._state.forget_others()
 
+    def _given(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """The same batches, whose source may raise on this rank alone."""
+        try:
+            yield from batches
+        except Exception:
+            self._part()
+            raise
+
+    def _part(self) -> None:
+        """Leave a loop so that the others, who may still need this rank, can end it as well."""
+        raise NotImplementedError
+
     def _warn_without_gradient(self) -> None:
         names = self._state.without_gradient()
         if self._mesh.rank == 0:

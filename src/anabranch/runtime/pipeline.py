@@ -227,13 +227,6 @@ class Pipeline(Joined):
             self._part()
             raise
 
-    def _given(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        try:
-            yield from batches
-        except Exception:
-            self._part()
-            raise
-
     def _part(self) -> None:
         """Whoever leaves a loop may end this process; the others still need its messages and its
         share of the last step's sums.

@@ -146,6 +146,7 @@ class AsyncPipeline(Joined):
             "policy": repr(self.policy),
             "round_robin": round_robin,
             "check_gradients": check_gradients,
+            "check_memory": check_memory,
             "clip_stage_norm": clip_stage_norm,
             **asdict(compute),
         }
@@ -281,13 +282,6 @@ class AsyncPipeline(Joined):
                 self.drain()
             yield from self._known(first, self.step_number)
         except GeneratorExit:
-            self._part()
-            raise
-
-    def _given(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        try:
-            yield from batches
-        except Exception:
             self._part()
             raise
 
