@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
+from torch.optim import Optimizer
+
 FACTOR = 10.0
 """Times the smallest mean so far that is called divergence."""
 
@@ -43,14 +45,16 @@ class Divergence:
         )
 
 
-def circumstances(policy: str, behind: Sequence[int], rates: Sequence[float]) -> str:
+def circumstances(policy: str, behind: Sequence[int], optimizer: Optimizer | None) -> str:
     """What to know about a run that diverges, and what helps.
 
     Args:
         policy: its name.
         behind: per stage, the version difference: updates between a forward and its backward.
-        rates: learning rates of this rank's parameter groups.
+        optimizer: of this rank's parameters; None where there are none.
     """
+    groups = optimizer.param_groups if optimizer is not None else []
+    rates = [float(group["lr"]) for group in groups]
     lr = ", ".join(f"{rate:.3g}" for rate in dict.fromkeys(rates)) or "nothing to learn with"
     stale = ", ".join(f"stage {s}: {updates}" for s, updates in enumerate(behind))
     return (

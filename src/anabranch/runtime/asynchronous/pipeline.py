@@ -23,8 +23,7 @@ import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import asdict
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -45,6 +44,7 @@ from anabranch.runtime.asynchronous.fitting import (
     require_asynchronous,
 )
 from anabranch.runtime.asynchronous.memory import budgeted
+from anabranch.runtime.asynchronous.outcomes import Outcomes
 from anabranch.runtime.asynchronous.prediction import rule_of
 from anabranch.runtime.asynchronous.resumption import entries, state_of
 from anabranch.runtime.asynchronous.stream import Stream
@@ -138,9 +138,9 @@ class AsyncPipeline(Joined):
     ) -> None:
         if clip_stage_norm is not None and not clip_stage_norm > 0:
             raise ValueError(f"clip_stage_norm is a norm, more than 0; not {clip_stage_norm}")
-        graph = endless(plan)
-        rounds = in_turns(plan) if round_robin else None
-        microbatches = num_microbatches(graph)
+        self._graph = graph = endless(plan)
+        self._rounds = rounds = in_turns(plan) if round_robin else None
+        self._microbatches = microbatches = num_microbatches(graph)
         self.policy, self.reason = choose(policy, plan, microbatches, workload)
         facts = {
             "policy": repr(self.policy),
@@ -162,9 +162,8 @@ class AsyncPipeline(Joined):
             timeout=timeout,
             further=rounds.channels() if rounds is not None else (),
         )
-        is_in_turns = rounds is not None
         require_asynchronous(
-            plan, graph, self._parts, self.policy, workload, compute, round_robin=is_in_turns
+            plan, graph, self._parts, self.policy, workload, compute, round_robin=self.is_in_turns
         )
         if rounds is not None and check_memory:
             with self._failing():
@@ -174,20 +173,17 @@ class AsyncPipeline(Joined):
                 require_memory(expected, self._mesh, held, self._place)
         device = self._mesh.device
         self._stage = next(s for s, st in enumerate(graph.stages) if device in st.devices)
-        self._graph, self._microbatches, self._rounds = graph, microbatches, rounds
         units = tuple(units_in_flight(stage.in_flight, microbatches) for stage in graph.stages)
         # After so many more mini-batches all stages have learned from one, and have told.
         self._late = max(units)
         if rounds is not None:
             self._late, units = rounds.late, rounds.in_flight
         self._behind = tuple(held - 1 for held in units)
+        self._outcomes = Outcomes(self._mesh, self._captured.metrics, self._why)
         with self._failing():
             self._start()
         self._trace = Trace(self._captured, self._state.parameters, self._mesh)
         self._clip, self._divergence = clip_stage_norm, Divergence()
-        self._given_out: deque[tuple[int, Mapping[str, Tensor]]] = deque()
-        self._outcomes: dict[int, Outcome] = {}
-        self._unread: deque[_Unread] = deque()
         self._first_bad: tuple[int, list[Finding]] | None = None
         self._has_stopped = self._is_spoilt = False
         self._has_warned = False
@@ -223,8 +219,8 @@ class AsyncPipeline(Joined):
                 scheduler=self.scheduler,
             )
         stages_of = {n: [y] for y in range(len(graph)) for n in self._parts.parameters(y)}
-        parameters, notes = self._state.parameters, rounds is not None
-        reducer = Reducer(parameters, stages_of, self._holders, self._mesh, notes=notes)
+        parameters = self._state.parameters
+        reducer = Reducer(parameters, stages_of, self._holders, self._mesh, notes=self.is_in_turns)
         self._stream: Stream | Turns
         if rounds is not None:
             self._stream = Turns(
@@ -236,7 +232,7 @@ class AsyncPipeline(Joined):
                 reducer,
                 parameters=parameters,
                 update=self._learn,
-                tell=self._tell,
+                tell=self._outcomes.tell,
             )
             return
         self._stream = Stream(
@@ -247,7 +243,7 @@ class AsyncPipeline(Joined):
             in_flight=graph.stages[s].in_flight,
             microbatches=self._microbatches,
             update=self._learn,
-            tell=self._tell,
+            tell=self._outcomes.tell,
         )
 
     # Training
@@ -306,7 +302,7 @@ class AsyncPipeline(Joined):
         """
         self._put(batch)
         self.drain()
-        return self._read(self._unread.pop())
+        return self._read(*self._outcomes.last())
 
     def drain(self) -> None:
         """Learn from everything that is in flight; all stages are at one version afterwards.
@@ -317,9 +313,8 @@ class AsyncPipeline(Joined):
         self._refuse_spoilt()
         with self._failing():
             self._stream.drain()
-            self._tell()
-            for unread in self._unread:
-                unread.tally.read()
+            self._outcomes.tell()
+            self._outcomes.settle()
             self._measure()
             POSITION.leave()
 
@@ -352,10 +347,10 @@ class AsyncPipeline(Joined):
         with self._failing():
             POSITION.begin(self.step_number, is_minibatch=True)
             self._prepare(batch, leaves)
-            self._given_out.append((self.step_number, leaves))
+            self._outcomes.give_out(self.step_number, leaves)
             if not self._stream.put(leaves, samples, self.step_number):
-                self._outcomes[self.step_number] = Outcome()
-            self._tell()
+                self._outcomes.note(self.step_number, Outcome())
+            self._outcomes.tell()
             POSITION.leave()
         self._recent_s.append(time.perf_counter() - started)
         self.step_number += 1
@@ -392,41 +387,30 @@ class AsyncPipeline(Joined):
             self._has_stopped = True
             seen = self._trace.seen(self._stage, outcome, flight.made)
             self._first_bad = flight.number, seen
-        self._outcomes[flight.number] = outcome
+        self._outcomes.note(flight.number, outcome)
         if self._film is not None:
             self._film.note(flight)
-
-    def _tell(self) -> None:
-        """What mini-batches came to, to all ranks, in order; the next forward has gone before."""
-        while self._given_out and self._given_out[0][0] in self._outcomes:
-            number, leaves = self._given_out.popleft()
-            why = partial(self._why, number, leaves)
-            tally = Tally(self._mesh, self._outcomes.pop(number), self._captured.metrics, why)
-            self._unread.append(_Unread(number, tally))
 
     # What mini-batches came to
 
     def _known(self, first: int, before: int) -> Iterator[float]:
         """Losses from one mini-batch up to another, as far as they have not been told."""
-        while self._unread and self._unread[0].number < before:
-            unread = self._unread.popleft()
-            loss = self._read(unread)
-            if unread.number >= first:
+        for number, tally in self._outcomes.take(before):
+            loss = self._read(number, tally)
+            if number >= first:
                 yield loss
 
-    def _read(self, unread: _Unread) -> float:
+    def _read(self, number: int, tally: Tally) -> float:
         with self._failing():
-            unread.tally.read()
-        self.metrics, loss = unread.tally.metrics, unread.tally.loss
+            tally.read()
+        self.metrics, loss = tally.metrics, tally.loss
         told = self._divergence.note(loss)
         if told and self.rank == 0:
-            warnings.warn(f"{told}, at mini-batch {unread.number}: {self._advice()}", stacklevel=4)
+            warnings.warn(f"{told}, at mini-batch {number}: {self._advice()}", stacklevel=4)
         return loss
 
     def _advice(self) -> str:
-        groups = self.optimizer.param_groups if self.optimizer is not None else []
-        rates = [float(group["lr"]) for group in groups]
-        return circumstances(self.policy.name, self._behind, rates)
+        return circumstances(self.policy.name, self._behind, self.optimizer)
 
     def _why(self, number: int, leaves: Mapping[str, Tensor]) -> NonFiniteError:
         """On all ranks at the same mini-batch, though not at the same place in their order."""
@@ -434,7 +418,7 @@ class AsyncPipeline(Joined):
         # What all ranks do together they have to begin in one order, so first everything that they
         # do on their own.
         self._stream.drain()
-        self._tell()
+        self._outcomes.tell()
         bad = self._first_bad
         found = bad[1] if bad is not None and bad[0] == number else []
         text = self._trace.told(found, leaves, f"mini-batch {number}")
@@ -544,11 +528,3 @@ _PATIENCE_S = 10.0
 
 _NUMBERS = count()
 """Of pipelines of this process, which all ranks make in one order."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Unread:
-    """A mini-batch that this rank has learned from, and what it came to on all ranks."""
-
-    number: int
-    tally: Tally
