@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import sys
 
 import pytest
 
-from anabranch import cli
 from anabranch.cli import options
 from anabranch.cli.comparing_async import comparison_async
 from anabranch.errors import InfeasiblePlanError
@@ -16,21 +14,6 @@ from anabranch.solve import plan as search
 from anabranch.solve_async import MODES
 from anabranch.weights import OPTIMIZERS, POLICIES
 from tests.simulator.helpers import chain, cluster, cost_model
-
-
-@pytest.fixture
-def run(monkeypatch, capsys, tmp_path):
-    """Call ``anabranch`` in a folder of its own: (exit code, standard output, standard error)."""
-    monkeypatch.chdir(tmp_path)
-
-    def call(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["anabranch", *arguments])
-        with pytest.raises(SystemExit) as stopped:
-            cli.main()
-        out, err = capsys.readouterr()
-        return int(stopped.value.code or 0), out, " ".join(err.replace("│", " ").split())
-
-    return call
 
 
 @pytest.fixture

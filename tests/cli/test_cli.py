@@ -6,11 +6,9 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from anabranch import cli
 from anabranch.cli import options
 from anabranch.planner import PLANNERS
 from anabranch.schedule import SCHEDULES
@@ -19,29 +17,8 @@ TOWERS = "tests.cli.models:towers"
 
 
 @pytest.fixture
-def run(monkeypatch, capsys, tmp_path):
-    """Call ``anabranch`` in a folder of its own: (exit code, standard output, standard error)."""
-    monkeypatch.chdir(tmp_path)
-
-    def call(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["anabranch", *arguments])
-        with pytest.raises(SystemExit) as stopped:
-            cli.main()
-        out, err = capsys.readouterr()
-        return int(stopped.value.code or 0), out, err
-
-    return call
-
-
-@pytest.fixture
-def document(run):
-    """Call with ``--json`` and read what it prints, which must be all of standard output."""
-
-    def call(*arguments: str) -> dict[str, Any]:
-        code, out, err = run(*arguments, "--json")
-        assert code == 0, err
-        return json.loads(out)
-
+def run(call):
+    """As it is printed, line by line."""
     return call
 
 

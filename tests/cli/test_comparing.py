@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,7 +10,6 @@ from pathlib import Path
 import pytest
 import typer
 
-from anabranch import cli
 from anabranch import planner as planners
 from anabranch.cli.comparing import comparison, remarks
 from anabranch.cli.inputs import options_by_planner
@@ -22,21 +20,6 @@ from anabranch.files import save_cluster, save_profile
 from anabranch.planner.even import Even
 from anabranch.planner.stages import Plan, Prediction, Stage, StageGraph
 from tests.simulator.helpers import chain, cluster, cost_model
-
-
-@pytest.fixture
-def run(monkeypatch, capsys, tmp_path):
-    """Call ``anabranch`` in a folder of its own: (exit code, standard output, standard error)."""
-    monkeypatch.chdir(tmp_path)
-
-    def call(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["anabranch", *arguments])
-        with pytest.raises(SystemExit) as stopped:
-            cli.main()
-        out, err = capsys.readouterr()
-        return int(stopped.value.code or 0), out, " ".join(err.replace("│", " ").split())
-
-    return call
 
 
 @pytest.fixture

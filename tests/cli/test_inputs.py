@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
 
-from anabranch import cli
 from anabranch.cli.inputs import Source
 from anabranch.cli.options import Preset
 from anabranch.files import load_profile
@@ -32,20 +30,6 @@ GRAPH = [
 def graph(tmp_path: Path) -> str:
     """A profile in PipeDream's format."""
     return str(write(tmp_path, GRAPH))
-
-
-@pytest.fixture
-def run(monkeypatch, capsys):
-    """Call ``anabranch``: (exit code, standard output, standard error as one line)."""
-
-    def call(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["anabranch", *arguments])
-        with pytest.raises(SystemExit) as stopped:
-            cli.main()
-        out, err = capsys.readouterr()
-        return int(stopped.value.code or 0), out, " ".join(err.replace("│", " ").split())
-
-    return call
 
 
 def test_published_profiles_are_files(tmp_path: Path) -> None:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import signal
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from anabranch import cli
 from anabranch.record import load_run
 
 pytestmark = pytest.mark.dist
@@ -28,21 +26,16 @@ def _ctrl_c() -> Iterator[None]:
 
 
 @pytest.fixture
-def run(monkeypatch, capsys, tmp_path):
-    """Call ``anabranch`` in a folder of its own: (exit code, standard output, standard error)."""
-    monkeypatch.chdir(tmp_path)
+def run(run):
+    """Nothing but an exit code ends it."""
 
-    def call(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["anabranch", *arguments])
+    def guarded(*arguments: str) -> tuple[int, str, str]:
         try:
-            with pytest.raises(SystemExit) as stopped:
-                cli.main()
+            return run(*arguments)
         except KeyboardInterrupt:
             pytest.fail("nobody was there for Ctrl-C")
-        out, err = capsys.readouterr()
-        return int(stopped.value.code or 0), out, " ".join(err.split())
 
-    return call
+    return guarded
 
 
 @pytest.mark.parametrize("mode", MODES)

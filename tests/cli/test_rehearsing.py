@@ -2,68 +2,42 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-
-from anabranch import cli
 
 TOWERS = "tests.cli.models:towers"
 
 
-@pytest.fixture
-def run(monkeypatch, capsys, tmp_path):
-    """Call ``anabranch`` in a folder of its own: (exit code, standard output, standard error)."""
-    monkeypatch.chdir(tmp_path)
-
-    def call(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["anabranch", *arguments])
-        with pytest.raises(SystemExit) as stopped:
-            cli.main()
-        out, err = capsys.readouterr()
-        return int(stopped.value.code or 0), out, " ".join(err.replace("│", " ").split())
-
-    return call
-
-
-def document(run, *arguments: str) -> dict[str, Any]:
-    code, out, err = run(*arguments, "--json")
-    assert code == 0, err
-    return json.loads(out)
-
-
 @pytest.mark.dist
-def test_a_plan_of_a_model_runs_without_its_weights(run, tmp_path):
+def test_a_plan_of_a_model_runs_without_its_weights(document, tmp_path):
     """The model is built as the plan says, for its sizes alone; other links change the prediction,
     and the folder has what ``report`` needs.
     """
     plan = str(tmp_path / "plan.json")
     made = document(
-        run, "plan", TOWERS, "--cluster", "summit:1x2", "--batch-size", "8", "-o", "width=32",
+        "plan", TOWERS, "--cluster", "summit:1x2", "--batch-size", "8", "-o", "width=32",
         "--max-replicas", "1", "-o", plan,
     )  # fmt: skip
     command = ("train", TOWERS, "--plan", plan, "--emulate", "--steps", "2", "--out")
-    found = document(run, *command, "run")
+    found = document(*command, "run")
     assert found["emulated"] is True
     assert found["losses"] == []
     assert found["ranks"] == 2
     assert found["predicted_step_s"] == pytest.approx(made["predicted"]["step_s"])
     assert found["step_s"] >= found["ideal_step_s"] * (1 - 1e-9)
     assert {"late_s", "time_scale", "message_bytes", "samples_per_s"} <= found.keys()
-    assert Path(document(run, "report", "run")["path"]).exists()
-    slow = document(run, *command, "slow", "--latency", "5000", "--bandwidth", "0.001")
+    assert Path(document("report", "run")["path"]).exists()
+    slow = document(*command, "slow", "--latency", "5000", "--bandwidth", "0.001")
     assert slow["predicted_step_s"] > found["predicted_step_s"] + 0.005
     assert slow["step_s"] > found["predicted_step_s"] + 0.005
 
 
 @pytest.mark.dist
-def test_a_profile_file_is_enough(run, tmp_path):
+def test_a_profile_file_is_enough(run, tmp_path, document):
     """Planned for a cluster on the way, told in lines for people."""
     path = str(tmp_path / "profile.json")
-    document(run, "profile", TOWERS, "--device", "v100", "--batch-size", "8", "-o", path)
+    document("profile", TOWERS, "--device", "v100", "--batch-size", "8", "-o", path)
     code, out, err = run(
         "train", path, "--emulate", "--cluster", "summit:1x2", "--batch-size", "8", "--steps", "1"
     )

@@ -3,43 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from anabranch import cli
 from anabranch.errors import WorkloadError
 
 TOWERS = "tests.cli.models:towers"
-
-
-@pytest.fixture
-def run(monkeypatch, capsys, tmp_path):
-    """Call ``anabranch`` in a folder of its own: (exit code, standard output, standard error)."""
-    monkeypatch.chdir(tmp_path)
-
-    def call(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["anabranch", *arguments])
-        with pytest.raises(SystemExit) as stopped:
-            cli.main()
-        out, err = capsys.readouterr()
-        return int(stopped.value.code or 0), out, " ".join(err.replace("│", " ").split())
-
-    return call
-
-
-@pytest.fixture
-def document(run):
-    """Call with ``--json`` and read what it prints."""
-
-    def call(*arguments: str) -> dict[str, Any]:
-        code, out, err = run(*arguments, "--json")
-        assert code == 0, err
-        return json.loads(out)
-
-    return call
 
 
 PIPELINE = ("train", TOWERS, "--devices", "2", "--batch-size", "8", "--max-replicas", "1")

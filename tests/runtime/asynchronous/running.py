@@ -6,13 +6,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from anabranch import launch
+from anabranch.errors import NonFiniteError
 from anabranch.planner.stages import Plan, Prediction, Stage, StageGraph
 from anabranch.runtime.asynchronous.fitting import endless
 from anabranch.runtime.asynchronous.pipeline import AsyncPipeline
+from anabranch.workload import Batch
 from tests.runtime.asynchronous.models import Cut
 
 LIMIT_S = 60.0
@@ -96,3 +99,27 @@ def by_hand(model: Cut) -> dict[str, Tensor]:
     theirs = {id(p): p for stage in model.by_hand for p in stage.module.parameters()}
     assert len(mine) == len(theirs)
     return {n: t.detach() for n, t in zip(mine, theirs.values(), strict=True)}
+
+
+def assert_same(mine: dict[str, Tensor], theirs: dict[str, Tensor], what: object = "") -> None:
+    """The same tensors bit for bit."""
+    assert mine.keys() == theirs.keys()
+    for name, tensor in mine.items():
+        assert torch.equal(tensor, theirs[name]), (name, what)
+
+
+def until_not_finite(
+    pipe: AsyncPipeline, data: Sequence[Batch], held_out: Sequence[Batch]
+) -> tuple[list[float], str]:
+    """Train, and evaluate after the second loss, until a number is not finite: losses and error."""
+    losses: list[float] = []
+
+    def loop() -> None:
+        for loss in pipe.steps(data):
+            losses.append(loss)
+            if len(losses) == 2:
+                pipe.evaluate(held_out)
+
+    with pytest.raises(NonFiniteError) as caught:
+        loop()
+    return losses, str(caught.value)

@@ -34,6 +34,7 @@ from tests.runtime.asynchronous.models import Cut, batches, cut, halving
 from tests.runtime.asynchronous.reference import train
 from tests.runtime.asynchronous.reference_rounds import in_flight, train_in_turns
 from tests.runtime.asynchronous.running import (
+    assert_same,
     by_hand,
     fresh,
     held,
@@ -41,6 +42,7 @@ from tests.runtime.asynchronous.running import (
     pipeline,
     plan_of,
     start_of,
+    until_not_finite,
     whole,
 )
 
@@ -49,12 +51,6 @@ pytestmark = pytest.mark.dist
 
 def in_turn(model: Cut, chosen: Plan, policy: Any = "stash", **options: Any) -> AsyncPipeline:
     return pipeline(model, chosen, policy, round_robin=True, **options)
-
-
-def assert_same(mine: dict[str, Tensor], theirs: dict[str, Tensor], what: object = "") -> None:
-    assert mine.keys() == theirs.keys()
-    for name, tensor in mine.items():
-        assert torch.equal(tensor, theirs[name]), (name, what)
 
 
 # Order
@@ -374,17 +370,7 @@ def test_sums_through_process_groups_begin_in_one_order_on_all_ranks() -> None:
     def work() -> tuple[list[float], str]:
         pipe = in_turn(model, chosen)
         pipe._mesh._near = None
-        losses: list[float] = []
-
-        def loop() -> None:
-            for loss in pipe.steps(data):
-                losses.append(loss)
-                if len(losses) == 2:
-                    pipe.evaluate(batches(1, 4, torch.float64))
-
-        with pytest.raises(NonFiniteError) as caught:
-            loop()
-        return losses, str(caught.value)
+        return until_not_finite(pipe, data, batches(1, 4, torch.float64))
 
     results = on_ranks(chosen, work)
     twin = cut("chain 2", dtype=torch.float64)

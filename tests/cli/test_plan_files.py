@@ -5,13 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from anabranch import cli
 from anabranch.cli import trained
 from anabranch.cluster import Cluster
 from anabranch.errors import FileFormatError
@@ -25,7 +23,7 @@ from anabranch.report.html import page
 from anabranch.solve import check_plan
 from anabranch.workload import resolve
 
-PAGE = (Path(__file__).parent.parent / "docs" / "plan-files.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "plan-files.md").read_text(encoding="utf-8")
 EXAMPLES = [json.loads(text) for text in re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL)]
 SYNC, ASYNC = EXAMPLES
 
@@ -42,17 +40,8 @@ def load(tmp_path):
 
 
 @pytest.fixture
-def run(monkeypatch, capsys, tmp_path):
-    """Call ``anabranch`` in a folder of its own: (exit code, standard output, standard error)."""
-    monkeypatch.chdir(tmp_path)
-
-    def call(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["anabranch", *arguments])
-        with pytest.raises(SystemExit) as stopped:
-            cli.main()
-        out, err = capsys.readouterr()
-        return int(stopped.value.code or 0), out, err
-
+def run(call):
+    """As it is printed, line by line."""
     return call
 
 
