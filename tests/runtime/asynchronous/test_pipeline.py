@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from anabranch import launch
@@ -668,6 +669,22 @@ def refusal(model: Cut, chosen: Plan, policy: Any = "stash", **options: Any) -> 
     texts = on_ranks(chosen, work)
     assert all(text.split(":")[0] == texts[0].split(":")[0] for text in texts)
     return str(texts[0])
+
+
+def test_ranks_that_would_not_all_compare_their_memory() -> None:
+    """They tell each other what they need, so one that leaves it out would be waited for."""
+    model = cut("chain 2")
+
+    def work() -> str:
+        with pytest.raises(InvalidPlanError) as caught:
+            pipeline(model, plan_of(model), check_memory=dist.get_rank() == 0)
+        return str(caught.value)
+
+    first, second = on_ranks(plan_of(model), work)
+    assert first == second
+    assert "disagree on the options" in first
+    assert "check_memory True" in first
+    assert "check_memory False" in first
 
 
 def test_plans_that_cannot_run_without_a_flush() -> None:
