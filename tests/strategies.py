@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from anabranch.cluster import Cluster, Level
 from anabranch.graph.opgraph import BATCH, Op, OpGraph, Parameter, Value
-from anabranch.planner.stages import Plan, Prediction, Stage, StageGraph
+from anabranch.plans.plan import Plan, Prediction
+from anabranch.plans.stages import Stage, StageGraph
 from anabranch.profile.profile import OpCost, Profile
 from anabranch.schedule.schedule import Action, Kind
 from anabranch.timeline import Span, Timeline

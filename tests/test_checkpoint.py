@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from anabranch import launch
 from anabranch.checkpoint import Checkpoint
 from anabranch.errors import FileFormatError, TrainingError
-from anabranch.planner.stages import Plan
+from anabranch.plans.plan import Plan
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.workload import NamedParameters, Workload
 from tests.runtime.small import Built, batch, built, num_ranks, plan, with_options

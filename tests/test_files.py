@@ -29,7 +29,8 @@ from anabranch.files import (
 )
 from anabranch.files.plans import Policy
 from anabranch.graph.opgraph import BATCH, Op, OpGraph, Parameter, Value
-from anabranch.planner.stages import Plan, Prediction, Stage, StageGraph
+from anabranch.plans.plan import Plan, Prediction
+from anabranch.plans.stages import Stage, StageGraph
 from anabranch.profile.profile import OpCost, Profile, Sharded
 from anabranch.weights import POLICIES
 from tests.strategies import clusters, plans, profiles

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from anabranch import launch
 from anabranch.errors import DataError, StageFailedError
-from anabranch.runtime.interrupt import INTERRUPT
+from anabranch.runtime.guards.interrupt import INTERRUPT
 
 pytestmark = pytest.mark.dist
 

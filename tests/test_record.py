@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from anabranch.errors import FileFormatError
-from anabranch.planner.stages import Plan, Prediction, Stage, StageGraph
+from anabranch.plans.plan import Plan, Prediction
+from anabranch.plans.stages import Stage, StageGraph
 from anabranch.record import Run, load_run, save_run
 from anabranch.schedule.schedule import Action
 from anabranch.timeline import Span, Timeline

@@ -9,7 +9,7 @@ import pytest
 from anabranch.errors import InvalidPlanError
 from anabranch.rehearsal import LATE, MOST_TIME_SCALE, Rehearsal, rehearse
 from anabranch.solve import simulate
-from tests.runtime.emulation.models import chain, job, machines
+from tests.emulation.models import chain, job, machines
 
 
 @pytest.mark.dist

@@ -19,7 +19,8 @@ from anabranch.errors import (
     SearchStoppedError,
 )
 from anabranch.graph.opgraph import Op, OpGraph, Value
-from anabranch.planner.stages import Plan, Prediction, Stage, StageGraph
+from anabranch.plans.plan import Plan, Prediction
+from anabranch.plans.stages import Stage, StageGraph
 from anabranch.profile.profile import OpCost, Profile
 from anabranch.schedule import SCHEDULES
 from anabranch.simulator.run import step_seconds

@@ -24,7 +24,7 @@ import torch
 
 from anabranch.cluster import Cluster
 from anabranch.graph.capture import Captured
-from anabranch.planner.stages import Plan, Prediction
+from anabranch.plans.plan import Plan, Prediction
 from anabranch.runtime.asynchronous.fitting import endless
 from anabranch.runtime.asynchronous.pipeline import AsyncPipeline
 from anabranch.runtime.pipeline import Pipeline

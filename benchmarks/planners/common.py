@@ -11,7 +11,7 @@ from typing import Any
 import anabranch
 from anabranch.errors import BudgetError, InfeasiblePlanError
 from anabranch.models import build
-from anabranch.planner.stages import Plan
+from anabranch.plans.plan import Plan
 from anabranch.profile.profile import Profile
 
 PLANNERS = ("graphpipe", "sequential", "pipedream", "dapple", "piper", "data-parallel", "even")

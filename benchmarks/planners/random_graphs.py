@@ -20,9 +20,9 @@ from anabranch.graph.cuts import decompose, is_series_parallel
 from anabranch.graph.opgraph import Op, OpGraph, Parameter, Value
 from anabranch.planner.exhaustive import Exhaustive
 from anabranch.planner.graphpipe import GraphPipe
-from anabranch.planner.partitioner.parts import Part, PartPrices
-from anabranch.planner.partitioner.prices import Prices, degrees
-from anabranch.planner.stages import StageGraph
+from anabranch.planner.toolkit.parts import Part, PartPrices
+from anabranch.planner.toolkit.prices import Prices, degrees
+from anabranch.plans.stages import StageGraph
 from anabranch.profile.profile import OpCost, Profile
 from anabranch.solve import plan
 from benchmarks.planners.common import Row, table

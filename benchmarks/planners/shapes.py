@@ -12,7 +12,7 @@ import time
 
 from anabranch.cluster import Cluster
 from anabranch.graph.opgraph import Op, OpGraph, Parameter, Value
-from anabranch.planner.stages import Plan
+from anabranch.plans.plan import Plan
 from anabranch.profile.profile import OpCost, Profile
 from anabranch.solve import plan
 from benchmarks.planners.common import Row, milliseconds, plan_row, profile_of, table

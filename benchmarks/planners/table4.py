@@ -17,7 +17,7 @@ from anabranch.cluster import Cluster
 from anabranch.cost import CostModel
 from anabranch.errors import InfeasiblePlanError
 from anabranch.planner.dapple import Dapple, latency
-from anabranch.planner.stages import Stage, StageGraph
+from anabranch.plans.stages import Stage, StageGraph
 from anabranch.profile.profile import Profile
 from anabranch.profile.readers import read_profile
 from anabranch.simulator.judge import Judge

@@ -11,7 +11,7 @@ import statistics
 
 import anabranch
 from anabranch.errors import InfeasiblePlanError
-from anabranch.planner.stages import Plan
+from anabranch.plans.plan import Plan
 from anabranch.profile.profile import Profile
 from anabranch.rehearsal import Rehearsal, rehearse
 from benchmarks.planners.common import Row, profile_of, table

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from anabranch.graph.capture import Captured, capture
-from anabranch.planner.stages import Plan, Prediction, Stage, StageGraph
+from anabranch.plans.plan import Plan, Prediction
+from anabranch.plans.stages import Stage, StageGraph
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.runtime.steps import prepare
 from anabranch.schedule import rule_named

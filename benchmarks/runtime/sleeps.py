@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from anabranch.cluster import Cluster
-from anabranch.planner.stages import Plan
+from anabranch.plans.plan import Plan
 from anabranch.schedule import rule_named
 from anabranch.simulator.costs import Route, StageTimes
 from anabranch.simulator.run import step_seconds

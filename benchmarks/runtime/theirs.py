@@ -17,7 +17,7 @@ from torch.distributed.pipelining import (
 )
 
 from anabranch import launch
-from anabranch.planner.stages import Stage, StageGraph
+from anabranch.plans.stages import Stage, StageGraph
 from anabranch.schedule.schedule import Action, Kind, Schedule
 from anabranch.simulator.costs import StageTimes
 from anabranch.simulator.run import step_seconds

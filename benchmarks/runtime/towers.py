@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from anabranch.graph.capture import Captured
-from anabranch.planner.stages import Plan
+from anabranch.plans.plan import Plan
 from benchmarks.planners.common import Row, table
 from benchmarks.runtime import ours, theirs
 from benchmarks.runtime.ops import Wait

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import anabranch
 from anabranch.graph.capture import Captured
 from anabranch.models import build
-from anabranch.planner.stages import Plan
+from anabranch.plans.plan import Plan
 from benchmarks.planners.common import Row, table
 from benchmarks.runtime import ours, theirs
 from benchmarks.runtime.race import Side, Step, medians, race

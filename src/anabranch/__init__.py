@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from anabranch.files import save_profile as save_profile
     from anabranch.graph.capture import capture as capture
     from anabranch.launch import run as run
-    from anabranch.planner.stages import Plan as Plan
+    from anabranch.plans.plan import Plan as Plan
     from anabranch.profile.estimate import estimate as estimate
     from anabranch.profile.measure import measure as measure
     from anabranch.profile.profile import Profile as Profile

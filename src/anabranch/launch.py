@@ -45,13 +45,13 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
 from anabranch.errors import AnabranchError, StageFailedError
-from anabranch.runtime.failure import (
+from anabranch.runtime.guards.failure import (
     POSITION,
     POSITION_INTS,
     Failure,
     describe_position,
 )
-from anabranch.runtime.interrupt import INTERRUPT
+from anabranch.runtime.guards.interrupt import INTERRUPT
 from anabranch.runtime.transport import guarded
 
 if TYPE_CHECKING:
@@ -82,9 +82,9 @@ def run(
         num_ranks: number of processes.
         args: for the function; inherited, not copied.
         timeout: seconds for the whole call; by default there is no limit.
-        on_interrupt: for functions that end early when ``runtime.interrupt`` says so, such as
-            ``train.train``: the first Ctrl-C only tells the ranks, and calls this; the second ends
-            them. By default the first does, with a KeyboardInterrupt.
+        on_interrupt: for functions that end early when ``runtime.guards.interrupt`` says so, such
+            as ``train.train``: the first Ctrl-C only tells the ranks, and calls this; the second
+            ends them. By default the first does, with a KeyboardInterrupt.
 
     Returns:
         What the ranks returned, by rank. Results are pickled on their way back.

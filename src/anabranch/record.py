@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from anabranch.errors import FileFormatError, InvalidScheduleError
 from anabranch.files import load_plan, save_plan
 from anabranch.jsonfile import read_document, write_document
-from anabranch.planner.stages import Plan, Prediction, memory_text
+from anabranch.plans.plan import Plan, Prediction, memory_text
 from anabranch.schedule.schedule import Action
 from anabranch.timeline import Span, Timeline
 

@@ -1,6 +1,6 @@
 """Rehearse a plan on emulated devices: what ``anabranch train --emulate`` does.
 
-Local ranks stand for the devices of the plan (``runtime.emulation``). The first step connects them.
+Local ranks stand for the devices of the plan (``emulation``). The first step connects them.
 Then, unless the caller fixes a time scale, it is doubled until the host keeps up: what a cluster
 moves in a second may take two cores ten.
 """
@@ -13,15 +13,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from anabranch import launch
-from anabranch.asking import bottleneck_s_per_sample
 from anabranch.cluster import Cluster
 from anabranch.cost import CostModel
+from anabranch.emulation import EmulatedPipeline, Emulation
+from anabranch.emulation.emulation import Links
 from anabranch.errors import InvalidPlanError
-from anabranch.planner.stages import Plan, Prediction, StageGraph
+from anabranch.planner_options import bottleneck_s_per_sample
+from anabranch.plans.plan import Plan, Prediction
+from anabranch.plans.stages import StageGraph
 from anabranch.profile.profile import Profile
 from anabranch.record import Run
-from anabranch.runtime.emulation import EmulatedPipeline, Emulation
-from anabranch.runtime.emulation.emulation import Links
 from anabranch.solve import ideal_step_s, simulate
 from anabranch.timeline import Timeline
 

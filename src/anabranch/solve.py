@@ -13,9 +13,6 @@ from typing import Any
 
 import anabranch.planner as planners
 from anabranch import solve_async
-from anabranch.asking import bottleneck_s_per_sample as bottleneck_s_per_sample
-from anabranch.asking import check_arguments, collect, planner_with, uninterrupted
-from anabranch.asking import options_of as options_of
 from anabranch.cluster import Cluster
 from anabranch.cost import CostModel
 from anabranch.errors import (
@@ -26,10 +23,14 @@ from anabranch.errors import (
 )
 from anabranch.graph.opgraph import OpGraph
 from anabranch.planner.base import Improver, Planner
-from anabranch.planner.check import check as check_stages
-from anabranch.planner.check import require
 from anabranch.planner.exhaustive import MOST_DEVICES, MOST_OPERATORS
-from anabranch.planner.stages import Plan, Prediction, StageGraph
+from anabranch.planner_options import bottleneck_s_per_sample as bottleneck_s_per_sample
+from anabranch.planner_options import check_arguments, collect, planner_with, uninterrupted
+from anabranch.planner_options import options_of as options_of
+from anabranch.plans.check import check as check_stages
+from anabranch.plans.check import require
+from anabranch.plans.plan import Plan, Prediction
+from anabranch.plans.stages import StageGraph
 from anabranch.profile.profile import Profile
 from anabranch.schedule import rule_named
 from anabranch.schedule.check import check as check_schedule

@@ -18,10 +18,10 @@ from typing import Any
 
 from anabranch.errors import TrainingError
 from anabranch.graph.capture import Captured
-from anabranch.planner.stages import Plan
+from anabranch.plans.plan import Plan
 from anabranch.record import Run
 from anabranch.runtime.asynchronous.pipeline import AsyncPipeline
-from anabranch.runtime.interrupt import INTERRUPT
+from anabranch.runtime.guards.interrupt import INTERRUPT
 from anabranch.runtime.options import PLAIN
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.runtime.reference import num_samples
@@ -75,8 +75,8 @@ def train(
 ) -> Run:
     """Train this rank's part; call it on every rank.
 
-    Where ``runtime.interrupt`` asks for it, training ends early, behind the same update on every
-    rank: what was learned is saved, but not evaluated.
+    Where ``runtime.guards.interrupt`` asks for it, training ends early, behind the same update on
+    every rank: what was learned is saved, but not evaluated.
 
     Args:
         workload: with data.

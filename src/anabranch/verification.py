@@ -24,7 +24,8 @@ from anabranch import launch
 from anabranch.errors import CaptureError, InfeasiblePlanError, TrainingError
 from anabranch.graph.capture import Captured, capture
 from anabranch.graph.opgraph import OpGraph
-from anabranch.planner.stages import Plan, Prediction, Stage, StageGraph
+from anabranch.plans.plan import Plan, Prediction
+from anabranch.plans.stages import Stage, StageGraph
 from anabranch.runtime import steps
 from anabranch.runtime.compute import is_random
 from anabranch.runtime.pipeline import Pipeline

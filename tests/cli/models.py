@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from anabranch import Workload
-from anabranch.runtime.interrupt import INTERRUPT
+from anabranch.runtime.guards.interrupt import INTERRUPT
 
 
 class Towers(nn.Module):

@@ -18,7 +18,8 @@ from anabranch.cost import CostModel
 from anabranch.errors import BudgetError, InfeasiblePlanError, SearchStoppedError
 from anabranch.files import save_cluster, save_profile
 from anabranch.planner.even import Even
-from anabranch.planner.stages import Plan, Prediction, Stage, StageGraph
+from anabranch.plans.plan import Plan, Prediction
+from anabranch.plans.stages import Stage, StageGraph
 from tests.simulator.helpers import chain, cluster, cost_model
 
 

@@ -8,7 +8,8 @@ import pytest
 
 from anabranch.cli.header import as_run
 from anabranch.errors import InvalidPlanError
-from anabranch.planner.stages import Plan, Prediction, Stage, StageGraph
+from anabranch.plans.plan import Plan, Prediction
+from anabranch.plans.stages import Stage, StageGraph
 from tests.cli.models import towers
 
 STAGES = (

@@ -12,7 +12,8 @@ import typer
 from anabranch.cli.inputs import Source
 from anabranch.cli.options import Preset
 from anabranch.files import load_profile
-from anabranch.planner.stages import Plan, Stage, StageGraph
+from anabranch.plans.plan import Plan
+from anabranch.plans.stages import Stage, StageGraph
 from anabranch.profile.readers import read_profile
 from tests.profile.readers.test_pipedream import node, write
 from tests.shared_profiles import SHARED, needs_shared

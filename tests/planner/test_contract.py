@@ -13,8 +13,8 @@ from anabranch.cost import CostModel
 from anabranch.errors import InfeasiblePlanError
 from anabranch.graph.opgraph import Parameter
 from anabranch.planner import PLANNERS
-from anabranch.planner.check import check
-from anabranch.planner.stages import StageGraph
+from anabranch.plans.check import check
+from anabranch.plans.stages import StageGraph
 from anabranch.profile.profile import Profile
 from tests.planner import shapes
 from tests.planner.helpers import cost_model, sharded

@@ -13,10 +13,10 @@ from anabranch.cluster import Cluster
 from anabranch.cost import CostModel
 from anabranch.errors import BudgetError, InfeasiblePlanError
 from anabranch.graph.cuts import decompose, operators
-from anabranch.planner.check import check
 from anabranch.planner.dapple import Dapple, latency
 from anabranch.planner.sequential import Sequential
-from anabranch.planner.stages import Stage, StageGraph
+from anabranch.plans.check import check
+from anabranch.plans.stages import Stage, StageGraph
 from anabranch.profile.readers import read_profile
 from tests.planner import shapes
 from tests.planner.helpers import cost_model

@@ -11,7 +11,7 @@ from anabranch.cost import CostModel
 from anabranch.graph.opgraph import Op, OpGraph, Parameter, Value
 from anabranch.planner.dapple.links import counts, hop_price, ring_price
 from anabranch.planner.dapple.objective import NOTHING, latency, phases, pivot
-from anabranch.planner.stages import Stage, StageGraph
+from anabranch.plans.stages import Stage, StageGraph
 from anabranch.profile.profile import OpCost, Profile
 
 SECONDS = st.floats(0, 10)

@@ -13,7 +13,6 @@ from anabranch.cost import CostModel
 from anabranch.errors import BudgetError
 from anabranch.graph.cuts import decompose, operators
 from anabranch.graph.opgraph import Op, OpGraph, Parameter, Value
-from anabranch.planner.check import check
 from anabranch.planner.dapple.budget import Budget
 from anabranch.planner.dapple.links import Place
 from anabranch.planner.dapple.objective import latency
@@ -21,7 +20,8 @@ from anabranch.planner.dapple.placement import Machines, Step
 from anabranch.planner.dapple.planner import stage_graph
 from anabranch.planner.dapple.search import Chain, Search
 from anabranch.planner.dapple.tables import Tables, Terms
-from anabranch.planner.stages import StageGraph
+from anabranch.plans.check import check
+from anabranch.plans.stages import StageGraph
 from anabranch.profile.profile import OpCost, Profile
 from tests.planner.helpers import cost_model
 from tests.strategies import planning_profiles

@@ -14,17 +14,17 @@ from anabranch.cluster import Cluster
 from anabranch.cost import CostModel
 from anabranch.errors import InfeasiblePlanError
 from anabranch.graph.opgraph import Op, OpGraph, Value
-from anabranch.planner.check import check
 from anabranch.planner.exhaustive import best_replicas, partitions
 from anabranch.planner.graphpipe import GraphPipe
-from anabranch.planner.partitioner import beside
+from anabranch.planner.partitioner import block_stage as beside
 from anabranch.planner.partitioner.chains import ITEMS, count
 from anabranch.planner.partitioner.ladder import DEARER
-from anabranch.planner.partitioner.parts import Part, PartPrices
 from anabranch.planner.partitioner.search import Search
 from anabranch.planner.partitioner.sharing import Sharing
 from anabranch.planner.sequential import Sequential
-from anabranch.planner.stages import StageGraph
+from anabranch.planner.toolkit.parts import Part, PartPrices
+from anabranch.plans.check import check
+from anabranch.plans.stages import StageGraph
 from anabranch.profile.profile import OpCost, Profile
 from anabranch.simulator.judge import Judge
 from tests.planner import shapes

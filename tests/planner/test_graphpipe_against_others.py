@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from anabranch.cluster import Cluster, Level
 from anabranch.errors import AnabranchError, InfeasiblePlanError
 from anabranch.graph.opgraph import Op, OpGraph, Parameter, Value
-from anabranch.planner.check import check
 from anabranch.planner.graphpipe import GraphPipe
-from anabranch.planner.stages import Plan
+from anabranch.plans.check import check
+from anabranch.plans.plan import Plan
 from anabranch.profile.profile import OpCost, Profile
 from anabranch.solve import compare, plan
 from tests.planner.helpers import cluster, cost_model, sharded

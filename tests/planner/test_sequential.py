@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from anabranch.cluster import Cluster
 from anabranch.cost import CostModel
 from anabranch.errors import InfeasiblePlanError
-from anabranch.planner.check import check
 from anabranch.planner.exhaustive import best_replicas
-from anabranch.planner.partitioner.parts import Part, PartPrices, fits
 from anabranch.planner.partitioner.search import Search
 from anabranch.planner.sequential import Sequential
+from anabranch.planner.toolkit.parts import Part, PartPrices, fits
+from anabranch.plans.check import check
 from anabranch.simulator.judge import Judge
 from anabranch.solve import plan
 from tests.planner import shapes

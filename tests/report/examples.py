@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from xml.etree import ElementTree
 
-from anabranch.planner.stages import Plan, Prediction, Stage, StageGraph
+from anabranch.plans.plan import Plan, Prediction
+from anabranch.plans.stages import Stage, StageGraph
 from anabranch.schedule.schedule import Action
 from anabranch.timeline import Span, Timeline
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from anabranch.planner.stages import Stage, StageGraph
+from anabranch.plans.stages import Stage, StageGraph
 from anabranch.report.arrange import arrange
 from anabranch.report.svg import timeline_svg
 from anabranch.schedule.schedule import Action, Kind

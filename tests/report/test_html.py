@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from anabranch.planner.stages import Stage, StageGraph
+from anabranch.plans.stages import Stage, StageGraph
 from anabranch.report.html import Staleness, page
-from anabranch.report.view import as_json
+from anabranch.report.page_data import as_json
 from tests.report.examples import STEP, TWO_TOWERS, chain, plan, timeline
 from tests.strategies import plans, timelines
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anabranch.planner.stages import Stage, StageGraph
+from anabranch.plans.stages import Stage, StageGraph
 from anabranch.report.names import branches, devices, operators, ranges, shared_prefix
 from tests.report.examples import TWO_TOWERS, chain
 

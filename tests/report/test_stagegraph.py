@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given
 
-from anabranch.planner.stages import Stage, StageGraph
+from anabranch.plans.stages import Stage, StageGraph
 from anabranch.report.svg import stage_graph_svg, timeline_svg
 from anabranch.schedule import SCHEDULES
 from anabranch.simulator.costs import StageTimes

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anabranch.planner.stages import Plan
+from anabranch.plans.plan import Plan
 from anabranch.runtime.options import PLAIN, ComputeOptions
 from anabranch.runtime.steps import Steps, parts_of
 from anabranch.runtime.transport import Hub, LocalTransport

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from anabranch.graph.capture import Captured, capture
-from anabranch.planner.stages import Plan, Prediction, Stage, StageGraph
+from anabranch.plans.plan import Plan, Prediction
+from anabranch.plans.stages import Stage, StageGraph
 from anabranch.runtime.reference import reference
 from anabranch.schedule import SCHEDULES
 from anabranch.workload import Workload

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from anabranch.planner.stages import Plan
+from anabranch.plans.plan import Plan
 from anabranch.runtime.messages import Item, Layout, assemble, channels, gradient_ports
 from anabranch.runtime.steps import parts_of
 from anabranch.schedule import SCHEDULES

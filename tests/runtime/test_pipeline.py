@@ -23,7 +23,7 @@ from anabranch.errors import (
     StageFailedError,
     TrainingError,
 )
-from anabranch.planner.stages import Plan
+from anabranch.plans.plan import Plan
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.verification import verify
 from anabranch.workload import NamedParameters, Workload

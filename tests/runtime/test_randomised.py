@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from anabranch.launch import run
-from anabranch.planner.stages import Plan, Prediction, Stage, StageGraph
+from anabranch.plans.plan import Plan, Prediction
+from anabranch.plans.stages import Stage, StageGraph
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.runtime.reference import reference
 from anabranch.schedule import SCHEDULES

@@ -18,7 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from anabranch.planner.stages import Plan, split_evenly
+from anabranch.plans.plan import Plan
+from anabranch.plans.stages import split_evenly
 from anabranch.runtime.compute import Outcome, is_random, seeded
 from anabranch.runtime.reference import reference
 from anabranch.runtime.steps import Steps, parts_of

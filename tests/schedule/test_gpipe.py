@@ -1,6 +1,6 @@
 """GPipe's order and counts."""
 
-from anabranch.planner.stages import Stage, StageGraph
+from anabranch.plans.stages import Stage, StageGraph
 from anabranch.schedule.gpipe import GPipe
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anabranch.planner.stages import Stage, StageGraph
+from anabranch.plans.stages import Stage, StageGraph
 from anabranch.schedule import SCHEDULES
 from anabranch.schedule.check import check
 from anabranch.schedule.lower import lower

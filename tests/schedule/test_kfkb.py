@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from anabranch.errors import InvalidScheduleError
-from anabranch.planner.stages import Stage, StageGraph
+from anabranch.plans.stages import Stage, StageGraph
 from anabranch.schedule.kfkb import KFKB, in_flight_samples
 
 

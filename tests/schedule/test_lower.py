@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anabranch.graph.opgraph import BATCH, Op, OpGraph, Value
-from anabranch.planner.stages import Stage, StageGraph
+from anabranch.plans.stages import Stage, StageGraph
 from anabranch.schedule import SCHEDULES
 from anabranch.schedule.lower import data_and_gradient_edges, edge_values, lower, messages
 from anabranch.schedule.schedule import Schedule

@@ -3,7 +3,7 @@
 from anabranch.cluster import Cluster, Level
 from anabranch.cost import CostModel
 from anabranch.graph.opgraph import Op, OpGraph, Parameter, Value
-from anabranch.planner.stages import Stage, StageGraph
+from anabranch.plans.stages import Stage, StageGraph
 from anabranch.profile.profile import OpCost, Profile, Sharded
 from anabranch.schedule import SCHEDULES
 from anabranch.simulator.run import run

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anabranch.planner.stages import StageGraph
+from anabranch.plans.stages import StageGraph
 from anabranch.schedule import SCHEDULES
 from anabranch.simulator.bound import least_step_s
 from anabranch.simulator.costs import ModelCosts

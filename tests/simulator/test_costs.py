@@ -4,7 +4,7 @@ import pytest
 
 from anabranch.cost import CostModel
 from anabranch.graph.opgraph import Op, OpGraph, Parameter, Value
-from anabranch.planner.stages import Stage, StageGraph
+from anabranch.plans.stages import Stage, StageGraph
 from anabranch.profile.profile import OpCost, Profile
 from anabranch.simulator.costs import ModelCosts, StageTimes
 from tests.simulator.helpers import chain, cluster, cost_model, stage_graph

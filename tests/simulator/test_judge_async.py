@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from anabranch.errors import InfeasiblePlanError
-from anabranch.planner.stages import Stage, StageGraph
+from anabranch.plans.stages import Stage, StageGraph
 from anabranch.simulator.judge_async import AsyncJudge, microbatch_sizes
 from anabranch.weights import policy_named
 from tests.simulator.helpers import chain, cluster, cost_model, stage_graph

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from anabranch.errors import InvalidScheduleError
-from anabranch.planner.stages import Stage, StageGraph
+from anabranch.plans.stages import Stage, StageGraph
 from anabranch.schedule import SCHEDULES
 from anabranch.schedule.lower import lower
 from anabranch.schedule.schedule import Schedule

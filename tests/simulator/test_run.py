@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anabranch.errors import DeadlockError, InvalidPlanError
-from anabranch.planner.check import stage_bytes
-from anabranch.planner.stages import Stage, StageGraph
+from anabranch.plans.check import stage_bytes
+from anabranch.plans.stages import Stage, StageGraph
 from anabranch.schedule import SCHEDULES
 from anabranch.schedule.check import check
 from anabranch.schedule.lower import lower

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from anabranch.errors import InvalidPlanError
-from anabranch.planner.stages import StageGraph
+from anabranch.plans.stages import StageGraph
 from anabranch.schedule import SCHEDULES
 from anabranch.simulator import stream
 from anabranch.simulator.costs import ModelCosts, StageTimes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from anabranch import solve
 from anabranch.cost import CostModel
-from anabranch.planner.stages import Plan
+from anabranch.plans.plan import Plan
 from tests.simulator.helpers import chain, cluster, cost_model
 
 

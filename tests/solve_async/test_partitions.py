@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from anabranch import solve_async
 from anabranch.cost import CostModel
 from anabranch.errors import InfeasiblePlanError, InvalidPlanError, PolicyError
-from anabranch.planner.check import check
 from anabranch.planner.graphpipe import GraphPipe
 from anabranch.planner.partitions import partitions
 from anabranch.planner.sequential import Sequential
-from anabranch.planner.stages import Stage, StageGraph
+from anabranch.plans.check import check
+from anabranch.plans.stages import Stage, StageGraph
 from anabranch.simulator import stream
 from anabranch.simulator.costs import ModelCosts
 from anabranch.simulator.staleness import versions_of

@@ -10,8 +10,9 @@ from anabranch import planner as planners
 from anabranch import solve, solve_async
 from anabranch.cost import CostModel
 from anabranch.errors import InfeasiblePlanError, PolicyError
-from anabranch.planner.check import stage_bytes
-from anabranch.planner.stages import Plan, StageGraph
+from anabranch.plans.check import stage_bytes
+from anabranch.plans.plan import Plan
+from anabranch.plans.stages import StageGraph
 from anabranch.simulator import stream
 from anabranch.simulator.staleness import staleness
 from anabranch.weights import OPTIMIZERS, POLICIES, OptimizerFacts, policy_named

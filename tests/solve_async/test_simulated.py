@@ -8,7 +8,7 @@ import pytest
 
 from anabranch import solve, solve_async
 from anabranch.errors import InvalidPlanError, PolicyError
-from anabranch.planner.stages import Plan
+from anabranch.plans.plan import Plan
 from anabranch.weights import OPTIMIZERS
 from tests.simulator.helpers import chain, cluster, cost_model
 from tests.solve_async.helpers import asynchronous, on_chain

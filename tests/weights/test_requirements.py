@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from anabranch.errors import PolicyError
-from anabranch.planner.stages import StageGraph
+from anabranch.plans.stages import StageGraph
 from anabranch.weights import (
     OPTIMIZERS,
     POLICIES,

@@ -42,7 +42,7 @@ from anabranch.cli.output import print_json, print_table, progress_of, say, say_
 from anabranch.errors import AnabranchError, BudgetError, InfeasiblePlanError, SearchStoppedError
 
 if TYPE_CHECKING:
-    from anabranch.planner.stages import Plan
+    from anabranch.plans.plan import Plan
 
 Found = Mapping[str, "Plan | AnabranchError"]
 """{planner: its plan, or why there is none}"""

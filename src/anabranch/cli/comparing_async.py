@@ -23,7 +23,7 @@ from anabranch.errors import AnabranchError
 
 if TYPE_CHECKING:
     from anabranch.cluster import Cluster
-    from anabranch.planner.stages import Plan
+    from anabranch.plans.plan import Plan
     from anabranch.profile.profile import Profile
     from anabranch.simulator.staleness import Staleness
     from anabranch.weights import OptimizerFacts

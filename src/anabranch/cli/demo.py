@@ -18,7 +18,7 @@ from anabranch.cli.planning import against
 
 if TYPE_CHECKING:
     from anabranch.cli.job import Job
-    from anabranch.planner.stages import Plan
+    from anabranch.plans.plan import Plan
     from anabranch.record import Run
 
 

@@ -11,7 +11,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from anabranch.planner.stages import Plan, StageGraph
+    from anabranch.plans.plan import Plan
+    from anabranch.plans.stages import StageGraph
     from anabranch.weights import WeightPolicy
     from anabranch.workload import Workload
 

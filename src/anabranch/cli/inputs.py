@@ -17,7 +17,7 @@ from anabranch.errors import AnabranchError, InvalidPlanError
 if TYPE_CHECKING:
     from anabranch.cluster import Cluster
     from anabranch.graph.capture import Captured
-    from anabranch.planner.stages import Plan
+    from anabranch.plans.plan import Plan
     from anabranch.profile.profile import Profile
     from anabranch.weights import OptimizerFacts
     from anabranch.workload import Workload

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from anabranch.cli.beforehand import require_own_devices
 from anabranch.cli.header import as_run
 from anabranch.cli.inputs import Source, powers_of_two, usage
 from anabranch.cli.options import Granularity
 from anabranch.cli.output import TrainingProgress, progress_bar
+from anabranch.cli.preflight import require_own_devices
 from anabranch.errors import AnabranchError
 
 if TYPE_CHECKING:
     from anabranch.graph.capture import Captured
-    from anabranch.planner.stages import Plan
+    from anabranch.plans.plan import Plan
     from anabranch.profile.profile import Profile
     from anabranch.record import Run
     from anabranch.workload import Workload
@@ -119,7 +119,7 @@ class Job:
         """
         from anabranch import launch
         from anabranch.runtime.asynchronous.fitting import in_turns
-        from anabranch.runtime.interrupt import listening
+        from anabranch.runtime.guards.interrupt import listening
         from anabranch.runtime.steps import prepare
         from anabranch.train import train, train_async
 

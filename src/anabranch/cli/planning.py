@@ -54,7 +54,7 @@ from anabranch.errors import SearchStoppedError
 
 if TYPE_CHECKING:
     from anabranch.cluster import Cluster
-    from anabranch.planner.stages import Plan
+    from anabranch.plans.plan import Plan
     from anabranch.profile.profile import Profile
     from anabranch.solve_async import Simulated
     from anabranch.timeline import Timeline
@@ -371,7 +371,7 @@ def _say_simulated(
     report: Path | None,
 ) -> None:
     """The figures of a simulated step or, where there is no flush, of the full pipeline."""
-    from anabranch.planner.stages import headline
+    from anabranch.plans.plan import headline
 
     batch_size = plan.stage_graph.batch_size
     step_s, bubble, peaks = timeline.step_s, timeline.bubble, [*timeline.peak_bytes.values()]

@@ -18,7 +18,7 @@ from anabranch.errors import TrainingError
 
 if TYPE_CHECKING:
     from anabranch.cluster import Cluster
-    from anabranch.planner.stages import Plan
+    from anabranch.plans.plan import Plan
     from anabranch.profile.profile import Profile
     from anabranch.rehearsal import Rehearsal
 

@@ -12,7 +12,7 @@ from anabranch.cli.inputs import note
 from anabranch.cli.output import print_json
 
 if TYPE_CHECKING:
-    from anabranch.planner.stages import Prediction
+    from anabranch.plans.plan import Prediction
     from anabranch.record import Run
 
 
@@ -42,7 +42,7 @@ def _say_result(run: Run) -> None:
 
 
 def _asynchronous_rows(run: Run) -> list[list[str]]:
-    from anabranch.planner.stages import memory_text
+    from anabranch.plans.plan import memory_text
 
     said = _beside(run.predicted)
     rows = [["policy", run.policy]]
@@ -63,7 +63,7 @@ def _asynchronous_rows(run: Run) -> list[list[str]]:
 
 
 def step_rows(run: Run) -> list[list[str]]:
-    from anabranch.planner.stages import NOT_PREDICTED, memory_text
+    from anabranch.plans.plan import NOT_PREDICTED, memory_text
 
     predicted = run.predicted
     rows = [["step", f"{run.median_step_s * 1e3:.2f} ms{_beside(predicted)}"]]
@@ -84,7 +84,7 @@ def step_rows(run: Run) -> list[list[str]]:
 
 def _unweighed(run: Run) -> str:
     """Where the peak is not measured: without a flush, when compiled, in a short run."""
-    from anabranch.planner.stages import NOT_PREDICTED, memory_text
+    from anabranch.plans.plan import NOT_PREDICTED, memory_text
 
     predicted = run.predicted
     if predicted is None or not predicted.device_peak_bytes:
@@ -94,7 +94,7 @@ def _unweighed(run: Run) -> str:
 
 def _beside(predicted: Prediction | None) -> str:
     """What follows a measured time."""
-    from anabranch.planner.stages import NOT_PREDICTED
+    from anabranch.plans.plan import NOT_PREDICTED
 
     if predicted is None:
         return f", {NOT_PREDICTED}"

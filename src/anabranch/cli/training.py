@@ -11,12 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from anabranch.cli.beforehand import (
-    refuse_emulation,
-    refuse_mode,
-    require_runs,
-    require_trainable,
-)
 from anabranch.cli.computing import (
     Accumulate,
     Compile,
@@ -58,6 +52,12 @@ from anabranch.cli.output import (
     say_stopped,
     say_stopping,
 )
+from anabranch.cli.preflight import (
+    refuse_emulation,
+    refuse_mode,
+    require_runs,
+    require_trainable,
+)
 from anabranch.cli.rehearsing import (
     Bandwidth,
     Emulate,
@@ -74,7 +74,7 @@ from anabranch.cli.rehearsing import (
 from anabranch.cli.trained import say_run
 
 if TYPE_CHECKING:
-    from anabranch.planner.stages import Plan
+    from anabranch.plans.plan import Plan
     from anabranch.weights import WeightPolicy
 
 PlanFile = Annotated[

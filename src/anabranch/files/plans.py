@@ -23,7 +23,8 @@ from anabranch.files.fields import (
     save,
 )
 from anabranch.jsonfile import Strict, read_document
-from anabranch.planner.stages import Plan, Prediction, Stage, StageGraph
+from anabranch.plans.plan import Plan, Prediction
+from anabranch.plans.stages import Stage, StageGraph
 from anabranch.schedule import rule_named
 from anabranch.simulator import stream
 

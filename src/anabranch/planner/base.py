@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable
 from typing import ClassVar, Protocol, runtime_checkable
 
 from anabranch.cost import CostModel
-from anabranch.planner.stages import StageGraph
+from anabranch.plans.stages import StageGraph
 
 
 class Planner(Protocol):
     """Proposes stage graphs for a model on a cluster, best first by its own objective.
 
-    A proposal uses every device of ``cost.cluster``, passes ``planner.check`` and leaves
+    A proposal uses every device of ``cost.cluster``, passes ``plans.check`` and leaves
     ``in_flight`` to the schedule. ``anabranch.solve.plan`` schedules and simulates the proposals
     and keeps the best. Being a function of its arguments alone, a planner proposes the same list
     each time.

@@ -14,12 +14,12 @@ from typing import ClassVar
 from anabranch.cluster import GIB
 from anabranch.cost import CostModel
 from anabranch.errors import InfeasiblePlanError
-from anabranch.planner.infeasible import require_sizes
-from anabranch.planner.partitioner.assemble import Assembler, Candidate
-from anabranch.planner.partitioner.parts import Facts, Part, PartPrices
-from anabranch.planner.partitioner.prices import Prices, microbatch_sizes
-from anabranch.planner.slices import priced
-from anabranch.planner.stages import StageGraph
+from anabranch.planner.toolkit.assemble import Assembler, Candidate
+from anabranch.planner.toolkit.infeasible import require_sizes
+from anabranch.planner.toolkit.parts import Facts, Part, PartPrices
+from anabranch.planner.toolkit.prices import Prices, microbatch_sizes
+from anabranch.plans.slices import priced
+from anabranch.plans.stages import StageGraph
 
 
 @dataclass(frozen=True)

@@ -16,14 +16,14 @@ from anabranch.cost import CostModel
 from anabranch.errors import InfeasiblePlanError
 from anabranch.graph.cuts import decompose, operators
 from anabranch.planner.base import require_options
-from anabranch.planner.infeasible import explain, require_sizes
-from anabranch.planner.partitioner.assemble import Assembler, Candidate
 from anabranch.planner.partitioner.chains import line
-from anabranch.planner.partitioner.parts import Part, PartPrices
-from anabranch.planner.partitioner.prices import Prices, degrees, microbatch_sizes
 from anabranch.planner.partitioner.search import Problem
-from anabranch.planner.slices import priced
-from anabranch.planner.stages import StageGraph
+from anabranch.planner.toolkit.assemble import Assembler, Candidate
+from anabranch.planner.toolkit.infeasible import explain, require_sizes
+from anabranch.planner.toolkit.parts import Part, PartPrices
+from anabranch.planner.toolkit.prices import Prices, degrees, microbatch_sizes
+from anabranch.plans.slices import priced
+from anabranch.plans.stages import StageGraph
 
 
 @dataclass(frozen=True)

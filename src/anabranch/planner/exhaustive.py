@@ -21,14 +21,14 @@ from anabranch.cost import CostModel
 from anabranch.errors import BudgetError
 from anabranch.graph.cuts import decompose, operators
 from anabranch.planner.base import require_options
-from anabranch.planner.infeasible import explain, require_sizes
-from anabranch.planner.partitioner.assemble import Candidate
 from anabranch.planner.partitioner.chains import build
-from anabranch.planner.partitioner.parts import Part, PartPrices, edges, heights
-from anabranch.planner.partitioner.prices import microbatch_sizes
 from anabranch.planner.partitioner.problem import Problem
 from anabranch.planner.partitions import partitions as partitions
-from anabranch.planner.stages import StageGraph
+from anabranch.planner.toolkit.assemble import Candidate
+from anabranch.planner.toolkit.infeasible import explain, require_sizes
+from anabranch.planner.toolkit.parts import Part, PartPrices, edges, heights
+from anabranch.planner.toolkit.prices import microbatch_sizes
+from anabranch.plans.stages import StageGraph
 
 MOST_OPERATORS = 8
 MOST_DEVICES = 64

@@ -52,21 +52,21 @@ from anabranch.cost import CostModel
 from anabranch.graph.cuts import decompose, operators
 from anabranch.planner.base import require_options
 from anabranch.planner.data_parallel import data_parallel
-from anabranch.planner.infeasible import explain, require_sizes
-from anabranch.planner.partitioner.assemble import Candidate
 from anabranch.planner.partitioner.chains import build
 from anabranch.planner.partitioner.configured.candidates import configured
 from anabranch.planner.partitioner.elsewhere import in_turn
 from anabranch.planner.partitioner.exact.candidates import with_exact
-from anabranch.planner.partitioner.parts import Part
 from anabranch.planner.partitioner.polish.polisher import Polisher
-from anabranch.planner.partitioner.prices import microbatch_sizes
 from anabranch.planner.partitioner.problem import Problem
 from anabranch.planner.partitioner.search import best, in_a_row
 from anabranch.planner.partitioner.shorts import MOST_OPERATORS, shorts
 from anabranch.planner.partitioner.tiny import tiny
 from anabranch.planner.sequential import Sequential
-from anabranch.planner.stages import StageGraph
+from anabranch.planner.toolkit.assemble import Candidate
+from anabranch.planner.toolkit.infeasible import explain, require_sizes
+from anabranch.planner.toolkit.parts import Part
+from anabranch.planner.toolkit.prices import microbatch_sizes
+from anabranch.plans.stages import StageGraph
 
 
 @dataclass(frozen=True)

@@ -25,14 +25,14 @@ from anabranch.cost import CostModel
 from anabranch.graph.cuts import decompose, operators
 from anabranch.planner.base import require_options
 from anabranch.planner.data_parallel import data_parallel
-from anabranch.planner.infeasible import explain, require_sizes
-from anabranch.planner.partitioner.assemble import Candidate
 from anabranch.planner.partitioner.chains import line
 from anabranch.planner.partitioner.polish.polisher import Polisher
-from anabranch.planner.partitioner.prices import microbatch_sizes
 from anabranch.planner.partitioner.problem import Problem
 from anabranch.planner.partitioner.search import THOROUGH, Search, best
-from anabranch.planner.stages import StageGraph
+from anabranch.planner.toolkit.assemble import Candidate
+from anabranch.planner.toolkit.infeasible import explain, require_sizes
+from anabranch.planner.toolkit.prices import microbatch_sizes
+from anabranch.plans.stages import StageGraph
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from anabranch.planner.stages import StageGraph
+from anabranch.plans.stages import StageGraph
 from anabranch.report import lanes, names
 from anabranch.report.theme import text_width
 from anabranch.timeline import Timeline

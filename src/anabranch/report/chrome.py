@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from anabranch.planner.stages import StageGraph
+from anabranch.plans.stages import StageGraph
 from anabranch.report import lanes, names
 from anabranch.schedule.schedule import Action
 from anabranch.timeline import Span, Timeline

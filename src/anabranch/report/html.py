@@ -11,8 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 
-from anabranch.planner.stages import NOT_PREDICTED, Plan, StageGraph
-from anabranch.report import arrange, charts, gantt, lanes, names, stagegraph, view
+from anabranch.plans.plan import NOT_PREDICTED, Plan
+from anabranch.plans.stages import StageGraph
+from anabranch.report import arrange, charts, gantt, lanes, names, stagegraph
+from anabranch.report import page_data as view
 from anabranch.report.theme import (
     DARK,
     FONT,

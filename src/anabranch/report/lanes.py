@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from anabranch.planner.stages import StageGraph
+from anabranch.plans.stages import StageGraph
 from anabranch.report.names import branches
 from anabranch.schedule.schedule import Kind
 from anabranch.timeline import Span, Timeline

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
-from anabranch.planner.stages import Plan, Stage, StageGraph
+from anabranch.plans.plan import Plan
+from anabranch.plans.stages import Stage, StageGraph
 from anabranch.report import names
 from anabranch.report.layered import layered
 from anabranch.report.theme import Drawing, escape, num, rect, shorten, text

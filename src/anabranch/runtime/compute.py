@@ -25,12 +25,12 @@ import torch
 from torch import Tensor, nn
 
 from anabranch.graph.split import Port
-from anabranch.planner.stages import StageGraph
+from anabranch.plans.stages import StageGraph
 from anabranch.runtime.messages import Layout, gradient_ports
-from anabranch.runtime.offload import Offload
-from anabranch.runtime.precision import LossScale
+from anabranch.runtime.numerics.offload import Offload
+from anabranch.runtime.numerics.precision import LossScale
+from anabranch.runtime.numerics.random_streams import step_key
 from anabranch.runtime.prepared import Prepared, Runnable, is_random
-from anabranch.runtime.streams import step_key
 
 __all__ = ["Compute", "Key", "Outcome", "StageCompute", "is_random", "seeded", "unchanged_buffers"]
 

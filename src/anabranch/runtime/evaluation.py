@@ -9,9 +9,9 @@ import torch
 
 from anabranch.errors import DataError
 from anabranch.graph.capture import Captured
-from anabranch.planner.stages import Plan
-from anabranch.runtime.failure import POSITION
+from anabranch.plans.plan import Plan
 from anabranch.runtime.feed import leaves_of, samples_of
+from anabranch.runtime.guards.failure import POSITION
 from anabranch.runtime.mesh import Mesh
 from anabranch.runtime.options import PLAIN, ComputeOptions
 from anabranch.runtime.steps import Steps, evaluation_parts

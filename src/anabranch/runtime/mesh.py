@@ -21,8 +21,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from anabranch.errors import InvalidPlanError, StageFailedError
-from anabranch.planner.stages import StageGraph
-from anabranch.runtime.failure import Failure, PeerLostError
+from anabranch.plans.stages import StageGraph
+from anabranch.runtime.guards.failure import Failure, PeerLostError
 from anabranch.runtime.transport import (
     Channel,
     HostTransport,

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from anabranch.graph.opgraph import OpGraph
 from anabranch.graph.split import Port, StageProgram
-from anabranch.planner.stages import StageGraph
+from anabranch.plans.stages import StageGraph
 from anabranch.runtime.transport import Channel
 from anabranch.schedule.lower import messages
 from anabranch.schedule.schedule import Action, Kind

@@ -32,17 +32,17 @@ from torch import Tensor
 
 from anabranch.errors import DataError, NonFiniteError, TrainingError
 from anabranch.graph.capture import Captured
-from anabranch.planner.stages import Plan
+from anabranch.plans.plan import Plan
 from anabranch.runtime.compute import Outcome
-from anabranch.runtime.failure import POSITION
+from anabranch.runtime.data_parallel.updates import Updates
 from anabranch.runtime.feed import leaves_of, samples_of
-from anabranch.runtime.joined import Joined
+from anabranch.runtime.guards.failure import POSITION
 from anabranch.runtime.memory import Gauge
-from anabranch.runtime.nonfinite import Ran, Trace
+from anabranch.runtime.numerics.nonfinite import Ran, Trace
 from anabranch.runtime.options import PLAIN, ComputeOptions
 from anabranch.runtime.recording import gather_timeline
+from anabranch.runtime.session import Joined
 from anabranch.runtime.tally import Tally
-from anabranch.runtime.updates import Updates
 from anabranch.runtime.worker import Worker
 from anabranch.timeline import Timeline
 from anabranch.workload import Batch, Workload

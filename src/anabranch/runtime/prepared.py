@@ -23,9 +23,9 @@ from torch._dynamo.exc import TorchDynamoException
 from anabranch.errors import TrainingError
 from anabranch.graph.capture import Captured
 from anabranch.graph.split import Split, StageProgram
-from anabranch.runtime.dropout import BySample, draws
+from anabranch.runtime.numerics.dropout import BySample, draws
+from anabranch.runtime.numerics.precision import autocast, value_types
 from anabranch.runtime.options import ComputeOptions
-from anabranch.runtime.precision import autocast, value_types
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from anabranch import checkpoint as disk
 from anabranch.errors import FileFormatError, TrainingError
-from anabranch.runtime.gradients import Holders, same_start, share_first
+from anabranch.runtime.data_parallel.gradients import Holders, same_start, share_first
 from anabranch.runtime.mesh import Mesh
 from anabranch.workload import Workload
 

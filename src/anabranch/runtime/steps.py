@@ -14,12 +14,13 @@ import torch
 from anabranch.errors import InvalidPlanError
 from anabranch.graph.capture import Captured, capture
 from anabranch.graph.split import Split, split, stages_like
-from anabranch.planner.stages import Plan, StageGraph, split_evenly
+from anabranch.plans.plan import Plan
+from anabranch.plans.stages import StageGraph, split_evenly
 from anabranch.runtime.compute import StageCompute
 from anabranch.runtime.mesh import Mesh, require_whole_replicas
 from anabranch.runtime.messages import Layout
+from anabranch.runtime.numerics.precision import LossScale
 from anabranch.runtime.options import PLAIN, ComputeOptions
-from anabranch.runtime.precision import LossScale
 from anabranch.runtime.prepared import Prepared
 from anabranch.runtime.transport import Transport
 from anabranch.runtime.worker import Worker

@@ -14,7 +14,7 @@ import torch
 
 from anabranch.errors import NonFiniteError
 from anabranch.runtime.compute import Outcome
-from anabranch.runtime.interrupt import INTERRUPT
+from anabranch.runtime.guards.interrupt import INTERRUPT
 from anabranch.runtime.mesh import Mesh
 
 

@@ -28,9 +28,9 @@ import torch
 from torch import Tensor
 
 from anabranch.graph.split import Port
-from anabranch.planner.stages import StageGraph
+from anabranch.plans.stages import StageGraph
 from anabranch.runtime.compute import Compute, Key, Outcome
-from anabranch.runtime.failure import POSITION
+from anabranch.runtime.guards.failure import POSITION
 from anabranch.runtime.messages import TOKEN, Item, Layout, assemble
 from anabranch.runtime.transport import Receipt, Spec, Transport
 from anabranch.schedule.lower import overlaps

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from anabranch.planner.stages import StageGraph
+from anabranch.plans.stages import StageGraph
 from anabranch.schedule.schedule import Schedule
 
 

@@ -24,7 +24,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
 from anabranch.errors import DeadlockError, InvalidScheduleError
-from anabranch.planner.stages import StageGraph
+from anabranch.plans.stages import StageGraph
 from anabranch.schedule.lower import lower, messages
 from anabranch.schedule.schedule import Action, Kind, Schedule
 

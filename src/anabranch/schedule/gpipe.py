@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from anabranch.planner.stages import StageGraph
+from anabranch.plans.stages import StageGraph
 from anabranch.schedule.kfkb import alternate, per_device, require_in_flight
 from anabranch.schedule.schedule import Schedule
 

@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from anabranch.errors import InvalidScheduleError
-from anabranch.planner.stages import StageGraph
+from anabranch.plans.stages import StageGraph
 from anabranch.schedule.lower import overlaps
 from anabranch.schedule.schedule import Action, Kind
 

@@ -20,8 +20,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from anabranch.errors import InvalidScheduleError
-from anabranch.planner.inflight import in_flight_samples
-from anabranch.planner.stages import StageGraph
+from anabranch.plans.in_flight import in_flight_samples
+from anabranch.plans.stages import StageGraph
 from anabranch.schedule.interleave import interleave
 from anabranch.schedule.schedule import Action, Kind, Schedule
 

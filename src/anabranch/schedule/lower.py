@@ -32,7 +32,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from anabranch.graph.opgraph import BATCH, OpGraph
-from anabranch.planner.stages import Stage, StageGraph, split_evenly
+from anabranch.plans.stages import Stage, StageGraph, split_evenly
 from anabranch.schedule.schedule import Action, Kind, Schedule
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from anabranch.planner.stages import StageGraph, split_evenly
+from anabranch.plans.stages import StageGraph, split_evenly
 from anabranch.simulator.costs import ModelCosts
 
 

@@ -17,8 +17,8 @@ from typing import NamedTuple, Protocol
 from anabranch.cluster import Cluster
 from anabranch.cost import CostModel
 from anabranch.errors import InvalidPlanError
-from anabranch.planner.rings import Holder, rings
-from anabranch.planner.stages import StageGraph
+from anabranch.plans.rings import Holder, rings
+from anabranch.plans.stages import StageGraph
 from anabranch.schedule.lower import data_and_gradient_edges, edge_values
 
 Edges = frozenset[tuple[int, int]]
@@ -182,7 +182,7 @@ class ModelCosts:
         """One per set of stages that read the same parameters: replicas, and holders of tied
         parameters.
 
-        ``planner.rings`` says over which devices.
+        ``plans.rings`` says over which devices.
         """
         return self._all_reduces
 

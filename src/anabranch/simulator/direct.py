@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import NamedTuple
 
-from anabranch.planner.stages import StageGraph
+from anabranch.plans.stages import StageGraph
 from anabranch.schedule.lower import device_pairs, pattern_of
 from anabranch.schedule.schedule import Action, Kind, Schedule
 from anabranch.simulator.costs import Edges, StepCosts

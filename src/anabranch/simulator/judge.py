@@ -19,8 +19,8 @@ from dataclasses import dataclass, replace
 from anabranch.cluster import GIB
 from anabranch.cost import CostModel
 from anabranch.errors import InfeasiblePlanError, ProfileError
-from anabranch.planner.check import stage_bytes
-from anabranch.planner.stages import StageGraph
+from anabranch.plans.check import stage_bytes
+from anabranch.plans.stages import StageGraph
 from anabranch.schedule import rule_named
 from anabranch.schedule.kfkb import KFKB
 from anabranch.schedule.schedule import Schedule

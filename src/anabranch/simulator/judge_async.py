@@ -19,8 +19,8 @@ from dataclasses import dataclass, replace
 from anabranch.cluster import GIB
 from anabranch.cost import CostModel
 from anabranch.errors import InfeasiblePlanError, InvalidPlanError, PolicyError, ProfileError
-from anabranch.planner.check import stage_bytes
-from anabranch.planner.stages import StageGraph
+from anabranch.plans.check import stage_bytes
+from anabranch.plans.stages import StageGraph
 from anabranch.simulator import stream
 from anabranch.simulator.costs import ModelCosts
 from anabranch.simulator.staleness import versions_of

@@ -28,7 +28,7 @@ from operator import attrgetter
 
 from anabranch.cost import CostModel
 from anabranch.errors import DeadlockError
-from anabranch.planner.stages import StageGraph
+from anabranch.plans.stages import StageGraph
 from anabranch.schedule.check import describe_deadlock
 from anabranch.schedule.lower import lower
 from anabranch.schedule.schedule import Schedule

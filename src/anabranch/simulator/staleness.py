@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-from anabranch.planner.stages import StageGraph
+from anabranch.plans.stages import StageGraph
 from anabranch.simulator.stream import units_held
 from anabranch.weights import Unit, WeightPolicy, versions_held
 from anabranch.weights.requirements import require_fits

@@ -32,7 +32,7 @@ from operator import attrgetter
 import numpy as np
 
 from anabranch.errors import InvalidPlanError
-from anabranch.planner.stages import StageGraph
+from anabranch.plans.stages import StageGraph
 from anabranch.schedule.kfkb import KFKB
 from anabranch.schedule.lower import lower
 from anabranch.schedule.schedule import Kind, Schedule

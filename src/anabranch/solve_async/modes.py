@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from anabranch.cost import CostModel
-from anabranch.planner.check import stage_bytes
-from anabranch.planner.stages import StageGraph
+from anabranch.plans.check import stage_bytes
+from anabranch.plans.stages import StageGraph
 from anabranch.weights import OptimizerFacts, policy_named
 from anabranch.weights.requirements import recommend
 

@@ -26,14 +26,14 @@ from itertools import accumulate
 from anabranch.cost import CostModel
 from anabranch.errors import InvalidPlanError, PolicyError
 from anabranch.graph.opgraph import OpGraph, bits
-from anabranch.planner.check import stage_bytes
 from anabranch.planner.partitions import partitions
-from anabranch.planner.slices import priced
-from anabranch.planner.stages import Stage, StageGraph
+from anabranch.plans.check import stage_bytes
+from anabranch.plans.slices import priced
+from anabranch.plans.stages import Stage, StageGraph
 from anabranch.profile.profile import Profile
 from anabranch.simulator import stream
 from anabranch.simulator.staleness import versions_of
-from anabranch.solve_async.together import Together, gather, in_order
+from anabranch.solve_async.contract_tied import Together, gather, in_order
 from anabranch.weights import WeightPolicy
 
 MOST_OPERATORS = 8

@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
-from anabranch.asking import collect
 from anabranch.cost import CostModel
 from anabranch.errors import InfeasiblePlanError
 from anabranch.planner.base import Improver, Planner
-from anabranch.planner.stages import Stage, StageGraph
+from anabranch.planner_options import collect
+from anabranch.plans.stages import Stage, StageGraph
 from anabranch.simulator import stream
 from anabranch.simulator.staleness import versions_of
 from anabranch.weights import WeightPolicy

@@ -10,12 +10,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from anabranch.asking import (
-    bottleneck_s_per_sample,
-    check_arguments,
-    planner_with,
-    uninterrupted,
-)
 from anabranch.cluster import Cluster
 from anabranch.cost import CostModel
 from anabranch.errors import (
@@ -24,16 +18,23 @@ from anabranch.errors import (
     PolicyError,
     SearchStoppedError,
 )
-from anabranch.planner.check import require
 from anabranch.planner.exhaustive import Exhaustive
 from anabranch.planner.graphpipe import GraphPipe
-from anabranch.planner.stages import Plan, Prediction, StageGraph
+from anabranch.planner_options import (
+    bottleneck_s_per_sample,
+    check_arguments,
+    planner_with,
+    uninterrupted,
+)
+from anabranch.plans.check import require
+from anabranch.plans.plan import Plan, Prediction
+from anabranch.plans.stages import StageGraph
 from anabranch.profile.profile import Profile
 from anabranch.simulator.judge_async import AsyncCandidate, AsyncJudge, microbatch_sizes
+from anabranch.solve_async.contract_tied import Together, untied
 from anabranch.solve_async.modes import SCHEDULE, check_mode, recommended
 from anabranch.solve_async.partitions import Partitions, brought_down
 from anabranch.solve_async.proposals import Demand, Proposals, demands
-from anabranch.solve_async.together import Together, untied
 from anabranch.weights import (
     POLICIES,
     OptimizerFacts,
@@ -54,7 +55,7 @@ class _Search:
     """One model on one cluster: what all policies have in common.
 
     The operators that are searched are those of the model with tied ones as one
-    (``solve_async.together``).
+    (``solve_async.contract_tied``).
     """
 
     together: Together

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from anabranch.asking import bottleneck_s_per_sample
 from anabranch.cluster import Cluster
 from anabranch.cost import CostModel
 from anabranch.errors import (
@@ -14,8 +13,10 @@ from anabranch.errors import (
     InvalidScheduleError,
     PolicyError,
 )
-from anabranch.planner.check import check as check_stages
-from anabranch.planner.stages import Plan, Prediction, StageGraph
+from anabranch.planner_options import bottleneck_s_per_sample
+from anabranch.plans.check import check as check_stages
+from anabranch.plans.plan import Plan, Prediction
+from anabranch.plans.stages import StageGraph
 from anabranch.profile.profile import Profile
 from anabranch.schedule.check import check as check_schedule
 from anabranch.schedule.kfkb import KFKB

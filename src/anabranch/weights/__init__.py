@@ -7,7 +7,6 @@ from dataclasses import fields, replace
 from typing import Any
 
 from anabranch.errors import PolicyError
-from anabranch.weights.alive import Alive, keeps, predicts, units_in_flight, versions_held
 from anabranch.weights.base import Reading, Unit, WeightPolicy
 from anabranch.weights.drawing import draw
 from anabranch.weights.optimizers import OPTIMIZERS, OptimizerFacts
@@ -26,6 +25,7 @@ from anabranch.weights.requirements import (
     require_fits,
     require_optimizer,
 )
+from anabranch.weights.version_tracker import Alive, keeps, predicts, units_in_flight, versions_held
 
 __all__ = [
     "OPTIMIZERS",

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from anabranch.planner.stages import StageGraph
+from anabranch.plans.stages import StageGraph
 from anabranch.schedule.kfkb import alternate
 from anabranch.schedule.schedule import Kind
-from anabranch.weights.alive import Alive, units_in_flight, versions_held
 from anabranch.weights.base import Reading, WeightPolicy
+from anabranch.weights.version_tracker import Alive, units_in_flight, versions_held
 
 
 def draw(policy: WeightPolicy, graph: StageGraph, count: int, *, microbatches: int = 1) -> str:

@@ -9,11 +9,11 @@ import warnings
 from collections.abc import Sequence
 
 from anabranch.errors import PolicyError
-from anabranch.planner.stages import StageGraph
-from anabranch.weights.alive import predicts
+from anabranch.plans.stages import StageGraph
 from anabranch.weights.base import WeightPolicy
 from anabranch.weights.optimizers import OptimizerFacts
 from anabranch.weights.policies import SpecTrain, VerticalSync
+from anabranch.weights.version_tracker import predicts
 
 SHALLOW = 4
 """Up to this depth PipeOptim comes close to synchronous training; beyond, its backward, which reads

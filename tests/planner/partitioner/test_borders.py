@@ -12,8 +12,8 @@ from anabranch.cost import CostModel
 from anabranch.graph.cuts import decompose, operators
 from anabranch.graph.opgraph import Op, OpGraph, Value
 from anabranch.planner.partitioner.borders import moved
-from anabranch.planner.partitioner.parts import Part, PartPrices, edges
-from anabranch.planner.partitioner.prices import Prices
+from anabranch.planner.toolkit.parts import Part, PartPrices, edges
+from anabranch.planner.toolkit.prices import Prices
 from anabranch.profile.profile import OpCost, Profile
 from tests.planner.helpers import cost_model
 from tests.strategies import planning_profiles

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from anabranch.planner.partitioner.elsewhere import elsewhere, in_turn
-from anabranch.planner.partitioner.parts import Part
+from anabranch.planner.toolkit.parts import Part
 from tests.planner.helpers import cluster, cost_model
 from tests.planner.partitioner.test_polish import chain, stages
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anabranch.planner.partitioner.fill import Choice, exactly
-from anabranch.planner.partitioner.parts import Part
+from anabranch.planner.toolkit.parts import Part
 from tests.planner.partitioner.test_assemble import assembler, stages
 
 CHOICES = st.lists(

@@ -12,14 +12,14 @@ from anabranch.errors import InfeasiblePlanError
 from anabranch.graph.cuts import decompose, operators
 from anabranch.graph.opgraph import Op, OpGraph, Parameter, Value
 from anabranch.planner import PLANNERS
-from anabranch.planner.check import check
-from anabranch.planner.partitioner.assemble import Assembler
-from anabranch.planner.partitioner.parts import Part, PartPrices
 from anabranch.planner.partitioner.polish.operators import slides
+from anabranch.planner.partitioner.polish.plan_view import Spot
 from anabranch.planner.partitioner.polish.polisher import Polisher
-from anabranch.planner.partitioner.polish.spot import Spot
-from anabranch.planner.partitioner.prices import Prices
-from anabranch.planner.stages import Stage, StageGraph
+from anabranch.planner.toolkit.assemble import Assembler
+from anabranch.planner.toolkit.parts import Part, PartPrices
+from anabranch.planner.toolkit.prices import Prices
+from anabranch.plans.check import check
+from anabranch.plans.stages import Stage, StageGraph
 from anabranch.profile.profile import OpCost, Profile
 from tests.planner.helpers import cluster, cost_model
 from tests.strategies import planning_profiles

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from anabranch.planner.exhaustive import partitions
 from anabranch.planner.graphpipe import GraphPipe
-from anabranch.planner.partitioner.parts import Part, PartPrices, edges, heights
-from anabranch.planner.partitioner.prices import Bound
 from anabranch.planner.partitioner.ranges import INFINITE
 from anabranch.planner.partitioner.reach import Reach
+from anabranch.planner.toolkit.parts import Part, PartPrices, edges, heights
+from anabranch.planner.toolkit.prices import Bound
 from tests.planner.helpers import cost_model, expressible
 from tests.strategies import planning_profiles
 

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from anabranch.planner.check import check
 from anabranch.planner.graphpipe import GraphPipe
 from anabranch.planner.partitioner.shorts import shorts
 from anabranch.planner.partitioner.tiny import tiny
 from anabranch.planner.partitions import partitions
+from anabranch.plans.check import check
 from tests.planner.helpers import cost_model
 from tests.planner.partitioner.test_polish import chain
 from tests.strategies import planning_profiles

@@ -11,9 +11,9 @@ from anabranch.cluster import Cluster, Level
 from anabranch.cost import CostModel
 from anabranch.graph.opgraph import BATCH, bits
 from anabranch.planner.downsets import prefixes
-from anabranch.planner.partitioner.prices import Prices
 from anabranch.planner.pipedream.spans import Spans
 from anabranch.planner.pipedream.terms import Piece, Terms, tiers
+from anabranch.planner.toolkit.prices import Prices
 from anabranch.profile.profile import Profile
 
 INFINITE = math.inf

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from anabranch.graph.opgraph import Op, OpGraph, Parameter, Value
-from anabranch.planner.partitioner.parts import Part, PartPrices, fits
 from anabranch.planner.pipedream import memory, recurrence
 from anabranch.planner.pipedream.terms import Meter, Terms, stages
+from anabranch.planner.toolkit.parts import Part, PartPrices, fits
 from anabranch.profile.profile import OpCost, Profile
 from tests.planner.pipedream.reference import Reference, nodes, terms_for
 from tests.strategies import planning_profiles

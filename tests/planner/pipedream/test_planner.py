@@ -13,10 +13,10 @@ from anabranch.cost import CostModel
 from anabranch.errors import BudgetError, InfeasiblePlanError
 from anabranch.graph.cuts import decompose, operators
 from anabranch.graph.opgraph import Op, OpGraph, Parameter, Value
-from anabranch.planner.check import check
-from anabranch.planner.partitioner.parts import Part, PartPrices, fits
-from anabranch.planner.partitioner.prices import Prices
 from anabranch.planner.pipedream import PipeDream
+from anabranch.planner.toolkit.parts import Part, PartPrices, fits
+from anabranch.planner.toolkit.prices import Prices
+from anabranch.plans.check import check
 from anabranch.profile.profile import OpCost, Profile
 from tests.planner import shapes
 from tests.planner.helpers import cluster, cost_model

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from anabranch.cost import CostModel
 from anabranch.graph.opgraph import BATCH, Op, OpGraph, Value, bits
 from anabranch.planner.downsets import downsets
-from anabranch.planner.partitioner.prices import Prices
 from anabranch.planner.piper.prices import Choice
+from anabranch.planner.toolkit.prices import Prices
 from anabranch.profile.profile import OpCost, Profile, Sharded
 from tests.strategies import planning_profiles
 

@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 
 from anabranch.cost import CostModel
 from anabranch.graph.opgraph import Op, OpGraph, Value, bits
-from anabranch.planner.partitioner.prices import Prices
 from anabranch.planner.piper.planner import least
 from anabranch.planner.piper.prices import Choice, StagePrices
 from anabranch.planner.piper.search import ROUNDING, Found
 from anabranch.planner.piper.states import Pairs, Space, States
+from anabranch.planner.toolkit.prices import Prices
 from anabranch.profile.profile import OpCost, Profile
 from tests.planner.helpers import cluster, cost_model
 from tests.planner.piper.reference import Reference, rich_profiles, row

@@ -13,11 +13,11 @@ from anabranch.cluster import Cluster
 from anabranch.cost import CostModel
 from anabranch.errors import BudgetError, InfeasiblePlanError
 from anabranch.graph.opgraph import Op, OpGraph, Value
-from anabranch.planner.check import check
 from anabranch.planner.piper import Piper
 from anabranch.planner.piper.assemble import inside_nodes
 from anabranch.planner.piper.prices import Choice
-from anabranch.planner.stages import Stage, StageGraph
+from anabranch.plans.check import check
+from anabranch.plans.stages import Stage, StageGraph
 from anabranch.profile.profile import OpCost, Profile, Sharded
 from anabranch.profile.readers import read_profile
 from tests.planner import shapes

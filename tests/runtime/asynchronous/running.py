@@ -12,7 +12,8 @@ from torch import Tensor
 
 from anabranch import launch
 from anabranch.errors import NonFiniteError
-from anabranch.planner.stages import Plan, Prediction, Stage, StageGraph
+from anabranch.plans.plan import Plan, Prediction
+from anabranch.plans.stages import Stage, StageGraph
 from anabranch.runtime.asynchronous.fitting import endless
 from anabranch.runtime.asynchronous.pipeline import AsyncPipeline
 from anabranch.workload import Batch

@@ -28,7 +28,7 @@ from anabranch.errors import (
     StageFailedError,
     TrainingError,
 )
-from anabranch.planner.stages import Plan
+from anabranch.plans.plan import Plan
 from anabranch.runtime.asynchronous.fitting import endless
 from anabranch.runtime.asynchronous.pipeline import AsyncPipeline
 from anabranch.runtime.asynchronous.replay import Replay

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anabranch.errors import InvalidScheduleError
-from anabranch.planner.stages import Stage, StageGraph
+from anabranch.plans.stages import Stage, StageGraph
 from anabranch.runtime.asynchronous.rounds import Rounds
 from anabranch.runtime.messages import channels
 from anabranch.schedule.kfkb import KFKB

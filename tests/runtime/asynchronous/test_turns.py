@@ -22,7 +22,7 @@ from anabranch.errors import (
     PolicyError,
     StageFailedError,
 )
-from anabranch.planner.stages import Plan, Prediction
+from anabranch.plans.plan import Plan, Prediction
 from anabranch.runtime.asynchronous import stream as module
 from anabranch.runtime.asynchronous.fitting import in_turns
 from anabranch.runtime.asynchronous.memory import budgeted

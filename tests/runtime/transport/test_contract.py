@@ -12,7 +12,7 @@ import torch
 
 from anabranch import launch
 from anabranch.errors import StageFailedError
-from anabranch.runtime.failure import PeerLostError
+from anabranch.runtime.guards.failure import PeerLostError
 from anabranch.runtime.transport import Transport
 from tests.runtime.transport.runners import (
     CPU,

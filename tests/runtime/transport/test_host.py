@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from anabranch import launch
-from anabranch.runtime.failure import PeerLostError
+from anabranch.runtime.guards.failure import PeerLostError
 from anabranch.runtime.transport import HostTransport, ProcessGroupTransport, Router, meet, meeting
 from tests.runtime.transport.runners import (
     CPU,

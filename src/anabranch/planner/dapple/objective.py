@@ -46,7 +46,7 @@ import numpy as np
 from anabranch.cost import CostModel
 from anabranch.graph.cuts import decompose, operators
 from anabranch.planner.dapple.links import counts, hop_price, ring_price
-from anabranch.planner.stages import Stage, StageGraph
+from anabranch.plans.stages import Stage, StageGraph
 
 Number = Any
 """A float, or an array of them."""

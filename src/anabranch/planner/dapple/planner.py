@@ -15,10 +15,10 @@ from anabranch.planner.dapple.budget import Budget
 from anabranch.planner.dapple.placement import Machines, append_first
 from anabranch.planner.dapple.search import Chain, Search
 from anabranch.planner.dapple.tables import Tables, Terms
-from anabranch.planner.infeasible import explain, require_sizes
-from anabranch.planner.partitioner.prices import microbatch_sizes
 from anabranch.planner.sequential import Sequential
-from anabranch.planner.stages import Stage, StageGraph
+from anabranch.planner.toolkit.infeasible import explain, require_sizes
+from anabranch.planner.toolkit.prices import microbatch_sizes
+from anabranch.plans.stages import Stage, StageGraph
 
 NEAR = 1.2
 """A micro-batch size gets no proposal if its least L is not within this factor of the best."""

@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anabranch.cost import CostModel
-from anabranch.planner.partitioner.prices import Prices
 from anabranch.planner.partitioner.rows import Row
-from anabranch.planner.slices import priced
+from anabranch.planner.toolkit.prices import Prices
+from anabranch.plans.slices import priced
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int32]

@@ -14,7 +14,7 @@ from dataclasses import replace
 from itertools import islice
 
 from anabranch.graph.opgraph import bits
-from anabranch.planner.partitioner.parts import Part, PartPrices, edges
+from anabranch.planner.toolkit.parts import Part, PartPrices, edges
 
 MOST_MOVES = 16
 """Moves at most."""

@@ -13,10 +13,10 @@ from dataclasses import replace
 
 from anabranch.cluster import Cluster
 from anabranch.cost import CostModel
-from anabranch.planner.check import check
-from anabranch.planner.partitioner.parts import Part
-from anabranch.planner.partitioner.place import place
-from anabranch.planner.stages import StageGraph
+from anabranch.planner.toolkit.parts import Part
+from anabranch.planner.toolkit.place import place
+from anabranch.plans.check import check
+from anabranch.plans.stages import StageGraph
 
 Where = list[tuple[int, ...]]
 """Devices of every stage."""

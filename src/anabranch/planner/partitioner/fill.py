@@ -1,6 +1,6 @@
 """Stages on exactly all devices, where giving the rest to one stage after the other has failed.
 
-Every device must hold a stage (``planner.check``, C3), and a stage has no use for more replicas
+Every device must hold a stage (``plans.check``, C3), and a stage has no use for more replicas
 than a micro-batch has samples: 3 operators, 7 devices and micro-batches of 3 samples need 3 stages
 with 3, 3 and 1 replicas. So all numbers of replicas that a stage may have are taken together: a
 table over the stages has, for each number of devices, the least longest period of the stages so far
@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from anabranch.graph.opgraph import bits
-from anabranch.planner.partitioner.parts import Part, PartPrices, heights
+from anabranch.planner.toolkit.parts import Part, PartPrices, heights
 
 MOST_CUTS = 8
 """Places at which a run of operators may be cut in two."""

@@ -18,12 +18,12 @@ from functools import partial
 
 import numpy as np
 
-from anabranch.planner.partitioner.assemble import Candidate
 from anabranch.planner.partitioner.chains import Block, Chain
-from anabranch.planner.partitioner.parts import Part, fits
-from anabranch.planner.partitioner.prices import Bound, Prices
 from anabranch.planner.partitioner.problem import Problem
 from anabranch.planner.partitioner.reach import Reach
+from anabranch.planner.toolkit.assemble import Candidate
+from anabranch.planner.toolkit.parts import Part, fits
+from anabranch.planner.toolkit.prices import Bound, Prices
 
 TOGETHER = 4
 """Micro-batch sizes that are looked at together."""

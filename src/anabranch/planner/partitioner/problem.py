@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from anabranch.cost import CostModel
-from anabranch.planner.partitioner.assemble import Assembler
 from anabranch.planner.partitioner.chains import Chain
-from anabranch.planner.partitioner.parts import Facts, PartPrices
-from anabranch.planner.partitioner.prices import Bound, Prices, degrees
 from anabranch.planner.partitioner.reach import Reach
 from anabranch.planner.partitioner.solved import Found
+from anabranch.planner.toolkit.assemble import Assembler
+from anabranch.planner.toolkit.parts import Facts, PartPrices
+from anabranch.planner.toolkit.prices import Bound, Prices, degrees
 
 MOST_UNEVEN = 128
 """Operators of a row for which numbers of replicas besides the powers of two are tried."""

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from anabranch.planner.partitioner.prices import Bound, Mode, Prices
 from anabranch.planner.partitioner.rows import Row, Traffic
+from anabranch.planner.toolkit.prices import Bound, Mode, Prices
 
 INFINITE = 1 << 28
 """More devices than there are."""

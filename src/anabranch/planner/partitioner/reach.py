@@ -36,12 +36,12 @@ from itertools import takewhile
 
 import numpy as np
 
-from anabranch.planner.partitioner.beside import Beside, Limits, Shared, Stages
+from anabranch.planner.partitioner.block_stage import Beside, Limits, Shared, Stages
 from anabranch.planner.partitioner.chains import Block, Chain, count, span
-from anabranch.planner.partitioner.prices import Bound, Prices
 from anabranch.planner.partitioner.ranges import INFINITE, Bools, Ints, Ranges, Sizes
 from anabranch.planner.partitioner.sharing import largest_groups, whole
 from anabranch.planner.partitioner.solved import Between, Fork, Found, Join, Solved
+from anabranch.planner.toolkit.prices import Bound, Prices
 
 MOST_HEIGHTS = 64
 """Greater heights are taken for the greatest where memory depends on the height."""

@@ -24,14 +24,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from anabranch.planner.partitioner.assemble import Assembler, Candidate
 from anabranch.planner.partitioner.borders import moved
 from anabranch.planner.partitioner.chains import ITEMS, line
 from anabranch.planner.partitioner.ladder import Job, Ladder, Size, least_period
-from anabranch.planner.partitioner.parts import Part, heights
-from anabranch.planner.partitioner.prices import Bound, microbatch_sizes
 from anabranch.planner.partitioner.problem import SHORT
 from anabranch.planner.partitioner.problem import Problem as Problem
+from anabranch.planner.toolkit.assemble import Assembler, Candidate
+from anabranch.planner.toolkit.parts import Part, heights
+from anabranch.planner.toolkit.prices import Bound, microbatch_sizes
 
 LADDER = (1.03, 1.07, 1.12, 1.19, 1.28, 1.42, 1.7, 2.5, 6.0, float("inf"))
 """The bounds that are tried first, as multiples of what all work shared out evenly would take."""

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import combinations
 
-from anabranch.planner.partitioner.assemble import Candidate
-from anabranch.planner.partitioner.prices import Mode, microbatch_sizes
+from anabranch.planner.partitioner.chain_cut import Recut
 from anabranch.planner.partitioner.problem import Problem
-from anabranch.planner.partitioner.recut import Recut
+from anabranch.planner.toolkit.assemble import Candidate
+from anabranch.planner.toolkit.prices import Mode, microbatch_sizes
 
 MOST_OPERATORS = 24
 MOST_DEVICES = 8

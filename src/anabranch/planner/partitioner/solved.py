@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from anabranch.planner.partitioner.beside import Shared
+from anabranch.planner.partitioner.block_stage import Shared
 from anabranch.planner.partitioner.chains import Block, Chain
-from anabranch.planner.partitioner.parts import Part
-from anabranch.planner.partitioner.prices import Bound
 from anabranch.planner.partitioner.ranges import Ints, Ranges
 from anabranch.planner.partitioner.sharing import Taken
+from anabranch.planner.toolkit.parts import Part
+from anabranch.planner.toolkit.prices import Bound
 
 
 @dataclass

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from anabranch.planner.partitioner.assemble import Candidate
 from anabranch.planner.partitioner.fill import Choice, exactly, ways
-from anabranch.planner.partitioner.parts import Part, PartPrices, heights
-from anabranch.planner.partitioner.prices import microbatch_sizes
 from anabranch.planner.partitioner.problem import Problem
 from anabranch.planner.partitions import partitions
+from anabranch.planner.toolkit.assemble import Candidate
+from anabranch.planner.toolkit.parts import Part, PartPrices, heights
+from anabranch.planner.toolkit.prices import microbatch_sizes
 
 MOST_OPERATORS = 8
 """At most 4,140 partitions."""

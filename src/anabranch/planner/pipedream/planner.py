@@ -18,15 +18,15 @@ from anabranch.errors import BudgetError
 from anabranch.graph.cuts import decompose, operators
 from anabranch.planner.base import require_options
 from anabranch.planner.downsets import downsets, prefixes
-from anabranch.planner.infeasible import explain, require_sizes
 from anabranch.planner.partitioner.chains import line
-from anabranch.planner.partitioner.parts import Part, PartPrices, edges, fits
-from anabranch.planner.partitioner.prices import Prices, microbatch_sizes
 from anabranch.planner.partitioner.problem import Problem
 from anabranch.planner.pipedream import memory, recurrence
 from anabranch.planner.pipedream.spans import Spans
 from anabranch.planner.pipedream.terms import Meter, Piece, Terms, flat, stages, tiers
-from anabranch.planner.stages import Stage, StageGraph
+from anabranch.planner.toolkit.infeasible import explain, require_sizes
+from anabranch.planner.toolkit.parts import Part, PartPrices, edges, fits
+from anabranch.planner.toolkit.prices import Prices, microbatch_sizes
+from anabranch.plans.stages import Stage, StageGraph
 
 MOST_BYTES = 4 * GIB
 """What the tables of one level may take."""

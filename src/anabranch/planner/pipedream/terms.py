@@ -29,8 +29,8 @@ from numpy.typing import NDArray
 
 from anabranch.cluster import Cluster
 from anabranch.errors import BudgetError
-from anabranch.planner.partitioner.prices import Prices
 from anabranch.planner.pipedream.spans import Matrix, Spans
+from anabranch.planner.toolkit.prices import Prices
 
 INFINITE = float("inf")
 LASTING = 1 << 14

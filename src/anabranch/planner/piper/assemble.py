@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from anabranch.graph.opgraph import bits
-from anabranch.planner.partitioner.assemble import Assembler
-from anabranch.planner.partitioner.parts import Part, PartPrices
-from anabranch.planner.partitioner.prices import Prices
-from anabranch.planner.stages import Stage, StageGraph
+from anabranch.planner.toolkit.assemble import Assembler
+from anabranch.planner.toolkit.parts import Part, PartPrices
+from anabranch.planner.toolkit.prices import Prices
+from anabranch.plans.stages import Stage, StageGraph
 
 
 def assemble(

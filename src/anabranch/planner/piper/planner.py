@@ -13,15 +13,15 @@ from anabranch.errors import InfeasiblePlanError
 from anabranch.graph.cuts import decompose, operators
 from anabranch.planner.base import require_options
 from anabranch.planner.downsets import downsets, prefixes
-from anabranch.planner.infeasible import require_sizes
-from anabranch.planner.partitioner.parts import Part
-from anabranch.planner.partitioner.prices import Prices, degrees, microbatch_sizes
 from anabranch.planner.piper.assemble import assemble
 from anabranch.planner.piper.prices import Choice, StagePrices
 from anabranch.planner.piper.search import ROUNDING, Found, Search
 from anabranch.planner.piper.states import Space
-from anabranch.planner.slices import priced
-from anabranch.planner.stages import StageGraph
+from anabranch.planner.toolkit.infeasible import require_sizes
+from anabranch.planner.toolkit.parts import Part
+from anabranch.planner.toolkit.prices import Prices, degrees, microbatch_sizes
+from anabranch.plans.slices import priced
+from anabranch.plans.stages import StageGraph
 
 _ROW_PAIRS = 1 << 24
 """Nested pairs of the prefixes of a row; 5,700 operators have as many."""

@@ -26,10 +26,10 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from anabranch.planner.partitioner.prices import UNBOUNDED, Prices
 from anabranch.planner.piper.search import ROUNDING
 from anabranch.planner.piper.states import Borders, Floats, Ints, Pairs, States
 from anabranch.planner.piper.walk import NEVER, Options
+from anabranch.planner.toolkit.prices import UNBOUNDED, Prices
 
 _AT_ONCE = 1 << 20
 """Pairs that are priced at once."""

@@ -18,7 +18,8 @@ from torch.optim import Optimizer
 
 from anabranch.errors import InvalidPlanError, PolicyError
 from anabranch.graph.split import Split
-from anabranch.planner.stages import Plan, StageGraph
+from anabranch.plans.plan import Plan
+from anabranch.plans.stages import StageGraph
 from anabranch.runtime.asynchronous.prediction import has_momentum, require_rule, rule_of
 from anabranch.runtime.asynchronous.rounds import Rounds
 from anabranch.runtime.options import ComputeOptions

@@ -12,8 +12,8 @@ from dataclasses import replace
 from anabranch.cluster import Cluster
 from anabranch.cost import CostModel
 from anabranch.graph.capture import Captured
-from anabranch.planner.check import stage_bytes
-from anabranch.planner.stages import Plan
+from anabranch.plans.check import stage_bytes
+from anabranch.plans.plan import Plan
 from anabranch.profile.estimate import estimate
 from anabranch.runtime.asynchronous.rounds import Rounds
 from anabranch.weights import WeightPolicy, versions_held

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from anabranch.errors import DataError, NonFiniteError, TrainingError
 from anabranch.graph.capture import Captured
-from anabranch.planner.stages import Plan
+from anabranch.plans.plan import Plan
 from anabranch.runtime.asynchronous.divergence import Divergence, circumstances
 from anabranch.runtime.asynchronous.filming import Film
 from anabranch.runtime.asynchronous.fitting import (
@@ -50,15 +50,15 @@ from anabranch.runtime.asynchronous.resumption import entries, state_of
 from anabranch.runtime.asynchronous.stream import Stream
 from anabranch.runtime.asynchronous.turns import Turns
 from anabranch.runtime.asynchronous.versions import StageWeights
-from anabranch.runtime.buckets import dense
-from anabranch.runtime.budget import require_memory
 from anabranch.runtime.compute import Outcome
-from anabranch.runtime.failure import POSITION
+from anabranch.runtime.data_parallel.buckets import dense
+from anabranch.runtime.data_parallel.reducer import Reducer
 from anabranch.runtime.feed import leaves_of, samples_of
-from anabranch.runtime.joined import Joined
-from anabranch.runtime.nonfinite import Finding, Trace, bad_names, data_advice
+from anabranch.runtime.guards.failure import POSITION
+from anabranch.runtime.guards.memory_budget import require_memory
+from anabranch.runtime.numerics.nonfinite import Finding, Trace, bad_names, data_advice
 from anabranch.runtime.options import PLAIN, ComputeOptions
-from anabranch.runtime.overlap import Reducer
+from anabranch.runtime.session import Joined
 from anabranch.runtime.tally import Tally
 from anabranch.runtime.worker import Flight
 from anabranch.timeline import Timeline

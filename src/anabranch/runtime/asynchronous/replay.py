@@ -22,7 +22,7 @@ from anabranch.errors import InvalidPlanError, PolicyError
 from anabranch.graph.capture import Captured, capture
 from anabranch.graph.group import Granularity
 from anabranch.graph.split import Port, Split, split
-from anabranch.planner.stages import Stage, StageGraph
+from anabranch.plans.stages import Stage, StageGraph
 from anabranch.runtime.asynchronous.versions import StageWeights
 from anabranch.runtime.compute import Outcome, StageCompute
 from anabranch.runtime.feed import leaves_of, samples_of

@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 from math import lcm
 
 from anabranch.errors import InvalidScheduleError
-from anabranch.planner.stages import StageGraph
+from anabranch.plans.stages import StageGraph
 from anabranch.runtime.mesh import require_whole_replicas
 from anabranch.runtime.messages import tag_of
 from anabranch.runtime.transport import Channel

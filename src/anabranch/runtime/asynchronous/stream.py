@@ -30,8 +30,8 @@ from torch import Tensor
 
 from anabranch.runtime.asynchronous.versions import StageWeights
 from anabranch.runtime.compute import Outcome
-from anabranch.runtime.failure import POSITION
-from anabranch.runtime.overlap import Reducer
+from anabranch.runtime.data_parallel.reducer import Reducer
+from anabranch.runtime.guards.failure import POSITION
 from anabranch.runtime.worker import Flight, Worker
 
 

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from anabranch.runtime.asynchronous.rounds import Rounds
 from anabranch.runtime.asynchronous.stream import Stream
 from anabranch.runtime.asynchronous.versions import StageWeights
-from anabranch.runtime.overlap import Reducer
+from anabranch.runtime.data_parallel.reducer import Reducer
 from anabranch.runtime.steps import Steps
 from anabranch.runtime.worker import Flight, Worker
 

@@ -33,7 +33,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from anabranch.runtime.asynchronous.prediction import Prediction, require_rule
-from anabranch.runtime.buckets import dense
+from anabranch.runtime.data_parallel.buckets import dense
 from anabranch.weights import Alive, PredictStash, WeightPolicy
 
 Storage = list[Tensor]

@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from anabranch.runtime.failure import PeerLostError
+from anabranch.runtime.guards.failure import PeerLostError
 
 T = TypeVar("T")
 

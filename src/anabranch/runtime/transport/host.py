@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from anabranch.runtime.failure import PeerLostError
+from anabranch.runtime.guards.failure import PeerLostError
 from anabranch.runtime.transport.base import Receipt, Spec, listed
 from anabranch.runtime.transport.log import Record, inline
 from anabranch.runtime.transport.meeting import Meeting, Peer

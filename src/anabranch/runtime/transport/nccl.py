@@ -35,7 +35,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from anabranch.runtime.failure import PeerLostError
+from anabranch.runtime.guards.failure import PeerLostError
 from anabranch.runtime.transport.base import Channel, Receipt, Spec, Transport, guarded
 
 _POLL_S = 1e-4

@@ -15,16 +15,16 @@ from anabranch.cluster import Cluster
 from anabranch.cost import CostModel
 from anabranch.errors import BudgetError
 from anabranch.graph.opgraph import Op, OpGraph, Parameter, Value, bits
-from anabranch.planner.check import check
 from anabranch.planner.graphpipe import GraphPipe
-from anabranch.planner.inflight import least_in_flight
-from anabranch.planner.partitioner.assemble import Candidate
 from anabranch.planner.partitioner.configured.candidates import Search, configured
 from anabranch.planner.partitioner.configured.menu import Configs
-from anabranch.planner.partitioner.parts import Part, PartPrices
-from anabranch.planner.partitioner.prices import Bound
 from anabranch.planner.partitioner.problem import Problem
-from anabranch.planner.stages import Stage, StageGraph
+from anabranch.planner.toolkit.assemble import Candidate
+from anabranch.planner.toolkit.parts import Part, PartPrices
+from anabranch.planner.toolkit.prices import Bound
+from anabranch.plans.check import check
+from anabranch.plans.in_flight import least_in_flight
+from anabranch.plans.stages import Stage, StageGraph
 from anabranch.profile.profile import OpCost, Profile, Sharded
 from anabranch.schedule.check import check as check_schedule
 from anabranch.schedule.kfkb import KFKB

@@ -14,17 +14,17 @@ from anabranch.cost import CostModel
 from anabranch.errors import BudgetError
 from anabranch.graph.cuts import decompose, operators
 from anabranch.graph.opgraph import Op, OpGraph, Value
-from anabranch.planner.check import check
 from anabranch.planner.exhaustive import best_replicas, partitions
 from anabranch.planner.partitioner.chains import build
 from anabranch.planner.partitioner.exact.candidates import Exact, exact_candidates, with_exact
 from anabranch.planner.partitioner.exact.lattice import Lattice
 from anabranch.planner.partitioner.exact.prices import Weights
 from anabranch.planner.partitioner.exact.search import ExactSearch
-from anabranch.planner.partitioner.parts import Part, PartPrices, edges, heights
-from anabranch.planner.partitioner.prices import Bound
 from anabranch.planner.partitioner.problem import Problem
 from anabranch.planner.partitioner.search import candidates
+from anabranch.planner.toolkit.parts import Part, PartPrices, edges, heights
+from anabranch.planner.toolkit.prices import Bound
+from anabranch.plans.check import check
 from anabranch.profile.profile import OpCost, Profile
 from anabranch.profile.readers import read_profile
 from tests.planner import shapes

@@ -16,8 +16,8 @@ from anabranch.planner.exhaustive import partitions
 from anabranch.planner.partitioner.exact.paths import ShortestPath
 from anabranch.planner.partitioner.exact.prices import Priced
 from anabranch.planner.partitioner.exact.reach import ExactReach
-from anabranch.planner.partitioner.parts import Part, edges, fits
-from anabranch.planner.partitioner.prices import Bound
+from anabranch.planner.toolkit.parts import Part, edges, fits
+from anabranch.planner.toolkit.prices import Bound
 from tests.planner.helpers import cost_model
 from tests.planner.partitioner.exact.test_candidates import exact_of, problem_of
 from tests.strategies import planning_profiles

@@ -19,8 +19,8 @@ from anabranch.errors import InfeasiblePlanError
 from anabranch.graph.opgraph import Op, OpGraph, Parameter, Value
 from anabranch.planner.exhaustive import Exhaustive
 from anabranch.planner.graphpipe import GraphPipe
-from anabranch.planner.partitioner.parts import Part
-from anabranch.planner.stages import StageGraph
+from anabranch.planner.toolkit.parts import Part
+from anabranch.plans.stages import StageGraph
 from anabranch.profile.profile import OpCost, Profile
 from anabranch.simulator.judge import Judge
 

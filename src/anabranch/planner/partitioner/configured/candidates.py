@@ -34,15 +34,15 @@ from dataclasses import replace
 
 import numpy as np
 
-from anabranch.planner.partitioner.assemble import Candidate
 from anabranch.planner.partitioner.configured.menu import Configs, Menu
 from anabranch.planner.partitioner.configured.plans import Finisher
 from anabranch.planner.partitioner.configured.prices import Book
 from anabranch.planner.partitioner.configured.reach import ConfiguredReach
 from anabranch.planner.partitioner.configured.trace import Chosen, Trace
-from anabranch.planner.partitioner.prices import microbatch_sizes
 from anabranch.planner.partitioner.problem import Problem
-from anabranch.planner.stages import StageGraph
+from anabranch.planner.toolkit.assemble import Candidate
+from anabranch.planner.toolkit.prices import microbatch_sizes
+from anabranch.plans.stages import StageGraph
 
 BUDGET = 50_000_000
 """States that one bound may take: a few seconds, and about a gigabyte at worst."""

@@ -17,9 +17,9 @@ from functools import cached_property
 
 import numpy as np
 
-from anabranch.planner.inflight import in_flight_samples
 from anabranch.planner.partitioner.configured.prices import NEVER, Book, Floats, Ints, Priced
 from anabranch.planner.partitioner.rows import Row
+from anabranch.plans.in_flight import in_flight_samples
 
 
 @dataclass(frozen=True)

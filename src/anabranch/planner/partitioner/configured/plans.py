@@ -25,14 +25,14 @@ from dataclasses import dataclass, replace
 
 from anabranch.cost import CostModel, Port
 from anabranch.graph.opgraph import bits
-from anabranch.planner.check import check, stage_bytes
-from anabranch.planner.inflight import in_flight_samples, least_in_flight
-from anabranch.planner.partitioner.assemble import Candidate
 from anabranch.planner.partitioner.configured.trace import Chosen
-from anabranch.planner.partitioner.place import place
-from anabranch.planner.partitioner.prices import Mode
-from anabranch.planner.slices import priced
-from anabranch.planner.stages import Stage, StageGraph
+from anabranch.planner.toolkit.assemble import Candidate
+from anabranch.planner.toolkit.place import place
+from anabranch.planner.toolkit.prices import Mode
+from anabranch.plans.check import check, stage_bytes
+from anabranch.plans.in_flight import in_flight_samples, least_in_flight
+from anabranch.plans.slices import priced
+from anabranch.plans.stages import Stage, StageGraph
 
 
 @dataclass(frozen=True)

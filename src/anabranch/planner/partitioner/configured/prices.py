@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from anabranch.planner.partitioner.parts import Facts, Part, PartPrices
-from anabranch.planner.partitioner.prices import UNBOUNDED, Mode, Prices
 from anabranch.planner.partitioner.rows import Row
+from anabranch.planner.toolkit.parts import Facts, Part, PartPrices
+from anabranch.planner.toolkit.prices import UNBOUNDED, Mode, Prices
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]

@@ -15,7 +15,7 @@ from anabranch.planner.partitioner.configured.reach import ConfiguredReach
 from anabranch.planner.partitioner.configured.shapes import Shape
 from anabranch.planner.partitioner.configured.share import Together
 from anabranch.planner.partitioner.configured.states import Passed, Solved
-from anabranch.planner.partitioner.prices import Mode
+from anabranch.planner.toolkit.prices import Mode
 
 
 @dataclass(frozen=True, slots=True)

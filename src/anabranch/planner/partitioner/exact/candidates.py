@@ -35,14 +35,14 @@ from anabranch.cost import CostModel
 from anabranch.errors import BudgetError
 from anabranch.graph.cuts import decompose, is_series_parallel
 from anabranch.graph.opgraph import bits
-from anabranch.planner.partitioner.assemble import Candidate
-from anabranch.planner.partitioner.exact.atoms import atoms, merged, quotient
+from anabranch.planner.partitioner.exact.contraction import atoms, merged, quotient
 from anabranch.planner.partitioner.exact.lattice import Lattice
 from anabranch.planner.partitioner.exact.prices import Weights
 from anabranch.planner.partitioner.exact.search import HOPELESS, ExactSearch
-from anabranch.planner.partitioner.prices import microbatch_sizes
 from anabranch.planner.partitioner.problem import Problem
 from anabranch.planner.partitioner.search import candidates
+from anabranch.planner.toolkit.assemble import Candidate
+from anabranch.planner.toolkit.prices import microbatch_sizes
 
 FEW = 12
 SMALL = 64

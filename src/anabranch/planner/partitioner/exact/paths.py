@@ -28,8 +28,8 @@ import numpy as np
 
 from anabranch.planner.partitioner.exact.prices import Bools, Floats
 from anabranch.planner.partitioner.exact.reach import ExactReach
-from anabranch.planner.partitioner.parts import Part
-from anabranch.planner.partitioner.prices import Bound
+from anabranch.planner.toolkit.parts import Part
+from anabranch.planner.toolkit.prices import Bound
 
 BISECTIONS = 12
 """Halvings of the bound on a step."""

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from anabranch.cost import CostModel
 from anabranch.graph.opgraph import BATCH, bits
 from anabranch.planner.partitioner.exact.lattice import Lattice
-from anabranch.planner.partitioner.prices import Bound, Mode, Prices
+from anabranch.planner.toolkit.prices import Bound, Mode, Prices
 
 NEVER = float(1 << 28)
 """More devices than there are."""

@@ -24,8 +24,8 @@ import numpy as np
 
 from anabranch.planner.partitioner.exact.lattice import Lattice
 from anabranch.planner.partitioner.exact.prices import NEVER, Bools, Floats, Ints, Priced, Weights
-from anabranch.planner.partitioner.parts import Part
-from anabranch.planner.partitioner.prices import Bound, Mode
+from anabranch.planner.toolkit.parts import Part
+from anabranch.planner.toolkit.prices import Bound, Mode
 
 
 class ExactReach:

@@ -19,13 +19,13 @@ from itertools import chain
 
 import numpy as np
 
-from anabranch.planner.partitioner.assemble import Candidate
 from anabranch.planner.partitioner.exact.paths import ShortestPath
 from anabranch.planner.partitioner.exact.prices import Priced, Weights
 from anabranch.planner.partitioner.exact.reach import ExactFound, ExactReach
-from anabranch.planner.partitioner.parts import Part, edges
-from anabranch.planner.partitioner.prices import Bound
 from anabranch.planner.partitioner.problem import Problem
+from anabranch.planner.toolkit.assemble import Candidate
+from anabranch.planner.toolkit.parts import Part, edges
+from anabranch.planner.toolkit.prices import Bound
 
 HOPELESS = 1.2
 """No candidate for a size or depth whose step cannot be within this factor of the best."""

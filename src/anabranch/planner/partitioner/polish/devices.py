@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from anabranch.planner.partitioner.parts import Part
-from anabranch.planner.partitioner.polish.spot import Parts, Spot, some_of
-from anabranch.planner.partitioner.prices import Mode
+from anabranch.planner.partitioner.polish.plan_view import Parts, Spot, some_of
+from anabranch.planner.toolkit.parts import Part
+from anabranch.planner.toolkit.prices import Mode
 
 MOST_TAPERED = 4
 """Stages that one becomes at most."""

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from anabranch.planner.partitioner.parts import Part
-from anabranch.planner.partitioner.polish.spot import Parts, Spot
+from anabranch.planner.partitioner.polish.plan_view import Parts, Spot
+from anabranch.planner.toolkit.parts import Part
 
 MOST_DEGREES = 8
 

@@ -12,8 +12,8 @@ from dataclasses import replace
 from itertools import accumulate, pairwise, permutations
 
 from anabranch.graph.opgraph import bits
-from anabranch.planner.partitioner.parts import Part
-from anabranch.planner.partitioner.polish.spot import FOCUS, Parts, Spot, some_of, union
+from anabranch.planner.partitioner.polish.plan_view import FOCUS, Parts, Spot, some_of, union
+from anabranch.planner.toolkit.parts import Part
 
 CHUNKS = 6
 """Parts of one stage that are tried at each neighbour."""

@@ -13,18 +13,18 @@ from dataclasses import replace
 from itertools import pairwise
 
 from anabranch.cost import CostModel
-from anabranch.planner.partitioner.assemble import Assembler, Candidate
+from anabranch.planner.partitioner.chain_cut import Recut
 from anabranch.planner.partitioner.elsewhere import elsewhere, in_turn
-from anabranch.planner.partitioner.estimate import step_s
-from anabranch.planner.partitioner.parts import Facts, Part, PartPrices
 from anabranch.planner.partitioner.polish import devices, operators
 from anabranch.planner.partitioner.polish.modes import modes
-from anabranch.planner.partitioner.polish.spot import Parts, Spot
-from anabranch.planner.partitioner.prices import Mode, Prices, degrees
+from anabranch.planner.partitioner.polish.plan_view import Parts, Spot
 from anabranch.planner.partitioner.problem import SHORT
-from anabranch.planner.partitioner.recut import Recut
-from anabranch.planner.slices import priced
-from anabranch.planner.stages import StageGraph
+from anabranch.planner.toolkit.assemble import Assembler, Candidate
+from anabranch.planner.toolkit.estimate import step_s
+from anabranch.planner.toolkit.parts import Facts, Part, PartPrices
+from anabranch.planner.toolkit.prices import Mode, Prices, degrees
+from anabranch.plans.slices import priced
+from anabranch.plans.stages import StageGraph
 
 MOST_STAGES = 48
 MOST_DEVICES = 128

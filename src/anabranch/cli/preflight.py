@@ -1,0 +1,191 @@
+"""What ``train`` refuses before it captures, measures and plans, which takes seconds to minutes.
+
+All of it would be refused later, too, by whoever cannot do it; here it is only found out early.
+"""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from anabranch.errors import DataError, InvalidPlanError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from anabranch.graph.capture import Captured
+    from anabranch.plans.plan import Plan
+    from anabranch.runtime.options import ComputeOptions
+    from anabranch.weights import WeightPolicy
+    from anabranch.workload import Workload
+
+
+def refuse_mode(
+    is_async: bool,
+    policy: object,
+    accumulate: int,
+    *,
+    round_robin: bool,
+    clip_stage_norm: float | None,
+) -> None:
+    """Refuse options of the other mode."""
+    if not is_async and round_robin:
+        raise typer.BadParameter(
+            "--round-robin is for --mode async; in steps with a flush the replicas of a stage "
+            "split every micro-batch"
+        )
+    if not is_async and policy:
+        raise typer.BadParameter(
+            "--policy and its options are for --mode async; without it all passes read the same "
+            "weights"
+        )
+    if is_async and accumulate > 1:
+        raise typer.BadParameter(
+            f"--accumulate {accumulate}: not with --mode async, where every mini-batch makes an "
+            "update; take a larger --batch-size"
+        )
+    if clip_stage_norm is None:
+        return
+    if not is_async:
+        raise typer.BadParameter(
+            f"--clip-stage-norm {clip_stage_norm:g} is for --mode async, where stages make their "
+            "updates at different times; with a flush the norm is clipped over all stages: give "
+            f"the Workload a clip_norm, clip_norm={clip_stage_norm:g}"
+        )
+    if not clip_stage_norm > 0:
+        raise typer.BadParameter(f"--clip-stage-norm {clip_stage_norm:g}: a norm is more than 0")
+
+
+def refuse_emulation(given: Mapping[str, object], plan_file: Path | None) -> None:
+    """Refuse what means nothing with ``--emulate``: the plan decides, nothing is trained, and
+    emulated devices run steps with a flush.
+    """
+    from anabranch.files import load_plan
+
+    plans = () if plan_file is None else ("--batch-size", "--microbatch-size", "--max-replicas")
+    useless = ("--devices", "--epochs", "--resume", "--save", *plans)
+    named = [option for option in useless if given[option] is not None]
+    if named:
+        why = f"{plan_file} decides" if plan_file is not None else "nothing is trained"
+        raise typer.BadParameter(f"{', '.join(named)}: not with --emulate; {why}")
+    of_async = ("--policy", "--policy-option", "--round-robin", "--clip-stage-norm")
+    named = [option for option in of_async if given[option]]
+    if given["--mode"] == "async":
+        named = ["--mode async", *named]
+    if named:
+        raise typer.BadParameter(
+            f"{', '.join(named)}: not with --emulate, whose devices run steps with a flush"
+        )
+    if plan_file is not None and load_plan(plan_file).mode == "async":
+        raise typer.BadParameter(
+            f"{plan_file} is for mode async, and emulated devices run steps with a flush; "
+            "anabranch simulate says how long its mini-batches take"
+        )
+
+
+def require_own_devices(plan: Plan, file: Path) -> None:
+    """Accept a plan file whose devices are those of its cluster, of which it may leave some out.
+
+    Ranks are a plan's devices in ascending order, so any numbers could run; but a device that the
+    cluster does not have has no links either, and no prediction.
+
+    Raises:
+        InvalidPlanError: names the devices, as ``check`` does.
+    """
+    from anabranch.cluster import Cluster
+
+    machines = plan.machines
+    if machines is None:
+        try:
+            machines = Cluster.preset(plan.cluster)
+        except ValueError:
+            return  # a cluster of the user's own, of which the plan has the name alone
+    outside = [d for d in plan.stage_graph.devices if d >= machines.num_devices]
+    if outside:
+        raise InvalidPlanError(
+            f"{file} has stages on device {', '.join(map(str, outside))}, but its cluster "
+            f"{machines.name} has the devices 0-{machines.num_devices - 1} (C3); number the "
+            "devices anew, or name a cluster in the plan that has them"
+        )
+
+
+def require_runs(
+    captured: Captured,
+    plan: Plan,
+    workload: Workload,
+    compute: ComputeOptions,
+    policy: WeightPolicy | str | None,
+    *,
+    is_async: bool,
+    round_robin: bool,
+) -> None:
+    """Accept a plan file for a model, as ranks will have to.
+
+    Args:
+        captured: the model by the plan's granularity.
+        plan: of the file.
+        workload: the model.
+        compute: how stages are computed.
+        policy: another one than the plan's.
+        is_async: whether it shall run without a flush.
+        round_robin: whether the replicas of a stage take mini-batches in turn.
+
+    Raises:
+        InvalidPlanError: if the plan does not cut the model, or cannot run in that mode.
+        InvalidScheduleError: if its in-flight counts rise along a stage edge.
+        PolicyError: if the policy is not defined for such a plan or optimizer.
+    """
+    from anabranch.runtime.asynchronous import fitting
+    from anabranch.runtime.steps import parts_of
+    from anabranch.solve_async import require_asynchronous
+
+    if is_async:
+        require_asynchronous(plan, policy if isinstance(policy, str) else "")
+        graph = fitting.endless(plan)
+    parts = parts_of(captured, plan, exact=False)
+    if not is_async:
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # told where training begins
+        chosen, _ = fitting.choose(policy, plan, fitting.num_microbatches(graph), workload)
+        in_turns = round_robin and fitting.in_turns(plan) is not None
+        fitting.require_asynchronous(
+            plan, graph, parts, chosen, workload, compute, round_robin=in_turns
+        )
+
+
+def require_trainable(
+    workload: Workload,
+    compute: ComputeOptions,
+    policy: WeightPolicy | str | None,
+    *,
+    is_async: bool,
+    resume: Path | None,
+    save: Path | None,
+) -> None:
+    """Accept what can be trained as far as that is known without a plan.
+
+    Raises:
+        DataError: if there is nothing to train on.
+        TrainingError: if the checkpoint to write exists already.
+        FileFormatError: if the one to read is none.
+        PolicyError: if policy, optimizer, clipping and precision do not go together.
+    """
+    from anabranch.checkpoint import Checkpoint
+    from anabranch.train import require_new
+
+    if workload.data is None:
+        raise DataError(
+            "the workload has no data; give Workload a function data(batch_size, epoch) that "
+            "yields batches"
+        )
+    require_new(save)
+    if resume is not None:
+        Checkpoint(resume)
+    if is_async:
+        from anabranch.runtime.asynchronous.fitting import require_recipes
+
+        require_recipes(workload, compute, policy)

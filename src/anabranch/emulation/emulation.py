@@ -1,0 +1,124 @@
+"""What is emulated: plan, prices, order of messages, and the memory that the ranks share."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection
+from typing import Literal
+
+from anabranch.cluster import Cluster
+from anabranch.cost import CostModel
+from anabranch.emulation.board import Board, Channel
+from anabranch.emulation.links import Prices
+from anabranch.emulation.stages import EmptyStages
+from anabranch.errors import InvalidPlanError
+from anabranch.plans.plan import Plan
+from anabranch.profile.profile import Profile
+from anabranch.runtime.mesh import require_whole_replicas
+from anabranch.runtime.messages import Layout
+from anabranch.runtime.worker import executed
+from anabranch.schedule import SCHEDULES
+from anabranch.schedule.check import check
+from anabranch.schedule.lower import lower
+from anabranch.schedule.schedule import Kind
+from anabranch.simulator.costs import ModelCosts
+
+Links = Literal["modelled", "host"]
+
+_RECEIVES = (Kind.RECEIVE_FORWARD, Kind.RECEIVE_BACKWARD)
+
+
+class Emulation:
+    """A plan on emulated devices. Make it before the ranks are forked, once.
+
+    Attributes:
+        plan: what runs.
+        costs: seconds of stages, ways between devices, all-reduces.
+        schedule: of the plan, with messages.
+        devices: of the plan, by rank.
+        links: ``modelled`` or ``host``.
+        message_bytes: what all messages of one step have.
+        num_messages: how many there are.
+
+    Args:
+        plan: its devices must be those of the cluster.
+        profile: of the plan's model.
+        cluster: whose links are modelled.
+        links: ``modelled``: messages take as long as on the cluster; ``host``: as long as they do
+            on this machine.
+
+    Raises:
+        InvalidPlanError: if the plan is for another model, a larger cluster, or has tensor
+            parallelism.
+        InvalidScheduleError: if its in-flight counts cannot be scheduled.
+        ProfileError: if the profile has no times for the plan's micro-batches.
+    """
+
+    def __init__(
+        self, plan: Plan, profile: Profile, cluster: Cluster, *, links: Links = "modelled"
+    ) -> None:
+        graph = plan.stage_graph
+        require_whole_replicas(graph)
+        if plan.schedule not in SCHEDULES:
+            raise InvalidPlanError(
+                f"the plan has the schedule {plan.schedule!r}; known are "
+                f"{', '.join(sorted(SCHEDULES))}"
+            )
+        self.plan, self.links = plan, links
+        self.costs = ModelCosts(graph, CostModel(profile, cluster))
+        order = SCHEDULES[plan.schedule]().order(graph)
+        self.schedule = lower(
+            order,
+            graph,
+            gradient_edges=self.costs.gradient_edges,
+            data_edges=self.costs.data_edges,
+        )
+        check(self.schedule, graph)
+        self.devices = graph.devices
+        self.rank_of = {device: rank for rank, device in enumerate(self.devices)}
+        self._model, self._stages = profile, EmptyStages(profile.graph, graph)
+        self.prices = Prices(self.costs, self.devices)
+        self.rings = tuple(self.costs.all_reduces())
+        self.message_bytes = self.num_messages = 0
+        channels = self._channels()
+        # Ranks look up ports, and must all find the same index; so all are known before the fork.
+        for source, target, _ in channels:
+            self.prices.of(source, target, 0)
+        for ring in self.rings:
+            self.prices.indices(ring.ports)
+        for stage in range(len(graph)):
+            for microbatch in {0, graph.num_microbatches(stage) - 1}:
+                for replica in range(graph.stages[stage].replicas):
+                    start, stop = graph.slice(stage, microbatch, replica)
+                    self.costs.compute_s(stage, stop - start) if stop > start else None
+        self.board = Board(
+            channels, len(self.prices.ports), [len(ring.devices) for ring in self.rings]
+        )
+
+    def layout(self, device: int) -> Layout:
+        """The messages of a device."""
+        return Layout(self._model, self._stages, self.plan.stage_graph, device)
+
+    def _channels(self) -> Counter[Channel]:
+        """Channel -> messages in a step."""
+        found: Counter[Channel] = Counter()
+        for rank, device in enumerate(self.devices):
+            layout = self.layout(device)
+            for action in executed(self.schedule, self.plan.stage_graph, device):
+                if action.kind in _RECEIVES:
+                    found[self.rank_of[action.peer], rank, layout.tag(action)] += 1
+                    items = layout.items(action)
+                    self.message_bytes += sum(i.shape.numel() * i.dtype.itemsize for i in items)
+        self.num_messages = found.total()
+        return found
+
+    @property
+    def sets(self) -> Collection[tuple[int, ...]]:
+        """Sets of ranks that really reduce among themselves: none where links are modelled."""
+        if self.links == "modelled":
+            return ()
+        return {self.ranks(ring) for ring in range(len(self.rings))}
+
+    def ranks(self, ring: int) -> tuple[int, ...]:
+        """Ranks of an all-reduce, ascending."""
+        return tuple(sorted(self.rank_of[device] for device in self.rings[ring].devices))

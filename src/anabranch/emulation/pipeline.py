@@ -1,0 +1,186 @@
+"""EmulatedPipeline: one rank of an emulation, the counterpart of ``Pipeline``.
+
+::
+
+    step()   clear the board, agree on when to begin     mesh
+             the schedule's actions                       worker, with compute and links emulated
+             all-reduces                                  rings
+             when each rank was done                      mesh
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+
+from anabranch.emulation import rings
+from anabranch.emulation.clock import DeviceClock, sleep_precisely
+from anabranch.emulation.compute import EmulatedCompute
+from anabranch.emulation.emulation import Emulation
+from anabranch.emulation.links import HostLinks, ModelledTransport
+from anabranch.runtime.compute import Outcome
+from anabranch.runtime.guards.failure import POSITION, PeerLostError, located
+from anabranch.runtime.mesh import Mesh
+from anabranch.runtime.recording import gather_timeline
+from anabranch.runtime.worker import Worker
+from anabranch.timeline import Span, Timeline
+
+_CPU = torch.device("cpu")
+
+
+class EmulatedPipeline:
+    """Runs steps of an emulation; each rank makes one, under ``launch.run``.
+
+    Attributes:
+        time_scale: wall seconds per second of the devices; may change between steps.
+        timeline: of the last step that was recorded, in the devices' time, the same on every rank.
+        device_step_s: the last step by the devices' own clocks; what the wall clock showed besides
+            is the host's.
+        late_s: by how much any rank was late at worst during the last step, in the devices' time.
+        step_number: steps done.
+
+    Args:
+        emulation: made before the ranks were forked.
+        time_scale: see above; where links are this machine's it has to be 1.
+        timeout: wall seconds until a silent rank counts as lost.
+
+    Raises:
+        InvalidPlanError: if the number of ranks is not that of the plan's devices.
+        ValueError: if the time scale is not positive, or slows down what it cannot.
+    """
+
+    def __init__(
+        self, emulation: Emulation, *, time_scale: float = 1.0, timeout: float = 600.0
+    ) -> None:
+        if time_scale <= 0:
+            raise ValueError(f"the time scale is {time_scale}; it must be positive")
+        if time_scale != 1 and emulation.links == "host":
+            raise ValueError(
+                "links of this machine cannot be slowed down; the time scale must be 1"
+            )
+        self._emulation, self.time_scale = emulation, time_scale
+        self._mesh = Mesh(emulation.devices, emulation.sets, timeout=timeout)
+        self._links: ModelledTransport | HostLinks | None = None
+        self._clock = DeviceClock()
+        with self._failing():
+            self._worker = self._make_worker()
+        device = self._mesh.device
+        self._rings = [i for i, ring in enumerate(emulation.rings) if device in ring.devices]
+        self.timeline: Timeline | None = None
+        self.device_step_s = self.late_s = 0.0
+        self.step_number = 0
+        sleep_precisely()
+
+    def _make_worker(self) -> Worker:
+        emulation, mesh = self._emulation, self._mesh
+        inner = mesh.transport()
+        if inner is not None and emulation.links == "host":
+            self._links = HostLinks(inner, self._clock)
+        elif inner is not None:
+            self._links = ModelledTransport(
+                inner, mesh.rank, emulation.board, emulation.prices, self._clock
+            )
+        layout = emulation.layout(mesh.device)
+        return Worker(
+            layout,
+            emulation.plan.stage_graph,
+            emulation.schedule,
+            mesh.device,
+            EmulatedCompute(layout, emulation.costs, self._clock),
+            self._links,
+            emulation.rank_of,
+            place=_CPU,
+        )
+
+    @property
+    def rank(self) -> int:
+        """Of this process, from 0."""
+        return self._mesh.rank
+
+    def step(self, *, record: bool = False) -> float:
+        """Run one step.
+
+        Args:
+            record: keep a ``timeline`` of this step.
+
+        Returns:
+            Seconds of the step in the devices' time, as the wall clock showed them: from the common
+            start to the end of the last compute or all-reduce on any rank.
+
+        Raises:
+            StageFailedError: if something raised on this rank.
+        """
+        with self._failing():
+            POSITION.begin(self.step_number)
+            self._begin()
+            outcome = self._worker.run({}, self.step_number)
+            end = self._finish()
+            seconds = self._gather(outcome, end, record)
+            POSITION.leave()
+        self.step_number += 1
+        return seconds
+
+    def _begin(self) -> None:
+        mesh = self._mesh
+        self._emulation.board.clear(mesh.rank)
+        if self._links is not None:
+            self._links.begin()
+        now = torch.tensor([time.perf_counter()], dtype=torch.float64)
+        # Ranks come out of the meeting one after another; they begin together a little later.
+        latest = max(float(each) for each in mesh.all_gather(now))
+        self._clock.start(latest + 2e-3 + 3e-4 * mesh.size, self.time_scale)
+
+    def _finish(self) -> float:
+        """The all-reduces that this rank has a part in; when it was done, by the wall clock."""
+        clock = self._clock
+        clock.charge()
+        if self._emulation.links == "host":
+            rings.reduce(self._emulation, self._rings, self._mesh)
+            clock.catch_up()
+        else:
+            clock.pace()
+            rings.lead(self._emulation, self._rings, clock)
+        return clock.wall
+
+    def _gather(self, outcome: Outcome, end: float, record: bool) -> float:
+        """Learn when the last rank was done; nobody looks at the board any more after this."""
+        mesh, clock = self._mesh, self._clock
+        mine = torch.tensor([clock.now, end, clock.late_s], dtype=torch.float64)
+        everybody = torch.stack(mesh.all_gather(mine)).amax(0)
+        self.device_step_s, seconds, self.late_s = everybody.tolist()
+        if record:
+            start = clock.origin
+            stop = start + seconds * clock.scale
+            found = gather_timeline(self._worker, outcome, mesh, start, stop)
+            self.timeline = _rescaled(found, clock.scale)
+        return float(seconds)
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """Tell the other ranks of a failure here; make sense of a broken connection to them."""
+        try:
+            with located(self._mesh.rank):
+                yield
+        except PeerLostError as lost:
+            self.close()
+            raise self._mesh.explain(lost) from None
+        except BaseException as error:
+            self._mesh.publish(error)
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Break this rank's connections; the others find out when they next wait for it."""
+        if self._links is not None:
+            self._links.close()
+        self._mesh.close()
+
+
+def _rescaled(timeline: Timeline, scale: float) -> Timeline:
+    """A timeline of the wall clock in the devices' time."""
+    spans = tuple(Span(s.device, s.start / scale, s.end / scale, s.action) for s in timeline.spans)
+    return replace(timeline, spans=spans, step_s=timeline.step_s / scale)

@@ -1,0 +1,56 @@
+"""Stages that compute nothing, with ports and messages of the right size.
+
+What flows between stages is known from the profile: bytes per sample of every value, and whether a
+gradient of the same size comes back. As ``StageProgram``s without calls these give ``Layout`` what
+it needs to work out every message, as for a model: a value once per consuming stage, cut by
+samples, a gradient per use.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import torch
+from torch import fx, nn
+
+from anabranch.graph.opgraph import OpGraph
+from anabranch.graph.split import Port, StageProgram
+from anabranch.plans.stages import StageGraph
+from anabranch.schedule.lower import edge_values
+
+
+class EmptyStages:
+    """Stages of a profiled model, by number of samples.
+
+    Args:
+        model: its operators and values.
+        graph: the stages.
+    """
+
+    def __init__(self, model: OpGraph, graph: StageGraph) -> None:
+        self._model = model
+        uses: dict[int, int] = defaultdict(int)
+        ports = []
+        for (source, target), values in edge_values(graph, model).items():
+            for value in values:
+                port = Port(value, source, target, uses[value], model.values[value].grad)
+                uses[value] += 1
+                ports.append(port)
+        self._ports = sorted(ports, key=lambda port: (port.value, port.order))
+        self._module = fx.GraphModule(nn.Module(), fx.Graph())
+        self._cache: dict[tuple[int, int], StageProgram] = {}
+
+    def program(self, stage: int, samples: int) -> StageProgram:
+        """What a stage receives and sends for a number of samples, as bytes."""
+        if (stage, samples) not in self._cache:
+            inputs = tuple(port for port in self._ports if port.target == stage)
+            outputs = tuple(port for port in self._ports if port.source == stage)
+            shapes = {p.value: (self._shape(p.value, samples), torch.uint8) for p in self._ports}
+            self._cache[stage, samples] = StageProgram(
+                self._module, inputs, (), (), outputs, has_loss=False, metrics=(), shapes=shapes
+            )
+        return self._cache[stage, samples]
+
+    def _shape(self, value: int, samples: int) -> torch.Size:
+        of = self._model.values[value]
+        return torch.Size((samples, of.nbytes) if of.batched else (of.nbytes,))

@@ -1,0 +1,149 @@
+"""Where to cut a row of stages, if the devices of every stage are given.
+
+    order     a1 a2 a3 | b1 b2 | b3 join          devices 2, 1, 1: which cuts are best?
+
+First the least longest period, then, among cuts within a factor ``slack`` of it, the shortest way
+through the pipeline and back: what a step is made of where there are M micro-batches is ``M - 1``
+periods and that way once. Both are short dynamic programmes over the cuts, for stages that lie in
+nodes of their own and for stages that are spread over all nodes (``partitioner.assemble``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from anabranch.cost import CostModel
+from anabranch.planner.partitioner.ranges import Floats, Ints
+from anabranch.planner.partitioner.rows import Row
+from anabranch.planner.toolkit.parts import Part
+from anabranch.planner.toolkit.prices import Mode, Prices
+
+MOST_CUTS = 128
+"""Cuts that are considered in a longer row, evenly spread."""
+
+SLACK = (1.0, 1.05, 1.2)
+"""Longest periods that are tried, as multiples of the least."""
+
+
+class Recut:
+    """Cuts one model's operators in one order.
+
+    Args:
+        cost: prices the operators.
+        batch_size: samples of one step.
+        order: the operators, in topological order.
+    """
+
+    def __init__(self, cost: CostModel, batch_size: int, order: Sequence[int]) -> None:
+        self._cost = cost
+        self._batch_size = batch_size
+        step = -(-len(order) // MOST_CUTS)
+        groups = [order[i : i + step] for i in range(0, len(order), step)]
+        self._row = Row(cost, [sum(1 << op for op in group) for group in groups])
+        self._place = {op: i for i, op in enumerate(order)}
+        self._tables: dict[tuple[int, Mode, bool], tuple[Floats, Floats, Ints]] = {}
+        self._links = (False, True) if len(cost.cluster.levels) > 1 else (False,)
+
+    def row_of(self, parts: Sequence[Part]) -> list[Part] | None:
+        """The parts in the order of the row if each is a run of it, else None."""
+        spans = []
+        for part in parts:
+            places = [place for op, place in self._place.items() if part.mask >> op & 1]
+            if max(places) - min(places) + 1 != len(places):
+                return None
+            spans.append((min(places), part))
+        return [part for _, part in sorted(spans, key=lambda span: span[0])]
+
+    def cut(self, size: int, modes: Sequence[Mode]) -> list[list[Part]]:
+        """Stages with these modes, one after the other: up to one row of them per slack, and one.
+
+        Args:
+            size: samples of a micro-batch.
+            modes: of the stages in order, at most as many as cuts are considered.
+        """
+        if not 0 < len(modes) <= self._row.size:
+            return []
+        found: list[tuple[int, ...]] = []
+        for inside in self._links:
+            found += [each for each in self._cuts(size, modes, inside) if each not in found]
+        return [self._parts(cuts, modes) for cuts in found]
+
+    def _cuts(self, size: int, modes: Sequence[Mode], inside: bool) -> list[tuple[int, ...]]:
+        """The best cuts if what crosses them leaves its node, or stays inside."""
+        count = len(modes)
+        tables = [self._table(size, mode, inside) for mode in modes]
+        periods = [
+            np.where(headroom >= count - 1 - s, period, np.inf)
+            for s, (period, _, headroom) in enumerate(tables)
+        ]
+        least = periods[0][0]
+        for period in periods[1:]:
+            least = np.maximum(least[:, None], period).min(axis=0)
+        if not np.isfinite(least[-1]):
+            return []
+        ways = [way for _, way, _ in tables]
+        bounds = [least[-1] * slack for slack in SLACK]
+        found = [self._shortest(periods, ways, bound) for bound in bounds]
+        return [*found, self._shortest(periods, ways, bounds[0], early=True)]
+
+    @staticmethod
+    def _shortest(
+        periods: Sequence[Floats], ways: Sequence[Floats], bound: float, *, early: bool = False
+    ) -> tuple[int, ...]:
+        """The cuts with the shortest way, no period beyond the bound.
+
+        Where layers are alike many cuts are equal: the long stages are then the last ones, or the
+        first if ``early``.
+        """
+        bound *= 1 + 1e-9
+        sums = np.where(periods[0][0] <= bound, ways[0][0], np.inf)
+        chosen = []
+        for period, way in zip(periods[1:], ways[1:], strict=True):
+            totals = sums[:, None] + np.where(period <= bound, way, np.inf)
+            last = len(totals) - 1
+            chosen.append(last - totals[::-1].argmin(axis=0) if early else totals.argmin(axis=0))
+            sums = totals.min(axis=0)
+        cuts = [len(sums) - 1]
+        for before in reversed(chosen):
+            cuts.append(int(before[cuts[-1]]))
+        return (0, *reversed(cuts))
+
+    def _parts(self, cuts: Sequence[int], modes: Sequence[Mode]) -> list[Part]:
+        return [
+            Part(self._row.mask(i, j), mode.replicas, mode.recompute, mode.tensor)
+            for i, j, mode in zip(cuts, cuts[1:], modes, strict=False)
+        ]
+
+    def _table(self, size: int, mode: Mode, inside: bool) -> tuple[Floats, Floats, Ints]:
+        """Period, seconds of the way through, and largest height of every run: [start, stop]."""
+        key = size, mode, inside
+        if key not in self._tables:
+            self._tables[key] = self._price(self._prices(size), mode, inside)
+        return self._tables[key]
+
+    def _prices(self, size: int) -> Prices:
+        memory = self._cost.cluster.memory_bytes
+        return Prices(self._cost, self._batch_size, size, (), memory)
+
+    def _price(self, prices: Prices, mode: Mode, inside: bool) -> tuple[Floats, Floats, Ints]:
+        row, n = self._row, prices.samples(mode.replicas)
+        running = row.compute_s(n, mode.tensor, recompute=mode.recompute)
+        compute = running[None, :] - running[:, None]
+        comes = row.comes.at(n)
+        link = self._cost.cluster.levels[0]
+        share = 1 / link.bandwidth if inside else prices.share(mode.devices)
+        traffic = np.maximum(comes, row.goes.at(n)) * share
+        reduce_s = prices.allreduce_s(row.reduced(mode.tensor), mode.replicas, mode.tensor)
+        period = np.maximum(compute, traffic) + reduce_s / prices.num_microbatches
+        period[np.tril_indices(len(period))] = np.inf
+        kept = row.kept_bytes(mode.tensor) * n
+        contents = kept[None, :] - kept[:, None]
+        fixed = row.state_bytes(mode.tensor) + self._cost.receive_slots * comes
+        held = row.entering.at(n)
+        if mode.recompute:
+            fixed = fixed + contents
+        else:
+            held = held + contents
+        return period, compute + traffic, prices.headroom(fixed, held)

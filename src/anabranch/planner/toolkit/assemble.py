@@ -1,0 +1,257 @@
+"""From parts to a stage graph: use the devices that are left, order the stages, place them.
+
+A search finds the fewest devices for a bound on the period; every device must have work. So while
+devices are left, the stage with the longest period that can use some gets more replicas (twice
+as many, else one more) if that shortens its period, or is cut in two; if nothing helps, the
+change that does least harm. Where many are left, as one stage that nothing helps is the bottleneck,
+the stages with the most compute per device come first in a second try, and the quicker is kept.
+
+Devices are given out in rows: first the stages that need a whole node or more, then the others,
+each to the first node with room, so that replicas of a stage lie in one node where possible. Two
+orders are tried: branch after branch, which keeps a branch in a node, and from the sink backwards,
+which keeps the last stages of the branches near their join. In plans of few stages each stage is
+also spread over all nodes, or all racks, so that transfers stay inside them and only all-reduces
+leave: good for large activations and few parameters (DAPPLE's "scatter first"). The quickest is
+kept.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from anabranch.planner.partitioner.fill import cuts, fill
+from anabranch.planner.toolkit.estimate import step_s
+from anabranch.planner.toolkit.parts import Part, PartPrices, edges, fits, heights
+from anabranch.planner.toolkit.place import place, scatter
+from anabranch.plans.stages import Stage, StageGraph
+
+MANY_LEFT = 0.25
+"""If more than this share of the devices is left, they are given out in two ways."""
+
+MOST_SCATTERED = 8
+MOST_DEVICES = 128
+SCATTERED = 1.05
+"""Stages and devices of a plan for which devices spread over the nodes are tried, and what their
+estimate is multiplied by: all-reduces and transfers of many stages meet at the cards."""
+
+SURE = 10
+"""Operators up to which it is not: such plans are few, and all are simulated that are near."""
+
+
+@dataclass(frozen=True)
+class Assembler:
+    """Turns parts into stage graphs.
+
+    Attributes:
+        prices: prices the parts.
+        order: operators, branch after branch.
+        max_replicas: replicas per stage at most.
+        chained: every stage waits for the one before it, as in a sequential pipeline.
+
+    Where the prices allow it, stages recompute that would not fit otherwise.
+    """
+
+    prices: PartPrices
+    order: tuple[int, ...]
+    max_replicas: int
+    chained: bool = False
+
+    def assemble(self, parts: Sequence[Part]) -> Candidate | None:
+        """A stage graph of these parts on all devices; None if there is none in memory."""
+        return min(self.assemblies(parts), key=lambda each: each.step_s, default=None)
+
+    def assemblies(self, parts: Sequence[Part]) -> Iterator[Candidate]:
+        """Stage graphs of these parts, one per way to give out the devices that are left."""
+        total = self.prices.cost.cluster.num_devices
+        left = total - sum(part.devices for part in parts)
+        ranks = [self._by_period] if left <= MANY_LEFT * total else [self._by_period, self._by_work]
+        some = False
+        for rank in ranks:
+            spread = self._use_rest(list(parts), left, rank)
+            found = self._finish(spread) if spread is not None else None
+            if found is not None:
+                some = True
+                yield found
+        if left and not some:
+            filled = fill(self.prices, parts, self.order, self.max_replicas, self.arrange)
+            found = self._finish(filled) if filled is not None else None
+            if found is not None:
+                yield found
+
+    def _finish(self, parts: Sequence[Part]) -> Candidate | None:
+        """A stage graph of parts that use all devices; None if there is none in memory."""
+        stages, pairs = self.arrange(parts)
+        stages = self._slimmed(stages, pairs)
+        if not fits(self.prices, stages, pairs):
+            return None
+        placed = min(self._placements(stages, pairs), default=None)
+        if placed is None:
+            return None
+        period_s = max(self.prices.period_s(part) for part in stages)
+        return Candidate(self._stage_graph(stages, placed[1], pairs), placed[0], period_s)
+
+    def _slimmed(self, parts: list[Part], pairs: set[tuple[int, int]]) -> list[Part]:
+        """The parts, those that do not fit at their heights with recomputation, and without it
+        those that have memory for a deep warm-up anyway.
+        """
+        height = heights(len(parts), pairs)
+        return [self._slim(part, h) for part, h in zip(parts, height, strict=True)]
+
+    def _slim(self, part: Part, height: int) -> Part:
+        if part.recompute:
+            plain = replace(part, recompute=False)
+            return plain if self.prices.headroom(plain) >= 2 * height else part
+        fits_plainly = self.prices.headroom(part) >= height
+        return replace(part, recompute=self.prices.prices.recompute and not fits_plainly)
+
+    def _use_rest(
+        self, parts: list[Part], left: int, rank: Callable[[Part], float]
+    ) -> list[Part] | None:
+        """The parts on all devices; None if there are too many or too few devices."""
+        # What cannot use any of the devices left to good effect never will, as there will be fewer.
+        waiting = [(-rank(part), part.mask, part) for part in parts]
+        settled: list[Part] = []
+        heapq.heapify(waiting)
+        while left > 0:
+            if waiting:
+                part = heapq.heappop(waiting)[-1]
+                after = next(self._changes(part, left, helpful=True), None)
+                if after is None:
+                    settled.append(part)
+                    continue
+            else:
+                harmless = [(p, a) for p in settled for a in self._changes(p, left, helpful=False)]
+                if not harmless:
+                    return None
+                part, after = min(harmless, key=lambda change: self._longest(change[1]))
+                settled.remove(part)
+            for each in after:
+                heapq.heappush(waiting, (-rank(each), each.mask, each))
+            left -= sum(each.devices for each in after) - part.devices
+        return [*settled, *(each[-1] for each in waiting)] if left == 0 else None
+
+    def _by_period(self, part: Part) -> float:
+        return self.prices.period_s(part)
+
+    def _by_work(self, part: Part) -> float:
+        return sum(self.prices.compute_s(part)) / part.devices
+
+    def _longest(self, parts: Sequence[Part]) -> float:
+        return max(self.prices.period_s(part) for part in parts)
+
+    def _changes(self, part: Part, left: int, *, helpful: bool) -> Iterator[list[Part]]:
+        """Ways for a part to use some of the devices left."""
+        period = self.prices.period_s(part)
+        for replicas in (2 * part.replicas, part.replicas + 1):
+            more = replace(part, replicas=replicas)
+            possible = more.devices - part.devices <= left and self._may(more)
+            possible = possible and self.prices.headroom(more) >= 0
+            if possible and (not helpful or self.prices.period_s(more) < period):
+                yield [more]
+        if part.devices <= left:
+            halves = self._halves(part)
+            if halves and (not helpful or self._longest(halves) < period):
+                yield halves
+
+    def _may(self, part: Part) -> bool:
+        return part.replicas <= self.max_replicas and self.prices.prices.may(part.replicas)
+
+    def _halves(self, part: Part) -> list[Part]:
+        """The part cut in two, each with as many replicas, so that the slower is quickest."""
+        ops = sorted(self.prices.facts.ops(part.mask).tolist(), key=self.position.__getitem__)
+        halves = [
+            [replace(part, mask=first), replace(part, mask=second)]
+            for first, second in cuts(self.prices, part, ops)
+        ]
+        fitting = (cut for cut in halves if all(self.prices.headroom(part) >= 0 for part in cut))
+        return min(fitting, key=self._longest, default=[])
+
+    @cached_property
+    def position(self) -> dict[int, int]:
+        """Place of every operator in the order."""
+        return {op: position for position, op in enumerate(self.order)}
+
+    def arrange(self, parts: Sequence[Part]) -> tuple[list[Part], set[tuple[int, int]]]:
+        """Parts in topological order, branch after branch, and the stage edges."""
+        place, ops = self.position, self.prices.facts.ops
+        key = [min(place[op] for op in ops(part.mask).tolist()) for part in parts]
+        pairs = edges(self.prices, parts)
+        waits = [0] * len(parts)
+        following: list[list[int]] = [[] for _ in parts]
+        for x, y in pairs:
+            waits[y] += 1
+            following[x].append(y)
+        ready = [(key[s], s) for s in range(len(parts)) if not waits[s]]
+        heapq.heapify(ready)
+        ordered: list[int] = []
+        while ready:
+            _, s = heapq.heappop(ready)
+            ordered.append(s)
+            for y in following[s]:
+                waits[y] -= 1
+                if not waits[y]:
+                    heapq.heappush(ready, (key[y], y))
+        assert len(ordered) == len(parts), "convex stages along a series-parallel order are acyclic"
+        at = {s: position for position, s in enumerate(ordered)}
+        moved = {(at[x], at[y]) for x, y in pairs}
+        if self.chained:
+            moved |= {(s, s + 1) for s in range(len(parts) - 1)}
+        return [parts[s] for s in ordered], moved
+
+    def _placements(
+        self, parts: Sequence[Part], pairs: set[tuple[int, int]]
+    ) -> Iterator[tuple[float, list[list[int]]]]:
+        """Estimated steps, with the devices of every part."""
+        height = heights(len(parts), pairs)
+        forward = list(range(len(parts)))
+        from_sink = sorted(forward, key=lambda s: (height[s], s))
+        sizes = self.prices.cost.cluster.group_sizes
+        seen: list[list[list[int]]] = []
+        for order in (forward, from_sink):
+            devices = place(
+                [parts[s].devices for s in order], sizes, [parts[s].tensor for s in order]
+            )
+            at = {s: position for position, s in enumerate(order)}
+            chosen = [devices[at[s]] for s in forward] if devices else []
+            if chosen and chosen not in seen:
+                seen.append(chosen)
+                yield step_s(self.prices, parts, chosen, pairs), chosen
+        few = len(parts) <= MOST_SCATTERED and sum(part.devices for part in parts) <= MOST_DEVICES
+        if few and all(part.tensor == 1 for part in parts):
+            dearer = SCATTERED if len(self.order) > SURE else 1.0
+            for size in sizes[:-1]:
+                chosen = scatter([part.replicas for part in parts], size)
+                if chosen and chosen not in seen:
+                    seen.append(chosen)
+                    yield dearer * step_s(self.prices, parts, chosen, pairs), chosen
+
+    def _stage_graph(
+        self, parts: Sequence[Part], devices: Sequence[Sequence[int]], pairs: set[tuple[int, int]]
+    ) -> StageGraph:
+        graph = self.prices.cost.graph
+        return StageGraph(
+            tuple(
+                Stage(
+                    graph.names(part.mask),
+                    tuple(where),
+                    self.prices.prices.microbatch_size,
+                    recompute=part.recompute,
+                    tensor=part.tensor,
+                )
+                for part, where in zip(parts, devices, strict=True)
+            ),
+            tuple(sorted(pairs)),
+            self.prices.prices.batch_size,
+        )
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A stage graph with what its planner thinks of it: estimated step and longest period."""
+
+    graph: StageGraph
+    step_s: float
+    period_s: float

@@ -1,0 +1,343 @@
+"""Parts: stages to be, before they have devices, and their prices, whatever operators they hold.
+
+The same formulas as ``partitioner.ranges``, for any set of operators; ``partitioner.prices`` states
+them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from anabranch.cost import CostModel, Port
+from anabranch.graph.opgraph import bits
+from anabranch.planner.toolkit.prices import Prices
+from anabranch.plans.rings import Holder, rings
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A stage to be.
+
+    Attributes:
+        mask: its operators.
+        replicas: slices of each micro-batch.
+        recompute: run the forward again in the backward instead of keeping its insides.
+        tensor: devices of each replica.
+    """
+
+    mask: int
+    replicas: int
+    recompute: bool = False
+    tensor: int = 1
+
+    @property
+    def devices(self) -> int:
+        """Number of devices."""
+        return self.replicas * self.tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Border:
+    """Bytes that cross the border of a set of operators, as (per sample, whatever the samples).
+
+    Attributes:
+        enters: what is read from outside.
+        leaves: what is made for others.
+        enters_back: gradients of what leaves.
+        leaves_back: gradients of what enters.
+    """
+
+    enters: tuple[float, float]
+    leaves: tuple[float, float]
+    enters_back: tuple[float, float]
+    leaves_back: tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Ways:
+    """The ports that messages between two stages use, forward and back.
+
+    Attributes:
+        latency: seconds before the first byte is there.
+        there: per port its seconds for a byte per sample, and for a byte whatever the samples.
+        back: likewise.
+        ports: all of them.
+    """
+
+    latency: float
+    there: tuple[tuple[Port, float, float], ...]
+    back: tuple[tuple[Port, float, float], ...]
+    ports: set[Port]
+
+
+class Facts:
+    """What sets of operators weigh, whatever the micro-batch size; remembered."""
+
+    def __init__(self, cost: CostModel) -> None:
+        self.cost = cost
+        self._ops: dict[int, NDArray[np.intp]] = {}
+        self._border: dict[int, Border] = {}
+        self._flow: dict[tuple[int, int], tuple[float, float, float, float]] = {}
+        self._waits_back: dict[tuple[int, int], bool] = {}
+        self._parameters: dict[tuple[int, int], tuple[int, int]] = {}
+        self._kept: dict[tuple[int, int], float] = {}
+        self._sharded = {t: cost.sharded_kept_bytes(t) for t in cost.tensor_degrees}
+
+    def ops(self, mask: int) -> NDArray[np.intp]:
+        """The operators of a set, ascending."""
+        if mask not in self._ops:
+            self._ops[mask] = np.fromiter(bits(mask), dtype=np.intp)
+        return self._ops[mask]
+
+    def kept_bytes(self, mask: int, tensor: int) -> float:
+        """Bytes kept for the backward per sample."""
+        if (mask, tensor) not in self._kept:
+            self._kept[mask, tensor] = float(self._sharded[tensor][self.ops(mask)].sum())
+        return self._kept[mask, tensor]
+
+    def parameter_bytes(self, mask: int, tensor: int) -> tuple[int, int]:
+        """Bytes of all parameters and of those that are trained."""
+        if (mask, tensor) not in self._parameters:
+            self._parameters[mask, tensor] = self._count(mask, tensor)
+        return self._parameters[mask, tensor]
+
+    def _count(self, mask: int, tensor: int) -> tuple[int, int]:
+        if tensor > 1:
+            held = self.cost.parameter_bytes(self.ops(mask).tolist(), tensor=tensor)
+            return held, held
+        if self._untied is not None:
+            everything, trained = self._untied[self.ops(mask)].sum(axis=0).tolist()
+            return everything, trained
+        ops = self.ops(mask).tolist()
+        return self.cost.parameter_bytes(ops), self.cost.parameter_bytes(ops, trainable=True)
+
+    @cached_property
+    def _untied(self) -> NDArray[np.int64] | None:
+        """Per operator its parameters' bytes and those trained; None if operators share any."""
+        named, ops = self.cost.parameters, self.cost.graph.ops
+        names = [name for op in ops for name in set(op.parameters)]
+        if len(names) != len(set(names)):
+            return None
+        rows = []
+        for op in ops:
+            own = [named[name] for name in set(op.parameters)]
+            rows.append((sum(p.nbytes for p in own), sum(p.nbytes for p in own if p.trainable)))
+        return np.array(rows, dtype=np.int64)
+
+    @cached_property
+    def tied(self) -> tuple[tuple[int, int], ...]:
+        """Per trainable parameter that several operators read, their mask and its bytes."""
+        readers: dict[str, int] = {}
+        for i, op in enumerate(self.cost.graph.ops):
+            for name in op.parameters:
+                readers[name] = readers.get(name, 0) | 1 << i
+        named = self.cost.parameters
+        return tuple(
+            (mask, named[name].nbytes)
+            for name, mask in readers.items()
+            if mask & (mask - 1) and named[name].trainable and named[name].nbytes
+        )
+
+    def border(self, mask: int) -> Border:
+        """What crosses the border."""
+        if mask not in self._border:
+            self._border[mask] = self._cross(mask)
+        return self._border[mask]
+
+    def _cross(self, mask: int) -> Border:
+        cost = self.cost
+        values, ops = cost.graph.values, self.ops(mask).tolist()
+        sums = [[0.0, 0.0] for _ in range(4)]
+        enters, leaves, enters_back, leaves_back = sums
+        for i in {i for op in ops for i in cost.read[op]}:
+            value = values[i]
+            if not mask >> value.producer & 1:
+                enters[not value.batched] += value.nbytes
+                leaves_back[not value.batched] += value.nbytes * value.grad
+        for op in ops:
+            for i in cost.made[op]:
+                if cost.readers[i] & ~mask:
+                    value = values[i]
+                    leaves[not value.batched] += value.nbytes
+                    enters_back[not value.batched] += value.nbytes * value.grad
+        a, b, c, d = ((each[0], each[1]) for each in sums)
+        return Border(a, b, c, d)
+
+    def flow(self, source: int, target: int) -> tuple[float, float, float, float]:
+        """Bytes from one set of operators to another: forward per sample, fixed; back likewise."""
+        if (source, target) not in self._flow:
+            sums = [0.0] * 4
+            for op in self.ops(source).tolist():
+                for i in self.cost.made[op]:
+                    if self.cost.readers[i] & target:
+                        value = self.cost.graph.values[i]
+                        sums[0 if value.batched else 1] += value.nbytes
+                        sums[2 if value.batched else 3] += value.nbytes * value.grad
+            self._flow[source, target] = (sums[0], sums[1], sums[2], sums[3])
+        return self._flow[source, target]
+
+    def waits_back(self, source: int, target: int) -> bool:
+        """Whether a backward of the source waits for one of the target: for a gradient, or because
+        no value joins the two and the edge is there to order them.
+        """
+        if (source, target) not in self._waits_back:
+            grads = [
+                self.cost.graph.values[i].grad
+                for op in self.ops(source).tolist()
+                for i in self.cost.made[op]
+                if self.cost.readers[i] & target
+            ]
+            self._waits_back[source, target] = any(grads) or not grads
+        return self._waits_back[source, target]
+
+
+class PartPrices:
+    """Prices parts at one micro-batch size and remembers them.
+
+    Args:
+        prices: the formulas.
+        facts: what sets of operators weigh, if several sizes are to share that.
+
+    Attributes:
+        ways: what is remembered of messages, by replicas and tensor-parallel degrees of both stages
+            and by the devices of each.
+    """
+
+    def __init__(self, prices: Prices, facts: Facts | None = None) -> None:
+        self.prices = prices
+        self.cost = prices.cost
+        self.facts = facts or Facts(prices.cost)
+        self.ways: dict[
+            tuple[tuple[int, int, int, int], tuple[int, ...], tuple[int, ...]], Ways
+        ] = {}
+        self._period_s: dict[Part, float] = {}
+        self._compute_s: dict[Part, tuple[float, float]] = {}
+        self._headroom: dict[Part, int] = {}
+
+    def compute_s(self, part: Part) -> tuple[float, float]:
+        """Forward and backward seconds on the fullest replica, recomputation included."""
+        if part not in self._compute_s:
+            ops = self.facts.ops(part.mask)
+            n = self.prices.samples(part.replicas)
+            forward, backward = self.cost.op_seconds(n, part.tensor)
+            there, back = float(forward[ops].sum()), float(backward[ops].sum())
+            self._compute_s[part] = there, back + there * part.recompute
+        return self._compute_s[part]
+
+    def seconds(self, part: Part) -> NDArray[np.float64]:
+        """Seconds of a micro-batch for every operator of the model, run as this part is."""
+        n = self.prices.samples(part.replicas)
+        forward, backward = self.cost.op_seconds(n, part.tensor)
+        return forward * (1 + part.recompute) + backward
+
+    def period_s(self, part: Part) -> float:
+        """Seconds from one micro-batch to the next."""
+        if part not in self._period_s:
+            border, n = self.facts.border(part.mask), self.prices.samples(part.replicas)
+            enter = _size(border.enters, n) + _size(border.enters_back, n)
+            leave = _size(border.leaves, n) + _size(border.leaves_back, n)
+            traffic = max(enter, leave) * self.prices.share(part.devices)
+            spread = self.reduce_s(part) / self.prices.num_microbatches
+            self._period_s[part] = max(sum(self.compute_s(part)), traffic) + spread
+        return self._period_s[part]
+
+    def headroom(self, part: Part) -> int:
+        """The largest height at which the part fits; -1 if none."""
+        if part not in self._headroom:
+            none, one = (self._bytes(part, in_flight) for in_flight in (0, 1))
+            self._headroom[part] = self.prices.most_height(none, one - none)
+        return self._headroom[part]
+
+    def _bytes(self, part: Part, in_flight: int) -> float:
+        # As CostModel.device_bytes, from what is remembered.
+        n = self.prices.samples(part.replicas)
+        weights, trainable = self.facts.parameter_bytes(part.mask, part.tensor)
+        state = weights + trainable * (1 + self.cost.optimizer_factor)
+        kept = self.facts.kept_bytes(part.mask, part.tensor) * n
+        border = self.facts.border(part.mask)
+        enters, back = _size(border.enters, n), _size(border.enters_back, n)
+        inside = kept if part.recompute else in_flight * kept
+        return state + inside + in_flight * enters + self.cost.receive_slots * (enters + back)
+
+    def flow(self, source: int, target: int) -> tuple[float, float, float, float]:
+        """Bytes from one set of operators to another: forward per sample, fixed; back likewise."""
+        return self.facts.flow(source, target)
+
+    def reduce_s(self, part: Part) -> float:
+        """Seconds of the all-reduce of a part on devices in a row."""
+        reduced = self._reduced_bytes(part)
+        return float(self.prices.allreduce_s(reduced, part.replicas, part.tensor))
+
+    def _reduced_bytes(self, part: Part) -> int:
+        return self.facts.parameter_bytes(part.mask, part.tensor)[1]
+
+    def all_reduces(
+        self, parts: Sequence[Part], devices: Sequence[Sequence[int]]
+    ) -> list[tuple[tuple[int, ...], float]]:
+        """The all-reduces of a step: which parts take part, as indices, and seconds.
+
+        Args:
+            parts: all parts.
+            devices: of each.
+        """
+        across: dict[tuple[int, ...], int] = {}
+        own = [self._reduced_bytes(part) for part in parts]
+        for mask, nbytes in self.facts.tied:
+            holders = tuple(s for s, part in enumerate(parts) if part.mask & mask)
+            if len(holders) > 1:
+                across[holders] = across.get(holders, 0) + nbytes
+                for s in holders:
+                    own[s] -= math.ceil(nbytes * self._shard(parts[s]))
+        found: list[tuple[tuple[int, ...], float]] = [
+            ((s,), self.cost.allreduce_s(max(own[s], 0), devices[s][:: part.tensor]))
+            for s, part in enumerate(parts)
+            if part.replicas > 1
+        ]
+        if across:
+            held = [
+                Holder(where, part.tensor, self._shard(part))
+                for part, where in zip(parts, devices, strict=True)
+            ]
+            for stages, ring, nbytes in rings(across, held):
+                found.append((stages, self.cost.allreduce_s(nbytes, ring)))
+        return found
+
+    def _shard(self, part: Part) -> float:
+        """Share of its trainable parameters that each device of a part holds."""
+        if part.tensor == 1:
+            return 1.0
+        whole = self.facts.parameter_bytes(part.mask, 1)[1]
+        return self._reduced_bytes(part) / whole if whole else 0.0
+
+
+def _size(nbytes: tuple[float, float], samples: int) -> float:
+    return nbytes[0] * samples + nbytes[1]
+
+
+def edges(prices: PartPrices, parts: Iterable[Part]) -> set[tuple[int, int]]:
+    """Pairs of parts between which values flow."""
+    home = [-1] * len(prices.cost.graph)
+    for s, part in enumerate(parts):
+        for op in prices.facts.ops(part.mask).tolist():
+            home[op] = s
+    return {(home[a], home[b]) for a, b in prices.cost.graph.edges if home[a] != home[b]}
+
+
+def heights(count: int, pairs: set[tuple[int, int]]) -> list[int]:
+    """Longest distance of each part to a sink; ``pairs`` run from lower to higher indices."""
+    result = [0] * count
+    for x, y in sorted(pairs, reverse=True):
+        result[x] = max(result[x], result[y] + 1)
+    return result
+
+
+def fits(prices: PartPrices, parts: Sequence[Part], pairs: set[tuple[int, int]]) -> bool:
+    """Whether every part has memory for its height."""
+    height = heights(len(parts), pairs)
+    return all(prices.headroom(part) >= h for part, h in zip(parts, height, strict=True))

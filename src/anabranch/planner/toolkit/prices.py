@@ -1,0 +1,255 @@
+"""What a planner minimises: the period of a stage, and whether it fits.
+
+For a stage on d replicas with micro-batches of b samples, n = ceil(b / d) samples on each device,
+M = ceil(B / b) of them in a batch of B:
+
+    compute    forward and backward of its operators at n samples
+    in         bytes of what enters and of the gradients of what leaves, at n samples
+    out        bytes of what leaves and of the gradients of what enters, at n samples
+    share(d)   seconds per byte on a device's way: at level 0 its own link; from level 1 on,
+               min(d, g) replicas share the network card of their group of g devices, so it is the
+               largest over the levels of min(d, g) / bandwidth
+    allreduce  ring over d devices that are numbered in a row, of the trainable parameters
+
+    period  =  max(compute, in * share(d), out * share(d))  +  allreduce / M
+
+The last term makes the all-reduce part of a bound on the period. It is a lower bound on what that
+costs: a stage that waits for a slower one still reduces at the end. So a search may also bound
+the period without it, and the all-reduce apart (``Bound``).
+
+A value counts once in each direction however many stages read it. All that crosses the border of
+a stage is taken to leave its node, unless the whole cluster is one, and its card to be shared
+with nobody else's: true of a join that is spread over a node, pessimistic for neighbours inside
+one, optimistic for several joins in one. ``partitioner.estimate`` knows where the devices are and
+corrects both.
+
+Memory is that of ``CostModel.device_bytes`` with min(h + 1, M) micro-batches in flight, h the
+stage's height.
+
+How a stage uses its devices is a mode: a number of replicas, devices per replica (tensor
+parallelism, as far as the profile has it, inside a node), and whether it recomputes. Where traffic
+is concerned d is the number of devices.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from anabranch.cost import CostModel
+from anabranch.plans.slices import priced
+
+UNBOUNDED = 1 << 20
+"""A height that no stage reaches."""
+
+Number = Any
+"""A float or an array of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """How a stage uses its devices.
+
+    Attributes:
+        replicas: slices of each micro-batch.
+        recompute: run the forward again in the backward instead of keeping its insides.
+        tensor: devices of each replica.
+    """
+
+    replicas: int
+    recompute: bool = False
+    tensor: int = 1
+
+    @property
+    def devices(self) -> int:
+        """Number of devices."""
+        return self.replicas * self.tensor
+
+
+@dataclass(frozen=True)
+class Prices:
+    """Periods and memory for one micro-batch size.
+
+    Attributes:
+        cost: prices the operators.
+        batch_size: samples of one step.
+        microbatch_size: samples of one micro-batch, over all replicas.
+        degrees: numbers of replicas that may be used, ascending.
+        memory_bytes: memory of each device.
+        tensors: devices per replica that may be used, ascending.
+        recompute: stages may recompute.
+        max_devices: devices of one stage at most, where a replica has several.
+    """
+
+    cost: CostModel
+    batch_size: int
+    microbatch_size: int
+    degrees: tuple[int, ...]
+    memory_bytes: float
+    tensors: tuple[int, ...] = (1,)
+    recompute: bool = False
+    max_devices: int = 0
+
+    @cached_property
+    def modes(self) -> tuple[Mode, ...]:
+        """All modes that may be used, fewest devices first; of equals the plainest first."""
+        found = [
+            Mode(degree, recompute, tensor)
+            for tensor in self.tensors
+            for degree in self.degrees
+            if tensor == 1 or degree * tensor <= self.max_devices
+            for recompute in ((False, True) if self.recompute else (False,))
+        ]
+        return tuple(sorted(found, key=lambda mode: (mode.devices, mode.recompute, mode.tensor)))
+
+    @cached_property
+    def num_microbatches(self) -> int:
+        """Micro-batches of one step."""
+        return -(-self.batch_size // self.microbatch_size)
+
+    def samples(self, degree: int) -> int:
+        """Samples on the fullest of ``degree`` replicas."""
+        return -(-self.microbatch_size // degree)
+
+    def may(self, replicas: int) -> bool:
+        """Whether a stage may have so many replicas: each has samples, the profile prices them."""
+        size = self.microbatch_size
+        return 1 <= replicas <= size and priced(self.cost, self.batch_size, size, replicas)
+
+    def share(self, devices: int) -> float:
+        """Seconds per byte that each of so many devices of a stage sends or receives."""
+        if devices not in self._shares:
+            self._shares[devices] = seconds_per_byte(self.cost, devices)
+        return self._shares[devices]
+
+    @cached_property
+    def _shares(self) -> dict[int, float]:
+        return {}
+
+    @cached_property
+    def _rings(self) -> dict[tuple[int, int], tuple[float, float]]:
+        return {}
+
+    def ring(self, degree: int, tensor: int = 1) -> tuple[float, float]:
+        """Seconds per byte and seconds whatever the size of an all-reduce over replicas in a row.
+
+        Args:
+            degree: number of replicas.
+            tensor: devices of each.
+        """
+        if (degree, tensor) not in self._rings:
+            last = min(degree * tensor, self.cost.cluster.num_devices) - 1
+            link = self.cost.cluster.slowest_link((0, last))
+            times = self.cost.updates
+            per_byte = 2 * (degree - 1) / degree / link.bandwidth * times
+            self._rings[degree, tensor] = per_byte, 2 * (degree - 1) * link.latency_s * times
+        return self._rings[degree, tensor]
+
+    def allreduce_s(
+        self, nbytes: Number, degree: int, tensor: int = 1, *, latency: bool = True
+    ) -> Number:
+        """Seconds of the all-reduce over ``degree`` groups of devices in a row, once per step."""
+        per_byte, fixed = self.ring(degree, tensor)
+        return nbytes * per_byte + (nbytes > 0) * fixed if latency else nbytes * per_byte
+
+    def period_s(
+        self,
+        compute_s: Number,
+        bytes_in: Number,
+        bytes_out: Number,
+        reduced: Number,
+        degree: int,
+        tensor: int = 1,
+    ) -> Number:
+        """Seconds from one micro-batch to the next; the formula at the head of this file."""
+        traffic = np.maximum(bytes_in, bytes_out) * self.share(degree * tensor)
+        reduce_s = self.allreduce_s(reduced, degree, tensor)
+        return np.maximum(compute_s, traffic) + reduce_s / self.num_microbatches
+
+    def headroom(self, fixed: Number, per_microbatch: Number) -> Number:
+        """The largest height at which a stage fits; -1 where it fits at none.
+
+        Args:
+            fixed: bytes that do not depend on what is in flight.
+            per_microbatch: bytes of each micro-batch in flight.
+        """
+        free = self.memory_bytes - fixed
+        with np.errstate(divide="ignore", invalid="ignore"):
+            held = np.clip(free / per_microbatch, 0, self.num_microbatches)
+        held = np.where(per_microbatch > 0, held, self.num_microbatches * (free >= 0))
+        height = held.astype(np.int32) - 1
+        # More than all micro-batches are never in flight.
+        return np.where(height == self.num_microbatches - 1, UNBOUNDED, height)
+
+    def most_height(self, fixed: float, per_microbatch: float) -> int:
+        """``headroom`` of one stage."""
+        count, free = self.num_microbatches, self.memory_bytes - fixed
+        if per_microbatch > 0:
+            held = int(min(max(free / per_microbatch, 0), count))
+        else:
+            held = count * (free >= 0)
+        return UNBOUNDED if held == count else held - 1
+
+    def in_flight(self, height: Number) -> Number:
+        """Micro-batches between forward and backward at least."""
+        return np.minimum(height + 1, self.num_microbatches)
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """What no stage may exceed.
+
+    Attributes:
+        period_s: seconds from one micro-batch to the next.
+        spread: the period includes the all-reduce, spread over the micro-batches.
+        reduce_s: seconds of the all-reduce of a step.
+        at: place of the micro-batch size among those that are searched together.
+    """
+
+    period_s: float
+    spread: bool = True
+    reduce_s: float = float("inf")
+    at: int = 0
+
+
+def seconds_per_byte(cost: CostModel, degree: int) -> float:
+    """What one of ``degree`` replicas pays per byte that crosses the border of their stage."""
+    cluster = cost.cluster
+    worst = 1 / cluster.levels[0].bandwidth
+    for level in range(1, len(cluster.levels)):
+        group = cluster.group_sizes[level - 1]
+        if cluster.num_devices > group:
+            worst = max(worst, min(degree, group) / cluster.levels[level].bandwidth)
+    return worst
+
+
+def degrees(
+    cost: CostModel, microbatch_size: int, limit: int, *, batch_size: int = 0, uneven: bool = False
+) -> tuple[int, ...]:
+    """Numbers of replicas up to ``limit`` that leave each a sample count in the profile.
+
+    Args:
+        cost: knows the profile.
+        microbatch_size: samples of one micro-batch.
+        limit: replicas at most.
+        batch_size: samples of one step, if its last micro-batch may be a short one.
+        uneven: besides the powers of two three times them, and what they leave of ``limit``: a
+            stage of 15 beside one of 1.
+    """
+    powers = [1 << i for i in range(limit.bit_length())]
+    found = {*powers, *(3 * p for p in powers), *(limit - p for p in powers)} if uneven else powers
+    return tuple(
+        degree
+        for degree in sorted(found)
+        if 1 <= degree <= min(limit, microbatch_size)
+        and priced(cost, batch_size, microbatch_size, degree)
+    )
+
+
+def microbatch_sizes(batch_size: int) -> tuple[int, ...]:
+    """Powers of two up to the batch, and the batch."""
+    sizes = {1 << i for i in range(batch_size.bit_length())} | {batch_size}
+    return tuple(sorted(size for size in sizes if size <= batch_size))

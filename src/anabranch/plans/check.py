@@ -1,0 +1,247 @@
+"""Is this stage graph valid? Conditions C1 to C3 of GraphPipe, section 3, and memory.
+
+    C1  every operator is in exactly one stage, and no path leaves a stage and comes back to it
+    C2  an operator edge between two stages is a stage edge; there are no cycles
+    C3  device sets are disjoint, inside the cluster, and together all of it
+
+C3 is what planners keep to. A plan made by hand may have several stages on a device (``shared``)
+and leave devices out (``idle``): its ranks are the devices that it has, in ascending order.
+
+``StageGraph`` itself forbids edges from a later to an earlier stage, so a graph that has all its
+data edges is acyclic. Edges beyond those of the data are allowed: they order stages. C4, the
+order of micro-batches inside a stage, is for ``schedule.check``. Knows no planner.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from anabranch.cluster import GIB
+from anabranch.cost import CostModel
+from anabranch.errors import InvalidPlanError
+from anabranch.plans.in_flight import least_in_flight
+from anabranch.plans.slices import slice_sizes
+from anabranch.plans.stages import StageGraph
+
+_NAMED = 5
+"""Offenders that one sentence lists by name."""
+
+
+def check(
+    graph: StageGraph,
+    cost: CostModel,
+    versions: Sequence[int] = (),
+    *,
+    shared: bool = False,
+    idle: bool = False,
+) -> list[str]:
+    """Everything that is wrong with a stage graph, one sentence each; empty if it is valid.
+
+    Args:
+        graph: stages of the operators of ``cost.graph`` on the devices of ``cost.cluster``. A
+            stage whose ``in_flight`` is 0 is held to the fewest micro-batches that any 1F1B
+            schedule keeps.
+        cost: prices memory and says which slices the profile covers: neither the largest nor the
+            smallest slice of any micro-batch may lie outside.
+        versions: per stage, versions of its weights that are held; empty for one everywhere.
+        shared: a device may hold several stages, as in plans made by hand.
+        idle: a device may hold none, likewise.
+    """
+    problems = _operators(graph, cost)
+    devices = _devices(graph, cost, shared=shared, idle=idle)
+    if problems:
+        # Without a partition the rest has no meaning.
+        return problems + devices
+    masks = [cost.graph.mask(stage.operators) for stage in graph.stages]
+    return [
+        *_convexity(graph, cost, masks),
+        *_edges(graph, cost, masks),
+        *devices,
+        *_samples(graph, cost),
+        *_memory(graph, cost, versions or [1] * len(graph)),
+        *(_memory_together(graph, cost) if shared else ()),
+    ]
+
+
+def require(graph: StageGraph, cost: CostModel, versions: Sequence[int] = ()) -> None:
+    """Accept a valid stage graph in silence; arguments as for ``check``.
+
+    Raises:
+        InvalidPlanError: with everything that ``check`` found.
+    """
+    problems = check(graph, cost, versions)
+    if problems:
+        raise InvalidPlanError("the plan is not valid: " + "; ".join(problems))
+
+
+def _operators(graph: StageGraph, cost: CostModel) -> list[str]:
+    known = cost.graph.index
+    count = Counter(name for stage in graph.stages for name in stage.operators)
+    unknown = sorted(name for name in count if name not in known)
+    twice = sorted(name for name, times in count.items() if times > 1)
+    missing = [op.name for op in cost.graph.ops if op.name not in count]
+    problems = []
+    if unknown:
+        problems.append(
+            f"the model has no operators {_some(unknown)}; it has "
+            f"{_some([op.name for op in cost.graph.ops])} (anabranch profile MODEL lists all, with "
+            "the options that MODEL is built with)"
+        )
+    if missing:
+        are = "operator is" if len(missing) == 1 else "operators are"
+        problems.append(f"C1: {len(missing)} {are} in no stage: {_some(missing)}")
+    problems += [f"C1: operator {name} is in {count[name]} stages" for name in twice[:_NAMED]]
+    return problems
+
+
+def _convexity(graph: StageGraph, cost: CostModel, masks: list[int]) -> list[str]:
+    problems = []
+    for s, mask in enumerate(masks):
+        if cost.graph.is_convex(mask):
+            continue
+        between = [
+            i
+            for i in range(len(cost.graph))
+            if not mask >> i & 1
+            and cost.graph.ancestors[i] & mask
+            and cost.graph.descendants[i] & mask
+        ]
+        names = [cost.graph.ops[i].name for i in between]
+        problems.append(
+            f"C1: stage {s} is not convex: a path leaves it and comes back through {_some(names)}"
+        )
+    return problems
+
+
+def _edges(graph: StageGraph, cost: CostModel, masks: list[int]) -> list[str]:
+    home = {name: s for s, stage in enumerate(graph.stages) for name in stage.operators}
+    ops = cost.graph.ops
+    present = set(graph.edges)
+    problems = []
+    for a, b in cost.graph.edges:
+        x, y = home[ops[a].name], home[ops[b].name]
+        if x == y or (x, y) in present:
+            continue
+        present.add((x, y))
+        what = f"{ops[b].name} in stage {y} reads from {ops[a].name} in stage {x}"
+        if x > y:
+            problems.append(f"C2: {what}, which comes later: stages are not in topological order")
+        else:
+            problems.append(f"C2: {what}, but there is no stage edge {x} -> {y}")
+    return problems
+
+
+def _devices(graph: StageGraph, cost: CostModel, *, shared: bool, idle: bool) -> list[str]:
+    total = cost.cluster.num_devices
+    holders: dict[int, list[int]] = {}
+    for s, stage in enumerate(graph.stages):
+        for device in stage.devices:
+            holders.setdefault(device, []).append(s)
+    problems = [
+        f"C3: device {device} holds the stages {', '.join(map(str, stages))}"
+        for device, stages in sorted(holders.items())
+        if len(stages) > 1 and not shared
+    ]
+    outside = [device for device in holders if not 0 <= device < total]
+    unused = [device for device in range(total) if device not in holders]
+    if outside:
+        problems.append(
+            f"C3: cluster {cost.cluster.name} has the devices 0-{total - 1}, not {_some(outside)}"
+        )
+    if unused and not idle:
+        problems.append(f"C3: {len(unused)} of {total} devices hold no stage: {_some(unused)}")
+    return problems
+
+
+def _samples(graph: StageGraph, cost: CostModel) -> list[str]:
+    problems = []
+    for s, stage in enumerate(graph.stages):
+        size, replicas = stage.microbatch_size, stage.replicas
+        if size > graph.batch_size:
+            problems.append(
+                f"stage {s} has micro-batches of {size} samples, the batch only {graph.batch_size}"
+            )
+        if size < replicas:
+            problems.append(
+                f"stage {s} splits micro-batches of {size} samples over {replicas} devices, which "
+                f"leaves {replicas - size} of them without work"
+            )
+        problems += _unpriced(graph, cost, s)
+    return problems
+
+
+def _unpriced(graph: StageGraph, cost: CostModel, s: int) -> list[str]:
+    """Slices of a stage that are larger or smaller than what was measured."""
+    stage, measured = graph.stages[s], cost.profile.samples
+    slices: dict[int, str] = {}
+    short = graph.batch_size % stage.microbatch_size
+    for what, size in (("its micro-batches", stage.microbatch_size), ("its last one", short)):
+        for samples in slice_sizes(size, stage.replicas) if size else ():
+            slices.setdefault(samples, f"{what}, {size} samples, over {stage.replicas} replicas")
+    return [
+        f"stage {s} puts {samples} samples on a device ({why}), which the profile "
+        f"({cost.profile.origin}) does not cover: it was measured from {measured[0]} to "
+        f"{measured[-1]} samples"
+        for samples, why in slices.items()
+        if not cost.covers(samples)
+    ]
+
+
+def _memory(graph: StageGraph, cost: CostModel, versions: Sequence[int]) -> list[str]:
+    limit = cost.cluster.memory_bytes
+    problems = []
+    for s, (stage, least) in enumerate(zip(graph.stages, least_in_flight(graph), strict=True)):
+        held = stage.in_flight or least
+        need = stage_bytes(graph, cost, s, in_flight=held, versions=versions[s])
+        if need > limit:
+            problems.append(
+                f"stage {s} needs {need / GIB:.2f} GiB on each device, with {held} micro-batches "
+                f"of {stage.microbatch_size} samples in flight on {stage.replicas} replicas"
+                f"{f' and {versions[s]} versions of its weights' if versions[s] > 1 else ''}; "
+                f"cluster {cost.cluster.name} has {limit / GIB:.2f} GiB: try a smaller "
+                "micro-batch or more devices"
+            )
+    return problems
+
+
+def _memory_together(graph: StageGraph, cost: CostModel) -> list[str]:
+    """Of devices with several stages that fit one by one."""
+    least, limit = least_in_flight(graph), cost.cluster.memory_bytes
+    needs = [
+        stage_bytes(graph, cost, s, in_flight=stage.in_flight or least[s])
+        for s, stage in enumerate(graph.stages)
+    ]
+    problems = []
+    for device in graph.devices:
+        held = [s for s, stage in enumerate(graph.stages) if device in stage.devices]
+        need = sum(needs[s] for s in held)
+        if len(held) > 1 and need > limit >= max(needs[s] for s in held):
+            problems.append(
+                f"device {device} needs {need / GIB:.2f} GiB for stages "
+                f"{', '.join(map(str, held))}; cluster {cost.cluster.name} has "
+                f"{limit / GIB:.2f} GiB: try a smaller micro-batch or more devices"
+            )
+    return problems
+
+
+def stage_bytes(
+    graph: StageGraph, cost: CostModel, s: int, *, in_flight: int, versions: int = 1
+) -> float:
+    """Peak bytes on the fullest device of a stage."""
+    stage = graph.stages[s]
+    largest_slice = -(-stage.microbatch_size // stage.replicas)
+    return cost.device_bytes(
+        [cost.graph.index[name] for name in stage.operators],
+        microbatch_size=largest_slice * stage.replicas,
+        replicas=stage.replicas,
+        in_flight=in_flight,
+        recompute=stage.recompute,
+        versions=versions,
+        tensor=stage.tensor,
+    )
+
+
+def _some(names: Sequence[str | int]) -> str:
+    shown = ", ".join(map(str, names[:_NAMED]))
+    return shown if len(names) <= _NAMED else f"{shown} and {len(names) - _NAMED} more"

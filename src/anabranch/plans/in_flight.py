@@ -1,0 +1,69 @@
+"""How many samples a stage must hold: GraphPipe, appendix A.1, Table 2 (``ComputeInFlight``).
+
+Stage x runs forward in groups of ``k_x`` micro-batches of ``b_x`` samples, stage y follows it and
+holds ``i_y`` samples between their forward and their backward. So that y never starves, x holds
+more than that, by what one of them waits for the other::
+
+    x = k_x b_x,  y = k_y b_y,  m = max(b_x, b_y)         i_x - i_y
+    m < x < y                                             2 m
+    m = x < y                                             m
+    b_x <= b_y < y < x                                    x - y + 2 b_y
+    b_x <= b_y = y < x                                    x
+    b_y <= b_x < y < x                                    x - y + 2 b_x
+    b_y <= b_x = y < x                                    x
+    m = y = x                                             y
+    m < y = x                                             2 m
+    b_x <= x < b_y <= y                                   b_y
+    b_y <= y < b_x <= x                                   x - y + b_x
+
+With one micro-batch size b and k = 1 every row but one is impossible and the increase is b: one
+micro-batch more per stage on the way to the sink. With several successors the largest counts.
+Table 2 takes its numbers to divide one another, as powers of two do.
+"""
+
+from __future__ import annotations
+
+from anabranch.plans.stages import StageGraph
+
+
+def in_flight_samples(k_x: int, b_x: int, k_y: int, b_y: int, held: int) -> int:
+    """Samples that stage x must hold so that stage y, which follows it, never starves.
+
+    Args:
+        k_x: micro-batches in a group of x.
+        b_x: samples in a micro-batch of x.
+        k_y: likewise for y.
+        b_y: likewise for y.
+        held: samples that y holds.
+    """
+    x, y, largest = k_x * b_x, k_y * b_y, max(b_x, b_y)
+    if x < b_y:
+        return held + b_y
+    if y < b_x:
+        return held + x - y + b_x
+    if x < y:
+        return held + (largest if largest == x else 2 * largest)
+    if x == y:
+        return held + (y if largest == y else 2 * largest)
+    return held + (x if largest == y else x - y + 2 * largest)
+
+
+def least_in_flight(graph: StageGraph) -> list[int]:
+    """Per stage, the fewest micro-batches in flight under kFkB, never more than it has.
+
+    A sink holds one group. With one micro-batch size and k = 1 a stage holds one micro-batch more
+    than its longest distance to a sink. Numbers that do not divide one another are rounded up to
+    whole micro-batches.
+    """
+    held = [0] * len(graph)  # samples
+    result = [0] * len(graph)
+    for s in reversed(range(len(graph))):
+        stage = graph.stages[s]
+        b, k = stage.microbatch_size, stage.k
+        samples = k * b
+        for y in graph.successors[s]:
+            after = graph.stages[y]
+            samples = max(samples, in_flight_samples(k, b, after.k, after.microbatch_size, held[y]))
+        result[s] = min(-(-samples // b), graph.num_microbatches(s))
+        held[s] = result[s] * b
+    return result

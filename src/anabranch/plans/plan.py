@@ -1,0 +1,180 @@
+"""Plan: a stage graph with its schedule, where it came from and what it should cost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from anabranch.cluster import Cluster
+from anabranch.plans.stages import Stage, StageGraph
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What the simulator says about a plan.
+
+    Attributes:
+        step_s: seconds of one synchronous step; of an asynchronous plan the seconds from one
+            mini-batch to the next once the pipeline is full, which is what a step takes there.
+        bottleneck_s_per_sample: slowest stage's compute seconds per sample.
+        bubble: share of device time that is not compute.
+        device_peak_bytes: per device of the plan, ascending, peak bytes.
+    """
+
+    step_s: float
+    bottleneck_s_per_sample: float
+    bubble: float
+    device_peak_bytes: tuple[int, ...]
+
+
+NOT_PREDICTED = "not predicted"
+"""What stands for the figures of a plan that nobody has simulated."""
+
+
+def headline(
+    step_s: float, bubble: float, peak_bytes: int, batch_size: int, mode: str = "sync"
+) -> str:
+    """The figures of one step for people, in the units of every summary.
+
+    Args:
+        step_s: seconds of the step.
+        bubble: share of device time that is not compute.
+        peak_bytes: most bytes on any device.
+        batch_size: samples of the step.
+        mode: of the plan.
+    """
+    what = "a batch every" if mode == "async" else "step"
+    samples_per_s = batch_size / step_s if step_s else 0.0
+    rate = f"{samples_per_s:.0f}" if samples_per_s >= 100 else f"{samples_per_s:.3g}"
+    peak = memory_text(peak_bytes)
+    return f"{what} {step_s * 1e3:.2f} ms, {rate} samples/s, bubble {bubble:.1%}, peak {peak}"
+
+
+def memory_text(nbytes: float) -> str:
+    """Bytes for people, in a unit that shows something of them."""
+    if nbytes > 2**29:
+        return f"{nbytes / 2**30:.2f} GiB"
+    if nbytes >= 2**20 or nbytes == 0:
+        return f"{nbytes / 2**20:.1f} MiB"
+    return f"{nbytes / 2**10:.1f} KiB" if nbytes >= 100 else f"{nbytes:.0f} B"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A stage graph with its schedule, where it came from and what it should cost.
+
+    Attributes:
+        stage_graph: stages with their in-flight counts decided.
+        schedule: key of ``schedule.SCHEDULES``; with the in-flight counts it determines every
+            action.
+        planner: key of ``planner.PLANNERS``; empty for a plan made by hand.
+        model: what was planned, as the user wrote it.
+        cluster: name of the cluster.
+        profile: the origin of the costs; empty if there are none.
+        search_s: seconds the planner took; ``simulate_s``: seconds spent on judging its proposals;
+            ``improve_s``: seconds spent on what lies near the best of them.
+        predicted: the simulator's figures; None where nobody has simulated it, as in a plan made by
+            hand.
+        granularity: how the model was captured; a run captures it the same way, so that operator
+            names agree.
+        device: what the profile was measured on or estimated for.
+        options: of the model, as (name, value) pairs; with ``model`` they build it again.
+        notes: what a reader of the figures should know.
+        machines: the cluster itself; None where only its name is known.
+        mode: ``sync``, all stages update their weights together after every step; ``async``, the
+            next mini-batches follow without a flush and each stage updates its own weights after
+            its backward. The in-flight counts of an asynchronous plan are those of the full
+            pipeline and may exceed the micro-batches of one mini-batch.
+        policy: key of ``weights.POLICIES``; empty for ``sync``.
+    """
+
+    stage_graph: StageGraph
+    schedule: str
+    planner: str
+    model: str
+    cluster: str
+    profile: str
+    search_s: float
+    simulate_s: float
+    predicted: Prediction | None
+    granularity: str = "layer"
+    device: str = ""
+    options: tuple[tuple[str, str], ...] = ()
+    notes: tuple[str, ...] = ()
+    improve_s: float = 0.0
+    machines: Cluster | None = None
+    mode: str = "sync"
+    policy: str = ""
+
+    @property
+    def figures(self) -> Prediction:
+        """What is predicted, of a plan that a search has made.
+
+        Raises:
+            ValueError: if nothing is.
+        """
+        if self.predicted is None:
+            raise ValueError("the plan was made by hand and has not been simulated")
+        return self.predicted
+
+    @property
+    def costs(self) -> str:
+        """The line on the origin of the costs; for people."""
+        return f"costs: {self.profile or 'none, the plan was made by hand'}"
+
+    def summary(self) -> str:
+        """A table of the stages and what is predicted, as plain text."""
+        graph = self.stage_graph
+        predicted = self.predicted
+        said = NOT_PREDICTED
+        if predicted is not None:
+            peak = max(predicted.device_peak_bytes)
+            said = headline(predicted.step_s, predicted.bubble, peak, graph.batch_size, self.mode)
+        count = len(graph.devices)
+        shape = f"{len(graph)} stages, depth {graph.depth}"
+        if len(graph) == 1:
+            shape = "plain data parallelism" if count > 1 else "one stage"
+        is_async = self.mode == "async"
+        how = f"asynchronous {self.schedule}, {self.policy}" if is_async else self.schedule
+        lines = [
+            f"{shape}, on {count} device{'s' if count > 1 else ''}, {how}, "
+            f"batch {graph.batch_size}",
+            said,
+            self.costs,
+            *self.notes,
+        ]
+        modes = _modes(graph.stages)
+        after = [", ".join(map(str, each)) or "-" for each in graph.predecessors]
+        devices = [_ranges(stage.devices) for stage in graph.stages]
+        wide, wider = max(8, *map(len, after)), max(10, *map(len, devices))
+        for s, stage in enumerate(graph.stages):
+            first, last = stage.operators[0], stage.operators[-1]
+            span = first if first == last else f"{first} .. {last}"
+            lines.append(
+                f"  stage {s:2d}  after {after[s]:{wide}s}  devices {devices[s]:{wider}s}  "
+                f"micro-batch {stage.microbatch_size:4d}  in flight {stage.in_flight:3d}  "
+                f"{modes[s]}{len(stage.operators):3d} operators: {span}"
+            )
+        return "\n".join(lines)
+
+
+def _modes(stages: Sequence[Stage]) -> list[str]:
+    """Per stage its k, its tensor degree and whether it recomputes, where any stage has such."""
+    columns: list[list[str]] = []
+    if any(stage.k > 1 for stage in stages):
+        columns.append([f"k {stage.k:2d}" for stage in stages])
+    if any(stage.tensor > 1 for stage in stages):
+        columns.append([f"tensor {stage.tensor:2d}" for stage in stages])
+    if any(stage.recompute for stage in stages):
+        columns.append([f"{'recompute' if stage.recompute else '':9s}" for stage in stages])
+    return ["".join(f"{column[s]}  " for column in columns) for s in range(len(stages))]
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    parts: list[list[int]] = []
+    for n in sorted(numbers):
+        if parts and parts[-1][1] == n - 1:
+            parts[-1][1] = n
+        else:
+            parts.append([n, n])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)

@@ -1,0 +1,135 @@
+"""Stage and StageGraph: what planners propose and everything after them executes.
+
+Samples of one batch are numbered 0 .. batch_size - 1. Micro-batch i of a stage with micro-batch
+size b holds samples i*b up to (i+1)*b, the last one what is left. Each of its d replicas holds an
+equal slice. All dependencies between stages follow from these intervals: a micro-batch needs
+whatever micro-batches of its predecessors it overlaps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One stage.
+
+    Attributes:
+        operators: names, in topological order.
+        devices: replica after replica; each micro-batch is split evenly over the replicas.
+        microbatch_size: samples of one micro-batch, over all replicas.
+        k: forwards and backwards alternate in groups of k micro-batches (kFkB).
+        in_flight: micro-batches between forward and backward at most (the warm-up of the schedule);
+            0 until a schedule rule has decided.
+        recompute: keep only what enters the stage and run the forward again in the backward.
+        tensor: devices of one replica (tensor parallelism): each group of so many consecutive
+            devices holds one replica and the same slice of every micro-batch.
+    """
+
+    operators: tuple[str, ...]
+    devices: tuple[int, ...]
+    microbatch_size: int
+    k: int = 1
+    in_flight: int = 0
+    recompute: bool = False
+    tensor: int = 1
+
+    def __post_init__(self) -> None:
+        if not self.operators:
+            raise ValueError("a stage needs at least one operator")
+        if not self.devices or len(set(self.devices)) != len(self.devices):
+            raise ValueError(f"a stage needs devices, each once; it has {self.devices}")
+        if self.tensor < 1 or len(self.devices) % self.tensor:
+            raise ValueError(
+                f"{len(self.devices)} devices are no whole number of groups of {self.tensor}"
+            )
+        if self.microbatch_size < 1 or self.k < 1 or self.in_flight < 0:
+            raise ValueError(
+                f"micro-batch size {self.microbatch_size}, k {self.k} and in flight "
+                f"{self.in_flight} must be at least 1, 1 and 0"
+            )
+
+    @property
+    def replicas(self) -> int:
+        """Number of slices of each micro-batch."""
+        return len(self.devices) // self.tensor
+
+
+@dataclass(frozen=True)
+class StageGraph:
+    """Stages in topological order and the edges between them.
+
+    Attributes:
+        stages: in topological order.
+        edges: pairs of stage indices, sorted, each from a lower to a higher index.
+        batch_size: samples of one step.
+    """
+
+    stages: tuple[Stage, ...]
+    edges: tuple[tuple[int, int], ...]
+    batch_size: int
+
+    def __post_init__(self) -> None:
+        if not self.stages or self.batch_size < 1:
+            raise ValueError("a stage graph needs a stage and a batch of at least one sample")
+        if list(self.edges) != sorted(set(self.edges)):
+            raise ValueError("stage edges are not sorted, or one occurs twice")
+        for x, y in self.edges:
+            if not 0 <= x < y < len(self.stages):
+                raise ValueError(
+                    f"stage edge {x} -> {y} does not run from a lower to a higher stage"
+                )
+
+    def __len__(self) -> int:
+        return len(self.stages)
+
+    @cached_property
+    def predecessors(self) -> tuple[tuple[int, ...], ...]:
+        """Per stage, the stages it receives from."""
+        return tuple(tuple(x for x, y in self.edges if y == s) for s in range(len(self)))
+
+    @cached_property
+    def successors(self) -> tuple[tuple[int, ...], ...]:
+        """Per stage, the stages it sends to."""
+        return tuple(tuple(y for x, y in self.edges if x == s) for s in range(len(self)))
+
+    @cached_property
+    def height(self) -> tuple[int, ...]:
+        """Per stage, its longest distance to a sink, in edges."""
+        result = [0] * len(self)
+        for s in reversed(range(len(self))):
+            result[s] = max((result[y] + 1 for y in self.successors[s]), default=0)
+        return tuple(result)
+
+    @cached_property
+    def depth(self) -> int:
+        """Stages on the longest path."""
+        return max(self.height) + 1
+
+    @cached_property
+    def devices(self) -> tuple[int, ...]:
+        """All devices, ascending."""
+        return tuple(sorted({device for stage in self.stages for device in stage.devices}))
+
+    def num_microbatches(self, stage: int) -> int:
+        """Micro-batches of a stage in one step, the short last one included."""
+        return -(-self.batch_size // self.stages[stage].microbatch_size)
+
+    def interval(self, stage: int, microbatch: int) -> tuple[int, int]:
+        """Samples [start, stop) of one micro-batch."""
+        size = self.stages[stage].microbatch_size
+        return microbatch * size, min((microbatch + 1) * size, self.batch_size)
+
+    def slice(self, stage: int, microbatch: int, replica: int) -> tuple[int, int]:
+        """Samples [start, stop) of one micro-batch that one replica holds; may be empty."""
+        start, stop = self.interval(stage, microbatch)
+        return split_evenly(start, stop, self.stages[stage].replicas)[replica]
+
+
+def split_evenly(start: int, stop: int, parts: int) -> list[tuple[int, int]]:
+    """Cut [start, stop) into intervals whose lengths differ by at most one."""
+    size = stop - start
+    cuts = [start + size * i // parts for i in range(parts + 1)]
+    return [(cuts[i], cuts[i + 1]) for i in range(parts)]

@@ -1,0 +1,191 @@
+"""Gradients between the backwards and the update: summed over whoever holds a parameter, clipped,
+checked.
+
+A parameter is held by every replica of a stage, and by every stage that reads it (tied). All copies
+start equal and get the same sum of gradients, so they stay equal; no copy is special. Each
+micro-batch's loss is weighted by its samples, so a sum is right where replicas have unequal
+shares::
+
+    stage 0 (devices 0, 1)   embedding, layer 0         embedding is held by ranks {0, 1, 2},
+    stage 1 (device 2)       layer 1, embedding         layer 0 by {0, 1}, layer 1 by {2}
+
+Parameters with the same holders travel together in flat buckets, while other backwards go on
+(``overlap``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from anabranch.graph.split import Split
+from anabranch.plans.stages import StageGraph
+from anabranch.runtime.data_parallel.buckets import Named, Ranks, cut, dense
+from anabranch.runtime.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class Holders:
+    """Which ranks hold which parameters and buffers; the same on every rank.
+
+    Attributes:
+        parameters: name -> ranks, ascending.
+        buffers: name -> ranks, ascending.
+    """
+
+    parameters: Mapping[str, Ranks]
+    buffers: Mapping[str, Ranks]
+
+    @staticmethod
+    def of(split: Split, graph: StageGraph, rank_of: Mapping[int, int]) -> Holders:
+        """Read the holders off the stages."""
+        parameters: dict[str, set[int]] = defaultdict(set)
+        buffers: dict[str, set[int]] = defaultdict(set)
+        for s, stage in enumerate(graph.stages):
+            ranks = {rank_of[device] for device in stage.devices}
+            for name in split.parameters(s):
+                parameters[name] |= ranks
+            for name in split.buffers(s):
+                buffers[name] |= ranks
+        return Holders(
+            {name: tuple(sorted(ranks)) for name, ranks in parameters.items()},
+            {name: tuple(sorted(ranks)) for name, ranks in buffers.items()},
+        )
+
+    @property
+    def sets(self) -> set[Ranks]:
+        """Sets of ranks that share something."""
+        return {r for r in (*self.parameters.values(), *self.buffers.values()) if len(r) > 1}
+
+    def bytes_of(self, module: nn.Module, rank: int) -> int:
+        """Bytes of a rank's parameters."""
+        return sum(
+            p.numel() * p.element_size()
+            for name, p in module.named_parameters()
+            if rank in self.parameters.get(name, ())
+        )
+
+    def owner(self, name: str) -> int:
+        """The rank that speaks for a parameter or buffer where it must be counted or saved once."""
+        return (self.parameters.get(name) or self.buffers[name])[0]
+
+
+def reduce_gradients(parameters: Mapping[str, nn.Parameter], holders: Holders, mesh: Mesh) -> None:
+    """Sum the gradients of every parameter over its holders, and wait for it.
+
+    One that has a gradient on none of them keeps none, so that the optimizer leaves it alone.
+    """
+    groups: dict[Ranks, list[Named]] = defaultdict(list)
+    for name, parameter in parameters.items():
+        if parameter.requires_grad and len(holders.parameters[name]) > 1:
+            groups[holders.parameters[name]].append((name, parameter))
+    for ranks, named in sorted(groups.items(), key=lambda group: group[0]):
+        for bucket in cut(ranks, named, mesh):
+            for index in range(len(bucket.named)):
+                bucket.put(index)
+            bucket.start()
+            bucket.take()
+
+
+def same_start(tensors: Mapping[str, Tensor], mesh: Mesh) -> None:
+    """Give every rank the tensors of rank 0 where they differ, as where ranks built a model from
+    other seeds.
+
+    Args:
+        tensors: all of the model's, on every rank.
+        mesh: the ranks.
+    """
+    if mesh.size == 1 or not tensors:
+        return
+    digests = torch.stack([_digest(tensor) for tensor in tensors.values()])
+    gathered = torch.stack(mesh.all_gather(digests))
+    # A NaN differs from itself; copying it does no harm.
+    differs = (gathered != gathered[0]).any(2).any(0).tolist()
+    for tensor, copy in zip(tensors.values(), differs, strict=True):
+        if copy:
+            value = tensor.detach().contiguous()
+            mesh.broadcast(value, 0)
+            with torch.no_grad():
+                tensor.copy_(value)
+
+
+def _digest(tensor: Tensor) -> Tensor:
+    values = tensor.detach()
+    if not values.is_floating_point():
+        values = values.double()
+    norm = torch.linalg.vector_norm(values, dtype=torch.float64)
+    return torch.stack([values.sum(dtype=torch.float64), norm]).cpu()
+
+
+def share_first(tensors: Mapping[str, Tensor], holders: Mapping[str, Ranks], mesh: Mesh) -> None:
+    """Give every holder of a tensor the values of its first one."""
+    for name in sorted(tensors, key=lambda name: (holders[name], name)):
+        ranks = holders[name]
+        if len(ranks) > 1:
+            value = tensors[name].detach().contiguous()
+            mesh.broadcast(value, ranks[0], ranks)
+            with torch.no_grad():
+                tensors[name].copy_(value)
+
+
+def fold_tied(
+    uses: Mapping[tuple[str, int, int], Tensor],
+    parameters: Mapping[str, nn.Parameter],
+    expected: Mapping[str, Sequence[tuple[int, int]]],
+    num_microbatches: int,
+    holders: Holders,
+    mesh: Mesh,
+) -> None:
+    """Exact mode: add up the gradients of tied parameters in the order in which one process would.
+
+    Autograd adds the uses of a tensor from the last to the first, and ``.grad`` grows by
+    micro-batch, on top of what it has from earlier batches of the same update.
+
+    Args:
+        uses: (parameter, micro-batch, order) -> gradient of one use on this rank.
+        parameters: of this rank.
+        expected: parameter -> (order, rank) of all its uses, on all ranks.
+        num_microbatches: of every stage.
+        holders: who holds what.
+        mesh: the ranks.
+    """
+    for name in sorted(
+        (n for n in expected if n in parameters), key=lambda n: (holders.parameters[n], n)
+    ):
+        parameter, ranks = parameters[name], holders.parameters[name]
+        total = parameter.grad
+        for microbatch in range(num_microbatches):
+            folded: Tensor | None = None
+            for order, rank in sorted(expected[name]):
+                mine = uses.get((name, microbatch, order))
+                gradient = torch.zeros_like(parameter) if mine is None else mine.contiguous()
+                gradient = gradient.detach()
+                mesh.broadcast(gradient, rank, ranks)
+                folded = gradient if folded is None else folded + gradient
+            assert folded is not None
+            total = folded if total is None else total + folded
+        parameter.grad = total
+
+
+def sum_of_squares(parameters: Mapping[str, nn.Parameter], holders: Holders, rank: int) -> float:
+    """Of the gradients that this rank speaks for, so that a sum over the ranks counts each once."""
+    norms = [
+        torch.linalg.vector_norm(dense(p.grad), dtype=torch.float64)
+        for name, p in parameters.items()
+        if p.grad is not None and holders.owner(name) == rank
+    ]
+    return float(torch.stack(norms).square().sum()) if norms else 0.0
+
+
+def clip(parameters: Mapping[str, nn.Parameter], squares: float, largest: float) -> None:
+    """Scale gradients as ``torch.nn.utils.clip_grad_norm_`` does, given the sum over all ranks."""
+    factor = largest / (math.sqrt(squares) + 1e-6)
+    if factor < 1.0 or math.isnan(factor):
+        for parameter in parameters.values():
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)

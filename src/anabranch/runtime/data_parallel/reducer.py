@@ -1,0 +1,186 @@
+"""Reducer: gradients are summed over their holders while the rest of the step goes on.
+
+The gradient of a parameter is final once autograd has added its share of the last micro-batch's
+backward, of the stage on this rank that has its last backward last. A hook on the parameter notes
+that; when all of a bucket are final, its sum starts, in the background::
+
+    rank 1   1B6 | 1B7: layer 3  layer 2  layer 1 |
+                              [ 3 and 2: all-reduce   ]
+                                            [ 1: all-reduce ]
+    rank 2   ...                               | 1B7: layer 3 ...
+
+Buckets of one set of ranks start in one order on all of them: last stages first, in each the last
+parameters first, which is the order in which backwards come to them. One that is final earlier
+waits for its turn; nobody waits in line for a sum before the step has ended, so no order of actions
+can deadlock over them. Every set has a process group of its own.
+
+A parameter that gets no gradient in the last backward, because no sample reaches it or nothing asks
+for it, is final when that backward ends.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from anabranch.runtime.data_parallel.buckets import Bucket, Named, Ranks, cut
+from anabranch.runtime.data_parallel.gradients import Holders
+from anabranch.runtime.mesh import Mesh
+
+
+@dataclass(slots=True)
+class _Queue:
+    """The buckets of one set of ranks, in their order, and how many have started."""
+
+    buckets: list[Bucket]
+    started: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a parameter is: which bucket of which queue, and where in it."""
+
+    queue: _Queue
+    bucket: Bucket
+    index: int
+
+
+class Reducer:
+    """Sums gradients over the ranks that hold a parameter.
+
+    Args:
+        parameters: of this rank, in the model's order.
+        stages_of: parameter -> stages that read it, on all ranks.
+        holders: which ranks hold what.
+        mesh: the ranks.
+        notes: whether to note if this rank's own terms are finite, for who asks afterwards.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        stages_of: Mapping[str, Sequence[int]],
+        holders: Holders,
+        mesh: Mesh,
+        *,
+        notes: bool = False,
+    ) -> None:
+        self._parameters, self._stages_of = parameters, stages_of
+        self._notes, self._totals = notes, list[Tensor]()
+        groups: dict[tuple[Ranks, tuple[int, ...]], list[Named]] = defaultdict(list)
+        for name, parameter in reversed(list(parameters.items())):
+            ranks = holders.parameters[name]
+            if parameter.requires_grad and len(ranks) > 1:
+                groups[ranks, tuple(stages_of[name])].append((name, parameter))
+        queues: dict[Ranks, _Queue] = {}
+        self._places: dict[str, _Place] = {}
+        for (ranks, _), named in sorted(groups.items(), key=lambda g: (g[0][0], -g[0][1][0], g[0])):
+            queue = queues.setdefault(ranks, _Queue([]))
+            for bucket in cut(ranks, named, mesh):
+                queue.buckets.append(bucket)
+                for index, (name, _) in enumerate(bucket.named):
+                    self._places[name] = _Place(queue, bucket, index)
+        self._queues = tuple(queues.values())
+        self._finals: dict[tuple[int, ...], dict[int, list[str]]] = {}
+        self._handles: list[RemovableHandle] = []
+        self._waiting: set[str] = set()
+
+    def finals(self, order: Sequence[int]) -> Mapping[int, Sequence[str]]:
+        """Which trainable parameters have their final gradient after a stage's last backward.
+
+        Args:
+            order: stages with a backward on this rank, in the order of their last ones.
+
+        Returns:
+            Stage -> names; under -1 those that no backward of this rank reaches.
+        """
+        key = tuple(order)
+        if key not in self._finals:
+            at = {stage: i for i, stage in enumerate(key)}
+            found: dict[int, list[str]] = {stage: [] for stage in (*key, -1)}
+            for name, parameter in self._parameters.items():
+                if parameter.requires_grad:
+                    mine = [stage for stage in self._stages_of[name] if stage in at]
+                    found[max(mine, key=at.__getitem__, default=-1)].append(name)
+            self._finals[key] = found
+        return self._finals[key]
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        """What sums are made in, kept from step to step."""
+        flats = (bucket.flat for queue in self._queues for bucket in queue.buckets)
+        return [flat for flat in flats if flat is not None]
+
+    def begin(self, order: Sequence[int]) -> None:
+        """A step begins whose gradients are to be summed; see ``finals``."""
+        self._waiting = set(self._places)
+        self._order = tuple(order)
+        self._totals.clear()
+        for queue in self._queues:
+            queue.started = 0
+        self.complete(-1)
+
+    def arm(self, stage: int) -> None:
+        """The last backward of a stage begins."""
+        for name in self.finals(self._order)[stage]:
+            if name in self._waiting:
+                add = self._parameters[name].register_post_accumulate_grad_hook
+                self._handles.append(add(self._hook(name)))  # type: ignore[no-untyped-call]
+
+    def _hook(self, name: str) -> Callable[[Tensor], None]:
+        return lambda _: self._is_final(name)
+
+    def complete(self, stage: int) -> None:
+        """The last backward of a stage has ended: what had no gradient in it is final as well."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        for name in self.finals(self._order)[stage]:
+            self._is_final(name)
+
+    def _is_final(self, name: str) -> None:
+        if name not in self._waiting:
+            return
+        self._waiting.remove(name)
+        place = self._places[name]
+        place.bucket.put(place.index)
+        queue = place.queue
+        while queue.started < len(queue.buckets) and not queue.buckets[queue.started].missing:
+            bucket = queue.buckets[queue.started]
+            if self._notes and bucket.flat is not None:
+                self._totals.append(bucket.flat.sum())
+            bucket.start()
+            queue.started += 1
+
+    @property
+    def has_finite_terms(self) -> bool:
+        """Whether what this rank gave to the last sums was finite; needs ``notes``."""
+        return all(bool(total.isfinite()) for total in self._totals)
+
+    def is_done(self, stage: int) -> bool:
+        """Whether ``take`` would not wait for the sums of a stage's parameters."""
+        names = self.finals(self._order)[stage]
+        places = [self._places[name] for name in names if name in self._places]
+        return all(p.bucket in p.queue.buckets[: p.queue.started] for p in places) and all(
+            p.bucket.is_done for p in places
+        )
+
+    def take(self, stage: int) -> None:
+        """Make the sums the gradients of a stage's parameters; waits for them.
+
+        Raises:
+            PeerLostError: if another holder is gone.
+        """
+        for name in self.finals(self._order)[stage]:
+            if name in self._places:
+                self._places[name].bucket.take()
+
+    def take_all(self) -> None:
+        """Make all sums the gradients; see ``take``."""
+        for queue in self._queues:
+            for bucket in queue.buckets:
+                bucket.take()

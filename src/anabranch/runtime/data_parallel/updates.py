@@ -1,0 +1,279 @@
+"""Updates: from the backwards of one rank to its next parameters.
+
+::
+
+    step k       last backward of stage 3   last backward of stage 0
+                        |                          |
+    gradients           +- sum over holders -+     +- sum over holders -+      overlap
+                                             |                          |
+    optimizer                                +- stage 3                 +- stage 0
+
+Nothing here asks other ranks for more than the sums. Whether all of them wait for each other before
+anything is changed is the caller's choice: with ``at_once`` a stage is updated when its sums are
+there and the rank would otherwise wait for a message, the rest after the last action.
+
+With ``accumulate`` n batches make one update, with the mean of their gradients: ``.grad`` grows
+over all of them, micro-batch by micro-batch, is summed over its holders with the last one, and is
+divided by n.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from anabranch.graph.split import Split
+from anabranch.plans.stages import StageGraph
+from anabranch.runtime.compute import Outcome
+from anabranch.runtime.data_parallel.gradients import (
+    Holders,
+    clip,
+    fold_tied,
+    reduce_gradients,
+    sum_of_squares,
+)
+from anabranch.runtime.data_parallel.reducer import Reducer
+from anabranch.runtime.mesh import Mesh
+from anabranch.runtime.numerics.nonfinite import bad_names
+from anabranch.runtime.state import State
+from anabranch.runtime.worker import Worker
+
+
+class Updates:
+    """Gradients of one rank, and what becomes of them; a ``Watcher`` of its steps.
+
+    Attributes:
+        accumulate: batches that make one update.
+        accumulated: those since the last update.
+
+    Args:
+        state: parameters, optimizer, scheduler.
+        parts: the stages.
+        graph: of the plan.
+        holders: which ranks hold what.
+        mesh: the ranks.
+        accumulate: batches that make one update.
+        exact: gradients of tied parameters are added in the order of one process, after the step.
+    """
+
+    def __init__(
+        self,
+        state: State,
+        parts: Split,
+        graph: StageGraph,
+        holders: Holders,
+        mesh: Mesh,
+        *,
+        accumulate: int = 1,
+        exact: bool = False,
+    ) -> None:
+        self._state, self._parts, self._graph = state, parts, graph
+        self._holders, self._mesh, self._exact = holders, mesh, exact
+        self._parameters = state.parameters
+        stages_of: dict[str, list[int]] = {}
+        for s in range(len(graph)):
+            for name in parts.parameters(s):
+                stages_of.setdefault(name, []).append(s)
+        self._reducer = Reducer(self._parameters, stages_of, holders, mesh)
+        self._folded = self._uses() if exact else {}
+        self._has_parts = sum(mesh.device in stage.devices for stage in graph.stages) > 1
+        self.accumulate, self.accumulated = accumulate, 0
+        self._is_open = self._is_last = self._is_summed = self._at_once = False
+        self._divisor = 1
+        self._ready: list[int] = []
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """What this rank holds between two steps: parameters, gradients, optimizer state."""
+        optimizer = self._state.optimizer
+        state = optimizer.state.values() if optimizer is not None else ()
+        moments = [t for each in state for t in each.values() if isinstance(t, Tensor)]
+        gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
+        held = [*self._parameters.values(), *self._state.buffers.values()]
+        return [*held, *moments, *gradients, *self._reducer.buffers]
+
+    # A batch
+
+    @property
+    def is_last(self) -> bool:
+        """Whether an update is due after the batch that was prepared last."""
+        return self._is_last
+
+    def prepare(self, *, at_once: bool = False, alone: bool = False) -> None:
+        """A batch is about to run.
+
+        Args:
+            at_once: update stages as soon as their gradients are there.
+            alone: nothing is accumulated and no update will follow.
+        """
+        if self._is_open:
+            self.drop()  # it was interrupted; half a batch must not count
+        if self.accumulated == 0:
+            self._clear()
+        self._is_open = True
+        if not alone:
+            self.accumulated += 1
+        self._is_last = alone or self.accumulated == self.accumulate
+        self._divisor = max(self.accumulated, 1)
+        self._is_summed = False
+        splits = at_once and self._has_parts and _may_split(self._state.optimizer)
+        self._at_once = splits and self._is_last and not self._exact
+        self._ready = []
+
+    def collect(self, worker: Worker, outcome: Outcome) -> None:
+        """The batch has run; exact mode adds gradients of tied parameters now."""
+        if self._exact:
+            self._fold(worker, outcome)
+
+    def finish(self) -> None:
+        """After a batch; if it was the last of an update, wait until ``.grad`` of this rank's
+        parameters is the mean over its batches.
+
+        Raises:
+            PeerLostError: if another holder is gone.
+        """
+        self._is_open = False
+        if not self._is_last or self._is_summed:
+            return
+        self._is_summed = True
+        if self._exact:
+            # A stage may hold a parameter without using it in a way that has a gradient; its copy
+            # must be updated all the same. One holder has the whole, so the sum changes no bit.
+            self._sum_now()
+        else:
+            self._reducer.take_all()
+        self._divide(self._parameters)
+
+    def check(self) -> None:
+        """After ``finish``: note in the outcome which gradients of this rank are not finite."""
+        self._check(self._parameters)
+
+    def _check(self, names: Iterable[str]) -> None:
+        gradients = {name: self._parameters[name].grad for name in names}
+        found = bad_names({name: g for name, g in gradients.items() if g is not None})
+        self._outcome.bad_parameters.extend(found)
+
+    def finish_early(self) -> None:
+        """Make do with the batches since the last update."""
+        self._is_last = self._is_summed = True
+        self._sum_now()
+        self._divide(self._parameters)
+
+    def drop(self) -> None:
+        """Forget all batches since the last update."""
+        self._reducer.take_all()
+        self._clear()
+        self._is_open, self.accumulated = False, 0
+
+    def squares(self) -> float:
+        """Of the gradients that this rank speaks for; their sum over the ranks counts each once."""
+        return sum_of_squares(self._parameters, self._holders, self._mesh.rank)
+
+    def apply(self, squares: float = 0.0, largest: float | None = None) -> None:
+        """After ``finish``: let the optimizer have the gradients; nothing before the last batch.
+
+        Args:
+            squares: of all gradients, over all ranks.
+            largest: norm to which they are clipped.
+        """
+        if not self._is_last:
+            return
+        self.accumulated = 0
+        if largest is not None:
+            clip(self._parameters, squares, largest)
+        if self._state.optimizer is not None:
+            self._state.optimizer.step()
+        if self._state.scheduler is not None:
+            self._state.scheduler.step()
+
+    def _clear(self) -> None:
+        for parameter in self._parameters.values():
+            parameter.grad = None
+
+    def _divide(self, names: Iterable[str]) -> None:
+        if self._divisor > 1:
+            for name in names:
+                gradient = self._parameters[name].grad
+                if gradient is not None:
+                    gradient.div_(self._divisor)
+
+    def _sum_now(self) -> None:
+        names = {n: p for n, p in self._parameters.items() if n not in self._folded}
+        reduce_gradients(names, self._holders, self._mesh)
+
+    # What a worker tells
+
+    @property
+    def _overlaps(self) -> bool:
+        return self._is_last and not self._exact
+
+    def begins(self, stages: Sequence[int], outcome: Outcome) -> None:
+        """See ``Watcher``."""
+        self._order, self._outcome = stages, outcome
+        if self._overlaps:
+            self._reducer.begin(stages)
+
+    def before_last(self, stage: int) -> None:
+        """See ``Watcher``."""
+        if self._overlaps:
+            self._reducer.arm(stage)
+
+    def after_last(self, stage: int) -> None:
+        """See ``Watcher``."""
+        if self._overlaps:
+            self._reducer.complete(stage)
+        if self._at_once:
+            self._ready.append(stage)
+
+    def waits(self) -> None:
+        """See ``Watcher``: time for an update of a stage whose gradients are there."""
+        # What is not finite must not come into the parameters.
+        if self._ready and not self._outcome.is_bad and self._reducer.is_done(self._ready[0]):
+            self._update(self._ready.pop(0))
+
+    def _update(self, stage: int) -> None:
+        """One stage alone: the optimizer passes over parameters without gradient."""
+        self._reducer.take(stage)
+        mine = set(self._reducer.finals(self._order)[stage])
+        self._divide(mine)
+        self._check(mine)
+        if self._outcome.is_bad:
+            return
+        others = {n: p.grad for n, p in self._parameters.items() if n not in mine}
+        for name in others:
+            self._parameters[name].grad = None
+        assert self._state.optimizer is not None
+        self._state.optimizer.step()
+        for name, parameter in self._parameters.items():
+            parameter.grad = others.get(name)
+
+    # Exact mode
+
+    def _uses(self) -> dict[str, list[tuple[int, int]]]:
+        """Tied parameter -> (order, rank) of all its uses, on all ranks."""
+        found: dict[str, list[tuple[int, int]]] = {}
+        for s, stage in enumerate(self._graph.stages):
+            rank = self._mesh.rank_of[stage.devices[0]]
+            for use in self._parts.program(s, stage.microbatch_size).tied:
+                found.setdefault(use.name, []).append((use.order, rank))
+        return found
+
+    def _fold(self, worker: Worker, outcome: Outcome) -> None:
+        fold_tied(
+            outcome.tied,
+            self._parameters,
+            self._folded,
+            worker.graph.num_microbatches(0),
+            self._holders,
+            self._mesh,
+        )
+
+
+def _may_split(optimizer: torch.optim.Optimizer | None) -> bool:
+    """Whether updating all parameters at once or one after the other is the same.
+
+    So it is for PyTorch's own optimizers; others may count their steps.
+    """
+    return type(optimizer).__module__.startswith("torch.optim.")

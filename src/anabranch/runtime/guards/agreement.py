@@ -1,0 +1,137 @@
+"""What all ranks must have alike, compared before anything else of a run travels.
+
+Ranks find each other before they know anything of each other. Then each tells what it was started
+with, as short texts; a rank computes all else about the others from its own copy, so a difference
+would end in a hang or in wrong numbers::
+
+    rank 0   version ..., plan 4 stages (9f31), model ..., options accumulate 1     \\
+    rank 1   version ..., plan 4 stages (9f31), model ..., options accumulate 1      > one digest
+    rank 2   version ..., plan 3 stages (02c7), model ..., options accumulate 1     /
+    all      InvalidPlanError: ... plan: ranks 0-1 have 4 stages (9f31), rank 2 has 3 stages (02c7)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Mapping
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import anabranch
+from anabranch.errors import InvalidPlanError
+from anabranch.graph.capture import Captured
+from anabranch.plans.plan import Plan
+from anabranch.runtime.guards.failure import PeerLostError
+from anabranch.runtime.transport import guarded
+
+_REMEDY = {
+    "version": "install the same versions on every machine",
+    "plan": "start every rank with the same plan file",
+    "model": "build the same model, with the same example batch, on every rank",
+}
+
+
+def require_agreement(facts: Mapping[str, str]) -> None:
+    """Check that all processes of torch.distributed were started alike.
+
+    Args:
+        facts: what -> the value here; the same names on every rank.
+
+    Raises:
+        InvalidPlanError: on every rank with the same text, naming what differs and who has what.
+        PeerLostError: if another rank is gone.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    mine = json.dumps(dict(facts)).encode()
+    digests = _gather(hashlib.sha256(mine).digest())
+    if all(each == digests[0] for each in digests):
+        return
+    size = max(int.from_bytes(each, "big") for each in _gather(len(mine).to_bytes(8, "big")))
+    texts = [json.loads(each.rstrip(b" ")) for each in _gather(mine.ljust(size))]
+    # Whoever leaves while others still read from it would look like a failure of its own.
+    with contextlib.suppress(PeerLostError):
+        _gather(b" ")
+    raise InvalidPlanError(_difference(texts))
+
+
+def _gather(mine: bytes) -> list[bytes]:
+    """Everybody's bytes, of one length."""
+    tensor = torch.tensor(list(mine), dtype=torch.uint8, device=_place())
+    gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    guarded(lambda: dist.all_gather(gathered, tensor))
+    return [_bytes(each) for each in gathered]
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    return bytes(tensor.tolist())
+
+
+def _place() -> torch.device:
+    """Where the user's group can gather: one for NCCL alone has no way for tensors on the CPU."""
+    return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+
+
+def _difference(texts: list[dict[str, str]]) -> str:
+    what = next(name for name in texts[0] if len({text.get(name) for text in texts}) > 1)
+    ranks: dict[str, list[int]] = {}
+    for rank, text in enumerate(texts):
+        ranks.setdefault(text.get(what, "nothing"), []).append(rank)
+    listed = "; ".join(f"{_named(who)} {value}" for value, who in ranks.items())
+    remedy = _REMEDY.get(what, "start every rank with the same arguments")
+    return f"the ranks disagree on the {what}: {listed}; {remedy}"
+
+
+def _named(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:4]))
+    more = f" and {len(ranks) - 4} more" if len(ranks) > 4 else ""
+    return (
+        f"rank{'s' if len(ranks) > 1 else ''} {shown}{more} {'have' if len(ranks) > 1 else 'has'}"
+    )
+
+
+def facts_of(captured: Captured, plan: Plan, options: Mapping[str, object]) -> dict[str, str]:
+    """What ``require_agreement`` compares.
+
+    Args:
+        captured: the model; its operators, values, leaves of the batch and parameters count.
+        plan: what is executed.
+        options: of the run.
+    """
+    parameters = [(n, tuple(p.shape), str(p.dtype)) for n, p in captured.module.named_parameters()]
+    numbers = sum(p.numel() for p in captured.module.parameters())
+    graph, stages = captured.graph, plan.stage_graph
+    model = repr((graph.ops, graph.values, graph.parameters, parameters))
+    return {
+        "version": version(),
+        "model": f"{type(captured.module).__name__} with {len(graph)} operators and "
+        f"{numbers} parameters ({_short(model)})",
+        "plan": f"{len(stages)} stages on {len(stages.devices)} devices, {plan.schedule}, batch "
+        f"{stages.batch_size} ({_short(repr((stages, plan.schedule)))})",
+        "options": ", ".join(f"{name} {value}" for name, value in options.items()),
+    }
+
+
+def _short(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+@cache
+def version() -> str:
+    """Of anabranch, with a digest of its source, and of torch."""
+    try:
+        number = metadata.version("anabranch")
+    except metadata.PackageNotFoundError:
+        number = "without a version"
+    source = hashlib.sha256()
+    folder = Path(anabranch.__file__).parent
+    for path in sorted(folder.rglob("*.py")):
+        source.update(path.relative_to(folder).as_posix().encode() + path.read_bytes())
+    return f"anabranch {number} (source {source.hexdigest()[:12]}), torch {torch.__version__}"

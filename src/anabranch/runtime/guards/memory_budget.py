@@ -1,0 +1,184 @@
+"""Will it fit? Asked before anything is allocated.
+
+A rank that runs out of memory in the middle of a step is killed, without a word, by an allocator or
+a kernel, and takes the run along. What a plan's ranks take at most has been predicted with it, so
+each rank compares that with what there is:
+
+- the memory of a device of the cluster that was planned for, where the plan has it;
+- on a GPU what is free on it; ranks that share one add up;
+- on a CPU what its host can give (Linux): ranks of one host add up, and a container may have less
+  than the host.
+
+Parameters are there already when this is asked, and what is free is without them, so there a rank's
+own do not count. A prediction is not exact; what is refused exceeds by more than ``MARGIN``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from anabranch.cluster import GIB
+from anabranch.errors import InfeasiblePlanError
+from anabranch.plans.plan import Plan
+from anabranch.runtime.mesh import Mesh
+
+MARGIN = 1.1
+"""What is free has to be exceeded by this factor; predictions are within 10% or so."""
+
+_REMEDY = (
+    "plan with a smaller micro-batch, with recomputation or for more devices, or pass "
+    "check_memory=False to try it all the same"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What one rank needs and has.
+
+    Attributes:
+        peak_bytes: predicted.
+        resident_bytes: of it, there already.
+        free_bytes: where this rank's tensors will be; negative if that is not known.
+        home: of ranks that take from the same memory, the same number.
+    """
+
+    peak_bytes: int
+    resident_bytes: int
+    free_bytes: int
+    home: int
+
+
+def require_memory(plan: Plan, mesh: Mesh, resident_bytes: int, place: torch.device) -> None:
+    """Check that every rank's predicted peak fits where it runs.
+
+    Args:
+        plan: one whose peaks were not predicted (or all 0) passes.
+        mesh: the ranks.
+        resident_bytes: of this rank's parameters.
+        place: where its tensors are.
+
+    Raises:
+        InfeasiblePlanError: on every rank with the same text, naming rank, need and memory.
+        PeerLostError: if another rank is gone.
+    """
+    peaks = plan.predicted.device_peak_bytes if plan.predicted is not None else ()
+    if len(peaks) != mesh.size or not any(peaks):
+        return
+    home, free = _memory(place)
+    mine = torch.tensor([peaks[mesh.rank], resident_bytes, free, home])
+    needs = [Need(*map(int, each)) for each in mesh.all_gather(mine)]
+    problem = _beyond_cluster(plan, needs) or _beyond_host(needs, place.type)
+    if problem:
+        raise InfeasiblePlanError(f"{problem}; {_REMEDY}")
+
+
+def _beyond_cluster(plan: Plan, needs: Sequence[Need]) -> str:
+    """What exceeds the devices that were planned for; empty if nothing does."""
+    if plan.machines is None:
+        return ""
+    has = plan.machines.memory_bytes
+    over = [rank for rank, need in enumerate(needs) if need.peak_bytes > has]
+    if not over:
+        return ""
+    worst = max(over, key=lambda rank: needs[rank].peak_bytes)
+    return (
+        f"rank {worst} would take {_gib(needs[worst].peak_bytes)} at its peak by the plan's "
+        f"prediction{_others(len(over))}, but a device of {plan.machines.name} has {_gib(has)}"
+    )
+
+
+def _beyond_host(needs: Sequence[Need], kind: str) -> str:
+    """What exceeds the memory that is free now; empty if nothing does."""
+    homes: dict[int, list[int]] = defaultdict(list)
+    for rank, need in enumerate(needs):
+        if need.free_bytes >= 0:
+            homes[need.home].append(rank)
+    for ranks in homes.values():
+        more = sum(max(needs[r].peak_bytes - needs[r].resident_bytes, 0) for r in ranks)
+        free = min(needs[r].free_bytes for r in ranks)
+        if more > free * MARGIN:
+            who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {_ranks(ranks)} together"
+            where = "the GPU" if kind == "cuda" else "the host or its container"
+            return (
+                f"{who} would take {_gib(more)} more at the peak by the plan's prediction, but "
+                f"{where} has {_gib(free)} free"
+            )
+    return ""
+
+
+def _others(count: int) -> str:
+    return f" ({count} ranks take too much)" if count > 1 else ""
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    consecutive = list(ranks) == list(range(ranks[0], ranks[-1] + 1))
+    return f"{ranks[0]}-{ranks[-1]}" if consecutive else ", ".join(map(str, ranks))
+
+
+def _gib(nbytes: float) -> str:
+    return f"{nbytes / GIB:.2f} GiB" if nbytes >= GIB / 100 else f"{nbytes / 2**20:.2f} MiB"
+
+
+def _memory(place: torch.device) -> tuple[int, int]:
+    """Which memory this rank takes from, and what is free of it (-1 if that is not known)."""
+    if place.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(place)
+        # What the allocator holds and has not lent is free as well.
+        free += torch.cuda.memory_reserved(place) - torch.cuda.memory_allocated(place)
+        return _number(str(torch.cuda.get_device_properties(place).uuid)), free
+    limits = [limit for limit in (_host_free(), _container_free()) if limit is not None]
+    return _number(f"{socket.gethostname()} {_boot()}"), min(limits, default=-1)
+
+
+def _number(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+
+
+def _boot() -> str:
+    path = Path("/proc/sys/kernel/random/boot_id")
+    return path.read_text() if path.exists() else ""
+
+
+def _host_free(path: Path = Path("/proc/meminfo")) -> int | None:
+    """What the kernel can give without swapping."""
+    if not path.exists():
+        return None
+    for line in path.read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) << 10
+    return None
+
+
+def _container_free(root: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """What a control group (version 2 or 1) leaves; pages of files that can go count as free."""
+    for folder, limit_name, usage_name in (
+        (root, "memory.max", "memory.current"),
+        (root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ):
+        limit, usage = _int(folder / limit_name), _int(folder / usage_name)
+        # Version 1 writes a number beyond any memory for "no limit".
+        if limit is not None and usage is not None and limit < 1 << 60:
+            return max(limit - usage + _inactive_file(folder / "memory.stat"), 0)
+    return None
+
+
+def _int(path: Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _inactive_file(path: Path) -> int:
+    if not os.access(path, os.R_OK):
+        return 0
+    fields = dict(line.split() for line in path.read_text().splitlines() if len(line.split()) == 2)
+    return int(fields.get("total_inactive_file", fields.get("inactive_file", "0")))

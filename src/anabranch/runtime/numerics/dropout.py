@@ -1,0 +1,154 @@
+"""Random numbers that are the same under any plan: a stage's random operations, rewritten.
+
+::
+
+    x ---> dropout(x, 0.1)            key, start ---> streams ---+
+                                                                 v
+                                      x ---> draw("aten::dropout", ..., x, 0.1)
+
+A generator draws in the order of execution, which a plan changes. So each operation gets numbers
+that depend on the seed, the step, its place in the model, and the sample's place in the batch
+(``runtime.numerics.random_streams``); micro-batches, replicas, recomputation and stages are then
+of no account.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import torch
+from torch import fx
+
+from anabranch.errors import CaptureError
+from anabranch.graph.capture import Captured
+from anabranch.graph.program import frame, schema_name
+from anabranch.graph.samples import SampleAxis, blocks, sample_axes
+from anabranch.graph.split import CALL, StageProgram
+from anabranch.runtime.numerics.random_ops import DRAWS, draw
+from anabranch.runtime.numerics.random_streams import streams
+
+_BY_INPUT = ("aten::native_dropout", "aten::scaled_dot_product_attention")
+"""Operations whose numbers have the samples where their first argument has them."""
+
+
+def draws(node: fx.Node) -> bool:
+    """Whether a call draws random numbers; dropout with probability 0, or none in training, does
+    not.
+    """
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    arguments = node.target._schema.arguments  # type: ignore[union-attr]
+    given = {argument.name: argument.default_value for argument in arguments}
+    given |= {argument.name: value for argument, value in zip(arguments, node.args, strict=False)}
+    given |= node.kwargs
+    idle = any(given.get(name) is False for name in ("train", "training"))
+    idle = idle or given.get("num_layers") == 1  # dropout of LSTMs is between layers
+    return not idle and not any(given.get(n) == 0 for n in ("p", "dropout_p", "dropout"))
+
+
+class BySample:
+    """Rewrites stages of one model.
+
+    Args:
+        captured: the model.
+    """
+
+    def __init__(self, captured: Captured) -> None:
+        self._captured = captured
+
+    @cached_property
+    def _axes(self) -> list[tuple[fx.Node, SampleAxis | None]]:
+        """Per call of the model, the node that has the samples of its numbers, and where."""
+        program = self._captured.at(self._captured.samples)
+        axes = sample_axes(self._captured)
+        result = []
+        for node in program.calls:
+            source = node.all_input_nodes[0] if schema_name(node) in _BY_INPUT else node
+            result.append((node, axes.get(source)))
+        return result
+
+    def rewritten(self, program: StageProgram, samples: int) -> fx.GraphModule | None:
+        """A stage whose numbers are a function of its samples.
+
+        Args:
+            program: the stage's program; it is left as it is.
+            samples: of the program.
+
+        Returns:
+            A module that takes the step's key and the first sample's place in the batch before the
+            program's own arguments, or None where the stage draws nothing.
+
+        Raises:
+            CaptureError: naming the operation, if one cannot be rewritten.
+        """
+        module = program.module
+        for name, each in module.named_modules():
+            if each is not module and isinstance(each, fx.GraphModule):
+                inner = next((node for node in each.graph.nodes if draws(node)), None)
+                if inner is not None:
+                    raise _refusal(inner, f"it is inside of an autocast region of its own ({name})")
+        if not any(draws(node) for node in module.graph.nodes):
+            return None
+        graph, copied = fx.Graph(), dict[fx.Node, fx.Node]()
+        first = graph.placeholder("key"), graph.placeholder("start")
+        result = graph.graph_copy(module.graph, copied)
+        graph.output(result)
+        found = [(copied[node], node) for node in module.graph.nodes if draws(node)]
+        calls = [old.meta[CALL] for _, old in found]
+        with graph.inserting_before(found[0][0]):
+            rows = graph.call_function(streams, (*first, calls, samples))
+        for row, (new, old) in enumerate(found):
+            self._replace(graph, new, old, rows, row, samples)
+        graph.lint()
+        return fx.GraphModule(module, graph)
+
+    def _replace(
+        self,
+        graph: fx.Graph,
+        new: fx.Node,
+        old: fx.Node,
+        rows: fx.Node,
+        row: int,
+        samples: int,
+    ) -> None:
+        name = schema_name(old)
+        call, axis = self._axes[old.meta[CALL]]
+        assert schema_name(call) == name
+        if name not in DRAWS:
+            raise _refusal(old, "its numbers cannot be told apart by sample")
+        if axis is None or axis.trouble:
+            raise _refusal(old, axis.trouble if axis else "it is not one tensor")
+        shape = _shape(self._captured.at(samples).calls[old.meta[CALL]])
+        if name.startswith("aten::feature") and axis.dim > 1:
+            raise _refusal(old, f"its samples are in dimension {axis.dim}, within a feature")
+        if name == "aten::scaled_dot_product_attention" and axis.dim >= len(shape) - 2:
+            raise _refusal(old, f"its samples are in dimension {axis.dim}, which it sums over")
+        with graph.inserting_before(new):
+            place = rows, row, blocks(axis, shape, samples), shape
+            drawn = graph.call_function(draw, (name, *place, *new.args), dict(new.kwargs))
+        drawn.meta = dict(old.meta)
+        new.replace_all_uses_with(drawn)
+        graph.erase_node(new)
+
+
+def _shape(node: fx.Node) -> tuple[int, ...]:
+    """Of the numbers that a call draws."""
+    name = schema_name(node)
+    if name == "aten::scaled_dot_product_attention":
+        query, key = (each.meta["val"].shape for each in node.args[:2])  # type: ignore[union-attr]
+        return (*query[:-1], key[-2])
+    value = node.meta["val"]
+    shape = tuple((value[0] if isinstance(value, tuple) else value).shape)
+    if name.startswith("aten::feature"):
+        return (*shape[:2], *(1 for _ in shape[2:]))
+    return shape
+
+
+def _refusal(node: fx.Node, reason: str) -> CaptureError:
+    where = frame(node) or "the model itself"
+    return CaptureError(
+        f"{schema_name(node)} in {where} (call {node.name}) draws random numbers that cannot be "
+        f"the same under any plan: {reason}; leave it out of training (such as dropout=0), write "
+        "it with nn.Dropout or torch.rand_like on a tensor whose samples are one dimension, or "
+        'leave the option dropout at "stage"'
+    )

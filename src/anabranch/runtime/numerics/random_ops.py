@@ -1,0 +1,219 @@
+"""ATen's random operations by their definitions, with numbers from streams (``Place``).
+
+Each function takes a place, then the operation's own arguments, and returns what the operation
+returns. ``DRAWS`` has them by the operation's name.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from anabranch.runtime.numerics.random_streams import Place
+
+
+def draw(
+    name: str,
+    streams: Tensor,
+    row: int,
+    blocks: tuple[int, int, int],
+    shape: Sequence[int],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Call a random operation at a place; a stage's graph calls this."""
+    return DRAWS[name](Place(streams, row, blocks, shape), *args, **kwargs)
+
+
+def _nothing(x: Tensor) -> Tensor:
+    """All dropped; still a function of x to autograd."""
+    return torch.where(torch.zeros_like(x, dtype=torch.bool), x, 0.0)
+
+
+def dropout(place: Place, x: Tensor, p: float, train: bool = True) -> Tensor:
+    """Zero with probability p, the rest scaled up; a shape with ones drops whole features."""
+    if not train:
+        return x
+    if p >= 1.0:
+        return _nothing(x)
+    return torch.where(place.kept(1.0 - p), x * (1.0 / (1.0 - p)), 0.0)
+
+
+def native_dropout(
+    place: Place, x: Tensor, p: float, train: bool | None = True
+) -> tuple[Tensor, Tensor]:
+    """Dropout that returns what it kept as well."""
+    if train is False:
+        return x, torch.ones_like(x, dtype=torch.bool)
+    keep = place.kept(1.0 - p)
+    return torch.where(keep, x * (0.0 if p >= 1.0 else 1.0 / (1.0 - p)), 0.0), keep
+
+
+def alpha_dropout(place: Place, x: Tensor, p: float, train: bool = True) -> Tensor:
+    """Dropout to SELU's negative limit, which keeps mean and variance (Klambauer and others, 2017);
+    a shape with ones drops whole features.
+    """
+    if not train:
+        return x
+    if p >= 1.0:
+        return _nothing(x)
+    alpha = 1.7580993408473766
+    scale = 1.0 / math.sqrt((alpha * alpha * p + 1.0) * (1.0 - p))
+    shift = alpha * scale * p
+    return torch.where(place.kept(1.0 - p), x * scale + shift, shift - alpha * scale)
+
+
+def attention(
+    place: Place,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Attention with its weights in memory, where they are dropped."""
+    if enable_gqa:
+        key = key.repeat_interleave(query.size(-3) // key.size(-3), -3)
+        value = value.repeat_interleave(query.size(-3) // value.size(-3), -3)
+    factor = 1.0 / math.sqrt(query.size(-1)) if scale is None else scale
+    scores = torch.matmul(query * factor, key.transpose(-2, -1))
+    if is_causal:
+        size = query.size(-2), key.size(-2)
+        attn_mask = torch.ones(size, dtype=torch.bool, device=query.device).tril()
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        scores = scores.masked_fill(attn_mask.logical_not(), -math.inf)
+    elif attn_mask is not None:
+        scores = scores + attn_mask
+    weights = torch.softmax(scores, -1)
+    return torch.matmul(dropout(place, weights, dropout_p), value)
+
+
+def bernoulli(place: Place, x: Tensor, p: float | Tensor | None = None, **_: Any) -> Tensor:
+    """Ones with a probability: that given, or x itself."""
+    if isinstance(p, Tensor) or p is None:
+        probability = x if p is None else p
+        exact = torch.float64 if probability.dtype == torch.float64 else torch.float32
+        return (place.uniform(exact) < probability).to(x.dtype)
+    return place.kept(p).to(x.dtype)
+
+
+def rrelu(
+    place: Place,
+    x: Tensor,
+    lower: float = 1 / 8,
+    upper: float = 1 / 3,
+    training: bool = False,
+    **_: Any,
+) -> Tensor:
+    """ReLU whose negative side has random slopes."""
+    if not training:
+        return F.leaky_relu(x, (lower + upper) / 2)
+    slope = place.uniform(x.dtype) * (upper - lower) + lower
+    return torch.where(x <= 0, x * slope, x)
+
+
+def uniform(place: Place, x: Tensor, low: float = 0.0, high: float = 1.0, **_: Any) -> Tensor:
+    """Between two numbers, of the type of x."""
+    return place.uniform(x.dtype) * (high - low) + low
+
+
+def normal(place: Place, x: Tensor, mean: float = 0.0, std: float = 1.0, **_: Any) -> Tensor:
+    """Normal, of the type of x."""
+    return place.normal(x.dtype) * std + mean
+
+
+def normal_of(
+    place: Place, mean: Tensor | float, std: Tensor | float = 1.0, *_: Any, **__: Any
+) -> Tensor:
+    """``torch.normal`` of tensors."""
+    dtype = next(t.dtype for t in (mean, std) if isinstance(t, Tensor))
+    return place.normal(dtype) * std + mean
+
+
+def exponential(place: Place, x: Tensor, rate: float = 1.0, **_: Any) -> Tensor:
+    """Exponential and above zero, whose logarithm Gumbel noise takes."""
+    exact = torch.float64 if x.dtype == torch.float64 else torch.float32
+    numbers = place.uniform(exact).clamp_min(torch.finfo(exact).eps / 2)
+    return (-torch.log1p(-numbers) / rate).to(x.dtype)
+
+
+def rand_like(place: Place, x: Tensor, *, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+    """Uniform, like x."""
+    return place.uniform(dtype or x.dtype)
+
+
+def randn_like(place: Place, x: Tensor, *, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+    """Normal, like x."""
+    return place.normal(dtype or x.dtype)
+
+
+def rand(place: Place, size: object, *, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+    """Uniform, of a size."""
+    return place.uniform(dtype or torch.get_default_dtype())
+
+
+def randn(place: Place, size: object, *, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+    """Normal, of a size."""
+    return place.normal(dtype or torch.get_default_dtype())
+
+
+def randint(place: Place, *args: Any, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+    """``randint(high, size)`` or ``randint(low, high, size)``."""
+    low, high = args[:2] if len(args) == 3 else (0, args[0])
+    return place.integer(low, high, dtype or torch.int64)
+
+
+def randint_like(
+    place: Place, x: Tensor, *limits: int, dtype: torch.dtype | None = None, **_: Any
+) -> Tensor:
+    """``randint_like(x, high)`` or ``randint_like(x, low, high)``."""
+    low, high = limits if len(limits) == 2 else (0, limits[0])
+    return place.integer(low, high, dtype or x.dtype)
+
+
+def _in_place(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The operation that changes its first argument; views of it see the change."""
+
+    def write(place: Place, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return x.copy_(function(place, x, *args, **kwargs))
+
+    return write
+
+
+DRAWS: Mapping[str, Callable[..., Any]] = {
+    "aten::dropout": dropout,
+    "aten::dropout_": _in_place(dropout),
+    "aten::feature_dropout": dropout,
+    "aten::feature_dropout_": _in_place(dropout),
+    "aten::native_dropout": native_dropout,
+    "aten::alpha_dropout": alpha_dropout,
+    "aten::alpha_dropout_": _in_place(alpha_dropout),
+    "aten::feature_alpha_dropout": alpha_dropout,
+    "aten::feature_alpha_dropout_": _in_place(alpha_dropout),
+    "aten::scaled_dot_product_attention": attention,
+    "aten::bernoulli": bernoulli,
+    "aten::bernoulli_": _in_place(bernoulli),
+    "aten::rrelu": rrelu,
+    "aten::rrelu_": _in_place(rrelu),
+    "aten::uniform": uniform,
+    "aten::uniform_": _in_place(uniform),
+    "aten::normal": normal_of,
+    "aten::normal_": _in_place(normal),
+    "aten::exponential_": _in_place(exponential),
+    "aten::rand": rand,
+    "aten::rand_like": rand_like,
+    "aten::randn": randn,
+    "aten::randn_like": randn_like,
+    "aten::randint": randint,
+    "aten::randint_like": randint_like,
+}
+"""By name of the ATen operation; all others that draw cannot be had by sample."""

@@ -1,0 +1,208 @@
+"""Operators that have to be in one stage, planned as one operator.
+
+Without a flush each stage updates its own weights at its own time, so operators that read one
+trainable parameter must share a stage. What lies on a path between two of them comes along, because
+stages are convex, and so does whatever else would make the stage graph run in a circle::
+
+    embedding --> layer --> head              two towers with one embedding:
+        `--------tied--------'                embedding.a --> tower.a --+
+                                                  | tied                +--> join
+    all three are one operator                embedding.b --> tower.b --+
+                                              the embeddings are one operator, the towers are not
+
+Every stage graph that may run asynchronously is one of the smaller model, and costs the same there:
+seconds and bytes of operators add up, and values between them are as they were. So any planner can
+be asked, and nothing is lost.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from anabranch.graph.opgraph import BATCH, Op, OpGraph, Value, bits
+from anabranch.plans.stages import StageGraph
+from anabranch.profile.profile import OpCost, Profile, Sharded
+
+
+@dataclass(frozen=True)
+class Together:
+    """A profile with fewer operators, and the way back.
+
+    Attributes:
+        whole: the profile as it was.
+        profile: with every set of operators as one.
+        masks: per operator of the latter, which of the former it stands for.
+    """
+
+    whole: Profile
+    profile: Profile
+    masks: tuple[int, ...]
+
+    def apart(self, graph: StageGraph) -> StageGraph:
+        """Stages of the smaller model as stages of the whole one."""
+        if self.profile is self.whole:
+            return graph
+        at = self.profile.graph.index
+        stages = []
+        for stage in graph.stages:
+            mask = 0
+            for name in stage.operators:
+                mask |= self.masks[at[name]]
+            stages.append(replace(stage, operators=self.whole.graph.names(mask)))
+        return replace(graph, stages=tuple(stages))
+
+    @cached_property
+    def because(self) -> str:
+        """Which parameter keeps which operators together; empty if none does."""
+        several = [mask for mask in self.masks if mask.bit_count() > 1]
+        found = []
+        for name, mask in tied(self.whole.graph):
+            around = next(each for each in several if each & mask)
+            others = around.bit_count() - mask.bit_count()
+            between = f" with the {others} operators around them" if others else ""
+            found.append(
+                f"{' and '.join(self.whole.graph.names(mask))} read parameter {name} and are in "
+                f"one stage{between}"
+            )
+        return "; ".join(found)
+
+
+def tied(graph: OpGraph) -> list[tuple[str, int]]:
+    """Trainable parameters that several operators read, with these operators as bit mask."""
+    readers: dict[str, int] = defaultdict(int)
+    for i, op in enumerate(graph.ops):
+        for name in op.parameters:
+            readers[name] |= 1 << i
+    return [
+        (parameter.name, readers[parameter.name])
+        for parameter in graph.parameters
+        if parameter.trainable and readers[parameter.name].bit_count() > 1
+    ]
+
+
+def untied(profile: Profile) -> Together:
+    """The profile with operators that share a trainable parameter as one."""
+    return gather(profile, [mask for _, mask in tied(profile.graph)])
+
+
+def gather(profile: Profile, sets: Sequence[int]) -> Together:
+    """The profile with every set of operators, a bit mask, as one operator.
+
+    Sets that overlap become one, and so do those between which paths run both ways; time O(n^2) set
+    operations for n operators, if there is anything to do.
+    """
+    graph = profile.graph
+    if not any(mask.bit_count() > 1 for mask in sets):
+        return Together(profile, profile, tuple(1 << i for i in range(len(graph))))
+    masks = in_order(graph, _acyclic(graph, _disjoint(len(graph), sets)))
+    return Together(profile, _joined(profile, masks), tuple(masks))
+
+
+def _disjoint(count: int, sets: Sequence[int]) -> list[int]:
+    """A partition of all operators that keeps every set together."""
+    parts = [1 << i for i in range(count)]
+    for mask in sets:
+        touched = [part for part in parts if part & mask]
+        union = 0
+        for part in touched:
+            union |= part
+        parts = [part for part in parts if not part & mask] + [union]
+    return parts
+
+
+def _acyclic(graph: OpGraph, parts: Sequence[int]) -> list[int]:
+    """The parts with those on a circle as one: Warshall's closure over the parts, row by row."""
+    home = _home(parts)
+    reach = [0] * len(parts)
+    for a, b in graph.edges:
+        if home[a] != home[b]:
+            reach[home[a]] |= 1 << home[b]
+    for via in range(len(parts)):
+        for start in range(len(parts)):
+            if reach[start] >> via & 1:
+                reach[start] |= reach[via]
+    joined: dict[int, int] = defaultdict(int)
+    for i, part in enumerate(parts):
+        circle = [j for j in bits(reach[i]) if reach[j] >> i & 1]
+        joined[min([i, *circle])] |= part
+    return list(joined.values())
+
+
+def in_order(graph: OpGraph, parts: Sequence[int]) -> list[int]:
+    """The parts in topological order, of those that may come next the first of the model."""
+    home = _home(parts)
+    before: list[set[int]] = [set() for _ in parts]
+    after: list[set[int]] = [set() for _ in parts]
+    for a, b in graph.edges:
+        if home[a] != home[b]:
+            before[home[b]].add(home[a])
+            after[home[a]].add(home[b])
+    waiting = [len(each) for each in before]
+    ready = [(part & -part, i) for i, part in enumerate(parts) if not waiting[i]]
+    heapq.heapify(ready)
+    order = []
+    while ready:
+        _, i = heapq.heappop(ready)
+        order.append(parts[i])
+        for j in after[i]:
+            waiting[j] -= 1
+            if not waiting[j]:
+                heapq.heappush(ready, (parts[j] & -parts[j], j))
+    return order
+
+
+def _home(parts: Sequence[int]) -> dict[int, int]:
+    return {op: i for i, part in enumerate(parts) for op in bits(part)}
+
+
+def _joined(profile: Profile, masks: Sequence[int]) -> Profile:
+    graph = profile.graph
+    home = _home(masks)
+    values: list[Value] = []
+    for value in graph.values:
+        producer = BATCH if value.producer == BATCH else home[value.producer]
+        consumers = tuple(sorted({home[c] for c in value.consumers} - {producer}))
+        if consumers or not value.consumers:
+            values.append(replace(value, producer=producer, consumers=consumers))
+    return replace(
+        profile,
+        graph=OpGraph(
+            tuple(_op(graph, mask) for mask in masks),
+            tuple(values),
+            graph.parameters,
+            graph.name,
+            graph.granularity,
+        ),
+        costs=tuple(_cost(profile.costs, mask) for mask in masks),
+        sharded=tuple(
+            Sharded(
+                each.degree,
+                tuple(_cost(each.costs, mask) for mask in masks),
+                tuple(sum(each.parameter_bytes[i] for i in bits(mask)) for mask in masks),
+            )
+            for each in profile.sharded
+        ),
+    )
+
+
+def _op(graph: OpGraph, mask: int) -> Op:
+    first, *others = (graph.ops[i] for i in bits(mask))
+    if not others:
+        return first
+    names = (name for op in (first, *others) for name in op.parameters)
+    return Op(f"{first.name} and {len(others)} more", tuple(dict.fromkeys(names)), first.kind)
+
+
+def _cost(costs: Sequence[OpCost], mask: int) -> OpCost:
+    chosen = [costs[i] for i in bits(mask)]
+    if len(chosen) == 1:
+        return chosen[0]
+    return OpCost(
+        tuple(map(sum, zip(*(each.forward_s for each in chosen), strict=True))),
+        tuple(map(sum, zip(*(each.backward_s for each in chosen), strict=True))),
+        sum(each.kept_bytes for each in chosen),
+    )

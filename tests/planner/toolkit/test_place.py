@@ -1,0 +1,64 @@
+"""Stages find their places: replicas together, neighbours near each other, on every level."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from anabranch.planner.toolkit.place import place
+
+
+def test_places_replicas_in_one_node():
+    """Nodes of 4: the two that do not fit the first node beside the three go to the next."""
+    assert place([3, 2, 1, 2], [4, 8]) == [[0, 1, 2], [4, 5], [3], [6, 7]]
+
+
+def test_places_whole_nodes_first():
+    """A stage of 4 would straddle two nodes behind one of 2."""
+    assert place([2, 4, 2], [4, 8]) == [[4, 5], [0, 1, 2, 3], [6, 7]]
+
+
+def test_straddles_where_it_must():
+    """Six replicas on nodes of 4, then 2."""
+    assert place([6, 2], [4, 8]) == [[0, 1, 2, 3, 4, 5], [6, 7]]
+
+
+def test_groups_lie_inside_a_node():
+    """A replica on two devices has both in one node; who needs no group takes what is left."""
+    places = [[8, 9, 10], [0, 1, 2, 3, 4, 5], [6, 7, 11]]
+    assert place([3, 6, 3], [4, 12], [1, 2, 1]) == places
+    assert place([3, 3, 2], [4, 8], [1, 1, 2]) == [[4, 5, 6], [2, 3, 7], [0, 1]]
+    assert place([4, 2], [3, 6], [2, 2]) == []
+
+
+def test_replicas_of_a_stage_share_a_rack():
+    """Nodes of 2, racks of 4: a stage of 3 fits no node, and a rack better than two of them.
+
+    On two levels the second stage of 3 straddles the racks: devices 3, 4 and 5.
+    """
+    assert place([3, 3, 1, 1], [2, 4, 8]) == [[0, 1, 2], [4, 5, 6], [3], [7]]
+    assert place([1, 3, 3, 1], [2, 4, 8]) == [[3], [0, 1, 2], [4, 5, 6], [7]]
+
+
+def test_whole_racks_first():
+    """A rack of 4 for the stage that needs one, though others come before it."""
+    assert place([1, 1, 4, 2], [2, 4, 8]) == [[6], [7], [0, 1, 2, 3], [4, 5]]
+
+
+def test_straddles_as_few_racks_as_it_can():
+    """Of racks of 4 with 3, 3 and 4 devices left, a stage of 6 takes the whole one and two more."""
+    placed = place([1, 1, 6, 4], [2, 4, 12])
+    assert len({device // 4 for device in placed[2]}) == 2
+    assert len({device // 4 for device in placed[3]}) == 1
+
+
+@given(
+    st.lists(st.integers(1, 9), min_size=1, max_size=8),
+    st.sampled_from([1, 2, 4, 8]),
+    st.sampled_from([1, 2, 3]),
+)
+def test_gives_every_device_once(replicas, node, rack):
+    """Whatever the sizes."""
+    placed = place(replicas, [node, node * rack, 72 * node * rack])
+    assert [len(devices) for devices in placed] == replicas
+    assert sorted(sum(placed, [])) == list(range(sum(replicas)))  # noqa: RUF017

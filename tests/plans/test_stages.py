@@ -1,0 +1,115 @@
+"""Stage graphs: heights, intervals, and what they refuse."""
+
+import pytest
+
+from anabranch.plans.plan import Plan, Prediction, headline, memory_text
+from anabranch.plans.stages import Stage, StageGraph, split_evenly
+
+
+def two_branches(microbatch_size: int = 4, batch_size: int = 10) -> StageGraph:
+    r"""Stages 0 -> 2 and 1 -> 2 -> 3, the last on two devices."""
+    devices = ((0,), (1,), (2,), (3, 4))
+    stages = tuple(Stage((f"op{i}",), d, microbatch_size) for i, d in enumerate(devices))
+    return StageGraph(stages, ((0, 2), (1, 2), (2, 3)), batch_size)
+
+
+def test_neighbours_come_from_the_edges():
+    """Never from stage - 1."""
+    graph = two_branches()
+    assert graph.predecessors == ((), (), (0, 1), (2,))
+    assert graph.successors == ((2,), (2,), (3,), ())
+
+
+def test_height_is_the_longest_distance_to_a_sink():
+    """Depth counts stages, height counts edges."""
+    graph = two_branches()
+    assert graph.height == (2, 2, 1, 0)
+    assert graph.depth == 3
+
+
+def test_the_last_microbatch_holds_what_is_left():
+    """10 samples in micro-batches of 4: 4, 4, 2."""
+    graph = two_branches()
+    assert graph.num_microbatches(0) == 3
+    assert [graph.interval(0, i) for i in range(3)] == [(0, 4), (4, 8), (8, 10)]
+
+
+def test_replicas_hold_equal_slices():
+    """Device 3 the first half, device 4 the second."""
+    graph = two_branches()
+    assert [graph.slice(3, 0, r) for r in range(2)] == [(0, 2), (2, 4)]
+    assert [graph.slice(3, 2, r) for r in range(2)] == [(8, 9), (9, 10)]
+
+
+def test_split_evenly_covers_the_interval_also_with_too_many_parts():
+    """Some parts are then empty."""
+    assert split_evenly(3, 10, 3) == [(3, 5), (5, 7), (7, 10)]
+    assert split_evenly(0, 1, 2) == [(0, 0), (0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (((), (0,), 4), "at least one operator"),
+        ((("a",), (), 4), "needs devices"),
+        ((("a",), (1, 1), 4), "each once"),
+        ((("a",), (1,), 0), "micro-batch size 0"),
+    ],
+)
+def test_a_broken_stage_cannot_exist(arguments, message):
+    """Checked once, so that nothing downstream has to."""
+    with pytest.raises(ValueError, match=message):
+        Stage(*arguments)
+
+
+@pytest.mark.parametrize("edges", [((1, 0),), ((0, 5),), ((0, 0),), ((0, 1), (0, 1))])
+def test_stage_edges_run_upwards_and_occur_once(edges):
+    """That makes every stage graph acyclic."""
+    stages = (Stage(("a",), (0,), 1), Stage(("b",), (1,), 1))
+    with pytest.raises(ValueError, match="edge"):
+        StageGraph(stages, edges, 4)
+
+
+def test_a_summary_names_what_some_stage_has():
+    """k, tensor parallelism and recompute get a column where any stage has them, else none."""
+
+    def lines(*stages: Stage) -> list[str]:
+        graph = StageGraph(stages, tuple((i, i + 1) for i in range(len(stages) - 1)), 8)
+        predicted = Prediction(2.0, 0.1, 0.25, (2**20,) * len(graph.devices))
+        made = Plan(graph, "1f1b", "p", "m", "c", "measured", 0.0, 0.0, predicted)
+        return made.summary().splitlines()[3:]
+
+    plain = lines(Stage(("a",), (0,), 4), Stage(("b",), (1,), 4))
+    assert " ".join(plain[1].split()) == (
+        "stage 1 after 0 devices 1 micro-batch 4 in flight 0 1 operators: b"
+    )
+    first, last = lines(
+        Stage(("a",), (0, 1), 4, k=2, tensor=2, recompute=True), Stage(("b",), (2,), 4)
+    )
+    assert "in flight   0  k  2  tensor  2  recompute    1 operators: a" in first
+    assert "in flight   0  k  1  tensor  1               1 operators: b" in last
+
+
+def test_the_headline_chooses_its_units():
+    """Few samples per second keep their digits; half a GiB and less is in MiB; no time, no rate."""
+    assert headline(2.0, 0.25, 2**30, 8) == (
+        "step 2000.00 ms, 4 samples/s, bubble 25.0%, peak 1.00 GiB"
+    )
+    assert headline(12.0, 0.0, 2**21, 8).split(", ")[1::2] == ["0.667 samples/s", "peak 2.0 MiB"]
+    assert headline(0.0, 0.0, 0, 8).startswith("step 0.00 ms, 0 samples/s")
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [
+        (0, "0.0 MiB"),
+        (9, "9 B"),
+        (300, "0.3 KiB"),
+        (2**14, "16.0 KiB"),
+        (2**21, "2.0 MiB"),
+        (2**31, "2.00 GiB"),
+    ],
+)
+def test_memory_is_told_in_a_unit_that_shows_something(nbytes, text):
+    """Small weights are not nothing."""
+    assert memory_text(nbytes) == text

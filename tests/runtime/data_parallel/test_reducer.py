@@ -1,0 +1,142 @@
+"""Sums of gradients while backwards go on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from anabranch import launch
+from anabranch.plans.plan import Plan
+from anabranch.runtime.data_parallel import buckets
+from anabranch.runtime.data_parallel.gradients import reduce_gradients
+from anabranch.runtime.feed import leaves_of
+from anabranch.runtime.pipeline import Pipeline
+from anabranch.runtime.reference import reference
+from tests.runtime.small import Built, batch, built, num_ranks, on_devices, plan
+
+pytestmark = pytest.mark.dist
+
+CPU = torch.device("cpu")
+
+
+def run(model: Built, chosen: Plan, work: Callable[[Pipeline], Any]) -> list[Any]:
+    def rank() -> Any:
+        pipeline = Pipeline(
+            model.workload, chosen, captured=model.captured, check_gradients=False, timeout=20.0
+        )
+        return work(pipeline)
+
+    return launch.run(rank, num_ranks(chosen), timeout=60.0)
+
+
+@pytest.fixture
+def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One parameter each."""
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", 8)
+
+
+PLANS: list[tuple[str, dict[str, Any]]] = [
+    ("TwoBranch", {"num_stages": 2, "replicas": [2, 2]}),
+    ("Tied", {"num_stages": 2, "replicas": [1, 1]}),
+    ("Unused", {"num_stages": 1, "replicas": [2]}),
+    ("Detached", {"num_stages": 2, "replicas": [1, 1]}),
+]
+
+
+@pytest.mark.parametrize(("name", "options"), PLANS)
+@pytest.mark.parametrize("samples", [16, 11, 1])
+def test_sums_are_those_of_afterwards(
+    name: str, options: dict[str, Any], samples: int, small_buckets: None
+) -> None:
+    """Two holders add the same two numbers, so every bit is equal; a sample less than there are
+    replicas leaves one of them without a backward.
+    """
+    model = built(name)
+    chosen = plan(model, **options)
+    leaves = batch(samples, 3)
+
+    def work(pipeline: Pipeline) -> tuple[list[str], list[str]]:
+        _, found = pipeline.gradients(leaves)
+        found = {key: value.clone() for key, value in found.items()}
+        pipeline._updates.prepare(alone=True)
+        worker = pipeline._train.worker(samples)
+        worker.run(leaves_of(model.captured, leaves, CPU), 0)
+        parameters = pipeline._state.parameters
+        reduce_gradients(parameters, pipeline._holders, pipeline._mesh)
+        expected = {key: p.grad for key, p in parameters.items() if p.grad is not None}
+        wrong = [key for key, g in expected.items() if not torch.equal(g, found[key])]
+        return sorted(found.keys() ^ expected.keys()), wrong
+
+    assert run(model, chosen, work) == [([], [])] * num_ranks(chosen)
+
+
+@pytest.mark.parametrize("name", ["TwoBranch", "Tied", "Shared"])
+def test_gradients_are_those_of_one_process(name: str) -> None:
+    """Three replicas and one, with a stage between them that shares a device with the last."""
+    model = built(name, torch.float64)
+    chosen = on_devices(plan(model, 3, replicas=[3, 1, 1]), [(0, 1, 2), (1,), (2,)])
+    leaves = batch(13, 2, torch.float64)
+    expected = reference(model.module, leaves, [(0, 13)]).gradients
+
+    def work(pipeline: Pipeline) -> dict[str, Tensor]:
+        return pipeline.gradients(leaves)[1]
+
+    found = run(model, chosen, work)
+    for key, gradient in expected.items():
+        held = [each[key] for each in found if key in each]
+        assert held
+        for each in held:
+            torch.testing.assert_close(each, gradient, rtol=1e-9, atol=1e-12)
+
+
+def test_sums_start_during_the_backward_in_one_order(small_buckets: None) -> None:
+    """The last layer's is on its way when the first layer has no gradient yet. Both ranks of a set
+    start the same buckets, one after the other.
+    """
+    model = built("Chain")
+    chosen = plan(model, 1, replicas=[2])
+
+    def work(pipeline: Pipeline) -> list[tuple[str, int]]:
+        log = []
+        mesh, reducer = pipeline._mesh, pipeline._updates._reducer
+        start = mesh.start_all_reduce
+        names = {b.named[0][0]: b for queue in reducer._queues for b in queue.buckets}
+
+        def noting(tensor: Tensor, ranks: tuple[int, ...] | None = None) -> Any:
+            for name, bucket in names.items():
+                if bucket._flat is tensor:
+                    log.append((name, len(reducer._waiting)))
+            return start(tensor, ranks)
+
+        mesh.start_all_reduce = noting  # type: ignore[method-assign]
+        pipeline.gradients(batch(16))
+        return log
+
+    first, second = run(model, chosen, work)
+    assert first == second
+    names = [name for name, _ in first]
+    assert names == [n for n, _ in reversed(list(model.module.named_parameters()))]
+    assert [left for _, left in first] == list(reversed(range(len(names))))
+
+
+def test_buffers_are_kept_and_one_holder_has_none() -> None:
+    """Stage 0 has two replicas, stage 1 one."""
+    model = built("Chain")
+    chosen = plan(model, 2, replicas=[2, 1])
+
+    def work(pipeline: Pipeline) -> tuple[bool, int]:
+        places = pipeline._updates._reducer._places
+        pointers = []
+        for seed in range(2):
+            pipeline.gradients(batch(16, seed))
+            parameters = pipeline._state.parameters
+            pointers.append([g.data_ptr() for n in places if (g := parameters[n].grad) is not None])
+        return pointers[0] == pointers[1], len(pointers[0])
+
+    same, counts = zip(*run(model, chosen, work), strict=True)
+    assert same == (True, True, True)
+    assert counts[0] == counts[1] > 0 == counts[2]

@@ -1,0 +1,472 @@
+"""Updates without a barrier, per stage, and over several batches: against one process."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from anabranch import launch
+from anabranch.errors import NonFiniteError, TrainingError
+from anabranch.plans.plan import Plan
+from anabranch.runtime.pipeline import Pipeline
+from anabranch.runtime.reference import reference
+from anabranch.workload import NamedParameters, Workload
+from tests.runtime.small import (
+    Batch,
+    Built,
+    batch,
+    built,
+    num_ranks,
+    on_devices,
+    plan,
+    slices,
+    train_alone,
+    with_options,
+)
+
+pytestmark = pytest.mark.dist
+
+LIMIT_S = 60.0
+BATCHES = [batch(n, seed) for seed, n in enumerate((16, 16, 10, 16, 16))]
+
+
+def adam(parameters: NamedParameters) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=1e-2)
+
+
+def momentum(parameters: NamedParameters) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=1e-2)
+
+
+def decay(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
+
+
+def run(
+    model: Built, chosen: Plan, workload: Workload, work: Callable[[Pipeline], Any], **options: Any
+) -> list[Any]:
+    """Call a function with the pipeline of every rank."""
+    options = {"check_gradients": False, "timeout": 20.0} | options
+
+    def rank() -> Any:
+        return work(Pipeline(workload, chosen, captured=model.captured, **options))
+
+    return launch.run(rank, num_ranks(chosen), timeout=LIMIT_S)
+
+
+Trained = tuple[list[float], dict[str, Tensor]]
+
+
+def trained(
+    model: Built,
+    chosen: Plan,
+    workload: Workload,
+    work: Callable[[Pipeline], list[float]],
+    **options: Any,
+) -> Trained:
+    """Losses, the same on every rank, and all parameters, of which copies are equal."""
+
+    def rank(pipeline: Pipeline) -> Trained:
+        losses = work(pipeline)
+        return losses, {n: p.detach() for n, p in pipeline._state.parameters.items()}
+
+    results = run(model, chosen, workload, rank, **options)
+    parameters: dict[str, Tensor] = {}
+    for losses, held in results:
+        assert losses == results[0][0]
+        for name, value in held.items():
+            assert torch.equal(parameters.setdefault(name, value), value)
+    return results[0][0], parameters
+
+
+def equal(ours: Trained, theirs: Trained) -> bool:
+    same = all(torch.equal(ours[1][name], value) for name, value in theirs[1].items())
+    return same and ours[0] == theirs[0]
+
+
+def alone(workload: Workload, batches: Sequence[Batch] = BATCHES) -> Trained:
+    result: Trained = launch.run(train_alone, 1, workload, batches, 4, timeout=LIMIT_S)[0]
+    return result
+
+
+FOLDED = [(0,), (1,), (0,), (1,)]
+"""Two stages per device."""
+
+
+# Steps without a barrier
+
+
+@pytest.mark.parametrize("optimizer", [adam, momentum])
+@pytest.mark.parametrize("folded", [False, True])
+@pytest.mark.parametrize("name", ["TwoBranch", "Tied", "Detached"])
+def test_steps_without_a_barrier_are_bitwise_those_of_one_process(
+    name: str, folded: bool, optimizer: Callable[[NamedParameters], torch.optim.Optimizer]
+) -> None:
+    """Short batches, a schedule of the learning rate, and two stages per device as well."""
+    model = built(name)
+    chosen = on_devices(plan(model, 4), FOLDED) if folded else plan(model, 3)
+    workload = with_options(model, optimizer=optimizer, scheduler=decay)
+    ours = trained(model, chosen, workload, lambda p: list(p.steps(BATCHES)), exact=True)
+    assert equal(ours, alone(workload))
+
+
+@pytest.mark.parametrize("folded", [False, True])
+@pytest.mark.parametrize("clip_norm", [None, 0.05])
+@pytest.mark.parametrize("name", ["TwoBranch", "Tied"])
+def test_steps_without_a_barrier_are_bitwise_those_with_one(
+    name: str, clip_norm: float | None, folded: bool
+) -> None:
+    """Replicas, tied parameters and stages that are updated one by one on their device; with a
+    clipped norm ranks agree once per step, and it is that of all parameters.
+    """
+    model = built(name)
+    devices = [(0, 1), (2,), (1, 0), (2,)] if folded else [(0, 1), (2,), (3,), (4,)]
+    chosen = on_devices(plan(model, 4, replicas=[2, 1, 2 if folded else 1, 1]), devices)
+    workload = with_options(model, optimizer=adam, scheduler=decay, clip_norm=clip_norm)
+    with_barrier = trained(model, chosen, workload, lambda p: [p.step(b) for b in BATCHES])
+    without = trained(model, chosen, workload, lambda p: list(p.steps(BATCHES)))
+    assert equal(without, with_barrier)
+    losses, state = alone(workload)
+    assert without[0] == pytest.approx(losses, rel=1e-4)
+    assert without[1].keys() == state.keys()
+
+
+def test_a_stage_is_updated_while_others_go_on() -> None:
+    """With two stages per device, PyTorch's own optimizers update one after the other; one that may
+    count its steps is called once per step.
+    """
+    model = built("Chain")
+    chosen = on_devices(plan(model, 4), FOLDED)
+
+    class Counting(torch.optim.SGD):
+        pass
+
+    def plain(parameters: NamedParameters) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.1)
+
+    def work(pipeline: Pipeline) -> int:
+        calls = []
+        assert pipeline.optimizer is not None
+        step = pipeline.optimizer.step
+        pipeline.optimizer.step = lambda: calls.append(0) or step()  # type: ignore
+        list(pipeline.steps(BATCHES))
+        return len(calls)
+
+    def counting(parameters: NamedParameters) -> torch.optim.Optimizer:
+        return Counting(parameters, lr=0.1)
+
+    split = run(model, chosen, with_options(model, optimizer=plain), work)
+    # The device of the first stage waits for gradients after the last backward of its other one.
+    assert split[0] > len(BATCHES)
+    whole = run(model, chosen, with_options(model, optimizer=counting), work)
+    assert whole == [len(BATCHES)] * 2
+
+
+def test_nobody_waits_for_who_has_nothing_to_send() -> None:
+    """Tower 1 is held up in its update of step 1 until tower 0 asks for step 2's batch, which it
+    would never do if it waited.
+    """
+    model = built("TwoBranch")
+    names = {op.name: op for op in model.captured.graph.ops}
+    groups: list[list[str]] = [[], [], []]
+    for name in names:
+        groups[1 if "left" in name else 0 if "right" in name or "words" in name else 2].append(name)
+    whole = plan(model, 3)
+    stages = tuple(
+        replace(stage, operators=tuple(group))
+        for stage, group in zip(whole.stage_graph.stages, groups, strict=True)
+    )
+    graph = replace(whole.stage_graph, stages=stages, edges=((0, 2), (1, 2)))
+    chosen = replace(whole, stage_graph=graph)
+    asked = multiprocessing.get_context("fork").Event()
+
+    def batches() -> Iterator[Batch]:
+        for i, each in enumerate(BATCHES):
+            if i == 2 and dist.get_rank() == 0:
+                asked.set()
+            yield each
+
+    def work(pipeline: Pipeline) -> bool:
+        waited = []
+        finish = pipeline._updates.finish
+
+        def held_up() -> None:
+            if dist.get_rank() == 1 and pipeline.step_number == 1:
+                waited.append(asked.wait(10.0))
+            finish()
+
+        pipeline._updates.finish = held_up  # type: ignore[method-assign]
+        list(pipeline.steps(batches()))
+        return all(waited)
+
+    assert run(model, chosen, model.workload, work) == [True] * 3
+
+
+def test_a_bad_loss_is_named_one_step_late_on_every_rank() -> None:
+    """Sample 9 of step 2 is in micro-batch 2. Stages whose gradients it reached stay as they
+    were.
+    """
+    model = built("TwoBranch")
+    poisoned = [dict(each) for each in [*BATCHES[:2], batch(16, 9), *BATCHES[3:]]]
+    poisoned[2]["x"] = poisoned[2]["x"].clone()
+    poisoned[2]["x"][9] = float("inf")
+
+    def work(pipeline: Pipeline) -> tuple[str, int, int, list[bool]]:
+        losses: list[float] = []
+        with pytest.raises(NonFiniteError) as caught:
+            losses.extend(pipeline.steps(poisoned))
+        finite = [bool(p.isfinite().all()) for p in pipeline._state.parameters.values()]
+        return str(caught.value), len(losses), pipeline.step_number, finite
+
+    results = run(model, plan(model, 3), model.workload, work)
+    texts = {text for text, *_ in results}
+    assert len(texts) == 1
+    text = texts.pop()
+    assert "is not finite in step 2: stage 0, micro-batch 2 is the first" in text
+    assert "other stages may have been updated" in text
+    assert "resume from a checkpoint" in text
+    assert [(count, number) for _, count, number, *_ in results] == [(2, 4)] * 3
+    assert all(all(finite) for *_, finite in results)
+
+
+def test_no_checkpoint_is_made_of_a_bad_step(tmp_path: Path) -> None:
+    """The loss of the last step has not been asked for; saving looks at it."""
+    model = built("TwoBranch")
+    bad = batch(16)
+    bad["x"][0] = float("nan")
+
+    def work(pipeline: Pipeline) -> bool:
+        for _ in pipeline.steps([BATCHES[0], BATCHES[1], bad, BATCHES[3]]):
+            if pipeline.step_number == 3:
+                with pytest.raises(NonFiniteError, match="step 2"):
+                    pipeline.save(tmp_path / "bad")
+                return True
+        return False
+
+    assert run(model, plan(model, 3), model.workload, work) == [True] * 3
+    assert not (tmp_path / "bad").exists()
+
+
+def test_a_loop_may_be_left_and_steps_mixed(tmp_path: Path) -> None:
+    """Leaving early, single steps, saving in the loop: training is the same."""
+    model = built("TwoBranch")
+    workload = with_options(model, optimizer=adam)
+
+    def work(pipeline: Pipeline) -> list[float]:
+        losses = [pipeline.step(BATCHES[0])]
+        for loss in pipeline.steps(BATCHES[1:]):
+            losses.append(loss)
+            if pipeline.step_number == 3:
+                pipeline.save(tmp_path / "saved")
+                break
+        losses += [pipeline.metrics["accuracy"] * 0]
+        losses += [pipeline.step(each) for each in BATCHES[3:]]
+        return losses
+
+    losses, parameters = trained(model, plan(model, 3), workload, work, exact=True)
+    expected, state = alone(workload)
+    assert losses == [*expected[:2], 0.0, *expected[3:]]
+    assert all(torch.equal(parameters[name], value) for name, value in state.items())
+
+    def resumed() -> list[float]:
+        pipeline = Pipeline.resume(
+            tmp_path / "saved",
+            workload,
+            plan(model, 3),
+            captured=model.captured,
+            exact=True,
+            check_gradients=False,
+        )
+        return list(pipeline.steps(BATCHES[3:]))
+
+    assert launch.run(resumed, 3, timeout=LIMIT_S) == [expected[3:]] * 3
+
+
+def test_metrics_and_epochs_go_with_the_steps() -> None:
+    """Metrics belong to the loss that comes with them; batches that were trained on count."""
+    model = built("TwoBranch")
+    workload = with_options(
+        model, data=lambda size, epoch: [batch(size, epoch + i) for i in (0, 5)]
+    )
+
+    def single(pipeline: Pipeline) -> list[float]:
+        return [
+            x
+            for each in pipeline.batches(epochs=2)
+            for x in (pipeline.step(each), pipeline.metrics["accuracy"])
+        ]
+
+    def many(pipeline: Pipeline) -> list[float]:
+        batches = pipeline.batches(epochs=2)
+        found = [
+            x for loss in pipeline.steps(batches) for x in (loss, pipeline.metrics["accuracy"])
+        ]
+        assert (pipeline.epoch, pipeline.position, pipeline.step_number) == (2, 0, 4)
+        return found
+
+    chosen = plan(model, 2)
+    assert trained(model, chosen, workload, many)[0] == trained(model, chosen, workload, single)[0]
+
+
+# Several batches per update
+
+
+def accumulate_alone(
+    workload: Workload, batches: Sequence[Batch], groups: Sequence[int]
+) -> Trained:
+    """The plain loop: gradients grow over the micro-batches of a group, are divided by the number
+    of its batches, clipped, and used.
+    """
+    module = workload.module
+    parameters = dict(module.named_parameters())
+    optimizer = workload.optimizer(list(parameters.items()))
+    scheduler = workload.scheduler(optimizer) if workload.scheduler else None
+    losses, rest = [], list(batches)
+    for count in groups:
+        optimizer.zero_grad()
+        for _ in range(count):
+            each = rest.pop(0)
+            size, loss = len(each["x"]), 0.0
+            for start, stop in slices(size, 4):
+                out = module(**{key: value[start:stop] for key, value in each.items()})
+                out = out["loss"] if isinstance(out, dict) else out
+                out.backward(torch.full_like(out, (stop - start) / size))
+                loss += out.item() * ((stop - start) / size)
+            losses.append(loss)
+        for parameter in parameters.values():
+            if parameter.grad is not None:
+                parameter.grad.div_(count)
+        if workload.clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(parameters.values(), workload.clip_norm)
+        optimizer.step()
+        if scheduler:
+            scheduler.step()
+    return losses, {name: p.detach() for name, p in parameters.items()}
+
+
+def by_step(pipeline: Pipeline) -> list[float]:
+    return [pipeline.step(each) for each in BATCHES]
+
+
+def by_steps(pipeline: Pipeline) -> list[float]:
+    return list(pipeline.steps(BATCHES))
+
+
+def and_update(work: Callable[[Pipeline], list[float]]) -> Callable[[Pipeline], list[float]]:
+    def both(pipeline: Pipeline) -> list[float]:
+        losses, metrics = work(pipeline), pipeline.metrics
+        pipeline.update()
+        pipeline.update()  # nothing is left
+        assert pipeline.metrics == metrics
+        return losses
+
+    return both
+
+
+@pytest.mark.parametrize("work", [by_step, by_steps])
+@pytest.mark.parametrize("name", ["TwoBranch", "Tied", "Detached"])
+def test_accumulated_batches_are_bitwise_those_of_one_process(
+    name: str, work: Callable[[Pipeline], list[float]]
+) -> None:
+    """Three batches, then the two that are left; the learning rate goes by updates."""
+    model = built(name)
+    workload = with_options(model, optimizer=momentum, scheduler=decay)
+    ours = trained(model, plan(model, 3), workload, and_update(work), exact=True, accumulate=3)
+    theirs = launch.run(accumulate_alone, 1, workload, BATCHES, [3, 2], timeout=LIMIT_S)[0]
+    assert equal(ours, theirs)
+
+
+@pytest.mark.parametrize("work", [by_step, by_steps])
+@pytest.mark.parametrize("clip_norm", [None, 0.05])
+@pytest.mark.parametrize("name", ["TwoBranch", "Tied"])
+def test_replicas_accumulate_alike(
+    name: str, clip_norm: float | None, work: Callable[[Pipeline], list[float]]
+) -> None:
+    """Summed over the holders with the last batch of a group only."""
+    model = built(name, torch.float64)
+    batches = [{k: v.double() if k == "x" else v for k, v in each.items()} for each in BATCHES]
+    workload = with_options(model, optimizer=momentum, scheduler=decay, clip_norm=clip_norm)
+
+    def ours(pipeline: Pipeline) -> list[float]:
+        if work is by_steps:
+            return list(pipeline.steps(batches))
+        return [pipeline.step(each) for each in batches]
+
+    chosen = plan(model, 2, replicas=[2, 1])
+    losses, parameters = trained(model, chosen, workload, and_update(ours), accumulate=2)
+    expected, state = launch.run(
+        accumulate_alone, 1, workload, batches, [2, 2, 1], timeout=LIMIT_S
+    )[0]
+    assert losses == pytest.approx(expected, rel=1e-12)
+    for key, value in state.items():
+        torch.testing.assert_close(parameters[key], value, rtol=1e-9, atol=1e-12)
+
+
+def test_between_two_updates_nothing_is_saved(tmp_path: Path) -> None:
+    """A checkpoint holds no half-made gradients; the message says when there can be one."""
+    model = built("Chain")
+
+    def work(pipeline: Pipeline) -> tuple[str, str]:
+        pipeline.step(BATCHES[0])
+        with pytest.raises(TrainingError) as caught:
+            pipeline.save(tmp_path / "early")
+        with pytest.raises(TrainingError) as other:
+            pipeline.gradients(BATCHES[0])
+        return str(caught.value), str(other.value)
+
+    text, other = run(model, plan(model, 1), model.workload, work, accumulate=3)[0]
+    assert "1 of 3 batches" in text
+    assert "wait for step 3, or call update()" in text
+    assert "gradients of one batch" in other
+
+    def whole(pipeline: Pipeline) -> None:
+        for each in BATCHES[:3]:
+            pipeline.step(each)
+        pipeline.save(tmp_path / "whole")
+
+    run(model, plan(model, 2), model.workload, whole, accumulate=3)
+    assert (tmp_path / "whole").is_dir()
+
+
+def test_a_bad_loss_drops_the_batches_of_its_update() -> None:
+    """What was accumulated with it is forgotten; the next group is as if it were the first."""
+    model = built("TwoBranch")
+    workload = with_options(model, optimizer=momentum)
+    bad = batch(16)
+    bad["x"][0] = float("nan")
+
+    def work(pipeline: Pipeline) -> list[float]:
+        pipeline.step(BATCHES[0])
+        with pytest.raises(NonFiniteError, match="step 1"):
+            pipeline.step(bad)
+        return [pipeline.step(each) for each in BATCHES[:4]]
+
+    ours = trained(model, plan(model, 2), workload, work, exact=True, accumulate=2)
+    theirs = launch.run(accumulate_alone, 1, workload, BATCHES[:4], [2, 2], timeout=LIMIT_S)[0]
+    assert equal(ours, theirs)
+
+
+def test_an_update_takes_at_least_one_batch() -> None:
+    model = built("Chain")
+    with pytest.raises(ValueError, match="accumulate is 0"):
+        Pipeline(model.workload, plan(model, 1), captured=model.captured, accumulate=0)
+
+
+def test_gradients_of_one_batch_update_nothing() -> None:
+    """They equal those of one process, whatever ``accumulate`` is."""
+    model = built("TwoBranch")
+    expected = reference(model.module, BATCHES[0], slices(16, 4)).gradients
+
+    def work(pipeline: Pipeline) -> bool:
+        found = pipeline.gradients(BATCHES[0])[1]
+        return all(torch.equal(value, expected[name]) for name, value in found.items())
+
+    assert run(model, plan(model, 2), model.workload, work, exact=True, accumulate=2) == [True] * 2

@@ -1,0 +1,98 @@
+"""Which failure is told, and how."""
+
+from __future__ import annotations
+
+import pytest
+
+from anabranch.errors import NonFiniteError, StageFailedError
+from anabranch.runtime.guards.failure import (
+    POSITION,
+    Failure,
+    PeerLostError,
+    Position,
+    located,
+    one_line,
+)
+from anabranch.schedule.schedule import Action, Kind
+
+
+def test_a_position_reads_as_a_sentence() -> None:
+    """Before, inside and after the actions of a step."""
+    position = Position()
+    assert str(position) == ""
+    position.begin(3)
+    assert str(position) == "in step 3"
+    position.enter(3, Action(1, Kind.FORWARD, 2))
+    assert str(position) == "in the forward of stage 1, micro-batch 2, step 3"
+    position.enter(3, Action(1, Kind.RECEIVE_BACKWARD, 0, 2, 2, 0, 4))
+    assert str(position) == "waiting for gradients of stage 1, micro-batch 0, step 3"
+    position.leave()
+    assert str(position) == ""
+
+
+def test_a_mini_batch_without_a_flush_is_called_so() -> None:
+    """Until a step begins again."""
+    position = Position()
+    position.begin(3, is_minibatch=True)
+    assert str(position) == "in mini-batch 3"
+    position.enter(4, Action(1, Kind.BACKWARD, 2))
+    assert str(position) == "in the backward of stage 1, micro-batch 2, mini-batch 4"
+    position.begin(0)
+    assert str(position) == "in step 0"
+
+
+def test_a_shared_position_is_seen_elsewhere() -> None:
+    """The parent of local ranks reads the same integers."""
+    memory = memoryview(bytearray(32)).cast("q")
+    position = Position()
+    position.share(memory)
+    position.enter(5, Action(2, Kind.BACKWARD, 1))
+    assert memory.tolist()[:3] == [5, 2, 1]
+
+
+def test_what_is_raised_inside_says_where() -> None:
+    POSITION.enter(3, Action(1, Kind.BACKWARD, 2))
+    try:
+        with (
+            pytest.raises(
+                StageFailedError, match=r"rank 7 .* backward of stage 1, .*ValueError: no"
+            ),
+            located(7),
+        ):
+            raise ValueError("no")
+    finally:
+        POSITION.leave()
+
+
+def test_our_own_errors_pass() -> None:
+    with pytest.raises(NonFiniteError, match=r"^as it is$"), located(0):
+        raise NonFiniteError("as it is")
+
+
+def test_a_lost_peer_stays_a_consequence() -> None:
+    """It is told only if no cause turns up."""
+    with pytest.raises(PeerLostError) as caught, located(3):
+        raise PeerLostError("gone")
+    assert Failure.of(caught.value, 3).is_consequence
+    assert not Failure.of(ValueError(), 3).is_consequence
+
+
+def test_a_collective_of_the_user_that_breaks_is_a_consequence() -> None:
+    """torch raises a plain RuntimeError there."""
+    broken = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [::1]:8852")
+    assert Failure.of(broken, 1).is_consequence
+    assert not Failure.of(RuntimeError("shapes do not match"), 1).is_consequence
+
+
+def test_a_failure_becomes_an_exception_of_its_class_again() -> None:
+    """With the traceback as a note; an exception that is not ours becomes a StageFailedError."""
+    ours = Failure(1, "NonFiniteError", "text", "where it was", False).exception()
+    assert type(ours) is NonFiniteError
+    assert ours.__notes__ == ["Traceback of rank 1:\nwhere it was"]
+    assert type(Failure(1, "ZeroDivisionError", "text", "", False).exception()) is StageFailedError
+
+
+def test_a_long_message_is_cut() -> None:
+    assert one_line(ValueError("a\n b")) == "ValueError: a b"
+    assert one_line(ValueError()) == "ValueError"
+    assert len(one_line(ValueError("x" * 5000))) < 700

@@ -1,0 +1,111 @@
+"""Ranks that would not fit do not start."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from anabranch import launch
+from anabranch.cluster import GIB, Cluster
+from anabranch.errors import InfeasiblePlanError
+from anabranch.plans.plan import Plan
+from anabranch.runtime.guards.memory_budget import (
+    Need,
+    _beyond_cluster,
+    _beyond_host,
+    _container_free,
+    _host_free,
+)
+from anabranch.runtime.pipeline import Pipeline
+from tests.runtime.small import batch, built, plan
+
+
+def predicted(chosen: Plan, *gib: float, machines: str | None = None) -> Plan:
+    peaks = tuple(int(each * GIB) for each in gib)
+    cluster = Cluster.preset(machines) if machines else None
+    return replace(
+        chosen, predicted=replace(chosen.predicted, device_peak_bytes=peaks), machines=cluster
+    )
+
+
+def needs(*rows: tuple[float, float, float, int]) -> list[Need]:
+    return [
+        Need(int(p * GIB), int(r * GIB), int(f * GIB) if f >= 0 else -1, h) for p, r, f, h in rows
+    ]
+
+
+def test_a_device_of_the_cluster_is_the_limit() -> None:
+    """A V100 of summit has 16 GiB; the fullest rank is named."""
+    chosen = predicted(plan(built("Chain"), 3), 1, 18, 17, machines="summit:1x4")
+    text = _beyond_cluster(chosen, needs((1, 0, -1, 0), (18, 0, -1, 0), (17, 0, -1, 0)))
+    assert text == (
+        "rank 1 would take 18.00 GiB at its peak by the plan's prediction (2 ranks take too much), "
+        "but a device of summit:1x4 has 16.00 GiB"
+    )
+    assert _beyond_cluster(chosen, needs((16, 0, -1, 0))) == ""
+    assert _beyond_cluster(replace(chosen, machines=None), needs((18, 0, -1, 0))) == ""
+
+
+def test_ranks_of_one_host_add_up() -> None:
+    """Their parameters are there already; another host is another matter."""
+    both = needs((6, 1, 8, 1), (6, 1, 8.5, 1), (3, 0, 4, 2))
+    assert _beyond_host(both, "cpu") == (
+        "ranks 0-1 together would take 10.00 GiB more at the peak by the plan's prediction, but "
+        "the host or its container has 8.00 GiB free"
+    )
+    assert _beyond_host(needs((6, 1, 8, 1), (6, 1, 8, 2)), "cpu") == ""
+    # Within the margin of a prediction, or with nothing known, it is tried.
+    assert _beyond_host(needs((8.5, 0, 8, 1)), "cpu") == ""
+    assert _beyond_host(needs((99, 0, -1, 1)), "cuda") == ""
+
+
+def test_what_a_container_leaves(tmp_path: Path) -> None:
+    """Version 2 and version 1 of control groups, with and without a limit."""
+    assert _container_free(tmp_path) is None
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "memory.current").write_text("600\n")
+    assert _container_free(tmp_path) is None
+    (tmp_path / "memory.max").write_text("1000\n")
+    assert _container_free(tmp_path) == 400
+    (tmp_path / "memory.stat").write_text("anon 500\ninactive_file 100\n")
+    assert _container_free(tmp_path) == 500
+    first = tmp_path / "v1" / "memory"
+    first.mkdir(parents=True)
+    (first / "memory.limit_in_bytes").write_text("1000")
+    (first / "memory.usage_in_bytes").write_text("1200")
+    assert _container_free(tmp_path / "v1") == 0
+
+
+def test_what_a_host_has_free(tmp_path: Path) -> None:
+    meminfo = tmp_path / "meminfo"
+    assert _host_free(meminfo) is None
+    meminfo.write_text("MemTotal:  64 kB\nMemFree:  1 kB\nMemAvailable:   12 kB\n")
+    assert _host_free(meminfo) == 12 << 10
+
+
+@pytest.mark.dist
+def test_every_rank_is_refused_before_it_starts() -> None:
+    """With the same text, though only one would take too much; unless it is switched off."""
+    model = built("Chain")
+    chosen = predicted(plan(model, 2), 0.5, 10**6)
+
+    def rank() -> tuple[str, float]:
+        with pytest.raises(InfeasiblePlanError) as caught:
+            Pipeline(model.workload, chosen, captured=model.captured, timeout=20.0)
+        return str(caught.value), 0.0
+
+    texts = launch.run(rank, 2, timeout=60.0)
+    assert texts[0] == texts[1]
+    assert "GiB free; plan with a smaller micro-batch" in texts[0][0]
+    assert "check_memory=False" in texts[0][0]
+
+    def tried() -> float:
+        pipe = Pipeline(
+            model.workload, chosen, captured=model.captured, check_memory=False, timeout=20.0
+        )
+        return pipe.step(batch(16))
+
+    losses = launch.run(tried, 2, timeout=60.0)
+    assert losses[0] == losses[1] > 0

@@ -1,0 +1,326 @@
+"""Random operations by sample: the same under any plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from anabranch.errors import CaptureError
+from anabranch.graph.capture import capture
+from anabranch.graph.split import split
+from anabranch.plans.plan import Plan
+from anabranch.runtime.compute import is_random
+from anabranch.runtime.numerics.dropout import BySample
+from anabranch.runtime.numerics.random_streams import step_key
+from anabranch.runtime.options import ComputeOptions
+from anabranch.workload import Workload
+from tests.hf_models import MODELS as HF_MODELS
+from tests.runtime.computing import step
+from tests.runtime.small import Built, plan
+
+WIDTH, LENGTH = 8, 6
+BY_SAMPLE = ComputeOptions(dropout="sample")
+Batch = dict[str, Tensor]
+
+
+def batch(samples: int, seed: int = 1) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "x": torch.randn(samples, LENGTH, WIDTH, generator=generator, dtype=torch.float64),
+        "label": torch.randint(0, 3, (samples,), generator=generator),
+    }
+
+
+class Attends(nn.Module):
+    """Attention twice, once by the fused operation, once by a product with samples and heads in one
+    dimension; dropout in several places.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.2, batch_first=True)
+        self.second = nn.MultiheadAttention(WIDTH, 2, dropout=0.3)
+        self.drop, self.head = nn.Dropout(0.4), nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor, label: Tensor) -> Tensor:
+        h = self.first(x).transpose(0, 1)
+        h = h + self.second(h, h, h)[0]
+        return F.cross_entropy(self.head(self.drop(h).mean(0)), label)
+
+
+class Draws(nn.Module):
+    """Every other way to draw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor, label: Tensor) -> Tensor:
+        h = F.alpha_dropout(self.first(x), 0.2, training=True)
+        h = h + F.dropout(h, 0.3, training=True).masked_fill(torch.bernoulli(h.sigmoid()) > 0, 0.1)
+        h = F.dropout1d(self.second(h), 0.3)
+        h = h + 0.1 * torch.rand_like(h) + 0.1 * torch.randn_like(h)
+        h = h + 0.1 * torch.rand(h.shape[0], LENGTH, WIDTH, dtype=h.dtype)
+        h = h + 0.1 * torch.randn(h.shape[0], 1, WIDTH, dtype=h.dtype)
+        h = F.feature_alpha_dropout(self.third(h), 0.2, training=True)
+        h = F.rrelu(h, training=True) + 0.1 * torch.empty_like(h).uniform_(-1, 1)
+        h = h * torch.empty_like(h).bernoulli_(0.9) + 0.1 * torch.normal(h.detach(), 0.5)
+        h = h + 0.01 * torch.randint_like(h, 3) + 0.01 * torch.randint(0, 4, (h.shape[0], 1, 1))
+        h = F.gumbel_softmax(h) + 0.1 * torch.empty_like(h).normal_()
+        h = F.dropout(h.reshape(-1, WIDTH), 0.2, inplace=True).reshape(-1, LENGTH, WIDTH)
+        return F.cross_entropy(self.head(h.mean(1)), label)
+
+
+@cache
+def built(model: type[nn.Module]) -> Built:
+    torch.manual_seed(0)
+    module, example = model().double(), batch(4)
+    return Built(capture(module, example), Workload(module, example))
+
+
+@cache
+def by_one_process(model: type[nn.Module], samples: int) -> tuple[float, dict[str, Tensor]]:
+    """One stage, the whole batch at once."""
+    alone = plan(built(model), 1, batch_size=samples, microbatch_size=samples)
+    return step(built(model), alone, batch(samples), BY_SAMPLE, seed=5, number=2)
+
+
+@st.composite
+def plans(draw: st.DrawFn, model: Built) -> Plan:
+    count = draw(st.integers(1, 3))
+    return plan(
+        model,
+        count,
+        batch_size=draw(st.integers(1, 9)),
+        microbatch_size=draw(st.lists(st.integers(1, 5), min_size=count, max_size=count)),
+        replicas=draw(st.lists(st.integers(1, 3), min_size=count, max_size=count)),
+        recompute=draw(st.booleans()),
+    )
+
+
+@pytest.mark.parametrize("model", [Attends, Draws])
+@settings(max_examples=15)
+@given(data=st.data())
+def test_any_plan_draws_what_one_process_draws(model: type[nn.Module], data: st.DataObject) -> None:
+    """Unequal replicas and micro-batches, recomputation: same loss, same gradients."""
+    chosen = data.draw(plans(built(model)))
+    samples = chosen.stage_graph.batch_size
+    loss, gradients = step(built(model), chosen, batch(samples), BY_SAMPLE, seed=5, number=2)
+    expected, reference = by_one_process(model, samples)
+    assert loss == pytest.approx(expected, rel=1e-10)
+    assert gradients.keys() == reference.keys()
+    for name, gradient in reference.items():
+        torch.testing.assert_close(gradients[name], gradient, rtol=1e-8, atol=1e-11)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "t5"])
+def test_models_of_others_draw_the_same(name: str) -> None:
+    """Dropout in embeddings, attention weights and blocks, with tied embeddings."""
+    torch.manual_seed(0)
+    module, example = HF_MODELS[name]()
+    for each in module.modules():
+        if isinstance(each, nn.Dropout):
+            each.p = 0.1
+        if isinstance(getattr(each, "dropout", None), float):
+            each.dropout = 0.1  # of attention weights
+    module.double()
+    model = Built(capture(module, example), Workload(module, example))
+    leaves = model.captured.flatten_batch(example)
+    whole = plan(model, 1, batch_size=4, microbatch_size=4)
+    parts = plan(model, 3, batch_size=4, microbatch_size=[2, 1, 4], replicas=[1, 2, 1])
+    expected, reference = step(model, whole, leaves, BY_SAMPLE)
+    loss, gradients = step(model, parts, leaves, BY_SAMPLE)
+    assert loss == pytest.approx(expected, rel=1e-10)
+    assert loss != pytest.approx(step(model, whole, leaves)[0], rel=1e-6)
+    for key, gradient in reference.items():
+        torch.testing.assert_close(gradients[key], gradient, rtol=1e-7, atol=1e-9)
+
+
+def test_seed_and_step_change_what_is_drawn() -> None:
+    model = built(Attends)
+    chosen = plan(model, 2, batch_size=4)
+    losses = {
+        step(model, chosen, batch(4), BY_SAMPLE, seed=seed, number=number)[0]
+        for seed, number in ((0, 0), (0, 0), (1, 0), (0, 1))
+    }
+    assert len(losses) == 3
+
+
+def test_the_users_generator_is_left_alone() -> None:
+    model = built(Draws)
+    state = torch.get_rng_state()
+    step(model, plan(model, 1, batch_size=4), batch(4), BY_SAMPLE)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+class One(nn.Module):
+    """One function on the batch, times a parameter."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self.weight * x).mean()
+
+
+def rewritten(
+    function: Callable[[Tensor], Tensor], samples: int, shape: tuple[int, ...]
+) -> Callable[..., tuple[Tensor, ...]]:
+    """The only stage of a model, by sample, called with key, first sample and batch."""
+    captured = capture(One(function), {"x": torch.ones(4, *shape)})
+    parts = split(captured, [[op.name for op in captured.graph.ops]])
+    program = parts.program(0, samples)
+    module = BySample(captured).rewritten(program, samples)
+    assert module is not None
+    assert not is_random(module)
+    return module
+
+
+def value(
+    function: Callable[[Tensor], Tensor], x: Tensor, *, step: int = 0, start: int = 0
+) -> Tensor:
+    """What the function makes of x, at a step and from a sample on."""
+    seen: list[Tensor] = []
+
+    def look(h: Tensor) -> Tensor:
+        return torch.sin(function(h))
+
+    module = rewritten(look, len(x), tuple(x.shape[1:]))
+
+    class Watch(torch.fx.Interpreter):
+        def run_node(self, node: torch.fx.Node) -> object:
+            if node.target is torch.ops.aten.sin.default:
+                seen.append(self.env[node.args[0]])  # type: ignore[index]
+            return super().run_node(node)
+
+    Watch(module).run(torch.tensor(step_key(0, step)), torch.tensor(start), x)  # type: ignore[arg-type]
+    return seen[0].detach()
+
+
+def test_dropout_keeps_its_share_and_its_mean() -> None:
+    """Each sample on its own mask; kept elements are divided by the share."""
+    out = value(lambda x: F.dropout(x, 0.25), torch.ones(4, 50_000))
+    assert set(out.unique().tolist()) == {0.0, torch.tensor(1 / 0.75).item()}
+    torch.testing.assert_close(out.mean(1), torch.ones(4), rtol=0, atol=0.02)
+    assert not torch.equal(out[0], out[1])
+
+
+def test_feature_dropout_drops_whole_features() -> None:
+    """All of a sample's channel, or nothing of it."""
+    out = value(lambda x: F.dropout2d(x, 0.5), torch.ones(4, 500, 3, 3))
+    assert set(out.sum((2, 3)).unique().tolist()) == {0.0, 18.0}
+    torch.testing.assert_close(out.mean(), torch.tensor(1.0), rtol=0, atol=0.15)
+
+
+@pytest.mark.parametrize("function", [F.alpha_dropout, F.feature_alpha_dropout])
+def test_alpha_dropout_keeps_mean_and_variance(function: Callable[..., Tensor]) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(4, 50_000)
+    out = value(lambda h: function(h, 0.3, training=True), x)
+    torch.testing.assert_close(out.mean(), torch.tensor(0.0), rtol=0, atol=0.03)
+    torch.testing.assert_close(out.var(), torch.tensor(1.0), rtol=0, atol=0.05)
+
+
+def test_dropout_of_everything() -> None:
+    """Probability 1 gives zeros, with gradients of zero."""
+    module = rewritten(lambda x: F.dropout(x, 1.0), 4, (3,))
+    (loss,) = module(torch.tensor(1), torch.tensor(0), torch.ones(4, 3))
+    loss.backward()
+    assert loss == 0
+    assert module.weight.grad == 0  # type: ignore[attr-defined]
+
+
+def test_attention_without_dropped_weights_is_attention() -> None:
+    """With a probability so small that nothing is dropped: causal, masked, scaled, grouped."""
+    torch.manual_seed(0)
+    x = torch.randn(4, 4, LENGTH, WIDTH)
+    mask = torch.rand(LENGTH, LENGTH) > 0.3
+    mask.fill_diagonal_(True)
+    for options in (
+        {"is_causal": True},
+        {"attn_mask": mask},
+        {"attn_mask": torch.randn(LENGTH, LENGTH), "scale": 0.7},
+        {"enable_gqa": True},
+    ):
+
+        def attend(h: Tensor, p: float, options: dict[str, object] = options) -> Tensor:
+            other = h[:, :2] if "enable_gqa" in options else h
+            return F.scaled_dot_product_attention(
+                h,
+                other,
+                other,
+                dropout_p=p,
+                **options,  # type: ignore[arg-type]
+            )
+
+        found = value(lambda h, attend=attend: attend(h, 1e-12), x)  # type: ignore[misc]
+        torch.testing.assert_close(found, attend(x, 0.0))
+
+
+def test_attention_drops_weights() -> None:
+    """Values of ones: each row is the sum of what is kept, 1 in the mean."""
+    x = torch.ones(4, 2, 40, 3)
+    out = value(lambda h: F.scaled_dot_product_attention(h, h, h, dropout_p=0.5), x)
+    torch.testing.assert_close(out.mean(), torch.tensor(1.0), rtol=0, atol=0.05)
+    assert len(out[..., 0].unique()) > 10
+    torch.testing.assert_close(out[..., 0] * 20, (out[..., 0] * 20).round())
+
+
+def test_bernoulli_follows_its_probabilities() -> None:
+    x = torch.full((4, 20_000), 0.2)
+    torch.testing.assert_close(
+        value(torch.bernoulli, x).mean(), torch.tensor(0.2), rtol=0, atol=0.01
+    )
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (lambda x: x + torch.multinomial(x.softmax(1), 1), ("multinomial", "by sample")),
+        (lambda x: x + torch.randperm(8), ("randperm", "by sample")),
+        (lambda x: F.dropout(x @ x.T, 0.5), ("dropout", "relates samples")),
+        (lambda x: F.dropout(torch.cat([x, 2 * x]), 0.5), ("dropout", "folded in an unknown way")),
+        (
+            lambda x: F.dropout2d(x.view(-1, 2, 2, 2).permute(1, 2, 3, 0), 0.5),
+            ("feature_dropout", "within a feature"),
+        ),
+    ],
+    ids=["multinomial", "randperm", "pairs", "concatenated", "feature"],
+)
+def test_what_cannot_be_had_by_sample_is_refused(
+    function: Callable[[Tensor], Tensor], words: tuple[str, ...]
+) -> None:
+    """The message names the operation and the reason."""
+    with pytest.raises(CaptureError) as caught:
+        rewritten(function, 4, (8,))
+    assert all(word in str(caught.value) for word in words)
+
+
+def test_recurrent_dropout_is_refused_by_name() -> None:
+    class Recurrent(nn.Module):
+        def __init__(self, dropout: float) -> None:
+            super().__init__()
+            self.rnn = nn.LSTM(8, 8, 2, dropout=dropout, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.rnn(x)[0].mean()
+
+    for dropout in (0.5, 0.0):
+        captured = capture(Recurrent(dropout), {"x": torch.ones(4, 3, 8)})
+        program = split(captured, [[op.name for op in captured.graph.ops]]).program(0, 4)
+        assert is_random(program.module) is (dropout > 0)
+        if dropout:
+            with pytest.raises(CaptureError, match=r"aten::lstm\S* in rnn"):
+                BySample(captured).rewritten(program, 4)
+        else:
+            assert BySample(captured).rewritten(program, 4) is None
