@@ -41,7 +41,7 @@ _HOME = {
     "Cluster": "cluster",
     "ComputeOptions": "runtime.options",
     "Pipeline": "runtime.pipeline",
-    "Plan": "planner.stages",
+    "Plan": "plans.plan",
     "Profile": "profile.profile",
     "Timeline": "timeline",
     "Workload": "workload",

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import anabranch
+from anabranch import errors
 from anabranch.errors import InvalidPlanError
 from anabranch.graph.capture import Captured
 from anabranch.plans.plan import Plan
@@ -131,7 +131,7 @@ def version() -> str:
     except metadata.PackageNotFoundError:
         number = "without a version"
     source = hashlib.sha256()
-    folder = Path(anabranch.__file__).parent
+    folder = Path(errors.__file__).parent
     for path in sorted(folder.rglob("*.py")):
         source.update(path.relative_to(folder).as_posix().encode() + path.read_bytes())
     return f"anabranch {number} (source {source.hexdigest()[:12]}), torch {torch.__version__}"
