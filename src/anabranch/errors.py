@@ -23,6 +23,11 @@
 A wrong argument in a call is a plain ``ValueError`` or ``TypeError``.
 """
 
+import os
+import sysconfig
+import traceback
+from pathlib import Path
+
 
 class AnabranchError(Exception):
     """Base class. The message is one paragraph: what, where, the numbers, a way on."""
@@ -92,3 +97,31 @@ class StageFailedError(TrainingError):
 
 class NonFiniteError(TrainingError):
     """The loss or a gradient became NaN or infinite."""
+
+
+def place_of(error: Exception) -> str:
+    """File, line and function of the innermost frame that is the user's own: not of Python, nor of
+    an installed package, unless there is nothing else.
+    """
+    if isinstance(error, SyntaxError) and error.filename is not None:
+        return f"{_from_here(error.filename)}:{error.lineno}"
+    ours = f"{Path(__file__).parent}{os.sep}"
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith(("<", ours))  # <frozen importlib>, <string> of dataclasses
+    ]
+    if not frames:
+        return "its import"
+    paths = sysconfig.get_paths()
+    installed = tuple(paths[scheme] for scheme in ("stdlib", "platstdlib", "purelib", "platlib"))
+    own = [frame for frame in frames if not frame.filename.startswith(installed)]
+    frame = own[-1] if own else frames[0]
+    where = "" if frame.name == "<module>" else f", in {frame.name}"
+    return f"{_from_here(frame.filename)}:{frame.lineno}{where}"
+
+
+def _from_here(file: str) -> str:
+    """A path as seen from the current directory, if it lies there."""
+    here = Path.cwd()
+    return str(Path(file).relative_to(here)) if Path(file).is_relative_to(here) else file

@@ -1,4 +1,4 @@
-"""Workload: everything that training needs besides a plan, and how a name becomes one.
+"""Workload: everything that training needs besides a plan.
 
 The module returns its loss, so labels and inputs are ordinary inputs that enter at whichever stage
 needs them.
@@ -6,23 +6,12 @@ needs them.
 
 from __future__ import annotations
 
-import importlib
-import inspect
-import os
-import sys
-import sysconfig
-import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
-
-from anabranch.errors import AnabranchError, WorkloadError
 
 Batch = Any
 """A tensor, or a tuple, list or dict (also nested) of tensors; dimension 0 of each is samples. A
@@ -78,63 +67,9 @@ class Workload:
             is_class = isinstance(self.module, type)
             raise TypeError(
                 "the module of a Workload is a torch.nn.Module, not "
-                f"{self.module.__name__ if is_class else _article(type(self.module).__name__)}"
+                f"{self.module.__name__ if is_class else with_article(type(self.module).__name__)}"
                 f"{', which is a class: make one of it, with ()' if is_class else ''}"
             )
-
-
-def resolve(
-    text: str,
-    *,
-    preset: str = "published",
-    options: Mapping[str, str] | None = None,
-    meta: bool = False,
-) -> Workload:
-    """The workload that ``text`` names.
-
-    Args:
-        text: a built-in model, or ``package.module:function``, where the module may lie in the
-            current directory and the function returns a ``Workload``.
-        preset: of a built-in model; a function takes it where it has an argument of that name.
-        options: of a built-in model; a function gets them as keyword arguments, as text.
-        meta: build the module without memory for its parameters, for planning only.
-
-    Raises:
-        ValueError: if nothing of that name exists, an option is unknown, or the function returns
-            something else.
-        WorkloadError: if the module or the function raises; names the line in the user's code, and
-            has the exception as its cause. Errors of this package stay what they are.
-    """
-    if ":" in text:
-        return _from_function(text, preset, dict(options or {}), meta)
-    from anabranch import models  # its files import this one
-
-    if text not in models.MODELS:
-        raise ValueError(
-            f"there is no built-in model {text}; there are {', '.join(models.MODELS)}. "
-            f"A model of your own is written package.module:function, where the function returns "
-            f"an anabranch.Workload"
-        )
-    return models.build(text, preset=preset, options=options, meta=meta)
-
-
-def _from_function(text: str, preset: str, options: dict[str, str], meta: bool) -> Workload:
-    """Import, call and check a user's function."""
-    function = _find_function(text)
-    _check_options(function, text, options)
-    if "preset" in _arguments(function) and "preset" not in options:
-        options["preset"] = preset
-    with _named_place(f"{text} raised"), _parameters_on_meta() if meta else nullcontext():
-        workload = function(**options)
-    if not isinstance(workload, Workload):
-        raise ValueError(
-            f"{text} returned {_article(type(workload).__name__)}, not an anabranch.Workload; "
-            f"end it with return anabranch.Workload(module=..., example=...)"
-        )
-    if meta:
-        example = to_meta(workload.example)
-        workload = replace(workload, module=workload.module.to("meta"), example=example)
-    return workload if workload.name else replace(workload, name=text)
 
 
 def to_meta(batch: Batch) -> Batch:
@@ -148,132 +83,6 @@ def to_meta(batch: Batch) -> Batch:
     return [to_meta(value) for value in batch] if isinstance(batch, list) else batch
 
 
-@contextmanager
-def _parameters_on_meta() -> Iterator[None]:
-    """Parameters lose their memory as modules register them, one at a time.
-
-    Not ``torch.device("meta")``: under it a function that draws its example from a generator fails.
-    """
-
-    def drop(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
-        if parameter is None or parameter.is_meta:
-            return None  # as it is, so that tied parameters stay one
-        return nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
-
-    # What a hook returns replaces the parameter; the annotation of PyTorch forgets it.
-    handle = register_module_parameter_registration_hook(drop)  # type: ignore[arg-type]
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-def _find_function(text: str) -> Callable[..., object]:
-    """The function of ``package.module:function``."""
-    place, _, attribute = text.partition(":")
-    if not all(part.isidentifier() for part in [*place.split("."), *attribute.split(".")]):
-        raise ValueError(f"{text} is not of the form package.module:function")
-    here = os.getcwd()
-    if here not in sys.path:
-        sys.path.insert(0, here)
-    try:
-        with _named_place(f"{text} cannot be had, because importing {place} raised"):
-            found: object = importlib.import_module(place)
-    except WorkloadError as error:
-        # A module that exists may lack one of its own imports, which is another thing.
-        missing = error.__cause__.name if isinstance(error.__cause__, ModuleNotFoundError) else None
-        if missing is None or not f"{place}.".startswith(f"{missing}."):
-            raise
-        raise ValueError(
-            f"there is no module {missing} for {text}; it is looked for in the current "
-            f"directory ({here}) and among the installed packages"
-        ) from None
-    for name in attribute.split("."):
-        if not hasattr(found, name):
-            others = [
-                key
-                for key, value in vars(found).items()
-                if inspect.isfunction(value) and value.__module__ == place and key[0] != "_"
-            ]
-            raise ValueError(
-                f"{place} has no {attribute}; its functions are {', '.join(others) or 'none'}"
-            )
-        found = getattr(found, name)
-    if not callable(found):
-        raise ValueError(
-            f"{text} is {_article(type(found).__name__)}, not a function; write a function without "
-            f"required arguments that returns an anabranch.Workload"
-        )
-    return found
-
-
-@contextmanager
-def _named_place(what: str) -> Iterator[None]:
-    """Turn what the user's code raises inside into a WorkloadError that names the line."""
-    try:
-        yield
-    except AnabranchError:
-        raise
-    except Exception as error:
-        said = " ".join(str(error).split())
-        raise WorkloadError(
-            f"{what} at {place_of(error)}: {type(error).__name__}: {said}"
-        ) from error
-
-
-def place_of(error: Exception) -> str:
-    """File, line and function of the innermost frame that is the user's own: not of Python, nor of
-    an installed package, unless there is nothing else.
-    """
-    if isinstance(error, SyntaxError) and error.filename is not None:
-        return f"{_short(error.filename)}:{error.lineno}"
-    ours = f"{Path(__file__).parent}{os.sep}"
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith(("<", ours))  # <frozen importlib>, <string> of dataclasses
-    ]
-    if not frames:
-        return "its import"
-    paths = sysconfig.get_paths()
-    installed = tuple(paths[each] for each in ("stdlib", "platstdlib", "purelib", "platlib"))
-    own = [frame for frame in frames if not frame.filename.startswith(installed)]
-    frame = own[-1] if own else frames[0]
-    where = "" if frame.name == "<module>" else f", in {frame.name}"
-    return f"{_short(frame.filename)}:{frame.lineno}{where}"
-
-
-def _short(file: str) -> str:
-    """A path as seen from the current directory, if it lies there."""
-    here = Path.cwd()
-    return str(Path(file).relative_to(here)) if Path(file).is_relative_to(here) else file
-
-
-def _check_options(function: Callable[..., object], text: str, options: Mapping[str, str]) -> None:
-    """Refuse options that the function has no argument for, and arguments that got no value."""
-    arguments = _arguments(function)
-    if any(argument.kind is inspect.Parameter.VAR_KEYWORD for argument in arguments.values()):
-        return
-    unknown = [key for key in options if key not in arguments]
-    if unknown:
-        raise ValueError(
-            f"{text} has no argument {', '.join(unknown)}; it has {', '.join(arguments) or 'none'}"
-        )
-    missing = [
-        name
-        for name, argument in arguments.items()
-        if argument.default is inspect.Parameter.empty
-        and argument.kind is not inspect.Parameter.VAR_POSITIONAL
-        and name not in options
-        and name != "preset"
-    ]
-    if missing:
-        raise ValueError(f"{text} needs {', '.join(missing)}; write -o {missing[0]}=VALUE")
-
-
-def _arguments(function: Callable[..., object]) -> Mapping[str, inspect.Parameter]:
-    return inspect.signature(function).parameters
-
-
-def _article(word: str) -> str:
+def with_article(word: str) -> str:
+    """``a tensor``, ``an int``."""
     return f"{'an' if word[:1].lower() in 'aeiou' else 'a'} {word}"

@@ -16,12 +16,12 @@ from anabranch.errors import FileFormatError
 from anabranch.files import load_plan, plan_to_dict, save_plan
 from anabranch.files.plans import _PlanFile, _Prediction, _Stage
 from anabranch.graph.capture import capture
+from anabranch.model_names import resolve
 from anabranch.plans.plan import NOT_PREDICTED, Plan
 from anabranch.profile.estimate import estimate
 from anabranch.record import Run
 from anabranch.report.html import page
 from anabranch.solve import check_plan
-from anabranch.workload import resolve
 
 PAGE = (Path(__file__).parents[2] / "docs" / "plan-files.md").read_text(encoding="utf-8")
 EXAMPLES = [json.loads(text) for text in re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL)]

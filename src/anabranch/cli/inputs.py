@@ -77,7 +77,7 @@ class Source:
 
     def workload(self, *, meta: bool = False) -> Workload:
         """The workload; ``meta`` builds it without memory for its parameters, for planning."""
-        from anabranch.workload import resolve
+        from anabranch.model_names import resolve
 
         if self.is_file:
             raise typer.BadParameter(

@@ -8,9 +8,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from anabranch.errors import AnabranchError, DataError, LoaderError
+from anabranch.errors import AnabranchError, DataError, LoaderError, place_of
 from anabranch.graph.capture import Captured
-from anabranch.workload import Batch, Workload, place_of
+from anabranch.workload import Batch, Workload
 
 HELD_OUT = "held-out data"
 
