@@ -29,12 +29,13 @@ from anabranch.planner_options import check_arguments, collect, planner_with, un
 from anabranch.planner_options import options_of as options_of
 from anabranch.plans.check import check as check_stages
 from anabranch.plans.check import require
+from anabranch.plans.edges import data_and_gradient_edges
 from anabranch.plans.plan import Plan, Prediction
 from anabranch.plans.stages import StageGraph
 from anabranch.profile.profile import Profile
 from anabranch.schedule import rule_named
 from anabranch.schedule.check import check as check_schedule
-from anabranch.schedule.lower import data_and_gradient_edges, lower
+from anabranch.schedule.lower import lower
 from anabranch.simulator.costs import ModelCosts, StageTimes
 from anabranch.simulator.judge import Judge
 from anabranch.simulator.run import run, step_seconds

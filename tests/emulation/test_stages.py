@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from anabranch.emulation.stages import EmptyStages
+from anabranch.plans.edges import data_and_gradient_edges
 from anabranch.runtime.messages import Item, Layout
 from anabranch.runtime.steps import parts_of
 from anabranch.schedule import SCHEDULES
-from anabranch.schedule.lower import data_and_gradient_edges, lower
+from anabranch.schedule.lower import lower
 from tests.runtime.small import built, plan
 
 

@@ -41,6 +41,12 @@ def test_replicas_hold_equal_slices():
     assert [graph.slice(3, 2, r) for r in range(2)] == [(8, 9), (9, 10)]
 
 
+def test_ranks_are_the_places_of_the_devices():
+    """A plan may leave devices of the cluster out; ranks have no gaps."""
+    graph = StageGraph((Stage(("a",), (9, 3), 4), Stage(("b",), (5,), 4)), ((0, 1),), 8)
+    assert graph.rank_of == {3: 0, 5: 1, 9: 2}
+
+
 def test_split_evenly_covers_the_interval_also_with_too_many_parts():
     """Some parts are then empty."""
     assert split_evenly(3, 10, 3) == [(3, 5), (5, 7), (7, 10)]

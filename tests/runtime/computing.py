@@ -27,7 +27,7 @@ def steps_of(
     hub = Hub(timeout=60.0)
     result = []
     for rank, device in enumerate(devices):
-        mesh: Any = SimpleNamespace(device=device, rank_of={d: i for i, d in enumerate(devices)})
+        mesh: Any = SimpleNamespace(device=device)
         transport = LocalTransport(hub, rank)
         result.append(
             Steps(

@@ -128,7 +128,7 @@ def test_channels_are_those_of_the_lowered_schedule() -> None:
     model = built("TwoBranch")
     chosen = plan(model, 3, replicas=[2, 1, 3], microbatch_size=[4, 8, 8])
     graph = chosen.stage_graph
-    rank_of = {device: rank for rank, device in enumerate(graph.devices)}
+    rank_of = graph.rank_of
     schedule = lower(SCHEDULES["1f1b"]().order(graph), graph)
     parts = parts_of(model.captured, chosen, exact=False)
     used = set()
@@ -137,4 +137,4 @@ def test_channels_are_those_of_the_lowered_schedule() -> None:
         for action in actions:
             if action.kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD):
                 used.add((rank_of[device], rank_of[action.peer], layout.tag(action)))
-    assert set(channels(graph, rank_of)) == used
+    assert set(channels(graph)) == used

@@ -39,7 +39,7 @@ def workers(model: Built, chosen: Plan, samples: int, *, seed: int = 0) -> list[
     hub = Hub(timeout=20.0)
     result = []
     for rank, device in enumerate(devices):
-        mesh: Any = SimpleNamespace(device=device, rank_of={d: i for i, d in enumerate(devices)})
+        mesh: Any = SimpleNamespace(device=device)
         steps = Steps(
             model.captured, parts, chosen, mesh, LocalTransport(hub, rank), place=CPU, seed=seed
         )

@@ -4,10 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anabranch.graph.opgraph import BATCH, Op, OpGraph, Value
 from anabranch.plans.stages import Stage, StageGraph
 from anabranch.schedule import SCHEDULES
-from anabranch.schedule.lower import data_and_gradient_edges, edge_values, lower, messages
+from anabranch.schedule.lower import lower, messages
 from anabranch.schedule.schedule import Schedule
 from tests.strategies import sharded_stage_graphs, stage_graphs
 
@@ -162,19 +161,3 @@ def test_who_sends_has_the_samples(graph):
                     replica = stage.devices.index(device) // stage.tensor
                     first, last = graph.slice(s, microbatch, replica)
                     assert first <= start < stop <= last
-
-
-def test_edges_that_carry_data_and_gradients():
-    """Value 1 is a mask and has no gradient; the edge 0 -> 2 only orders, both ways."""
-    ops = (Op("a"), Op("b"), Op("c"))
-    values = (
-        Value(BATCH, (0, 2), 4),
-        Value(0, (1,), 8),
-        Value(1, (2,), 2, grad=False),
-    )
-    model = OpGraph(ops, values)
-    stages = tuple(Stage((op.name,), (i,), 1) for i, op in enumerate(ops))
-    graph = StageGraph(stages, ((0, 1), (0, 2), (1, 2)), 4)
-    assert edge_values(graph, model) == {(0, 1): (1,), (1, 2): (2,)}
-    everything = {(0, 1), (0, 2), (1, 2)}
-    assert data_and_gradient_edges(graph, model) == (everything, {(0, 1), (0, 2)})

@@ -75,7 +75,6 @@ class Emulation:
         )
         check(self.schedule, graph)
         self.devices = graph.devices
-        self.rank_of = {device: rank for rank, device in enumerate(self.devices)}
         self._model, self._stages = profile, EmptyStages(profile.graph, graph)
         self.prices = Prices(self.costs, self.devices)
         self.rings = tuple(self.costs.all_reduces())
@@ -101,12 +100,13 @@ class Emulation:
 
     def _channels(self) -> Counter[Channel]:
         """Channel -> messages in a step."""
+        graph = self.plan.stage_graph
         found: Counter[Channel] = Counter()
         for rank, device in enumerate(self.devices):
             layout = self.layout(device)
-            for action in executed(self.schedule, self.plan.stage_graph, device):
+            for action in executed(self.schedule, graph, device):
                 if action.kind in _RECEIVES:
-                    found[self.rank_of[action.peer], rank, layout.tag(action)] += 1
+                    found[graph.rank_of[action.peer], rank, layout.tag(action)] += 1
                     items = layout.items(action)
                     self.message_bytes += sum(i.shape.numel() * i.dtype.itemsize for i in items)
         self.num_messages = found.total()
@@ -121,4 +121,5 @@ class Emulation:
 
     def ranks(self, ring: int) -> tuple[int, ...]:
         """Ranks of an all-reduce, ascending."""
-        return tuple(sorted(self.rank_of[device] for device in self.rings[ring].devices))
+        rank_of = self.plan.stage_graph.rank_of
+        return tuple(sorted(rank_of[device] for device in self.rings[ring].devices))

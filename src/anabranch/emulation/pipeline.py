@@ -92,7 +92,7 @@ class EmulatedPipeline:
             mesh.device,
             EmulatedCompute(layout, emulation.costs, self._clock),
             self._links,
-            emulation.rank_of,
+            emulation.plan.stage_graph.rank_of,
             place=_CPU,
         )
 

@@ -15,8 +15,8 @@ from torch import fx, nn
 
 from anabranch.graph.opgraph import OpGraph
 from anabranch.graph.split import Port, StageProgram
+from anabranch.plans.edges import edge_values
 from anabranch.plans.stages import StageGraph
-from anabranch.schedule.lower import edge_values
 
 
 class EmptyStages:

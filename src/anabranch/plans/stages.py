@@ -8,6 +8,7 @@ whatever micro-batches of its predecessors it overlaps.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -112,6 +113,11 @@ class StageGraph:
     def devices(self) -> tuple[int, ...]:
         """All devices, ascending."""
         return tuple(sorted({device for stage in self.stages for device in stage.devices}))
+
+    @cached_property
+    def rank_of(self) -> Mapping[int, int]:
+        """Device -> rank of the process that runs it: its place among ``devices``."""
+        return {device: rank for rank, device in enumerate(self.devices)}
 
     def num_microbatches(self, stage: int) -> int:
         """Micro-batches of a stage in one step, the short last one included."""

@@ -166,7 +166,6 @@ class Mesh:
         timeout: float = 600.0,
     ) -> None:
         self.devices = tuple(devices)
-        self.rank_of = {device: rank for rank, device in enumerate(self.devices)}
         join(device_type, timeout)
         self.size = dist.get_world_size() if dist.is_initialized() else 1
         self.rank = dist.get_rank() if dist.is_initialized() else 0
@@ -260,10 +259,6 @@ class Mesh:
         """Everybody's bytes, of one length."""
         gathered = self.all_gather(torch.tensor(list(mine), dtype=torch.uint8))
         return [bytes(theirs.tolist()) for theirs in gathered]
-
-    def ranks(self, devices: Collection[int]) -> tuple[int, ...]:
-        """Ranks of some devices, ascending."""
-        return tuple(sorted(self.rank_of[device] for device in devices))
 
     def all_reduce(self, tensor: Tensor, ranks: tuple[int, ...] | None = None) -> Tensor:
         """Sum over the ranks of a set (by default all), in place.

@@ -16,7 +16,7 @@ way.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -80,14 +80,15 @@ def tag_of(x: int, y: int, num_stages: int, *, back: bool) -> int:
     return 2 * (x * num_stages + y) + back
 
 
-def channels(graph: StageGraph, rank_of: Mapping[int, int]) -> list[Channel]:
+def channels(graph: StageGraph) -> list[Channel]:
     """All channels that a batch of the planned size uses, the same on every rank."""
     found = set()
     for x, y in graph.edges:
         for back in (False, True):
             tag = tag_of(x, y, len(graph), back=back)
-            for each in messages(graph, x, y, back=back):
-                source, target = rank_of[each.source_device], rank_of[each.target_device]
+            for message in messages(graph, x, y, back=back):
+                source = graph.rank_of[message.source_device]
+                target = graph.rank_of[message.target_device]
                 found.add(Channel(*((target, source) if back else (source, target)), tag))
     return sorted(found)
 

@@ -94,15 +94,16 @@ class Joined:
         self._parts = parts_of(self._captured, plan, exact=exact)
         if exact:
             require_exact(compute, self._parts)
-        devices = plan.stage_graph.devices
-        rank_of = {device: rank for rank, device in enumerate(devices)}
-        self._holders = Holders.of(self._parts, plan.stage_graph, rank_of)
-        self._mesh = Mesh(devices, self._holders.sets, device_type=place.type, timeout=timeout)
+        graph = plan.stage_graph
+        self._holders = Holders.of(self._parts, graph)
+        self._mesh = Mesh(
+            graph.devices, self._holders.sets, device_type=place.type, timeout=timeout
+        )
         with self._failing():
             if check_memory:
                 held = self._holders.bytes_of(module, self._mesh.rank)
                 require_memory(plan, self._mesh, held, place)
-            wanted = sorted({*channels(plan.stage_graph, rank_of), *further})
+            wanted = sorted({*channels(graph), *further})
             self._transport = self._mesh.transport(place, wanted)
             self._state = State(replace(workload, module=module), self._holders, self._mesh)
             seed = self._common_seed()

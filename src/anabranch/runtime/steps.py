@@ -122,7 +122,7 @@ class Steps:
                 loss_scale=self.loss_scale if options == self.options else None,
             ),
             self._transport,
-            mesh.rank_of,
+            self._plan.stage_graph.rank_of,
             place=self._place,
         )
 

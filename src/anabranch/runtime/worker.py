@@ -87,7 +87,7 @@ class Worker:
         device: whose actions.
         compute: what happens between messages.
         transport: to the other ranks; None where there are none.
-        rank_of: device -> rank.
+        rank_of: of the whole plan; the stages of ``graph`` may have fewer devices.
         place: where the tensors live.
     """
 

@@ -17,9 +17,9 @@ from typing import NamedTuple, Protocol
 from anabranch.cluster import Cluster
 from anabranch.cost import CostModel
 from anabranch.errors import InvalidPlanError
+from anabranch.plans.edges import data_and_gradient_edges, edge_values
 from anabranch.plans.rings import Holder, rings
 from anabranch.plans.stages import StageGraph
-from anabranch.schedule.lower import data_and_gradient_edges, edge_values
 
 Edges = frozenset[tuple[int, int]]
 

@@ -15,12 +15,13 @@ from anabranch.errors import (
 )
 from anabranch.planner_options import bottleneck_s_per_sample
 from anabranch.plans.check import check as check_stages
+from anabranch.plans.edges import data_and_gradient_edges
 from anabranch.plans.plan import Plan, Prediction
 from anabranch.plans.stages import StageGraph
 from anabranch.profile.profile import Profile
 from anabranch.schedule.check import check as check_schedule
 from anabranch.schedule.kfkb import KFKB
-from anabranch.schedule.lower import data_and_gradient_edges, lower
+from anabranch.schedule.lower import lower
 from anabranch.simulator import stream
 from anabranch.simulator.costs import ModelCosts
 from anabranch.simulator.staleness import Staleness, staleness, versions_of

@@ -42,7 +42,7 @@ def test_holders_are_replicas_and_the_stages_that_share() -> None:
     model = built("Tied")
     chosen = plan(model, 3, replicas=[2, 1, 1])
     parts = parts_of(model.captured, chosen, exact=False)
-    holders = Holders.of(parts, chosen.stage_graph, {d: d for d in range(4)})
+    holders = Holders.of(parts, chosen.stage_graph)
     assert holders.parameters["words.weight"] == (0, 1, 2, 3)
     assert holders.owner("words.weight") == 0
     assert set(holders.parameters.values()) <= {(0, 1, 2, 3), (0, 1), (2,), (3,)}

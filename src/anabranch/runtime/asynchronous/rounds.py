@@ -125,7 +125,7 @@ class Rounds:
 
     def channels(self) -> list[Channel]:
         """Between all ranks that ever send to each other, the same on every rank."""
-        rank_of = {device: rank for rank, device in enumerate(self.graph.devices)}
+        rank_of = self.graph.rank_of
         found = set()
         for x, y in self.graph.edges:
             source, target = self.graph.stages[x].devices, self.graph.stages[y].devices

@@ -42,12 +42,12 @@ class Holders:
     buffers: Mapping[str, Ranks]
 
     @staticmethod
-    def of(split: Split, graph: StageGraph, rank_of: Mapping[int, int]) -> Holders:
+    def of(split: Split, graph: StageGraph) -> Holders:
         """Read the holders off the stages."""
         parameters: dict[str, set[int]] = defaultdict(set)
         buffers: dict[str, set[int]] = defaultdict(set)
         for s, stage in enumerate(graph.stages):
-            ranks = {rank_of[device] for device in stage.devices}
+            ranks = {graph.rank_of[device] for device in stage.devices}
             for name in split.parameters(s):
                 parameters[name] |= ranks
             for name in split.buffers(s):

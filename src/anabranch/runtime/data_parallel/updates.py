@@ -255,7 +255,7 @@ class Updates:
         """Tied parameter -> (order, rank) of all its uses, on all ranks."""
         found: dict[str, list[tuple[int, int]]] = {}
         for s, stage in enumerate(self._graph.stages):
-            rank = self._mesh.rank_of[stage.devices[0]]
+            rank = self._graph.rank_of[stage.devices[0]]
             for use in self._parts.program(s, stage.microbatch_size).tied:
                 found.setdefault(use.name, []).append((use.order, rank))
         return found
