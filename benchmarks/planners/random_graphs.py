@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from anabranch.cluster import Cluster, Level
 from anabranch.cost import CostModel
 from anabranch.errors import AnabranchError
-from anabranch.graph.cuts import decompose, is_series_parallel
 from anabranch.graph.opgraph import Op, OpGraph, Parameter, Value
+from anabranch.graph.series_parallel import decompose, is_series_parallel
 from anabranch.planner.exhaustive import Exhaustive
 from anabranch.planner.graphpipe import GraphPipe
 from anabranch.planner.toolkit.parts import Part, PartPrices

@@ -64,7 +64,7 @@ class Cluster:
 
     Attributes:
         name: what the user called it, such as ``summit:8x4``.
-        device: kind of device, a key of ``profile.estimate.DEVICES`` or free text.
+        device: kind of device, a key of ``profile.data_sheets.DATA_SHEETS`` or free text.
         memory_bytes: memory of each device.
         levels: innermost first; the product of the sizes is the number of devices.
         cores: processor cores that the devices share where they are processes on one machine; 0

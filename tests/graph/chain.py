@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from anabranch.graph.capture import Captured
-from anabranch.graph.fanout import fold
+from anabranch.graph.gradient_order import fold
 from anabranch.graph.opgraph import OpGraph
 from anabranch.graph.split import Port, Split, split
 

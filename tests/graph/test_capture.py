@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from anabranch.errors import CaptureError
 from anabranch.graph.capture import Captured, capture
 from anabranch.graph.export import CaptureWarning
+from anabranch.graph.flat_program import FlatProgram
 from anabranch.graph.opgraph import BATCH
-from anabranch.graph.program import Program
 from anabranch.graph.split import split
 from tests.graph.chain import check_split, eager, gradient_error, run_stages, taken
 
@@ -51,11 +51,11 @@ def stage_each(captured: Captured) -> list[list[str]]:
     return [[op.name] for op in captured.graph.ops]
 
 
-def values_of(program: Program) -> list[torch.Tensor]:
+def values_of(program: FlatProgram) -> list[torch.Tensor]:
     return torch.utils._pytree.tree_leaves([node.meta["val"] for node in program.calls])
 
 
-def devices_of(program: Program) -> set[torch.device]:
+def devices_of(program: FlatProgram) -> set[torch.device]:
     """The devices that stand in the program as constants."""
     given = [(node.args, node.kwargs) for node in program.calls]
     leaves = torch.utils._pytree.tree_leaves(given)

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from anabranch.graph.call_traits import batch_dim
 from anabranch.graph.capture import Captured, capture
-from anabranch.graph.facts import batch_dim
 from anabranch.graph.group import FREE
 from anabranch.graph.opgraph import BATCH, OpGraph
 from tests import hf_models

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from anabranch.cluster import Cluster
 from anabranch.cost import CostModel
 from anabranch.errors import BudgetError, InfeasiblePlanError
-from anabranch.graph.cuts import decompose, operators
+from anabranch.graph.series_parallel import decompose, operators
 from anabranch.planner.dapple import Dapple, latency
 from anabranch.planner.sequential import Sequential
 from anabranch.plans.check import check

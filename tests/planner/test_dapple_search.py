@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from anabranch.cost import CostModel
 from anabranch.errors import BudgetError
-from anabranch.graph.cuts import decompose, operators
 from anabranch.graph.opgraph import Op, OpGraph, Parameter, Value
+from anabranch.graph.series_parallel import decompose, operators
 from anabranch.planner.dapple.budget import Budget
 from anabranch.planner.dapple.links import Place
 from anabranch.planner.dapple.objective import latency

@@ -22,22 +22,22 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from anabranch.errors import CaptureError
+from anabranch.graph.batch_layout import BatchLayout, leaf_name
 from anabranch.graph.export import ReturnsLoss, export
-from anabranch.graph.group import Granularity, Grouping, group, group_like
-from anabranch.graph.layout import Layout, leaf_name
-from anabranch.graph.opgraph import OpGraph
-from anabranch.graph.program import (
+from anabranch.graph.flat_program import (
     BATCH_LEAF,
     BUFFER,
     PARAMETER,
-    Program,
+    FlatProgram,
     RefusedError,
     Source,
     gradient_calls,
     lower,
     propagate,
 )
-from anabranch.graph.values import build
+from anabranch.graph.group import Granularity, Grouping, group, group_like
+from anabranch.graph.opgraph import OpGraph
+from anabranch.graph.opgraph_builder import build
 from anabranch.workload import Batch
 
 
@@ -67,7 +67,7 @@ def capture(
     """
     if granularity not in ("operator", "layer", "block"):
         raise ValueError(f"granularity {granularity!r} is none of operator, layer, block")
-    return Captured._of(module, Layout.of(example), granularity, training)
+    return Captured._of(module, BatchLayout.of(example), granularity, training)
 
 
 @dataclass(eq=False)
@@ -96,15 +96,15 @@ class Captured:
     value_calls: tuple[int, ...]
     batch_dims: tuple[int | None, ...]
     unused: tuple[str, ...]
-    _layout: Layout
+    _layout: BatchLayout
     _exporter: _Exporter
     _grouping: Grouping
-    _programs: dict[tuple[int, torch.device], Program] = field(default_factory=dict)
+    _programs: dict[tuple[int, torch.device], FlatProgram] = field(default_factory=dict)
 
     @staticmethod
     def _of(
         module: nn.Module,
-        layout: Layout,
+        layout: BatchLayout,
         granularity: Granularity,
         training: bool,
         like: Captured | None = None,
@@ -180,7 +180,7 @@ class Captured:
             )
         return chosen
 
-    def at(self, samples: int, *, device: torch.device | str | None = None) -> Program:
+    def at(self, samples: int, *, device: torch.device | str | None = None) -> FlatProgram:
         """The flat program for a number of samples.
 
         Args:
@@ -203,7 +203,7 @@ class Captured:
             self._programs[samples, place] = program
         return self._programs[samples, place]
 
-    def _programs_at(self, samples: int) -> Program:
+    def _programs_at(self, samples: int) -> FlatProgram:
         return self._programs[samples, self._exporter.device]
 
     @property
@@ -216,7 +216,7 @@ class Captured:
         """Where the module's parameters were when it was captured."""
         return self._exporter.device
 
-    def owners(self, program: Program) -> dict[fx.Node, int]:
+    def owners(self, program: FlatProgram) -> dict[fx.Node, int]:
         """Per call of a program, the index of its operator, or ``FREE`` for calls to copy."""
         return dict(zip(program.calls, self._grouping.owners, strict=True))
 
@@ -246,7 +246,7 @@ def _device(module: nn.Module) -> torch.device:
 class _Exporter:
     """Programs of one module for any number of samples."""
 
-    def __init__(self, module: nn.Module, layout: Layout, training: bool) -> None:
+    def __init__(self, module: nn.Module, layout: BatchLayout, training: bool) -> None:
         self.module = module
         self.layout = layout
         self.training = training
@@ -283,7 +283,7 @@ class _Exporter:
             for each, mode in modes.items():
                 each.training = mode
 
-    def at(self, samples: int, device: torch.device | None = None) -> Program:
+    def at(self, samples: int, device: torch.device | None = None) -> FlatProgram:
         """A program with values; tensors are constructed on the device."""
         program = None
         if self.dynamic is not None:
@@ -299,7 +299,7 @@ class _Exporter:
 
     def lowered(
         self, exported: torch.export.ExportedProgram, samples: int, device: torch.device | None
-    ) -> Program:
+    ) -> FlatProgram:
         program = lower(
             exported, samples, names=self.names, batch_names=list(self.layout.names), device=device
         )

@@ -29,9 +29,9 @@ from typing import Literal
 
 from torch import fx, nn
 
-from anabranch.graph.facts import Facts, base_name
-from anabranch.graph.partition import Partition, bind, components, convex
-from anabranch.graph.program import Program, frame, written
+from anabranch.graph.call_groups import CallGroups, bind, components, convex
+from anabranch.graph.call_traits import CallTraits, base_name
+from anabranch.graph.flat_program import FlatProgram, frame, written
 
 Granularity = Literal["operator", "layer", "block"]
 
@@ -55,7 +55,7 @@ class Grouping:
 
 
 def group(
-    program: Program, other: Program, module: nn.Module, granularity: Granularity
+    program: FlatProgram, other: FlatProgram, module: nn.Module, granularity: Granularity
 ) -> Grouping:
     """Group the calls of a program into operators.
 
@@ -65,8 +65,8 @@ def group(
         module: the user's module; the paths of the calls are paths in it.
         granularity: how coarse.
     """
-    facts = Facts(program, other)
-    partition = Partition(facts)
+    facts = CallTraits(program, other)
+    partition = CallGroups(facts)
     bind(partition, _inseparable(facts))
     _attach_isolated(partition)
     blocks = Blocks(module)
@@ -82,7 +82,7 @@ def group(
     return _named(partition, module)
 
 
-def _inseparable(facts: Facts) -> list[list[int]]:
+def _inseparable(facts: CallTraits) -> list[list[int]]:
     """Sets of calls that have to be in one operator."""
     sets: list[list[int]] = []
     for node in facts.calls:
@@ -107,7 +107,7 @@ def _inseparable(facts: Facts) -> list[list[int]]:
     return sets
 
 
-def _attach_isolated(partition: Partition) -> None:
+def _attach_isolated(partition: CallGroups) -> None:
     """Put what nobody waits for, such as a count of batches, with the next call of its module."""
     for g in sorted(partition.members):
         apart = not partition.succ[g] and not partition.pred[g] and not partition.weight[g]
@@ -119,7 +119,7 @@ def _attach_isolated(partition: Partition) -> None:
 
 
 def _contract(
-    partition: Partition, together: Callable[[int, int], bool], *, one_heavy: bool
+    partition: CallGroups, together: Callable[[int, int], bool], *, one_heavy: bool
 ) -> None:
     """Merge neighbours that belong together, until nothing changes."""
     changed = True
@@ -134,7 +134,7 @@ def _contract(
                     break
 
 
-def _contract_keys(partition: Partition, key: Callable[[str], str]) -> None:
+def _contract_keys(partition: CallGroups, key: Callable[[str], str]) -> None:
     keys = {g: key(path) for g, path in partition.path.items()}
     partition.path = dict(keys)
     _contract(
@@ -144,7 +144,7 @@ def _contract_keys(partition: Partition, key: Callable[[str], str]) -> None:
     )
 
 
-def _absorb(partition: Partition, weight: int, blocks: Blocks) -> None:
+def _absorb(partition: CallGroups, weight: int, blocks: Blocks) -> None:
     """Merge groups of at most this weight into a neighbour, of their own block if they have one."""
     partition.rank_ancestors()
     changed = True
@@ -161,7 +161,7 @@ def _absorb(partition: Partition, weight: int, blocks: Blocks) -> None:
                 changed = True
 
 
-def _host(partition: Partition, v: int, blocks: Blocks) -> int | None:
+def _host(partition: CallGroups, v: int, blocks: Blocks) -> int | None:
     block = blocks.block(partition.path[v])
     nearest = partition.neighbours(v)
     choices = [g for g in nearest if blocks.block(partition.path[g]) == block]
@@ -210,7 +210,7 @@ class Blocks:
         return taken
 
 
-def _merge_blocks(partition: Partition, blocks: Blocks) -> None:
+def _merge_blocks(partition: CallGroups, blocks: Blocks) -> None:
     """Merge the connected calls of each block, where no path leaves them and comes back."""
     of_block: dict[str, set[int]] = defaultdict(set)
     for g, path in partition.path.items():
@@ -228,7 +228,7 @@ def _merge_blocks(partition: Partition, blocks: Blocks) -> None:
     partition.rank_ancestors()
 
 
-def _named(partition: Partition, module: nn.Module) -> Grouping:
+def _named(partition: CallGroups, module: nn.Module) -> Grouping:
     order = partition.order()
     owners = [FREE] * len(partition.facts.calls)
     names: list[str] = []
@@ -249,7 +249,9 @@ def _named(partition: Partition, module: nn.Module) -> Grouping:
     return Grouping(tuple(names), tuple(kinds), tuple(owners))
 
 
-def group_like(program: Program, other: Program, train: Program, grouping: Grouping) -> Grouping:
+def group_like(
+    program: FlatProgram, other: FlatProgram, train: FlatProgram, grouping: Grouping
+) -> Grouping:
     """Give the calls of an evaluation program to the operators of the training program.
 
     A call goes where the same call of the same module went, counted from the first one there;
@@ -261,7 +263,7 @@ def group_like(program: Program, other: Program, train: Program, grouping: Group
         train: the training program.
         grouping: its operators.
     """
-    facts = Facts(program, other)
+    facts = CallTraits(program, other)
     homes: dict[tuple[str, str], list[int]] = defaultdict(list)
     by_frame: dict[str, list[int]] = defaultdict(list)
     for node, owner in zip(train.calls, grouping.owners, strict=True):
@@ -280,7 +282,7 @@ def group_like(program: Program, other: Program, train: Program, grouping: Group
         wanted = known[min(seen[key], len(known) - 1)]
         seen[key] += 1
         owner_of[node] = max(wanted, *earlier) if earlier else wanted
-    partition = Partition(facts)
+    partition = CallGroups(facts)
     sets: dict[int, list[int]] = defaultdict(list)
     for node, owner in owner_of.items():
         if owner != FREE:

@@ -11,11 +11,11 @@ a stage boundary goes through a port::
     |      +-> d     |         |                |
     +----------------+         +----------------+
 
-One port per value and consuming stage is enough for gradients that are right. For gradients that
-are bitwise those of one process (``exact``) each use that autograd would add on its own gets a port
-of its own, and the producer adds what comes back in the order of one process (``fanout``). Only the
-uses that are added first may be summed where they are, because ((g3 + g2) + g1) begins with their
-sum. The same holds for a parameter that several stages read.
+One port per value and consuming stage is enough for gradients that are right. Gradients that are
+bitwise those of one process (``exact``) need a port for each use that autograd would add on its
+own; the producer adds what comes back in the order of one process (``gradient_order``). The uses
+that are added first may be summed where they are, because ((g3 + g2) + g1) begins with their sum.
+The same holds for a parameter that several stages read.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from torch import fx, nn
 from torch.fx.node import map_aggregate
 
 from anabranch.graph.capture import Captured
-from anabranch.graph.fanout import dense, fan_out, keep_layout
+from anabranch.graph.flat_program import BATCH_LEAF, BUFFER, CONSTANT, FlatProgram
+from anabranch.graph.gradient_order import dense, fan_out, keep_layout
 from anabranch.graph.group import FREE
-from anabranch.graph.program import BATCH_LEAF, BUFFER, CONSTANT, Program
-from anabranch.graph.uses import Port, TiedUse, Use, Uses, arguments
+from anabranch.graph.ports import Port, PortMap, TiedUse, Use, arguments
 
 __all__ = ["Port", "Split", "StageProgram", "TiedUse", "split", "stages_like"]
 
@@ -134,7 +134,7 @@ class Split:
         self.exact = exact
         self._cache: dict[tuple[int, int, torch.device], StageProgram] = {}
         program = captured.at(captured.samples, device=captured.capture_device)
-        self._uses = Uses(captured, program, stage_of, exact)
+        self._uses = PortMap(captured, program, stage_of, exact)
 
     @property
     def ports(self) -> tuple[Port, ...]:
@@ -181,12 +181,12 @@ class Split:
         return self._cache[key]
 
 
-def _kind(program: Program, node: fx.Node) -> str:
+def _kind(program: FlatProgram, node: fx.Node) -> str:
     return program.sources[node].kind if node in program.sources else ""
 
 
 def _needed(
-    program: Program, owners: Mapping[fx.Node, int], stage_of: Sequence[int], stage: int
+    program: FlatProgram, owners: Mapping[fx.Node, int], stage_of: Sequence[int], stage: int
 ) -> set[fx.Node]:
     """The nodes of a stage: its calls, the free calls they read, and placeholders."""
     needed: set[fx.Node] = set()
@@ -201,7 +201,7 @@ def _needed(
 class _Cutter:
     """Builds the program of one stage."""
 
-    def __init__(self, parts: Split, program: Program, stage: int) -> None:
+    def __init__(self, parts: Split, program: FlatProgram, stage: int) -> None:
         self.parts = parts
         self.uses = parts._uses
         self.captured = parts.captured

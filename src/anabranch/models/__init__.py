@@ -12,7 +12,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-from anabranch.models.options import with_options
+from anabranch.models.sizes import with_options
 from anabranch.workload import Workload
 
 MODELS: Mapping[str, str] = {

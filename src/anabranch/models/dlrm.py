@@ -21,11 +21,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from anabranch.models.building import synthetic
 from anabranch.models.layers import FeedForward
-from anabranch.models.options import at_least_one
-from anabranch.models.streams import prototypes
+from anabranch.models.sizes import at_least_one
+from anabranch.models.synthetic_data import prototypes
 from anabranch.models.towers import SIGNAL, under_noise
+from anabranch.models.workload_builders import synthetic
 from anabranch.workload import Batch, Workload
 
 

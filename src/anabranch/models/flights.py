@@ -17,10 +17,10 @@ import torch
 
 from anabranch.data.batches import batches, shuffled, whole_batches
 from anabranch.data.flights import load_flights
-from anabranch.models.building import EXAMPLE_SAMPLES, adam, initialised
 from anabranch.models.dlrm import DLRM
-from anabranch.models.options import at_least_one
-from anabranch.models.streams import seeded
+from anabranch.models.sizes import at_least_one
+from anabranch.models.synthetic_data import seeded
+from anabranch.models.workload_builders import EXAMPLE_SAMPLES, adam, initialised
 from anabranch.workload import Batch, Workload, to_meta
 
 

@@ -21,10 +21,15 @@ from torch import nn
 
 from anabranch.data.batches import batches, whole_batches
 from anabranch.data.glyphs import SIDE, WORDS, load_glyphs, true_and_false_pairs
-from anabranch.models.building import EXAMPLE_SAMPLES, adam, initialised, warm_up_then_cosine
 from anabranch.models.layers import TransformerLayer
-from anabranch.models.options import at_least_one
-from anabranch.models.streams import seeded
+from anabranch.models.sizes import at_least_one
+from anabranch.models.synthetic_data import seeded
+from anabranch.models.workload_builders import (
+    EXAMPLE_SAMPLES,
+    adam,
+    initialised,
+    warm_up_then_cosine,
+)
 from anabranch.workload import Batch, Workload, to_meta
 
 

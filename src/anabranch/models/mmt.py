@@ -19,10 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from anabranch.models.building import synthetic
 from anabranch.models.layers import TransformerLayer, accuracy
-from anabranch.models.options import at_least_one
+from anabranch.models.sizes import at_least_one
 from anabranch.models.towers import class_patterns
+from anabranch.models.workload_builders import synthetic
 from anabranch.workload import Workload
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from anabranch.models.streams import prototypes
+from anabranch.models.synthetic_data import prototypes
 from anabranch.workload import Batch
 
 SIGNAL = 0.3

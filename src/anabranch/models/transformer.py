@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from anabranch.models.building import synthetic
 from anabranch.models.layers import TransformerLayer
-from anabranch.models.options import at_least_one
-from anabranch.models.streams import seeded
+from anabranch.models.sizes import at_least_one
+from anabranch.models.synthetic_data import seeded
+from anabranch.models.workload_builders import synthetic
 from anabranch.workload import Batch, Workload
 
 SUCCESSORS = 4

@@ -12,7 +12,8 @@ Where we differ, or the paper is silent:
   instead of enumerating device splits and schedule configurations; with one micro-batch size and
   k = 1 a configuration is a height (Table 2: one micro-batch more per stage down to the sink).
 - Small graphs and those that are not series-parallel are searched exactly, over all partitions
-  (``partitioner.exact``); only what is too large for that gets some order added (``graph.cuts``).
+  (``partitioner.exact``); only what is too large for that gets some order added
+  (``graph.series_parallel``).
 - Transfers and all-reduces are part of the period: ``partitioner.prices`` has the formula.
 - The least period does not give the least step, so shallower plans at looser bounds are candidates
   too (``partitioner.search``), and so are stages that are runs of the model in one order. They wait
@@ -49,7 +50,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from anabranch.cost import CostModel
-from anabranch.graph.cuts import decompose, operators
+from anabranch.graph.series_parallel import decompose, operators
 from anabranch.planner.base import require_options
 from anabranch.planner.data_parallel import data_parallel
 from anabranch.planner.partitioner.chains import build

@@ -3,7 +3,7 @@
 The operators run on meta tensors at two sample counts, which gives the kernels that they launch,
 forward and backward (``kernels``). The sizes of a kernel (bytes moved, rows of a matrix product)
 are affine functions of the samples, so two counts give them for every other; the data sheet turns
-sizes into seconds (``devices``). Nothing here has been measured: expect the right order of
+sizes into seconds (``data_sheets``). Nothing here has been measured: expect the right order of
 operators and about a third of error in absolute seconds.
 """
 
@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from anabranch.graph.capture import Captured
-from anabranch.profile.devices import DEVICES, DeviceSheet, Floats
-from anabranch.profile.kept import Kept, per_sample
+from anabranch.profile.data_sheets import DATA_SHEETS, DataSheet, Floats
+from anabranch.profile.kept_bytes import KeptBytes, per_sample
 from anabranch.profile.kernels import Kernel, Recorder, run
+from anabranch.profile.operator_runner import example_batch, steps, walk, workable
 from anabranch.profile.profile import OpCost, Profile
-from anabranch.profile.walk import example_batch, steps, walk, workable
 
 Precision = Literal["float32", "tf32"]
 
@@ -42,7 +42,7 @@ def estimate(
 
     Args:
         captured: the model; one on the meta device will do.
-        device: a key of ``DEVICES``.
+        device: a key of ``DATA_SHEETS``.
         samples: sample counts; any number of them costs about the same.
         precision: how matrix products of float32 tensors run. ``float32`` is PyTorch's default and
             what the published pipeline systems used; ``tf32`` is what
@@ -51,8 +51,8 @@ def estimate(
     Raises:
         ValueError: for an unknown device or precision, or sample counts that are not positive.
     """
-    if device not in DEVICES:
-        raise ValueError(f"no data sheet for {device!r}; there is one for {', '.join(DEVICES)}")
+    if device not in DATA_SHEETS:
+        raise ValueError(f"no data sheet for {device!r}; there is one for {', '.join(DATA_SHEETS)}")
     if precision not in ("float32", "tf32"):
         raise ValueError(f"precision {precision!r} is neither float32 nor tf32")
     counts = sorted(set(samples))
@@ -61,7 +61,7 @@ def estimate(
     if counts[0] < _FEW:
         counts = workable(captured, counts, torch.device("meta"))
     few, many = _Trace.of(captured, _FEW), _Trace.of(captured, _MANY)
-    sheet = DEVICES[device]
+    sheet = DATA_SHEETS[device]
     if few.is_like(many):
         sizes = [few.sizes.at(n, _FEW, many.sizes, _MANY) for n in counts]
         layout = few
@@ -130,7 +130,7 @@ class _Trace:
         batch = example_batch(captured, samples, meta)
         tensors = [state.of(step.module) for step in program]
         at_hand = [t for each in tensors for t in each.values()]
-        watch = _Watch(Kept(len(program), [*at_hand, *batch.values()]))
+        watch = _Watch(KeptBytes(len(program), [*at_hand, *batch.values()]))
 
         def call(op: int, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
             result: Sequence[Tensor] = run(program[op].module, tensors[op], inputs)
@@ -158,7 +158,7 @@ class _Trace:
 
         return (self.ops, self.passes, kinds(self)) == (other.ops, other.passes, kinds(other))
 
-    def seconds(self, sizes: _Sizes, sheet: DeviceSheet, precision: Precision) -> Floats:
+    def seconds(self, sizes: _Sizes, sheet: DataSheet, precision: Precision) -> Floats:
         """Forward and backward seconds per operator; shape (2, operators)."""
         owner = np.repeat(np.arange(len(self.kernels)), [len(k.products) for k in self.kernels])
         formats = np.array([_number_format(self.kernels[i].dtype, precision) for i in owner])
@@ -177,7 +177,7 @@ class _Trace:
 class _Watch:
     """Observes kernels, and what is kept."""
 
-    def __init__(self, kept: Kept) -> None:
+    def __init__(self, kept: KeptBytes) -> None:
         self.kept = kept
         self.seen: list[tuple[int, int, Kernel]] = []
 

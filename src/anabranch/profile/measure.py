@@ -1,13 +1,13 @@
-"""Time every operator, forward and backward apart, on a real device.
+"""Measured seconds of every operator, forward and backward apart, on a real device.
 
-One repeat is a training step in slow motion (``walk``): real activations, real gradients, which are
-added to those of earlier micro-batches, and caches as warm as in a step. The sample counts take
-turns, so that a busy moment of the machine hits them alike, and the median over the repeats drops
-it. A turn starts with an untimed step, because the turn before has left other numbers in the
-caches. Operators that are alike (the layers of a tower, the towers of a model) pool their repeats:
-less noise, and what is symmetrical stays so for the planner.
+One repeat is a training step, operator by operator (``operator_runner``): real activations, real
+gradients, added to those of earlier micro-batches, caches as warm as in a step. The sample counts
+take turns, so that a busy moment of the machine hits them alike, and the median over the repeats
+drops it. A turn starts with an untimed step that fills the caches. Operators that are alike (the
+layers of a tower, the towers of a model) pool their repeats: less noise, and what is symmetrical
+stays so for the planner.
 
-A stage enters autograd once for all its operators, here each operator does. So entering is timed as
+A stage enters autograd once for all its operators, here each operator does. Entering is timed as
 well, on an operator that does nothing, and taken off: the operators add up to the step.
 """
 
@@ -29,9 +29,9 @@ from torch.utils._pytree import tree_map
 
 from anabranch.errors import ProfileError
 from anabranch.graph.capture import Captured
-from anabranch.profile.kept import Kept, per_sample
+from anabranch.profile.kept_bytes import KeptBytes, per_sample
+from anabranch.profile.operator_runner import Step, example_batch, steps, walk, workable
 from anabranch.profile.profile import OpCost, Profile
-from anabranch.profile.walk import Step, example_batch, steps, walk, workable
 
 Progress = Callable[[int, int], None]
 
@@ -107,7 +107,7 @@ class _Bench:
     def first(self) -> None:
         """The first step, which counts what autograd keeps."""
         tensors = [t for m in self.modules for t in m.state_dict(keep_vars=True).values()]
-        watch = _Watch(Kept(len(self.steps), [*tensors, *self.batch.values()]))
+        watch = _Watch(KeptBytes(len(self.steps), [*tensors, *self.batch.values()]))
         walk(self.steps, self.batch, self._call, watch)
         self.kept = watch.kept.nbytes
 
@@ -186,7 +186,7 @@ _TURN = 3
 class _Watch:
     """Observes what is kept."""
 
-    def __init__(self, kept: Kept) -> None:
+    def __init__(self, kept: KeptBytes) -> None:
         self.kept = kept
 
     def forward(self, op: int) -> AbstractContextManager[Any]:

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from anabranch.cluster import Cluster, Level
 from anabranch.cost import CostModel
-from anabranch.graph.cuts import decompose, operators
 from anabranch.graph.opgraph import Op, OpGraph, Value
+from anabranch.graph.series_parallel import decompose, operators
 from anabranch.planner.partitioner.borders import moved
 from anabranch.planner.toolkit.parts import Part, PartPrices, edges
 from anabranch.planner.toolkit.prices import Prices

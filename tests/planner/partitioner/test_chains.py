@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from anabranch.graph.cuts import decompose, operators
 from anabranch.graph.opgraph import bits
+from anabranch.graph.series_parallel import decompose, operators
 from anabranch.planner.partitioner import chains
 from anabranch.planner.partitioner.chains import Block, Chain, build, count, line, span
 from tests.planner import shapes

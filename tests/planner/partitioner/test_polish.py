@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from anabranch.cost import CostModel
 from anabranch.errors import InfeasiblePlanError
-from anabranch.graph.cuts import decompose, operators
 from anabranch.graph.opgraph import Op, OpGraph, Parameter, Value
+from anabranch.graph.series_parallel import decompose, operators
 from anabranch.planner import PLANNERS
 from anabranch.planner.partitioner.polish.operators import slides
 from anabranch.planner.partitioner.polish.plan_view import Spot

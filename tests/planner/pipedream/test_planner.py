@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from anabranch.cluster import Cluster
 from anabranch.cost import CostModel
 from anabranch.errors import BudgetError, InfeasiblePlanError
-from anabranch.graph.cuts import decompose, operators
 from anabranch.graph.opgraph import Op, OpGraph, Parameter, Value
+from anabranch.graph.series_parallel import decompose, operators
 from anabranch.planner.pipedream import PipeDream
 from anabranch.planner.toolkit.parts import Part, PartPrices, fits
 from anabranch.planner.toolkit.prices import Prices

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from anabranch.cluster import Cluster, Level
 from anabranch.cost import CostModel
-from anabranch.graph.cuts import decompose, operators
 from anabranch.graph.opgraph import Op, OpGraph, Parameter, Value
+from anabranch.graph.series_parallel import decompose, operators
 from anabranch.planner.partitioner.chains import line
 from anabranch.planner.partitioner.ranges import INFINITE, Ranges, Sizes
 from anabranch.planner.toolkit.parts import Part, PartPrices

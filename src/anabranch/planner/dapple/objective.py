@@ -44,7 +44,7 @@ from typing import Any
 import numpy as np
 
 from anabranch.cost import CostModel
-from anabranch.graph.cuts import decompose, operators
+from anabranch.graph.series_parallel import decompose, operators
 from anabranch.planner.dapple.links import counts, hop_price, ring_price
 from anabranch.plans.stages import Stage, StageGraph
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from anabranch.cost import CostModel
-from anabranch.graph.cuts import Leaf, Node, Parallel, Series, operators, signature
+from anabranch.graph.series_parallel import Leaf, Node, Parallel, Series, operators, signature
 from anabranch.planner.partitioner.rows import Row
 
 ITEMS = 256

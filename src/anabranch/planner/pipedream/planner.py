@@ -15,7 +15,7 @@ from typing import ClassVar
 from anabranch.cluster import GIB
 from anabranch.cost import CostModel
 from anabranch.errors import BudgetError
-from anabranch.graph.cuts import decompose, operators
+from anabranch.graph.series_parallel import decompose, operators
 from anabranch.planner.base import require_options
 from anabranch.planner.downsets import downsets, prefixes
 from anabranch.planner.partitioner.chains import line

@@ -10,7 +10,7 @@ A file is recognised by what it holds, not by its name:
 | ``piper`` | JSON with ``TMPCs``, costs per degree of tensor parallelism | Piper |
 | ``dnn_partitioning`` | JSON with ``fpgaLatency``, forward and backward nodes | msr-fiddle |
 
-All of them draft a graph that ``draft`` turns into a profile: measured at one size, so that times
+All of them draw an ``ImportedGraph``, which becomes a profile: measured at one size, so that times
 are taken as proportional to samples. What a format leaves open is decided, and said, in its module.
 """
 
@@ -24,7 +24,7 @@ from anabranch.errors import FileFormatError
 from anabranch.jsonfile import parse, read_text, shown
 from anabranch.profile.profile import Profile
 from anabranch.profile.readers import dnn_partitioning, pipedream, piper
-from anabranch.profile.readers.draft import MOST_SAMPLES
+from anabranch.profile.readers.imported_graph import MOST_SAMPLES
 
 KNOWN = (
     "anabranch reads its own profiles, PipeDream's and DAPPLE's graph.txt, Piper's JSON, and the "

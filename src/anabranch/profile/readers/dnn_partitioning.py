@@ -1,8 +1,7 @@
 """The JSON of "Efficient Algorithms for Device Placement of DNN Graph Operators" (2020).
 
-Nodes are forward and backward parts; one of our operators is both. ``operators`` says which nodes
-make one; this module reads the file and turns sizes and times into ours. Two kinds of graphs come
-in this format:
+Nodes are forward and backward parts; one of our operators is both (``training_graph`` groups
+them). Two kinds of graphs come in this format:
 
 - layer graphs, made from PipeDream's profiles and recognised by their names, ``node4`` and
   ``node4grad``: a node's ``size`` is its parameters and its output. First nodes without parameters
@@ -39,17 +38,17 @@ from pydantic import Field
 from anabranch.errors import FileFormatError
 from anabranch.jsonfile import LARGEST_SIZE, Strict, validate
 from anabranch.profile.profile import Profile
-from anabranch.profile.readers.draft import (
+from anabranch.profile.readers.imported_graph import (
     LONGEST_S,
-    Draft,
     Edge,
+    ImportedGraph,
     Node,
     check_edges,
     sources,
     unique_names,
 )
-from anabranch.profile.readers.operators import Piece, group, neighbours
 from anabranch.profile.readers.pipedream import images
+from anabranch.profile.readers.training_graph import TrainingNode, group, neighbours
 
 _Bytes = Annotated[float, Field(ge=0, le=LARGEST_SIZE)]
 _Milliseconds = Annotated[float, Field(ge=0, le=LONGEST_S * 1000)]
@@ -114,7 +113,7 @@ def read(document: Mapping[str, Any], path: Path, samples: int | None = None) ->
         notes.append("the backward taken as twice the forward")
     if not found:
         notes.append("a sample is the whole mini-batch (the file does not tell how many it has)")
-    return Draft(
+    return ImportedGraph(
         file=str(path),
         name=path.stem,
         nodes=nodes,
@@ -147,7 +146,7 @@ class _Graph:
         self.first = sources(self.nodes, self.edges)
         self.places = {key: f"nodes[{i}]" for i, key in enumerate(self.nodes)}
         pieces = {
-            key: Piece(
+            key: TrainingNode(
                 key, node.name, self.places[key], node.color, bool(node.backward), self.weight(key)
             )
             for key, node in self.nodes.items()

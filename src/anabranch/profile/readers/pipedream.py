@@ -36,7 +36,14 @@ from pathlib import Path
 from anabranch.errors import FileFormatError
 from anabranch.jsonfile import LARGEST_SIZE, shown
 from anabranch.profile.profile import Profile
-from anabranch.profile.readers.draft import LONGEST_S, MOST_SAMPLES, Draft, Edge, Node, sources
+from anabranch.profile.readers.imported_graph import (
+    LONGEST_S,
+    MOST_SAMPLES,
+    Edge,
+    ImportedGraph,
+    Node,
+    sources,
+)
 
 COLUMNS = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
 IMAGES = (3 * 224 * 224 * 4, 3 * 299 * 299 * 4)
@@ -86,7 +93,7 @@ def read(text: str, path: Path, samples: int | None = None) -> Profile:
         )
     first = sources((row.key for row in rows), edges)
     activations = {row.key: row.activation_bytes for row in rows}
-    return Draft(
+    return ImportedGraph(
         file=str(path),
         name=path.parent.name if path.name == "graph.txt" else path.stem,
         nodes=[_node(row, row.key in first) for row in rows],

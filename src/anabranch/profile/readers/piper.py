@@ -40,8 +40,14 @@ from pydantic import Field
 from anabranch.errors import FileFormatError
 from anabranch.jsonfile import LARGEST_SIZE, Strict, validate
 from anabranch.profile.profile import Profile
-from anabranch.profile.readers.draft import LONGEST_S as LONGEST_TIME
-from anabranch.profile.readers.draft import Draft, Edge, Node, Part, sources
+from anabranch.profile.readers.imported_graph import LONGEST_S as LONGEST_TIME
+from anabranch.profile.readers.imported_graph import (
+    Edge,
+    ImportedGraph,
+    Node,
+    Shard,
+    sources,
+)
 
 LONGEST_S = 10.0
 """Seconds of one micro-batch through the whole model on one device; more must be milliseconds."""
@@ -117,7 +123,7 @@ def read(document: Mapping[str, Any], path: Path, samples: int | None = None) ->
     milliseconds = total > LONGEST_S
     unit = "milliseconds" if milliseconds else "seconds"
     batch = "" if samples else ", a sample is a micro-batch"
-    return Draft(
+    return ImportedGraph(
         file=str(path),
         name=path.stem,
         nodes=_nodes(file, edges, 1e-3 if milliseconds else 1.0),
@@ -157,8 +163,8 @@ def _nodes(file: _File, edges: list[Edge], second: float) -> list[Node]:
         moved = 0.0
         if inputs_held and key in entering:
             moved = sum(leaving.get(key, ())) - entering[key]
-        parts = {degree: _part(node, degree, second, moved) for degree in sorted(degrees)}
-        whole = parts.pop(1)
+        shards = {degree: _shard(node, degree, second, moved) for degree in sorted(degrees)}
+        whole = shards.pop(1)
         nodes.append(
             Node(
                 key=key,
@@ -169,18 +175,18 @@ def _nodes(file: _File, edges: list[Edge], second: float) -> list[Node]:
                 kept_bytes=whole.kept_bytes,
                 parameters=(("", whole.parameter_bytes),) if whole.parameter_bytes else (),
                 data=key in first and _is_data(node, from_pipedream),
-                parts=parts,
+                shards=shards,
             )
         )
     return nodes
 
 
-def _part(node: _Node, degree: int, second: float, moved: float) -> Part:
+def _shard(node: _Node, degree: int, second: float, moved: float) -> Shard:
     vanilla, recompute = _need(node, degree), node.variant(degree, RECOMPUTE)
     forward = recompute.time - vanilla.time if recompute else 0.0
     if not 0 < forward < vanilla.time:
         forward = vanilla.time / 3
-    return Part(
+    return Shard(
         forward_s=forward * second,
         backward_s=(vanilla.time - forward) * second,
         kept_bytes=max(0.0, vanilla.held_bytes + moved),

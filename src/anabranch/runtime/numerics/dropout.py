@@ -21,8 +21,8 @@ from torch import fx
 
 from anabranch.errors import CaptureError
 from anabranch.graph.capture import Captured
-from anabranch.graph.program import frame, schema_name
-from anabranch.graph.samples import SampleAxis, blocks, sample_axes
+from anabranch.graph.flat_program import frame, schema_name
+from anabranch.graph.sample_axis import SampleAxis, blocks, sample_axes
 from anabranch.graph.split import CALL, StageProgram
 from anabranch.runtime.numerics.random_ops import DRAWS, draw
 from anabranch.runtime.numerics.random_streams import streams

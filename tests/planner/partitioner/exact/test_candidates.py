@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from anabranch.cluster import Cluster
 from anabranch.cost import CostModel
 from anabranch.errors import BudgetError
-from anabranch.graph.cuts import decompose, operators
 from anabranch.graph.opgraph import Op, OpGraph, Value
+from anabranch.graph.series_parallel import decompose, operators
 from anabranch.planner.exhaustive import best_replicas, partitions
 from anabranch.planner.partitioner.chains import build
 from anabranch.planner.partitioner.exact.candidates import Exact, exact_candidates, with_exact

@@ -18,8 +18,8 @@ What is searched in this way:
 The first are searched by ``partitioner.search`` as well, which takes little time, and of plans with
 the same period may find the better one. The second are not, unless what was put to the heaviest
 operator of a group computes for more than ``GRAIN`` of what falls to each device: with order added
-(``graph.cuts``) that search takes long for them and finds less. NASNet on 32 devices: 2 s and an
-estimated step of 222 ms, against 12 s and 289 ms.
+(``graph.series_parallel``) that search takes long for them and finds less. NASNet on 32 devices:
+2 s and an estimated step of 222 ms, against 12 s and 289 ms.
 
 The downsets of parts in series add up, those of parts side by side multiply.
 
@@ -33,8 +33,8 @@ from dataclasses import dataclass
 
 from anabranch.cost import CostModel
 from anabranch.errors import BudgetError
-from anabranch.graph.cuts import decompose, is_series_parallel
 from anabranch.graph.opgraph import bits
+from anabranch.graph.series_parallel import decompose, is_series_parallel
 from anabranch.planner.partitioner.exact.contraction import atoms, merged, quotient
 from anabranch.planner.partitioner.exact.lattice import Lattice
 from anabranch.planner.partitioner.exact.prices import Weights

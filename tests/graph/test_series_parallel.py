@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import given, settings
 
-from anabranch.graph.cuts import (
+from anabranch.graph.opgraph import BATCH, Op, OpGraph, Value
+from anabranch.graph.series_parallel import (
     Leaf,
     Node,
     Parallel,
@@ -17,7 +18,6 @@ from anabranch.graph.cuts import (
     operators,
     signature,
 )
-from anabranch.graph.opgraph import BATCH, Op, OpGraph, Value
 from tests.strategies import Sketch, op_graphs, sketch_edges, sketches
 
 

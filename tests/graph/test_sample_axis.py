@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from anabranch.graph.call_traits import base_name
 from anabranch.graph.capture import capture
-from anabranch.graph.facts import base_name
-from anabranch.graph.samples import SampleAxis, blocks, sample_axes
+from anabranch.graph.sample_axis import SampleAxis, blocks, sample_axes
 
 N, L, H, E = 3, 5, 2, 4
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from anabranch.profile.kept import Kept, per_sample
+from anabranch.profile.kept_bytes import KeptBytes, per_sample
 
 
 def kept(at_hand: list[Tensor], *ops: Callable[[Tensor], Tensor], start: Tensor) -> list[int]:
     """Bytes that a chain of operators keeps, each cut from the one before as in a walk."""
-    result = Kept(len(ops), at_hand)
+    result = KeptBytes(len(ops), at_hand)
     x = start
     for i, op in enumerate(ops):
         with result.saving(i):

@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anabranch.profile.devices import DEVICES, DeviceSheet
+from anabranch.profile.data_sheets import DATA_SHEETS, DataSheet
 
-V100 = DEVICES["v100"]
+V100 = DATA_SHEETS["v100"]
 # Ten processors that reach 10 GFLOP/s together (at 0.9: 9), and memory that never limits.
-TOY = DeviceSheet("toy", {"float32": 10e9}, 1e30, 2**30, processors=10, launch_s=0.0)
+TOY = DataSheet("toy", {"float32": 10e9}, 1e30, 2**30, processors=10, launch_s=0.0)
 
 
 def matmul_s(
-    sheet: DeviceSheet, m: float, n: float, k: float, batch: float = 1, precision: str = "float32"
+    sheet: DataSheet, m: float, n: float, k: float, batch: float = 1, precision: str = "float32"
 ) -> float:
     sizes = (np.array([float(size)]) for size in (m, n, k, batch))
     return float(sheet.matmul_s(*sizes, precision)[0])
@@ -42,10 +42,10 @@ def test_inner_dimension_is_split_for_few_tiles() -> None:
     assert alone / 10 < matmul_s(TOY, 256, 128, 32000) <= 1.001 * alone / 8
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", DATA_SHEETS)
 def test_large_products_come_close_to_the_peak(device: str) -> None:
     """A product of 16384 cubed reaches between 0.65 and 0.9 of the data sheet, and never more."""
-    sheet = DEVICES[device]
+    sheet = DATA_SHEETS[device]
     for precision, peak in sheet.flops.items():
         peak_s = 2 * 16384**3 / peak
         assert 0.65 <= peak_s / matmul_s(sheet, *[16384] * 3, precision=precision) <= 0.9
@@ -73,14 +73,14 @@ def test_small_products_do_not() -> None:
     st.tuples(*[st.integers(1, 3000)] * 3, st.integers(1, 64)),
     st.integers(0, 3),
     st.integers(1, 1000),
-    st.sampled_from(sorted(DEVICES)),
+    st.sampled_from(sorted(DATA_SHEETS)),
 )
 def test_more_work_is_never_faster(
     sizes: tuple[int, ...], which: int, more: int, device: str
 ) -> None:
     """Growing one size of a product never saves time, so neither does a larger micro-batch."""
     larger = [size + (more if i == which else 0) for i, size in enumerate(sizes)]
-    assert matmul_s(DEVICES[device], *sizes) <= matmul_s(DEVICES[device], *larger)
+    assert matmul_s(DATA_SHEETS[device], *sizes) <= matmul_s(DATA_SHEETS[device], *larger)
 
 
 def test_kernel_is_bound_by_memory_or_by_compute() -> None:
@@ -94,7 +94,7 @@ def test_kernel_is_bound_by_memory_or_by_compute() -> None:
 
 def test_newer_is_faster() -> None:
     """V100, A100, H100: each better than the one before in every respect."""
-    v100, a100, h100 = (DEVICES[name] for name in ("v100", "a100", "h100"))
+    v100, a100, h100 = (DATA_SHEETS[name] for name in ("v100", "a100", "h100"))
     for older, newer in ((v100, a100), (a100, h100)):
         assert older.bandwidth < newer.bandwidth
         assert older.launch_s > newer.launch_s

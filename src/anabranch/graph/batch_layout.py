@@ -14,7 +14,7 @@ from anabranch.workload import Batch
 
 
 @dataclass(frozen=True)
-class Layout:
+class BatchLayout:
     """How a batch is made of leaves, and an example of each."""
 
     names: tuple[str, ...]
@@ -24,7 +24,7 @@ class Layout:
     keywords: bool
 
     @staticmethod
-    def of(example: Batch) -> Layout:
+    def of(example: Batch) -> BatchLayout:
         paths, spec = pytree.tree_flatten_with_path(example)
         leaves = tuple(leaf for _, leaf in paths)
         positions = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
@@ -48,7 +48,7 @@ class Layout:
             raise CaptureError(
                 "the example batch has no samples; at least one is needed, better two"
             )
-        return Layout(names, positions, spec, leaves, isinstance(example, Mapping))
+        return BatchLayout(names, positions, spec, leaves, isinstance(example, Mapping))
 
     @property
     def samples(self) -> int:

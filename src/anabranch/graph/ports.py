@@ -20,9 +20,15 @@ from torch import fx
 from torch.fx.node import map_aggregate
 
 from anabranch.graph.capture import Captured
+from anabranch.graph.flat_program import (
+    PARAMETER,
+    FlatProgram,
+    gradient_calls,
+    requires_grad,
+    written,
+)
 from anabranch.graph.group import FREE
 from anabranch.graph.opgraph import BATCH
-from anabranch.graph.program import PARAMETER, Program, gradient_calls, requires_grad, written
 
 Use = tuple[int, int]
 """Position of the reading call in the program, and which of its node arguments, from 0."""
@@ -61,11 +67,11 @@ class TiedUse:
     order: int
 
 
-class Uses:
+class PortMap:
     """Which use of which value or tied parameter goes through which port or alias."""
 
     def __init__(
-        self, captured: Captured, program: Program, stage_of: Sequence[int], exact: bool
+        self, captured: Captured, program: FlatProgram, stage_of: Sequence[int], exact: bool
     ) -> None:
         self.stage_of = stage_of
         self.exact = exact
@@ -156,7 +162,7 @@ class Uses:
                 self.port_of[call, (at, slot)] = self.fallback[call, stage]
         return ports
 
-    def add_tied(self, program: Program) -> None:
+    def add_tied(self, program: FlatProgram) -> None:
         tied: list[tuple[int, TiedUse]] = []
         for node, source in program.sources.items():
             if source.kind != PARAMETER or not requires_grad(node):

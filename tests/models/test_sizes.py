@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from anabranch.models.options import with_options
+from anabranch.models.sizes import with_options
 
 
 @dataclass(frozen=True)

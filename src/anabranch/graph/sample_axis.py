@@ -21,9 +21,9 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from anabranch.graph.call_traits import base_name, tensor
 from anabranch.graph.capture import Captured
-from anabranch.graph.facts import base_name, tensor
-from anabranch.graph.program import BATCH_LEAF
+from anabranch.graph.flat_program import BATCH_LEAF
 
 _VIEWS = ("view", "reshape", "_unsafe_view", "flatten", "unflatten", "view_as", "reshape_as")
 _REORDER = ("cat", "stack", "concat", "index", "index_select", "gather", "flip", "roll", "repeat")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from anabranch.graph.capture import capture
-from anabranch.profile.walk import example_batch, steps, walk
+from anabranch.profile.operator_runner import example_batch, steps, walk
 from tests.profile.tiny import MODELS, two_towers
 
 CPU = torch.device("cpu")

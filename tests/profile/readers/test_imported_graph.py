@@ -9,12 +9,18 @@ from hypothesis import strategies as st
 
 from anabranch.errors import FileFormatError
 from anabranch.graph.opgraph import BATCH, Parameter, Value
-from anabranch.profile.readers.draft import Draft, Edge, Node, Part, unique_names
+from anabranch.profile.readers.imported_graph import (
+    Edge,
+    ImportedGraph,
+    Node,
+    Shard,
+    unique_names,
+)
 
 
-def draft(nodes: list[Node], edges: list[Edge], samples: int = 1) -> Draft:
+def draft(nodes: list[Node], edges: list[Edge], samples: int = 1) -> ImportedGraph:
     """A draft of these nodes and edges."""
-    return Draft("file", "model", nodes, edges, samples, "a device")
+    return ImportedGraph("file", "model", nodes, edges, samples, "a device")
 
 
 def plain(key: str, **fields: object) -> Node:
@@ -65,8 +71,8 @@ def test_shared_parameters_are_there_once() -> None:
 def test_parts_become_tensor_parallelism() -> None:
     """One entry per degree, in the order of the operators; data has no part in it."""
     nodes = [
-        plain("b", parts={4: Part(0.1, 0.2, 30.0, 5.0), 2: Part(0.2, 0.4, 60.0, 10.0)}),
-        plain("i", data=True, parts={2: Part(0.0, 0.0, 0.0, 0.0), 4: Part(0.0, 0.0, 0.0, 0.0)}),
+        plain("b", shards={4: Shard(0.1, 0.2, 30.0, 5.0), 2: Shard(0.2, 0.4, 60.0, 10.0)}),
+        plain("i", data=True, shards={2: Shard(0.0, 0.0, 0.0, 0.0), 4: Shard(0.0, 0.0, 0.0, 0.0)}),
     ]
     found = draft(nodes, [Edge("i", "b", 1.0, "")], samples=8).profile()
     assert [each.degree for each in found.sharded] == [2, 4]
@@ -83,7 +89,7 @@ def test_sums_that_no_device_could_hold() -> None:
 
 
 @st.composite
-def drafts(draw: st.DrawFn) -> Draft:
+def drafts(draw: st.DrawFn) -> ImportedGraph:
     """Any graph at all: cycles, parts, data, edges twice."""
     keys = [f"n{i}" for i in range(draw(st.integers(1, 7)))]
     pairs = draw(st.lists(st.tuples(st.sampled_from(keys), st.sampled_from(keys)), max_size=14))
@@ -107,7 +113,7 @@ def drafts(draw: st.DrawFn) -> Draft:
 
 
 @given(drafts())
-def test_any_draft(drawn: Draft) -> None:
+def test_any_draft(drawn: ImportedGraph) -> None:
     """What networkx calls a connected graph without cycles is a profile with every edge in it."""
     whole = nx.DiGraph()
     whole.add_nodes_from(node.key for node in drawn.nodes)

@@ -5,15 +5,15 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Mapping, Sequence
 
-from anabranch.graph.facts import Facts
+from anabranch.graph.call_traits import CallTraits
+from anabranch.graph.flat_program import frame
 from anabranch.graph.opgraph import bits
-from anabranch.graph.program import frame
 
 
-class Partition:
+class CallGroups:
     """Groups of calls under repeated merging; a group is named by its first member."""
 
-    def __init__(self, facts: Facts) -> None:
+    def __init__(self, facts: CallTraits) -> None:
         self.facts = facts
         members = [i for i, node in enumerate(facts.calls) if not facts.free[node]]
         self.members: dict[int, list[int]] = {i: [i] for i in members}
@@ -96,7 +96,7 @@ class Partition:
         return [*after, *before] if shared else [*before, *after]
 
 
-def bind(partition: Partition, sets: Iterable[Sequence[int]]) -> None:
+def bind(partition: CallGroups, sets: Iterable[Sequence[int]]) -> None:
     """Merge each set, then everything that lies on a cycle between groups."""
     home = {i: g for g, members in partition.members.items() for i in members}
     for each in sets:
@@ -150,7 +150,7 @@ def cycles(succ: Mapping[int, set[int]]) -> list[list[int]]:
     return found
 
 
-def components(partition: Partition, groups: set[int]) -> list[set[int]]:
+def components(partition: CallGroups, groups: set[int]) -> list[set[int]]:
     left, found = set(groups), []
     while left:
         front = [left.pop()]
@@ -165,7 +165,7 @@ def components(partition: Partition, groups: set[int]) -> list[set[int]]:
     return found
 
 
-def convex(partition: Partition, component: set[int]) -> bool:
+def convex(partition: CallGroups, component: set[int]) -> bool:
     inside = sum(1 << g for g in component)
     above = 0
     for g in component:

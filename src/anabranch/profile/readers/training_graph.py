@@ -30,11 +30,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from anabranch.errors import FileFormatError
-from anabranch.profile.readers.draft import Edge, topological_order
+from anabranch.profile.readers.imported_graph import Edge, topological_order
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TrainingNode:
     """One node of a training graph.
 
     Attributes:
@@ -55,7 +55,7 @@ class Piece:
 
 
 def group(
-    file: str, pieces: Mapping[str, Piece], edges: Sequence[Edge]
+    file: str, pieces: Mapping[str, TrainingNode], edges: Sequence[Edge]
 ) -> tuple[dict[str, str], list[Edge]]:
     """Group the nodes into operators.
 
@@ -110,7 +110,7 @@ def neighbours(edges: Iterable[Edge], *, back: bool = False) -> dict[str, list[s
 
 
 def _by_class(
-    pieces: Mapping[str, Piece], order: Sequence[str], after: Mapping[str, Sequence[str]]
+    pieces: Mapping[str, TrainingNode], order: Sequence[str], after: Mapping[str, Sequence[str]]
 ) -> dict[str, str]:
     """Forward nodes by class, and whatever shares a class with one."""
     owner: dict[str, str] = {}
@@ -130,7 +130,7 @@ def _by_class(
     return owner
 
 
-def _by_name(pieces: Mapping[str, Piece], owner: dict[str, str]) -> None:
+def _by_name(pieces: Mapping[str, TrainingNode], owner: dict[str, str]) -> None:
     named = {pieces[key].name: op for key, op in owner.items() if not pieces[key].backward}
     classes = _homeless(pieces, owner)
     for key, piece in pieces.items():
@@ -140,7 +140,9 @@ def _by_name(pieces: Mapping[str, Piece], owner: dict[str, str]) -> None:
             owner.update(dict.fromkeys(together, named[match[1]]))
 
 
-def _homeless(pieces: Mapping[str, Piece], owner: Mapping[str, str]) -> dict[int | str, list[str]]:
+def _homeless(
+    pieces: Mapping[str, TrainingNode], owner: Mapping[str, str]
+) -> dict[int | str, list[str]]:
     """Backward nodes without an operator, by class; those without a class each by itself."""
     classes: dict[int | str, list[str]] = {}
     for key, piece in pieces.items():
@@ -150,7 +152,7 @@ def _homeless(pieces: Mapping[str, Piece], owner: Mapping[str, str]) -> dict[int
 
 
 def _by_use(
-    pieces: Mapping[str, Piece],
+    pieces: Mapping[str, TrainingNode],
     order: Sequence[str],
     edges: Sequence[Edge],
     owner: dict[str, str],
@@ -173,7 +175,7 @@ def _by_use(
 
 
 def _by_neighbour(
-    pieces: Mapping[str, Piece], edges: Sequence[Edge], owner: dict[str, str]
+    pieces: Mapping[str, TrainingNode], edges: Sequence[Edge], owner: dict[str, str]
 ) -> None:
     """Whatever is left: from node to node, in any direction, across weights too."""
     classes = _homeless(pieces, owner)
@@ -197,7 +199,7 @@ def _by_neighbour(
 
 
 def _between(
-    pieces: Mapping[str, Piece], edges: Sequence[Edge], owner: Mapping[str, str]
+    pieces: Mapping[str, TrainingNode], edges: Sequence[Edge], owner: Mapping[str, str]
 ) -> list[Edge]:
     """The dependences between operators."""
     forward, backward = [], []

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from anabranch.models.streams import Draw, held_out_stream, seeded, training_stream
+from anabranch.models.synthetic_data import Draw, held_out_stream, seeded, training_stream
 from anabranch.workload import NamedParameters, Workload, to_meta
 
 EXAMPLE_SAMPLES = 2

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from anabranch.graph.program import (
+from anabranch.graph.flat_program import (
     BATCH_LEAF,
     PARAMETER,
-    Program,
+    FlatProgram,
     schema_name,
     written,
 )
@@ -81,7 +81,7 @@ def batch_dim(small: torch.Tensor, large: torch.Tensor, sizes: tuple[int, int]) 
     return moving[0]
 
 
-class Facts:
+class CallTraits:
     """What the grouping wants to know about each call of a program.
 
     Args:
@@ -89,7 +89,7 @@ class Facts:
         other: the same for another number of samples.
     """
 
-    def __init__(self, program: Program, other: Program) -> None:
+    def __init__(self, program: FlatProgram, other: FlatProgram) -> None:
         self.program = program
         self.calls = program.calls
         self.position = {node: i for i, node in enumerate(self.calls)}

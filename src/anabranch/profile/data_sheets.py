@@ -27,7 +27,7 @@ Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class DeviceSheet:
+class DataSheet:
     """What a data sheet says about one kind of GPU.
 
     Attributes:
@@ -99,11 +99,11 @@ def _flops(float64: float, float32: float, **others: float) -> Mapping[str, floa
     return {name: 1e12 * peak for name, peak in peaks.items()}
 
 
-DEVICES: Mapping[str, DeviceSheet] = {
+DATA_SHEETS: Mapping[str, DataSheet] = {
     sheet.name: sheet
     for sheet in (
         # Tesla V100 SXM2 16 GB. It has neither TF32 nor bfloat16, which run as float32 then.
-        DeviceSheet(
+        DataSheet(
             "v100",
             flops=_flops(7.8, 15.7, float16=125),
             bandwidth=900 * GB,
@@ -112,7 +112,7 @@ DEVICES: Mapping[str, DeviceSheet] = {
             launch_s=5e-6,
         ),
         # A100 SXM 80 GB.
-        DeviceSheet(
+        DataSheet(
             "a100",
             flops=_flops(9.7, 19.5, tf32=156, float16=312, bfloat16=312),
             bandwidth=2039 * GB,
@@ -121,7 +121,7 @@ DEVICES: Mapping[str, DeviceSheet] = {
             launch_s=4e-6,
         ),
         # H100 SXM5 80 GB; the sheet's tensor core figures are with sparsity, twice these.
-        DeviceSheet(
+        DataSheet(
             "h100",
             flops=_flops(34, 67, tf32=494.5, float16=989.5, bfloat16=989.5),
             bandwidth=3350 * GB,

@@ -37,7 +37,7 @@ _LONGEST_NAME = 40
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class Shard:
     """What one of several devices does and holds of a node under tensor parallelism."""
 
     forward_s: float
@@ -73,7 +73,7 @@ class Node:
     parameters: tuple[tuple[str, float], ...] = ()
     data: bool = False
     kind: str = ""
-    parts: Mapping[int, Part] | None = None
+    shards: Mapping[int, Shard] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class Edge:
 
 
 @dataclass(frozen=True)
-class Draft:
+class ImportedGraph:
     """Everything that a reader has found.
 
     Attributes:
@@ -128,7 +128,7 @@ class Draft:
         order = [by_key[key] for key in topological_order(self.file, by_key, self.edges)]
         _check_connected(self.file, by_key, self.edges)
         ops = [node for node in order if not node.data]
-        degrees = sorted(ops[0].parts or ())
+        degrees = sorted(ops[0].shards or ())
         return Profile(
             self._graph(order, ops),
             samples=(self.samples,),
@@ -160,11 +160,11 @@ class Draft:
         return math.ceil(nbytes / self.samples)
 
     def _sharded(self, ops: Sequence[Node], degree: int) -> Sharded:
-        parts = [op.parts[degree] for op in ops if op.parts is not None]
+        shards = [op.shards[degree] for op in ops if op.shards is not None]
         return Sharded(
             degree,
-            tuple(self._cost(p.forward_s, p.backward_s, p.kept_bytes) for p in parts),
-            tuple(math.ceil(p.parameter_bytes) for p in parts),
+            tuple(self._cost(p.forward_s, p.backward_s, p.kept_bytes) for p in shards),
+            tuple(math.ceil(p.parameter_bytes) for p in shards),
         )
 
     def _parameters(self, ops: Sequence[Node], names: Mapping[str, str]) -> tuple[Parameter, ...]:
@@ -247,11 +247,11 @@ def check_edges(file: str, keys: Container[str], edges: Iterable[Edge]) -> None:
 
 def _check_sizes(file: str, nodes: Sequence[Node]) -> None:
     for node in nodes:
-        parts = (node.parts or {}).values()
+        shards = (node.shards or {}).values()
         seconds = [node.forward_s, node.backward_s]
-        seconds += [s for part in parts for s in (part.forward_s, part.backward_s)]
+        seconds += [s for part in shards for s in (part.forward_s, part.backward_s)]
         nbytes = [node.kept_bytes, *(size for _, size in node.parameters)]
-        nbytes += [size for part in parts for size in (part.kept_bytes, part.parameter_bytes)]
+        nbytes += [size for part in shards for size in (part.kept_bytes, part.parameter_bytes)]
         if max(seconds) > LONGEST_S or max(nbytes) > LARGEST_SIZE:
             raise FileFormatError(
                 f"{file}: {node.where} makes an operator of {max(seconds):g} s and {max(nbytes):g} "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from anabranch.graph.fanout import dense, fan_out, fold, keep_layout
+from anabranch.graph.gradient_order import dense, fan_out, fold, keep_layout
 
 
 def test_aliases_hold_the_tensor_and_its_gradient_is_their_sum() -> None:

@@ -7,14 +7,20 @@ from collections.abc import Mapping
 
 from torch import fx, nn
 
-from anabranch.graph.facts import batch_dim, tensor
+from anabranch.graph.call_traits import batch_dim, tensor
+from anabranch.graph.flat_program import (
+    BATCH_LEAF,
+    PARAMETER,
+    FlatProgram,
+    gradient_calls,
+    requires_grad,
+)
 from anabranch.graph.group import FREE, Grouping
 from anabranch.graph.opgraph import BATCH, Op, OpGraph, Parameter, Value
-from anabranch.graph.program import BATCH_LEAF, PARAMETER, Program, gradient_calls, requires_grad
 
 
 def build(
-    module: nn.Module, program: Program, other: Program, grouping: Grouping, training: bool
+    module: nn.Module, program: FlatProgram, other: FlatProgram, grouping: Grouping, training: bool
 ) -> tuple[OpGraph, tuple[int, ...], tuple[int | None, ...]]:
     """The graph of operators, with the call and the batch dimension of each value."""
     owners = dict(zip(program.calls, grouping.owners, strict=True))
@@ -57,7 +63,7 @@ def build(
     return graph, tuple(e[1] for e in entries), tuple(e[2] for e in entries)
 
 
-def _readers(program: Program, owners: Mapping[fx.Node, int]) -> dict[fx.Node, set[int]]:
+def _readers(program: FlatProgram, owners: Mapping[fx.Node, int]) -> dict[fx.Node, set[int]]:
     """Per node, the operators that read it, directly or through calls that are copied to them."""
     readers: dict[fx.Node, set[int]] = defaultdict(set)
     for node in reversed(list(program.graph.nodes)):

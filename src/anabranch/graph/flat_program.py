@@ -59,7 +59,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Program:
+class FlatProgram:
     """The flat program for one number of samples.
 
     Attributes:
@@ -152,7 +152,7 @@ def lower(
     names: Mapping[str, str],
     batch_names: list[str],
     device: torch.device | None = None,
-) -> Program:
+) -> FlatProgram:
     """Flatten an exported program for a number of samples.
 
     Args:
@@ -320,13 +320,13 @@ class _Builder:
             self.env[place] = given
         self.env[node] = self.body(body, body.graph)
 
-    def finish(self, samples: int) -> Program:
+    def finish(self, samples: int) -> FlatProgram:
         self.graph.output(tuple(self.made(each) for each in self.result))
         _to_front(self.graph)
         _follow_writes(self.graph)
         self.drop_dead()
         self.graph.lint()
-        return Program(
+        return FlatProgram(
             samples,
             self.graph,
             {node: source for node, source in self.sources.items() if not node._erased},
@@ -379,7 +379,7 @@ def _follow_writes(graph: fx.Graph) -> None:
 
 
 def propagate(
-    program: Program, find: Callable[[Source], torch.Tensor], device: torch.device | None = None
+    program: FlatProgram, find: Callable[[Source], torch.Tensor], device: torch.device | None = None
 ) -> None:
     """Run the program on fake tensors: fills ``meta["val"]`` and ``meta["storage"]`` of every node.
 
@@ -412,7 +412,7 @@ def propagate(
                 node.meta["storage"] = env[node].untyped_storage()._cdata
 
 
-def gradient_calls(program: Program) -> set[fx.Node]:
+def gradient_calls(program: FlatProgram) -> set[fx.Node]:
     """The calls that a gradient of the loss goes through."""
     reached = {program.outputs[0]}
     for node in reversed(program.calls):

@@ -8,16 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anabranch.errors import FileFormatError
-from anabranch.profile.readers.draft import Edge, topological_order
-from anabranch.profile.readers.operators import Piece, group
+from anabranch.profile.readers.imported_graph import Edge, topological_order
+from anabranch.profile.readers.training_graph import TrainingNode, group
 
 
-def pieces(text: str) -> dict[str, Piece]:
+def pieces(text: str) -> dict[str, TrainingNode]:
     """Nodes such as ``a:1 b' w*``: key and name a of colour 1, backward b', weight w."""
     made = {}
     for word in text.split():
         key, _, color = word.partition(":")
-        made[key] = Piece(
+        made[key] = TrainingNode(
             key,
             key.rstrip("'*"),
             "here",
@@ -125,18 +125,18 @@ def test_refusals(nodes: str, between: str, message: str) -> None:
 
 
 @st.composite
-def training_graphs(draw: st.DrawFn) -> tuple[dict[str, Piece], list[Edge]]:
+def training_graphs(draw: st.DrawFn) -> tuple[dict[str, TrainingNode], list[Edge]]:
     """A forward graph on the first nodes, anything acyclic after it, colours at will."""
     forward, backward = draw(st.integers(1, 6)), draw(st.integers(0, 6))
     keys = [f"n{i}" for i in range(forward)] + [f"n{i}'" for i in range(backward)]
     colors = st.none() | st.integers(0, 3)
-    made = {k: Piece(k, k, k, draw(colors), k.endswith("'"), weight=False) for k in keys}
+    made = {k: TrainingNode(k, k, k, draw(colors), k.endswith("'"), weight=False) for k in keys}
     pairs = [(a, b) for j, b in enumerate(keys) for a in keys[:j]]
     drawn = draw(st.sets(st.sampled_from(pairs), max_size=16)) if pairs else set()
     return made, [Edge(a, b, 1.0, f"{a}>{b}") for a, b in sorted(drawn)]
 
 
-def alone(made: dict[str, Piece], given_edges: list[Edge]) -> bool:
+def alone(made: dict[str, TrainingNode], given_edges: list[Edge]) -> bool:
     """Whether edges and colours lead from some backward node to no forward node at all."""
     graph = nx.Graph([(e.producer, e.consumer) for e in given_edges])
     graph.add_nodes_from(made)
@@ -149,7 +149,7 @@ def alone(made: dict[str, Piece], given_edges: list[Edge]) -> bool:
 
 
 @given(training_graphs())
-def test_any_training_graph(drawn: tuple[dict[str, Piece], list[Edge]]) -> None:
+def test_any_training_graph(drawn: tuple[dict[str, TrainingNode], list[Edge]]) -> None:
     """Every node has one operator, every dependence holds, and nothing depends in a circle."""
     made, given_edges = drawn
     if alone(made, given_edges):

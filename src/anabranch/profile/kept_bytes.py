@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 
-class Kept:
+class KeptBytes:
     """Attributes saved storages to operators; see ``OpCost.kept_bytes`` for the rule.
 
     Attributes:
