@@ -25,10 +25,10 @@ import torch
 from anabranch.cluster import Cluster
 from anabranch.graph.capture import Captured
 from anabranch.plans.plan import Plan, Prediction
-from anabranch.runtime.asynchronous.fitting import endless
 from anabranch.runtime.asynchronous.pipeline import AsyncPipeline
+from anabranch.runtime.asynchronous.requirements import endless
 from anabranch.runtime.pipeline import Pipeline
-from anabranch.runtime.steps import prepare
+from anabranch.runtime.plan_parts import prepare
 from anabranch.simulator import stream
 from anabranch.simulator.costs import StageTimes
 from anabranch.weights import POLICIES, policy_named

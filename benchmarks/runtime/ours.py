@@ -14,7 +14,7 @@ from anabranch.graph.capture import Captured, capture
 from anabranch.plans.plan import Plan, Prediction
 from anabranch.plans.stages import Stage, StageGraph
 from anabranch.runtime.pipeline import Pipeline
-from anabranch.runtime.steps import prepare
+from anabranch.runtime.plan_parts import prepare
 from anabranch.schedule import rule_named
 from anabranch.simulator.costs import StageTimes
 from anabranch.simulator.run import step_seconds

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from anabranch.profile.profile import Profile as Profile
     from anabranch.profile.readers import read_profile as read_profile
     from anabranch.runtime.asynchronous.pipeline import AsyncPipeline as AsyncPipeline
-    from anabranch.runtime.options import ComputeOptions as ComputeOptions
+    from anabranch.runtime.compute.options import ComputeOptions as ComputeOptions
     from anabranch.runtime.pipeline import Pipeline as Pipeline
     from anabranch.solve import compare as compare
     from anabranch.solve import plan as plan
@@ -39,7 +39,7 @@ _HOME = {
     "AnabranchError": "errors",
     "AsyncPipeline": "runtime.asynchronous.pipeline",
     "Cluster": "cluster",
-    "ComputeOptions": "runtime.options",
+    "ComputeOptions": "runtime.compute.options",
     "Pipeline": "runtime.pipeline",
     "Plan": "plans.plan",
     "Profile": "profile.profile",

@@ -21,8 +21,8 @@ from anabranch.graph.capture import Captured
 from anabranch.plans.plan import Plan
 from anabranch.record import Run
 from anabranch.runtime.asynchronous.pipeline import AsyncPipeline
+from anabranch.runtime.compute.options import PLAIN
 from anabranch.runtime.guards.interrupt import INTERRUPT
-from anabranch.runtime.options import PLAIN
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.runtime.reference import num_samples
 from anabranch.schedule.schedule import Kind
@@ -34,7 +34,7 @@ from anabranch.workload import Batch, Workload
 _RECORDED = 3
 """Steps of which a timeline is recorded; the one with the median time is kept."""
 
-_SETTLED, _FILMED = 8, 6
+_SETTLED, _SHOWN = 8, 6
 """Without a flush: losses before a timeline is recorded, and mini-batches that it shows."""
 
 
@@ -227,7 +227,7 @@ def train_async(
         now = time.perf_counter()
         losses.append(loss)
         if len(losses) == _SETTLED:
-            pipe.film(_FILMED)
+            pipe.record(_SHOWN)
         taken = 0.0
         if pipe.step_number != put_in:  # otherwise it comes with the drain
             put_in = pipe.step_number
@@ -257,7 +257,7 @@ def train_async(
         version_difference=pipe.version_difference,
         peak_versions=pipe.peak_versions,
         weight_bytes=pipe.weight_bytes,
-        round_robin=pipe.is_in_turns,
+        round_robin=pipe.is_round_robin,
         interrupted=INTERRUPT.agreed,
     )
 

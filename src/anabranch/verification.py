@@ -26,8 +26,8 @@ from anabranch.graph.capture import Captured, capture
 from anabranch.graph.opgraph import OpGraph
 from anabranch.plans.plan import Plan, Prediction
 from anabranch.plans.stages import Stage, StageGraph
-from anabranch.runtime import steps
-from anabranch.runtime.compute import is_random
+from anabranch.runtime import plan_parts as steps
+from anabranch.runtime.compute.programs import is_random
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.runtime.reference import Reference, num_samples, reference
 from anabranch.schedule import SCHEDULES

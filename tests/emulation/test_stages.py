@@ -7,7 +7,7 @@ import pytest
 from anabranch.emulation.stages import EmptyStages
 from anabranch.plans.edges import data_and_gradient_edges
 from anabranch.runtime.messages import Item, Layout
-from anabranch.runtime.steps import parts_of
+from anabranch.runtime.plan_parts import parts_of
 from anabranch.schedule import SCHEDULES
 from anabranch.schedule.lower import lower
 from tests.runtime.small import built, plan

@@ -10,17 +10,18 @@ import torch
 from torch import Tensor
 
 from anabranch.plans.plan import Plan
-from anabranch.runtime.options import PLAIN, ComputeOptions
-from anabranch.runtime.steps import Steps, parts_of
-from anabranch.runtime.transport import Hub, LocalTransport
+from anabranch.runtime.compute.options import PLAIN, ComputeOptions
+from anabranch.runtime.plan_parts import parts_of
+from anabranch.runtime.worker_cache import WorkerCache
 from tests.runtime.small import Built
+from tests.runtime.transport.local import Hub, LocalTransport
 
 CPU = torch.device("cpu")
 
 
 def steps_of(
     model: Built, chosen: Plan, options: ComputeOptions, *, seed: int = 0, exact: bool = False
-) -> list[Steps]:
+) -> list[WorkerCache]:
     """Per device, what its rank would have."""
     parts = parts_of(model.captured, chosen, exact=exact)
     devices = chosen.stage_graph.devices
@@ -30,7 +31,7 @@ def steps_of(
         mesh: Any = SimpleNamespace(device=device)
         transport = LocalTransport(hub, rank)
         result.append(
-            Steps(
+            WorkerCache(
                 model.captured,
                 parts,
                 chosen,

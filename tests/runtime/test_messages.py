@@ -7,7 +7,7 @@ from torch import Tensor
 
 from anabranch.plans.plan import Plan
 from anabranch.runtime.messages import Item, Layout, assemble, channels, gradient_ports
-from anabranch.runtime.steps import parts_of
+from anabranch.runtime.plan_parts import parts_of
 from anabranch.schedule import SCHEDULES
 from anabranch.schedule.lower import lower
 from anabranch.schedule.schedule import Kind

@@ -20,14 +20,16 @@ from torch import Tensor
 
 from anabranch.plans.plan import Plan
 from anabranch.plans.stages import split_evenly
-from anabranch.runtime.compute import Outcome, is_random, seeded
+from anabranch.runtime.compute.programs import is_random
+from anabranch.runtime.compute.stage_compute import Outcome, seeded
+from anabranch.runtime.plan_parts import parts_of
 from anabranch.runtime.reference import reference
-from anabranch.runtime.steps import Steps, parts_of
-from anabranch.runtime.transport import Hub, LocalTransport
 from anabranch.runtime.worker import Worker
+from anabranch.runtime.worker_cache import WorkerCache
 from anabranch.schedule import SCHEDULES
 from anabranch.schedule.schedule import Kind
 from tests.runtime.small import Built, batch, built, on_devices, plan, slices
+from tests.runtime.transport.local import Hub, LocalTransport
 
 CPU = torch.device("cpu")
 
@@ -40,7 +42,7 @@ def workers(model: Built, chosen: Plan, samples: int, *, seed: int = 0) -> list[
     result = []
     for rank, device in enumerate(devices):
         mesh: Any = SimpleNamespace(device=device)
-        steps = Steps(
+        steps = WorkerCache(
             model.captured, parts, chosen, mesh, LocalTransport(hub, rank), place=CPU, seed=seed
         )
         result.append(steps.worker(samples))

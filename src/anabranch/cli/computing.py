@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from anabranch.runtime.options import ComputeOptions
+    from anabranch.runtime.compute.options import ComputeOptions
 
 _PANEL = "Computing"
 
@@ -72,7 +72,7 @@ class Computing:
         Raises:
             typer.BadParameter: if there is no such backend.
         """
-        from anabranch.runtime.options import ComputeOptions
+        from anabranch.runtime.compute.options import ComputeOptions
 
         try:
             return ComputeOptions(

@@ -39,13 +39,18 @@ def as_run(
     """
     if not is_async:
         return plan if plan.mode == "sync" else _flushed(plan)
-    from anabranch.runtime.asynchronous.fitting import choose, endless, in_turns, num_microbatches
+    from anabranch.runtime.asynchronous.requirements import (
+        choose,
+        endless,
+        num_microbatches,
+        round_robin_of,
+    )
 
     graph = endless(plan)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # told where training begins
         chosen, reason = choose(policy, plan, num_microbatches(graph), workload)
-    rounds = in_turns(plan) if round_robin else None
+    rounds = round_robin_of(plan) if round_robin else None
     told = f"policy {chosen.name}: {reason}"
     is_planned = plan.mode == "async" and chosen.name == plan.policy
     # Another optimizer has another reason, and other copies.

@@ -107,7 +107,7 @@ class Source:
             return self._from_file(device, None), facts
         workload = self._built(device)
         if facts is None:
-            from anabranch.runtime.asynchronous.recipe import optimizer_of
+            from anabranch.runtime.asynchronous.optimizer_facts import optimizer_of
 
             facts = optimizer_of(workload)
         return self._of_workload(workload, device, batch_size, None), facts

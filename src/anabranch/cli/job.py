@@ -83,7 +83,7 @@ class Job:
     ) -> Plan:
         """Plan for local ranks; ``own_cores`` as if each had a core of its own."""
         from anabranch.cluster import Cluster
-        from anabranch.runtime.asynchronous.recipe import optimizer_of
+        from anabranch.runtime.asynchronous.optimizer_facts import optimizer_of
         from anabranch.solve import plan
 
         cluster = Cluster.preset(f"local:{devices}")
@@ -118,9 +118,9 @@ class Job:
         of ``AsyncPipeline``. ``on_interrupt`` is that of ``launch.run``.
         """
         from anabranch import launch
-        from anabranch.runtime.asynchronous.fitting import in_turns
+        from anabranch.runtime.asynchronous.requirements import round_robin_of
         from anabranch.runtime.guards.interrupt import listening
-        from anabranch.runtime.steps import prepare
+        from anabranch.runtime.plan_parts import prepare
         from anabranch.train import train, train_async
 
         plan = self.plan
@@ -134,7 +134,7 @@ class Job:
         )
         # Once here rather than in every rank: forked ranks inherit it.
         prepare(self.captured, plan.stage_graph)
-        rounds = in_turns(plan) if options.get("round_robin") else None
+        rounds = round_robin_of(plan) if options.get("round_robin") else None
         if rounds is not None:
             prepare(self.captured, rounds.one(0, plan.stage_graph.batch_size))
         evaluation = self.captured.evaluation() if self.workload.eval_data is not None else None

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from anabranch.graph.capture import Captured
     from anabranch.plans.plan import Plan
-    from anabranch.runtime.options import ComputeOptions
+    from anabranch.runtime.compute.options import ComputeOptions
     from anabranch.weights import WeightPolicy
     from anabranch.workload import Workload
 
@@ -138,22 +138,24 @@ def require_runs(
         InvalidScheduleError: if its in-flight counts rise along a stage edge.
         PolicyError: if the policy is not defined for such a plan or optimizer.
     """
-    from anabranch.runtime.asynchronous import fitting
-    from anabranch.runtime.steps import parts_of
+    from anabranch.runtime.asynchronous import requirements
+    from anabranch.runtime.plan_parts import parts_of
     from anabranch.solve_async import require_asynchronous
 
     if is_async:
         require_asynchronous(plan, policy if isinstance(policy, str) else "")
-        graph = fitting.endless(plan)
+        graph = requirements.endless(plan)
     parts = parts_of(captured, plan, exact=False)
     if not is_async:
         return
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # told where training begins
-        chosen, _ = fitting.choose(policy, plan, fitting.num_microbatches(graph), workload)
-        in_turns = round_robin and fitting.in_turns(plan) is not None
-        fitting.require_asynchronous(
-            plan, graph, parts, chosen, workload, compute, round_robin=in_turns
+        chosen, _ = requirements.choose(
+            policy, plan, requirements.num_microbatches(graph), workload
+        )
+        is_round_robin = round_robin and requirements.round_robin_of(plan) is not None
+        requirements.require_asynchronous(
+            plan, graph, parts, chosen, workload, compute, round_robin=is_round_robin
         )
 
 
@@ -186,6 +188,6 @@ def require_trainable(
     if resume is not None:
         Checkpoint(resume)
     if is_async:
-        from anabranch.runtime.asynchronous.fitting import require_recipes
+        from anabranch.runtime.asynchronous.requirements import require_recipes
 
         require_recipes(workload, compute, policy)

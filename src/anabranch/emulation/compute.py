@@ -9,7 +9,7 @@ from torch import Tensor
 
 from anabranch.emulation.clock import DeviceClock
 from anabranch.graph.split import Port
-from anabranch.runtime.compute import Key, Outcome
+from anabranch.runtime.compute.stage_compute import Key, Outcome
 from anabranch.runtime.messages import Layout, gradient_ports
 from anabranch.simulator.costs import StepCosts
 

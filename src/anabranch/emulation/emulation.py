@@ -8,9 +8,9 @@ from typing import Literal
 
 from anabranch.cluster import Cluster
 from anabranch.cost import CostModel
-from anabranch.emulation.board import Board, Channel
-from anabranch.emulation.links import Prices
+from anabranch.emulation.shared_links import Channel, SharedLinks
 from anabranch.emulation.stages import EmptyStages
+from anabranch.emulation.transports import LinkPrices
 from anabranch.errors import InvalidPlanError
 from anabranch.plans.plan import Plan
 from anabranch.profile.profile import Profile
@@ -76,7 +76,7 @@ class Emulation:
         check(self.schedule, graph)
         self.devices = graph.devices
         self._model, self._stages = profile, EmptyStages(profile.graph, graph)
-        self.prices = Prices(self.costs, self.devices)
+        self.prices = LinkPrices(self.costs, self.devices)
         self.rings = tuple(self.costs.all_reduces())
         self.message_bytes = self.num_messages = 0
         channels = self._channels()
@@ -90,7 +90,7 @@ class Emulation:
                 for replica in range(graph.stages[stage].replicas):
                     start, stop = graph.slice(stage, microbatch, replica)
                     self.costs.compute_s(stage, stop - start) if stop > start else None
-        self.board = Board(
+        self.shared_links = SharedLinks(
             channels, len(self.prices.ports), [len(ring.devices) for ring in self.rings]
         )
 

@@ -17,15 +17,15 @@ from dataclasses import replace
 
 import torch
 
-from anabranch.emulation import rings
+from anabranch.emulation import all_reduce as rings
 from anabranch.emulation.clock import DeviceClock, sleep_precisely
 from anabranch.emulation.compute import EmulatedCompute
 from anabranch.emulation.emulation import Emulation
-from anabranch.emulation.links import HostLinks, ModelledTransport
-from anabranch.runtime.compute import Outcome
+from anabranch.emulation.transports import HostLinks, ModelledTransport
+from anabranch.runtime.compute.stage_compute import Outcome
 from anabranch.runtime.guards.failure import POSITION, PeerLostError, located
+from anabranch.runtime.measurement.timeline import gather_timeline
 from anabranch.runtime.mesh import Mesh
-from anabranch.runtime.recording import gather_timeline
 from anabranch.runtime.worker import Worker
 from anabranch.timeline import Span, Timeline
 
@@ -82,7 +82,7 @@ class EmulatedPipeline:
             self._links = HostLinks(inner, self._clock)
         elif inner is not None:
             self._links = ModelledTransport(
-                inner, mesh.rank, emulation.board, emulation.prices, self._clock
+                inner, mesh.rank, emulation.shared_links, emulation.prices, self._clock
             )
         layout = emulation.layout(mesh.device)
         return Worker(
@@ -126,7 +126,7 @@ class EmulatedPipeline:
 
     def _begin(self) -> None:
         mesh = self._mesh
-        self._emulation.board.clear(mesh.rank)
+        self._emulation.shared_links.clear(mesh.rank)
         if self._links is not None:
             self._links.begin()
         now = torch.tensor([time.perf_counter()], dtype=torch.float64)

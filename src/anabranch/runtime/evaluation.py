@@ -10,12 +10,13 @@ import torch
 from anabranch.errors import DataError
 from anabranch.graph.capture import Captured
 from anabranch.plans.plan import Plan
-from anabranch.runtime.feed import leaves_of, samples_of
+from anabranch.runtime.compute.options import PLAIN, ComputeOptions
+from anabranch.runtime.data_feed import leaves_of, samples_of
 from anabranch.runtime.guards.failure import POSITION
 from anabranch.runtime.mesh import Mesh
-from anabranch.runtime.options import PLAIN, ComputeOptions
-from anabranch.runtime.steps import Steps, evaluation_parts
+from anabranch.runtime.plan_parts import evaluation_parts
 from anabranch.runtime.transport import Transport
+from anabranch.runtime.worker_cache import WorkerCache
 from anabranch.workload import Batch
 
 
@@ -42,7 +43,7 @@ class Evaluation:
     ) -> None:
         self._training, self._captured, self._plan = training, captured, plan
         self._mesh, self._transport, self._options = mesh, transport, options
-        self._steps: Steps | None = None
+        self._steps: WorkerCache | None = None
 
     def means(
         self,
@@ -83,9 +84,9 @@ class Evaluation:
             POSITION.leave()
         return dict(zip(("loss", *names), totals, strict=True))
 
-    def _make(self, place: torch.device, seed: int) -> Steps:
+    def _make(self, place: torch.device, seed: int) -> WorkerCache:
         captured = self._captured or self._training.evaluation()
-        self._steps = Steps(
+        self._steps = WorkerCache(
             captured,
             evaluation_parts(captured, self._plan),
             self._plan,

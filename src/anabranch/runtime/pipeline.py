@@ -33,16 +33,16 @@ from torch import Tensor
 from anabranch.errors import DataError, NonFiniteError, TrainingError
 from anabranch.graph.capture import Captured
 from anabranch.plans.plan import Plan
-from anabranch.runtime.compute import Outcome
+from anabranch.runtime.compute.options import PLAIN, ComputeOptions
+from anabranch.runtime.compute.stage_compute import Outcome
+from anabranch.runtime.data_feed import leaves_of, samples_of
 from anabranch.runtime.data_parallel.updates import Updates
-from anabranch.runtime.feed import leaves_of, samples_of
 from anabranch.runtime.guards.failure import POSITION
-from anabranch.runtime.memory import Gauge
+from anabranch.runtime.measurement.peak_memory import PeakMemory
+from anabranch.runtime.measurement.timeline import gather_timeline
 from anabranch.runtime.numerics.nonfinite import Ran, Trace
-from anabranch.runtime.options import PLAIN, ComputeOptions
-from anabranch.runtime.recording import gather_timeline
 from anabranch.runtime.session import Joined
-from anabranch.runtime.tally import Tally
+from anabranch.runtime.step_totals import StepTotals
 from anabranch.runtime.worker import Worker
 from anabranch.timeline import Timeline
 from anabranch.workload import Batch, Workload
@@ -139,7 +139,7 @@ class Pipeline(Joined):
         )
         self._trace = Trace(self._captured, self._state.parameters, self._mesh)
         self._is_first = True
-        self._unread: Tally | None = None
+        self._unread: StepTotals | None = None
         self._is_bad = False  # this rank has met a loss that is not finite, and updates no more
         self._is_spoilt = False  # some stages have made an update that others have not
         self.timeline: Timeline | None = None
@@ -184,7 +184,7 @@ class Pipeline(Joined):
         if self._place.type != "cuda" and self._train.options.backend is not None:
             yield  # compiled code shows nobody what it makes
             return
-        gauge = Gauge(self._place, self._updates.tensors, leaves.values())
+        gauge = PeakMemory(self._place, self._updates.tensors, leaves.values())
         with gauge.measuring():
             yield
         peaks = self._mesh.all_gather(torch.tensor([gauge.peak_bytes]))
@@ -211,7 +211,7 @@ class Pipeline(Joined):
                 by gradients that are not finite; names stage, micro-batch and step.
             StageFailedError, DataError: see ``step``.
         """
-        before: Tally | None = None
+        before: StepTotals | None = None
         try:
             for batch in self._given(batches):
                 if self._is_first or self._decides_together:
@@ -341,15 +341,15 @@ class Pipeline(Joined):
         squares: float = 0.0,
         overflow: bool = False,
         is_first: bool = True,
-    ) -> Tally:
+    ) -> StepTotals:
         def why() -> NonFiniteError:
             return self._trace.why(ran, is_first=is_first)
 
         ran = Ran(self._ran[0], self._ran[1], self.step_number, outcome)
         names = self._captured.metrics
-        return Tally(self._mesh, outcome, names, why, squares=squares, overflow=overflow)
+        return StepTotals(self._mesh, outcome, names, why, squares=squares, overflow=overflow)
 
-    def _go(self, batch: Batch) -> Tally:
+    def _go(self, batch: Batch) -> StepTotals:
         """One step without waiting for ranks that hold other parameters."""
         leaves = leaves_of(self._captured, batch, self._place, self._feed.where)
         with self._failing():
@@ -369,7 +369,7 @@ class Pipeline(Joined):
         self._unread = tally
         return tally
 
-    def _read(self, tally: Tally) -> float:
+    def _read(self, tally: StepTotals) -> float:
         with self._failing():
             try:
                 tally.read()
@@ -427,7 +427,7 @@ class Pipeline(Joined):
             self._settle()
         return self._means(loader)
 
-    # State on disk
+    # ModelState on disk
 
     def save(self, folder: str | Path) -> None:
         """Write a checkpoint: parameters, buffers, optimizer, scheduler, position in the data.

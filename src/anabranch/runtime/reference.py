@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from anabranch.graph.export import scalars
-from anabranch.runtime.compute import unchanged_buffers
+from anabranch.runtime.compute.stage_compute import unchanged_buffers
 from anabranch.workload import Batch
 
 

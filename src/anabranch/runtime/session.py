@@ -21,19 +21,20 @@ from anabranch import checkpoint as disk
 from anabranch.errors import NonFiniteError, TrainingError
 from anabranch.graph.capture import Captured
 from anabranch.plans.plan import Plan
+from anabranch.runtime.compute.options import PLAIN, ComputeOptions, require_exact
+from anabranch.runtime.data_feed import DataFeed
 from anabranch.runtime.data_parallel.gradients import Holders
 from anabranch.runtime.evaluation import Evaluation
-from anabranch.runtime.feed import Feed
 from anabranch.runtime.guards.agreement import facts_of, require_agreement
 from anabranch.runtime.guards.failure import PeerLostError, located
 from anabranch.runtime.guards.memory_budget import require_memory
 from anabranch.runtime.guards.self_check import compare_with_eager
 from anabranch.runtime.mesh import Mesh, join, require_whole_replicas
 from anabranch.runtime.messages import channels
-from anabranch.runtime.options import PLAIN, ComputeOptions, require_exact
-from anabranch.runtime.state import State
-from anabranch.runtime.steps import Steps, captured_for, parts_of
+from anabranch.runtime.model_state import ModelState
+from anabranch.runtime.plan_parts import captured_for, parts_of
 from anabranch.runtime.transport import Channel
+from anabranch.runtime.worker_cache import WorkerCache
 from anabranch.workload import Batch, Workload
 
 
@@ -105,9 +106,9 @@ class Joined:
                 require_memory(plan, self._mesh, held, place)
             wanted = sorted({*channels(graph), *further})
             self._transport = self._mesh.transport(place, wanted)
-            self._state = State(replace(workload, module=module), self._holders, self._mesh)
+            self._state = ModelState(replace(workload, module=module), self._holders, self._mesh)
             seed = self._common_seed()
-        self._train = Steps(
+        self._train = WorkerCache(
             self._captured,
             self._parts,
             plan,
@@ -117,7 +118,7 @@ class Joined:
             seed=seed,
             options=compute,
         )
-        self._feed = Feed(workload, plan.stage_graph.batch_size, self._fail)
+        self._feed = DataFeed(workload, plan.stage_graph.batch_size, self._fail)
         self._evaluation = Evaluation(
             self._captured, evaluation, plan, self._mesh, self._transport, compute
         )

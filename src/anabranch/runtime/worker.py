@@ -29,7 +29,7 @@ from torch import Tensor
 
 from anabranch.graph.split import Port
 from anabranch.plans.stages import StageGraph
-from anabranch.runtime.compute import Compute, Key, Outcome
+from anabranch.runtime.compute.stage_compute import Compute, Key, Outcome
 from anabranch.runtime.guards.failure import POSITION
 from anabranch.runtime.messages import TOKEN, Item, Layout, assemble
 from anabranch.runtime.transport import Receipt, Spec, Transport

@@ -14,8 +14,8 @@ from anabranch import launch
 from anabranch.errors import NonFiniteError
 from anabranch.plans.plan import Plan, Prediction
 from anabranch.plans.stages import Stage, StageGraph
-from anabranch.runtime.asynchronous.fitting import endless
 from anabranch.runtime.asynchronous.pipeline import AsyncPipeline
+from anabranch.runtime.asynchronous.requirements import endless
 from anabranch.workload import Batch
 from tests.runtime.asynchronous.models import Cut
 

@@ -29,10 +29,10 @@ from anabranch.errors import (
     TrainingError,
 )
 from anabranch.plans.plan import Plan
-from anabranch.runtime.asynchronous.fitting import endless
 from anabranch.runtime.asynchronous.pipeline import AsyncPipeline
 from anabranch.runtime.asynchronous.replay import Replay
-from anabranch.runtime.options import ComputeOptions
+from anabranch.runtime.asynchronous.requirements import endless
+from anabranch.runtime.compute.options import ComputeOptions
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.schedule import SCHEDULES
 from anabranch.weights import PipeOptim, PredictStash, units_in_flight

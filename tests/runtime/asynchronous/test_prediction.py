@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -12,14 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer, RMSprop
 
-from anabranch.errors import PolicyError
-from anabranch.runtime.asynchronous.prediction import (
-    Prediction,
-    has_momentum,
-    require_rule,
-    rule_of,
-)
-from anabranch.weights import PipeOptim, PredictStash, SpecTrain, Stash
+from anabranch.runtime.asynchronous.optimizer_facts import rule_of
+from anabranch.runtime.asynchronous.prediction import Prediction
 
 Make = Callable[[Any], Optimizer]
 
@@ -213,43 +206,9 @@ def test_complex_weights():
         torch.testing.assert_close(then - p.detach(), p.detach() - old)
 
 
-@pytest.mark.parametrize(
-    ("make", "expected"),
-    [
-        (partial(SGD, lr=0.1), False),
-        (partial(SGD, lr=0.1, momentum=0.9), True),
-        (partial(Adam, betas=(0.0, 0.9)), False),
-        (AdamW, True),
-        (NAdam, True),
-    ],
-)
-def test_momentum(make, expected):
-    """Whether there is anything to predict with."""
-    assert has_momentum(make(parameters())) is expected
-
-
-@pytest.mark.parametrize("make", [Adam, partial(SGD, lr=0.1), NAdam])
-def test_spectrain_is_for_momentum_only(make):
-    """The message says what fits."""
-    with pytest.raises(PolicyError, match="spectrain predicts with the momentum of SGD"):
-        require_rule(SpecTrain(), make(parameters()))
-
-
-@pytest.mark.parametrize("policy", [PipeOptim(), PredictStash()])
-def test_a_prediction_of_nothing_is_warned_of(policy):
-    """SGD without momentum: every prediction is the current weights."""
-    with pytest.warns(UserWarning, match="prediction is the current weights; give it a momentum"):
-        require_rule(policy, SGD(parameters(), lr=0.1))
+def test_without_momentum_the_prediction_is_the_current_weights():
+    """SGD then keeps nothing to predict with."""
     ps = parameters()
     optimizer = SGD(ps, lr=0.1)
     step(optimizer, ps, 0)
     assert all(map(torch.equal, predicted(optimizer, ps, 3), ps))
-
-
-@pytest.mark.parametrize("make", [partial(SGD, lr=0.1, momentum=0.9), AdamW, NAdam])
-def test_what_fits_is_accepted_silently(make):
-    """And a policy that predicts nothing asks for nothing."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        require_rule(PipeOptim(), make(parameters()))
-        require_rule(Stash(), SGD(parameters(), lr=0.1))

@@ -16,7 +16,7 @@ from anabranch import Cluster, capture, measure, plan, save_plan
 from anabranch.errors import InvalidPlanError, PolicyError
 from anabranch.model_names import resolve
 from anabranch.runtime.asynchronous.replay import Replay
-from anabranch.runtime.options import ComputeOptions
+from anabranch.runtime.compute.options import ComputeOptions
 from anabranch.weights import POLICIES, PredictStash, versions_held
 from anabranch.workload import Workload
 from tests.runtime.asynchronous import reference

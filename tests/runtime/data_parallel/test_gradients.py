@@ -21,7 +21,7 @@ from anabranch.runtime.data_parallel.gradients import (
     sum_of_squares,
 )
 from anabranch.runtime.mesh import Mesh
-from anabranch.runtime.steps import parts_of
+from anabranch.runtime.plan_parts import parts_of
 from tests.runtime.small import built, plan
 
 ALONE: Any = SimpleNamespace(size=1, rank=0)

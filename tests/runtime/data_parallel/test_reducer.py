@@ -11,9 +11,9 @@ from torch import Tensor
 
 from anabranch import launch
 from anabranch.plans.plan import Plan
+from anabranch.runtime.data_feed import leaves_of
 from anabranch.runtime.data_parallel import buckets
 from anabranch.runtime.data_parallel.gradients import reduce_gradients
-from anabranch.runtime.feed import leaves_of
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.runtime.reference import reference
 from tests.runtime.small import Built, batch, built, num_ranks, on_devices, plan

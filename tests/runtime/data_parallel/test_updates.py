@@ -101,7 +101,7 @@ FOLDED = [(0,), (1,), (0,), (1,)]
 """Two stages per device."""
 
 
-# Steps without a barrier
+# WorkerCache without a barrier
 
 
 @pytest.mark.parametrize("optimizer", [adam, momentum])

@@ -16,10 +16,10 @@ from anabranch.errors import CaptureError
 from anabranch.graph.capture import capture
 from anabranch.graph.split import split
 from anabranch.plans.plan import Plan
-from anabranch.runtime.compute import is_random
+from anabranch.runtime.compute.options import ComputeOptions
+from anabranch.runtime.compute.programs import is_random
 from anabranch.runtime.numerics.dropout import BySample
 from anabranch.runtime.numerics.random_streams import step_key
-from anabranch.runtime.options import ComputeOptions
 from anabranch.workload import Workload
 from tests.hf_models import MODELS as HF_MODELS
 from tests.runtime.computing import step

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from anabranch.runtime.compute.options import ComputeOptions
 from anabranch.runtime.numerics.offload import SMALLEST_BYTES, Offload, Saved
-from anabranch.runtime.options import ComputeOptions
 from tests.runtime.computing import CPU, step
 from tests.runtime.small import batch, built, plan
 

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 from anabranch.errors import NonFiniteError
 from anabranch.graph.capture import capture
+from anabranch.runtime.compute.options import ComputeOptions, Precision
 from anabranch.runtime.numerics.precision import LossScale, value_types
-from anabranch.runtime.options import ComputeOptions, Precision
 from anabranch.runtime.reference import call, take
 from anabranch.workload import Workload
 from tests.runtime.computing import CPU, step, steps_of

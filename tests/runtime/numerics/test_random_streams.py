@@ -9,7 +9,7 @@ import torch
 from scipy import stats  # type: ignore[import-untyped]
 from torch import Tensor
 
-from anabranch.runtime.numerics.random_streams import Place, mix, step_key, streams
+from anabranch.runtime.numerics.random_streams import RandomSite, mix, step_key, streams
 
 GOLDEN = 0x9E3779B97F4A7C15
 MASK = 2**64 - 1
@@ -23,10 +23,10 @@ def place(
     call: int = 0,
     start: int = 0,
     dim: int = 0,
-) -> Place:
+) -> RandomSite:
     key, first = torch.tensor(step_key(seed, step)), torch.tensor(start)
     blocks = (math.prod(shape[:dim]), shape[dim], math.prod(shape[dim + 1 :]))
-    return Place(streams(key, first, [call], shape[dim]), 0, blocks, shape)
+    return RandomSite(streams(key, first, [call], shape[dim]), 0, blocks, shape)
 
 
 def test_finaliser_is_splitmix64() -> None:
@@ -124,7 +124,7 @@ def test_integers_cover_their_range() -> None:
 def test_a_value_without_samples_draws_one_thing_in_all_microbatches() -> None:
     key = torch.tensor(step_key(0, 0))
     first, second = (
-        Place(streams(key, torch.tensor(start), [3], 4), 0, (1, 0, 6), (2, 3)).kept(0.5)
+        RandomSite(streams(key, torch.tensor(start), [3], 4), 0, (1, 0, 6), (2, 3)).kept(0.5)
         for start in (0, 4)
     )
     assert torch.equal(first, second)

@@ -14,12 +14,11 @@ from anabranch import launch
 from anabranch.runtime.mesh import Mesh
 from anabranch.runtime.transport import (
     HostTransport,
-    Hub,
-    LocalTransport,
     ProcessGroupTransport,
     Transport,
     meet,
 )
+from tests.runtime.transport.local import Hub, LocalTransport
 
 CPU = torch.device("cpu")
 Scenario = Callable[[Transport, int], Any]

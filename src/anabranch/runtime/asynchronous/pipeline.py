@@ -34,32 +34,32 @@ from torch import Tensor, nn
 from anabranch.errors import DataError, NonFiniteError, TrainingError
 from anabranch.graph.capture import Captured
 from anabranch.plans.plan import Plan
+from anabranch.runtime.asynchronous.checkpoint_entries import entries, state_of
 from anabranch.runtime.asynchronous.divergence import Divergence, circumstances
-from anabranch.runtime.asynchronous.filming import Film
-from anabranch.runtime.asynchronous.fitting import (
+from anabranch.runtime.asynchronous.minibatch_totals import MinibatchTotals
+from anabranch.runtime.asynchronous.optimizer_facts import rule_of
+from anabranch.runtime.asynchronous.recording import Recording
+from anabranch.runtime.asynchronous.requirements import (
     choose,
     endless,
-    in_turns,
     num_microbatches,
     require_asynchronous,
+    round_robin_of,
 )
-from anabranch.runtime.asynchronous.memory import budgeted
-from anabranch.runtime.asynchronous.outcomes import Outcomes
-from anabranch.runtime.asynchronous.prediction import rule_of
-from anabranch.runtime.asynchronous.resumption import entries, state_of
+from anabranch.runtime.asynchronous.round_robin_memory import budgeted
+from anabranch.runtime.asynchronous.round_robin_stream import RoundRobinStream
 from anabranch.runtime.asynchronous.stream import Stream
-from anabranch.runtime.asynchronous.turns import Turns
 from anabranch.runtime.asynchronous.versions import StageWeights
-from anabranch.runtime.compute import Outcome
+from anabranch.runtime.compute.options import PLAIN, ComputeOptions
+from anabranch.runtime.compute.stage_compute import Outcome
+from anabranch.runtime.data_feed import leaves_of, samples_of
 from anabranch.runtime.data_parallel.buckets import dense
 from anabranch.runtime.data_parallel.reducer import Reducer
-from anabranch.runtime.feed import leaves_of, samples_of
 from anabranch.runtime.guards.failure import POSITION
 from anabranch.runtime.guards.memory_budget import require_memory
 from anabranch.runtime.numerics.nonfinite import Finding, Trace, bad_names, data_advice
-from anabranch.runtime.options import PLAIN, ComputeOptions
 from anabranch.runtime.session import Joined
-from anabranch.runtime.tally import Tally
+from anabranch.runtime.step_totals import StepTotals
 from anabranch.runtime.worker import Flight
 from anabranch.timeline import Timeline
 from anabranch.weights import WeightPolicy, units_in_flight
@@ -82,7 +82,7 @@ class AsyncPipeline(Joined):
         peak_versions: per rank, copies of its stage's weights that were alive at once at most,
             likewise.
         weight_bytes: per rank, bytes of these copies.
-        timeline: of the mini-batches that were filmed last, the same on every rank.
+        timeline: of the mini-batches that were recorded last, the same on every rank.
         step_number: mini-batches put in; after ``drain`` all stages have learned from all of them.
 
     Args:
@@ -139,7 +139,7 @@ class AsyncPipeline(Joined):
         if clip_stage_norm is not None and not clip_stage_norm > 0:
             raise ValueError(f"clip_stage_norm is a norm, more than 0; not {clip_stage_norm}")
         self._graph = graph = endless(plan)
-        self._rounds = rounds = in_turns(plan) if round_robin else None
+        self._rounds = rounds = round_robin_of(plan) if round_robin else None
         self._microbatches = microbatches = num_microbatches(graph)
         self.policy, self.reason = choose(policy, plan, microbatches, workload)
         facts = {
@@ -163,7 +163,13 @@ class AsyncPipeline(Joined):
             further=rounds.channels() if rounds is not None else (),
         )
         require_asynchronous(
-            plan, graph, self._parts, self.policy, workload, compute, round_robin=self.is_in_turns
+            plan,
+            graph,
+            self._parts,
+            self.policy,
+            workload,
+            compute,
+            round_robin=self.is_round_robin,
         )
         if rounds is not None and check_memory:
             with self._failing():
@@ -179,7 +185,7 @@ class AsyncPipeline(Joined):
         if rounds is not None:
             self._late, units = rounds.late, rounds.in_flight
         self._behind = tuple(held - 1 for held in units)
-        self._outcomes = Outcomes(self._mesh, self._captured.metrics, self._why)
+        self._outcomes = MinibatchTotals(self._mesh, self._captured.metrics, self._why)
         with self._failing():
             self._start()
         self._trace = Trace(self._captured, self._state.parameters, self._mesh)
@@ -194,10 +200,10 @@ class AsyncPipeline(Joined):
         self.peak_versions: tuple[int, ...] = ()
         self.weight_bytes: tuple[int, ...] = ()
         self.timeline: Timeline | None = None
-        self._film: Film | None = None
+        self._recording: Recording | None = None
 
     @property
-    def is_in_turns(self) -> bool:
+    def is_round_robin(self) -> bool:
         """Whether a stage has replicas, and they take mini-batches in turn."""
         return self._rounds is not None
 
@@ -220,10 +226,12 @@ class AsyncPipeline(Joined):
             )
         stages_of = {n: [y] for y in range(len(graph)) for n in self._parts.parameters(y)}
         parameters = self._state.parameters
-        reducer = Reducer(parameters, stages_of, self._holders, self._mesh, notes=self.is_in_turns)
-        self._stream: Stream | Turns
+        reducer = Reducer(
+            parameters, stages_of, self._holders, self._mesh, notes=self.is_round_robin
+        )
+        self._stream: Stream | RoundRobinStream
         if rounds is not None:
-            self._stream = Turns(
+            self._stream = RoundRobinStream(
                 self._train,
                 rounds,
                 s,
@@ -388,8 +396,8 @@ class AsyncPipeline(Joined):
             seen = self._trace.seen(self._stage, outcome, flight.made)
             self._first_bad = flight.number, seen
         self._outcomes.note(flight.number, outcome)
-        if self._film is not None:
-            self._film.note(flight)
+        if self._recording is not None:
+            self._recording.note(flight)
 
     # What mini-batches came to
 
@@ -400,7 +408,7 @@ class AsyncPipeline(Joined):
             if number >= first:
                 yield loss
 
-    def _read(self, number: int, tally: Tally) -> float:
+    def _read(self, number: int, tally: StepTotals) -> float:
         with self._failing():
             tally.read()
         self.metrics, loss = tally.metrics, tally.loss
@@ -437,7 +445,7 @@ class AsyncPipeline(Joined):
                 "checkpoint"
             )
 
-    def film(self, minibatches: int) -> None:
+    def record(self, minibatches: int) -> None:
         """Keep a ``timeline`` of the next mini-batches; it is there after the ``drain`` behind.
 
         Args:
@@ -445,10 +453,10 @@ class AsyncPipeline(Joined):
         """
         first, size = self.step_number, self.plan.stage_graph.batch_size
         last = first + minibatches + 2 * self._late
-        self._film = Film(first, last, size, self._microbatches)
+        self._recording = Recording(first, last, size, self._microbatches)
 
     def _measure(self) -> None:
-        """Tell each other how many versions there were, and what was filmed."""
+        """Tell each other how many versions there were, and what was recorded."""
         if self._measured_at == self.step_number:
             return
         self._measured_at = self.step_number
@@ -460,8 +468,8 @@ class AsyncPipeline(Joined):
         self.version_difference = tuple(
             max(row[2] for row in rows if row[3] == s) for s in range(len(self._graph))
         )
-        if self._film is not None and self._film.last < self.step_number:
-            self.timeline, self._film = self._film.timeline(self._mesh), None
+        if self._recording is not None and self._recording.last < self.step_number:
+            self.timeline, self._recording = self._recording.timeline(self._mesh), None
 
     # Evaluation and state on disk
 

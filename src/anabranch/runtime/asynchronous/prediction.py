@@ -28,49 +28,14 @@ autocast parameters and state are in full precision, and so are predictions.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import Optimizer
 
-from anabranch.weights import OptimizerFacts, WeightPolicy, optimizer_remark, require_optimizer
-from anabranch.weights.optimizers import Rule
-
-
-def rule_of(optimizer: Optimizer) -> Rule:
-    """How weights under an optimizer are predicted."""
-    if type(optimizer) is SGD:
-        return "momentum"
-    return "adam" if type(optimizer) in (Adam, AdamW) else "last update"
-
-
-def has_momentum(optimizer: Optimizer) -> bool:
-    """Whether the optimizer remembers a direction, as far as is known."""
-    if rule_of(optimizer) == "momentum":
-        return any(group["momentum"] for group in optimizer.param_groups)
-    if rule_of(optimizer) == "adam":
-        return any(group["betas"][0] for group in optimizer.param_groups)
-    return True
-
-
-def facts_of(optimizer: Optimizer) -> OptimizerFacts:
-    """What policies have to know of an optimizer."""
-    return OptimizerFacts(type(optimizer).__name__, has_momentum(optimizer), rule_of(optimizer))
-
-
-def require_rule(policy: WeightPolicy, optimizer: Optimizer) -> None:
-    """Accept an optimizer under a policy that predicts; warns where a prediction says nothing.
-
-    Raises:
-        PolicyError: for SpecTrain with anything but SGD with momentum.
-    """
-    facts = facts_of(optimizer)
-    require_optimizer(policy, facts)
-    if remark := optimizer_remark(policy, facts):
-        warnings.warn(remark, stacklevel=2)
+from anabranch.runtime.asynchronous.optimizer_facts import rule_of
 
 
 class Prediction:

@@ -24,11 +24,11 @@ from anabranch.graph.group import Granularity
 from anabranch.graph.split import Port, Split, split
 from anabranch.plans.stages import Stage, StageGraph
 from anabranch.runtime.asynchronous.versions import StageWeights
-from anabranch.runtime.compute import Outcome, StageCompute
-from anabranch.runtime.feed import leaves_of, samples_of
+from anabranch.runtime.compute.options import PLAIN, ComputeOptions
+from anabranch.runtime.compute.programs import StagePrograms
+from anabranch.runtime.compute.stage_compute import Outcome, StageCompute
+from anabranch.runtime.data_feed import leaves_of, samples_of
 from anabranch.runtime.messages import Layout
-from anabranch.runtime.options import PLAIN, ComputeOptions
-from anabranch.runtime.prepared import Prepared
 from anabranch.schedule import SCHEDULES
 from anabranch.weights import WeightPolicy, require_fits, units_in_flight
 from anabranch.workload import Batch, Workload
@@ -87,7 +87,7 @@ class Replay:
         self._captured, self._policy = captured, policy
         self._parts = _parts(captured, stages)
         self._microbatches, self._seed = microbatches, seed
-        self._prepared = Prepared(captured, self._parts, options, captured.device)
+        self._prepared = StagePrograms(captured, self._parts, options, captured.device)
         self.graph = _stage_graph(self._parts, stages, batch_size, microbatches)
         require_fits(policy, self.graph, microbatches=microbatches)
         self.weights = tuple(self._stage_weights(workload, s) for s in range(len(stages)))

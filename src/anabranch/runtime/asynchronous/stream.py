@@ -29,7 +29,7 @@ from collections.abc import Callable, Mapping, Sequence
 from torch import Tensor
 
 from anabranch.runtime.asynchronous.versions import StageWeights
-from anabranch.runtime.compute import Outcome
+from anabranch.runtime.compute.stage_compute import Outcome
 from anabranch.runtime.data_parallel.reducer import Reducer
 from anabranch.runtime.guards.failure import POSITION
 from anabranch.runtime.worker import Flight, Worker

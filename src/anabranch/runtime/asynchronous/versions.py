@@ -32,7 +32,8 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from anabranch.runtime.asynchronous.prediction import Prediction, require_rule
+from anabranch.runtime.asynchronous.optimizer_facts import require_rule
+from anabranch.runtime.asynchronous.prediction import Prediction
 from anabranch.runtime.data_parallel.buckets import dense
 from anabranch.weights import Alive, PredictStash, WeightPolicy
 

@@ -41,7 +41,7 @@ class _Queue:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _Slot:
     """Where a parameter is: which bucket of which queue, and where in it."""
 
     queue: _Queue
@@ -77,13 +77,13 @@ class Reducer:
             if parameter.requires_grad and len(ranks) > 1:
                 groups[ranks, tuple(stages_of[name])].append((name, parameter))
         queues: dict[Ranks, _Queue] = {}
-        self._places: dict[str, _Place] = {}
+        self._places: dict[str, _Slot] = {}
         for (ranks, _), named in sorted(groups.items(), key=lambda g: (g[0][0], -g[0][1][0], g[0])):
             queue = queues.setdefault(ranks, _Queue([]))
             for bucket in cut(ranks, named, mesh):
                 queue.buckets.append(bucket)
                 for index, (name, _) in enumerate(bucket.named):
-                    self._places[name] = _Place(queue, bucket, index)
+                    self._places[name] = _Slot(queue, bucket, index)
         self._queues = tuple(queues.values())
         self._finals: dict[tuple[int, ...], dict[int, list[str]]] = {}
         self._handles: list[RemovableHandle] = []

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from anabranch.graph.split import Split
 from anabranch.plans.stages import StageGraph
-from anabranch.runtime.compute import Outcome
+from anabranch.runtime.compute.stage_compute import Outcome
 from anabranch.runtime.data_parallel.gradients import (
     Holders,
     clip,
@@ -36,8 +36,8 @@ from anabranch.runtime.data_parallel.gradients import (
 )
 from anabranch.runtime.data_parallel.reducer import Reducer
 from anabranch.runtime.mesh import Mesh
+from anabranch.runtime.model_state import ModelState
 from anabranch.runtime.numerics.nonfinite import bad_names
-from anabranch.runtime.state import State
 from anabranch.runtime.worker import Worker
 
 
@@ -60,7 +60,7 @@ class Updates:
 
     def __init__(
         self,
-        state: State,
+        state: ModelState,
         parts: Split,
         graph: StageGraph,
         holders: Holders,

@@ -22,12 +22,13 @@ import torch
 from torch import Tensor
 
 from anabranch.errors import TrainingError
-from anabranch.runtime.compute import is_random, unchanged_buffers
+from anabranch.runtime.compute.programs import is_random
+from anabranch.runtime.compute.stage_compute import unchanged_buffers
 from anabranch.runtime.data_parallel.gradients import Holders, reduce_gradients
 from anabranch.runtime.mesh import Mesh
 from anabranch.runtime.reference import reference, take
-from anabranch.runtime.steps import Steps
 from anabranch.runtime.worker import Worker
+from anabranch.runtime.worker_cache import WorkerCache
 from anabranch.schedule.schedule import Kind
 from anabranch.workload import Batch
 
@@ -42,7 +43,7 @@ relative to.
 
 
 def compare_with_eager(
-    steps: Steps, holders: Holders, mesh: Mesh, batch: Batch, leaves: Mapping[str, Tensor]
+    steps: WorkerCache, holders: Holders, mesh: Mesh, batch: Batch, leaves: Mapping[str, Tensor]
 ) -> None:
     """Compare loss and gradients of the first samples of a batch; a model that draws random numbers
     is not compared.
@@ -91,14 +92,14 @@ def compare_with_eager(
     _compare(names, types, mine, eager, size)
 
 
-def _size(steps: Steps, leaves: Mapping[str, Tensor]) -> int:
+def _size(steps: WorkerCache, leaves: Mapping[str, Tensor]) -> int:
     """Samples of the smallest micro-batch; two at least, which batch normalisation needs."""
     available = int(next(iter(leaves.values())).shape[0])
     smallest = min(s.microbatch_size // s.replicas for s in steps.stage_graph.stages)
     return min(available, max(smallest, 2))
 
 
-def _worker(steps: Steps, size: int) -> Worker:
+def _worker(steps: WorkerCache, size: int) -> Worker:
     graph = steps.stage_graph
     stages = tuple(
         replace(stage, devices=stage.devices[:1], microbatch_size=size, k=1, in_flight=1)

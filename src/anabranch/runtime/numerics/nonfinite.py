@@ -30,7 +30,7 @@ from anabranch.errors import NonFiniteError
 from anabranch.graph.capture import Captured
 from anabranch.graph.opgraph import BATCH
 from anabranch.graph.split import Port
-from anabranch.runtime.compute import Compute, Key, Outcome, unchanged_buffers
+from anabranch.runtime.compute.stage_compute import Compute, Key, Outcome, unchanged_buffers
 from anabranch.runtime.mesh import Mesh
 from anabranch.runtime.worker import Worker
 

@@ -1,6 +1,6 @@
-"""ATen's random operations by their definitions, with numbers from streams (``Place``).
+"""ATen's random operations by their definitions, with numbers from streams (``RandomSite``).
 
-Each function takes a place, then the operation's own arguments, and returns what the operation
+Each function takes a site, then the operation's own arguments, and returns what the operation
 returns. ``DRAWS`` has them by the operation's name.
 """
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from anabranch.runtime.numerics.random_streams import Place
+from anabranch.runtime.numerics.random_streams import RandomSite
 
 
 def draw(
@@ -26,8 +26,8 @@ def draw(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Call a random operation at a place; a stage's graph calls this."""
-    return DRAWS[name](Place(streams, row, blocks, shape), *args, **kwargs)
+    """Call a random operation at a site; a stage's graph calls this."""
+    return DRAWS[name](RandomSite(streams, row, blocks, shape), *args, **kwargs)
 
 
 def _nothing(x: Tensor) -> Tensor:
@@ -35,26 +35,26 @@ def _nothing(x: Tensor) -> Tensor:
     return torch.where(torch.zeros_like(x, dtype=torch.bool), x, 0.0)
 
 
-def dropout(place: Place, x: Tensor, p: float, train: bool = True) -> Tensor:
+def dropout(site: RandomSite, x: Tensor, p: float, train: bool = True) -> Tensor:
     """Zero with probability p, the rest scaled up; a shape with ones drops whole features."""
     if not train:
         return x
     if p >= 1.0:
         return _nothing(x)
-    return torch.where(place.kept(1.0 - p), x * (1.0 / (1.0 - p)), 0.0)
+    return torch.where(site.kept(1.0 - p), x * (1.0 / (1.0 - p)), 0.0)
 
 
 def native_dropout(
-    place: Place, x: Tensor, p: float, train: bool | None = True
+    site: RandomSite, x: Tensor, p: float, train: bool | None = True
 ) -> tuple[Tensor, Tensor]:
     """Dropout that returns what it kept as well."""
     if train is False:
         return x, torch.ones_like(x, dtype=torch.bool)
-    keep = place.kept(1.0 - p)
+    keep = site.kept(1.0 - p)
     return torch.where(keep, x * (0.0 if p >= 1.0 else 1.0 / (1.0 - p)), 0.0), keep
 
 
-def alpha_dropout(place: Place, x: Tensor, p: float, train: bool = True) -> Tensor:
+def alpha_dropout(site: RandomSite, x: Tensor, p: float, train: bool = True) -> Tensor:
     """Dropout to SELU's negative limit, which keeps mean and variance (Klambauer and others, 2017);
     a shape with ones drops whole features.
     """
@@ -65,11 +65,11 @@ def alpha_dropout(place: Place, x: Tensor, p: float, train: bool = True) -> Tens
     alpha = 1.7580993408473766
     scale = 1.0 / math.sqrt((alpha * alpha * p + 1.0) * (1.0 - p))
     shift = alpha * scale * p
-    return torch.where(place.kept(1.0 - p), x * scale + shift, shift - alpha * scale)
+    return torch.where(site.kept(1.0 - p), x * scale + shift, shift - alpha * scale)
 
 
 def attention(
-    place: Place,
+    site: RandomSite,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -94,20 +94,20 @@ def attention(
     elif attn_mask is not None:
         scores = scores + attn_mask
     weights = torch.softmax(scores, -1)
-    return torch.matmul(dropout(place, weights, dropout_p), value)
+    return torch.matmul(dropout(site, weights, dropout_p), value)
 
 
-def bernoulli(place: Place, x: Tensor, p: float | Tensor | None = None, **_: Any) -> Tensor:
+def bernoulli(site: RandomSite, x: Tensor, p: float | Tensor | None = None, **_: Any) -> Tensor:
     """Ones with a probability: that given, or x itself."""
     if isinstance(p, Tensor) or p is None:
         probability = x if p is None else p
         exact = torch.float64 if probability.dtype == torch.float64 else torch.float32
-        return (place.uniform(exact) < probability).to(x.dtype)
-    return place.kept(p).to(x.dtype)
+        return (site.uniform(exact) < probability).to(x.dtype)
+    return site.kept(p).to(x.dtype)
 
 
 def rrelu(
-    place: Place,
+    site: RandomSite,
     x: Tensor,
     lower: float = 1 / 8,
     upper: float = 1 / 3,
@@ -117,74 +117,76 @@ def rrelu(
     """ReLU whose negative side has random slopes."""
     if not training:
         return F.leaky_relu(x, (lower + upper) / 2)
-    slope = place.uniform(x.dtype) * (upper - lower) + lower
+    slope = site.uniform(x.dtype) * (upper - lower) + lower
     return torch.where(x <= 0, x * slope, x)
 
 
-def uniform(place: Place, x: Tensor, low: float = 0.0, high: float = 1.0, **_: Any) -> Tensor:
+def uniform(site: RandomSite, x: Tensor, low: float = 0.0, high: float = 1.0, **_: Any) -> Tensor:
     """Between two numbers, of the type of x."""
-    return place.uniform(x.dtype) * (high - low) + low
+    return site.uniform(x.dtype) * (high - low) + low
 
 
-def normal(place: Place, x: Tensor, mean: float = 0.0, std: float = 1.0, **_: Any) -> Tensor:
+def normal(site: RandomSite, x: Tensor, mean: float = 0.0, std: float = 1.0, **_: Any) -> Tensor:
     """Normal, of the type of x."""
-    return place.normal(x.dtype) * std + mean
+    return site.normal(x.dtype) * std + mean
 
 
 def normal_of(
-    place: Place, mean: Tensor | float, std: Tensor | float = 1.0, *_: Any, **__: Any
+    site: RandomSite, mean: Tensor | float, std: Tensor | float = 1.0, *_: Any, **__: Any
 ) -> Tensor:
     """``torch.normal`` of tensors."""
     dtype = next(t.dtype for t in (mean, std) if isinstance(t, Tensor))
-    return place.normal(dtype) * std + mean
+    return site.normal(dtype) * std + mean
 
 
-def exponential(place: Place, x: Tensor, rate: float = 1.0, **_: Any) -> Tensor:
+def exponential(site: RandomSite, x: Tensor, rate: float = 1.0, **_: Any) -> Tensor:
     """Exponential and above zero, whose logarithm Gumbel noise takes."""
     exact = torch.float64 if x.dtype == torch.float64 else torch.float32
-    numbers = place.uniform(exact).clamp_min(torch.finfo(exact).eps / 2)
+    numbers = site.uniform(exact).clamp_min(torch.finfo(exact).eps / 2)
     return (-torch.log1p(-numbers) / rate).to(x.dtype)
 
 
-def rand_like(place: Place, x: Tensor, *, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+def rand_like(site: RandomSite, x: Tensor, *, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
     """Uniform, like x."""
-    return place.uniform(dtype or x.dtype)
+    return site.uniform(dtype or x.dtype)
 
 
-def randn_like(place: Place, x: Tensor, *, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+def randn_like(
+    site: RandomSite, x: Tensor, *, dtype: torch.dtype | None = None, **_: Any
+) -> Tensor:
     """Normal, like x."""
-    return place.normal(dtype or x.dtype)
+    return site.normal(dtype or x.dtype)
 
 
-def rand(place: Place, size: object, *, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+def rand(site: RandomSite, size: object, *, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
     """Uniform, of a size."""
-    return place.uniform(dtype or torch.get_default_dtype())
+    return site.uniform(dtype or torch.get_default_dtype())
 
 
-def randn(place: Place, size: object, *, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+def randn(site: RandomSite, size: object, *, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
     """Normal, of a size."""
-    return place.normal(dtype or torch.get_default_dtype())
+    return site.normal(dtype or torch.get_default_dtype())
 
 
-def randint(place: Place, *args: Any, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+def randint(site: RandomSite, *args: Any, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
     """``randint(high, size)`` or ``randint(low, high, size)``."""
     low, high = args[:2] if len(args) == 3 else (0, args[0])
-    return place.integer(low, high, dtype or torch.int64)
+    return site.integer(low, high, dtype or torch.int64)
 
 
 def randint_like(
-    place: Place, x: Tensor, *limits: int, dtype: torch.dtype | None = None, **_: Any
+    site: RandomSite, x: Tensor, *limits: int, dtype: torch.dtype | None = None, **_: Any
 ) -> Tensor:
     """``randint_like(x, high)`` or ``randint_like(x, low, high)``."""
     low, high = limits if len(limits) == 2 else (0, limits[0])
-    return place.integer(low, high, dtype or x.dtype)
+    return site.integer(low, high, dtype or x.dtype)
 
 
 def _in_place(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """The operation that changes its first argument; views of it see the change."""
 
-    def write(place: Place, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return x.copy_(function(place, x, *args, **kwargs))
+    def write(site: RandomSite, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return x.copy_(function(site, x, *args, **kwargs))
 
     return write
 

@@ -79,7 +79,7 @@ def streams(key: Tensor, start: Tensor, calls: Sequence[int], samples: int) -> T
     return torch.cat([own, _mix(own + order * _STEP)], 1)
 
 
-class Place(NamedTuple):
+class RandomSite(NamedTuple):
     """One random operation of a stage in a micro-batch.
 
     Attributes:

@@ -14,12 +14,10 @@ packing, pool    a message as one piece of memory, and such memory
 nccl             between ranks with a GPU each
 staged           GPUs without NCCL, through the host
 router           several transports as one
-local            between the threads of one process, for tests
 """
 
 from anabranch.runtime.transport.base import Channel, Receipt, Spec, Transport, guarded, lost
 from anabranch.runtime.transport.host import HostTransport
-from anabranch.runtime.transport.local import Hub, LocalTransport
 from anabranch.runtime.transport.meeting import Meeting, meet
 from anabranch.runtime.transport.nccl import NcclTransport
 from anabranch.runtime.transport.process_group import ProcessGroupTransport
@@ -29,8 +27,6 @@ from anabranch.runtime.transport.staged import StagedTransport
 __all__ = [
     "Channel",
     "HostTransport",
-    "Hub",
-    "LocalTransport",
     "Meeting",
     "NcclTransport",
     "ProcessGroupTransport",

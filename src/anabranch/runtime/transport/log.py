@@ -16,7 +16,7 @@ from __future__ import annotations
 import struct
 from typing import NamedTuple
 
-from anabranch.runtime.transport.memory import Place, Segment, Window, fence
+from anabranch.runtime.transport.memory import BlockAddress, Segment, Window, fence
 from anabranch.runtime.transport.packing import aligned
 
 INLINE_BYTES = 4096
@@ -25,7 +25,7 @@ INLINE_BYTES = 4096
 _BLOCK_BYTES = 1 << 16
 _HEADER = struct.Struct("<qqIIqqII")
 _HEADER_BYTES = 64
-_NOWHERE = Place(-1, 0, 0, 0)
+_NOWHERE = BlockAddress(-1, 0, 0, 0)
 
 
 class Record(NamedTuple):
@@ -43,7 +43,7 @@ class Record(NamedTuple):
     nbytes: int
     num_tensors: int
     signature: int
-    place: Place
+    place: BlockAddress
 
 
 class Writer:
@@ -111,7 +111,7 @@ class Reader:
         begin: the writer's.
     """
 
-    def __init__(self, window: Window, begin: tuple[Place, Place]) -> None:
+    def __init__(self, window: Window, begin: tuple[BlockAddress, BlockAddress]) -> None:
         self._window = window
         counter, first = begin
         chunk = window.chunk(counter)
@@ -120,7 +120,7 @@ class Reader:
         self._num_read = 0
         self._enter(first)
 
-    def _enter(self, place: Place) -> None:
+    def _enter(self, place: BlockAddress) -> None:
         self._chunk, self._index = self._window.chunk(place), place.block
         self._position = self._chunk.start(place.block)
 
@@ -138,7 +138,7 @@ class Reader:
                 self._chunk.memory, self._position
             )
             self._position += _HEADER_BYTES
-            place = Place(*where)
+            place = BlockAddress(*where)
             if not num_tensors:
                 self._chunk.free(self._index)
                 self._enter(place)
@@ -156,6 +156,6 @@ class Reader:
         return bytearray(self._chunk.memory[start : start + nbytes])
 
 
-def inline(nbytes: int) -> Place | None:
+def inline(nbytes: int) -> BlockAddress | None:
     """The place of a message that stands in the log, if this one does."""
     return _NOWHERE if nbytes <= INLINE_BYTES else None

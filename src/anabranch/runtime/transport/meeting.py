@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from anabranch.runtime.transport.log import Reader, Writer
-from anabranch.runtime.transport.memory import Place, Segment, Window
+from anabranch.runtime.transport.memory import BlockAddress, Segment, Window
 
 Exchange = Callable[[bytes], list[bytes]]
 """A collective: everybody's bytes, of one length, by rank."""
@@ -60,7 +60,7 @@ class _Arrival:
 
     socket: socket.socket
     writer: Writer
-    heard: tuple[int, tuple[Place, Place]] | None = None
+    heard: tuple[int, tuple[BlockAddress, BlockAddress]] | None = None
 
 
 @dataclass
@@ -187,7 +187,7 @@ def _say_hello(end: socket.socket, rank: int, writer: Writer, segment: Segment) 
     socket.send_fds(end, [_HELLO.pack(rank, *counter, *first)], [segment.file])
 
 
-def _hear_hello(end: socket.socket) -> tuple[int, int, tuple[Place, Place]]:
+def _hear_hello(end: socket.socket) -> tuple[int, int, tuple[BlockAddress, BlockAddress]]:
     """Rank, descriptor of the segment, where messages begin.
 
     Raises:
@@ -204,7 +204,7 @@ def _hear_hello(end: socket.socket) -> tuple[int, int, tuple[Place, Place]]:
     if len(hello) != _HELLO.size or not files:
         raise ConnectionError("a hello without a segment")
     rank, *numbers = _HELLO.unpack(hello)
-    return rank, files[0], (Place(*numbers[:4]), Place(*numbers[4:]))
+    return rank, files[0], (BlockAddress(*numbers[:4]), BlockAddress(*numbers[4:]))
 
 
 def _answered(arrivals: dict[int, _Arrival]) -> dict[int, _Arrival]:

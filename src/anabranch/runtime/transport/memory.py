@@ -49,7 +49,7 @@ def fence() -> None:
     lock.acquire()
 
 
-class Place(NamedTuple):
+class BlockAddress(NamedTuple):
     """Where a block is: the chunk's offset in the segment, the chunk's shape, which block of it."""
 
     offset: int
@@ -74,9 +74,9 @@ class Chunk:
         self._flags = self.memory[:_FLAGS_BYTES]
         self._holds: list[_Hold | None] = [None] * num_blocks
 
-    def place(self, index: int) -> Place:
+    def place(self, index: int) -> BlockAddress:
         """Of a block, for the other end."""
-        return Place(self.offset, self.block_bytes, self.num_blocks, index)
+        return BlockAddress(self.offset, self.block_bytes, self.num_blocks, index)
 
     def start(self, index: int) -> int:
         """Where a block begins in the memory of the chunk."""
@@ -186,7 +186,7 @@ class Window:
         self._file = file
         self._chunks: dict[int, Chunk] = {}
 
-    def chunk(self, place: Place) -> Chunk:
+    def chunk(self, place: BlockAddress) -> Chunk:
         """The chunk of a block."""
         chunk = self._chunks.get(place.offset)
         if chunk is None:

@@ -1,0 +1,78 @@
+"""Totals of mini-batches over all ranks, begun in one order and read when that costs no waiting.
+
+A rank learns from mini-batches earlier or later than others, with replicas in turns not even in
+their order, and has no part in some of them. The sums over the ranks are begun in one order all the
+same, that of the mini-batches: what was learned too early is kept until its turn::
+
+    given out   5  6  7  8          6 and 8 are learned or none of this rank's
+    tell        -  .  -  .          5 holds them up; with it, 5 and 6 are told
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+
+from torch import Tensor
+
+from anabranch.errors import NonFiniteError
+from anabranch.runtime.compute.stage_compute import Outcome
+from anabranch.runtime.mesh import Mesh
+from anabranch.runtime.step_totals import StepTotals
+
+
+class MinibatchTotals:
+    """Mini-batches of one rank from when they are given out until their loss is read.
+
+    Args:
+        mesh: the ranks.
+        metrics: names of those of the model.
+        why: the error where a number is not finite on some rank, for a mini-batch and its leaves.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        metrics: Sequence[str],
+        why: Callable[[int, Mapping[str, Tensor]], NonFiniteError],
+    ) -> None:
+        self._mesh, self._metrics, self._why = mesh, metrics, why
+        self._given_out: deque[tuple[int, Mapping[str, Tensor]]] = deque()
+        self._learned: dict[int, Outcome] = {}
+        self._told: deque[tuple[int, StepTotals]] = deque()
+
+    def give_out(self, number: int, leaves: Mapping[str, Tensor]) -> None:
+        """A mini-batch is the next one."""
+        self._given_out.append((number, leaves))
+
+    def note(self, number: int, outcome: Outcome) -> None:
+        """This rank's part of a mini-batch is learned, or it has none."""
+        self._learned[number] = outcome
+
+    def tell(self) -> None:
+        """Begin the sums whose turn it is."""
+        while self._given_out and self._given_out[0][0] in self._learned:
+            number, leaves = self._given_out.popleft()
+            why = partial(self._why, number, leaves)
+            tally = StepTotals(self._mesh, self._learned.pop(number), self._metrics, why)
+            self._told.append((number, tally))
+
+    def settle(self) -> None:
+        """Wait for all sums that have begun; they are still to be taken.
+
+        Raises:
+            NonFiniteError: on every rank.
+            PeerLostError: if another rank is gone.
+        """
+        for _, tally in self._told:
+            tally.read()
+
+    def take(self, before: int) -> Iterator[tuple[int, StepTotals]]:
+        """The sums of mini-batches up to a number, each once, which may still be on their way."""
+        while self._told and self._told[0][0] < before:
+            yield self._told.popleft()
+
+    def last(self) -> tuple[int, StepTotals]:
+        """That of the mini-batch that was told last, which is not taken any more."""
+        return self._told.pop()

@@ -1,0 +1,67 @@
+"""Facts about a torch optimizer that weight policies have to know, and policies that refuse it."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from torch import nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from anabranch.weights import OptimizerFacts, WeightPolicy, optimizer_remark, require_optimizer
+from anabranch.weights.optimizers import Rule
+from anabranch.workload import Workload
+
+
+def rule_of(optimizer: Optimizer) -> Rule:
+    """How weights under an optimizer are predicted."""
+    if type(optimizer) is SGD:
+        return "momentum"
+    return "adam" if type(optimizer) in (Adam, AdamW) else "last update"
+
+
+def has_momentum(optimizer: Optimizer) -> bool:
+    """Whether the optimizer remembers a direction, as far as is known."""
+    if rule_of(optimizer) == "momentum":
+        return any(group["momentum"] for group in optimizer.param_groups)
+    if rule_of(optimizer) == "adam":
+        return any(group["betas"][0] for group in optimizer.param_groups)
+    return True
+
+
+def facts_of(optimizer: Optimizer) -> OptimizerFacts:
+    """What policies have to know of an optimizer."""
+    return OptimizerFacts(type(optimizer).__name__, has_momentum(optimizer), rule_of(optimizer))
+
+
+def require_rule(policy: WeightPolicy, optimizer: Optimizer) -> None:
+    """Accept an optimizer under a policy that predicts; warns where a prediction says nothing.
+
+    Raises:
+        PolicyError: for SpecTrain with anything but SGD with momentum.
+    """
+    facts = facts_of(optimizer)
+    require_optimizer(policy, facts)
+    if remark := optimizer_remark(policy, facts):
+        warnings.warn(remark, stacklevel=2)
+
+
+def optimizer_of(workload: Workload) -> OptimizerFacts | None:
+    """What policies have to know of the workload's optimizer.
+
+    Returns:
+        The facts; None where nothing is trained, or the recipe does not take the stand-ins.
+    """
+    stand_ins = [
+        (name, nn.Parameter(torch.zeros([1] * p.dim(), dtype=p.dtype)))
+        for name, p in workload.module.named_parameters()
+        if p.requires_grad
+    ]
+    if not stand_ins:
+        return None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # whoever trains will see them
+            return facts_of(workload.optimizer(stand_ins))
+    except Exception:  # the user's own code, written for other parameters; training will say why
+        return None

@@ -1,0 +1,120 @@
+"""A measured Timeline of some mini-batches, while the pipeline is full.
+
+Nothing may stand still for it, so there is no barrier to start clocks at. Every rank notes when its
+actions began and ended, and the figures are gathered when the pipeline is drained next. A rank
+that has noted some mini-batches has noted all that it did from the first backward of them to their
+last forward; what is shown is the time for which all ranks have::
+
+    2 to 7 noted    rank 0    F2    F3    F4  | B2 F5 B3 F6 B4 F7 |  B5    B6    B7
+                    rank 1          F2 B2 F3  | B3 F4 B4 F5 B5 F6 |  B6 F7 B7
+                                              `----- shown -------'
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import torch
+
+from anabranch.runtime.mesh import Mesh
+from anabranch.runtime.worker import Flight
+from anabranch.schedule.schedule import Action, Kind
+from anabranch.timeline import Span, Timeline
+
+_KINDS = tuple(Kind)
+
+_ONE_CLOCK_S = 0.1
+"""Clocks that show the same time at the same moment, but for so much, are one: those of other
+machines began when these did.
+"""
+
+
+class Recording:
+    """What one rank does for some mini-batches.
+
+    Args:
+        first: the first mini-batch that is noted.
+        last: the last one.
+        batch_size: samples by which messages of one mini-batch and the next are told apart.
+        microbatches: likewise for micro-batches.
+    """
+
+    def __init__(self, first: int, last: int, batch_size: int, microbatches: int) -> None:
+        self.first, self.last = first, last
+        self._batch_size, self._microbatches = batch_size, microbatches
+        self._rows: list[list[float]] = []
+
+    def note(self, flight: Flight) -> None:
+        """A mini-batch has been learned here."""
+        if not self.first <= flight.number <= self.last:
+            return
+        past = flight.number - self.first
+        for action, start, end in flight.spans:
+            microbatch = action.microbatch + past * self._microbatches
+            samples = past * self._batch_size if not action.kind.is_compute else 0
+            self._rows.append(
+                [
+                    action.stage,
+                    _KINDS.index(action.kind),
+                    microbatch,
+                    action.peer_stage,
+                    action.peer,
+                    action.start + samples,
+                    action.stop + samples,
+                    start,
+                    end,
+                ]
+            )
+
+    def timeline(self, mesh: Mesh) -> Timeline | None:
+        """Of all ranks, which call this together, with all that was noted learned.
+
+        Returns:
+            Nothing where the time for which all ranks have noted everything is empty.
+        """
+        count = torch.tensor([len(self._rows)])
+        most = max(int(each) for each in mesh.all_gather(count))
+        if not most:
+            return None
+        mine = torch.full((most + 1, 9), -1.0, dtype=torch.float64)
+        mine[0, 0], mine[0, 1] = len(self._rows), time.perf_counter()
+        if self._rows:
+            mine[1 : len(self._rows) + 1] = torch.tensor(self._rows, dtype=torch.float64)
+        gathered = [each.tolist() for each in mesh.all_gather(mine)]
+        now = [each[0][1] for each in gathered]
+        zero = now if max(now) - min(now) > _ONE_CLOCK_S else [0.0] * len(now)
+        spans = [
+            Span(device, row[7] - origin, row[8] - origin, _action(row))
+            for device, rows, origin in zip(mesh.devices, gathered, zero, strict=True)
+            for row in rows[1 : int(rows[0][0]) + 1]
+        ]
+        return _cut(spans, mesh.devices)
+
+
+def _action(row: list[float]) -> Action:
+    stage, kind, *others = map(int, row[:7])
+    return Action(stage, _KINDS[kind], *others)
+
+
+def _cut(spans: list[Span], devices: tuple[int, ...]) -> Timeline | None:
+    """To the time that all devices have in common, which then begins at 0."""
+    begun: dict[int, float] = {}
+    ended: dict[int, float] = {}
+    for span in spans:
+        if span.action.kind is Kind.BACKWARD:
+            begun[span.device] = min(begun.get(span.device, span.start), span.start)
+        if span.action.kind is Kind.FORWARD:
+            ended[span.device] = max(ended.get(span.device, span.end), span.end)
+    if len(begun) < len(devices) or len(ended) < len(devices):
+        return None
+    start, end = max(begun.values()), min(ended.values())
+    kept = [
+        replace(span, start=span.start - start, end=span.end - start)
+        for span in spans
+        if start <= span.start and span.end <= end
+    ]
+    if not kept:
+        return None
+    kept.sort(key=lambda span: (span.device, span.start, span.end))
+    return Timeline(tuple(kept), devices, "measured", end - start, {})

@@ -1,0 +1,285 @@
+"""What asynchronous training asks of a plan, and how many micro-batches its stages hold.
+
+The endless 1F1B of a plan is its synchronous order over a batch without end. So a plan that was
+made for steps with a flush trains asynchronously as well, with the in-flight counts that its
+schedule has where no batch ends: those in the plan are cut to the micro-batches of one batch.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from anabranch.errors import InvalidPlanError, PolicyError
+from anabranch.graph.split import Split
+from anabranch.plans.plan import Plan
+from anabranch.plans.stages import StageGraph
+from anabranch.runtime.asynchronous.optimizer_facts import has_momentum, require_rule, rule_of
+from anabranch.runtime.asynchronous.round_robin import RoundRobin
+from anabranch.runtime.compute.options import ComputeOptions
+from anabranch.schedule import SCHEDULES
+from anabranch.schedule.kfkb import KFKB, require_in_flight
+from anabranch.weights import (
+    WeightPolicy,
+    policy_named,
+    recommend,
+    require_fits,
+)
+from anabranch.workload import Workload
+
+
+def endless(plan: Plan) -> StageGraph:
+    """The plan's stages, with the micro-batches that each has in flight where no batch ends.
+
+    An asynchronous plan has decided them; for another one its schedule does.
+
+    Raises:
+        InvalidPlanError: if the schedule is no 1F1B, or the micro-batches of an asynchronous plan
+            differ in size.
+        InvalidScheduleError: if the counts of an asynchronous plan rise along a stage edge, so that
+            its stages would wait for each other.
+    """
+    graph, rule = plan.stage_graph, _rule(plan)
+    if plan.mode == "async":
+        num_microbatches(graph)
+        # Within one mini-batch no count could be too large.
+        most = max(stage.in_flight for stage in graph.stages)
+        require_in_flight(replace(graph, batch_size=graph.batch_size * (most + 1)))
+        return graph
+    most = max(stage.microbatch_size for stage in graph.stages)
+    # No count can reach the number of micro-batches of so large a batch.
+    held = rule.warm_up(replace(graph, batch_size=most * (rule.per_hop * graph.depth + 1)))
+    return replace(held, batch_size=graph.batch_size)
+
+
+def _rule(plan: Plan) -> KFKB:
+    rule = SCHEDULES[plan.schedule]()
+    if not isinstance(rule, KFKB) or any(stage.k != 1 for stage in plan.stage_graph.stages):
+        groups = max(stage.k for stage in plan.stage_graph.stages)
+        raise InvalidPlanError(
+            f"the plan's schedule is {plan.schedule}, in groups of up to {groups} micro-batches; "
+            "without a flush stages alternate one forward and one backward: plan with schedule "
+            "1f1b or 1f1b-deep"
+        )
+    return rule
+
+
+def round_robin_of(plan: Plan) -> RoundRobin | None:
+    """The plan's stages with replicas that take mini-batches in turn; None if none has replicas,
+    where there is nothing to take turns.
+
+    What the plan has in flight is for mini-batches that all replicas share, so it does not count.
+
+    Raises:
+        InvalidPlanError: if the schedule is no 1F1B, or a stage has tensor parallelism.
+    """
+    rule = _rule(plan)
+    if all(len(stage.devices) == 1 for stage in plan.stage_graph.stages):
+        return None
+    return RoundRobin.of(plan.stage_graph, rule.per_hop)
+
+
+def num_microbatches(graph: StageGraph) -> int:
+    """M, micro-batches of one mini-batch, which are the same for all stages.
+
+    Raises:
+        InvalidPlanError: if they are not.
+    """
+    counts = [graph.num_microbatches(s) for s in range(len(graph))]
+    sizes = [stage.microbatch_size for stage in graph.stages]
+    if len(set(counts)) > 1 or (counts[0] > 1 and len(set(sizes)) > 1):
+        raise InvalidPlanError(
+            f"the stages have micro-batches of {', '.join(map(str, sizes))} samples; without a "
+            "flush all stages take a mini-batch in the same pieces, so that it is clear what an "
+            "update has learned: plan with --mode async, or with one micro-batch size"
+        )
+    return counts[0]
+
+
+def require_asynchronous(
+    plan: Plan,
+    graph: StageGraph,
+    parts: Split,
+    policy: WeightPolicy,
+    workload: Workload,
+    compute: ComputeOptions,
+    *,
+    round_robin: bool = False,
+) -> None:
+    """Accept what can be trained without a flush.
+
+    Args:
+        plan: as it was given.
+        graph: its ``endless`` stages.
+        parts: the model's stages.
+        policy: what passes read.
+        workload: model and recipes.
+        compute: how stages are computed.
+        round_robin: whether the replicas of a stage take mini-batches in turn.
+
+    Raises:
+        InvalidPlanError: if a device has several stages, or stages share a trainable parameter.
+        PolicyError: if the policy is not defined for such a plan, or the workload wants what only
+            all ranks together know.
+    """
+    _require_one_stage_each(graph)
+    _require_untied(parts, workload.module)
+    microbatches = num_microbatches(graph)
+    if round_robin and (microbatches > 1 or policy.microbatches):
+        raise PolicyError(
+            f"replicas that take mini-batches in turn make an update from whole ones, and "
+            f"{policy.name} with {microbatches} micro-batches per mini-batch makes it from the "
+            "parts of one: plan with one micro-batch per mini-batch and a policy other than 2bw, "
+            "or let the replicas split each mini-batch (without round_robin, --round-robin)"
+        )
+    require_fits(
+        policy,
+        graph,
+        microbatches=microbatches,
+        round_robin=round_robin,
+        batch_norms=_batch_norms(workload.module),
+    )
+    deepest = max(stage.in_flight for stage in graph.stages)
+    if policy.microbatches and deepest - 1 > microbatches:
+        raise PolicyError(
+            f"{policy.name} reads the version before the last, but with {deepest} micro-batches in "
+            f"flight and {microbatches} per mini-batch a forward comes before that version is "
+            f"made; plan with schedule 1f1b, or with {deepest - 1} micro-batches"
+        )
+    require_recipes(workload, compute)
+
+
+def require_recipes(
+    workload: Workload, compute: ComputeOptions, policy: WeightPolicy | str | None = None
+) -> None:
+    """Accept what is known without a plan.
+
+    Args:
+        workload: model and recipes.
+        compute: how stages are computed.
+        policy: what passes read, where that has been chosen; not ``auto``.
+
+    Raises:
+        PolicyError: if the policy does not exist or fit the optimizer, or the workload wants what
+            only all ranks together know.
+    """
+    if workload.clip_norm is not None:
+        raise PolicyError(
+            f"clip_norm {workload.clip_norm:g} is the norm over all stages, which would have to "
+            "wait for each other in every update, and their gradients of one mini-batch are not "
+            "there at one time; leave clip_norm out and pass clip_stage_norm (--clip-stage-norm), "
+            "which clips the gradients of each stage by themselves, or train with --mode sync"
+        )
+    if compute.precision == "fp16":
+        raise PolicyError(
+            "fp16 scales the loss of a mini-batch by what the gradients of all stages did in the "
+            "one before, and without a flush these are not known when its forward begins; take "
+            "bf16, which needs no scale, or train with --mode sync"
+        )
+    if policy is None:
+        return
+    chosen, optimizer = _named(policy), _optimizer_of(workload)
+    if optimizer is not None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # told where training begins
+            require_rule(chosen, optimizer)
+
+
+def _require_one_stage_each(graph: StageGraph) -> None:
+    stages_of: dict[int, list[int]] = {}
+    for s, stage in enumerate(graph.stages):
+        for device in stage.devices:
+            stages_of.setdefault(device, []).append(s)
+    device, held = max(stages_of.items(), key=lambda item: len(item[1]))
+    if len(held) > 1:
+        raise InvalidPlanError(
+            f"device {device} has stages {_listed(held)}; without a flush a device alternates "
+            "forwards and backwards of one stage, and there is no rule for several that keeps each "
+            "of them as stale as its policy takes it to be: give each stage devices of its own, or "
+            "gather these in one stage"
+        )
+
+
+def _require_untied(parts: Split, module: nn.Module) -> None:
+    trainable = {name for name, p in module.named_parameters() if p.requires_grad}
+    tied = {name: stages for name, stages in parts.tied.items() if name in trainable}
+    if tied:
+        name, stages = next(iter(tied.items()))
+        raise InvalidPlanError(
+            f"stages {_listed(stages)} share parameter {name}; without a flush each stage makes "
+            "versions of its weights at its own time, so the copies would part: gather the "
+            "operators that read it in one stage, give each stage a parameter of its own, or "
+            "train with --mode sync"
+        )
+
+
+def _batch_norms(module: nn.Module) -> list[str]:
+    return [
+        name for name, m in module.named_modules() if isinstance(m, nn.modules.batchnorm._NormBase)
+    ]
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    *head, last = map(str, numbers)
+    return f"{', '.join(head)} and {last}" if head else last
+
+
+def choose(
+    policy: WeightPolicy | str | None, plan: Plan, microbatches: int, workload: Workload
+) -> tuple[WeightPolicy, str]:
+    """The policy to train with, the same on every rank, and why, where nobody has named one.
+
+    Raises:
+        PolicyError: if it does not fit the optimizer, or there is none of that name.
+    """
+    optimizer = _optimizer_of(workload)
+    chosen, reason = _chosen(policy or plan.policy or "auto", plan, microbatches, optimizer)
+    if optimizer is not None:
+        with warnings.catch_warnings():
+            if not _is_first():
+                warnings.simplefilter("ignore")
+            require_rule(chosen, optimizer)
+    return chosen, reason
+
+
+def _optimizer_of(workload: Workload) -> Optimizer | None:
+    """Of the whole model: ranks without parameters have none of their own to look at."""
+    trainable = [(n, p) for n, p in workload.module.named_parameters() if p.requires_grad]
+    return workload.optimizer(trainable) if trainable else None
+
+
+def _is_first() -> bool:
+    """Whether this is rank 0, perhaps before the ranks have met."""
+    first = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+    return first == 0
+
+
+def _named(policy: WeightPolicy | str) -> WeightPolicy:
+    """The policy, by its name."""
+    return policy_named(policy) if isinstance(policy, str) else policy
+
+
+def _chosen(
+    policy: WeightPolicy | str, plan: Plan, microbatches: int, optimizer: Optimizer | None
+) -> tuple[WeightPolicy, str]:
+    if not isinstance(policy, str):
+        return policy, ""
+    if policy != "auto":
+        return _named(policy), ""
+    if microbatches > 1:
+        return policy_named("2bw"), f"it is the one for {microbatches} micro-batches per update"
+    # One micro-batch is planned, which rules 2bw out.
+    name, reason = recommend(
+        plan.stage_graph.depth,
+        optimizer=type(optimizer).__name__,
+        momentum=optimizer is not None and has_momentum(optimizer),
+        batch_size=1,
+        last_update=optimizer is not None and rule_of(optimizer) == "last update",
+    )
+    return policy_named(name), reason

@@ -1,0 +1,146 @@
+"""Stages whose replicas take mini-batches in turn: how many each holds, and who sends to whom.
+
+PipeDream, section 3 (1F1B-RR): mini-batch i since the pipeline was last empty goes whole to replica
+i mod R of a stage with R replicas, forward and backward alike. R mini-batches in a row are a round;
+when all replicas have had their backward of it, the mean of its gradients makes one update::
+
+    stage 0, replica 0   F0 F2    B0    * F4    B2    * F6      * a sum and an update, of both
+             replica 1   F1 F3       B1 *    F5    B3 *    F7
+    stage 1                 F0 B0* F1 B1* F2 B2* F3 B3* ...
+
+So a stage counts its versions in rounds, and whoever speaks of its weights calls round u unit u.
+
+How many rounds a replica has in flight, where the paper has one number for the input stage of a
+chain (NOAM, the devices divided by those of the input stage, rounded up): let M be the devices on
+the way from a stage to a sink that has most of them, its own included. These are so many
+mini-batches, or ``ceil(M / R)`` rounds. The input stage of a chain has NOAM.
+
+No stage waits for itself. A backward of mini-batch m at stage t, with w in flight, comes after the
+forward of m + (w - 1) R there, which needs the same forward at a stage s before t; and that waits
+for the sum of the round w' before its own, where s has w' in flight. So m must not be in that round
+or an earlier one: ``w' - 1 >= ceil((w - 1) R / R')``. The counts above fulfil it, because s has at
+least R' more mini-batches on its way to a sink than t.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import lcm
+
+from anabranch.errors import InvalidScheduleError
+from anabranch.plans.stages import StageGraph
+from anabranch.runtime.mesh import require_whole_replicas
+from anabranch.runtime.messages import tag_of
+from anabranch.runtime.transport import Channel
+
+
+@dataclass(frozen=True)
+class RoundRobin:
+    """A stage graph whose replicas take mini-batches in turn.
+
+    Attributes:
+        graph: the stages with all their replicas.
+        in_flight: per stage, rounds of which a replica has a mini-batch between forward and
+            backward at most.
+
+    Raises:
+        InvalidPlanError: if a stage has tensor parallelism.
+        InvalidScheduleError: if stages would wait for each other.
+    """
+
+    graph: StageGraph
+    in_flight: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        require_whole_replicas(self.graph)
+        if len(self.in_flight) != len(self.graph) or min(self.in_flight) < 1:
+            raise ValueError(f"{self.in_flight} are no counts for {len(self.graph)} stages")
+        replicas, held = self.replicas, self.in_flight
+        for s, t in self.graph.edges:
+            least = 1 - (held[t] - 1) * replicas[t] // -replicas[s]
+            if held[s] < least:
+                raise InvalidScheduleError(
+                    f"stage {t} takes mini-batches in turn on {replicas[t]} replicas with "
+                    f"{held[t]} rounds in flight each, and stage {s} before it on {replicas[s]} "
+                    f"with {held[s]}: it would wait for gradients that take another of its "
+                    f"forwards; let it have {least} or more in flight"
+                )
+
+    @staticmethod
+    def of(graph: StageGraph, per_hop: int = 1) -> RoundRobin:
+        """With as few in flight as keep everybody busy.
+
+        Args:
+            graph: the stages.
+            per_hop: rounds that a stage has more than one after it; 2 hides transfers.
+        """
+        replicas = [stage.replicas for stage in graph.stages]
+        held = _minibatches(graph, per_hop)
+        return RoundRobin(graph, tuple(-(-m // r) for m, r in zip(held, replicas, strict=True)))
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        """Per stage, mini-batches of a full round."""
+        return tuple(stage.replicas for stage in self.graph.stages)
+
+    @property
+    def late(self) -> int:
+        """After so many more mini-batches no stage has to wait to have learned from one.
+
+        A replica learns from its mini-batch of a round when it gets that of ``in_flight`` rounds
+        later, if the last replica of that round has got so far as well.
+        """
+        return max((w + 1) * r - 1 for w, r in zip(self.in_flight, self.replicas, strict=True))
+
+    def place(self, stage: int) -> tuple[int, int]:
+        """Where a stage is, in its own updates: distance to a sink, and depth of the pipeline.
+
+        The units of ``weights.Unit`` are hops of one update each. By rounds of the stage the way to
+        a sink is as long as what it holds, and the way from the deepest source as many updates as
+        the mini-batches by which that source is further from its sink. With one replica everywhere
+        both are the longest distances in stage edges.
+        """
+        minibatches = _minibatches(self.graph, 1)
+        replicas = self.replicas[stage]
+        distance = -(-minibatches[stage] // replicas) - 1
+        return distance, distance + 1 + (max(minibatches) - minibatches[stage]) // replicas
+
+    def one(self, turn: int, samples: int) -> StageGraph:
+        """The stages of one mini-batch, each the one replica whose turn it is.
+
+        Args:
+            turn: mini-batches since the pipeline was last empty.
+            samples: of the mini-batch.
+        """
+        stages = tuple(
+            replace(
+                stage,
+                devices=(stage.devices[turn % stage.replicas],),
+                microbatch_size=samples,
+                in_flight=1,
+            )
+            for stage in self.graph.stages
+        )
+        return replace(self.graph, stages=stages, batch_size=samples)
+
+    def channels(self) -> list[Channel]:
+        """Between all ranks that ever send to each other, the same on every rank."""
+        rank_of = self.graph.rank_of
+        found = set()
+        for x, y in self.graph.edges:
+            source, target = self.graph.stages[x].devices, self.graph.stages[y].devices
+            for turn in range(lcm(len(source), len(target))):
+                a, b = rank_of[source[turn % len(source)]], rank_of[target[turn % len(target)]]
+                found.add(Channel(a, b, tag_of(x, y, len(self.graph), back=False)))
+                found.add(Channel(b, a, tag_of(x, y, len(self.graph), back=True)))
+        return sorted(found)
+
+
+def _minibatches(graph: StageGraph, per_hop: int) -> list[int]:
+    """Per stage M, mini-batches on the way to a sink."""
+    result = [0] * len(graph)
+    for s in reversed(range(len(graph))):
+        replicas = graph.stages[s].replicas
+        after = (result[t] + per_hop * replicas for t in graph.successors[s])
+        result[s] = max(after, default=replicas)
+    return result

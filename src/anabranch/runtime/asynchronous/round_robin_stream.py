@@ -1,0 +1,145 @@
+"""The endless 1F1B of one replica that takes every R-th mini-batch of its stage, whole.
+
+``round_robin`` has the rules. With its own mini-batches a replica does what any stage does
+(``Stream``); its weights' versions count rounds, and the mini-batches of other replicas pass it by.
+All replicas begin the sum of a round during their backward of it, and have made the update when the
+next forward or the next backward wants its weights, so they agree on every version.
+
+When the pipeline is drained the last round may lack mini-batches::
+
+    mini-batches 0 .. 4     replica 0   F0    F2    B0 F4    B2    B4     5 = 2 rounds and a half
+    of 2 replicas           replica 1      F1    F3    B1    B3    --     joins in with nothing
+
+A replica without one adds nothing to the sum, makes the same update, and all are at one version.
+The next mini-batch begins a round, at the first replica.
+
+The schedule of the learning rate makes a step for every mini-batch of a round, so that it has one
+meaning for all stages, whatever their replicas, and for a checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from torch import Tensor, nn
+
+from anabranch.runtime.asynchronous.round_robin import RoundRobin
+from anabranch.runtime.asynchronous.stream import Stream
+from anabranch.runtime.asynchronous.versions import StageWeights
+from anabranch.runtime.data_parallel.reducer import Reducer
+from anabranch.runtime.worker import Flight, Worker
+from anabranch.runtime.worker_cache import WorkerCache
+
+
+class RoundRobinStream:
+    """Mini-batches of one replica between forward and backward; see ``Stream``.
+
+    Args:
+        steps: make workers.
+        rounds: of the plan.
+        stage: of this rank.
+        device: of this rank.
+        weights: of the stage, whose versions count rounds.
+        reducer: sums gradients over the stage's replicas, and notes its terms.
+        parameters: of the stage.
+        update: called when the mean gradients of a round are there, with this replica's mini-batch
+            of it, None if it has none, whether numbers among them that are not finite count as that
+            mini-batch's, and the number of mini-batches; has to update the weights.
+        tell: see ``Stream``.
+    """
+
+    def __init__(
+        self,
+        steps: WorkerCache,
+        rounds: RoundRobin,
+        stage: int,
+        device: int,
+        weights: StageWeights,
+        reducer: Reducer,
+        *,
+        parameters: Mapping[str, nn.Parameter],
+        update: Callable[[Flight | None, bool, int], None],
+        tell: Callable[[], None],
+    ) -> None:
+        self._steps, self._rounds, self._weights, self._reducer = steps, rounds, weights, reducer
+        self._parameters, self._update = parameters, update
+        graph = rounds.graph
+        self._replicas = graph.stages[stage].replicas
+        self._replica = graph.stages[stage].devices.index(device)
+        self._near = [stage, *graph.predecessors[stage], *graph.successors[stage]]
+        self._workers: dict[tuple[int, ...], Worker] = {}
+        self._stream = Stream(
+            self._worker,
+            stage,
+            weights,
+            reducer,
+            in_flight=rounds.in_flight[stage],
+            microbatches=1,
+            update=self._learn,
+            tell=tell,
+        )
+        self._given = self._turn = self._first = 0
+
+    @property
+    def most_behind(self) -> int:
+        """Rounds that were learned between the forward and the backward of one at most so far."""
+        return self._stream.most_behind
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no mini-batch is between forward and update; the same on all ranks."""
+        return not self._given
+
+    def put(self, leaves: Mapping[str, Tensor], samples: int, number: int) -> bool:
+        """Let a mini-batch have its turn; see ``Stream.put``.
+
+        Returns:
+            Whether it is this replica's.
+        """
+        if self.is_empty:
+            self._first = self._weights.version
+            self._weights.fill(self._first)
+        turn = self._given
+        self._given += 1
+        round_, replica = divmod(turn, self._replicas)
+        if replica != self._replica:
+            return False
+        self._turn = turn
+        return self._stream.put(leaves, samples, number, self._first + round_)
+
+    def drain(self) -> None:
+        """Learn from everything that is in flight; all replicas are at one version afterwards.
+
+        Raises:
+            PeerLostError: if another rank is gone.
+        """
+        self._stream.drain()
+        rounds = -(-self._given // self._replicas)
+        if self._given and self._weights.version < self._first + rounds:
+            self._reducer.begin(())
+            self._reducer.take_all()
+            self._learn(None)
+        self._given = 0
+
+    def _worker(self, samples: int) -> Worker:
+        """For the mini-batch whose turn it is: who sends to this rank, and to whom it sends."""
+        stages, turn = self._rounds.graph.stages, self._turn
+        peers = (stages[s].devices[turn % stages[s].replicas] for s in self._near)
+        key = (samples, *peers)
+        if key not in self._workers:
+            graph = self._rounds.one(turn, samples)
+            self._workers[key] = self._steps.build(graph, self._steps.options)
+        return self._workers[key]
+
+    def _learn(self, flight: Flight | None) -> None:
+        """The sum over a round is there; it is full unless the pipeline is being drained."""
+        before = (self._weights.version - self._first) * self._replicas
+        count = min(self._replicas, self._given - before)
+        if count > 1:
+            for parameter in self._parameters.values():
+                if parameter.grad is not None:
+                    parameter.grad.div_(count)
+        # Each replica knows whether its own term was to blame. If no term was, but the sum of them
+        # overflowed, the last one answers for it.
+        blame = self._replica == count - 1 or not self._reducer.has_finite_terms
+        self._update(flight, blame, count)

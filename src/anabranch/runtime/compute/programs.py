@@ -1,0 +1,145 @@
+"""From a stage's program to what is called for each micro-batch, by the options.
+
+::
+
+    program --> random numbers by sample --> torch.compile --> under autocast --> call
+                (option dropout)             (compile)         (precision)
+
+Made once per stage and number of samples, and kept for all batch sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._dynamo.exc import TorchDynamoException
+
+from anabranch.errors import TrainingError
+from anabranch.graph.capture import Captured
+from anabranch.graph.split import Split, StageProgram
+from anabranch.runtime.compute.options import ComputeOptions
+from anabranch.runtime.numerics.dropout import BySample, draws
+from anabranch.runtime.numerics.precision import autocast, value_types
+
+
+@dataclass(frozen=True, eq=False)
+class StageCall:
+    """A stage for a number of samples, ready to run.
+
+    Attributes:
+        program: what it computes.
+        call: takes ``(*inputs, *tied, *batch)``, with ``by_sample`` after the step's key and the
+            first sample.
+        by_sample: its random numbers are a function of the samples.
+        is_random: it draws from a generator.
+    """
+
+    program: StageProgram
+    call: Callable[..., tuple[Tensor, ...]]
+    by_sample: bool
+    is_random: bool
+
+
+class StagePrograms:
+    """The stages of a model under compute options; a ``Programs`` with the types of autocast.
+
+    Args:
+        captured: the model.
+        parts: its stages.
+        options: how they are computed.
+        place: where.
+    """
+
+    def __init__(
+        self, captured: Captured, parts: Split, options: ComputeOptions, place: torch.device
+    ) -> None:
+        self.options, self.place = options, place
+        self._captured, self._parts = captured, parts
+        self._by_sample = BySample(captured)
+        self._programs: dict[tuple[int, int], StageProgram] = {}
+        self._runnables: dict[tuple[int, int], StageCall] = {}
+
+    @cached_property
+    def _types(self) -> Mapping[int, torch.dtype]:
+        return value_types(self._captured, self.options.half, self.place)
+
+    def program(self, stage: int, samples: int) -> StageProgram:
+        """What a stage runs for a number of samples, with the types that its values have."""
+        if (stage, samples) not in self._programs:
+            program = self._parts.program(stage, samples)
+            shapes = {
+                value: (shape, self._types.get(value, dtype))
+                for value, (shape, dtype) in program.shapes.items()
+            }
+            self._programs[stage, samples] = replace(program, shapes=shapes)
+        return self._programs[stage, samples]
+
+    def runnable(self, stage: int, samples: int) -> StageCall:
+        """What is called for a number of samples.
+
+        Raises:
+            CaptureError: if an operation's random numbers cannot be had by sample.
+        """
+        if (stage, samples) not in self._runnables:
+            self._runnables[stage, samples] = self._prepare(stage, samples)
+        return self._runnables[stage, samples]
+
+    def _prepare(self, stage: int, samples: int) -> StageCall:
+        program = self.program(stage, samples)
+        rewritten = None
+        if self.options.dropout == "sample":
+            rewritten = self._by_sample.rewritten(program, samples)
+        module: nn.Module = program.module if rewritten is None else rewritten
+        call: Callable[..., tuple[Tensor, ...]] = module
+        if self.options.backend is not None:
+            call = torch.compile(
+                module, backend=self.options.backend, fullgraph=True, dynamic=False
+            )
+        if self.options.half is not None:
+            call = self._cast(call)
+        drawn = rewritten is None and is_random(program.module)
+        return StageCall(program, call, rewritten is not None, drawn)
+
+    def _cast(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        half, place = self.options.half, self.place
+
+        def cast(*args: Tensor) -> Any:
+            # Autocast casts a leaf once for all of its uses, as if it were a parameter; gradients
+            # of the uses would then be added in half precision.
+            values = [arg.view_as(arg) if arg.requires_grad else arg for arg in args]
+            with autocast(half, place):
+                return call(*values)
+
+        return cast
+
+    def compiling(self, stage: int) -> AbstractContextManager[None]:
+        """Say what to do when a stage, or its backward, does not compile."""
+        return nullcontext() if self.options.backend is None else self._explaining(stage)
+
+    @contextmanager
+    def _explaining(self, stage: int) -> Iterator[None]:
+        try:
+            yield
+        except TorchDynamoException as error:
+            text = " ".join(str(error).split())
+            raise TrainingError(
+                f"stage {stage} cannot be compiled with backend {self.options.backend}: "
+                f"{type(error).__name__}: {text[:300]}; choose another backend "
+                '("aot_eager" needs no compiler), or leave compile out'
+            ) from error
+
+
+def is_random(module: nn.Module) -> bool:
+    """Whether a stage draws from a generator; known once per module."""
+    cached = module.__dict__.get("_anabranch_is_random")
+    if cached is None:
+        graphs = [each.graph for each in module.modules() if isinstance(each, fx.GraphModule)]
+        cached = any(draws(node) for graph in graphs for node in graph.nodes)
+        module.__dict__["_anabranch_is_random"] = cached
+    return bool(cached)

@@ -1,0 +1,344 @@
+"""Compute: what a rank does with one micro-batch of a stage, between two messages.
+
+::
+
+    forward    values  -> detached leaves -> program -> outputs         gradients    backward
+                               |                          |                 |
+                               +--------- stash ----------+---- autograd ---+--> gradients of leaves
+
+Autograd ends at the detached leaves, one per use of a value (``Port``), so each stage has a graph
+of its own, and gradients cross as messages. Gradients of parameters accumulate in ``.grad`` over
+the micro-batches, in their order.
+
+What is called for a program, compiled or under autocast, is ``StagePrograms``'s affair.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from anabranch.graph.split import Port
+from anabranch.plans.stages import StageGraph
+from anabranch.runtime.compute.programs import StageCall, StagePrograms
+from anabranch.runtime.messages import Layout, gradient_ports
+from anabranch.runtime.numerics.offload import Offload
+from anabranch.runtime.numerics.precision import LossScale
+from anabranch.runtime.numerics.random_streams import step_key
+
+_SEED_MODULUS = 2**63
+
+Key = tuple[int, int]
+"""Stage and micro-batch."""
+
+
+class Outcome:
+    """What a device found out in one step.
+
+    Losses and metrics stay where they were computed until somebody asks: a look at a number on a
+    GPU waits for everything before it.
+
+    Attributes:
+        times: start and end of every action, in the clock of ``time.perf_counter``.
+        tied: exact mode: (parameter, micro-batch, order) -> gradient of one use.
+        bad_parameters: names of parameters whose gradients are not finite.
+    """
+
+    def __init__(self) -> None:
+        self.times: list[tuple[float, float]] = []
+        self.tied: dict[tuple[str, int, int], Tensor] = {}
+        self.bad_parameters: list[str] = []
+        self._loss, self._metrics = 0.0, dict[str, float]()
+        self._bad: Key | None = None
+        self._unread: list[tuple[Key, float, Tensor | None, dict[str, Tensor]]] = []
+
+    def note(
+        self, key: Key, weight: float, loss: Tensor | None, metrics: dict[str, Tensor]
+    ) -> None:
+        """Keep loss and metrics of a micro-batch that is this share of the batch."""
+        if loss is not None or metrics:
+            self._unread.append((key, weight, loss, metrics))
+
+    def _read(self) -> None:
+        for key, weight, loss, metrics in self._unread:
+            if loss is not None:
+                number = loss.item()
+                if self._bad is None and not -math.inf < number < math.inf:
+                    self._bad = key
+                self._loss += number * weight
+            for name, metric in metrics.items():
+                self._metrics[name] = self._metrics.get(name, 0.0) + metric.item() * weight
+        self._unread.clear()
+
+    @property
+    def loss(self) -> float:
+        """This device's share of the step's loss, weighted by samples."""
+        self._read()
+        return self._loss
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """Its shares of the metrics, likewise."""
+        self._read()
+        return self._metrics
+
+    @property
+    def bad(self) -> Key | None:
+        """Stage and first micro-batch with a loss that is not finite."""
+        self._read()
+        return self._bad
+
+    @property
+    def is_bad(self) -> bool:
+        """Whether the optimizer must not have what came of this step."""
+        return self.bad is not None or bool(self.bad_parameters)
+
+
+class Compute(Protocol):
+    """What a worker asks for between messages."""
+
+    def begin(self, leaves: Mapping[str, Tensor], step: int, *, train: bool) -> Outcome:
+        """Start a step.
+
+        Args:
+            leaves: the whole batch, by the names of its leaves.
+            step: its number.
+            train: whether backwards will follow.
+
+        Returns:
+            What ``forward`` and ``backward`` will add to.
+        """
+        ...
+
+    def forward(self, key: Key, values: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        """Compute the values that leave a stage from those that enter it."""
+        ...
+
+    def backward(self, key: Key, gradients: Mapping[Port, Tensor]) -> dict[Port, Tensor]:
+        """Compute the gradients of what entered from those of what left."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """What one micro-batch of a stage is on this device, worked out once.
+
+    Attributes:
+        runnable: what computes it.
+        start: its first sample.
+        count: its samples.
+        weight: its share of the batch.
+        recompute: whether its backward begins with another forward.
+        returned: uses whose gradients flow back.
+    """
+
+    runnable: StageCall
+    start: int
+    count: int
+    weight: float
+    recompute: bool
+    returned: tuple[Port, ...]
+
+
+@dataclass
+class _Stash:
+    """One micro-batch between its forward and its backward."""
+
+    leaves: list[tuple[Port, Tensor]]
+    aliases: list[Tensor]
+    outputs: list[tuple[Port, Tensor]]
+    loss: Tensor | None
+
+
+class StageCompute:
+    """Runs the stages' programs of one device under autograd.
+
+    Args:
+        layout: programs and samples of every micro-batch.
+        graph: the stages.
+        parameters: of this device's stages, by name.
+        prepared: what is called for the stages, and where.
+        seed: of random numbers (dropout). Each micro-batch of a stage draws from a generator of its
+            own, a function of seed, step, samples and stage, so that a resumed run and a recomputed
+            forward repeat it; by the option ``dropout="sample"``, no generator draws.
+        loss_scale: factor on the loss that backwards start from.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        graph: StageGraph,
+        parameters: Mapping[str, nn.Parameter],
+        prepared: StagePrograms,
+        *,
+        seed: int = 0,
+        loss_scale: LossScale | None = None,
+    ) -> None:
+        self._layout, self._graph, self._parameters = layout, graph, parameters
+        self._prepared, self._place, self._seed = prepared, prepared.place, seed
+        self._offload = Offload(parameters.values(), self._place)
+        self._pieces: dict[Key, _Piece] = {}
+        self._starts: dict[int, Tensor] = {}
+        self._loss_scale = loss_scale
+
+    def begin(self, leaves: Mapping[str, Tensor], step: int, *, train: bool) -> Outcome:
+        """See ``Compute``."""
+        self._leaves, self._step, self._train = leaves, step, train
+        self._outcome = Outcome()
+        self._step_key: Tensor | None = None
+        self._stash: dict[Key, _Stash] = {}
+        return self._outcome
+
+    def forward(self, key: Key, values: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        """See ``Compute``."""
+        piece = self._piece(key)
+        program = piece.runnable.program
+        # Every use is a leaf of its own: its gradient goes back on its own.
+        inputs = [
+            (port, values[port.value].detach().requires_grad_(self._train and port.grad))
+            for port in program.inputs
+        ]
+        aliases = [self._alias(use.name) for use in program.tied]
+        # A compiled stage has another program without gradients, which may draw other numbers.
+        graphless = piece.recompute and self._prepared.options.backend is None
+        with torch.set_grad_enabled(self._train and not graphless), self._saving(piece.recompute):
+            results = self._call(piece, key, [leaf for _, leaf in inputs], aliases)
+        count = len(program.outputs)
+        outputs = list(zip(program.outputs, results[:count], strict=True))
+        loss = results[count] if program.has_loss else None
+        metrics = zip(program.metrics, results[count + program.has_loss :], strict=True)
+        self._outcome.note(
+            key,
+            piece.weight,
+            None if loss is None else loss.detach(),
+            {name: metric.detach() for name, metric in metrics},
+        )
+        if self._train:
+            kept = [] if piece.recompute else outputs
+            self._stash[key] = _Stash(inputs, aliases, kept, None if piece.recompute else loss)
+        return {port.value: out.detach() for port, out in outputs}
+
+    def _piece(self, key: Key) -> _Piece:
+        piece = self._pieces.get(key)
+        if piece is None:
+            start, stop = self._layout.slice(*key)
+            runnable = self._prepared.runnable(key[0], stop - start)
+            piece = self._pieces[key] = _Piece(
+                runnable,
+                start,
+                stop - start,
+                (stop - start) / self._graph.batch_size,
+                self._graph.stages[key[0]].recompute,
+                gradient_ports(runnable.program.inputs),
+            )
+        return piece
+
+    def _saving(self, recompute: bool) -> AbstractContextManager[object]:
+        wanted = self._prepared.options.offload and self._train and not recompute
+        return self._offload() if wanted else nullcontext()
+
+    def _call(
+        self, piece: _Piece, key: Key, inputs: list[Tensor], aliases: list[Tensor]
+    ) -> tuple[Tensor, ...]:
+        runnable, start = piece.runnable, piece.start
+        names = runnable.program.batch
+        batch = [self._leaves[name].narrow(0, start, piece.count) for name in names]
+        with self._prepared.compiling(key[0]):
+            if runnable.by_sample:
+                return tuple(runnable.call(*self._random(start), *inputs, *aliases, *batch))
+            if not runnable.is_random:
+                return tuple(runnable.call(*inputs, *aliases, *batch))
+            with seeded(hash((self._seed, self._step, start, key[0])) % _SEED_MODULUS, self._place):
+                return tuple(runnable.call(*inputs, *aliases, *batch))
+
+    def _random(self, start: int) -> tuple[Tensor, Tensor]:
+        """Key of the step and first sample, where the stage is."""
+        if self._step_key is None:
+            number = step_key(self._seed, self._step)
+            self._step_key = torch.tensor(number, device=self._place)
+        if start not in self._starts:
+            self._starts[start] = torch.tensor(start, device=self._place)
+        return self._step_key, self._starts[start]
+
+    def _alias(self, name: str) -> Tensor:
+        parameter = self._parameters[name]
+        return parameter.detach().requires_grad_(self._train and parameter.requires_grad)
+
+    def backward(self, key: Key, gradients: Mapping[Port, Tensor]) -> dict[Port, Tensor]:
+        """See ``Compute``."""
+        stash = self._stash.pop(key)
+        piece = self._piece(key)
+        with self._prepared.compiling(key[0]):
+            if piece.recompute:
+                with unchanged_buffers(piece.runnable.program.module):
+                    again = self._recompute(piece, key, stash)
+                    return self._differentiate(piece, key, again, gradients)
+            return self._differentiate(piece, key, stash, gradients)
+
+    def _differentiate(
+        self, piece: _Piece, key: Key, stash: _Stash, arrived: Mapping[Port, Tensor]
+    ) -> dict[Port, Tensor]:
+        tensors, gradients = [], []
+        for port, output in stash.outputs:
+            if port in arrived and output.requires_grad:
+                tensors.append(output)
+                gradients.append(arrived[port])
+        if stash.loss is not None and stash.loss.requires_grad:
+            tensors.append(stash.loss)
+            scale = 1.0 if self._loss_scale is None else self._loss_scale.scale
+            gradients.append(torch.full_like(stash.loss, piece.weight * scale))
+        if tensors:
+            torch.autograd.backward(tensors, gradients)
+        for use, alias in zip(piece.runnable.program.tied, stash.aliases, strict=True):
+            if alias.grad is not None:
+                self._outcome.tied[use.name, key[1], use.order] = alias.grad
+        leaves = dict(stash.leaves)
+        return {port: _gradient(leaves[port]) for port in piece.returned}
+
+    def _recompute(self, piece: _Piece, key: Key, stash: _Stash) -> _Stash:
+        """The forward once more, for its autograd graph."""
+        program = piece.runnable.program
+        results = self._call(piece, key, [leaf for _, leaf in stash.leaves], stash.aliases)
+        count = len(program.outputs)
+        outputs = list(zip(program.outputs, results[:count], strict=True))
+        loss = results[count] if program.has_loss else None
+        return _Stash(stash.leaves, stash.aliases, outputs, loss)
+
+
+def _gradient(leaf: Tensor) -> Tensor:
+    """The gradient of a leaf; zero where the loss does not depend on it."""
+    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+
+
+@contextmanager
+def unchanged_buffers(module: nn.Module) -> Iterator[None]:
+    """Put buffers back that change inside, such as running means; no autograd graph may be alive
+    after it.
+    """
+    before = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in before:
+                if not torch.equal(buffer, value):
+                    buffer.copy_(value)
+
+
+@contextmanager
+def seeded(seed: int, place: torch.device) -> Iterator[None]:
+    """Draw from a generator of its own, and leave the user's where it was: data loaders draw from
+    it on every rank.
+    """
+    devices = [place] if place.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        torch.default_generator.manual_seed(seed)
+        if devices:
+            torch.cuda.manual_seed(seed)
+        yield

@@ -1,0 +1,174 @@
+"""Batches of the workload from where training is, and what each has to be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from anabranch.errors import AnabranchError, DataError, LoaderError, place_of
+from anabranch.graph.capture import Captured
+from anabranch.workload import Batch, Workload
+
+HELD_OUT = "held-out data"
+
+
+class DataFeed:
+    """Batches of a workload from where training is.
+
+    Attributes:
+        epoch: epochs done.
+        position: batches of the current epoch that were trained on.
+
+    Args:
+        workload: with data, if ``batches`` is to be called.
+        batch_size: samples that the loader is asked for.
+        fail: told of an error before it is raised.
+    """
+
+    def __init__(
+        self, workload: Workload, batch_size: int, fail: Callable[[BaseException], None]
+    ) -> None:
+        self._workload, self._batch_size, self._fail = workload, batch_size, fail
+        self._fetched: int | None = None
+        self.epoch = self.position = 0
+
+    @property
+    def where(self) -> str:
+        """Which batch was fetched last, as text; empty for batches of the user's own loop."""
+        return "" if self._fetched is None else f"batch {self._fetched - 1} of epoch {self.epoch}"
+
+    def batches(self, epochs: int | None) -> Iterator[Batch]:
+        """Epoch after epoch, without end unless a number of epochs is given.
+
+        Raises:
+            DataError: if the workload has no data.
+            LoaderError: if reading it raised.
+        """
+        data = self._workload.data
+        if data is None:
+            raise DataError("the workload has no data; pass batches to step yourself")
+        while epochs is None or self.epoch < epochs:
+            skip, count = self.position, 0
+            what = f"data of epoch {self.epoch}"
+            for batch in self.read(
+                self._called(partial(data, self._batch_size, self.epoch), what), what
+            ):
+                count += 1
+                if count > skip:
+                    self._fetched = count
+                    yield batch
+            if count == 0:
+                raise DataError(f"epoch {self.epoch} of the data has no batches")
+            self.epoch, self.position, self._fetched = self.epoch + 1, 0, None
+
+    def trained(self) -> None:
+        """The batch that was fetched last has been trained on."""
+        if self._fetched is not None:
+            self.position, self._fetched = self._fetched, None
+
+    def held_out(self) -> Iterable[Batch]:
+        """The workload's batches for evaluation.
+
+        Raises:
+            DataError: if it has none.
+        """
+        if self._workload.eval_data is None:
+            raise DataError(
+                "the workload has no held-out data; give Workload an eval_data, or pass "
+                "batches to evaluate"
+            )
+        return self._called(partial(self._workload.eval_data, self._batch_size), HELD_OUT)
+
+    def _called(self, make: Callable[[], Iterable[Batch]], what: str) -> Iterable[Batch]:
+        try:
+            return make()
+        except AnabranchError:
+            raise
+        except Exception as error:
+            raise self._raised(what, "", error) from error
+
+    def _raised(self, what: str, when: str, error: Exception) -> LoaderError:
+        said = " ".join(str(error).split())
+        wrapped = LoaderError(
+            f"the {what} raised{when}, at {place_of(error)}: {type(error).__name__}: {said}"
+        )
+        self._fail(wrapped)
+        return wrapped
+
+    def read(self, loader: Iterable[Batch], what: str = HELD_OUT) -> Iterator[Batch]:
+        """A loader's batches.
+
+        Raises:
+            LoaderError: if the loader raises; it says at which batch, and the line.
+        """
+        iterator = iter(loader)
+        count = 0
+        while True:
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                return
+            except Exception as error:
+                raise self._raised(what, f" at batch {count}", error) from error
+            count += 1
+            yield batch
+
+
+def leaves_of(
+    captured: Captured, batch: Batch, place: torch.device, which: str = ""
+) -> dict[str, Tensor]:
+    """The tensors of a batch by the names of its leaves, where the model is.
+
+    Args:
+        captured: the model.
+        batch: as the data yields it.
+        place: where the model is.
+        which: batch of which epoch, as text, where that is known.
+
+    Raises:
+        DataError: if the batch is built otherwise than the workload's example, or has tensors of
+            other types, or of other sizes besides the number of samples.
+    """
+    try:
+        leaves = captured.flatten_batch(batch)
+    except ValueError as error:
+        raise DataError(f"{which}: {error}" if which else str(error)) from error
+    sizes = {name: leaf.shape[0] if leaf.dim() else 0 for name, leaf in leaves.items()}
+    if len(set(sizes.values())) > 1 or 0 in sizes.values():
+        listed = ", ".join(f"{name} {size}" for name, size in sizes.items())
+        raise DataError(
+            f"the tensors of {which or 'a batch'} need one number of samples, at least 1: {listed}"
+        )
+    types = captured.leaf_types
+    other = [n for n, leaf in leaves.items() if (leaf.shape[1:], leaf.dtype) != types[n]]
+    if other:
+        bad = {name: leaves[name] for name in other}
+        raise DataError(_differs(captured, bad, which or "a batch"))
+    return {name: leaf.to(place) for name, leaf in leaves.items()}
+
+
+def _differs(captured: Captured, leaves: dict[str, Tensor], which: str) -> str:
+    """Leaves of a batch beside those of the example."""
+    told = []
+    for name, leaf in leaves.items():
+        shape, dtype = captured.leaf_types[name]
+        has = f"{_sizes(leaf.shape[1:])} {str(leaf.dtype).removeprefix('torch.')}"
+        told.append(f"{name} is {has}, not {_sizes(shape)} {str(dtype).removeprefix('torch.')}")
+    return (
+        f"{which} differs from the workload's example, for which the model was captured, in more "
+        f"than the number of samples: {'; '.join(told)}. Give Workload an example that the loader "
+        "has yielded, and let the loader yield all batches alike: pad what varies to one size, "
+        "convert what is of another type"
+    )
+
+
+def _sizes(shape: Sequence[int]) -> str:
+    return f"[{', '.join(['samples', *map(str, shape)])}]"
+
+
+def samples_of(leaves: dict[str, Tensor]) -> int:
+    """Samples in a batch."""
+    return int(next(iter(leaves.values())).shape[0])

@@ -1,0 +1,35 @@
+"""A measured Timeline: every rank notes when its actions began and ended; the figures are gathered
+after the step.
+
+All ranks know all actions, so only times travel. Each rank's clock starts at a barrier, so that
+clocks of several machines need not agree.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from anabranch.runtime.compute.stage_compute import Outcome
+from anabranch.runtime.mesh import Mesh
+from anabranch.runtime.worker import Worker, executed
+from anabranch.timeline import Span, Timeline
+
+
+def gather_timeline(
+    worker: Worker, outcome: Outcome, mesh: Mesh, start: float, end: float
+) -> Timeline:
+    """The spans of all ranks in one step, from ``start`` to ``end`` on this rank's clock."""
+    actions = {device: executed(worker.schedule, worker.graph, device) for device in mesh.devices}
+    rows = max(len(each) for each in actions.values()) + 1
+    mine = torch.zeros((rows, 2), dtype=torch.float64)
+    for i, (begun, done) in enumerate(outcome.times):
+        mine[i, 0], mine[i, 1] = begun - start, done - start
+    mine[-1, 0] = end - start
+    gathered = mesh.all_gather(mine)
+    spans = tuple(
+        Span(device, float(times[i, 0]), float(times[i, 1]), action)
+        for device, times in zip(mesh.devices, gathered, strict=True)
+        for i, action in enumerate(actions[device])
+    )
+    step_s = max(float(times[-1, 0]) for times in gathered)
+    return Timeline(spans, mesh.devices, "measured", step_s, {})

@@ -1,0 +1,111 @@
+"""A plan's stages as parts of the captured model, for training and for evaluation."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from anabranch.errors import InvalidPlanError
+from anabranch.graph.capture import Captured, capture
+from anabranch.graph.split import Split, split, stages_like
+from anabranch.plans.plan import Plan
+from anabranch.plans.stages import StageGraph, split_evenly
+from anabranch.runtime.mesh import require_whole_replicas
+from anabranch.schedule import SCHEDULES
+from anabranch.workload import Workload
+
+
+def captured_for(workload: Workload, plan: Plan) -> Captured:
+    """Capture the model the way the plan's operators are named."""
+    return capture(
+        workload.module,
+        workload.example,
+        granularity=plan.granularity,  # type: ignore[arg-type]
+    )
+
+
+def prepare(captured: Captured, graph: StageGraph) -> None:
+    """Specialise the program to every number of samples that a plan needs.
+
+    Local ranks inherit what their parent has prepared; otherwise each of them does the same work.
+
+    Raises:
+        InvalidPlanError: if a stage has tensor parallelism.
+    """
+    require_whole_replicas(graph)
+    sizes = {
+        stop - start
+        for s, stage in enumerate(graph.stages)
+        for microbatch in {0, graph.num_microbatches(s) - 1}
+        for start, stop in split_evenly(*graph.interval(s, microbatch), stage.replicas)
+    }
+    for samples in sorted(sizes - {0}):
+        captured.at(samples)
+
+
+def parts_of(captured: Captured, plan: Plan, *, exact: bool) -> Split:
+    """Cut the model into the plan's stages.
+
+    Raises:
+        InvalidPlanError: if the plan is for another model, or its stages are not what the model's
+            graph allows.
+        ValueError: if exact gradients are asked of a plan that cannot give them.
+    """
+    graph = plan.stage_graph
+    if plan.schedule not in SCHEDULES:
+        raise InvalidPlanError(
+            f"the plan has the schedule {plan.schedule!r}; known are {', '.join(sorted(SCHEDULES))}"
+        )
+    _check_operators(captured, graph)
+    if exact and not can_be_exact(graph):
+        raise ValueError(
+            "gradients that are bitwise those of one process need one replica per stage, and one "
+            "micro-batch size for all stages"
+        )
+    try:
+        parts = split(captured, [stage.operators for stage in graph.stages], exact=exact)
+    except ValueError as error:
+        raise InvalidPlanError(f"the plan does not cut this model: {error}") from error
+    missing = {(port.source, port.target) for port in parts.ports} - set(graph.edges)
+    if missing:
+        x, y = min(missing)
+        raise InvalidPlanError(
+            f"stage {x} makes what stage {y} reads, but the plan has no edge {x} -> {y} (C2); "
+            "plan again"
+        )
+    return parts
+
+
+def can_be_exact(graph: StageGraph) -> bool:
+    """Whether every stage sees the same micro-batches, whole."""
+    sizes = {stage.microbatch_size for stage in graph.stages}
+    return len(sizes) == 1 and all(stage.replicas == 1 for stage in graph.stages)
+
+
+def _check_operators(captured: Captured, graph: StageGraph) -> None:
+    planned = Counter(name for stage in graph.stages for name in stage.operators)
+    model = {op.name for op in captured.graph.ops}
+    problems = [
+        f"{what}: {_some(names)}"
+        for what, names in (
+            ("the plan lacks operators of the model", sorted(model - set(planned))),
+            ("the model lacks operators of the plan", sorted(set(planned) - model)),
+            ("in several stages", sorted(n for n, count in planned.items() if count > 1)),
+        )
+        if names
+    ]
+    if problems:
+        raise InvalidPlanError(
+            f"the plan does not fit {type(captured.module).__name__} captured by "
+            f"{captured.granularity}: {'; '.join(problems)}; plan this model, with the same options"
+        )
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
+
+
+def evaluation_parts(evaluation: Captured, plan: Plan) -> Split:
+    """The evaluation graph, cut into the same stages."""
+    stages = stages_like(evaluation, [stage.operators for stage in plan.stage_graph.stages])
+    return split(evaluation, stages)

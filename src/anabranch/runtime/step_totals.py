@@ -1,0 +1,85 @@
+"""Totals of a step, summed over the ranks by one small all-reduce.
+
+Loss, metrics, the gradient norm, whether some rank has met a number that is not finite, and whether
+one has heard that training is to end (``interrupt``) travel together. Whoever reads the tally waits
+for every rank; until then it is on its way.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+
+from anabranch.errors import NonFiniteError
+from anabranch.runtime.compute.stage_compute import Outcome
+from anabranch.runtime.guards.interrupt import INTERRUPT
+from anabranch.runtime.mesh import Mesh
+
+
+class StepTotals:
+    """Sums over the ranks, of one step.
+
+    Args:
+        mesh: the ranks, all of which make one.
+        outcome: what this rank found out.
+        names: metrics of the model.
+        why: the error where a number is not finite on some rank; called on all of them.
+        squares: this rank's share of the gradients' squared norm.
+        overflow: under a scaled loss, whether a gradient of this rank is not finite.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        outcome: Outcome,
+        names: Sequence[str],
+        why: Callable[[], NonFiniteError],
+        *,
+        squares: float = 0.0,
+        overflow: bool = False,
+    ) -> None:
+        self._names, self._why = names, why
+        self._sums: list[float] = []
+        self._error: NonFiniteError | None = None
+        metrics = (outcome.metrics.get(name, 0.0) for name in names)
+        flags = float(overflow), float(INTERRUPT.heard)
+        mine = [outcome.loss, float(outcome.is_bad), squares, *flags, *metrics]
+        self._pending = mesh.start_all_reduce(torch.tensor(mine, dtype=torch.float64))
+
+    def read(self) -> None:
+        """Wait for the sums.
+
+        Raises:
+            NonFiniteError: on every rank; names stage, micro-batch and step.
+            PeerLostError: if another rank is gone.
+        """
+        if not self._sums:
+            self._sums = self._pending.wait().tolist()
+            if self._sums[4]:
+                INTERRUPT.agreed = True
+            if self._sums[1] or not math.isfinite(self._sums[2]):
+                self._error = self._why()
+        if self._error is not None:
+            raise self._error
+
+    @property
+    def loss(self) -> float:
+        """Mean over the batch."""
+        return self._sums[0]
+
+    @property
+    def squares(self) -> float:
+        """Squared norm of all gradients."""
+        return self._sums[2]
+
+    @property
+    def overflow(self) -> bool:
+        """Whether a gradient of some rank is not finite."""
+        return self._sums[3] > 0
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Means over the batch."""
+        return dict(zip(self._names, self._sums[5:], strict=True))

@@ -1,0 +1,124 @@
+"""Workers of one rank, one per batch size, because sample intervals follow from it.
+
+The last batch of an epoch may be short, a held-out batch may be of any size. Micro-batch sizes stay
+those of the plan, so only the number of micro-batches changes, and with it the schedule.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from anabranch.graph.capture import Captured
+from anabranch.graph.split import Split
+from anabranch.plans.plan import Plan
+from anabranch.plans.stages import StageGraph
+from anabranch.runtime.compute.options import PLAIN, ComputeOptions
+from anabranch.runtime.compute.programs import StagePrograms
+from anabranch.runtime.compute.stage_compute import StageCompute
+from anabranch.runtime.mesh import Mesh
+from anabranch.runtime.messages import Layout
+from anabranch.runtime.numerics.precision import LossScale
+from anabranch.runtime.transport import Transport
+from anabranch.runtime.worker import Worker
+from anabranch.schedule import SCHEDULES
+from anabranch.schedule.check import check
+from anabranch.schedule.lower import lower
+
+
+class WorkerCache:
+    """Workers of one rank, by batch size.
+
+    Args:
+        captured: training or evaluation graph of the model.
+        parts: its stages.
+        plan: micro-batch sizes, replicas and the schedule.
+        mesh: the ranks.
+        transport: between them.
+        place: where the tensors live.
+        seed: of random numbers.
+        options: how stages are computed.
+
+    Attributes:
+        loss_scale: of all workers, where there is one.
+    """
+
+    def __init__(
+        self,
+        captured: Captured,
+        parts: Split,
+        plan: Plan,
+        mesh: Mesh,
+        transport: Transport | None,
+        *,
+        place: torch.device,
+        seed: int,
+        options: ComputeOptions = PLAIN,
+    ) -> None:
+        self.captured, self.parts, self._plan = captured, parts, plan
+        self._mesh, self._transport, self._place = mesh, transport, place
+        self.seed, self.options = seed, options
+        self.loss_scale = LossScale() if options.precision == "fp16" else None
+        self._prepared: dict[ComputeOptions, StagePrograms] = {}
+        self._data = {(port.source, port.target) for port in parts.ports}
+        self._gradients = {(port.source, port.target) for port in parts.ports if port.grad}
+        self._workers: dict[int, Worker] = {}
+
+    @property
+    def stage_graph(self) -> StageGraph:
+        """The plan's stages."""
+        return self._plan.stage_graph
+
+    def worker(self, samples: int) -> Worker:
+        """What this rank does for a batch of that many samples."""
+        if samples not in self._workers:
+            planned = self._plan.stage_graph
+            graph = replace(planned, batch_size=samples)
+            if samples > planned.batch_size:
+                # The plan's in-flight counts were cut to its own number of micro-batches.
+                graph = SCHEDULES[self._plan.schedule]().warm_up(graph)
+            self._workers[samples] = self.build(graph, self.options)
+        return self._workers[samples]
+
+    def build(self, graph: StageGraph, options: ComputeOptions = PLAIN) -> Worker:
+        """A worker for a variation of the plan's stage graph, and of the options."""
+        # In evaluation an operator may fall away and leave an edge that spans its stage.
+        edges = tuple(sorted({*graph.edges, *self._data}))
+        graph = replace(graph, edges=edges)
+        # An edge without values orders its stages, in both directions, as in a sequential pipeline.
+        order = set(edges) - self._data
+        schedule = lower(
+            SCHEDULES[self._plan.schedule]().order(graph),
+            graph,
+            gradient_edges=self._gradients | order,
+        )
+        check(schedule, graph)
+        mesh = self._mesh
+        if options not in self._prepared:
+            self._prepared[options] = StagePrograms(self.captured, self.parts, options, self._place)
+        prepared = self._prepared[options]
+        layout = Layout(self.captured, prepared, graph, mesh.device)
+        parameters = {
+            name: parameter
+            for s, stage in enumerate(graph.stages)
+            if mesh.device in stage.devices
+            for name, parameter in self.parts.parameters(s).items()
+        }
+        return Worker(
+            layout,
+            graph,
+            schedule,
+            mesh.device,
+            StageCompute(
+                layout,
+                graph,
+                parameters,
+                prepared,
+                seed=self.seed,
+                loss_scale=self.loss_scale if options == self.options else None,
+            ),
+            self._transport,
+            self._plan.stage_graph.rank_of,
+            place=self._place,
+        )

@@ -1,0 +1,107 @@
+"""When messages arrive and all-reduces start, by the rules of the simulator."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from anabranch.emulation.shared_links import SharedLinks
+from anabranch.simulator.program import Price
+
+AB, AC = (0, 1, 0), (0, 2, 0)
+
+
+def shared_links(rings: tuple[int, ...] = ()) -> SharedLinks:
+    """Two channels out of rank 0 with two messages each; port 0 is shared, 1 and 2 are not."""
+    made = SharedLinks({AB: 2, AC: 2}, 3, rings)
+    for rank in range(3):
+        made.clear(rank)
+    return made
+
+
+TO_B = Price(2.0, 0.5, (0, 1))
+TO_C = Price(2.0, 0.5, (0, 2))
+
+
+@pytest.mark.parametrize("ends", [("sent", "posted"), ("posted", "sent")])
+def test_a_message_starts_at_the_later_of_its_ends(ends):
+    """Whichever of them the links learns first: it is posted at 3, moves for 2, and needs 0.5 more
+    to arrive.
+    """
+    made = shared_links()
+    for end in ends:
+        getattr(made, end)(AB, 0, {"sent": 1.0, "posted": 3.0}[end], TO_B)
+    assert made.arrival(AB, 0) == 5.5
+
+
+def test_messages_share_a_port_one_after_another():
+    """The second waits for the port, not for the latency of the first."""
+    made = shared_links()
+    for channel, price in ((AB, TO_B), (AC, TO_C)):
+        made.posted(channel, 0, 0.0, price)
+    made.sent(AB, 0, 1.0, TO_B)
+    made.sent(AC, 0, 1.5, TO_C)
+    assert made.arrival(AB, 0) == 3.5
+    assert made.arrival(AC, 0) == 5.5
+
+
+def test_a_rank_that_asks_late_finds_the_gap_of_its_time():
+    """Port 0 is taken from 1 to 3 and, of a message ready at 7, to 9. One of 2 s that was ready at
+    2 goes from 3 to 5; another, ready at 4, finds 5 to 7; the next none before 9.
+    """
+    made = shared_links()
+    assert made.occupy((0,), 1.0, 2.0) == 3.0
+    assert made.occupy((0,), 7.0, 2.0) == 9.0
+    assert made.occupy((0,), 2.0, 2.0) == 5.0
+    assert made.occupy((0,), 4.0, 2.0) == 7.0
+    assert made.occupy((0,), 4.0, 2.0) == 11.0
+
+
+def test_several_ports_are_taken_together():
+    """Both are free from 5 on; whoever comes to port 1 in the meantime waits behind."""
+    made = shared_links()
+    made.occupy((0,), 0.0, 5.0)
+    assert made.occupy((0, 1), 1.0, 2.0) == 7.0
+    assert made.occupy((1,), 2.0, 1.0) == 8.0
+
+
+@given(st.lists(st.tuples(st.integers(0, 60), st.integers(1, 4)), max_size=60))
+def test_first_come_first_served(asked):
+    """Asked for in order of time, a port serves as a queue does, however much it has to forget."""
+    made, free = shared_links(), 0.0
+    for at, seconds in sorted(asked, key=lambda each: each[0]):
+        free = max(free, at) + seconds
+        assert made.occupy((0,), float(at), float(seconds)) == free
+
+
+def test_messages_of_a_channel_are_told_apart_by_number():
+    """The second is posted when the first has been taken."""
+    made = shared_links()
+    for number, posted in ((0, 0.0), (1, 9.0)):
+        made.sent(AB, number, 0.0, TO_B)
+        made.posted(AB, number, posted, TO_B)
+    assert made.arrival(AB, 0) == 2.5
+    assert made.arrival(AB, 1) == 11.5
+
+
+def test_the_last_rank_leads_an_all_reduce():
+    """It starts at the latest time, which need not be the last one's."""
+    made = shared_links(rings=(3,))
+    assert made.come(0, 1.0) is None
+    assert made.come(0, 7.0) is None
+    assert made.come(0, 2.0) == 7.0
+
+
+def test_links_that_are_cleared_knows_nothing_of_the_last_step():
+    """Each rank clears what it receives."""
+    made = shared_links(rings=(1,))
+    made.posted(AB, 0, 50.0, TO_B)
+    made.sent(AB, 0, 50.0, TO_B)
+    made.come(0, 60.0)
+    for rank in range(3):
+        made.clear(rank)
+    made.sent(AB, 0, 0.0, TO_B)
+    made.posted(AB, 0, 0.0, TO_B)
+    assert made.arrival(AB, 0) == 2.5
+    assert made.come(0, 1.0) == 1.0

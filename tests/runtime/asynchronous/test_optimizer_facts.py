@@ -1,0 +1,110 @@
+"""What policies have to know of an optimizer, and which optimizers they refuse."""
+
+from __future__ import annotations
+
+import warnings
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Adam, AdamW, NAdam
+
+from anabranch.errors import PolicyError
+from anabranch.runtime.asynchronous.optimizer_facts import has_momentum, optimizer_of, require_rule
+from anabranch.weights import OPTIMIZERS, OptimizerFacts, PipeOptim, PredictStash, SpecTrain, Stash
+from anabranch.workload import Workload
+
+
+def workload(recipe=None, *, meta: bool = False) -> Workload:
+    """A layer with this optimizer."""
+    module = nn.Linear(1000, 1000, device="meta" if meta else "cpu")
+    options = {} if recipe is None else {"optimizer": recipe}
+    return Workload(module, torch.zeros(2, 1000), **options)
+
+
+def parameters() -> list[nn.Parameter]:
+    return [nn.Parameter(torch.ones(3))]
+
+
+@pytest.mark.parametrize("meta", [False, True])
+@pytest.mark.parametrize(
+    ("recipe", "facts"),
+    [
+        (None, OPTIMIZERS["adamw"]),
+        (partial(SGD, lr=0.1), OPTIMIZERS["sgd"]),
+        (partial(SGD, lr=0.1, momentum=0.9), OPTIMIZERS["sgd-momentum"]),
+        (partial(Adam, betas=(0.0, 0.9)), OptimizerFacts("Adam", momentum=False, rule="adam")),
+        (NAdam, OptimizerFacts("NAdam")),
+    ],
+)
+def test_what_the_recipe_makes(recipe, facts, meta):
+    """Also of a model without memory for its parameters."""
+    assert optimizer_of(workload(recipe, meta=meta)) == facts
+
+
+def test_groups_by_name_dimension_and_type():
+    """What recipes ask of parameters is there, and the parameters themselves are not touched."""
+    seen = []
+
+    def recipe(parameters):
+        seen.extend((name, p.dim(), p.dtype) for name, p in parameters)
+        matrices = [p for _, p in parameters if p.dim() > 1]
+        vectors = [p for _, p in parameters if p.dim() == 1]
+        return SGD([{"params": matrices, "momentum": 0.9}, {"params": vectors}], lr=0.1)
+
+    found = workload(recipe)
+    before = [*found.module.parameters()]
+    assert optimizer_of(found) == OPTIMIZERS["sgd-momentum"]
+    assert seen == [("weight", 2, torch.float32), ("bias", 1, torch.float32)]
+    assert [*map(id, found.module.parameters())] == [*map(id, before)]
+
+
+def test_what_cannot_be_known():
+    """A recipe for parameters of its own, and a model that learns nothing."""
+
+    def fussy(parameters):
+        assert parameters[0][1].shape == (1000, 1000)
+
+    assert optimizer_of(workload(fussy)) is None
+    frozen = workload()
+    frozen.module.requires_grad_(requires_grad=False)
+    assert optimizer_of(frozen) is None
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (partial(SGD, lr=0.1), False),
+        (partial(SGD, lr=0.1, momentum=0.9), True),
+        (partial(Adam, betas=(0.0, 0.9)), False),
+        (AdamW, True),
+        (NAdam, True),
+    ],
+)
+def test_momentum(make, expected):
+    """Whether there is anything to predict with."""
+    assert has_momentum(make(parameters())) is expected
+
+
+@pytest.mark.parametrize("make", [Adam, partial(SGD, lr=0.1), NAdam])
+def test_spectrain_is_for_momentum_only(make):
+    """The message says what fits."""
+    with pytest.raises(PolicyError, match="spectrain predicts with the momentum of SGD"):
+        require_rule(SpecTrain(), make(parameters()))
+
+
+@pytest.mark.parametrize("policy", [PipeOptim(), PredictStash()])
+def test_a_prediction_of_nothing_is_warned_of(policy):
+    """SGD without momentum: every prediction is the current weights."""
+    with pytest.warns(UserWarning, match="prediction is the current weights; give it a momentum"):
+        require_rule(policy, SGD(parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize("make", [partial(SGD, lr=0.1, momentum=0.9), AdamW, NAdam])
+def test_what_fits_is_accepted_silently(make):
+    """And a policy that predicts nothing asks for nothing."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        require_rule(PipeOptim(), make(parameters()))
+        require_rule(Stash(), SGD(parameters(), lr=0.1))

@@ -1,0 +1,556 @@
+"""Replicas that take mini-batches in turn, on local ranks: bit for bit the plain loop of rounds."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim import SGD
+
+from anabranch.errors import (
+    AnabranchError,
+    InfeasiblePlanError,
+    InvalidPlanError,
+    NonFiniteError,
+    PolicyError,
+    StageFailedError,
+)
+from anabranch.plans.plan import Plan, Prediction
+from anabranch.runtime.asynchronous import stream as module
+from anabranch.runtime.asynchronous.pipeline import AsyncPipeline
+from anabranch.runtime.asynchronous.requirements import round_robin_of
+from anabranch.runtime.asynchronous.round_robin_memory import budgeted
+from anabranch.runtime.worker import Flight
+from anabranch.weights import PredictStash, Stash
+from anabranch.workload import Batch
+from tests.runtime.asynchronous.models import Cut, batches, cut, halving
+from tests.runtime.asynchronous.reference import train
+from tests.runtime.asynchronous.reference_rounds import in_flight, train_in_turns
+from tests.runtime.asynchronous.running import (
+    assert_same,
+    by_hand,
+    fresh,
+    held,
+    on_ranks,
+    pipeline,
+    plan_of,
+    start_of,
+    until_not_finite,
+    whole,
+)
+
+pytestmark = pytest.mark.dist
+
+
+def in_turn(model: Cut, chosen: Plan, policy: Any = "stash", **options: Any) -> AsyncPipeline:
+    return pipeline(model, chosen, policy, round_robin=True, **options)
+
+
+# Order
+
+
+def orders(name: str, replicas: Sequence[int], count: int) -> list[str]:
+    """Per rank its passes; ``*`` is an update, ``-`` one without a mini-batch of its own."""
+    model = cut(name)
+    chosen = plan_of(model, replicas=replicas)
+
+    def work() -> str:
+        pipe: Any = in_turn(model, chosen)
+        log: list[str] = []
+
+        class Noted(Flight):
+            def forward(self, microbatch: int) -> None:
+                log.append(f"F{self.number}")
+                super().forward(microbatch)
+
+            def backward(self, microbatch: int) -> None:
+                log.append(f"B{self.number}")
+                super().backward(microbatch)
+
+        update = pipe._stream._update
+
+        def learn(flight: Flight | None, blame: bool, count: int) -> None:
+            update(flight, blame, count)
+            log.append("-*") if flight is None else log.append(f"{log.pop()}*")
+
+        pipe._stream._update = learn
+        module.Flight = Noted  # type: ignore[misc]  # in this rank, which ends with the test
+        list(pipe.steps(batches(count)))
+        assert pipe._stream.is_empty
+        return " ".join(log)
+
+    return on_ranks(chosen, work)
+
+
+def test_order_of_two_replicas_before_one() -> None:
+    """NOAM is 2; the last round has one mini-batch."""
+    assert orders("chain 2", (2, 1), 7) == [
+        "F0 F2 B0* F4 B2* F6 B4* B6*",
+        "F1 F3 B1* F5 B3* B5* -*",
+        "F0 B0* F1 B1* F2 B2* F3 B3* F4 B4* F5 B5* F6 B6*",
+    ]
+
+
+def test_order_of_one_before_two_replicas() -> None:
+    """NOAM is 3: two for the replicas after it, and one of its own."""
+    assert orders("chain 2", (1, 2), 5) == [
+        "F0 F1 F2 B0* F3 B1* F4 B2* B3* B4*",
+        "F0 B0* F2 B2* F4 B4*",
+        "F1 B1* F3 B3* -*",
+    ]
+
+
+# Weights
+
+
+SHAPES = [
+    ("chain 2", (2, 1)),
+    ("chain 2", (1, 2)),
+    ("chain 2", (2, 2)),
+    ("chain 2", (3, 1)),
+    ("chain 2", (2, 3)),
+    ("chain 3", (2, 1, 1)),
+    ("chain 3", (1, 3, 1)),
+    ("two sources", (1, 1, 2, 1)),
+    ("two sources", (2, 1, 1, 1)),
+]
+"""Models and replicas, on five ranks at most."""
+
+CASES = [
+    (policy, optimizer)
+    for policy in ("naive", "stash", "spectrain", "pipeoptim", "predict-stash")
+    for optimizer in (["momentum"] if policy == "spectrain" else ["momentum", "adam", "adamw"])
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
+@pytest.mark.parametrize(("name", "replicas"), SHAPES)
+def test_training_is_bitwise_the_reference(
+    name: str, replicas: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    """Losses of three fills and all weights after them: one of a single mini-batch, one of full
+    rounds, one that ends within a round; with a schedule of the learning rate, which makes a step
+    for every mini-batch.
+    """
+    model = cut(name, dtype=dtype)
+    data, start = batches(14, 4, dtype), start_of(model)
+    chosen = plan_of(model, replicas=replicas)
+    wanted = {each: cut(name, each[1], dtype=dtype, scheduler=halving) for each in CASES}
+
+    def work() -> list[Any]:
+        results = []
+        for (policy, _), each in wanted.items():
+            fresh(model, start)
+            pipe = in_turn(model, chosen, policy, workload=each.workload)
+            losses = [pipe.step(data[0]), *pipe.steps(data[1:7]), *pipe.steps(data[7:])]
+            results.append((losses, held(pipe), pipe.version_difference))
+        return results
+
+    results = on_ranks(chosen, work)
+    for i, ((policy, optimizer), each) in enumerate(wanted.items()):
+        expected = train_in_turns(each.by_hand, replicas, policy, data, fills=(0, 1, 7))
+        mine = [rank[i] for rank in results]
+        assert all(losses == expected for losses, _, _ in mine), (policy, optimizer)
+        parameters = whole([parameters for _, parameters, _ in mine])
+        assert_same(parameters, by_hand(each), (policy, optimizer))
+        behind = tuple(count - 1 for count in in_flight(each.by_hand, replicas))
+        assert all(difference == behind for _, _, difference in mine)
+
+
+def test_the_reference_without_replicas_is_the_other_one() -> None:
+    """Rounds of one mini-batch: both oracles say the same, and so does the pipeline."""
+    data = batches(7)
+    twin, other = cut("two sources", "adam"), cut("two sources", "adam")
+    first = train(twin.by_hand, "predict-stash", data, fills=(0, 3))
+    ones = (1, 1, 1, 1)
+    assert train_in_turns(other.by_hand, ones, "predict-stash", data, fills=(0, 3)) == first
+    assert_same(by_hand(other), by_hand(twin))
+    model = cut("two sources", "adam")
+
+    def work() -> list[float]:
+        pipe = in_turn(model, plan_of(model), "predict-stash")
+        return [*pipe.steps(data[:3]), *pipe.steps(data[3:])]
+
+    assert on_ranks(plan_of(model), work) == [first] * 4
+
+
+def test_a_short_minibatch_counts_like_any_other() -> None:
+    """A round's mean is over its mini-batches, whatever their samples."""
+    model, data = cut("chain 2", "adam"), batches(6)
+    data[3], data[5] = ({k: v[:2] for k, v in data[i].items()} for i in (3, 5))
+    chosen = plan_of(model, replicas=(2, 1))
+
+    def work() -> tuple[list[float], dict[str, Tensor]]:
+        pipe = in_turn(model, chosen)
+        return list(pipe.steps(data)), held(pipe)
+
+    results = on_ranks(chosen, work)
+    twin = cut("chain 2", "adam")
+    losses = train_in_turns(twin.by_hand, (2, 1), "stash", data)
+    assert all(rank[0] == losses for rank in results)
+    assert_same(whole([rank[1] for rank in results]), by_hand(twin))
+
+
+def test_clipping_is_of_the_mean_of_a_round() -> None:
+    """Every replica clips the same gradients, so that copies stay equal."""
+    model, data = cut("chain 2", "momentum"), batches(7)
+    chosen = plan_of(model, replicas=(2, 1))
+
+    def work() -> dict[str, Tensor]:
+        pipe = in_turn(model, chosen, clip_stage_norm=0.05)
+        list(pipe.steps(data))
+        return held(pipe)
+
+    clipped = whole(on_ranks(chosen, work))
+    twin = cut("chain 2", "momentum")
+    for stage in twin.by_hand:
+        assert stage.optimizer is not None
+        stage.optimizer.register_step_pre_hook(_clip(stage.weights))
+    train_in_turns(twin.by_hand, (2, 1), "stash", data)
+    for name, tensor in by_hand(twin).items():
+        torch.testing.assert_close(clipped[name], tensor)
+
+
+def _clip(parameters: Sequence[Tensor]) -> Any:
+    def before_step(*_: Any) -> None:
+        torch.nn.utils.clip_grad_norm_(parameters, 0.05)
+
+    return before_step
+
+
+# The user's loop
+
+
+def test_losses_come_in_order_on_every_rank() -> None:
+    """As late as the last replica of a round learns: (2 + 1) x 2 - 1 mini-batches after."""
+    model, data = cut("chain 2"), batches(8)
+    chosen = plan_of(model, replicas=(2, 1))
+    expected = train_in_turns(cut("chain 2").by_hand, (2, 1), "stash", data)
+
+    def work() -> tuple[list[float], list[int]]:
+        pipe = in_turn(model, chosen)
+        seen = [(loss, pipe.step_number) for loss in pipe.steps(data)]
+        return [loss for loss, _ in seen], [number for _, number in seen]
+
+    for losses, given in on_ranks(chosen, work):
+        assert losses == expected
+        assert given == [6, 7, 8, 8, 8, 8, 8, 8]
+
+
+def test_evaluation_in_the_middle_ends_a_round() -> None:
+    """All replicas are at one version then, and the next mini-batch is the first one's."""
+    model, data, held_out = cut("chain 3", "adam"), batches(12), batches(2, 3)
+    chosen = plan_of(model, replicas=(2, 1, 1))
+
+    def work() -> Any:
+        pipe = in_turn(model, chosen, "pipeoptim")
+        losses, means, version = [], {}, 0
+        for loss in pipe.steps(data):
+            losses.append(loss)
+            if len(losses) == 2:  # seven were put in
+                means = pipe.evaluate(held_out)
+                version = pipe._weights.version
+        return losses, held(pipe), means, version, pipe._weights.version
+
+    results = on_ranks(chosen, work)
+    twin = cut("chain 3", "adam")
+    losses = train_in_turns(twin.by_hand, (2, 1, 1), "pipeoptim", data, fills=(0, 7))
+    assert all(rank[0] == losses for rank in results)
+    assert_same(whole([rank[1] for rank in results]), by_hand(twin))
+    assert len({rank[2]["loss"] for rank in results}) == 1
+    assert [rank[3] for rank in results] == [4, 4, 7, 7]  # 3 rounds and a half
+    assert [rank[4] for rank in results] == [7, 7, 12, 12]  # and 2 and a half
+
+
+def test_a_loop_that_is_left_goes_on_within_its_round() -> None:
+    """Without a drain; the next loop's first mini-batch is the second replica's."""
+    model, data = cut("chain 2"), batches(12)
+    chosen = plan_of(model, replicas=(2, 1))
+
+    def work() -> tuple[list[float], dict[str, Tensor]]:
+        pipe = in_turn(model, chosen)
+        for number, _ in enumerate(pipe.steps(data[:9])):
+            if number == 1:
+                break
+        assert pipe.step_number == 7
+        return list(pipe.steps(data[7:])), held(pipe)
+
+    results = on_ranks(chosen, work)
+    twin = cut("chain 2")
+    losses = train_in_turns(twin.by_hand, (2, 1), "stash", data)
+    assert all(rank[0] == losses[7:] for rank in results)
+    assert_same(whole([rank[1] for rank in results]), by_hand(twin))
+
+
+@pytest.mark.parametrize("optimizer", ["momentum", "rmsprop"])
+def test_resumed_training_is_as_if_it_had_drained(tmp_path: Path, optimizer: str) -> None:
+    """In the middle of a round, with a rate that rises over updates, which are saved: three rounds
+    and a half of stage 0 are four.
+    """
+    model = cut("chain 4", optimizer, scheduler=halving)
+    data, chosen, policy = batches(12), plan_of(model, replicas=(2, 1, 1, 1)), PredictStash(ramp=9)
+    start = start_of(model)
+
+    def work() -> Any:
+        pipe = in_turn(model, chosen, policy)
+        list(pipe.steps(data[:7]))
+        pipe.save(tmp_path / "seven")
+        version = pipe._weights.version
+        return list(pipe.steps(data[7:])), held(pipe), version
+
+    def again() -> Any:
+        fresh(model, start)
+        options = {"captured": model.captured, "policy": policy, "timeout": 20.0}
+        pipe = AsyncPipeline.resume(
+            tmp_path / "seven", model.workload, chosen, round_robin=True, **options
+        )
+        assert pipe.step_number == 7
+        version = pipe._weights.version
+        return list(pipe.steps(data[7:])), held(pipe), version
+
+    before, after = on_ranks(chosen, work), on_ranks(chosen, again)
+    assert [rank[2] for rank in before] == [4, 4, 7, 7, 7]
+    for mine, theirs in zip(before, after, strict=True):
+        assert mine[0] == theirs[0]
+        assert_same(mine[1], theirs[1])
+        assert mine[2] == theirs[2]
+
+
+def test_gradients_are_compared_with_one_process_first() -> None:
+    """The check of a first micro-batch is as without rounds."""
+    model, chosen = cut("chain 2"), plan_of(cut("chain 2"), replicas=(2, 1))
+    expected = train_in_turns(cut("chain 2").by_hand, (2, 1), "stash", batches(5))
+
+    def work() -> list[float]:
+        return list(in_turn(model, chosen, check_gradients=True).steps(batches(5)))
+
+    assert on_ranks(chosen, work) == [expected] * 3
+
+
+def test_running_means_are_of_the_first_replica() -> None:
+    """Each replica has those of its own mini-batches until an evaluation gives all the first's."""
+    model, data = cut("statistics"), batches(6)
+    chosen = plan_of(model, replicas=(2, 1, 1))
+
+    def work() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        pipe = in_turn(model, chosen)
+        list(pipe.steps(data))
+        before = {name: buffer.clone() for name, buffer in pipe._state.buffers.items()}
+        pipe.evaluate(batches(1))
+        return before, {name: buffer.clone() for name, buffer in pipe._state.buffers.items()}
+
+    first, second, third, _ = on_ranks(chosen, work)
+    mean, seen = "parts.0.2.running_mean", "parts.0.2.num_batches_tracked"
+    assert int(first[0][seen]) == int(second[0][seen]) == 3
+    assert int(third[0]["parts.1.2.num_batches_tracked"]) == 6
+    assert not torch.equal(first[0][mean], second[0][mean])
+    assert_same(first[1], first[0])
+    assert_same(second[1], first[0])
+
+
+# Numbers that are not finite
+
+
+def test_sums_through_process_groups_begin_in_one_order_on_all_ranks() -> None:
+    """As between hosts. Replicas wait for each other's gradients at other mini-batches than for
+    what mini-batches came to; neither keeps the other from beginning.
+    """
+    model = cut("chain 2", dtype=torch.float64)
+    chosen = plan_of(model, replicas=(2, 3))
+    data = batches(26, 4, torch.float64)
+    data[22]["x"][0, 0] = float("inf")
+
+    def work() -> tuple[list[float], str]:
+        pipe = in_turn(model, chosen)
+        pipe._mesh._near = None
+        return until_not_finite(pipe, data, batches(1, 4, torch.float64))
+
+    results = on_ranks(chosen, work)
+    twin = cut("chain 2", dtype=torch.float64)
+    # Stage 0 has three rounds of two in flight, so the second loss comes when nine were put in.
+    expected = train_in_turns(twin.by_hand, (2, 3), "stash", data[:22], fills=(0, 9))
+    for losses, text in results:
+        assert losses == pytest.approx(expected, rel=1e-12)
+        assert text == results[0][1]
+    assert "in mini-batch 22: stage 0 is the first" in results[0][1]
+
+
+def test_sums_of_a_stage_that_all_ranks_have_are_not_those_that_tell() -> None:
+    """Replicas of one stage, as between hosts: each mini-batch reads what the round before it has
+    made, and the second replica has told of nothing when the first one waits for its gradients.
+    """
+    model, data = cut("chain 2"), batches(7)
+    everything = [name for names in model.operators for name in names]
+    chosen = plan_of(replace(model, operators=[everything]), replicas=(2,))
+
+    def work() -> tuple[list[float], dict[str, Tensor]]:
+        pipe = in_turn(model, chosen)
+        pipe._mesh._near = None
+        return list(pipe.steps(data)), held(pipe)
+
+    results = on_ranks(chosen, work)
+    twin, optimizer = model.twin, SGD(model.twin.parameters(), lr=0.1, momentum=0.9)
+    losses = []
+    for start in range(0, 7, 2):
+        of_round = [twin(**batch) for batch in data[start : start + 2]]
+        losses += [loss.item() for loss in of_round]
+        optimizer.zero_grad()
+        torch.stack(of_round).mean().backward()
+        optimizer.step()
+    assert all(rank[0] == pytest.approx(losses, rel=1e-5) for rank in results)
+    for name, tensor in whole([rank[1] for rank in results]).items():
+        torch.testing.assert_close(tensor, twin.get_parameter(name).detach())
+
+
+@pytest.mark.parametrize("bad", [8, 9])
+@pytest.mark.parametrize("kind", ["batch", "gradient"])
+def test_numbers_that_are_not_finite_belong_to_one_minibatch(bad: int, kind: str) -> None:
+    """Of a round of two, whichever it is; the other replica makes no update of it, either, and the
+    losses before it are told.
+    """
+    model, data = cut("chain 2"), batches(12)
+    chosen = plan_of(model, replicas=(2, 1))
+    if kind == "batch":
+        data[bad]["x"][2, 1] = float("nan")
+
+    def work() -> tuple[str, int, bool]:
+        pipe = in_turn(model, chosen)
+        if kind == "gradient" and pipe.rank == bad % 2:
+            weight = pipe._state.parameters["parts.0.0.weight"]
+            seen: list[int] = []
+
+            def overflow(gradient: Tensor) -> Tensor:
+                seen.append(1)
+                return gradient * float("inf") if len(seen) == 5 else gradient
+
+            weight.register_hook(overflow)  # type: ignore[no-untyped-call]
+        losses: list[float] = []
+        with pytest.raises(NonFiniteError) as caught:
+            losses.extend(pipe.steps(data))
+        finite = all(bool(p.isfinite().all()) for p in held(pipe).values())
+        return str(caught.value), len(losses), finite
+
+    results = on_ranks(chosen, work)
+    assert len({rank[0] for rank in results}) == 1
+    assert f"is not finite in mini-batch {bad}: stage 0" in results[0][0]
+    helps = f"fix the data: mini-batch {bad}, sample 2" if kind == "batch" else "stage 1: 0; the"
+    assert helps in results[0][0]
+    assert [rank[1] for rank in results] == [bad] * 3
+    assert all(rank[2] for rank in results)
+
+
+def test_a_replica_that_dies_ends_the_others() -> None:
+    """Also the one that waits for its term of a sum."""
+    model = cut("chain 2")
+    chosen = plan_of(model, replicas=(2, 1))
+
+    def work() -> None:
+        pipe = in_turn(model, chosen)
+        for loss in pipe.steps(batches(12)):
+            if pipe.rank == 1 and pipe.step_number == 8:
+                os.kill(os.getpid(), signal.SIGKILL)
+            assert loss > 0
+
+    with pytest.raises(StageFailedError, match="rank 1 was killed by signal 9"):
+        on_ranks(chosen, work)
+
+
+# What is refused
+
+
+def refusal(
+    model: Cut, chosen: Plan, kind: type[AnabranchError], policy: Any = "stash", **options: Any
+) -> str:
+    def work() -> str:
+        with pytest.raises(kind) as caught:
+            in_turn(model, chosen, policy, **options)
+        return str(caught.value)
+
+    return str(on_ranks(chosen, work)[0])
+
+
+def test_policies_without_rounds() -> None:
+    """Each with its reason and a way on."""
+    model = cut("chain 2")
+    chosen = plan_of(model, replicas=(2, 1))
+    text = refusal(model, chosen, PolicyError, "vertical-sync")
+    assert "replicas of stage 0 that take mini-batches in turn" in text
+    assert "or choose stash" in text
+    halves = plan_of(model, microbatches=2, replicas=(2, 1))
+    text = refusal(model, halves, PolicyError, "2bw")
+    assert "2bw with 2 micro-batches per mini-batch" in text
+    assert "split each mini-batch" in text
+    assert "a policy other than 2bw" in refusal(model, chosen, PolicyError, "2bw")
+    text = refusal(model, replace(chosen, schedule="gpipe"), InvalidPlanError)
+    assert "schedule 1f1b" in text
+
+
+def test_without_replicas_nothing_changes() -> None:
+    """There are no turns to take, so policies that know no rounds are as good as others."""
+    model, data = cut("chain 2"), batches(5)
+
+    def work() -> list[float]:
+        return list(in_turn(model, plan_of(model), "vertical-sync").steps(data))
+
+    expected = train(cut("chain 2").by_hand, "vertical-sync", data)
+    assert on_ranks(plan_of(model), work) == [expected] * 2
+
+
+def test_ranks_have_to_agree() -> None:
+    """One that splits mini-batches and one that takes turns would wait for each other."""
+    model = cut("chain 2")
+    chosen = plan_of(model, replicas=(2, 1))
+
+    def work() -> str:
+        turns = torch.distributed.get_rank() == 0
+        with pytest.raises(InvalidPlanError) as caught:
+            pipeline(model, chosen, round_robin=turns)
+        return str(caught.value)
+
+    assert "round_robin" in on_ranks(chosen, work)[0]
+
+
+def test_memory_is_that_of_whole_minibatches() -> None:
+    """The plan's own prediction is for halves of them; memory for the wholes is asked for first."""
+    model = cut("chain 2")
+
+    def expected(samples: int) -> Plan:
+        chosen = plan_of(model, samples, replicas=(2, 1))
+        known = replace(chosen, predicted=Prediction(1.0, 1.0, 0.0, (1, 1, 1)))
+        rounds = round_robin_of(known)
+        assert rounds is not None
+        return budgeted(known, rounds, model.captured, Stash())
+
+    peaks, twice = (expected(n).predicted.device_peak_bytes for n in (1 << 12, 1 << 13))
+    assert peaks[0] == peaks[1] > peaks[2]
+    # Of two mini-batches in flight: what enters the layer norm and what leaves tanh is one tensor,
+    # which leaves the linear layer another; 6 numbers of 4 bytes for each of 4096 samples.
+    assert twice[0] - peaks[0] > 2 * (1 << 12) * 6 * 4
+    assert twice[0] < 2 * peaks[0]  # weights do not grow
+    text = refusal(model, expected(1 << 40), InfeasiblePlanError)
+    assert "by the plan's prediction" in text
+
+
+def test_batches_are_any_users() -> None:
+    """The loader is asked on every rank for every mini-batch, also for those of other replicas."""
+    model = cut("chain 2")
+    chosen = plan_of(model, replicas=(2, 1))
+
+    def data(size: int, epoch: int) -> list[Batch]:
+        return batches(3, size)
+
+    workload = replace(model.workload, data=data)
+
+    def work() -> tuple[int, int, int]:
+        pipe = in_turn(model, chosen, workload=workload)
+        count = len(list(pipe.steps(pipe.batches(epochs=2))))
+        return count, pipe.epoch, pipe.step_number
+
+    assert on_ranks(chosen, work) == [(6, 2, 6)] * 3

@@ -1,0 +1,129 @@
+"""Stages that are compiled."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from anabranch.errors import TrainingError
+from anabranch.runtime.compute.options import PLAIN, ComputeOptions
+from tests.runtime.computing import step, steps_of
+from tests.runtime.small import batch, built, plan
+
+AOT = ComputeOptions(compile="aot_eager")
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> None:
+    """Compiled code of one test must not count against the limits of the next."""
+    torch._dynamo.reset()
+
+
+def same(a: tuple[float, dict[str, Tensor]], b: tuple[float, dict[str, Tensor]]) -> None:
+    assert a[0] == pytest.approx(b[0], rel=1e-6)
+    assert a[1].keys() == b[1].keys()
+    for name, gradient in b[1].items():
+        torch.testing.assert_close(a[1][name], gradient, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["TwoBranch", "Tied", "Shared"])
+def test_compiled_stages_compute_the_same(name: str) -> None:
+    """Several stages, and a short last micro-batch, which is compiled for itself."""
+    model = built(name)
+    chosen, leaves = plan(model, 3, batch_size=10), batch(10)
+    same(step(model, chosen, leaves, AOT), step(model, chosen, leaves))
+
+
+def test_exact_gradients_are_compiled_as_well() -> None:
+    """Fan-outs of gradients are functions with a backward of their own."""
+    model = built("TwoBranch")
+    chosen, leaves = plan(model, 3), batch(16)
+    same(step(model, chosen, leaves, AOT, exact=True), step(model, chosen, leaves, exact=True))
+
+
+def test_the_default_backend_generates_code() -> None:
+    """Inductor, on one small stage."""
+    model = built("Chain")
+    chosen, leaves = plan(model, 1, batch_size=4), batch(4)
+    same(step(model, chosen, leaves, ComputeOptions(compile=True)), step(model, chosen, leaves))
+
+
+def test_compiled_stages_keep_running_means() -> None:
+    """Buffers change once per micro-batch, also with recomputation."""
+    model = built("Norm")
+    before = {n: b.clone() for n, b in model.module.named_buffers()}
+    after = []
+    for options in (PLAIN, AOT):
+        step(model, plan(model, 2, recompute=True), batch(16), options)
+        after.append({n: b.clone() for n, b in model.module.named_buffers()})
+        for name, buffer in model.module.named_buffers():
+            buffer.copy_(before[name])
+    for name, buffer in after[0].items():
+        torch.testing.assert_close(after[1][name], buffer)
+
+
+@pytest.mark.parametrize("dropout", ["stage", "sample"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("compiled", [False, "aot_eager"])
+def test_recomputation_draws_what_the_forward_drew(
+    dropout: str, precision: str, compiled: bool | str
+) -> None:
+    """With autocast, compiled, or both: bitwise what is computed without recomputation."""
+    model = built("Dropout")
+    options = ComputeOptions(precision=precision, compile=compiled, dropout=dropout)  # type: ignore[arg-type]
+    leaves = batch(16)
+    kept, again = (
+        step(model, plan(model, 1, recompute=recompute), leaves, options)
+        for recompute in (False, True)
+    )
+    assert kept[0] == again[0]
+    assert all(torch.equal(again[1][name], gradient) for name, gradient in kept[1].items())
+
+
+def test_masks_by_sample_are_the_same_compiled() -> None:
+    """Another plan, and compiled: still the same numbers."""
+    model = built("Dropout")
+    leaves = batch(10)
+    whole = plan(model, 1, batch_size=10, microbatch_size=10)
+    parts = plan(model, 2, batch_size=10, microbatch_size=[4, 3])
+    compiled = ComputeOptions(compile="aot_eager", dropout="sample")
+    same(
+        step(model, parts, leaves, compiled),
+        step(model, whole, leaves, ComputeOptions(dropout="sample")),
+    )
+
+
+def test_many_sizes_do_not_run_into_limits() -> None:
+    """Each size is a program of its own; nothing falls back to uncompiled code in silence."""
+    model = built("Chain")
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    for size in range(1, 14):
+        chosen, leaves = plan(model, 1, batch_size=size, microbatch_size=size), batch(size)
+        same(step(model, chosen, leaves, AOT), step(model, chosen, leaves))
+    assert not counters["graph_break"]
+
+
+def test_a_stage_that_does_not_compile_is_named() -> None:
+    """With the backend, the cause, and what to do."""
+
+    @torch._dynamo.register_backend(name="anabranch_refuses")  # type: ignore[misc, no-untyped-call]
+    def refuses(graph: object, inputs: object) -> None:
+        raise RuntimeError("no code today")
+
+    model = built("Chain")
+    [steps] = steps_of(model, plan(model, 1), ComputeOptions(compile="anabranch_refuses"))
+    with pytest.raises(TrainingError) as caught:
+        steps.worker(16).run(batch(16), 0)
+    text = str(caught.value)
+    assert all(words in text for words in ("stage 0", "anabranch_refuses", "no code today"))
+
+
+def test_options_are_checked() -> None:
+    """The message has what is known."""
+    for options in ({"precision": "fp8"}, {"dropout": "token"}, {"compile": "inducktor"}):
+        with pytest.raises(ValueError, match=next(iter(options.values()))):
+            ComputeOptions(**options)  # type: ignore[arg-type]
+    assert ComputeOptions(compile=True).backend == "inductor"
+    assert PLAIN.backend is None

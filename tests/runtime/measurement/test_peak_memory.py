@@ -1,0 +1,146 @@
+"""Bytes of tensors that are alive at once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import anabranch
+from anabranch import launch
+from anabranch.cluster import Cluster
+from anabranch.graph.capture import capture
+from anabranch.runtime.compute.options import ComputeOptions
+from anabranch.runtime.measurement.peak_memory import PeakMemory
+from anabranch.runtime.pipeline import Pipeline
+from anabranch.workload import NamedParameters, Workload
+from tests.runtime.small import batch, built
+from tests.runtime.small import plan as small_plan
+
+CPU = torch.device("cpu")
+KB = 1024
+
+
+def kilobytes(count: int = 1) -> Tensor:
+    return torch.ones(count * KB // 4)
+
+
+def test_what_is_held_counts_and_what_is_ignored_does_not() -> None:
+    held, ignored = kilobytes(3), kilobytes(5)
+    gauge = PeakMemory(CPU, [held, held[:2]], [ignored])
+    with gauge.measuring():
+        ignored.sum()
+    assert 3 * KB <= gauge.peak_bytes < 4 * KB
+
+
+def test_the_peak_is_of_what_is_alive_at_once() -> None:
+    """A hundred tensors of 1 KB one after the other are two at once: the next, and the one before
+    it. Views cost nothing; what somebody else made counts from when it is read.
+    """
+    ignored, received = kilobytes(), kilobytes(7)
+    gauge = PeakMemory(CPU, [], [ignored])
+    with gauge.measuring():
+        for _ in range(100):
+            made = ignored * 2
+            made.view(-1, 2)
+    assert gauge.peak_bytes == 2 * KB
+    gauge = PeakMemory(CPU, [], [ignored])
+    with gauge.measuring():
+        received[:4].neg()
+    assert 7 * KB <= gauge.peak_bytes < 8 * KB
+
+
+def test_what_autograd_keeps_is_alive() -> None:
+    """Four tanh keep their outputs until the backward has passed; then the gradient is left."""
+    weight = kilobytes().requires_grad_()
+    gauge = PeakMemory(CPU, [weight])
+    with gauge.measuring():
+        h = weight
+        for _ in range(4):
+            h = torch.tanh(h)
+        total = h.sum()
+        del h
+        kept = gauge_now(gauge)
+        total.backward()
+        after = gauge_now(gauge)
+    assert kept == 5 * KB + 4
+    assert after == 2 * KB + 4
+
+
+def gauge_now(gauge: PeakMemory) -> int:
+    storages = gauge.storages
+    assert storages is not None
+    return storages.now
+
+
+class Deep(nn.Module):
+    """Activations of a micro-batch take several times as much as all parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(24))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().mean()
+
+
+def adam(parameters: NamedParameters) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_the_prediction_is_near_the_measurement(schedule: str) -> None:
+    """Two stages, Adam; the step trains as it would have."""
+    torch.manual_seed(0)
+    module, example = Deep(), {"x": torch.randn(4, 256, 32)}
+    captured = capture(module, example)
+    profile = anabranch.measure(captured, (2, 4), repeats=1)
+    cluster = replace(Cluster.preset("local:2"), cores=0)
+    plan = anabranch.plan(
+        profile, cluster, 32, microbatch_size=4, schedule=schedule, max_replicas=1
+    )
+    assert len(plan.stage_graph) == 2
+    samples = {"x": torch.randn(32, 256, 32)}
+
+    def rank() -> tuple[Any, float, float]:
+        workload = Workload(module, example, optimizer=adam)
+        pipe = Pipeline(workload, plan, captured=captured, check_gradients=False, timeout=30.0)
+        losses = [pipe.step(samples) for _ in range(2)]
+        losses.append(pipe.step(samples, weigh=True))
+        return pipe.peak_bytes, losses[0], losses[2]
+
+    results = launch.run(rank, 2, timeout=60.0)
+    assert results[0] == results[1]
+    peaks, first, last = results[0]
+    assert last < first
+    # Operations have up to four more activations at hand than are kept; a message that was reckoned
+    # with may not be there.
+    activation = 4 * 256 * 32 * 4
+    for measured, said in zip(peaks, plan.predicted.device_peak_bytes, strict=True):
+        assert said > 10 * activation
+        assert said - activation <= measured <= said + 4 * activation + 4 * KB
+
+
+@pytest.mark.dist
+def test_compiled_stages_on_a_cpu_are_not_weighed() -> None:
+    """The step is the same as ever."""
+    model = built("Chain")
+
+    def rank() -> tuple[bool, object]:
+        options = ComputeOptions(compile="eager")
+        pipe = Pipeline(
+            model.workload,
+            small_plan(model, 2),
+            captured=model.captured,
+            compute=options,
+            timeout=30.0,
+        )
+        return pipe.step(batch(16), weigh=True) > 0, pipe.peak_bytes
+
+    assert launch.run(rank, 2, timeout=120.0) == [(True, None)] * 2

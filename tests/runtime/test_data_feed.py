@@ -1,0 +1,122 @@
+"""What a batch has to be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from anabranch import launch
+from anabranch.errors import DataError, LoaderError
+from anabranch.runtime.data_feed import DataFeed, leaves_of
+from anabranch.runtime.pipeline import Pipeline
+from anabranch.workload import Workload
+from tests.runtime.small import Batch, batch, built, num_ranks, plan
+
+CPU = torch.device("cpu")
+
+
+def changed(**tensors: Tensor) -> Batch:
+    return batch(6) | tensors
+
+
+def test_the_number_of_samples_is_free() -> None:
+    """The example has 4, and a loader yields what it likes."""
+    captured = built("TwoBranch").captured
+    for samples in (1, 4, 7):
+        given = batch(samples)
+        assert {n: t.shape for n, t in leaves_of(captured, given, CPU).items()} == {
+            name: tensor.shape for name, tensor in given.items()
+        }
+
+
+def test_another_size_is_refused_with_both() -> None:
+    """It used to fail inside a stage, in the words of some operator."""
+    with pytest.raises(DataError, match=r"x is \[samples, 9\] float32, not \[samples, 8\] float32"):
+        leaves_of(built("TwoBranch").captured, changed(x=torch.randn(6, 9)), CPU)
+
+
+def test_other_dimensions_and_types_are_refused_by_name() -> None:
+    """All leaves that differ, none that does not, and what to do."""
+    wrong = changed(word=torch.zeros(6, 1, dtype=torch.int64), label=torch.zeros(6))
+    with pytest.raises(DataError) as caught:
+        leaves_of(built("TwoBranch").captured, wrong, CPU)
+    text = str(caught.value)
+    assert "word is [samples, 1] int64, not [samples] int64" in text
+    assert "label is [samples] float32, not [samples] int64" in text
+    assert "x is" not in text
+    assert "pad what varies to one size" in text
+
+
+def test_tensors_need_one_number_of_samples() -> None:
+    """Also where all else is right."""
+    with pytest.raises(DataError, match="one number of samples, at least 1: x 6, word 6, label 5"):
+        leaves_of(built("TwoBranch").captured, changed(label=batch(5)["label"]), CPU)
+
+
+@pytest.mark.dist
+def test_who_meets_such_a_batch_in_the_stream_parts_from_the_others() -> None:
+    """They are behind it, and still need this rank's share of the sums of the step before."""
+    model = built("TwoBranch")
+    chosen = plan(model, 2)
+    parted: list[int] = []
+
+    class Parting(Pipeline):
+        def _part(self) -> None:
+            parted.append(self.step_number)
+            super()._part()
+
+    def rank() -> tuple[int, list[int]]:
+        pipe = Parting(model.workload, chosen, captured=model.captured, check_gradients=False)
+        losses: list[float] = []
+        given = [batch(16), batch(16), changed(x=torch.randn(6, 9))]
+        with pytest.raises(DataError, match=r"x is \[samples, 9\]"):
+            losses.extend(pipe.steps(given))
+        return len(losses), parted
+
+    assert launch.run(rank, num_ranks(chosen), timeout=60.0) == [(1, [2])] * 2
+
+
+def test_a_batch_is_named_where_it_is_known() -> None:
+    """Number and epoch, whatever is wrong with it."""
+    captured = built("TwoBranch").captured
+    given = [changed(x=torch.randn(6, 9)), changed(label=batch(5)["label"]), {"x": torch.ones(2)}]
+    for each, text in zip(given, ["differs", "need one number", "the batch holds x"], strict=True):
+        with pytest.raises(DataError, match=text) as caught:
+            leaves_of(captured, each, CPU, "batch 5 of epoch 1")
+        assert "batch 5 of epoch 1" in str(caught.value)
+
+
+def a_feed(data: Any, told: list[BaseException]) -> DataFeed:
+    """Of a workload that is nothing but its data."""
+    workload = Workload(torch.nn.Identity(), torch.zeros(2, 1), data=data, eval_data=data)
+    return DataFeed(workload, 2, told.append)
+
+
+def test_the_feed_knows_which_batch_it_gave_last() -> None:
+    """From 0, in every epoch anew; none once that was trained on."""
+    feed = a_feed(lambda size, epoch: [torch.zeros(size, 1)] * 2, [])
+    where = []
+    for _ in feed.batches(2):
+        where.append(feed.where)
+        feed.trained()
+    assert where == [f"batch {b} of epoch {e}" for e in (0, 1) for b in (0, 1)]
+    assert feed.where == ""
+
+
+def _broken(*_: int) -> list[Tensor]:
+    raise KeyError("user_id")
+
+
+def test_a_function_that_raises_before_its_first_batch_is_named_with_its_line() -> None:
+    """Not only a generator that does; the other ranks are told."""
+    told: list[BaseException] = []
+    feed = a_feed(_broken, told)
+    for read in (lambda: next(feed.batches(1)), feed.held_out):
+        with pytest.raises(
+            LoaderError, match=r"test_feed\.py:\d+, in _broken: KeyError: 'user_id'"
+        ):
+            read()
+    assert len(told) == 2
