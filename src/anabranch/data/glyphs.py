@@ -69,7 +69,10 @@ def load_glyphs(buckets: int = 4096, seed: int = 0) -> Glyphs:
 
     Raises:
         DataError: if matplotlib, which brings the font, is not installed.
+        ValueError: for fewer than two buckets.
     """
+    if buckets < 2:
+        raise ValueError(f"buckets={buckets}; at least 2 are needed, of which one is padding")
     found = importlib.util.find_spec("matplotlib")
     if found is None or found.origin is None:
         raise DataError(

@@ -11,7 +11,7 @@ nor what follows the concatenation, here the four layers of FlexFlow's version o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,15 +19,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from anabranch.models.layers import FeedForward
-from anabranch.models.sizes import at_least_one
-from anabranch.models.synthetic_data import prototypes
-from anabranch.models.towers import under_noise
-from anabranch.models.workload_builders import synthetic
+from anabranch.models.sizes import Sizes
+from anabranch.models.synthetic_data import Draw, prototypes, under_noise
+from anabranch.models.workload_builders import synthetic_workload
 from anabranch.workload import Batch, Workload
 
 
 @dataclass(frozen=True)
-class CandleUnoSizes:
+class CandleUnoSizes(Sizes):
     """``features``: width of each branch's input; ``top_layers``: after the concatenation."""
 
     branches: int = 7
@@ -37,9 +36,6 @@ class CandleUnoSizes:
     width: int = 4096
     dropout: float = 0.0
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        at_least_one(self, "branches", "layers", "features", "width")
 
 
 PRESETS = {
@@ -87,7 +83,7 @@ class CandleUno(nn.Module):
         return {"loss": loss, "r2": 1 - loss}
 
 
-def response(sizes: CandleUnoSizes) -> Callable[[int, torch.Generator], Batch]:
+def response(sizes: CandleUnoSizes) -> Draw:
     """Draws a normal response, which each branch's features show along a direction of their own."""
     patterns = prototypes(sizes.branches, sizes.features, sizes.seed)
 
@@ -104,7 +100,7 @@ def response(sizes: CandleUnoSizes) -> Callable[[int, torch.Generator], Batch]:
 
 def workload(sizes: CandleUnoSizes, *, meta: bool = False) -> Workload:
     """CANDLE-Uno on a synthetic response."""
-    return synthetic(
+    return synthetic_workload(
         "candle-uno",
         lambda: CandleUno(
             [sizes.features] * sizes.branches,
@@ -114,8 +110,8 @@ def workload(sizes: CandleUnoSizes, *, meta: bool = False) -> Workload:
             sizes.dropout,
         ),
         response(sizes),
-        seed=sizes.seed,
+        sizes,
         meta=meta,
-        learning_rate=1e-3 if sizes.width < 512 else 1e-4,
+        width=sizes.width,
         chance={"r2": 0.0},
     )

@@ -14,7 +14,7 @@ EmbeddingBag does). The paper does not say how many layers follow the interactio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,15 +22,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from anabranch.models.layers import FeedForward
-from anabranch.models.sizes import at_least_one
-from anabranch.models.synthetic_data import prototypes
-from anabranch.models.towers import SIGNAL, under_noise
-from anabranch.models.workload_builders import synthetic
+from anabranch.models.sizes import Sizes
+from anabranch.models.synthetic_data import SIGNAL, Draw, prototypes, under_noise
+from anabranch.models.workload_builders import synthetic_workload
 from anabranch.workload import Batch, Workload
 
 
 @dataclass(frozen=True)
-class DLRMSizes:
+class DLRMSizes(Sizes):
     """``features``: width of a dense input; ``embedding``: of a table with ``rows`` rows."""
 
     dense_branches: int = 7
@@ -45,10 +44,6 @@ class DLRMSizes:
     pooling: str = "concat"
     dropout: float = 0.0
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        at_least_one(self, "dense_branches", "sparse_branches", "layers", "features", "width")
-        at_least_one(self, "rows", "embedding", "bag")
 
 
 PRESETS = {
@@ -133,7 +128,7 @@ class DLRM(nn.Module):
         }
 
 
-def clicks(sizes: DLRMSizes) -> Callable[[int, torch.Generator], Batch]:
+def clicks(sizes: DLRMSizes) -> Draw:
     """Draws clicks, even odds; dense features show them as a pattern, rows by more odd numbers."""
     patterns = prototypes(sizes.dense_branches, sizes.features, sizes.seed)
 
@@ -157,7 +152,7 @@ def clicks(sizes: DLRMSizes) -> Callable[[int, torch.Generator], Batch]:
 
 def workload(sizes: DLRMSizes, *, meta: bool = False) -> Workload:
     """DLRM on synthetic clicks."""
-    return synthetic(
+    return synthetic_workload(
         "dlrm",
         lambda: DLRM(
             [sizes.features] * sizes.dense_branches,
@@ -171,8 +166,8 @@ def workload(sizes: DLRMSizes, *, meta: bool = False) -> Workload:
             dropout=sizes.dropout,
         ),
         clicks(sizes),
-        seed=sizes.seed,
+        sizes,
         meta=meta,
-        learning_rate=1e-3 if sizes.width < 512 else 1e-4,
+        width=sizes.width,
         chance={"accuracy": 0.5},
     )

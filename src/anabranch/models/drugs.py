@@ -1,4 +1,4 @@
-"""How does this cell line respond to this drug? CANDLE-Uno on measured responses (GDSC2).
+"""CANDLE-Uno on measured responses of cell lines to drugs (GDSC2).
 
 mutations  -> dense layers --+
 copies     -> dense layers --+
@@ -9,23 +9,21 @@ counts     -> dense layers --+
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
-from anabranch.data.batches import batches, shuffled, whole_batches
+from anabranch.data.batches import shuffled
 from anabranch.data.drugs import load_responses
 from anabranch.models.candle_uno import CandleUno
-from anabranch.models.sizes import at_least_one
-from anabranch.models.synthetic_data import seeded
-from anabranch.models.workload_builders import EXAMPLE_SAMPLES, adam, initialised
-from anabranch.workload import Batch, Workload, to_meta
+from anabranch.models.sizes import Sizes
+from anabranch.models.workload_builders import dataset_workload
+from anabranch.workload import Batch, Workload
 
 
 @dataclass(frozen=True)
-class DrugSizes:
+class DrugSizes(Sizes):
     """``genes``: in each of the two branches of the cell line; ``bits``: of each fingerprint."""
 
     layers: int = 4
@@ -36,9 +34,6 @@ class DrugSizes:
     dropout: float = 0.1
     learning_rate: float = 1e-4
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        at_least_one(self, "layers", "width", "genes", "bits")
 
 
 PRESETS = {
@@ -66,19 +61,16 @@ def workload(sizes: DrugSizes, *, meta: bool = False) -> Workload:
             "target": table.response[rows],
         }
 
-    def data(batch_size: int, epoch: int) -> Iterator[Batch]:
-        order = shuffled(table.training, seeded(sizes.seed, epoch))
-        return whole_batches(gather, order, batch_size)
-
-    example = gather(table.training[:EXAMPLE_SAMPLES])
-    widths = [features.shape[1] for features in example["inputs"]]
-    make = partial(CandleUno, widths, sizes.width, sizes.layers, sizes.top_layers, sizes.dropout)
-    return Workload(
-        module=initialised(make, sizes.seed, meta=meta),
-        example=to_meta(example) if meta else example,
-        data=data,
-        eval_data=lambda batch_size: batches(gather, table.held_out, batch_size),
-        optimizer=partial(adam, learning_rate=sizes.learning_rate),
+    features = table.mutations, table.copies, table.short_runs, table.long_runs, table.counts
+    widths = [feature.shape[1] for feature in features]
+    return dataset_workload(
+        "drugs",
+        lambda: CandleUno(widths, sizes.width, sizes.layers, sizes.top_layers, sizes.dropout),
+        gather,
+        partial(shuffled, table.training),
+        table.held_out,
+        sizes,
+        example=table.training,
+        meta=meta,
         chance={"r2": 0.0},
-        name="drugs",
     )

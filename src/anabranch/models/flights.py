@@ -1,4 +1,4 @@
-"""Will this flight be more than 15 minutes late? DLRM on the flights from New York.
+"""DLRM on the flights from New York: will this one be more than 15 minutes late?
 
 schedule   -> dense layers ----+
 weather    -> dense layers ----+
@@ -9,23 +9,21 @@ flight     -> embedding -------+
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
-from anabranch.data.batches import batches, shuffled, whole_batches
+from anabranch.data.batches import shuffled
 from anabranch.data.flights import load_flights
 from anabranch.models.dlrm import DLRM
-from anabranch.models.sizes import at_least_one
-from anabranch.models.synthetic_data import seeded
-from anabranch.models.workload_builders import EXAMPLE_SAMPLES, adam, initialised
-from anabranch.workload import Batch, Workload, to_meta
+from anabranch.models.sizes import Sizes
+from anabranch.models.workload_builders import dataset_workload
+from anabranch.workload import Batch, Workload
 
 
 @dataclass(frozen=True)
-class FlightSizes:
+class FlightSizes(Sizes):
     """``layers``: in a dense branch; ``embedding``: width of every table."""
 
     layers: int = 4
@@ -35,9 +33,6 @@ class FlightSizes:
     dropout: float = 0.1
     learning_rate: float = 1e-4
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        at_least_one(self, "layers", "width", "embedding")
 
 
 PRESETS = {
@@ -59,10 +54,6 @@ def workload(sizes: FlightSizes, *, meta: bool = False) -> Workload:
             "target": flights.late[rows],
         }
 
-    def data(batch_size: int, epoch: int) -> Iterator[Batch]:
-        order = shuffled(flights.training, seeded(sizes.seed, epoch))
-        return whole_batches(gather, order, batch_size)
-
     def make() -> DLRM:
         return DLRM(
             [flights.schedule.shape[1], flights.weather.shape[1]],
@@ -74,14 +65,15 @@ def workload(sizes: FlightSizes, *, meta: bool = False) -> Workload:
             dropout=sizes.dropout,
         )
 
-    example = gather(flights.training[:EXAMPLE_SAMPLES])
     share = flights.late[flights.held_out].mean().item()
-    return Workload(
-        module=initialised(make, sizes.seed, meta=meta),
-        example=to_meta(example) if meta else example,
-        data=data,
-        eval_data=lambda batch_size: batches(gather, flights.held_out, batch_size),
-        optimizer=partial(adam, learning_rate=sizes.learning_rate),
+    return dataset_workload(
+        "flights",
+        make,
+        gather,
+        partial(shuffled, flights.training),
+        flights.held_out,
+        sizes,
+        example=flights.training,
+        meta=meta,
         chance={"accuracy": max(share, 1 - share)},
-        name="flights",
     )

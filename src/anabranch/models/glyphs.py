@@ -1,4 +1,4 @@
-"""Does this name belong to this picture? An image tower and a text tower on the glyphs of a font.
+"""An image tower and a text tower on the glyphs of a font: does this name belong to this picture?
 
     image -> patches -> transformer layers -> largest over patches --+
                                                                      +-- cosine -> belongs or not
@@ -11,30 +11,23 @@ micro-batch that it is in.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from anabranch.data.batches import batches, whole_batches
 from anabranch.data.glyphs import SIDE, WORDS, load_glyphs, true_and_false_pairs
 from anabranch.models.layers import TransformerLayer
-from anabranch.models.sizes import at_least_one
+from anabranch.models.sizes import Sizes
 from anabranch.models.synthetic_data import seeded
-from anabranch.models.workload_builders import (
-    EXAMPLE_SAMPLES,
-    adam,
-    initialised,
-    warm_up_then_cosine,
-)
-from anabranch.workload import Batch, Workload, to_meta
+from anabranch.models.workload_builders import dataset_workload, warm_up_then_cosine
+from anabranch.workload import Batch, Workload
 
 
 @dataclass(frozen=True)
-class GlyphSizes:
+class GlyphSizes(Sizes):
     """``layers``: per tower; ``patch``: in points; ``steps``: in which the learning rate decays."""
 
     layers: int = 8
@@ -47,15 +40,6 @@ class GlyphSizes:
     learning_rate: float = 3e-4
     steps: int = 10_000
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        at_least_one(self, "layers", "hidden", "heads", "feedforward", "patch", "steps")
-        if SIDE % self.patch:
-            raise ValueError(f"patch={self.patch} does not divide the pictures' {SIDE} points")
-        if self.buckets < 2:
-            raise ValueError(
-                f"buckets={self.buckets}; at least 2 are needed, of which one is padding"
-            )
 
 
 PRESETS = {
@@ -78,6 +62,8 @@ class Patches(nn.Module):
 
     def __init__(self, patch: int, hidden: int):
         super().__init__()
+        if SIDE % patch:
+            raise ValueError(f"patch={patch} does not divide the pictures' {SIDE} points")
         self.patch = patch
         self.project = nn.Linear(patch * patch, hidden)
 
@@ -167,20 +153,18 @@ def workload(sizes: GlyphSizes, *, meta: bool = False) -> Workload:
             "target": belongs.float(),
         }
 
-    def data(batch_size: int, epoch: int) -> Iterator[Batch]:
-        pairs = true_and_false_pairs(glyphs.training, seeded(sizes.seed, epoch))
-        return whole_batches(gather, pairs, batch_size)
-
     held_out = true_and_false_pairs(glyphs.held_out, seeded(0))
-    example = gather(held_out[:EXAMPLE_SAMPLES])
-    return Workload(
-        module=initialised(lambda: GlyphNames(sizes), sizes.seed, meta=meta),
-        example=to_meta(example) if meta else example,
-        data=data,
-        eval_data=lambda batch_size: batches(gather, held_out, batch_size),
-        optimizer=partial(adam, learning_rate=sizes.learning_rate),
-        scheduler=partial(warm_up_then_cosine, steps=sizes.steps),
-        clip_norm=1.0,
+    workload = dataset_workload(
+        "glyphs",
+        lambda: GlyphNames(sizes),
+        gather,
+        partial(true_and_false_pairs, glyphs.training),
+        held_out,
+        sizes,
+        example=held_out,
+        meta=meta,
         chance={"accuracy": 0.5},
-        name="glyphs",
+    )
+    return replace(
+        workload, scheduler=partial(warm_up_then_cosine, steps=sizes.steps), clip_norm=1.0
     )

@@ -1,8 +1,8 @@
-"""Layers that several built-in models share, in plain tensor operations that capture sees."""
+"""Layers of the built-in models, in plain tensor operations that capture sees."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 import torch
@@ -93,20 +93,27 @@ class DenseLayer(nn.Linear):
         return F.dropout(x, self.dropout, self.training) if self.dropout else x
 
 
-class FeedForward(nn.Module):
-    """A stack of dense layers; ``widths`` starts with that of the input."""
+class Stack(nn.Module):
+    """Layers one after another."""
 
-    def __init__(self, widths: Sequence[int], dropout: float = 0.0):
+    def __init__(self, layers: Iterable[nn.Module]):
         super().__init__()
-        self.layers = nn.ModuleList(
-            DenseLayer(inputs, outputs, dropout) for inputs, outputs in pairwise(widths)
-        )
+        self.layers = nn.ModuleList(layers)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[samples, first width] -> [samples, last width]."""
+        """The first layer's input -> the last layer's output."""
         for layer in self.layers:
             x = layer(x)
         return x
+
+
+class FeedForward(Stack):
+    """Dense layers; ``widths`` starts with that of the input."""
+
+    def __init__(self, widths: Sequence[int], dropout: float = 0.0):
+        super().__init__(
+            DenseLayer(inputs, outputs, dropout) for inputs, outputs in pairwise(widths)
+        )
 
 
 def accuracy(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

@@ -19,15 +19,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from anabranch.models.layers import TransformerLayer, accuracy
-from anabranch.models.sizes import at_least_one
-from anabranch.models.towers import class_patterns
-from anabranch.models.workload_builders import synthetic
+from anabranch.models.layers import Stack, TransformerLayer, accuracy
+from anabranch.models.sizes import Sizes
+from anabranch.models.synthetic_data import class_patterns
+from anabranch.models.workload_builders import synthetic_workload
 from anabranch.workload import Workload
 
 
 @dataclass(frozen=True)
-class MMTSizes:
+class MMTSizes(Sizes):
     """Sizes as published; ``layers`` is per branch, ``sequence`` in tokens."""
 
     branches: int = 4
@@ -40,10 +40,6 @@ class MMTSizes:
     dropout: float = 0.0
     seed: int = 0
 
-    def __post_init__(self) -> None:
-        at_least_one(self, "branches", "layers", "sequence", "hidden", "heads")
-        at_least_one(self, "feedforward", "classes")
-
 
 PRESETS = {
     "published": MMTSizes(),
@@ -51,21 +47,14 @@ PRESETS = {
 }
 
 
-class Branch(nn.Module):
+class Branch(Stack):
     """The transformer layers of one modality."""
 
     def __init__(self, sizes: MMTSizes):
-        super().__init__()
-        self.layers = nn.ModuleList(
+        super().__init__(
             TransformerLayer(sizes.hidden, sizes.heads, sizes.feedforward, sizes.dropout)
             for _ in range(sizes.layers)
         )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[samples, sequence, hidden] -> the same."""
-        for layer in self.layers:
-            x = layer(x)
-        return x
 
 
 class MMT(nn.Module):
@@ -90,12 +79,12 @@ class MMT(nn.Module):
 def workload(sizes: MMTSizes, *, meta: bool = False) -> Workload:
     """MMT on synthetic classes, each a pattern that every modality shows under noise."""
     shapes = [(sizes.sequence, sizes.hidden)] * sizes.branches
-    return synthetic(
+    return synthetic_workload(
         "mmt",
         lambda: MMT(sizes),
         class_patterns(shapes, sizes.classes, sizes.seed),
-        seed=sizes.seed,
+        sizes,
         meta=meta,
-        learning_rate=1e-3 if sizes.hidden < 512 else 1e-4,
+        width=sizes.hidden,
         chance={"accuracy": 1 / sizes.classes},
     )

@@ -1,15 +1,27 @@
-"""Sizes of a built-in model: a frozen dataclass each, changed by options like ``-o layers=4``."""
+"""Sizes of built-in models: frozen dataclasses, changed by options such as ``-o layers=4``."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 _T = TypeVar("_T")
 
+_MAY_BE_ZERO = ("top_layers", "seed")
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Base of every model's sizes: whole numbers are at least 1, but for what may be zero."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if type(value) is int and value < 1 and field.name not in _MAY_BE_ZERO:
+                raise ValueError(f"{field.name}={value}; at least 1 is needed")
 
 
 def with_options(sizes: _T, options: Mapping[str, str], model: str) -> _T:
@@ -50,14 +62,3 @@ def _parse(key: str, text: str, old: Any) -> Any:
     if not math.isfinite(value) or value < 0:
         raise ValueError(f"option {key}={text}: must be finite and not negative")
     return value
-
-
-def at_least_one(sizes: object, *names: str) -> None:
-    """Check in a ``__post_init__`` that these fields are positive.
-
-    Raises:
-        ValueError: naming the first that is not.
-    """
-    for name in names:
-        if getattr(sizes, name) < 1:
-            raise ValueError(f"{name}={getattr(sizes, name)}; at least 1 is needed")

@@ -1,11 +1,11 @@
-"""Synthetic batches with something to learn: for the papers' models, whose own data is not public.
+"""Synthetic batches with something to learn, for the papers' models, whose own data is not public.
 
 Every batch is drawn from a seed of its own: ranks draw the same without talking, no epoch repeats.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -14,6 +14,9 @@ from anabranch.workload import Batch
 STEPS_PER_EPOCH = 64
 EVAL_BATCHES = 8
 _EVAL_EPOCH = -1
+
+SIGNAL = 0.3
+"""Standard deviation of the pattern against noise of 1: learned in dozens of steps, not in one."""
 
 Draw = Callable[[int, torch.Generator], Batch]
 """(samples, source of chance) -> one batch."""
@@ -51,3 +54,33 @@ def held_out_stream(draw: Draw, seed: int) -> Callable[[int], Iterator[Batch]]:
 def prototypes(classes: int, width: int, seed: int) -> torch.Tensor:
     """One direction of unit variance per class; [classes, width]."""
     return torch.randn(classes, width, generator=seeded(seed, classes, width))
+
+
+def under_noise(
+    pattern: torch.Tensor, shape: tuple[int, ...], generator: torch.Generator
+) -> torch.Tensor:
+    """Normal noise of [samples, *shape] plus each sample's pattern, [samples, last of shape]."""
+    samples = pattern.shape[0]
+    signal = pattern.view(samples, *[1] * (len(shape) - 1), shape[-1])
+    return torch.randn(samples, *shape, generator=generator).add_(signal, alpha=SIGNAL)
+
+
+def class_patterns(shapes: Sequence[tuple[int, ...]], classes: int, seed: int) -> Draw:
+    """Draws ``{"inputs": one tensor per tower, "target": class of each sample}``.
+
+    Args:
+        shapes: per tower, the shape of one sample; the pattern lies along the last dimension.
+        classes: number of classes, drawn evenly.
+        seed: of the patterns.
+    """
+    patterns = [prototypes(classes, shape[-1], seed + i) for i, shape in enumerate(shapes)]
+
+    def draw(samples: int, generator: torch.Generator) -> Batch:
+        target = torch.randint(classes, (samples,), generator=generator)
+        inputs = [
+            under_noise(pattern[target], shape, generator)
+            for shape, pattern in zip(shapes, patterns, strict=True)
+        ]
+        return {"inputs": inputs, "target": target}
+
+    return draw

@@ -8,7 +8,6 @@ paper gives no vocabulary; it is kept small, so that the layers are what is plan
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -16,9 +15,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from anabranch.models.layers import TransformerLayer
-from anabranch.models.sizes import at_least_one
-from anabranch.models.synthetic_data import seeded
-from anabranch.models.workload_builders import synthetic
+from anabranch.models.sizes import Sizes
+from anabranch.models.synthetic_data import Draw, seeded
+from anabranch.models.workload_builders import synthetic_workload
 from anabranch.workload import Batch, Workload
 
 SUCCESSORS = 4
@@ -26,7 +25,7 @@ SUCCESSORS = 4
 
 
 @dataclass(frozen=True)
-class TransformerSizes:
+class TransformerSizes(Sizes):
     """``sequence`` in tokens; ``tied`` uses the embedding as the output layer's weight, too."""
 
     layers: int = 32
@@ -38,9 +37,6 @@ class TransformerSizes:
     tied: bool = False
     dropout: float = 0.0
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        at_least_one(self, "layers", "sequence", "hidden", "heads", "feedforward", "vocabulary")
 
 
 PRESETS = {
@@ -83,7 +79,7 @@ class Transformer(nn.Module):
         }
 
 
-def random_language(sizes: TransformerSizes) -> Callable[[int, torch.Generator], Batch]:
+def random_language(sizes: TransformerSizes) -> Draw:
     """Draws sequences of a Markov chain in which each token has a few equally likely successors."""
     successors = torch.randint(
         sizes.vocabulary, (sizes.vocabulary, SUCCESSORS), generator=seeded(sizes.seed)
@@ -101,12 +97,12 @@ def random_language(sizes: TransformerSizes) -> Callable[[int, torch.Generator],
 
 def workload(sizes: TransformerSizes, *, meta: bool = False) -> Workload:
     """The language model on a synthetic language."""
-    return synthetic(
+    return synthetic_workload(
         "transformer",
         lambda: Transformer(sizes),
         random_language(sizes),
-        seed=sizes.seed,
+        sizes,
         meta=meta,
-        learning_rate=1e-3 if sizes.hidden < 512 else 1e-4,
+        width=sizes.hidden,
         chance={"accuracy": 1 / sizes.vocabulary},
     )

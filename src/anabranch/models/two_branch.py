@@ -17,15 +17,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from anabranch.models.layers import Attention, DenseLayer, accuracy
-from anabranch.models.sizes import at_least_one
-from anabranch.models.towers import class_patterns
-from anabranch.models.workload_builders import synthetic
+from anabranch.models.layers import Attention, DenseLayer, Stack, accuracy
+from anabranch.models.sizes import Sizes
+from anabranch.models.synthetic_data import class_patterns
+from anabranch.models.workload_builders import synthetic_workload
 from anabranch.workload import Workload
 
 
 @dataclass(frozen=True)
-class TwoBranchSizes:
+class TwoBranchSizes(Sizes):
     """``layers`` counts the repetitions of (attention, linear, linear) in a branch."""
 
     branches: int = 2
@@ -36,9 +36,6 @@ class TwoBranchSizes:
     classes: int = 10
     dropout: float = 0.0
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        at_least_one(self, "branches", "layers", "sequence", "hidden", "heads", "classes")
 
 
 PRESETS = {
@@ -62,18 +59,11 @@ class Block(nn.Module):
         return result
 
 
-class Branch(nn.Module):
+class Branch(Stack):
     """The blocks of one branch."""
 
     def __init__(self, sizes: TwoBranchSizes):
-        super().__init__()
-        self.layers = nn.ModuleList(Block(sizes) for _ in range(sizes.layers))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[samples, sequence, hidden] -> the same."""
-        for layer in self.layers:
-            x = layer(x)
-        return x
+        super().__init__(Block(sizes) for _ in range(sizes.layers))
 
 
 class TwoBranch(nn.Module):
@@ -96,12 +86,12 @@ class TwoBranch(nn.Module):
 def workload(sizes: TwoBranchSizes, *, meta: bool = False) -> Workload:
     """The case study's model on synthetic classes."""
     shapes = [(sizes.sequence, sizes.hidden)] * sizes.branches
-    return synthetic(
+    return synthetic_workload(
         "two-branch",
         lambda: TwoBranch(sizes),
         class_patterns(shapes, sizes.classes, sizes.seed),
-        seed=sizes.seed,
+        sizes,
         meta=meta,
-        learning_rate=1e-3 if sizes.hidden < 512 else 1e-4,
+        width=sizes.hidden,
         chance={"accuracy": 1 / sizes.classes},
     )

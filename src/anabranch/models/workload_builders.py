@@ -1,59 +1,105 @@
-"""What every built-in model does to become a workload: values from a seed, or none for planning."""
+"""Workloads of the built-in models: parameters from a seed (or none, for planning), data, AdamW."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
+from anabranch.data.batches import Gather, batches, whole_batches
 from anabranch.models.synthetic_data import Draw, held_out_stream, seeded, training_stream
-from anabranch.workload import NamedParameters, Workload, to_meta
+from anabranch.workload import Batch, NamedParameters, Workload, to_meta
 
 EXAMPLE_SAMPLES = 2
 
 
-def initialised(make: Callable[[], nn.Module], seed: int, *, meta: bool) -> nn.Module:
-    """The module, the same on every rank; the caller's random state is left alone.
+def synthetic_workload(
+    name: str,
+    make: Callable[[], nn.Module],
+    draw: Draw,
+    sizes: Any,
+    *,
+    meta: bool,
+    width: int,
+    chance: dict[str, float],
+) -> Workload:
+    """A workload on batches that are made up.
 
     Args:
+        name: of the model.
         make: calls the module's class.
-        seed: of the parameters.
+        draw: makes the batches.
+        sizes: of the model, with a ``seed``.
         meta: on the meta device, without memory or values.
+        width: of the model's layers; wide ones learn more slowly.
+        chance: metric -> what guessing would give.
     """
+    example = draw(EXAMPLE_SAMPLES, seeded(sizes.seed))
+    return Workload(
+        module=_initialised(make, sizes.seed, meta=meta),
+        example=to_meta(example) if meta else example,
+        data=training_stream(draw, sizes.seed),
+        eval_data=held_out_stream(draw, sizes.seed),
+        optimizer=partial(_adam, learning_rate=1e-3 if width < 512 else 1e-4),
+        chance=chance,
+        name=name,
+    )
+
+
+def dataset_workload(
+    name: str,
+    make: Callable[[], nn.Module],
+    gather: Gather,
+    epoch_rows: Callable[[torch.Generator], torch.Tensor],
+    held_out: torch.Tensor,
+    sizes: Any,
+    *,
+    example: torch.Tensor,
+    meta: bool,
+    chance: dict[str, float],
+) -> Workload:
+    """A workload on a data set in memory.
+
+    Args:
+        name: of the model.
+        make: calls the module's class.
+        gather: rows of the data set -> their batch.
+        epoch_rows: source of chance -> the training rows of one epoch in their order.
+        held_out: rows to evaluate on.
+        sizes: of the model, with ``seed`` and ``learning_rate``.
+        example: rows, the first of which are the example.
+        meta: on the meta device, without memory or values.
+        chance: metric -> what guessing would give.
+    """
+
+    def data(batch_size: int, epoch: int) -> Iterator[Batch]:
+        return whole_batches(gather, epoch_rows(seeded(sizes.seed, epoch)), batch_size)
+
+    batch = gather(example[:EXAMPLE_SAMPLES])
+    return Workload(
+        module=_initialised(make, sizes.seed, meta=meta),
+        example=to_meta(batch) if meta else batch,
+        data=data,
+        eval_data=lambda batch_size: batches(gather, held_out, batch_size),
+        optimizer=partial(_adam, learning_rate=sizes.learning_rate),
+        chance=chance,
+        name=name,
+    )
+
+
+def _initialised(make: Callable[[], nn.Module], seed: int, *, meta: bool) -> nn.Module:
+    """The module, the same on every rank; the caller's random state is left alone."""
     with torch.random.fork_rng(devices=[]), torch.device("meta" if meta else "cpu"):
         torch.manual_seed(seed)
         return make()
 
 
-def adam(parameters: NamedParameters, learning_rate: float) -> torch.optim.Optimizer:
-    """AdamW without weight decay."""
+def _adam(parameters: NamedParameters, learning_rate: float) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=0.0, fused=True)
-
-
-def synthetic(
-    name: str,
-    make: Callable[[], nn.Module],
-    draw: Draw,
-    *,
-    seed: int,
-    meta: bool,
-    learning_rate: float,
-    chance: dict[str, float],
-) -> Workload:
-    """A workload on batches that ``draw`` makes up."""
-    example = draw(EXAMPLE_SAMPLES, seeded(seed))
-    return Workload(
-        module=initialised(make, seed, meta=meta),
-        example=to_meta(example) if meta else example,
-        data=training_stream(draw, seed),
-        eval_data=held_out_stream(draw, seed),
-        optimizer=partial(adam, learning_rate=learning_rate),
-        chance=chance,
-        name=name,
-    )
 
 
 def warm_up_then_cosine(
