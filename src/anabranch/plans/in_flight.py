@@ -23,6 +23,9 @@ Table 2 takes its numbers to divide one another, as powers of two do.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import replace
+
 from anabranch.plans.stages import StageGraph
 
 
@@ -48,12 +51,16 @@ def in_flight_samples(k_x: int, b_x: int, k_y: int, b_y: int, held: int) -> int:
     return held + (x if largest == y else x - y + 2 * largest)
 
 
-def least_in_flight(graph: StageGraph) -> list[int]:
+def least_in_flight(graph: StageGraph, *, per_hop: int = 1) -> list[int]:
     """Per stage, the fewest micro-batches in flight under kFkB, never more than it has.
 
     A sink holds one group. With one micro-batch size and k = 1 a stage holds one micro-batch more
     than its longest distance to a sink. Numbers that do not divide one another are rounded up to
     whole micro-batches.
+
+    Args:
+        graph: stages with their k and micro-batch sizes.
+        per_hop: how many times the increase of Table 2 is taken along each stage edge.
     """
     held = [0] * len(graph)  # samples
     result = [0] * len(graph)
@@ -63,7 +70,14 @@ def least_in_flight(graph: StageGraph) -> list[int]:
         samples = k * b
         for y in graph.successors[s]:
             after = graph.stages[y]
-            samples = max(samples, in_flight_samples(k, b, after.k, after.microbatch_size, held[y]))
+            least = in_flight_samples(k, b, after.k, after.microbatch_size, held[y])
+            samples = max(samples, held[y] + per_hop * (least - held[y]))
         result[s] = min(-(-samples // b), graph.num_microbatches(s))
         held[s] = result[s] * b
     return result
+
+
+def with_in_flight(graph: StageGraph, counts: Iterable[int]) -> StageGraph:
+    """The same stages with these micro-batches in flight, one count per stage."""
+    stages = zip(graph.stages, counts, strict=True)
+    return replace(graph, stages=tuple(replace(stage, in_flight=n) for stage, n in stages))

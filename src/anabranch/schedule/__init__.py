@@ -1,12 +1,17 @@
-"""Schedule rules, and the passes over schedules."""
+"""Schedules: the rules by name, and the one way from stages to a schedule that is checked."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
+from anabranch.plans.stages import StageGraph
 from anabranch.schedule.base import ScheduleRule
+from anabranch.schedule.check import check
 from anabranch.schedule.gpipe import GPipe
 from anabranch.schedule.kfkb import KFKB
+from anabranch.schedule.lower import Carried, lower
+from anabranch.schedule.schedule import Schedule
 
 SCHEDULES: Mapping[str, Callable[[], ScheduleRule]] = {
     "1f1b": KFKB,
@@ -25,3 +30,30 @@ def rule_named(name: str) -> ScheduleRule:
     if name not in SCHEDULES:
         raise ValueError(f"unknown schedule {name!r}; there are {', '.join(SCHEDULES)} and auto")
     return SCHEDULES[name]()
+
+
+def schedule_of(
+    graph: StageGraph, name: str, carried: Carried | None = None, *, slots: int = 1
+) -> Schedule:
+    """The schedule of a plan's stages, with its messages; it has been checked.
+
+    Args:
+        graph: stages with their in-flight counts decided; those of ``endless.repeated`` where
+            mini-batches follow without a flush.
+        name: key of ``SCHEDULES``.
+        carried: stage edges with messages; by default all, in both directions.
+        slots: receives that may be posted ahead per channel.
+
+    Raises:
+        ValueError: if there is no such schedule.
+        InvalidScheduleError: if the in-flight counts cannot be scheduled.
+        DeadlockError: if devices would wait for each other.
+    """
+    schedule = lower(compute_order(graph, name, slots=slots), graph, carried)
+    check(schedule, graph)
+    return schedule
+
+
+def compute_order(graph: StageGraph, name: str, *, slots: int = 1) -> Schedule:
+    """The schedule without its messages and unchecked, for a search that prices thousands."""
+    return replace(rule_named(name).order(graph), slots=slots)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from anabranch.plans.stages import StageGraph
 from anabranch.schedule.schedule import Schedule
+
+Room = Callable[[int], int]
+"""Stage -> how many micro-batches in flight the memory of its devices holds."""
 
 
 class ScheduleRule(Protocol):
@@ -14,10 +18,24 @@ class ScheduleRule(Protocol):
     A rule is a pure function in two parts: ``warm_up`` gives the stage graph with every stage's
     ``in_flight`` set, ``order`` turns those counts into one list of compute actions per device.
     Messages are put in by ``schedule.lower``.
+
+    Attributes:
+        per_hop: micro-batches that a stage has in flight beyond those of the next, where
+            mini-batches follow one another without a flush; 0 for a rule that waits for the end of
+            a batch.
     """
 
-    def warm_up(self, graph: StageGraph) -> StageGraph:
-        """The stage graph with in-flight counts; they never rise along an edge, in samples."""
+    @property
+    def per_hop(self) -> int: ...
+
+    def warm_up(self, graph: StageGraph, room: Room | None = None) -> StageGraph:
+        """The stage graph with in-flight counts; they never rise along an edge, in samples.
+
+        Args:
+            graph: the stages.
+            room: for rules that can do with less than they would like; what such a rule cannot do
+                without, it takes even beyond that.
+        """
         ...
 
     def order(self, graph: StageGraph) -> Schedule:

@@ -11,9 +11,12 @@ The bubble is that of 1F1B; every stage holds all micro-batches.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import ClassVar
 
+from anabranch.plans.in_flight import with_in_flight
 from anabranch.plans.stages import StageGraph
+from anabranch.schedule.base import Room
 from anabranch.schedule.kfkb import alternate, per_device, require_in_flight
 from anabranch.schedule.schedule import Schedule
 
@@ -26,13 +29,11 @@ class GPipe:
     gradients add up in one order under every schedule.
     """
 
-    def warm_up(self, graph: StageGraph) -> StageGraph:
-        """Every stage holds all of its micro-batches."""
-        stages = (
-            replace(stage, in_flight=graph.num_microbatches(s))
-            for s, stage in enumerate(graph.stages)
-        )
-        return replace(graph, stages=tuple(stages))
+    per_hop: ClassVar[int] = 0
+
+    def warm_up(self, graph: StageGraph, room: Room | None = None) -> StageGraph:
+        """Every stage holds all of its micro-batches, whatever the room."""
+        return with_in_flight(graph, map(graph.num_microbatches, range(len(graph))))
 
     def order(self, graph: StageGraph) -> Schedule:
         """All forwards, then all backwards, whatever k is.

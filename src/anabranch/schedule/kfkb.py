@@ -16,12 +16,13 @@ differ from stage to stage.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 from anabranch.errors import InvalidScheduleError
-from anabranch.plans.in_flight import in_flight_samples
+from anabranch.plans.in_flight import least_in_flight, with_in_flight
 from anabranch.plans.stages import StageGraph
+from anabranch.schedule.base import Room
 from anabranch.schedule.interleave import interleave
 from anabranch.schedule.schedule import Action, Kind, Schedule
 
@@ -41,23 +42,21 @@ class KFKB:
 
     per_hop: int = 1
 
-    def warm_up(self, graph: StageGraph) -> StageGraph:
-        """Set ``in_flight`` of every stage, never more than it has micro-batches."""
-        held = [0] * len(graph)  # samples
-        stages = list(graph.stages)
-        for s in reversed(range(len(graph))):
-            b, k = stages[s].microbatch_size, stages[s].k
-            samples = k * b
-            for y in graph.successors[s]:
-                after = stages[y]
-                least = in_flight_samples(k, b, after.k, after.microbatch_size, held[y])
-                samples = max(samples, held[y] + self.per_hop * (least - held[y]))
-            # Table 2 takes its numbers to divide one another; where they do not, whole micro-
-            # batches.
-            count = min(-(-samples // b), graph.num_microbatches(s))
-            held[s] = count * b
-            stages[s] = replace(stages[s], in_flight=count)
-        return replace(graph, stages=tuple(stages))
+    def warm_up(self, graph: StageGraph, room: Room | None = None) -> StageGraph:
+        """Set ``in_flight`` of every stage, never more than it has micro-batches.
+
+        Where memory has no room for a deep warm-up, it is as deep as memory allows, and at least
+        the minimal one. As counts may not rise along a stage edge, what follows such a stage is
+        held to its count as well.
+        """
+        counts = least_in_flight(graph, per_hop=self.per_hop)
+        if room is not None:
+            sizes = [stage.microbatch_size for stage in graph.stages]
+            for s, least in enumerate(least_in_flight(graph)):
+                if counts[s] > least:
+                    before = (counts[x] * sizes[x] // sizes[s] for x in graph.predecessors[s])
+                    counts[s] = max(least, min([counts[s], room(s), *before]))
+        return with_in_flight(graph, counts)
 
     def order(self, graph: StageGraph) -> Schedule:
         """Every backward as early as the counts allow.

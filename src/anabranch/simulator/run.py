@@ -61,22 +61,34 @@ def run(graph: StageGraph, schedule: Schedule, costs: CostModel | StepCosts) -> 
 
 def _record(graph: StageGraph, schedule: Schedule, costs: CostModel | StepCosts) -> Timeline:
     prices = _prices(graph, costs)
-    lowered = _lowered(graph, schedule, prices)
+    lowered = with_messages(schedule, graph, prices)
     step = _run(compile_schedule(lowered, graph, prices), graph, lowered, prices)
-    base: dict[int, float] = defaultdict(float)
-    for s, stage in enumerate(graph.stages):
-        for device in stage.devices:
-            base[device] += prices.base_bytes(s)
+    return timeline_of(step, lowered, graph, prices)
+
+
+def timeline_of(step: Step, lowered: Schedule, graph: StageGraph, costs: StepCosts) -> Timeline:
+    """What has happened in a step, by its schedule with messages."""
     return Timeline(
         spans=tuple(sorted(step.spans(lowered), key=attrgetter("device", "start", "end"))),
         devices=tuple(sorted(step.program.devices)),
         source="predicted",
         step_s=step.end,
-        memory={
-            device: memory_curve(base[device], step.memory(d))
-            for d, device in enumerate(step.program.devices)
-        },
+        memory=memory_of(step, graph, costs),
     )
+
+
+def memory_of(
+    step: Step, graph: StageGraph, costs: StepCosts
+) -> dict[int, tuple[tuple[float, int], ...]]:
+    """Device -> ascending (time, bytes in use from then on)."""
+    base: dict[int, float] = defaultdict(float)
+    for s, stage in enumerate(graph.stages):
+        for device in stage.devices:
+            base[device] += costs.base_bytes(s)
+    return {
+        device: memory_curve(base[device], step.memory(d))
+        for d, device in enumerate(step.program.devices)
+    }
 
 
 def step_seconds(graph: StageGraph, schedule: Schedule, costs: CostModel | StepCosts) -> float:
@@ -96,21 +108,30 @@ def simulate(graph: StageGraph, schedule: Schedule, costs: CostModel | StepCosts
         DeadlockError: as ``run``.
     """
     prices = _prices(graph, costs)
-    program = None if schedule.is_lowered else compile_order(schedule, graph, prices)
-    if program is None:
-        schedule = _lowered(graph, schedule, prices)
-        program = compile_schedule(schedule, graph, prices)
+    program, schedule = compiled(schedule, graph, prices)
     return _run(program, graph, schedule, prices)
+
+
+def compiled(
+    schedule: Schedule, graph: StageGraph, costs: StepCosts
+) -> tuple[Program, Schedule]:
+    """A schedule as numbers, and the schedule, with messages where it takes them to compile it."""
+    program = None if schedule.is_lowered else compile_order(schedule, graph, costs)
+    if program is None:
+        schedule = with_messages(schedule, graph, costs)
+        program = compile_schedule(schedule, graph, costs)
+    return program, schedule
 
 
 def _prices(graph: StageGraph, costs: CostModel | StepCosts) -> StepCosts:
     return ModelCosts(graph, costs) if isinstance(costs, CostModel) else costs
 
 
-def _lowered(graph: StageGraph, schedule: Schedule, costs: StepCosts) -> Schedule:
+def with_messages(schedule: Schedule, graph: StageGraph, costs: StepCosts) -> Schedule:
+    """The schedule lowered, if it is not yet."""
     if schedule.is_lowered:
         return schedule
-    return lower(schedule, graph, gradient_edges=costs.gradient_edges, data_edges=costs.data_edges)
+    return lower(schedule, graph, costs.message_edges)
 
 
 def _run(program: Program, graph: StageGraph, schedule: Schedule, costs: StepCosts) -> Step:
@@ -129,7 +150,7 @@ def execute(step: Step, graph: StageGraph, schedule: Schedule, costs: StepCosts)
     program = step.program
     stuck = dict(zip(program.devices, step.positions(), strict=True))
     if any(at < len(code) for at, code in zip(stuck.values(), program.code, strict=True)):
-        raise DeadlockError(describe_deadlock(_lowered(graph, schedule, costs), graph, stuck))
+        raise DeadlockError(describe_deadlock(with_messages(schedule, graph, costs), graph, stuck))
 
 
 @contextmanager

@@ -24,7 +24,7 @@ through the step are nearly as long as each other, the longer one may take over 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -36,6 +36,7 @@ from anabranch.schedule.schedule import Action, Kind, Schedule
 from anabranch.simulator.costs import StepCosts
 from anabranch.simulator.run import collector_paused, simulate
 from anabranch.simulator.step import Step
+from anabranch.weights import units_in_flight
 
 TOLERANCE = 1e-11
 """How far times may be off the period, as a share of the short step: rounding."""
@@ -99,7 +100,7 @@ def estimate_step_s(
             short = replace(graph, batch_size=units * unit + left)
             order = order_for(short)
             step = simulate(short, order, costs)
-            logs = _logs(step, short, order, unit)
+            logs = logs_of(step, short, order, unit)
             period = find_period(logs, TOLERANCE * step.end)
             missing = (total - units) % period.units if period else units
             if period and not missing:
@@ -161,7 +162,18 @@ class Period:
     seconds: float
 
 
-def _logs(step: Step, graph: StageGraph, order: Schedule, unit: int) -> list[Log]:
+def logs_of(
+    step: Step, graph: StageGraph, order: Schedule, unit: int, updating: Collection[int] = ()
+) -> list[Log]:
+    """What the devices with samples do.
+
+    Args:
+        step: that has been simulated.
+        graph: its stages.
+        order: its schedule.
+        unit: samples, whole groups of every stage.
+        updating: devices with an update, which counts as a compute, after every unit.
+    """
     whole = graph.batch_size // unit
     logs, last_forwards = [], []
     recorded = dict(zip(step.program.devices, step.logs(), strict=True))
@@ -169,16 +181,20 @@ def _logs(step: Step, graph: StageGraph, order: Schedule, unit: int) -> list[Log
         microbatches = unit // stage.microbatch_size
         actions = [a for a in order.actions[stage.devices[0]] if a.peer < 0]
         # Two for each micro-batch, or three where backwards are split.
-        each = len(actions) // graph.num_microbatches(s)
+        computes_each = len(actions) // graph.num_microbatches(s)
         last = actions.index(Action(s, Kind.FORWARD, whole * microbatches - 1))
+        backwards = last + 1 - whole * microbatches
+        units_held = units_in_flight(stage.in_flight, microbatches)
         for at, device in enumerate(stage.devices):
             start, stop = graph.slice(s, 0, at // stage.tensor)
             if start == stop:
                 continue  # more replicas than samples: it has nothing to do and is done at once
+            updates = int(device in updating)
             times, is_compute = recorded[device]
             computes = np.flatnonzero(is_compute)
-            last_forwards.append(times[computes[last]])
-            logs.append(Log(times, computes, 0, each * microbatches, each * stage.in_flight))
+            last_forwards.append(times[computes[last + updates * (backwards // microbatches)]])
+            held = computes_each * stage.in_flight + updates * units_held
+            logs.append(Log(times, computes, 0, computes_each * microbatches + updates, held))
     until = min(last_forwards)
     return [replace(log, undisturbed=int((log.times[log.computes] <= until).sum())) for log in logs]
 

@@ -25,22 +25,23 @@ micro-batches, which are whole mini-batches unless several make up one update (P
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import dataclass, replace
-from operator import attrgetter
-
-import numpy as np
 
 from anabranch.errors import InvalidPlanError
 from anabranch.plans.stages import StageGraph
-from anabranch.schedule.kfkb import KFKB
-from anabranch.schedule.lower import lower
+from anabranch.schedule import compute_order, schedule_of
+from anabranch.schedule.endless import ENDLESS, repeated
 from anabranch.schedule.schedule import Kind, Schedule
 from anabranch.simulator.costs import AllReduce, StepCosts
-from anabranch.simulator.direct import compile_order
-from anabranch.simulator.program import Program, Unit, compile_schedule
-from anabranch.simulator.run import collector_paused, execute, memory_curve
-from anabranch.simulator.steady import TOLERANCE, Log, find_period
+from anabranch.simulator.program import Program, Unit
+from anabranch.simulator.run import (
+    collector_paused,
+    compiled,
+    execute,
+    memory_of,
+    timeline_of,
+)
+from anabranch.simulator.steady import TOLERANCE, Log, find_period, logs_of
 from anabranch.simulator.step import Step, num_pieces
 from anabranch.timeline import Timeline
 from anabranch.weights import units_in_flight
@@ -71,44 +72,6 @@ class Steady:
     simulated: int
 
 
-def warm_up(graph: StageGraph) -> StageGraph:
-    """Set every stage's ``in_flight`` to that of the full pipeline, in micro-batches.
-
-    That is the longest distance to a sink plus 1, however few micro-batches a mini-batch has.
-
-    Raises:
-        InvalidPlanError: if micro-batches do not divide the mini-batch or differ in size, or stages
-            alternate groups of several.
-    """
-    sizes = [stage.microbatch_size for stage in graph.stages]
-    if len(set(sizes)) > 1:
-        raise InvalidPlanError(
-            f"stage {sizes.index(max(sizes))} has micro-batches of {max(sizes)} samples, stage "
-            f"{sizes.index(min(sizes))} of {min(sizes)}; asynchronous training updates all stages "
-            "after the same samples: give all stages one microbatch_size, or plan without the "
-            "option per_stage_microbatch"
-        )
-    for s, stage in enumerate(graph.stages):
-        if graph.batch_size % stage.microbatch_size:
-            raise InvalidPlanError(
-                f"stage {s} has micro-batches of {stage.microbatch_size} samples, which do not "
-                f"divide a mini-batch of {graph.batch_size}; without a flush every mini-batch must "
-                "end with a whole one: choose a size that divides it"
-            )
-        if stage.k > 1:
-            raise InvalidPlanError(
-                f"stage {s} alternates groups of {stage.k} micro-batches; asynchronous training "
-                "alternates single ones: make k 1 in the plan, or plan without the option kfkb"
-            )
-    full = KFKB().warm_up(stream(graph, -(-sizes[0] * graph.depth // graph.batch_size)))
-    return replace(full, batch_size=graph.batch_size)
-
-
-def stream(graph: StageGraph, batches: int) -> StageGraph:
-    """The same stages with so many mini-batches in a row as one batch."""
-    return replace(graph, batch_size=batches * graph.batch_size)
-
-
 def units_held(graph: StageGraph, stage: int) -> int:
     """Mini-batches that a stage has between forward and backward at most, begun ones included."""
     return units_in_flight(graph.stages[stage].in_flight, graph.num_microbatches(stage))
@@ -127,43 +90,41 @@ def steady(graph: StageGraph, costs: StepCosts, *, slots: int = 1) -> Steady:
         DeadlockError: if the in-flight counts cannot be executed.
     """
     batches = 3 * max(units_held(graph, s) for s in range(len(graph))) + 4
+    summing = {device for work in sums(costs) for device in work.devices}
     simulated = 0
     with collector_paused():
         for _ in range(MOST_STREAMS):
-            step, schedule = _simulate(graph, batches, costs, slots)
+            whole = repeated(graph, batches)
+            order = compute_order(whole, ENDLESS, slots=slots)
+            step = _simulate(graph, whole, order, costs)
             simulated += batches * len(graph.devices)
-            logs = _logs(step, schedule, graph, batches)
+            logs = logs_of(step, whole, order, graph.batch_size, summing)
             period = find_period(logs, TOLERANCE * step.end)
             if period is not None:
                 break
             batches *= 2
     period_s = period.seconds / period.units if period is not None else _slowest_pace(logs)
     busy = sum(busy_s(graph, costs).values())
-    whole = period_s * len(graph.devices)
+    available = period_s * len(graph.devices)
+    curves = memory_of(step, graph, costs)
     return Steady(
         period_s,
         period is not None,
-        1 - busy / whole if whole else 0.0,
-        tuple(_peaks(step, graph, costs).values()),
+        1 - busy / available if available else 0.0,
+        tuple(max(nbytes for _, nbytes in curves[device]) for device in sorted(curves)),
         simulated,
     )
 
 
 def busy_s(graph: StageGraph, costs: StepCosts) -> dict[int, float]:
     """Device -> compute seconds per mini-batch, ascending."""
-    return {
-        device: sum(
-            sum(costs.compute_s(s, stop - start))
-            for i in range(graph.num_microbatches(s))
-            for start, stop in [graph.slice(s, i, at // stage.tensor)]
-        )
-        for device, s, at in sorted(
-            (device, s, at)
-            for s, each in enumerate(graph.stages)
-            for at, device in enumerate(each.devices)
-        )
-        for stage in [graph.stages[s]]
-    }
+    busy = dict.fromkeys(graph.devices, 0.0)
+    for s, stage in enumerate(graph.stages):
+        for at, device in enumerate(stage.devices):
+            for i in range(graph.num_microbatches(s)):
+                start, stop = graph.slice(s, i, at // stage.tensor)
+                busy[device] += sum(costs.compute_s(s, stop - start))
+    return busy
 
 
 def least_period_s(graph: StageGraph, costs: StepCosts) -> float:
@@ -205,19 +166,14 @@ def record(
         slots: receives posted ahead per channel.
 
     Returns:
-        The predicted timeline of all of them; actions count micro-batches through, ``stream(graph,
-        batches)`` has their samples.
+        The predicted timeline of all of them; actions count micro-batches through,
+        ``endless.repeated(graph, batches)`` has their samples.
     """
+    whole = repeated(graph, shown(graph) if batches is None else batches)
+    schedule = schedule_of(whole, ENDLESS, costs.message_edges, slots=slots)
     with collector_paused():
-        count = shown(graph) if batches is None else batches
-        step, schedule = _simulate(graph, count, costs, slots, lowered=True)
-        return Timeline(
-            spans=tuple(sorted(step.spans(schedule), key=attrgetter("device", "start", "end"))),
-            devices=tuple(sorted(step.program.devices)),
-            source="predicted",
-            step_s=step.end,
-            memory=_memory(step, graph, costs),
-        )
+        step = _simulate(graph, whole, schedule, costs)
+        return timeline_of(step, schedule, whole, costs)
 
 
 def shown(graph: StageGraph) -> int:
@@ -225,23 +181,11 @@ def shown(graph: StageGraph) -> int:
     return 2 * max(units_held(graph, s) for s in range(len(graph))) + SHOWN
 
 
-def _simulate(
-    graph: StageGraph, batches: int, costs: StepCosts, slots: int, *, lowered: bool = False
-) -> tuple[Step, Schedule]:
-    whole = stream(graph, batches)
-    schedule = replace(KFKB().order(whole), slots=slots)
-    program = None
-    if not lowered:
-        program = compile_order(schedule, whole, costs)
-    if program is None:
-        schedule = lower(
-            schedule, whole, gradient_edges=costs.gradient_edges, data_edges=costs.data_edges
-        )
-        program = compile_schedule(schedule, whole, costs)
-    program = _with_sums(program, schedule, graph, costs)
-    step = Step(program, costs, sums_at_end=False)
+def _simulate(graph: StageGraph, whole: StageGraph, schedule: Schedule, costs: StepCosts) -> Step:
+    program, schedule = compiled(schedule, whole, costs)
+    step = Step(_with_sums(program, schedule, graph, costs), costs, sums_at_end=False)
     execute(step, whole, schedule, costs)
-    return step, schedule
+    return step
 
 
 def _with_sums(
@@ -280,38 +224,6 @@ def _with_sums(
     return replace(program, code=code, units=units, groups=groups)
 
 
-def _logs(step: Step, schedule: Schedule, graph: StageGraph, batches: int) -> list[Log]:
-    """What the devices with samples do; updates count as computes."""
-    summed = {device for group in _sum_groups(step.program) for device in group}
-    logs, last_forwards = [], []
-    recorded = dict(zip(step.program.devices, step.logs(), strict=True))
-    for s, stage in enumerate(graph.stages):
-        count = graph.num_microbatches(s)
-        order = [a.kind for a in schedule.actions[stage.devices[0]] if a.kind.is_compute]
-        last = len(order) - 1 - order[::-1].index(Kind.FORWARD)
-        for at, device in enumerate(stage.devices):
-            start, stop = graph.slice(s, 0, at // stage.tensor)
-            if start == stop:
-                continue  # more replicas than samples: it has nothing to do
-            updates = int(device in summed)
-            times, is_compute = recorded[device]
-            computes = np.flatnonzero(is_compute)
-            before = (last + 1 - count * batches) // count * updates
-            last_forwards.append(times[computes[last + before]])
-            held = 2 * stage.in_flight + updates * units_held(graph, s)
-            logs.append(Log(times, computes, 0, 2 * count + updates, held))
-    until = min(last_forwards)
-    return [replace(log, undisturbed=int((log.times[log.computes] <= until).sum())) for log in logs]
-
-
-def _sum_groups(program: Program) -> list[list[int]]:
-    return [
-        [program.devices[d] for d in program.groups[unit.group]]
-        for unit in program.units
-        if unit.pieces
-    ]
-
-
 def _slowest_pace(logs: list[Log]) -> float:
     """Seconds per mini-batch of the slowest device, over whole ones in the middle of its list."""
     paces = []
@@ -322,21 +234,3 @@ def _slowest_pace(logs: list[Log]) -> float:
         seconds = log.times[log.computes[last]] - log.times[log.computes[first]]
         paces.append(float(seconds) / count)
     return max(paces)
-
-
-def _memory(
-    step: Step, graph: StageGraph, costs: StepCosts
-) -> dict[int, tuple[tuple[float, int], ...]]:
-    base: dict[int, float] = defaultdict(float)
-    for s, stage in enumerate(graph.stages):
-        for device in stage.devices:
-            base[device] += costs.base_bytes(s)
-    return {
-        device: memory_curve(base[device], step.memory(d))
-        for d, device in enumerate(step.program.devices)
-    }
-
-
-def _peaks(step: Step, graph: StageGraph, costs: StepCosts) -> dict[int, int]:
-    curves = _memory(step, graph, costs)
-    return {device: max(nbytes for _, nbytes in curves[device]) for device in sorted(curves)}
