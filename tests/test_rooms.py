@@ -66,7 +66,7 @@ def test_rooms_import_only_from_the_rooms_above_them():
     for module, targets in imports().items():
         room = module.split(".")[1]
         for target in targets:
-            other = (target.split(".") + [""])[1]
+            other = [*target.split("."), ""][1]
             if other != room and place.get(other, len(place)) >= place[room]:
                 against.append(f"{module} imports {target}")
     assert not against

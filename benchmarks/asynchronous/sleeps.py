@@ -118,7 +118,7 @@ def without_flush(captured: Captured, policy: str) -> Plan:
     """
     policy, is_deep = policy.removesuffix(DEEP), policy.endswith(DEEP)
     plan = _plan(captured, MICROBATCHES if policy_named(policy).microbatches else 1)
-    graph = endless(ours.under(plan, "1f1b-deep")) if is_deep else stream.warm_up(plan.stage_graph)
+    graph = endless(ours.under(plan, "1f1b-deep")) if is_deep else endless.warm_up(plan.stage_graph)
     nothing = Prediction(0.0, 0.0, 0.0, (0,) * len(graph.devices))
     return replace(plan, stage_graph=graph, predicted=nothing, mode="async", policy=policy)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import anabranch.planner as planners
@@ -29,13 +28,11 @@ from anabranch.planner_options import check_arguments, collect, planner_with, un
 from anabranch.planner_options import options_of as options_of
 from anabranch.plans.check import check as check_stages
 from anabranch.plans.check import require
-from anabranch.plans.edges import data_and_gradient_edges
+from anabranch.plans.edges import EVERY_EDGE, message_edges
 from anabranch.plans.plan import Plan, Prediction
 from anabranch.plans.stages import StageGraph
 from anabranch.profile.profile import Profile
-from anabranch.schedule import rule_named
-from anabranch.schedule.check import check as check_schedule
-from anabranch.schedule.lower import lower
+from anabranch.schedule import compute_order, rule_named, schedule_of
 from anabranch.simulator.costs import ModelCosts, StageTimes
 from anabranch.simulator.judge import Judge
 from anabranch.simulator.run import run, step_seconds
@@ -313,17 +310,13 @@ def check_plan(
         raise ValueError("conditions C1-C4 and memory need both a profile and a cluster")
     if plan_.mode == "async":
         return solve_async.check_plan(plan_, profile, cluster, optimizer)
-    problems = []
-    edges: dict[str, Any] = {}
+    graph, edges, problems = plan_.stage_graph, EVERY_EDGE, []
     if profile is not None and cluster is not None:
-        cost = CostModel(profile, cluster)
-        problems = check_stages(plan_.stage_graph, cost, shared=True, idle=True)
+        problems = check_stages(graph, CostModel(profile, cluster), shared=True, idle=True)
         if not problems:
-            data, gradients = data_and_gradient_edges(plan_.stage_graph, profile.graph)
-            edges = {"data_edges": data, "gradient_edges": gradients}
+            edges = message_edges(graph, profile.graph)
     try:
-        order = rule_named(plan_.schedule).order(plan_.stage_graph)
-        check_schedule(lower(order, plan_.stage_graph, **edges), plan_.stage_graph)
+        schedule_of(graph, plan_.schedule, edges)
     except (InvalidScheduleError, ValueError) as error:
         problems.append(str(error))
     return problems
@@ -350,19 +343,17 @@ def ideal_step_s(
         cores: processor cores that all devices share; 0 where each computes on its own.
     """
     graph = plan_.stage_graph
-    data, gradients = data_and_gradient_edges(graph, model) if model is not None else (None, None)
-    times = StageTimes(forward_s, backward_s, cores, data, gradients)
+    edges = message_edges(graph, model) if model is not None else EVERY_EDGE
+    times = StageTimes(forward_s, backward_s, cores, edges)
     if plan_.mode == "async":
         return steady(graph, times).period_s
-    return step_seconds(graph, rule_named(plan_.schedule).order(graph), times)
+    return step_seconds(graph, compute_order(graph, plan_.schedule), times)
 
 
 def _verified_run(graph: StageGraph, schedule: str, cost: CostModel) -> Timeline:
     costs = ModelCosts(graph, cost)
-    order = replace(rule_named(schedule).order(graph), slots=cost.receive_slots)
-    lowered = lower(order, graph, gradient_edges=costs.gradient_edges, data_edges=costs.data_edges)
-    check_schedule(lowered, graph)
-    return run(graph, lowered, costs)
+    checked = schedule_of(graph, schedule, costs.message_edges, slots=cost.receive_slots)
+    return run(graph, checked, costs)
 
 
 def _first_that_fits(

@@ -30,7 +30,7 @@ from anabranch.runtime import plan_parts as steps
 from anabranch.runtime.compute.programs import is_random
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.runtime.reference import Reference, num_samples, reference
-from anabranch.schedule import SCHEDULES
+from anabranch.schedule import rule_named
 from anabranch.workload import Batch, Workload
 
 _NOISE = 1e-3
@@ -141,7 +141,7 @@ def _workable(captured: Captured, plan: Plan) -> Plan:
     while size < 2 * graph.batch_size:
         size = min(size, graph.batch_size)
         stages = tuple(replace(stage, microbatch_size=size) for stage in graph.stages)
-        larger = SCHEDULES[plan.schedule]().warm_up(replace(graph, stages=stages))
+        larger = rule_named(plan.schedule).warm_up(replace(graph, stages=stages))
         try:
             steps.prepare(captured, larger)
         except CaptureError as error:
@@ -235,6 +235,6 @@ def even_plan(graph: OpGraph, num_devices: int, batch_size: int) -> Plan:
         for s, (a, b) in enumerate(pairwise(cuts))
     )
     rule = "1f1b"
-    stage_graph = SCHEDULES[rule]().warm_up(StageGraph(stages, tuple(sorted(edges)), batch_size))
+    stage_graph = rule_named(rule).warm_up(StageGraph(stages, tuple(sorted(edges)), batch_size))
     nothing = Prediction(math.nan, math.nan, math.nan, (0,) * num_devices)
     return Plan(stage_graph, rule, "even", graph.name, "local", "no profile", 0.0, 0.0, nothing)

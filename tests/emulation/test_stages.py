@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from anabranch.emulation.stages import EmptyStages
-from anabranch.plans.edges import data_and_gradient_edges
+from anabranch.plans.edges import message_edges
 from anabranch.runtime.messages import Item, Layout
 from anabranch.runtime.plan_parts import parts_of
 from anabranch.schedule import SCHEDULES
@@ -26,9 +26,8 @@ def test_messages_are_as_large_as_the_models(name, replicas):
     chosen = plan(model, 3, batch_size=9, replicas=replicas)
     graph, values = chosen.stage_graph, model.captured.graph
     parts, empty = parts_of(model.captured, chosen, exact=False), EmptyStages(values, graph)
-    data, gradients = data_and_gradient_edges(graph, values)
     order = SCHEDULES["1f1b"]().order(graph)
-    schedule = lower(order, graph, data_edges=data, gradient_edges=gradients)
+    schedule = lower(order, graph, message_edges(graph, values))
     compared = 0
     for device, actions in schedule.actions.items():
         real = Layout(model.captured, parts, graph, device)

@@ -1,7 +1,7 @@
 """Values between stages."""
 
 from anabranch.graph.opgraph import BATCH, Op, OpGraph, Value
-from anabranch.plans.edges import data_and_gradient_edges, edge_values
+from anabranch.plans.edges import edge_values, message_edges
 from anabranch.plans.stages import Stage, StageGraph
 
 
@@ -18,4 +18,4 @@ def test_edges_that_carry_data_and_gradients():
     graph = StageGraph(stages, ((0, 1), (0, 2), (1, 2)), 4)
     assert edge_values(graph, model) == {(0, 1): (1,), (1, 2): (2,)}
     everything = {(0, 1), (0, 2), (1, 2)}
-    assert data_and_gradient_edges(graph, model) == (everything, {(0, 1), (0, 2)})
+    assert message_edges(graph, model) == (everything, {(0, 1), (0, 2)})

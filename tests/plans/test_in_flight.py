@@ -71,13 +71,6 @@ def test_least_in_flight():
     assert least_in_flight(graph([1, 2, 4], "01 12", 32)) == [10, 4, 1]
 
 
-@given(stage_graphs())
-def test_is_the_warm_up_of_the_schedule(stages):
-    """What memory is checked with is what 1F1B does."""
-    decided = KFKB().warm_up(stages)
-    assert [stage.in_flight for stage in decided.stages] == least_in_flight(stages)
-
-
 @given(stage_graphs(), st.lists(st.tuples(POWERS, POWERS), min_size=4, max_size=4))
 def test_powers_of_two_never_deadlock(stages, pairs):
     """Any sizes and groups, also where they do not divide the batch."""

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anabranch.errors import DeadlockError, InvalidScheduleError
+from anabranch.plans.edges import MessageEdges
 from anabranch.plans.stages import Stage, StageGraph
 from anabranch.schedule import SCHEDULES
 from anabranch.schedule.check import check
@@ -32,7 +33,7 @@ def test_every_rule_passes(graph, name, data):
     warm = rule.warm_up(graph)
     back = [edge for edge in warm.edges if data.draw(st.booleans())]
     check(lower(rule.order(warm), warm), warm)
-    check(lower(rule.order(warm), warm, gradient_edges=back), warm)
+    check(lower(rule.order(warm), warm, MessageEdges(back=back)), warm)
 
 
 @given(stage_graphs(max_stages=6, max_replicas=1), st.data())
@@ -127,7 +128,7 @@ def test_a_rising_warm_up_deadlocks():
 def test_without_gradients_a_rising_warm_up_is_fine():
     """A frozen stage waits for nobody, so the same order runs."""
     schedule = Schedule.parse("0: 0F0 0B0 0F1 0B1\n1: 1F0 1F1 1B0 1B1")
-    check(lower(schedule, TWO, gradient_edges=()), TWO)
+    check(lower(schedule, TWO, MessageEdges(back=())), TWO)
 
 
 def test_a_skip_edge_that_waits_in_a_circle():
@@ -146,7 +147,7 @@ def test_every_rule_passes_with_tensor_parallelism(graph, name, data):
     warm = rule.warm_up(graph)
     back = [edge for edge in warm.edges if data.draw(st.booleans())]
     check(lower(rule.order(warm), warm), warm)
-    check(lower(rule.order(warm), warm, gradient_edges=back), warm)
+    check(lower(rule.order(warm), warm, MessageEdges(back=back)), warm)
 
 
 SHARED = StageGraph((Stage(("a",), (0, 1), 1, in_flight=2, tensor=2),), (), 2)

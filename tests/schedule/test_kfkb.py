@@ -6,7 +6,7 @@ import pytest
 
 from anabranch.errors import InvalidScheduleError
 from anabranch.plans.stages import Stage, StageGraph
-from anabranch.schedule.kfkb import KFKB, in_flight_samples
+from anabranch.schedule.kfkb import KFKB
 
 
 def stages_on_one_device_each(
@@ -77,32 +77,18 @@ def test_no_stage_holds_more_than_there_is():
     assert order(chain(4, 2), 0) == ["0F0", "0F1", "0B0", "0B1"]
 
 
-def test_unequal_sizes_of_the_papers_figure():
-    """GraphPipe, Figure 5: sizes 1, 2, 4 hold 10 samples at stage 1; a uniform 4 holds 12."""
-    uniform = stages_on_one_device_each(((0, 1), (1, 2)), [4, 4, 4], 32)
-    assert counts(uniform) == [3, 2, 1]
-    tailored = stages_on_one_device_each(((0, 1), (1, 2)), [1, 2, 4], 32)
-    assert counts(tailored) == [10, 4, 1]
+def test_a_deep_warm_up_is_as_deep_as_there_is_room():
+    """Not below the minimal one, and what follows a stage is held to its count."""
+    graph, deep = chain(3, 8), KFKB(per_hop=2)
+    assert counts(graph, deep) == [5, 3, 1]
 
+    def within(*room: int) -> list[int]:
+        return [stage.in_flight for stage in deep.warm_up(graph, room.__getitem__).stages]
 
-@pytest.mark.parametrize(
-    ("k_x", "b_x", "k_y", "b_y", "more"),
-    [
-        (2, 2, 4, 2, 4),  # max(bx,by) < kx*bx < ky*by      2 max
-        (1, 4, 4, 2, 4),  # max = kx*bx < ky*by             max
-        (8, 1, 2, 2, 8 - 4 + 4),  # bx <= by < ky*by < kx*bx     kx*bx - ky*by + 2 by
-        (8, 1, 1, 2, 8),  # bx <= by = ky*by < kx*bx        kx*bx
-        (4, 2, 4, 1, 8 - 4 + 4),  # by <= bx < ky*by < kx*bx     kx*bx - ky*by + 2 bx
-        (4, 2, 2, 1, 8),  # by <= bx = ky*by < kx*bx        kx*bx
-        (1, 4, 1, 4, 4),  # max = ky*by = kx*bx             ky*by
-        (4, 1, 2, 2, 4),  # max < ky*by = kx*bx             2 max
-        (1, 1, 1, 4, 4),  # bx <= kx*bx < by <= ky*by       by
-        (1, 4, 2, 1, 4 - 2 + 4),  # by <= ky*by < bx <= kx*bx    kx*bx - ky*by + bx
-    ],
-)
-def test_every_row_of_table_2(k_x, b_x, k_y, b_y, more):
-    """GraphPipe, appendix A.1; the result is on top of what stage y holds."""
-    assert in_flight_samples(k_x, b_x, k_y, b_y, held=10) == 10 + more
+    assert within(9, 9, 9) == [5, 3, 1]
+    assert within(4, 9, 9) == [4, 3, 1]
+    assert within(1, 9, 0) == [3, 3, 1]
+    assert within(9, 1, 0) == [5, 2, 1]
 
 
 def test_groups_of_two():

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from anabranch.plans.edges import EVERY_EDGE, MessageEdges
 from anabranch.plans.stages import Stage, StageGraph
 from anabranch.schedule import SCHEDULES
 from anabranch.schedule.lower import lower, messages
@@ -16,11 +17,13 @@ def pair(source: Stage, target: Stage, batch_size: int) -> StageGraph:
     return StageGraph((source, target), ((0, 1),), batch_size)
 
 
-def lowered(graph: StageGraph, schedule: str = "gpipe", **edges) -> Schedule:
+def lowered(
+    graph: StageGraph, schedule: str = "gpipe", edges: MessageEdges = EVERY_EDGE
+) -> Schedule:
     """The lowered schedule of a rule."""
     rule = SCHEDULES[schedule]()
     graph = rule.warm_up(graph)
-    return lower(rule.order(graph), graph, **edges)
+    return lower(rule.order(graph), graph, edges)
 
 
 def test_equal_stages_send_one_message_per_microbatch_and_direction():
@@ -58,14 +61,14 @@ def test_an_empty_slice_has_compute_but_no_messages():
 def test_only_gradient_edges_send_back():
     """Token embeddings may be frozen, masks have no gradient at all."""
     graph = pair(Stage(("a",), (0,), 2), Stage(("b",), (1,), 2), 2)
-    text = str(lowered(graph, gradient_edges=frozenset()))
+    text = str(lowered(graph, edges=MessageEdges(back=())))
     assert text == "0: 0F0 0SF0>1@1[0:2] 0B0\n1: 1RF0<0@0[0:2] 1F0 1B0"
 
 
 def test_edges_without_data_have_no_messages():
     """The caller decides which edges have any."""
     graph = pair(Stage(("a",), (0,), 2), Stage(("b",), (1,), 2), 2)
-    assert str(lowered(graph, data_edges=frozenset())) == "0: 0F0 0B0\n1: 1F0 1B0"
+    assert str(lowered(graph, edges=MessageEdges(forward=()))) == "0: 0F0 0B0\n1: 1F0 1B0"
 
 
 def test_stages_on_one_device_need_no_message():

@@ -57,7 +57,7 @@ def unbatched() -> ModelCosts:
 def test_values_without_a_batch_dimension_go_whole():
     """With every message; only what has a gradient comes back."""
     assert unbatched().message_bytes(0, 1, 3) == (130, 30)
-    assert unbatched().gradient_edges == {(0, 1)}
+    assert unbatched().message_edges.back == {(0, 1)}
 
 
 def test_frozen_parameters_are_not_summed():

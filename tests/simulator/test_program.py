@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from anabranch.errors import InvalidScheduleError
+from anabranch.plans.edges import MessageEdges
 from anabranch.plans.stages import Stage, StageGraph
 from anabranch.schedule import SCHEDULES
 from anabranch.schedule.lower import lower
@@ -27,11 +28,11 @@ def test_receives_are_posted_for_whole_microbatches():
 
     def posted(slots: int, *, direct: bool) -> tuple[list[bool], list[tuple[int, ...]]]:
         order = Schedule(rule.order(warm).actions, slots)
-        forward = replace(TIMES, gradient_edges=frozenset())
+        forward = replace(TIMES, message_edges=MessageEdges(back=()))
         program = (
             compile_order(order, warm, forward)
             if direct
-            else compile_schedule(lower(order, warm, gradient_edges=()), warm, forward)
+            else compile_schedule(lower(order, warm, MessageEdges(back=())), warm, forward)
         )
         assert program is not None
         return program.messages.is_posted, program.messages.releases

@@ -369,7 +369,7 @@ def test_seconds_alone_are_those_of_the_timeline(graph, schedule, data):
     costs = ModelCosts(warm, cost)
     timeline = run(warm, order, costs)
     assert step_seconds(warm, order, costs) == timeline.step_s
-    lowered = lower(order, warm, gradient_edges=costs.gradient_edges, data_edges=costs.data_edges)
+    lowered = lower(order, warm, costs.message_edges)
     check(lowered, warm)
     assert len(timeline.spans) == sum(map(len, lowered.actions.values()))
     assert least_step_s(warm, costs) <= timeline.step_s * (1 + 1e-9)

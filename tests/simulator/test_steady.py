@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from anabranch.plans.edges import MessageEdges
 from anabranch.plans.stages import Stage, StageGraph
 from anabranch.schedule import SCHEDULES
 from anabranch.simulator.costs import ModelCosts, StageTimes
@@ -66,7 +67,9 @@ def test_a_replica_without_samples_does_not_count():
 def test_devices_that_go_on_at_a_pace_of_their_own_have_no_period():
     """Stage 0 gets no gradients and runs ahead, so no state comes back; not even roughly."""
     graph, times = free_chain(400, "1f1b")
-    free = replace(times, forward_s=[{1: 0.5}, *[{1: 1.0}] * 3], gradient_edges=frozenset())
+    free = replace(
+        times, forward_s=[{1: 0.5}, *[{1: 1.0}] * 3], message_edges=MessageEdges(back=())
+    )
     order = SCHEDULES["1f1b"]().order
     assert estimate_step_s(graph, order, free) is None
     assert estimate_step_s(graph, order, free, roughly=True) is None

@@ -18,6 +18,7 @@ from anabranch.planner.partitions import partitions
 from anabranch.planner.sequential import Sequential
 from anabranch.plans.check import check
 from anabranch.plans.stages import Stage, StageGraph
+from anabranch.schedule import endless
 from anabranch.simulator import stream
 from anabranch.simulator.costs import ModelCosts
 from anabranch.simulator.staleness import versions_of
@@ -47,7 +48,7 @@ def everything(cost: CostModel, batch_size: int, policy: str, limit: int) -> Ite
                     first += count
                 graph = StageGraph(tuple(stages), tuple(sorted(pairs)), batch_size)
                 try:
-                    graph = stream.warm_up(graph)
+                    graph = endless.warm_up(graph)
                     versions = versions_of(graph, rule)
                     stream.sums(ModelCosts(graph, cost))
                 except (InvalidPlanError, PolicyError):

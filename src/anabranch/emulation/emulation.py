@@ -17,9 +17,7 @@ from anabranch.profile.profile import Profile
 from anabranch.runtime.mesh import require_whole_replicas
 from anabranch.runtime.messages import Layout
 from anabranch.runtime.worker import executed
-from anabranch.schedule import SCHEDULES
-from anabranch.schedule.check import check
-from anabranch.schedule.lower import lower
+from anabranch.schedule import SCHEDULES, schedule_of
 from anabranch.schedule.schedule import Kind
 from anabranch.simulator.costs import ModelCosts
 
@@ -66,14 +64,7 @@ class Emulation:
             )
         self.plan, self.links = plan, links
         self.costs = ModelCosts(graph, CostModel(profile, cluster))
-        order = SCHEDULES[plan.schedule]().order(graph)
-        self.schedule = lower(
-            order,
-            graph,
-            gradient_edges=self.costs.gradient_edges,
-            data_edges=self.costs.data_edges,
-        )
-        check(self.schedule, graph)
+        self.schedule = schedule_of(graph, plan.schedule, self.costs.message_edges)
         self.devices = graph.devices
         self._model, self._stages = profile, EmptyStages(profile.graph, graph)
         self.prices = LinkPrices(self.costs, self.devices)

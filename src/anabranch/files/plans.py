@@ -25,8 +25,7 @@ from anabranch.files.fields import (
 from anabranch.jsonfile import Strict, read_document
 from anabranch.plans.plan import Plan, Prediction
 from anabranch.plans.stages import Stage, StageGraph
-from anabranch.schedule import rule_named
-from anabranch.simulator import stream
+from anabranch.schedule import endless, rule_named
 
 PLAN = "anabranch.plan/1"
 
@@ -216,7 +215,7 @@ def _in_flight(file: _PlanFile, graph: StageGraph) -> StageGraph:
         )
     with suppress(AnabranchError, ValueError):
         is_async = file.mode == "async"
-        return stream.warm_up(graph) if is_async else rule_named(file.schedule).warm_up(graph)
+        return endless.warm_up(graph) if is_async else rule_named(file.schedule).warm_up(graph)
     return graph
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
 
 from anabranch.graph.opgraph import BATCH, OpGraph
 from anabranch.plans.stages import StageGraph
@@ -24,10 +25,31 @@ def edge_values(graph: StageGraph, model: OpGraph) -> Mapping[tuple[int, int], t
     return {edge: tuple(values) for edge, values in sorted(carried.items())}
 
 
-def data_and_gradient_edges(
-    graph: StageGraph, model: OpGraph
-) -> tuple[frozenset[tuple[int, int]], frozenset[tuple[int, int]]]:
-    """The stage edges that carry messages forward, and those that carry messages back.
+class MessageEdges(NamedTuple):
+    """Stage edges along which messages go, and those along which messages come back.
+
+    Attributes:
+        forward: their target waits for their source; None for all edges.
+        back: their source waits for the backward of their target; None for all of ``forward``.
+    """
+
+    forward: Collection[tuple[int, int]] | None = None
+    back: Collection[tuple[int, int]] | None = None
+
+    def goes_forward(self, edge: tuple[int, int]) -> bool:
+        """Whether the edge has messages at all."""
+        return self.forward is None or edge in self.forward
+
+    def comes_back(self, edge: tuple[int, int]) -> bool:
+        """Whether it has messages in both directions."""
+        return self.goes_forward(edge) and (self.back is None or edge in self.back)
+
+
+EVERY_EDGE = MessageEdges()
+
+
+def message_edges(graph: StageGraph, model: OpGraph) -> MessageEdges:
+    """The stage edges that carry values of the model, and gradients.
 
     A stage edge without a value is there to order two stages, as a pipeline that knows only chains
     does. It has messages of no bytes in both directions, so its stages wait for one another.
@@ -37,4 +59,4 @@ def data_and_gradient_edges(
     gradients = {
         edge for edge, values in carried.items() if any(model.values[v].grad for v in values)
     }
-    return frozenset(order | set(carried)), frozenset(order | gradients)
+    return MessageEdges(frozenset(order | set(carried)), frozenset(order | gradients))

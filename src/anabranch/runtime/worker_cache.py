@@ -12,6 +12,7 @@ import torch
 
 from anabranch.graph.capture import Captured
 from anabranch.graph.split import Split
+from anabranch.plans.edges import MessageEdges
 from anabranch.plans.plan import Plan
 from anabranch.plans.stages import StageGraph
 from anabranch.runtime.compute.options import PLAIN, ComputeOptions
@@ -22,9 +23,7 @@ from anabranch.runtime.messages import Layout
 from anabranch.runtime.numerics.precision import LossScale
 from anabranch.runtime.transport import Transport
 from anabranch.runtime.worker import Worker
-from anabranch.schedule import SCHEDULES
-from anabranch.schedule.check import check
-from anabranch.schedule.lower import lower
+from anabranch.schedule import rule_named, schedule_of
 
 
 class WorkerCache:
@@ -77,7 +76,7 @@ class WorkerCache:
             graph = replace(planned, batch_size=samples)
             if samples > planned.batch_size:
                 # The plan's in-flight counts were cut to its own number of micro-batches.
-                graph = SCHEDULES[self._plan.schedule]().warm_up(graph)
+                graph = rule_named(self._plan.schedule).warm_up(graph)
             self._workers[samples] = self.build(graph, self.options)
         return self._workers[samples]
 
@@ -88,12 +87,9 @@ class WorkerCache:
         graph = replace(graph, edges=edges)
         # An edge without values orders its stages, in both directions, as in a sequential pipeline.
         order = set(edges) - self._data
-        schedule = lower(
-            SCHEDULES[self._plan.schedule]().order(graph),
-            graph,
-            gradient_edges=self._gradients | order,
+        schedule = schedule_of(
+            graph, self._plan.schedule, MessageEdges(back=self._gradients | order)
         )
-        check(schedule, graph)
         mesh = self._mesh
         if options not in self._prepared:
             self._prepared[options] = StagePrograms(self.captured, self.parts, options, self._place)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+from anabranch.plans.edges import EVERY_EDGE, MessageEdges
 from anabranch.plans.stages import StageGraph
 from anabranch.schedule.base import ScheduleRule
 from anabranch.schedule.check import check
 from anabranch.schedule.gpipe import GPipe
 from anabranch.schedule.kfkb import KFKB
-from anabranch.schedule.lower import Carried, lower
+from anabranch.schedule.lower import lower
 from anabranch.schedule.schedule import Schedule
 
 SCHEDULES: Mapping[str, Callable[[], ScheduleRule]] = {
@@ -33,7 +34,7 @@ def rule_named(name: str) -> ScheduleRule:
 
 
 def schedule_of(
-    graph: StageGraph, name: str, carried: Carried | None = None, *, slots: int = 1
+    graph: StageGraph, name: str, edges: MessageEdges = EVERY_EDGE, *, slots: int = 1
 ) -> Schedule:
     """The schedule of a plan's stages, with its messages; it has been checked.
 
@@ -41,7 +42,7 @@ def schedule_of(
         graph: stages with their in-flight counts decided; those of ``endless.repeated`` where
             mini-batches follow without a flush.
         name: key of ``SCHEDULES``.
-        carried: stage edges with messages; by default all, in both directions.
+        edges: stage edges that have messages.
         slots: receives that may be posted ahead per channel.
 
     Raises:
@@ -49,7 +50,7 @@ def schedule_of(
         InvalidScheduleError: if the in-flight counts cannot be scheduled.
         DeadlockError: if devices would wait for each other.
     """
-    schedule = lower(compute_order(graph, name, slots=slots), graph, carried)
+    schedule = lower(compute_order(graph, name, slots=slots), graph, edges)
     check(schedule, graph)
     return schedule
 

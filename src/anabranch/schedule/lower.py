@@ -27,10 +27,11 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
+from anabranch.plans.edges import EVERY_EDGE, MessageEdges
 from anabranch.plans.stages import Stage, StageGraph, split_evenly
 from anabranch.schedule.schedule import Action, Kind, Schedule
 
@@ -60,22 +61,14 @@ class Message(NamedTuple):
     stop: int
 
 
-def lower(
-    schedule: Schedule,
-    graph: StageGraph,
-    *,
-    gradient_edges: Collection[tuple[int, int]] | None = None,
-    data_edges: Collection[tuple[int, int]] | None = None,
-) -> Schedule:
+def lower(schedule: Schedule, graph: StageGraph, edges: MessageEdges = EVERY_EDGE) -> Schedule:
     """Put in sends and receives: a receive right before the compute that needs it, a send right
     after its compute.
 
     Args:
         schedule: compute actions only.
         graph: stages, devices and sample intervals.
-        gradient_edges: stage edges that carry gradients back; by default every edge that carries
-            data.
-        data_edges: stage edges that have messages at all; by default every one.
+        edges: stage edges that have messages.
 
     Raises:
         ValueError: if the schedule has messages already.
@@ -85,12 +78,12 @@ def lower(
     before: dict[tuple[int, int, bool, int], list[Action]] = defaultdict(list)
     after: dict[tuple[int, int, bool, int], list[Action]] = defaultdict(list)
     for x, y in graph.edges:
-        if data_edges is not None and (x, y) not in data_edges:
+        if not edges.goes_forward((x, y)):
             continue
         for i, a, j, b, start, stop in messages(graph, x, y):
             after[a, x, True, i].append(Action(x, Kind.SEND_FORWARD, i, y, b, start, stop))
             before[b, y, True, j].append(Action(y, Kind.RECEIVE_FORWARD, j, x, a, start, stop))
-        if gradient_edges is not None and (x, y) not in gradient_edges:
+        if not edges.comes_back((x, y)):
             continue
         for i, a, j, b, start, stop in messages(graph, x, y, back=True):
             after[b, y, False, j].append(Action(y, Kind.SEND_BACKWARD, j, x, a, start, stop))

@@ -28,8 +28,9 @@ def least_step_s(graph: StageGraph, costs: ModelCosts) -> float:
     for work in costs.all_reduces():
         for s in work.stages:
             tail[s] = max(tail[s], work.seconds)
-    for x, y in sorted(costs.data_edges):
-        head[y] = max(head[y], head[x] + first[x])
-    for x, y in sorted(costs.gradient_edges):
-        tail[y] = max(tail[y], tail[x] + last[x])
+    for x, y in graph.edges:
+        if costs.message_edges.goes_forward((x, y)):
+            head[y] = max(head[y], head[x] + first[x])
+        if costs.message_edges.comes_back((x, y)):
+            tail[y] = max(tail[y], tail[x] + last[x])
     return max(head[s] + busy[s] + tail[s] for s in range(count))

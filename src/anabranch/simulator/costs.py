@@ -17,11 +17,9 @@ from typing import NamedTuple, Protocol
 from anabranch.cluster import Cluster
 from anabranch.cost import CostModel
 from anabranch.errors import InvalidPlanError
-from anabranch.plans.edges import data_and_gradient_edges, edge_values
+from anabranch.plans.edges import EVERY_EDGE, MessageEdges, edge_values, message_edges
 from anabranch.plans.rings import Holder, rings
 from anabranch.plans.stages import StageGraph
-
-Edges = frozenset[tuple[int, int]]
 
 
 class Route(NamedTuple):
@@ -51,13 +49,8 @@ class StepCosts(Protocol):
         ...
 
     @property
-    def data_edges(self) -> Edges | None:
-        """Stage edges that carry data; None for all."""
-        ...
-
-    @property
-    def gradient_edges(self) -> Edges | None:
-        """Stage edges that carry gradients back; None for all."""
+    def message_edges(self) -> MessageEdges:
+        """Stage edges along which stages wait for one another."""
         ...
 
     def compute_s(self, stage: int, samples: int) -> tuple[float, float]:
@@ -137,18 +130,9 @@ class ModelCosts:
         return self.cost.cluster.cores
 
     @cached_property
-    def _edges(self) -> tuple[Edges, Edges]:
-        return data_and_gradient_edges(self.graph, self.cost.graph)
-
-    @property
-    def data_edges(self) -> Edges:
-        """Stage edges that make their target wait: they carry a value, or only order the two."""
-        return self._edges[0]
-
-    @property
-    def gradient_edges(self) -> Edges:
-        """Stage edges that make their source wait for the backward of their target."""
-        return self._edges[1]
+    def message_edges(self) -> MessageEdges:
+        """Those that carry a value, or only order two stages."""
+        return message_edges(self.graph, self.cost.graph)
 
     def compute_s(self, stage: int, samples: int) -> tuple[float, float]:
         """From the profile, with recomputation where the stage asks for it."""
@@ -257,15 +241,13 @@ class StageTimes:
             taken in proportion to the nearest one.
         backward_s: likewise.
         cores: processor cores that all devices share; 0 where each computes on its own.
-        data_edges: stage edges that make their target wait; None for all.
-        gradient_edges: stage edges that make their source wait; None for all.
+        message_edges: stage edges along which stages wait for one another.
     """
 
     forward_s: Sequence[Mapping[int, float]]
     backward_s: Sequence[Mapping[int, float]]
     cores: int = 0
-    data_edges: Edges | None = None
-    gradient_edges: Edges | None = None
+    message_edges: MessageEdges = EVERY_EDGE
 
     def __post_init__(self) -> None:
         for what, stages in (("forward_s", self.forward_s), ("backward_s", self.backward_s)):

@@ -23,7 +23,7 @@ from typing import NamedTuple
 from anabranch.plans.stages import StageGraph
 from anabranch.schedule.lower import device_pairs, pattern_of
 from anabranch.schedule.schedule import Action, Kind, Schedule
-from anabranch.simulator.costs import Edges, StepCosts
+from anabranch.simulator.costs import StepCosts
 from anabranch.simulator.program import Messages, Prices, Program, Units
 
 Rows = list[list[int]]
@@ -61,20 +61,16 @@ def compile_order(schedule: Schedule, graph: StageGraph, costs: StepCosts) -> Pr
     prices = Prices(graph, costs, tuple(schedule.actions))
     numbering = _Numbering(graph, prices, schedule.slots)
     for x, y in graph.edges:
-        if _is_in((x, y), costs.data_edges):
+        if costs.message_edges.goes_forward((x, y)):
             numbering.add(x, y, back=False)
-            if _is_in((x, y), costs.gradient_edges):
-                numbering.add(x, y, back=True)
+        if costs.message_edges.comes_back((x, y)):
+            numbering.add(x, y, back=True)
     units = Units(graph, costs, prices.index)
     table = numbering.table
     code = _code(graph, orders, units, numbering.runs, len(table.price))
     return Program(
         prices.devices, code, units.known, table, prices.ports, units.groups, units.finishes
     )
-
-
-def _is_in(edge: tuple[int, int], edges: Edges | None) -> bool:
-    return edges is None or edge in edges
 
 
 def _orders(schedule: Schedule, graph: StageGraph) -> dict[int, tuple[int, Sequence[int]]] | None:

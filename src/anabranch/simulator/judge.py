@@ -5,24 +5,21 @@
 - With many micro-batches the middle of a step repeats itself: a long step is a short one and many
   periods (``simulator.steady``). Where it does so only roughly, a step that is more than ``MARGIN``
   above the best by its short ones is not simulated in full.
-
-A warm-up deeper than a stage has memory for is made as deep as memory allows. As counts may not
-rise along a stage edge, what follows such a stage is held to its count as well.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 
 from anabranch.cluster import GIB
 from anabranch.cost import CostModel
 from anabranch.errors import InfeasiblePlanError, ProfileError
 from anabranch.plans.check import stage_bytes
 from anabranch.plans.stages import StageGraph
-from anabranch.schedule import rule_named
-from anabranch.schedule.kfkb import KFKB
+from anabranch.schedule import compute_order, rule_named
 from anabranch.schedule.schedule import Schedule
 from anabranch.simulator.bound import least_step_s
 from anabranch.simulator.costs import ModelCosts
@@ -147,9 +144,6 @@ class Judge:
             raise InfeasiblePlanError(self._why_none(planner))
         return self.best
 
-    def _order(self, graph: StageGraph, schedule: str) -> Schedule:
-        return replace(rule_named(schedule).order(graph), slots=self._cost.receive_slots)
-
     def _candidates(self, proposals: Iterable[StageGraph]) -> Iterator[Candidate]:
         """Proposals that fit; of those that do not, the bytes or the reason are remembered."""
         for proposal in proposals:
@@ -158,10 +152,7 @@ class Judge:
             self._seen.add(proposal)
             warmed: list[StageGraph] = []
             for schedule in self._schedules:
-                rule = rule_named(schedule)
-                graph = rule.warm_up(proposal)
-                if isinstance(rule, KFKB):
-                    graph = self._within_memory(proposal, graph)
+                graph = rule_named(schedule).warm_up(proposal, partial(self._room, proposal))
                 if graph in warmed:
                     continue
                 warmed.append(graph)
@@ -187,23 +178,6 @@ class Judge:
             return None
         return Candidate(proposal, graph, schedule, costs, least, peak)
 
-    def _within_memory(self, proposal: StageGraph, graph: StageGraph) -> StageGraph:
-        """The warm-up as deep as memory allows, but no less than the minimal one."""
-        least = KFKB().warm_up(proposal)
-        held: list[int] = []
-        for s, stage in enumerate(graph.stages):
-            size, minimal = stage.microbatch_size, least.stages[s].in_flight
-            count = stage.in_flight
-            if count > minimal:
-                samples = [held[x] * graph.stages[x].microbatch_size for x in graph.predecessors[s]]
-                count = min([count, *(each // size for each in samples)])
-                count = max(minimal, min(count, self._room(graph, s)))
-            held.append(count)
-        if held == [stage.in_flight for stage in graph.stages]:
-            return graph
-        stages = zip(graph.stages, held, strict=True)
-        return replace(graph, stages=tuple(replace(each, in_flight=n) for each, n in stages))
-
     def _room(self, graph: StageGraph, s: int) -> int:
         """Micro-batches in flight that the memory of a stage's devices holds."""
         none, one = (stage_bytes(graph, self._cost, s, in_flight=n) for n in (0, 1))
@@ -218,7 +192,7 @@ class Judge:
 
         def order_for(short: StageGraph) -> Schedule:
             self.simulated += _work(short)
-            return self._order(short, schedule)
+            return compute_order(short, schedule, slots=self._cost.receive_slots)
 
         steady = estimate_step_s(graph, order_for, candidate.costs, roughly=True)
         if steady is not None:

@@ -21,6 +21,7 @@ from anabranch.cost import CostModel
 from anabranch.errors import InfeasiblePlanError, InvalidPlanError, PolicyError, ProfileError
 from anabranch.plans.check import stage_bytes
 from anabranch.plans.stages import StageGraph
+from anabranch.schedule import endless
 from anabranch.simulator import stream
 from anabranch.simulator.costs import ModelCosts
 from anabranch.simulator.staleness import versions_of
@@ -105,7 +106,7 @@ class AsyncJudge:
 
     def _consider(self, proposal: StageGraph, graph: StageGraph) -> None:
         try:
-            graph = stream.warm_up(graph)
+            graph = endless.warm_up(graph)
             versions = versions_of(graph, self._policy, last_update=self._last_update)
             costs = ModelCosts(graph, self._cost, versions)
             least_s = stream.least_period_s(graph, costs)

@@ -112,9 +112,7 @@ def simulate(graph: StageGraph, schedule: Schedule, costs: CostModel | StepCosts
     return _run(program, graph, schedule, prices)
 
 
-def compiled(
-    schedule: Schedule, graph: StageGraph, costs: StepCosts
-) -> tuple[Program, Schedule]:
+def compiled(schedule: Schedule, graph: StageGraph, costs: StepCosts) -> tuple[Program, Schedule]:
     """A schedule as numbers, and the schedule, with messages where it takes them to compile it."""
     program = None if schedule.is_lowered else compile_order(schedule, graph, costs)
     if program is None:

@@ -31,7 +31,7 @@ from anabranch.plans.check import stage_bytes
 from anabranch.plans.slices import priced
 from anabranch.plans.stages import Stage, StageGraph
 from anabranch.profile.profile import Profile
-from anabranch.simulator import stream
+from anabranch.schedule import endless
 from anabranch.simulator.staleness import versions_of
 from anabranch.solve_async.contract_tied import Together, gather, in_order
 from anabranch.weights import WeightPolicy
@@ -132,7 +132,7 @@ class Partitions:
                 )
                 graph = StageGraph(stages, tuple(sorted(pairs)), self.batch_size)
                 try:
-                    graph = stream.warm_up(graph)
+                    graph = endless.warm_up(graph)
                     versions = versions_of(graph, self.policy, last_update=self.last_update)
                 except (InvalidPlanError, PolicyError):
                     continue

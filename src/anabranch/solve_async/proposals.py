@@ -21,7 +21,7 @@ from anabranch.errors import InfeasiblePlanError
 from anabranch.planner.base import Improver, Planner
 from anabranch.planner_options import collect
 from anabranch.plans.stages import Stage, StageGraph
-from anabranch.simulator import stream
+from anabranch.schedule import endless
 from anabranch.simulator.staleness import versions_of
 from anabranch.weights import WeightPolicy
 
@@ -53,7 +53,7 @@ _DEPTH = 4
 
 def demands(policy: WeightPolicy, *, last_update: bool = False) -> list[Demand]:
     """What to ask for, one after the other until everything proposed fits."""
-    graph = stream.warm_up(
+    graph = endless.warm_up(
         StageGraph(
             tuple(Stage((f"{s}",), (s,), 1) for s in range(_DEPTH)),
             tuple((s, s + 1) for s in range(_DEPTH - 1)),

@@ -15,13 +15,12 @@ from anabranch.errors import (
 )
 from anabranch.planner_options import bottleneck_s_per_sample
 from anabranch.plans.check import check as check_stages
-from anabranch.plans.edges import data_and_gradient_edges
+from anabranch.plans.edges import EVERY_EDGE, message_edges
 from anabranch.plans.plan import Plan, Prediction
 from anabranch.plans.stages import StageGraph
 from anabranch.profile.profile import Profile
-from anabranch.schedule.check import check as check_schedule
+from anabranch.schedule import endless, schedule_of
 from anabranch.schedule.kfkb import KFKB
-from anabranch.schedule.lower import lower
 from anabranch.simulator import stream
 from anabranch.simulator.costs import ModelCosts
 from anabranch.simulator.staleness import Staleness, staleness, versions_of
@@ -117,7 +116,7 @@ def simulate(
         cluster=cluster.name,
         machines=cluster,
     )
-    return Simulated(shown, steady, ages, timeline, stream.stream(graph, stream.shown(graph)))
+    return Simulated(shown, steady, ages, timeline, endless.repeated(graph, stream.shown(graph)))
 
 
 def require_asynchronous(plan_: Plan, policy: str = "") -> None:
@@ -138,7 +137,7 @@ def require_asynchronous(plan_: Plan, policy: str = "") -> None:
         check_mode(plan_.mode, plan_.policy, plan_.schedule)
     except ValueError as error:
         raise InvalidPlanError(str(error)) from None
-    graph = stream.warm_up(plan_.stage_graph)
+    graph = endless.warm_up(plan_.stage_graph)
     if policy in ("", plan_.policy):
         rule = policy_named(plan_.policy)
         require_fits(rule, graph, microbatches=graph.num_microbatches(0))
@@ -169,7 +168,7 @@ def _converted(plan_: Plan, policy: WeightPolicy) -> StageGraph:
         size = graph.batch_size
         stages = (replace(stage, microbatch_size=size, k=1) for stage in graph.stages)
         graph = replace(graph, stages=tuple(stages))
-    return stream.warm_up(graph)
+    return endless.warm_up(graph)
 
 
 def check_plan(
@@ -189,20 +188,18 @@ def check_plan(
     except (InvalidPlanError, PolicyError, ValueError) as error:
         return [str(error)]
     problems: list[str] = []
-    data = gradients = None
+    edges = EVERY_EDGE
     if profile is not None and cluster is not None:
         cost = CostModel(profile, cluster)
         problems = check_stages(graph, cost, versions, idle=True)
         if not problems:
-            data, gradients = data_and_gradient_edges(graph, profile.graph)
+            edges = message_edges(graph, profile.graph)
             try:
                 stream.sums(ModelCosts(graph, cost))
             except InvalidPlanError as error:
                 problems.append(str(error))
-    whole = stream.stream(graph, stream.shown(graph))
     try:
-        order = KFKB().order(whole)
-        check_schedule(lower(order, whole, gradient_edges=gradients, data_edges=data), whole)
+        schedule_of(endless.repeated(graph, stream.shown(graph)), endless.ENDLESS, edges)
     except (InvalidScheduleError, DeadlockError, ValueError) as error:
         problems.append(str(error))
     return problems

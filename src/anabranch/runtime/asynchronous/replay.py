@@ -29,7 +29,7 @@ from anabranch.runtime.compute.programs import StagePrograms
 from anabranch.runtime.compute.stage_compute import Outcome, StageCompute
 from anabranch.runtime.data_feed import leaves_of, samples_of
 from anabranch.runtime.messages import Layout
-from anabranch.schedule import SCHEDULES
+from anabranch.schedule.endless import full_pipeline
 from anabranch.weights import WeightPolicy, require_fits, units_in_flight
 from anabranch.workload import Batch, Workload
 
@@ -201,9 +201,7 @@ def _stage_graph(
     size = batch_size // microbatches
     edges = tuple(sorted({(port.source, port.target) for port in parts.ports}))
     made = tuple(Stage(tuple(names), (s,), size) for s, names in enumerate(stages))
-    # As many samples as no stage could hold: warm-up counts are cut to those of the graph.
-    endless = StageGraph(made, edges, size * (len(stages) + 1))
-    return replace(SCHEDULES["1f1b"]().warm_up(endless), batch_size=batch_size)
+    return full_pipeline(StageGraph(made, edges, batch_size))
 
 
 @dataclass(eq=False, slots=True)

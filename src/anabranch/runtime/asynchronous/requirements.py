@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch.distributed as dist
 from torch import nn
@@ -23,8 +22,9 @@ from anabranch.plans.stages import StageGraph
 from anabranch.runtime.asynchronous.optimizer_facts import has_momentum, require_rule, rule_of
 from anabranch.runtime.asynchronous.round_robin import RoundRobin
 from anabranch.runtime.compute.options import ComputeOptions
-from anabranch.schedule import SCHEDULES
-from anabranch.schedule.kfkb import KFKB, require_in_flight
+from anabranch.schedule import rule_named
+from anabranch.schedule.endless import full_pipeline, repeated
+from anabranch.schedule.kfkb import require_in_flight
 from anabranch.weights import (
     WeightPolicy,
     policy_named,
@@ -45,29 +45,27 @@ def endless(plan: Plan) -> StageGraph:
         InvalidScheduleError: if the counts of an asynchronous plan rise along a stage edge, so that
             its stages would wait for each other.
     """
-    graph, rule = plan.stage_graph, _rule(plan)
+    graph, per_hop = plan.stage_graph, _per_hop(plan)
     if plan.mode == "async":
         num_microbatches(graph)
         # Within one mini-batch no count could be too large.
         most = max(stage.in_flight for stage in graph.stages)
-        require_in_flight(replace(graph, batch_size=graph.batch_size * (most + 1)))
+        require_in_flight(repeated(graph, most + 1))
         return graph
-    most = max(stage.microbatch_size for stage in graph.stages)
-    # No count can reach the number of micro-batches of so large a batch.
-    held = rule.warm_up(replace(graph, batch_size=most * (rule.per_hop * graph.depth + 1)))
-    return replace(held, batch_size=graph.batch_size)
+    return full_pipeline(graph, per_hop=per_hop)
 
 
-def _rule(plan: Plan) -> KFKB:
-    rule = SCHEDULES[plan.schedule]()
-    if not isinstance(rule, KFKB) or any(stage.k != 1 for stage in plan.stage_graph.stages):
+def _per_hop(plan: Plan) -> int:
+    """Micro-batches that the plan's schedule lets a stage have in flight beyond the next."""
+    per_hop = rule_named(plan.schedule).per_hop
+    if not per_hop or any(stage.k != 1 for stage in plan.stage_graph.stages):
         groups = max(stage.k for stage in plan.stage_graph.stages)
         raise InvalidPlanError(
             f"the plan's schedule is {plan.schedule}, in groups of up to {groups} micro-batches; "
             "without a flush stages alternate one forward and one backward: plan with schedule "
             "1f1b or 1f1b-deep"
         )
-    return rule
+    return per_hop
 
 
 def round_robin_of(plan: Plan) -> RoundRobin | None:
@@ -79,10 +77,10 @@ def round_robin_of(plan: Plan) -> RoundRobin | None:
     Raises:
         InvalidPlanError: if the schedule is no 1F1B, or a stage has tensor parallelism.
     """
-    rule = _rule(plan)
+    per_hop = _per_hop(plan)
     if all(len(stage.devices) == 1 for stage in plan.stage_graph.stages):
         return None
-    return RoundRobin.of(plan.stage_graph, rule.per_hop)
+    return RoundRobin.of(plan.stage_graph, per_hop)
 
 
 def num_microbatches(graph: StageGraph) -> int:

@@ -26,9 +26,8 @@ from anabranch.plans.check import check
 from anabranch.plans.in_flight import least_in_flight
 from anabranch.plans.stages import Stage, StageGraph
 from anabranch.profile.profile import OpCost, Profile, Sharded
-from anabranch.schedule.check import check as check_schedule
+from anabranch.schedule import schedule_of
 from anabranch.schedule.kfkb import KFKB
-from anabranch.schedule.lower import lower
 from anabranch.simulator.costs import ModelCosts
 from anabranch.simulator.run import run
 from anabranch.solve import plan
@@ -284,13 +283,7 @@ def simulated_s(graph: StageGraph, cost: CostModel) -> float:
     """Seconds of a step with the fewest in flight; the schedule is checked on the way."""
     decided = KFKB().warm_up(graph)
     costs = ModelCosts(decided, cost)
-    lowered = lower(
-        KFKB().order(decided),
-        decided,
-        data_edges=costs.data_edges,
-        gradient_edges=costs.gradient_edges,
-    )
-    check_schedule(lowered, decided)
+    lowered = schedule_of(decided, "1f1b", costs.message_edges)
     return run(decided, lowered, costs).step_s
 
 
