@@ -213,7 +213,9 @@ def test_the_check_finds_a_gradient_that_is_not_the_modules() -> None:
 
     def work(pipeline: Pipeline) -> str:
         if dist.get_rank() == 0:
-            handle = pipeline._captured.module.head.register_forward_hook(lambda *a: 2 * a[2])
+            handle = pipeline._session.captured.module.head.register_forward_hook(
+                lambda *a: 2 * a[2]
+            )
         with pytest.raises(TrainingError) as caught:
             pipeline.step(BATCHES[0])
         if dist.get_rank() == 0:
@@ -239,7 +241,7 @@ def test_a_parameter_without_gradient_is_named_once_and_left_alone() -> None:
     model = built("Unused")
 
     def work(pipeline: Pipeline) -> tuple[list[str], bool]:
-        cut = pipeline._captured.module.cut.weight
+        cut = pipeline._session.captured.module.cut.weight
         before = cut.detach().clone()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -262,7 +264,7 @@ def test_a_rank_keeps_only_its_own_parameters() -> None:
 
     def work(pipeline: Pipeline) -> tuple[int, int]:
         pipeline.step(BATCHES[0])
-        module = pipeline._captured.module
+        module = pipeline._session.captured.module
         lost = [p for n, p in module.named_parameters() if n not in pipeline._state.parameters]
         assert all(bool(p.isnan().all()) and p.untyped_storage().size() == 4 for p in lost)
         return len(lost), len(pipeline._state.parameters)
@@ -370,7 +372,7 @@ def test_an_interrupted_step_does_not_count() -> None:
     """In a notebook: Ctrl-C in the middle of a step, then the cell runs again."""
     model = built("Chain")
     pipeline = Pipeline(with_options(model, optimizer=sgd), plan(model, 1), captured=model.captured)
-    compute = pipeline._train.worker(16)._compute
+    compute = pipeline._session.workers.worker(16)._compute
     backward = compute.backward
 
     def once(*arguments: Any) -> Any:

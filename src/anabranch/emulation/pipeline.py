@@ -11,8 +11,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -23,7 +21,7 @@ from anabranch.emulation.compute import EmulatedCompute
 from anabranch.emulation.emulation import Emulation
 from anabranch.emulation.transports import HostLinks, ModelledTransport
 from anabranch.runtime.compute.stage_compute import Outcome
-from anabranch.runtime.guards.failure import POSITION, PeerLostError, located
+from anabranch.runtime.guards.failure import POSITION
 from anabranch.runtime.measurement.timeline import gather_timeline
 from anabranch.runtime.mesh import Mesh
 from anabranch.runtime.worker import Worker
@@ -66,7 +64,7 @@ class EmulatedPipeline:
         self._mesh = Mesh(emulation.devices, emulation.sets, timeout=timeout)
         self._links: ModelledTransport | HostLinks | None = None
         self._clock = DeviceClock()
-        with self._failing():
+        with self._mesh.failing(self.close):
             self._worker = self._make_worker()
         device = self._mesh.device
         self._rings = [i for i, ring in enumerate(emulation.rings) if device in ring.devices]
@@ -114,7 +112,7 @@ class EmulatedPipeline:
         Raises:
             StageFailedError: if something raised on this rank.
         """
-        with self._failing():
+        with self._mesh.failing(self.close):
             POSITION.begin(self.step_number)
             self._begin()
             outcome = self._worker.run({}, self.step_number)
@@ -158,20 +156,6 @@ class EmulatedPipeline:
             found = gather_timeline(self._worker, outcome, mesh, start, stop)
             self.timeline = _rescaled(found, clock.scale)
         return float(seconds)
-
-    @contextmanager
-    def _failing(self) -> Iterator[None]:
-        """Tell the other ranks of a failure here; make sense of a broken connection to them."""
-        try:
-            with located(self._mesh.rank):
-                yield
-        except PeerLostError as lost:
-            self.close()
-            raise self._mesh.explain(lost) from None
-        except BaseException as error:
-            self._mesh.publish(error)
-            self.close()
-            raise
 
     def close(self) -> None:
         """Break this rank's connections; the others find out when they next wait for it."""

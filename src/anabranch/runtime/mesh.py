@@ -12,17 +12,19 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from anabranch.errors import InvalidPlanError, StageFailedError
+from anabranch.errors import InvalidPlanError, NonFiniteError, StageFailedError
 from anabranch.plans.stages import StageGraph
-from anabranch.runtime.guards.failure import Failure, PeerLostError
+from anabranch.runtime.guards.failure import Failure, PeerLostError, located
 from anabranch.runtime.transport import (
     Channel,
     HostTransport,
@@ -80,21 +82,13 @@ def join(device_type: str, timeout: float) -> None:
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
 
 
-class Pending:
-    """An all-reduce that is under way.
-
-    Args:
-        tensor: will hold the sum.
-        work: None if there is nothing to wait for.
-    """
-
-    def __init__(self, tensor: Tensor, work: dist.Work | None) -> None:
-        self._tensor, self._work = tensor, work
+class Pending(Protocol):
+    """An all-reduce that is under way."""
 
     @property
     def is_done(self) -> bool:
         """Whether ``wait`` would return at once."""
-        return self._work is None or self._work.is_completed()
+        ...
 
     def wait(self) -> Tensor:
         """The sum, once it is there.
@@ -102,33 +96,39 @@ class Pending:
         Raises:
             PeerLostError: if another rank is gone.
         """
+        ...
+
+
+class _Reduced:
+    """A sum that a process group makes; without work it is there already."""
+
+    def __init__(self, tensor: Tensor, work: dist.Work | None) -> None:
+        self._tensor, self._work = tensor, work
+
+    @property
+    def is_done(self) -> bool:
+        return self._work is None or self._work.is_completed()
+
+    def wait(self) -> Tensor:
         if self._work is not None:
             guarded(self._work.wait)
             self._work = None
         return self._tensor
 
 
-class Exchanged(Pending):
+class _Exchanged:
     """A sum whose terms the ranks send to each other, added in the order of the ranks, so that all
     have the same bits.
-
-    Args:
-        tensor: this rank's term; becomes the sum.
-        rank: of this process.
-        receipts: of the other terms, by rank.
     """
 
     def __init__(self, tensor: Tensor, rank: int, receipts: Mapping[int, Receipt]) -> None:
-        super().__init__(tensor, None)
-        self._rank, self._receipts = rank, receipts
+        self._tensor, self._rank, self._receipts = tensor, rank, receipts
 
     @property
     def is_done(self) -> bool:
-        """See ``Pending``."""
         return not self._receipts
 
     def wait(self) -> Tensor:
-        """See ``Pending``."""
         if self._receipts:
             terms = {rank: receipt.wait()[0] for rank, receipt in self._receipts.items()}
             terms[self._rank] = self._tensor
@@ -279,24 +279,24 @@ class Mesh:
         """
         chosen, key = (self._everyone, _ALL) if ranks is None else (ranks, ranks)
         if len(chosen) == 1:
-            return Pending(tensor, None)
+            return _Reduced(tensor, None)
         most = _MOST_SMALL if tensor.numel() <= _SMALL else _MOST_LARGE
         if self._near is not None and len(chosen) <= most and not tensor.is_cuda:
             # Sums of one set start in one order, those of different sets do not.
             tag = -1 - sorted(self._groups).index(key)
             return self._exchange_terms(self._near, tensor, chosen, tag)
         work = guarded(lambda: dist.all_reduce(tensor, group=self._groups[key], async_op=True))
-        return Pending(tensor, work)
+        return _Reduced(tensor, work)
 
     def _exchange_terms(
         self, near: Transport, tensor: Tensor, ranks: tuple[int, ...], tag: int
-    ) -> Exchanged:
+    ) -> _Exchanged:
         others = [rank for rank in ranks if rank != self.rank]
         specs = [(tensor.shape, tensor.dtype)]
         receipts = {rank: near.receive(specs, _CPU, rank, tag) for rank in others}
         for rank in others:
             near.send([tensor], rank, tag)
-        return Exchanged(tensor, self.rank, receipts)
+        return _Exchanged(tensor, self.rank, receipts)
 
     def broadcast(self, tensor: Tensor, source: int, ranks: tuple[int, ...] | None = None) -> None:
         """Copy a tensor from one rank of a set to the others, in place.
@@ -343,6 +343,27 @@ class Mesh:
             if store.add(name, 1) == self.size:
                 store.set(f"{name}/all", "")
             store.wait([f"{name}/all"], timedelta(seconds=patience_s))
+
+    @contextmanager
+    def failing(self, close: Callable[[], None], graph: StageGraph | None = None) -> Iterator[None]:
+        """Inside, a failure here reaches the other ranks, and one of theirs is explained.
+
+        Args:
+            close: breaks this rank's connections.
+            graph: stages whose operators are named.
+        """
+        try:
+            with located(self.rank, graph):
+                yield
+        except NonFiniteError:
+            raise  # on every rank at once; the caller may go on
+        except PeerLostError as lost:
+            close()
+            raise self.explain(lost) from None
+        except BaseException as error:
+            self.publish(error)
+            close()
+            raise
 
     def publish(self, error: BaseException) -> None:
         """Tell the other ranks why this one ends; the first to do so is the cause."""

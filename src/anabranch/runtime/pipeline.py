@@ -23,7 +23,6 @@ import math
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -35,20 +34,20 @@ from anabranch.graph.capture import Captured
 from anabranch.plans.plan import Plan
 from anabranch.runtime.compute.options import PLAIN, ComputeOptions
 from anabranch.runtime.compute.stage_compute import Outcome
-from anabranch.runtime.data_feed import leaves_of, samples_of
+from anabranch.runtime.data_feed import samples_of
 from anabranch.runtime.data_parallel.updates import Updates
 from anabranch.runtime.guards.failure import POSITION
 from anabranch.runtime.measurement.peak_memory import PeakMemory
 from anabranch.runtime.measurement.timeline import gather_timeline
-from anabranch.runtime.numerics.nonfinite import Ran, Trace
-from anabranch.runtime.session import Joined
+from anabranch.runtime.numerics.nonfinite import Ran
+from anabranch.runtime.session import Session
 from anabranch.runtime.step_totals import StepTotals
 from anabranch.runtime.worker import Worker
 from anabranch.timeline import Timeline
 from anabranch.workload import Batch, Workload
 
 
-class Pipeline(Joined):
+class Pipeline:
     """Trains a workload by a plan, one rank per device.
 
     Under ``launch.run`` and under torchrun each rank makes one. A plan for one device needs
@@ -67,7 +66,6 @@ class Pipeline(Joined):
         timeline: of the last step that was recorded, the same on every rank.
         peak_bytes: most bytes of tensors in the last step that was weighed, by rank; the prediction
             is ``plan.predicted.device_peak_bytes``. None before.
-        step_number: steps done.
 
     Args:
         workload: model, data, optimizer recipe; the same on every rank.
@@ -108,42 +106,78 @@ class Pipeline(Joined):
     ) -> None:
         if accumulate < 1:
             raise ValueError(f"accumulate is {accumulate}; an update takes at least one batch")
-        facts = {
-            "accumulate": accumulate,
-            "exact": exact,
-            "check_gradients": check_gradients,
-            "check_memory": check_memory,
-            "clip_norm": workload.clip_norm,
-            **asdict(compute),
-        }
-        super().__init__(
+        self.workload, self.plan = workload, plan
+        self._session = session = Session(
             workload,
             plan,
             captured=captured,
             evaluation=evaluation,
-            facts=facts,
+            facts={
+                "accumulate": accumulate,
+                "exact": exact,
+                "check_gradients": check_gradients,
+                "check_memory": check_memory,
+                "clip_norm": workload.clip_norm,
+            },
             compute=compute,
             exact=exact,
             check_gradients=check_gradients,
             check_memory=check_memory,
             timeout=timeout,
         )
+        self._mesh, self._state, self._workers = session.mesh, session.state, session.workers
+        self.optimizer, self.scheduler = session.state.optimizer, session.state.scheduler
         self._updates = Updates(
-            self._state,
-            self._parts,
+            session.state,
+            session.parts,
             plan.stage_graph,
-            self._holders,
-            self._mesh,
+            session.holders,
+            session.mesh,
             accumulate=accumulate,
             exact=exact,
         )
-        self._trace = Trace(self._captured, self._state.parameters, self._mesh)
         self._is_first = True
         self._unread: StepTotals | None = None
         self._is_bad = False  # this rank has met a loss that is not finite, and updates no more
         self._is_spoilt = False  # some stages have made an update that others have not
+        self.metrics: dict[str, float] = {}
         self.timeline: Timeline | None = None
         self.peak_bytes: tuple[int, ...] | None = None
+
+    @property
+    def rank(self) -> int:
+        """Of this process, from 0."""
+        return self._mesh.rank
+
+    @property
+    def step_number(self) -> int:
+        """Steps done."""
+        return self._session.step_number
+
+    @property
+    def epoch(self) -> int:
+        """Epochs done, as ``batches`` counts them."""
+        return self._session.feed.epoch
+
+    @property
+    def position(self) -> int:
+        """Batches of the current epoch that were trained on."""
+        return self._session.feed.position
+
+    def batches(self, *, epochs: int | None = None) -> Iterator[Batch]:
+        """The workload's batches from where training is, epoch after epoch; those trained on count.
+
+        Args:
+            epochs: how many epochs there are in all; by default there is no end.
+
+        Raises:
+            DataError: if the workload has no data, or reading it raised.
+        """
+        return self._session.feed.batches(epochs)
+
+    def close(self) -> None:
+        """Break this rank's connections; the others find out when they next wait for it."""
+        self._session.close()
 
     # Training
 
@@ -165,10 +199,10 @@ class Pipeline(Joined):
             StageFailedError: if something raised on this rank; names stage, micro-batch and step.
             DataError: if the batch is built otherwise than the workload's example.
         """
-        leaves = leaves_of(self._captured, batch, self._place, self._feed.where)
-        with self._failing():
+        leaves = self._session.leaves(batch)
+        with self._session.failing():
             self._settle()
-            self._prepare(batch, leaves)
+            self._session.prepare(batch, leaves)
             start = self._now() if record else 0.0
             with self._weighed(leaves) if weigh else nullcontext():
                 worker, outcome = self._run(leaves)
@@ -176,19 +210,19 @@ class Pipeline(Joined):
             if record:
                 self.timeline = gather_timeline(worker, outcome, self._mesh, start, self._now())
             POSITION.leave()
-        self._count()
+        self._session.count()
         return loss
 
     @contextmanager
     def _weighed(self, leaves: dict[str, Tensor]) -> Iterator[None]:
-        if self._place.type != "cuda" and self._train.options.backend is not None:
+        if self._session.place.type != "cuda" and self._workers.options.backend is not None:
             yield  # compiled code shows nobody what it makes
             return
-        gauge = PeakMemory(self._place, self._updates.tensors, leaves.values())
+        gauge = PeakMemory(self._session.place, self._updates.tensors, leaves.values())
         with gauge.measuring():
             yield
         peaks = self._mesh.all_gather(torch.tensor([gauge.peak_bytes]))
-        self.peak_bytes = tuple(int(each) for each in peaks)
+        self.peak_bytes = tuple(int(peak) for peak in peaks)
 
     def steps(self, batches: Iterable[Batch]) -> Iterator[float]:
         """Train on batches without a barrier between them, as long as there are any.
@@ -213,7 +247,7 @@ class Pipeline(Joined):
         """
         before: StepTotals | None = None
         try:
-            for batch in self._given(batches):
+            for batch in self._session.given(batches, self._leave):
                 if self._is_first or self._decides_together:
                     yield self.step(batch)
                     continue
@@ -224,15 +258,15 @@ class Pipeline(Joined):
             if before is not None:
                 yield self._read(before)
         except (GeneratorExit, DataError):
-            self._part()
+            self._leave()
             raise
 
-    def _part(self) -> None:
+    def _leave(self) -> None:
         """Whoever leaves a loop may end this process; the others still need its messages and its
         share of the last step's sums.
         """
-        if self._transport is not None:
-            self._transport.flush()
+        if self._session.transport is not None:
+            self._session.transport.flush()
         if self._unread is not None:
             with suppress(TrainingError):  # whoever goes on hears of it
                 self._unread.read()
@@ -241,7 +275,7 @@ class Pipeline(Joined):
         """Make an update of the batches since the last one, though they are fewer than
         ``accumulate``; nothing if there are none.
         """
-        with self._failing():
+        with self._session.failing():
             self._settle()
             if self._updates.accumulated:
                 self._updates.finish_early()
@@ -260,12 +294,12 @@ class Pipeline(Joined):
         Raises:
             TrainingError: if an update is still to come for earlier batches (``accumulate``).
         """
-        leaves = leaves_of(self._captured, batch, self._place, self._feed.where)
-        scale = self._train.loss_scale
-        with self._failing():
+        leaves = self._session.leaves(batch)
+        scale = self._workers.loss_scale
+        with self._session.failing():
             self._settle()
             self._refuse_between("gradients of one batch")
-            self._prepare(batch, leaves)
+            self._session.prepare(batch, leaves)
             while True:
                 _, outcome = self._run(leaves, alone=True)
                 self._updates.finish()
@@ -289,7 +323,7 @@ class Pipeline(Joined):
         """Run one batch; sums of gradients may still be on their way."""
         POSITION.begin(self.step_number)
         self._updates.prepare(at_once=at_once, alone=alone)
-        worker = self._train.worker(samples_of(leaves))
+        worker = self._workers.worker(samples_of(leaves))
         outcome = worker.run(leaves, self.step_number, watcher=self._updates)
         self._updates.collect(worker, outcome)
         self._ran = worker, leaves, outcome
@@ -298,12 +332,12 @@ class Pipeline(Joined):
     @property
     def _decides_together(self) -> bool:
         """Whether an update depends on something that only all ranks together know."""
-        return self.workload.clip_norm is not None or self._train.loss_scale is not None
+        return self.workload.clip_norm is not None or self._workers.loss_scale is not None
 
     def _agree(self, outcome: Outcome) -> float:
         """Wait for all ranks, then let the optimizer have the gradients."""
         self._updates.finish()
-        scaled = self._train.loss_scale is not None  # an overflow is no error then
+        scaled = self._workers.loss_scale is not None  # an overflow is no error then
         if not scaled and (self.workload.clip_norm is None or not self._updates.is_last):
             self._updates.check()  # otherwise their norm tells
         try:
@@ -315,7 +349,7 @@ class Pipeline(Joined):
     def _apply(self, outcome: Outcome) -> float:
         largest = self.workload.clip_norm
         clips = largest is not None and self._updates.is_last
-        scale = self._train.loss_scale if self._updates.is_last else None
+        scale = self._workers.loss_scale if self._updates.is_last else None
         overflow = scale is not None and scale.unscale(self._state.gradients())
         squares = self._updates.squares() if clips and not overflow else 0.0
         if not math.isfinite(squares):
@@ -325,7 +359,7 @@ class Pipeline(Joined):
         self.metrics = tally.metrics
         if self._is_first and self._updates.is_last:
             self._is_first = False
-            self._warn_without_gradient()
+            self._session.warn_without_gradient()
         if scale is not None:
             scale.update(tally.overflow)
         if tally.overflow:
@@ -343,16 +377,16 @@ class Pipeline(Joined):
         is_first: bool = True,
     ) -> StepTotals:
         def why() -> NonFiniteError:
-            return self._trace.why(ran, is_first=is_first)
+            return self._session.trace.why(ran, is_first=is_first)
 
         ran = Ran(self._ran[0], self._ran[1], self.step_number, outcome)
-        names = self._captured.metrics
+        names = self._session.captured.metrics
         return StepTotals(self._mesh, outcome, names, why, squares=squares, overflow=overflow)
 
     def _go(self, batch: Batch) -> StepTotals:
         """One step without waiting for ranks that hold other parameters."""
-        leaves = leaves_of(self._captured, batch, self._place, self._feed.where)
-        with self._failing():
+        leaves = self._session.leaves(batch)
+        with self._session.failing():
             self._refuse_spoilt()
             _, outcome = self._run(leaves, at_once=True)
             self._updates.finish()
@@ -365,12 +399,12 @@ class Pipeline(Joined):
                 self._updates.apply()
             tally = self._tally(outcome, is_first=False)
             POSITION.leave()
-        self._count()
+        self._session.count()
         self._unread = tally
         return tally
 
     def _read(self, tally: StepTotals) -> float:
-        with self._failing():
+        with self._session.failing():
             try:
                 tally.read()
             except NonFiniteError:
@@ -396,10 +430,6 @@ class Pipeline(Joined):
                 "others not, so these weights belong to no step; resume from a checkpoint"
             )
 
-    def _count(self) -> None:
-        self.step_number += 1
-        self._feed.trained()
-
     def _refuse_between(self, what: str) -> None:
         """Raises TrainingError where batches wait for their update."""
         done, wanted = self._updates.accumulated, self._updates.accumulate
@@ -423,9 +453,9 @@ class Pipeline(Joined):
         Raises:
             DataError: if there is no held-out data, or reading it raised.
         """
-        with self._failing():
+        with self._session.failing():
             self._settle()
-        return self._means(loader)
+        return self._session.evaluate(loader)
 
     # ModelState on disk
 
@@ -440,10 +470,10 @@ class Pipeline(Joined):
             TrainingError: if the folder exists, or cannot be written, or an update is still to come
                 for the last batches (``accumulate``).
         """
-        with self._failing():
+        with self._session.failing():
             self._settle()
         self._refuse_between("checkpoint")
-        self._write(folder)
+        self._session.save(folder)
 
     @classmethod
     def resume(
@@ -468,5 +498,5 @@ class Pipeline(Joined):
             FileFormatError: naming file and key, if the checkpoint is damaged or of another model.
         """
         pipeline = cls(workload, plan, check_gradients=check_gradients, **options)
-        pipeline._read_from(folder)
+        pipeline._session.load(folder)
         return pipeline

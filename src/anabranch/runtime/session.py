@@ -1,53 +1,57 @@
-"""What a rank has whatever way it trains: the other ranks, its part of the model, the data.
+"""One rank's share of a run, which both pipelines hold: the other ranks, its stages, the data.
 
-A pipeline of either mode begins with the same meeting: the ranks compare what they were started
-with, connect, give each other one set of weights, and from then on tell each other of failures. Its
-evaluation, its checkpoints and its place in the data are the same things, too. What differs, the
-order of forwards, backwards and updates, is left to whoever builds on this.
+A run begins with the same meeting in either mode. The ranks compare what they were started with,
+connect, and take one set of weights; from then on they tell each other of failures. Evaluation,
+checkpoints and the place in the data are the same as well. The order of forwards, backwards and
+updates is the pipelines' own.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from anabranch import checkpoint as disk
-from anabranch.errors import NonFiniteError, TrainingError
+from anabranch.errors import TrainingError
 from anabranch.graph.capture import Captured
 from anabranch.plans.plan import Plan
-from anabranch.runtime.compute.options import PLAIN, ComputeOptions, require_exact
-from anabranch.runtime.data_feed import DataFeed
+from anabranch.runtime.compute.options import ComputeOptions, require_exact
+from anabranch.runtime.data_feed import DataFeed, leaves_of
 from anabranch.runtime.data_parallel.gradients import Holders
 from anabranch.runtime.evaluation import Evaluation
 from anabranch.runtime.guards.agreement import facts_of, require_agreement
-from anabranch.runtime.guards.failure import PeerLostError, located
 from anabranch.runtime.guards.memory_budget import require_memory
 from anabranch.runtime.guards.self_check import compare_with_eager
 from anabranch.runtime.mesh import Mesh, join, require_whole_replicas
 from anabranch.runtime.messages import channels
 from anabranch.runtime.model_state import ModelState
+from anabranch.runtime.numerics.nonfinite import Trace
 from anabranch.runtime.plan_parts import captured_for, parts_of
-from anabranch.runtime.transport import Channel
+from anabranch.runtime.transport import Channel, Transport
 from anabranch.runtime.worker_cache import WorkerCache
 from anabranch.workload import Batch, Workload
 
 
-class Joined:
+class Session:
     """One rank of a run.
 
     Attributes:
-        workload: model, data, recipes.
-        plan: what is executed.
-        optimizer: of this rank's parameters; None where there is nothing to train.
-        scheduler: of the learning rate.
-        metrics: of the step whose loss was returned last, means over the batch, the same on every
-            rank.
+        captured: the captured module.
+        place: where the model is.
+        parts: the stages of the model.
+        holders: which ranks hold what.
+        mesh: the ranks.
+        transport: to the others; None where there are none.
+        state: parameters, optimizer, scheduler.
+        workers: what this rank does for a batch, in training.
+        feed: the workload's batches.
+        trace: finds numbers that are not finite.
         step_number: steps done.
 
     Args:
@@ -78,115 +82,83 @@ class Joined:
         captured: Captured | None,
         evaluation: Captured | None,
         facts: Mapping[str, object],
-        compute: ComputeOptions = PLAIN,
-        exact: bool = False,
-        check_gradients: bool = True,
-        check_memory: bool = True,
-        timeout: float = 600.0,
+        compute: ComputeOptions,
+        exact: bool,
+        check_gradients: bool,
+        check_memory: bool,
+        timeout: float,
         further: Collection[Channel] = (),
     ) -> None:
-        require_whole_replicas(plan.stage_graph)
-        self.workload, self.plan = workload, plan
-        self._captured = captured or captured_for(workload, plan)
-        module = self._captured.module
-        self._place = place = _place_of(self._captured)
-        join(place.type, timeout)
-        require_agreement(facts_of(self._captured, plan, facts))
-        self._parts = parts_of(self._captured, plan, exact=exact)
-        if exact:
-            require_exact(compute, self._parts)
         graph = plan.stage_graph
-        self._holders = Holders.of(self._parts, graph)
-        self._mesh = Mesh(
-            graph.devices, self._holders.sets, device_type=place.type, timeout=timeout
-        )
-        with self._failing():
+        require_whole_replicas(graph)
+        self._plan = plan
+        self.captured = captured or captured_for(workload, plan)
+        module = self.captured.module
+        self.place = place = _place_of(self.captured)
+        join(place.type, timeout)
+        require_agreement(facts_of(self.captured, plan, {**facts, **asdict(compute)}))
+        self.parts = parts_of(self.captured, plan, exact=exact)
+        if exact:
+            require_exact(compute, self.parts)
+        self.holders = Holders.of(self.parts, graph)
+        self.mesh = Mesh(graph.devices, self.holders.sets, device_type=place.type, timeout=timeout)
+        self.transport: Transport | None = None
+        with self.failing():
             if check_memory:
-                held = self._holders.bytes_of(module, self._mesh.rank)
-                require_memory(plan, self._mesh, held, place)
+                self.require_memory(plan)
             wanted = sorted({*channels(graph), *further})
-            self._transport = self._mesh.transport(place, wanted)
-            self._state = ModelState(replace(workload, module=module), self._holders, self._mesh)
-            seed = self._common_seed()
-        self._train = WorkerCache(
-            self._captured,
-            self._parts,
+            self.transport = self.mesh.transport(place, wanted)
+            self.state = ModelState(replace(workload, module=module), self.holders, self.mesh)
+            seed = torch.tensor([torch.initial_seed() % 2**62])
+            self.mesh.broadcast(seed, 0)
+        self.workers = WorkerCache(
+            self.captured,
+            self.parts,
             plan,
-            self._mesh,
-            self._transport,
+            self.mesh,
+            self.transport,
             place=place,
-            seed=seed,
+            seed=int(seed),
             options=compute,
         )
-        self._feed = DataFeed(workload, plan.stage_graph.batch_size, self._fail)
-        self._evaluation = Evaluation(
-            self._captured, evaluation, plan, self._mesh, self._transport, compute
-        )
+        self.feed = DataFeed(workload, graph.batch_size, self._fail)
+        self.trace = Trace(self.captured, self.state.parameters, self.mesh)
+        self._evaluation = Evaluation(self.workers, evaluation)
         self._check_gradients, self._is_prepared = check_gradients, False
-        self.optimizer, self.scheduler = self._state.optimizer, self._state.scheduler
-        self.metrics: dict[str, float] = {}
         self.step_number = 0
 
-    @property
-    def rank(self) -> int:
-        """Of this process, from 0."""
-        return self._mesh.rank
+    def require_memory(self, plan: Plan) -> None:
+        """Refuse a plan whose predicted peaks exceed the memory that there is."""
+        held = self.holders.bytes_of(self.captured.module, self.mesh.rank)
+        require_memory(plan, self.mesh, held, self.place)
 
-    @property
-    def epoch(self) -> int:
-        """Epochs done, as ``batches`` counts them."""
-        return self._feed.epoch
-
-    @property
-    def position(self) -> int:
-        """Batches of the current epoch that were trained on."""
-        return self._feed.position
-
-    def batches(self, *, epochs: int | None = None) -> Iterator[Batch]:
-        """The workload's batches from where training is, epoch after epoch; those trained on count.
-
-        Args:
-            epochs: how many epochs there are in all; by default there is no end.
+    def leaves(self, batch: Batch) -> dict[str, Tensor]:
+        """The tensors of a batch by the names of its leaves.
 
         Raises:
-            DataError: if the workload has no data, or reading it raised.
+            DataError: if the batch is built otherwise than the workload's example.
         """
-        return self._feed.batches(epochs)
+        return leaves_of(self.captured, batch, self.place, self.feed.where)
 
-    def close(self) -> None:
-        """Break this rank's connections; the others find out when they next wait for it."""
-        transport = getattr(self, "_transport", None)
-        if transport is not None:
-            transport.close()
-        self._mesh.close()
-
-    # For whoever builds on this
-
-    def _prepare(self, batch: Batch, leaves: dict[str, Tensor]) -> None:
+    def prepare(self, batch: Batch, leaves: dict[str, Tensor]) -> None:
         """Once, with the first batch at hand: the check needs the whole model on rank 0."""
         if self._is_prepared:
             return
         self._is_prepared = True
         if self._check_gradients:
-            compare_with_eager(self._train, self._holders, self._mesh, batch, leaves)
-        self._state.forget_others()
+            compare_with_eager(self.workers, self.holders, self.mesh, batch, leaves)
+        self.state.forget_others()
 
-    def _given(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """The same batches, whose source may raise on this rank alone."""
-        try:
-            yield from batches
-        except Exception:
-            self._part()
-            raise
+    def count(self) -> None:
+        """A step has been made with the batch that was fetched last."""
+        self.step_number += 1
+        self.feed.trained()
 
-    def _part(self) -> None:
-        """Leave a loop so that the others, who may still need this rank, can end it as well."""
-        raise NotImplementedError
-
-    def _warn_without_gradient(self) -> None:
-        names = self._state.without_gradient()
-        if self._mesh.rank == 0:
-            names += self._captured.unused
+    def warn_without_gradient(self) -> None:
+        """Name the trainable parameters that no gradient has reached."""
+        names = self.state.without_gradient()
+        if self.mesh.rank == 0:
+            names += self.captured.unused
         if names:
             warnings.warn(
                 f"no gradient reaches {', '.join(names)}: the loss does not depend on it, so it "
@@ -194,70 +166,68 @@ class Joined:
                 stacklevel=4,
             )
 
-    def _means(self, loader: Iterable[Batch] | None) -> dict[str, float]:
-        """Of held-out batches; nothing may be under way."""
-        chosen = self._feed.held_out() if loader is None else loader
-        with self._failing():
-            self._state.share_buffers()
-        return self._evaluation.means(
-            self._feed.read(chosen), self._place, self._failing, self.step_number, self._train.seed
-        )
+    def evaluate(self, loader: Iterable[Batch] | None) -> dict[str, float]:
+        """Means over held-out batches; nothing may be under way."""
+        chosen = self.feed.held_out() if loader is None else loader
+        with self.failing():
+            self.state.share_buffers()
+        return self._evaluation.means(self.feed.read(chosen), self.step_number, self.failing)
 
-    def _write(self, folder: str | Path, further: Mapping[str, Tensor] | None = None) -> None:
-        """A checkpoint; nothing may be under way."""
-        scale = self._train.loss_scale
+    def save(self, folder: str | Path, further: Mapping[str, Tensor] | None = None) -> None:
+        """Write a checkpoint; nothing may be under way."""
+        scale = self.workers.loss_scale
         progress = disk.Progress(
             self.step_number,
-            self.epoch,
-            self.position,
-            self._train.seed,
+            self.feed.epoch,
+            self.feed.position,
+            self.workers.seed,
             None if scale is None else scale.scale,
             0 if scale is None else scale.streak,
         )
-        with self._failing():
-            self._state.save(Path(folder).absolute(), progress, further)
+        with self.failing():
+            self.state.save(Path(folder).absolute(), progress, further)
 
-    def _read_from(self, folder: str | Path) -> disk.Checkpoint:
+    def load(self, folder: str | Path) -> disk.Checkpoint:
         """Take a checkpoint over, before the first step."""
-        with self._failing():
+        with self.failing():
             saved = disk.Checkpoint(folder)
-            everything = self._check_gradients and self._mesh.rank == 0
-            self._state.load(saved, everything=everything)
-        progress = saved.progress
-        self.step_number = progress.step
-        self._feed.epoch, self._feed.position = progress.epoch, progress.position
-        self._train.seed = progress.seed
-        scale = self._train.loss_scale
+            everything = self._check_gradients and self.mesh.rank == 0
+            self.state.load(saved, everything=everything)
+        progress, scale = saved.progress, self.workers.loss_scale
+        self.step_number, self.workers.seed = progress.step, progress.seed
+        self.feed.epoch, self.feed.position = progress.epoch, progress.position
         if scale is not None and progress.loss_scale is not None:
             scale.scale, scale.streak = progress.loss_scale, progress.loss_streak
         return saved
 
     # Failures
 
-    def _common_seed(self) -> int:
-        """Rank 0's seed of random numbers, for all."""
-        seed = torch.tensor([torch.initial_seed() % 2**62])
-        self._mesh.broadcast(seed, 0)
-        return int(seed)
+    def failing(self) -> AbstractContextManager[None]:
+        """Inside, a failure here reaches the other ranks, and one of theirs is explained."""
+        return self.mesh.failing(self.close, self._plan.stage_graph)
 
-    @contextmanager
-    def _failing(self) -> Iterator[None]:
-        """Tell the other ranks of a failure here; make sense of a broken connection to them."""
+    def given(self, batches: Iterable[Batch], leave: Callable[[], None]) -> Iterator[Batch]:
+        """The same batches, whose source may raise on this rank alone.
+
+        Args:
+            batches: of the user's loop.
+            leave: called then, so that the other ranks can end their loops as well.
+        """
         try:
-            with located(self._mesh.rank, self.plan.stage_graph):
-                yield
-        except NonFiniteError:
-            raise  # on every rank at once; the caller may go on
-        except PeerLostError as lost:
-            self.close()
-            raise self._mesh.explain(lost) from None
-        except BaseException as error:
-            self._fail(error)
+            yield from batches
+        except Exception:
+            leave()
             raise
 
     def _fail(self, error: BaseException) -> None:
-        self._mesh.publish(error)
+        self.mesh.publish(error)
         self.close()
+
+    def close(self) -> None:
+        """Break this rank's connections; the others find out when they next wait for it."""
+        if self.transport is not None:
+            self.transport.close()
+        self.mesh.close()
 
 
 def _place_of(captured: Captured) -> torch.device:

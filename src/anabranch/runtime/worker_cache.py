@@ -21,6 +21,7 @@ from anabranch.runtime.compute.stage_compute import StageCompute
 from anabranch.runtime.mesh import Mesh
 from anabranch.runtime.messages import Layout
 from anabranch.runtime.numerics.precision import LossScale
+from anabranch.runtime.plan_parts import evaluation_parts
 from anabranch.runtime.transport import Transport
 from anabranch.runtime.worker import Worker
 from anabranch.schedule import rule_named, schedule_of
@@ -56,7 +57,7 @@ class WorkerCache:
         options: ComputeOptions = PLAIN,
     ) -> None:
         self.captured, self.parts, self._plan = captured, parts, plan
-        self._mesh, self._transport, self._place = mesh, transport, place
+        self.mesh, self._transport, self.place = mesh, transport, place
         self.seed, self.options = seed, options
         self.loss_scale = LossScale() if options.precision == "fp16" else None
         self._prepared: dict[ComputeOptions, StagePrograms] = {}
@@ -68,6 +69,19 @@ class WorkerCache:
     def stage_graph(self) -> StageGraph:
         """The plan's stages."""
         return self._plan.stage_graph
+
+    def in_evaluation(self, captured: Captured) -> WorkerCache:
+        """The same stages of the model in evaluation mode."""
+        return WorkerCache(
+            captured,
+            evaluation_parts(captured, self._plan),
+            self._plan,
+            self.mesh,
+            self._transport,
+            place=self.place,
+            seed=self.seed,
+            options=self.options,
+        )
 
     def worker(self, samples: int) -> Worker:
         """What this rank does for a batch of that many samples."""
@@ -90,9 +104,9 @@ class WorkerCache:
         schedule = schedule_of(
             graph, self._plan.schedule, MessageEdges(back=self._gradients | order)
         )
-        mesh = self._mesh
+        mesh = self.mesh
         if options not in self._prepared:
-            self._prepared[options] = StagePrograms(self.captured, self.parts, options, self._place)
+            self._prepared[options] = StagePrograms(self.captured, self.parts, options, self.place)
         prepared = self._prepared[options]
         layout = Layout(self.captured, prepared, graph, mesh.device)
         parameters = {
@@ -116,5 +130,5 @@ class WorkerCache:
             ),
             self._transport,
             self._plan.stage_graph.rank_of,
-            place=self._place,
+            place=self.place,
         )

@@ -75,10 +75,10 @@ def test_fp16_skips_and_scales_as_gradscaler_does(clip_norm: float | None) -> No
 
     def work(pipeline: Pipeline) -> Any:
         losses, scales = [], []
-        pipeline._train.loss_scale.scale = 2.0**14  # type: ignore[union-attr]
+        pipeline._session.workers.loss_scale.scale = 2.0**14  # type: ignore[union-attr]
         for each in batches:
             losses.append(pipeline.step(each))
-            scales.append(pipeline._train.loss_scale.scale)  # type: ignore[union-attr]
+            scales.append(pipeline._session.workers.loss_scale.scale)  # type: ignore[union-attr]
         return losses, {n: p.detach() for n, p in pipeline._state.parameters.items()}, scales
 
     results = run(model, plan(model, 3), work, workload=workload, exact=True, compute=FP16)
@@ -99,10 +99,10 @@ def test_gradients_under_fp16_are_finite() -> None:
     model = built("TwoBranch")
 
     def work(pipeline: Pipeline) -> tuple[bool, float]:
-        pipeline._train.loss_scale.scale = 2.0**40  # type: ignore[union-attr]
+        pipeline._session.workers.loss_scale.scale = 2.0**40  # type: ignore[union-attr]
         _, gradients = pipeline.gradients(batch(16))
         finite = all(bool(g.isfinite().all()) for g in gradients.values())
-        return finite, pipeline._train.loss_scale.scale  # type: ignore[union-attr]
+        return finite, pipeline._session.workers.loss_scale.scale  # type: ignore[union-attr]
 
     results = run(model, plan(model, 3), work, compute=FP16)
     assert {finite for finite, _ in results} == {True}
@@ -117,10 +117,10 @@ def test_steps_without_a_barrier_wait_for_the_verdict_under_fp16() -> None:
     batches = batches_with_an_overflow()
 
     def one_by_one(pipeline: Pipeline) -> Any:
-        return [pipeline.step(each) for each in batches], pipeline._train.loss_scale
+        return [pipeline.step(each) for each in batches], pipeline._session.workers.loss_scale
 
     def streamed(pipeline: Pipeline) -> Any:
-        return list(pipeline.steps(batches)), pipeline._train.loss_scale
+        return list(pipeline.steps(batches)), pipeline._session.workers.loss_scale
 
     first, second = (
         run(model, plan(model, 3), work, workload=workload, compute=FP16)
@@ -179,7 +179,7 @@ def test_a_checkpoint_has_the_scale(tmp_path: Path) -> None:
     chosen = plan(model, 2)
 
     def saved(pipeline: Pipeline) -> None:
-        pipeline._train.loss_scale.scale = 512.0  # type: ignore[union-attr]
+        pipeline._session.workers.loss_scale.scale = 512.0  # type: ignore[union-attr]
         pipeline.step(batch(16))
         pipeline.save(tmp_path / "half")
 
@@ -193,7 +193,7 @@ def test_a_checkpoint_has_the_scale(tmp_path: Path) -> None:
                 check_gradients=False,
                 compute=options,
             )
-            scale = pipeline._train.loss_scale
+            scale = pipeline._session.workers.loss_scale
             return None if scale is None else (scale.scale, scale.streak)
 
         return launch.run(rank, 2, timeout=LIMIT_S)

@@ -53,7 +53,7 @@ def test_clipping_equals_torch() -> None:
     """The norm is over all parameters: 3, 4 and 12 make 13."""
     ours = {"a": parameter(3.0, 4.0), "b": parameter(12.0), "c": parameter(None)}
     theirs = [parameter(3.0, 4.0), parameter(12.0), parameter(None)]
-    holders = Holders(dict.fromkeys(ours, (0,)), {})
+    holders = Holders(dict.fromkeys(ours, (0,)), {}, {})
     squares = sum_of_squares(ours, holders, 0)
     assert squares == pytest.approx(169.0)
     clip(ours, squares, 2.0)
@@ -71,7 +71,7 @@ def test_small_gradients_are_not_scaled_up() -> None:
 
 def test_a_copy_is_counted_once() -> None:
     """Rank 1 holds a replica of what rank 0 speaks for."""
-    holders = Holders({"a": (0, 1), "b": (1,)}, {})
+    holders = Holders({"a": (0, 1), "b": (1,)}, {}, {})
     assert sum_of_squares({"a": parameter(3.0), "b": parameter(4.0)}, holders, 1) == 16.0
 
 
@@ -80,7 +80,7 @@ def test_sums_run_over_the_holders_only() -> None:
     """a is held by ranks 0 and 1, b by 1 and 2, c by 0 alone; buckets of one parameter each and of
     all give the same.
     """
-    holders = Holders({"a": (0, 1), "b": (1, 2), "c": (0,), "d": (0, 1)}, {})
+    holders = Holders({"a": (0, 1), "b": (1, 2), "c": (0,), "d": (0, 1)}, {}, {})
 
     def work() -> dict[str, list[float] | None]:
         mesh = Mesh((0, 1, 2), holders.sets, timeout=20.0)
@@ -107,7 +107,7 @@ def test_sums_run_over_the_holders_only() -> None:
 @pytest.mark.dist
 def test_a_gradient_on_one_holder_is_the_sum() -> None:
     """A short micro-batch may leave the other replica without samples."""
-    holders = Holders({"a": (0, 1)}, {})
+    holders = Holders({"a": (0, 1)}, {}, {})
 
     def work() -> list[float]:
         mesh = Mesh((0, 1), holders.sets, timeout=20.0)

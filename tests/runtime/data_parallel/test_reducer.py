@@ -63,10 +63,10 @@ def test_sums_are_those_of_afterwards(
         _, found = pipeline.gradients(leaves)
         found = {key: value.clone() for key, value in found.items()}
         pipeline._updates.prepare(alone=True)
-        worker = pipeline._train.worker(samples)
+        worker = pipeline._session.workers.worker(samples)
         worker.run(leaves_of(model.captured, leaves, CPU), 0)
         parameters = pipeline._state.parameters
-        reduce_gradients(parameters, pipeline._holders, pipeline._mesh)
+        reduce_gradients(parameters, pipeline._session.holders, pipeline._mesh)
         expected = {key: p.grad for key, p in parameters.items() if p.grad is not None}
         wrong = [key for key, g in expected.items() if not torch.equal(g, found[key])]
         return sorted(found.keys() ^ expected.keys()), wrong

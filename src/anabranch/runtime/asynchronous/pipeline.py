@@ -23,7 +23,6 @@ import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -52,13 +51,12 @@ from anabranch.runtime.asynchronous.stream import Stream
 from anabranch.runtime.asynchronous.versions import StageWeights
 from anabranch.runtime.compute.options import PLAIN, ComputeOptions
 from anabranch.runtime.compute.stage_compute import Outcome
-from anabranch.runtime.data_feed import leaves_of, samples_of
+from anabranch.runtime.data_feed import samples_of
 from anabranch.runtime.data_parallel.buckets import dense
 from anabranch.runtime.data_parallel.reducer import Reducer
 from anabranch.runtime.guards.failure import POSITION
-from anabranch.runtime.guards.memory_budget import require_memory
-from anabranch.runtime.numerics.nonfinite import Finding, Trace, bad_names, data_advice
-from anabranch.runtime.session import Joined
+from anabranch.runtime.numerics.nonfinite import Finding, bad_names, data_advice
+from anabranch.runtime.session import Session
 from anabranch.runtime.step_totals import StepTotals
 from anabranch.runtime.worker import Flight
 from anabranch.timeline import Timeline
@@ -66,7 +64,7 @@ from anabranch.weights import WeightPolicy, units_in_flight
 from anabranch.workload import Batch, Workload
 
 
-class AsyncPipeline(Joined):
+class AsyncPipeline:
     """Trains a workload by a plan without a flush, one rank per device.
 
     Under ``launch.run`` and under torchrun each rank makes one, as with ``Pipeline``. A mini-batch
@@ -83,7 +81,6 @@ class AsyncPipeline(Joined):
             likewise.
         weight_bytes: per rank, bytes of these copies.
         timeline: of the mini-batches that were recorded last, the same on every rank.
-        step_number: mini-batches put in; after ``drain`` all stages have learned from all of them.
 
     Args:
         workload: model, data, optimizer recipe; the same on every rank.
@@ -142,41 +139,42 @@ class AsyncPipeline(Joined):
         self._rounds = rounds = round_robin_of(plan) if round_robin else None
         self._microbatches = microbatches = num_microbatches(graph)
         self.policy, self.reason = choose(policy, plan, microbatches, workload)
-        facts = {
-            "policy": repr(self.policy),
-            "round_robin": round_robin,
-            "check_gradients": check_gradients,
-            "check_memory": check_memory,
-            "clip_stage_norm": clip_stage_norm,
-            **asdict(compute),
-        }
-        super().__init__(
+        self.workload, self.plan = workload, plan
+        self._session = session = Session(
             workload,
             plan,
             captured=captured,
             evaluation=evaluation,
-            facts=facts,
+            facts={
+                "policy": repr(self.policy),
+                "round_robin": round_robin,
+                "check_gradients": check_gradients,
+                "check_memory": check_memory,
+                "clip_stage_norm": clip_stage_norm,
+            },
             compute=compute,
+            exact=False,
             check_gradients=check_gradients,
             check_memory=check_memory and plan.mode == "async" and rounds is None,
             timeout=timeout,
             further=rounds.channels() if rounds is not None else (),
         )
+        self._mesh, self._state = session.mesh, session.state
+        self.optimizer, self.scheduler = session.state.optimizer, session.state.scheduler
         require_asynchronous(
             plan,
             graph,
-            self._parts,
+            session.parts,
             self.policy,
             workload,
             compute,
             round_robin=self.is_round_robin,
         )
         if rounds is not None and check_memory:
-            with self._failing():
-                held = self._holders.bytes_of(self._captured.module, self.rank)
+            with session.failing():
                 keeps = self.optimizer is not None and rule_of(self.optimizer) == "last update"
-                expected = budgeted(plan, rounds, self._captured, self.policy, last_update=keeps)
-                require_memory(expected, self._mesh, held, self._place)
+                expected = budgeted(plan, rounds, session.captured, self.policy, last_update=keeps)
+                session.require_memory(expected)
         device = self._mesh.device
         self._stage = next(s for s, st in enumerate(graph.stages) if device in st.devices)
         units = tuple(units_in_flight(stage.in_flight, microbatches) for stage in graph.stages)
@@ -185,10 +183,9 @@ class AsyncPipeline(Joined):
         if rounds is not None:
             self._late, units = rounds.late, rounds.in_flight
         self._behind = tuple(held - 1 for held in units)
-        self._outcomes = MinibatchTotals(self._mesh, self._captured.metrics, self._why)
-        with self._failing():
+        self._outcomes = MinibatchTotals(self._mesh, session.captured.metrics, self._why)
+        with session.failing():
             self._start()
-        self._trace = Trace(self._captured, self._state.parameters, self._mesh)
         self._clip, self._divergence = clip_stage_norm, Divergence()
         self._first_bad: tuple[int, list[Finding]] | None = None
         self._has_stopped = self._is_spoilt = False
@@ -196,11 +193,40 @@ class AsyncPipeline(Joined):
         self._measured_at = -1
         self._number, self._parted = next(_NUMBERS), count()
         self._recent_s: deque[float] = deque(maxlen=8)
+        self.metrics: dict[str, float] = {}
         self.version_difference: tuple[int, ...] = ()
         self.peak_versions: tuple[int, ...] = ()
         self.weight_bytes: tuple[int, ...] = ()
         self.timeline: Timeline | None = None
         self._recording: Recording | None = None
+
+    @property
+    def rank(self) -> int:
+        """See ``Pipeline``."""
+        return self._mesh.rank
+
+    @property
+    def step_number(self) -> int:
+        """Mini-batches put in; after ``drain`` all stages have learned from all of them."""
+        return self._session.step_number
+
+    @property
+    def epoch(self) -> int:
+        """See ``Pipeline``."""
+        return self._session.feed.epoch
+
+    @property
+    def position(self) -> int:
+        """See ``Pipeline``."""
+        return self._session.feed.position
+
+    def batches(self, *, epochs: int | None = None) -> Iterator[Batch]:
+        """See ``Pipeline``."""
+        return self._session.feed.batches(epochs)
+
+    def close(self) -> None:
+        """See ``Pipeline``."""
+        self._session.close()
 
     @property
     def is_round_robin(self) -> bool:
@@ -224,15 +250,12 @@ class AsyncPipeline(Joined):
                 depth=depth,
                 scheduler=self.scheduler,
             )
-        stages_of = {n: [y] for y in range(len(graph)) for n in self._parts.parameters(y)}
         parameters = self._state.parameters
-        reducer = Reducer(
-            parameters, stages_of, self._holders, self._mesh, notes=self.is_round_robin
-        )
+        reducer = Reducer(parameters, self._session.holders, self._mesh, notes=self.is_round_robin)
         self._stream: Stream | RoundRobinStream
         if rounds is not None:
             self._stream = RoundRobinStream(
-                self._train,
+                self._session.workers,
                 rounds,
                 s,
                 self._mesh.device,
@@ -244,7 +267,7 @@ class AsyncPipeline(Joined):
             )
             return
         self._stream = Stream(
-            self._train.worker,
+            self._session.workers.worker,
             s,
             self._weights,
             reducer,
@@ -279,22 +302,22 @@ class AsyncPipeline(Joined):
         """
         first = self.step_number
         try:
-            for batch in self._given(batches):
+            for batch in self._session.given(batches, self._leave):
                 self._put(batch)
                 yield from self._known(first, self.step_number - self._late)
             with suppress(NonFiniteError):  # its turn comes after the losses before it
                 self.drain()
             yield from self._known(first, self.step_number)
         except GeneratorExit:
-            self._part()
+            self._leave()
             raise
 
-    def _part(self) -> None:
+    def _leave(self) -> None:
         """Whoever leaves a loop may end this process; the others leave at the same mini-batch, but
         until then they still need its messages, and send it their own.
         """
-        if self._transport is not None:
-            self._transport.flush()
+        if self._session.transport is not None:
+            self._session.transport.flush()
             # An error in the user's loop on one rank also ends here, and must not be held up.
             patience_s = min(1.0 + 4 * max(self._recent_s, default=0.0), _PATIENCE_S)
             self._mesh.part(f"{self._number}/{self.step_number}/{next(self._parted)}", patience_s)
@@ -319,7 +342,7 @@ class AsyncPipeline(Joined):
             NonFiniteError, StageFailedError: see ``steps``.
         """
         self._refuse_spoilt()
-        with self._failing():
+        with self._session.failing():
             self._stream.drain()
             self._outcomes.tell()
             self._outcomes.settle()
@@ -333,8 +356,8 @@ class AsyncPipeline(Joined):
             DataError: on every rank, because all have the same; they part as from a loop that ends.
         """
         try:
-            which = self._feed.where
-            leaves = leaves_of(self._captured, batch, self._place, which)
+            which = self._session.feed.where
+            leaves = self._session.leaves(batch)
             samples, most = samples_of(leaves), self.plan.stage_graph.batch_size
             if samples > most:
                 raise DataError(
@@ -343,7 +366,7 @@ class AsyncPipeline(Joined):
                     "mini-batches"
                 )
         except DataError:
-            self._part()
+            self._leave()
             raise
         return leaves
 
@@ -352,17 +375,16 @@ class AsyncPipeline(Joined):
         leaves = self._leaves(batch)
         samples = samples_of(leaves)
         started = time.perf_counter()
-        with self._failing():
+        with self._session.failing():
             POSITION.begin(self.step_number, is_minibatch=True)
-            self._prepare(batch, leaves)
+            self._session.prepare(batch, leaves)
             self._outcomes.give_out(self.step_number, leaves)
             if not self._stream.put(leaves, samples, self.step_number):
                 self._outcomes.note(self.step_number, Outcome())
             self._outcomes.tell()
             POSITION.leave()
         self._recent_s.append(time.perf_counter() - started)
-        self.step_number += 1
-        self._feed.trained()
+        self._session.count()
 
     def _learn(self, flight: Flight | None, blame: bool = True, minibatches: int = 1) -> None:
         """The gradients of a mini-batch are there, or of a round in which this rank may have none.
@@ -377,7 +399,7 @@ class AsyncPipeline(Joined):
         bad = bad_names(gradients)
         if not self._has_warned:
             self._has_warned = True
-            self._warn_without_gradient()
+            self._session.warn_without_gradient()
         self._has_stopped |= bool(bad)
         if flight is not None:
             self._note(flight, bad if blame else [])
@@ -393,7 +415,7 @@ class AsyncPipeline(Joined):
         outcome.bad_parameters.extend(bad)
         if outcome.is_bad and self._first_bad is None:
             self._has_stopped = True
-            seen = self._trace.seen(self._stage, outcome, flight.made)
+            seen = self._session.trace.seen(self._stage, outcome, flight.made)
             self._first_bad = flight.number, seen
         self._outcomes.note(flight.number, outcome)
         if self._recording is not None:
@@ -409,7 +431,7 @@ class AsyncPipeline(Joined):
                 yield loss
 
     def _read(self, number: int, tally: StepTotals) -> float:
-        with self._failing():
+        with self._session.failing():
             tally.read()
         self.metrics, loss = tally.metrics, tally.loss
         told = self._divergence.note(loss)
@@ -429,7 +451,7 @@ class AsyncPipeline(Joined):
         self._outcomes.tell()
         bad = self._first_bad
         found = bad[1] if bad is not None and bad[0] == number else []
-        text = self._trace.told(found, leaves, f"mini-batch {number}")
+        text = self._session.trace.told(found, leaves, f"mini-batch {number}")
         return NonFiniteError(
             f"{text}; mini-batches follow each other without waiting, so other stages may have "
             f"been updated by then: resume from a checkpoint; "
@@ -474,32 +496,14 @@ class AsyncPipeline(Joined):
     # Evaluation and state on disk
 
     def evaluate(self, loader: Iterable[Batch] | None = None) -> dict[str, float]:
-        """Drain, then take means of loss and metrics over held-out batches, in evaluation mode.
-
-        Args:
-            loader: batches, the same on every rank; by default the workload's ``eval_data``.
-
-        Returns:
-            ``loss`` and the metrics, means over samples, the same on every rank.
-
-        Raises:
-            DataError: if there is no held-out data, or reading it raised.
-        """
+        """Drain, then do as ``Pipeline.evaluate``."""
         self.drain()
-        return self._means(loader)
+        return self._session.evaluate(loader)
 
     def save(self, folder: str | Path) -> None:
-        """Drain, then write a checkpoint, which ``Pipeline.resume`` takes as well.
-
-        Args:
-            folder: a new folder, on a file system that all ranks see; it appears when it is
-                complete.
-
-        Raises:
-            TrainingError: if the folder exists, or cannot be written.
-        """
+        """Drain, then do as ``Pipeline.save``; ``Pipeline.resume`` takes the checkpoint as well."""
         self.drain()
-        self._write(folder, entries(self._weights.state_dict(), list(self._trainable)))
+        self._session.save(folder, entries(self._weights.state_dict(), list(self._trainable)))
 
     @property
     def _trainable(self) -> dict[str, nn.Parameter]:
@@ -509,24 +513,15 @@ class AsyncPipeline(Joined):
     def resume(
         cls, folder: str | Path, workload: Workload, plan: Plan, **options: Any
     ) -> AsyncPipeline:
-        """Continue from a checkpoint, of this pipeline or of ``Pipeline``.
+        """Continue from a checkpoint of this pipeline or of ``Pipeline``; see ``Pipeline.resume``.
 
         After one of this pipeline under the same plan, training goes on as if there had been a
         ``drain``.
-
-        Args:
-            folder: what ``save`` wrote.
-            workload: as it was; the optimizer recipe has to be of the same kind.
-            plan: may have other stages, devices and replicas.
-            options: of ``AsyncPipeline``.
-
-        Raises:
-            FileFormatError: naming file and key, if the checkpoint is damaged or of another model.
         """
         pipeline = cls(workload, plan, **options)
-        saved = pipeline._read_from(folder)
-        with pipeline._failing():
-            state = state_of(saved, pipeline._trainable, pipeline._place)
+        saved = pipeline._session.load(folder)
+        with pipeline._session.failing():
+            state = state_of(saved, pipeline._trainable, pipeline._session.place)
             pipeline._weights.load_state_dict(state)
         return pipeline
 

@@ -36,26 +36,27 @@ class Holders:
     Attributes:
         parameters: name -> ranks, ascending.
         buffers: name -> ranks, ascending.
+        stages: parameter -> stages that read it, ascending.
     """
 
     parameters: Mapping[str, Ranks]
     buffers: Mapping[str, Ranks]
+    stages: Mapping[str, tuple[int, ...]]
 
     @staticmethod
     def of(split: Split, graph: StageGraph) -> Holders:
         """Read the holders off the stages."""
         parameters: dict[str, set[int]] = defaultdict(set)
         buffers: dict[str, set[int]] = defaultdict(set)
+        stages: dict[str, set[int]] = defaultdict(set)
         for s, stage in enumerate(graph.stages):
             ranks = {graph.rank_of[device] for device in stage.devices}
             for name in split.parameters(s):
                 parameters[name] |= ranks
+                stages[name].add(s)
             for name in split.buffers(s):
                 buffers[name] |= ranks
-        return Holders(
-            {name: tuple(sorted(ranks)) for name, ranks in parameters.items()},
-            {name: tuple(sorted(ranks)) for name, ranks in buffers.items()},
-        )
+        return Holders(*map(_ascending, (parameters, buffers, stages)))
 
     @property
     def sets(self) -> set[Ranks]:
@@ -73,6 +74,10 @@ class Holders:
     def owner(self, name: str) -> int:
         """The rank that speaks for a parameter or buffer where it must be counted or saved once."""
         return (self.parameters.get(name) or self.buffers[name])[0]
+
+
+def _ascending(found: Mapping[str, set[int]]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(sorted(numbers)) for name, numbers in found.items()}
 
 
 def reduce_gradients(parameters: Mapping[str, nn.Parameter], holders: Holders, mesh: Mesh) -> None:

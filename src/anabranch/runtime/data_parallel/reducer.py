@@ -54,7 +54,6 @@ class Reducer:
 
     Args:
         parameters: of this rank, in the model's order.
-        stages_of: parameter -> stages that read it, on all ranks.
         holders: which ranks hold what.
         mesh: the ranks.
         notes: whether to note if this rank's own terms are finite, for who asks afterwards.
@@ -63,19 +62,18 @@ class Reducer:
     def __init__(
         self,
         parameters: Mapping[str, nn.Parameter],
-        stages_of: Mapping[str, Sequence[int]],
         holders: Holders,
         mesh: Mesh,
         *,
         notes: bool = False,
     ) -> None:
-        self._parameters, self._stages_of = parameters, stages_of
+        self._parameters, self._stages_of = parameters, holders.stages
         self._notes, self._totals = notes, list[Tensor]()
         groups: dict[tuple[Ranks, tuple[int, ...]], list[Named]] = defaultdict(list)
         for name, parameter in reversed(list(parameters.items())):
             ranks = holders.parameters[name]
             if parameter.requires_grad and len(ranks) > 1:
-                groups[ranks, tuple(stages_of[name])].append((name, parameter))
+                groups[ranks, holders.stages[name]].append((name, parameter))
         queues: dict[Ranks, _Queue] = {}
         self._places: dict[str, _Slot] = {}
         for (ranks, _), named in sorted(groups.items(), key=lambda g: (g[0][0], -g[0][1][0], g[0])):

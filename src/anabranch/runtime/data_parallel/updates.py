@@ -72,11 +72,7 @@ class Updates:
         self._state, self._parts, self._graph = state, parts, graph
         self._holders, self._mesh, self._exact = holders, mesh, exact
         self._parameters = state.parameters
-        stages_of: dict[str, list[int]] = {}
-        for s in range(len(graph)):
-            for name in parts.parameters(s):
-                stages_of.setdefault(name, []).append(s)
-        self._reducer = Reducer(self._parameters, stages_of, holders, mesh)
+        self._reducer = Reducer(self._parameters, holders, mesh)
         self._folded = self._uses() if exact else {}
         self._has_parts = sum(mesh.device in stage.devices for stage in graph.stages) > 1
         self.accumulate, self.accumulated = accumulate, 0
