@@ -1,9 +1,7 @@
-"""Local ranks: one process per device of a plan, forked with torch and the captured model already
-in memory.
+"""Local ranks: one process per device of a plan, forked with torch and the model already in memory.
 
 torchrun starts an interpreter and imports torch once per rank, which takes seconds. A fork takes
-milliseconds, and memory that no rank writes (the weights of other ranks' stages) is shared by all
-of them::
+milliseconds, and memory that no rank writes is shared by all of them::
 
     parent ----fork----> rank 0 --+
        |  ---fork----> rank 1     |  shared memory and Gloo; they meet through a file
@@ -14,7 +12,7 @@ The parent takes the first failure that is a cause, stops the other ranks, and r
 never outlive the parent: the kernel kills them when it dies (Linux), and it stops them on its way
 out of ``run``.
 
-A fork copies only the calling thread. What another thread holds at that moment, such as a lock,
+A fork copies only the calling thread; what another thread holds at that moment, such as a lock,
 stays held in the ranks for ever. torch's CPU threads are safe: a rank computes on one thread, so it
 never asks for them.
 """

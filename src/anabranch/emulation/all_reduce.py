@@ -1,9 +1,8 @@
-"""The all-reduces at the end of an emulated step.
+"""All-reduces at the end of an emulated step.
 
-Modelled, they are a rendezvous on the board: nothing is summed. The last rank to come to an
-all-reduce leads it: it takes the ring's ports piece by piece, as the simulator does, and so is the
-one that knows when it was over. On the links of this machine as many bytes as there are gradients
-are really summed.
+Modelled, they are a rendezvous in shared memory, and nothing is summed. The last rank to come to an
+all-reduce leads it: it takes the ring's ports piece by piece, as the simulator does, and so knows
+when it was over. On the links of this machine as many bytes as there are gradients are summed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The clock of an emulated device: what time it is for a device, whatever the host is doing.
 
 Dozens of ranks share a few cores. Wake-ups come late, and a copy of 16 MB takes the host longer
-than NVLink. None of that happens on the devices, and if it were counted the delays of all ranks on
-the critical path would add up. So each rank keeps the time of its device, which moves by
+than NVLink. Counted, these delays would add up along the critical path. So each rank keeps the time
+of its device, which moves by
 
 - the profiled seconds of compute,
 - waiting for a message until it arrives by the model of the links,
@@ -10,9 +10,9 @@ the critical path would add up. So each rank keeps the time of its device, which
   that other ranks had the core,
 
 and paces itself by it: compute ends when the wall clock shows the device's time, counted from when
-the device became free and not from a wake-up that was late. A rank that is late does the next wait
-shorter until it has caught up. How late ranks are is measured too: a step whose ranks end late was
-too fast for the host, and a time scale above 1 slows everything down alike::
+the device became free and not from a late wake-up. A rank that is late does the next wait shorter.
+A step whose ranks end late was too fast for the host; a time scale above 1 slows everything down
+alike::
 
     wall = origin + scale * device time        (+ late, if the host cannot keep up)
 """

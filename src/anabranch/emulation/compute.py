@@ -21,9 +21,7 @@ class EmulatedCompute:
     may be on its way. The loss of an emulated step is 0.
 
     Args:
-        layout: samples and shapes of every micro-batch.
         costs: seconds of the stages, recomputation included.
-        clock: of this device.
     """
 
     def __init__(self, layout: Layout, costs: StepCosts, clock: DeviceClock) -> None:
@@ -31,17 +29,14 @@ class EmulatedCompute:
         self._buffers: dict[torch.Size, Tensor] = {}
 
     def begin(self, leaves: Mapping[str, Tensor], step: int, *, train: bool) -> Outcome:
-        """See ``Compute``."""
         return Outcome()
 
     def forward(self, key: Key, values: Mapping[int, Tensor]) -> dict[int, Tensor]:
-        """See ``Compute``."""
         self._wait(key, 0)
         program = self._layout.program(*key)
         return {port.value: self._buffer(program.shapes[port.value][0]) for port in program.outputs}
 
     def backward(self, key: Key, gradients: Mapping[Port, Tensor]) -> dict[Port, Tensor]:
-        """See ``Compute``."""
         self._wait(key, 1)
         program = self._layout.program(*key)
         ports = gradient_ports(program.inputs)

@@ -1,4 +1,4 @@
-"""What is emulated: plan, prices, order of messages, and the memory that the ranks share."""
+"""An emulation: plan, prices, order of messages, and the memory that the ranks share."""
 
 from __future__ import annotations
 

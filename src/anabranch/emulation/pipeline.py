@@ -1,11 +1,11 @@
-"""EmulatedPipeline: one rank of an emulation, the counterpart of ``Pipeline``.
+"""One rank of an emulation, the counterpart of ``Pipeline``.
 
 ::
 
-    step()   clear the board, agree on when to begin     mesh
-             the schedule's actions                       worker, with compute and links emulated
-             all-reduces                                  rings
-             when each rank was done                      mesh
+    step()   clear the shared links, agree on when to begin    mesh
+             the actions of the schedule                       worker, compute and links emulated
+             all-reduces                                       all_reduce
+             when each rank was done                           mesh
 """
 
 from __future__ import annotations

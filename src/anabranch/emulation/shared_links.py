@@ -1,4 +1,4 @@
-"""The board: memory that all ranks of one machine share, where the emulated links are kept.
+"""Emulated links in memory that all ranks of one machine share.
 
 A message starts when it has been sent and its receive is posted, at the later of the two, and when
 every port on its way is free; whichever end comes second works out when it arrives. An all-reduce
@@ -11,9 +11,6 @@ message goes into the first gap after its own time::
 
     taken        [ready====end]            [ready=====end]
     asks late                    ^ready [==]
-
-The order of messages that compete for a port is wrong only where one that was ready earlier finds
-no gap.
 """
 
 from __future__ import annotations
@@ -43,7 +40,6 @@ class SharedLinks:
 
     Args:
         channels: channel -> its messages in one step.
-        ports: number of ports.
         rings: per all-reduce, how many ranks take part.
     """
 

@@ -1,9 +1,8 @@
 """Stages that compute nothing, with ports and messages of the right size.
 
-What flows between stages is known from the profile: bytes per sample of every value, and whether a
-gradient of the same size comes back. As ``StageProgram``s without calls these give ``Layout`` what
-it needs to work out every message, as for a model: a value once per consuming stage, cut by
-samples, a gradient per use.
+The profile knows what flows between stages: bytes per sample of every value, and whether a gradient
+of the same size comes back. As ``StageProgram``s without calls these give ``Layout`` what it needs
+to work out every message, as for a model.
 """
 
 from __future__ import annotations
@@ -20,12 +19,7 @@ from anabranch.plans.stages import StageGraph
 
 
 class EmptyStages:
-    """Stages of a profiled model, by number of samples.
-
-    Args:
-        model: its operators and values.
-        graph: the stages.
-    """
+    """Stages of a profiled model, by number of samples."""
 
     def __init__(self, model: OpGraph, graph: StageGraph) -> None:
         self._model = model

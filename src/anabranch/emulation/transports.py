@@ -20,10 +20,6 @@ class LinkPrices:
 
     Attributes:
         ports: port -> index; those of all pairs of devices that were asked for.
-
-    Args:
-        costs: knows the ways between devices.
-        devices: by rank.
     """
 
     def __init__(self, costs: StepCosts, devices: Sequence[int]) -> None:
@@ -46,13 +42,6 @@ class ModelledTransport:
     What the host spends on them is not the devices' time. A message that has arrived is dropped,
     and tensors without content take its place: nobody reads them, and putting slices together would
     only cost the host copies that a device makes at a hundred times the speed.
-
-    Args:
-        inner: what moves the bytes.
-        rank: of this end.
-        shared: where the times of messages are kept.
-        prices: of messages.
-        clock: of this device.
     """
 
     def __init__(
@@ -72,7 +61,6 @@ class ModelledTransport:
         self._counts.clear()
 
     def send(self, tensors: Sequence[Tensor], rank: int, tag: int) -> None:
-        """See ``Transport``."""
         self._clock.charge()
         channel = self._rank, rank, tag
         price = self._prices.of(self._rank, rank, sum(tensor.nbytes for tensor in tensors))
@@ -81,7 +69,6 @@ class ModelledTransport:
         self._clock.resume()
 
     def receive(self, specs: Sequence[Spec], device: torch.device, rank: int, tag: int) -> Receipt:
-        """See ``Transport``."""
         self._clock.charge()
         channel = rank, self._rank, tag
         nbytes = sum(shape.numel() * dtype.itemsize for shape, dtype in specs)
@@ -97,13 +84,11 @@ class ModelledTransport:
         return self._counts[channel] - 1
 
     def flush(self) -> None:
-        """See ``Transport``."""
         self._clock.charge()
         self._inner.flush()
         self._clock.resume()
 
     def close(self) -> None:
-        """See ``Transport``."""
         self._inner.close()
 
 
@@ -132,12 +117,7 @@ class _Modelled:
 
 
 class HostLinks:
-    """Messages take as long as they do on this machine: the wall clock is the devices' time.
-
-    Args:
-        inner: what moves the bytes.
-        clock: of this device.
-    """
+    """Messages take as long as they do on this machine: the wall clock is the devices' time."""
 
     def __init__(self, inner: Transport, clock: DeviceClock) -> None:
         self._inner, self._clock = inner, clock
@@ -146,19 +126,15 @@ class HostLinks:
         """Start a step."""
 
     def send(self, tensors: Sequence[Tensor], rank: int, tag: int) -> None:
-        """See ``Transport``."""
         self._inner.send(tensors, rank, tag)
 
     def receive(self, specs: Sequence[Spec], device: torch.device, rank: int, tag: int) -> Receipt:
-        """See ``Transport``."""
         return _Awaited(self._inner.receive(specs, device, rank, tag), self._clock)
 
     def flush(self) -> None:
-        """See ``Transport``."""
         self._inner.flush()
 
     def close(self) -> None:
-        """See ``Transport``."""
         self._inner.close()
 
 

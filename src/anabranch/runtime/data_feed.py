@@ -123,9 +123,7 @@ def leaves_of(
     """The tensors of a batch by the names of its leaves, where the model is.
 
     Args:
-        captured: the model.
         batch: as the data yields it.
-        place: where the model is.
         which: batch of which epoch, as text, where that is known.
 
     Raises:

@@ -37,7 +37,6 @@ class Evaluation:
 
         Args:
             batches: the same on every rank.
-            step: steps done.
             failing: what to run in, so that other ranks hear of failures.
 
         Raises:

@@ -1,10 +1,8 @@
-"""Mesh: the one place where a plan's devices become ranks and process groups.
+"""The mesh of ranks: a plan's devices as processes and process groups.
 
 Rank i is the i-th device of the plan, ascending. With one device there are no processes to talk to,
-and every collective is the identity.
-
-Everything a rank knows of the others it computes from the plan, which all of them read. So
-collectives run in one order everywhere, and only numbers travel.
+and every collective is the identity. Everything a rank knows of the others it computes from the
+plan, so collectives run in one order everywhere, and only numbers travel.
 """
 
 from __future__ import annotations

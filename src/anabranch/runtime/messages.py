@@ -1,17 +1,16 @@
-"""Which tensors a message of the schedule consists of: both ends work it out before the first step.
+"""Tensors of the schedule's messages, which both ends work out before the first step.
 
-A schedule's message is a range of samples of one stage edge, such as ``0SF0>1@1[0:4]``. Forward it
-carries every value that the edge has, once; backward one gradient per use (``Port``) that asks for
-one. Both ends know shapes from their own stage's program; where the range is a part of what a
-device computes at once, the batch dimension is cut::
+A message is a range of samples of one stage edge, such as ``0SF0>1@1[0:4]``. Forward it carries
+every value of the edge once; backward one gradient per use (``Port``) that asks for one. Both ends
+know shapes from their own stage's program. Where the range is a part of what a device computes at
+once, the batch dimension is cut::
 
     stage 0, one device, samples 0-3     [ . . | . . ]
                                           0:2    2:4
     stage 1, two devices                 [ . . ] [ . . ]
 
 A value without a batch dimension is whole on every replica. It travels once per slice of the
-consumer, with the message that has the slice's first sample, and its gradient comes back the same
-way.
+consumer, with the message that has the slice's first sample, and its gradient comes back that way.
 """
 
 from __future__ import annotations
@@ -41,8 +40,6 @@ class Item:
     Attributes:
         value: index of the value in the model's graph.
         port: which use of it, for a gradient; None for the value itself.
-        shape: of what travels.
-        dtype: of what travels.
         batched: has its samples in dimension 0; otherwise it is whole on every replica.
         offset: where the part begins in dimension 0 of what this device computes at once.
     """
@@ -123,10 +120,7 @@ class Layout:
     """The tensors of every message of one device.
 
     Args:
-        model: the model.
-        split: the stages' programs.
         graph: the stages and their sample intervals, for one batch size.
-        device: whose messages.
     """
 
     def __init__(self, model: Model, split: Programs, graph: StageGraph, device: int) -> None:

@@ -1,8 +1,8 @@
 """Parameters, buffers and optimizer of one rank, and their way to the disk and back.
 
-A rank holds the parameters of its own stages and the optimizer for them. On the disk everything
-goes by the model's own names, each tensor saved by the one rank that speaks for it
-(``Holders.owner``); what no stage reads, rank 0 saves, so a checkpoint has the whole model.
+On the disk everything goes by the model's own names. Each tensor is saved by the one rank that
+speaks for it (``Holders.owner``), and what no stage reads by rank 0, so a checkpoint has the whole
+model.
 """
 
 from __future__ import annotations
@@ -31,8 +31,6 @@ class ModelState:
         scheduler: of the learning rate, None without optimizer or recipe.
 
     Args:
-        workload: the module and the recipes.
-        holders: which ranks hold what.
         mesh: the ranks; those that built the module from another seed get the tensors of rank 0.
     """
 
@@ -103,7 +101,6 @@ class ModelState:
 
         Args:
             folder: see ``Pipeline.save``.
-            progress: where training is.
             further: key/parameter -> tensor, for parameters of this rank; whoever does not know
                 the key passes over it.
 
@@ -153,7 +150,6 @@ class ModelState:
         """Take over what a checkpoint has for this rank.
 
         Args:
-            saved: the checkpoint.
             everything: the tensors of other stages as well, for a comparison with the whole model.
 
         Raises:

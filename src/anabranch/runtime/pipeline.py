@@ -1,20 +1,20 @@
-"""Pipeline: this rank's part of a training run, and what the user's loop holds.
+"""The pipeline: one rank's part of a training run, as the user's loop holds it.
 
 ::
 
     step(batch)   forwards and backwards of all micro-batches      worker
-                  gradients summed over whoever holds a parameter  overlap, while backwards go on
-                  loss, metrics, gradient norm: one small sum      tally
+                  gradients summed over whoever holds a parameter  reducer, while backwards go on
+                  loss, metrics, gradient norm: one small sum      step_totals
                   clip, optimizer, scheduler                       updates, of this rank alone
 
-``step`` waits for the tally before anything is changed, so all ranks wait for each other once per
-step. ``steps`` reads the tally one step later, so nobody waits, and the pipeline stays full::
+``step`` waits for the totals before anything is changed, so all ranks wait for each other once per
+step. ``steps`` reads them one step later, so nobody waits, and the pipeline stays full::
 
     step     rank 0   F0 F1 .. B0 F2 .. B3 | F0 F1 ..            steps    F0 F1 .. B3 F0 F1 ..
              rank 1      F0 .. B0 F1 .. .. |    F0 ..                        F0 .. .. F0 ..
 
-Every rank calls the same methods with the same batches; a rank takes the slices that it needs, so
-data never travels.
+Every rank calls the same methods with the same batches and takes the slices that it needs, so data
+never travels.
 """
 
 from __future__ import annotations

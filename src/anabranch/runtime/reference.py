@@ -1,6 +1,6 @@
-"""One process, the user's own module, no pipeline: what every plan is compared with.
+"""Loss and gradients of the user's own module in one process, with which every plan is compared.
 
-The batch is cut into the slices that the loss is computed on, and gradients accumulate over them in
+The batch is cut into the slices that the loss is computed on. Gradients accumulate over them in
 order, each loss weighted by its samples::
 
     gradient of the batch  =  sum over slices of  samples in slice / batch size  *  its gradient
@@ -25,8 +25,6 @@ class Reference:
     """Loss, metrics and gradients of one step.
 
     Attributes:
-        loss: mean over the batch.
-        metrics: means over the batch.
         gradients: parameter -> gradient; those that have none are left out.
     """
 

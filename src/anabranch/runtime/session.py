@@ -43,12 +43,8 @@ class Session:
 
     Attributes:
         captured: the captured module.
-        place: where the model is.
         parts: the stages of the model.
-        holders: which ranks hold what.
-        mesh: the ranks.
         transport: to the others; None where there are none.
-        state: parameters, optimizer, scheduler.
         workers: what this rank does for a batch, in training.
         feed: the workload's batches.
         trace: finds numbers that are not finite.
@@ -60,7 +56,6 @@ class Session:
         captured: the captured module, where the caller has it.
         evaluation: the same in evaluation mode, likewise.
         facts: options of the run that all ranks must have alike, besides ``compute``.
-        compute: how stages are computed.
         exact: gradients bitwise those of one process.
         check_gradients: compare one micro-batch with the user's own module first.
         check_memory: compare predicted peaks with the memory that there is.

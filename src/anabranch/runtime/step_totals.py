@@ -1,8 +1,7 @@
 """Totals of a step, summed over the ranks by one small all-reduce.
 
-Loss, metrics, the gradient norm, whether some rank has met a number that is not finite, and whether
-one has heard that training is to end (``interrupt``) travel together. Whoever reads the tally waits
-for every rank; until then it is on its way.
+Loss, metrics, the gradient norm, whether a number is not finite, and whether training is to end
+(``interrupt``) travel together. Whoever reads them waits for every rank.
 """
 
 from __future__ import annotations
@@ -23,8 +22,6 @@ class StepTotals:
 
     Args:
         mesh: the ranks, all of which make one.
-        outcome: what this rank found out.
-        names: metrics of the model.
         why: the error where a number is not finite on some rank; called on all of them.
         squares: this rank's share of the gradients' squared norm.
         overflow: under a scaled loss, whether a gradient of this rank is not finite.
@@ -53,7 +50,6 @@ class StepTotals:
 
         Raises:
             NonFiniteError: on every rank; names stage, micro-batch and step.
-            PeerLostError: if another rank is gone.
         """
         if not self._sums:
             self._sums = self._pending.wait().tolist()

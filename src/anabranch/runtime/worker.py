@@ -1,6 +1,6 @@
-"""Worker: executes the actions of one device, in order.
+"""A worker executes the actions of one device, in order.
 
-Messages are posted, awaited and handed over here; what happens between them is ``Compute``'s::
+It posts, awaits and hands over messages; what happens between them is ``Compute``'s::
 
     RF   receipt ---> parts                                        parts ---> receipt   RB
                         |                                            |
@@ -10,8 +10,8 @@ Messages are posted, awaited and handed over here; what happens between them is 
 
 Between two stages of one device there are no messages: parts are handed over where they are.
 
-All that does not change from step to step is worked out once: a step has hundreds of actions of
-which many take less time than looking something up.
+A step has hundreds of actions, many of which take less time than looking something up, so all that
+does not change from step to step is worked out once.
 """
 
 from __future__ import annotations
@@ -81,14 +81,9 @@ class Worker:
     """One device's part of one batch size.
 
     Args:
-        layout: the tensors of this device's messages.
         graph: stages and sample intervals.
-        schedule: lowered.
-        device: whose actions.
-        compute: what happens between messages.
         transport: to the other ranks; None where there are none.
         rank_of: of the whole plan; the stages of ``graph`` may have fewer devices.
-        place: where the tensors live.
     """
 
     def __init__(
@@ -123,9 +118,6 @@ class Worker:
             step: number of the step, for messages and random numbers.
             train: False leaves out backwards, and gradients with them.
             watcher: told of the last backwards, in training.
-
-        Raises:
-            PeerLostError: if another rank is gone.
         """
         outcome = self._compute.begin(leaves, step, train=train)
         tasks = self._training if train else self._evaluation
@@ -173,9 +165,6 @@ class Flight:
         spans: actions so far, when they began and when they ended, by ``time.perf_counter``.
 
     Args:
-        worker: of this batch size.
-        leaves: see there.
-        number: see there.
         watcher: told of the last backwards.
     """
 
@@ -200,11 +189,7 @@ class Flight:
                     self._run.post(channel)
 
     def forward(self, microbatch: int) -> None:
-        """Receive, compute, send; nothing where this rank's slice is empty.
-
-        Raises:
-            PeerLostError: if another rank is gone.
-        """
+        """Receive, compute, send; nothing where this rank's slice is empty."""
         self._execute((Kind.FORWARD, microbatch))
         for stage in self.last_backwards:
             if self._stages[stage].recompute:
@@ -247,13 +232,9 @@ class _Task:
     """One action, with what is known of it before the first step.
 
     Attributes:
-        action: which.
-        do: what executes it.
         key: stage and micro-batch.
         is_last: the last backward of its stage here.
         handovers: what follows a compute.
-        items: tensors of the message.
-        specs: their shapes and types.
         rank: the other end.
         tag: the channel there.
         channel: of a receive: index into ``_Tasks.channels``.
@@ -278,7 +259,6 @@ class _Tasks:
     """The actions of a step.
 
     Attributes:
-        tasks: in order.
         channels: per channel, the receives of each of its micro-batches, in order.
         last_backwards: stages in the order of their last backwards.
     """

@@ -32,13 +32,7 @@ class WorkerCache:
 
     Args:
         captured: training or evaluation graph of the model.
-        parts: its stages.
         plan: micro-batch sizes, replicas and the schedule.
-        mesh: the ranks.
-        transport: between them.
-        place: where the tensors live.
-        seed: of random numbers.
-        options: how stages are computed.
 
     Attributes:
         loss_scale: of all workers, where there is one.

@@ -1,0 +1,13 @@
+"""Training without a flush: mini-batches follow each other, and stages read older weights.
+
+pipeline              what the user holds
+stream                the endless 1F1B of one rank, with ``versions`` of its stage's weights
+round_robin           replicas that take whole mini-batches in turn; ``round_robin_stream`` and
+                      ``round_robin_memory`` are their order and their need
+requirements          plans and policies that can be trained so, and the policy to take
+prediction            weights as they will be; ``optimizer_facts`` says what an optimizer keeps
+minibatch_totals      loss and metrics of mini-batches, begun in one order on all ranks
+divergence, recording, checkpoint_entries
+                      a loss that climbs; a measured timeline; what a checkpoint has besides
+replay                the same training in one process
+"""

@@ -1,9 +1,8 @@
-"""What an asynchronous run leaves in a checkpoint besides the model and the optimizer.
+"""Entries of a checkpoint that only asynchronous training has.
 
-Predictions go by the last update, by which parameters it moved and by the usual norm of gradients;
-policies and rounds of mini-batches by how many updates there were. All of it is saved per
-parameter, so that any plan finds what its stages need, under keys that the synchronous pipeline
-passes over.
+Predictions need the last update, the parameters that it moved, and the usual norm of gradients;
+policies and rounds need the number of updates. All of it is saved per parameter, so that any plan
+finds what its stages need, under keys that the synchronous pipeline passes over.
 """
 
 from __future__ import annotations
@@ -21,12 +20,7 @@ _VERSION = "asynchronous-version"
 
 
 def entries(state: Mapping[str, Any], names: Sequence[str]) -> dict[str, Tensor]:
-    """Tensors of a checkpoint.
-
-    Args:
-        state: of ``StageWeights.state_dict``.
-        names: of the stage's trainable parameters.
-    """
+    """Tensors of a checkpoint."""
     found: dict[str, Tensor] = {}
     for name in names:
         found[f"{_VERSION}/{name}"] = torch.tensor(state["version"])
@@ -45,9 +39,7 @@ def state_of(
     """For ``StageWeights.load_state_dict``; a synchronous run leaves nothing but its steps.
 
     Args:
-        saved: the checkpoint.
         parameters: trainable ones of the stage, by name.
-        place: where the stage is.
     """
     names = list(parameters)
     last, moved, norms, versions = (

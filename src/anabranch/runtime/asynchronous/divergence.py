@@ -1,8 +1,7 @@
-"""Divergence: a loss that climbs, noticed while there is still something to save.
+"""Divergence of a run: a loss that climbs, noticed while there is still something to save.
 
-Stale weights make a learning rate that was fine with a flush too large. The loss then does not
-become NaN at once; it leaves its minimum behind and climbs. Single mini-batches jump about, and a
-small loss does so by factors, so means over a few of them are compared.
+Stale weights make a learning rate that was fine with a flush too large. The loss then leaves its
+minimum behind and climbs. Single mini-batches jump about, so means over a few of them are compared.
 """
 
 from __future__ import annotations
@@ -49,7 +48,6 @@ def circumstances(policy: str, behind: Sequence[int], optimizer: Optimizer | Non
     """What to know about a run that diverges, and what helps.
 
     Args:
-        policy: its name.
         behind: per stage, the version difference: updates between a forward and its backward.
         optimizer: of this rank's parameters; None where there are none.
     """

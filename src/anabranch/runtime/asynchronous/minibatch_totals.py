@@ -1,8 +1,8 @@
 """Totals of mini-batches over all ranks, begun in one order and read when that costs no waiting.
 
-A rank learns from mini-batches earlier or later than others, with replicas in turns not even in
-their order, and has no part in some of them. The sums over the ranks are begun in one order all the
-same, that of the mini-batches: what was learned too early is kept until its turn::
+A rank learns from mini-batches at other times than others, with replicas in turn not even in their
+order, and has no part in some of them. The sums are begun in the order of the mini-batches all the
+same; what was learned too early is kept until its turn::
 
     given out   5  6  7  8          6 and 8 are learned or none of this rank's
     tell        -  .  -  .          5 holds them up; with it, 5 and 6 are told
@@ -26,7 +26,6 @@ class MinibatchTotals:
     """Mini-batches of one rank from when they are given out until their loss is read.
 
     Args:
-        mesh: the ranks.
         metrics: names of those of the model.
         why: the error where a number is not finite on some rank, for a mini-batch and its leaves.
     """
@@ -63,7 +62,6 @@ class MinibatchTotals:
 
         Raises:
             NonFiniteError: on every rank.
-            PeerLostError: if another rank is gone.
         """
         for _, tally in self._told:
             tally.read()

@@ -1,4 +1,4 @@
-"""Facts about a torch optimizer that weight policies have to know, and policies that refuse it."""
+"""Facts about a torch optimizer that weight policies need, and policies that refuse it."""
 
 from __future__ import annotations
 

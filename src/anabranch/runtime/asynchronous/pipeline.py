@@ -1,19 +1,19 @@
-"""AsyncPipeline: this rank's part of a training run that is never flushed.
+"""The pipeline without a flush: one rank's part of a run, as the user's loop holds it.
 
 ::
 
     steps   put 0 .. put 4   put 5     put 6     ...   drain
             F0 F1 F2 B0 ..   B3* F5    B4* F6          B5* B6*          stream, * an update
-            loss of              2         3           4  5  6          tally
+            loss of              2         3           4  5  6          totals
 
 A mini-batch is put in, and each stage learns from the ones before it when their gradients have
 come back; which weights the passes read in between is the policy's affair (``weights``). Loss and
 metrics of a mini-batch are known on every rank when all stages have learned from it. By then a rank
-has put in as many more as the deepest stage holds, which is when it asks, so nobody waits; and
-since every rank asks at the same place, all of them are at the same mini-batch whenever the user's
-loop has its turn: it may evaluate, save or stop there.
+has put in as many more as the deepest stage holds, which is when it asks, so nobody waits. Every
+rank asks at the same place, so all of them are at the same mini-batch whenever the user's loop has
+its turn: it may evaluate, save or stop there.
 
-What a draining costs: the pipeline runs empty and fills again, as one synchronous step does.
+A drain costs what a synchronous step does: the pipeline runs empty and fills again.
 """
 
 from __future__ import annotations

@@ -1,29 +1,28 @@
-"""Prediction: where a stage's weights will be after some more updates.
+"""Weights of a stage as they will be after some more updates.
 
     predicted = W_t - lr * s * dW_t
 
-dW_t is the last step that the optimizer took, by its own rule, from the state that it keeps anyway
+dW_t is the last step of the optimizer, by its own rule, from the state that it keeps anyway
 (PipeOptim, Table I)::
 
     SGD            v_t                                 the momentum buffer
     Adam, AdamW    m_hat_t / (sqrt(v_hat_t) + eps)     with amsgrad the largest v so far
     any other      (W_{t-1} - W_t) / lr                the last update itself, kept for this
 
-What the paper leaves open:
+Where the paper is silent:
 
 - lr is that of the update to come, as the scheduler has left it in the parameter group. The last
-  update of an optimizer without a rule is repeated as it was, with the rate that it had.
-- Weight decay of SGD and Adam is part of the gradient and so of dW. AdamW's decay acts beside the
-  step; it stays outside dW: it moves a weight by lr * decay of itself, far less than a step.
+  update of an optimizer without a rule is repeated with the rate that it had.
+- Weight decay of SGD and Adam is part of the gradient and so of dW. AdamW's stays outside: it moves
+  a weight by lr * decay of itself, far less than a step.
 - Nesterov's step is ``g + momentum * v``. Its g belongs to one mini-batch and is gone; v is what
   such steps add up to, so dW is v here too.
-- SGD without momentum keeps nothing to predict with: its prediction is the current weights.
-- A parameter that the optimizer has no state for has not moved; one without a gradient at the last
-  update was left where it was. Both are predicted to stay.
+- SGD without momentum predicts the current weights.
+- A parameter without optimizer state, or without a gradient at the last update, stays.
 - Subclasses of an optimizer may do anything in their step, so they count as any other.
 
-Maximisation needs no rule of its own: torch negates the gradient before it enters the state. Under
-autocast parameters and state are in full precision, and so are predictions.
+Maximisation needs no rule: torch negates the gradient before it enters the state. Under autocast
+parameters, state and predictions are in full precision.
 """
 
 from __future__ import annotations
@@ -42,7 +41,6 @@ class Prediction:
     """Predicts the weights of one optimizer.
 
     Args:
-        optimizer: of these parameters.
         parameters: that it updates, each once.
 
     Attributes:

@@ -1,9 +1,9 @@
-"""A measured Timeline of some mini-batches, while the pipeline is full.
+"""A measured timeline of some mini-batches, while the pipeline is full.
 
 Nothing may stand still for it, so there is no barrier to start clocks at. Every rank notes when its
-actions began and ended, and the figures are gathered when the pipeline is drained next. A rank
-that has noted some mini-batches has noted all that it did from the first backward of them to their
-last forward; what is shown is the time for which all ranks have::
+actions began and ended, and the figures are gathered with the next drain. A rank that has noted
+some mini-batches has all that it did from the first backward of them to their last forward; shown
+is the time for which all ranks have that::
 
     2 to 7 noted    rank 0    F2    F3    F4  | B2 F5 B3 F6 B4 F7 |  B5    B6    B7
                     rank 1          F2 B2 F3  | B3 F4 B4 F5 B5 F6 |  B6 F7 B7

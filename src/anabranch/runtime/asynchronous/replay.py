@@ -1,14 +1,14 @@
-"""Replay: asynchronous training of a pipeline in one process, version for version.
+"""Asynchronous training of a pipeline in one process, version for version.
 
-What asynchrony costs a model does not depend on how fast its stages are, only on which weights
-their passes read. So one process without any transport can say it: it runs the passes of all stages
-in an order that the pipeline could have had, and ``StageWeights`` does the rest::
+The cost of asynchrony does not depend on how fast stages are, only on which weights their passes
+read. So one process runs the passes of all stages in an order that the pipeline could have had, and
+``StageWeights`` does the rest::
 
     stage 0    F0 F1 F2 B0 F3 B1 F4 B2         each stage: forwards as long as it may have another
     stage 1       F0 F1 B0 F2 B1 F3 B2         mini-batch in flight, then one backward for every
     stage 2          F0 B0 F1 B1 F2 B2         forward (1F1B), without a flush
 
-The losses and weights are bitwise those of the pipeline, whose stages are one device each.
+Losses and weights are bitwise those of the pipeline, whose stages are one device each.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What asynchronous training asks of a plan, and how many micro-batches its stages hold.
+"""Requirements of asynchronous training on plan, policy and workload, and the policy to take.
 
-The endless 1F1B of a plan is its synchronous order over a batch without end. So a plan that was
-made for steps with a flush trains asynchronously as well, with the in-flight counts that its
-schedule has where no batch ends: those in the plan are cut to the micro-batches of one batch.
+The endless 1F1B of a plan is its synchronous order over a batch without end. So a plan for steps
+with a flush trains asynchronously as well, with the in-flight counts that its schedule has where no
+batch ends: those in the plan are cut to the micro-batches of one batch.
 """
 
 from __future__ import annotations
@@ -113,12 +113,7 @@ def require_asynchronous(
     """Accept what can be trained without a flush.
 
     Args:
-        plan: as it was given.
         graph: its ``endless`` stages.
-        parts: the model's stages.
-        policy: what passes read.
-        workload: model and recipes.
-        compute: how stages are computed.
         round_robin: whether the replicas of a stage take mini-batches in turn.
 
     Raises:
@@ -159,8 +154,6 @@ def require_recipes(
     """Accept what is known without a plan.
 
     Args:
-        workload: model and recipes.
-        compute: how stages are computed.
         policy: what passes read, where that has been chosen; not ``auto``.
 
     Raises:

@@ -8,12 +8,11 @@ when all replicas have had their backward of it, the mean of its gradients makes
              replica 1   F1 F3       B1 *    F5    B3 *    F7
     stage 1                 F0 B0* F1 B1* F2 B2* F3 B3* ...
 
-So a stage counts its versions in rounds, and whoever speaks of its weights calls round u unit u.
+So a stage counts its versions in rounds: unit u of its weights is round u.
 
-How many rounds a replica has in flight, where the paper has one number for the input stage of a
-chain (NOAM, the devices divided by those of the input stage, rounded up): let M be the devices on
-the way from a stage to a sink that has most of them, its own included. These are so many
-mini-batches, or ``ceil(M / R)`` rounds. The input stage of a chain has NOAM.
+Rounds in flight: let M be the devices on the way from a stage to a sink that has most of them, its
+own included. A replica holds ``ceil(M / R)`` rounds. At the input stage of a chain that is the
+paper's NOAM, the devices divided by those of the input stage, rounded up.
 
 No stage waits for itself. A backward of mini-batch m at stage t, with w in flight, comes after the
 forward of m + (w - 1) R there, which needs the same forward at a stage s before t; and that waits
@@ -71,7 +70,6 @@ class RoundRobin:
         """With as few in flight as keep everybody busy.
 
         Args:
-            graph: the stages.
             per_hop: rounds that a stage has more than one after it; 2 hides transfers.
         """
         replicas = [stage.replicas for stage in graph.stages]
@@ -110,7 +108,6 @@ class RoundRobin:
 
         Args:
             turn: mini-batches since the pipeline was last empty.
-            samples: of the mini-batch.
         """
         stages = tuple(
             replace(

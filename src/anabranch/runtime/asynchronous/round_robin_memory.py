@@ -1,8 +1,7 @@
-"""What replicas that hold whole mini-batches take of their devices' memory.
+"""Memory of replicas that take mini-batches in turn, each of them whole.
 
-A plan predicts it for replicas that hold a part of each mini-batch, fewer bytes of more of them.
-How many bytes a sample leaves behind follows from the model, so the need can be known where it is
-trained, without the profile that the plan was made from.
+A plan predicts the peaks of replicas that split mini-batches: fewer bytes of more of them. Bytes
+per sample follow from the model, so the need is computed here without the plan's profile.
 """
 
 from __future__ import annotations
@@ -31,10 +30,6 @@ def budgeted(
 
     Args:
         plan: for replicas that split mini-batches.
-        rounds: its stages.
-        captured: the model.
-        policy: what passes read.
-        last_update: see ``versions_held``.
     """
     if plan.predicted is None or not any(plan.predicted.device_peak_bytes):
         return plan

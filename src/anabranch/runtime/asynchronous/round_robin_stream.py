@@ -10,8 +10,8 @@ When the pipeline is drained the last round may lack mini-batches::
     mini-batches 0 .. 4     replica 0   F0    F2    B0 F4    B2    B4     5 = 2 rounds and a half
     of 2 replicas           replica 1      F1    F3    B1    B3    --     joins in with nothing
 
-A replica without one adds nothing to the sum, makes the same update, and all are at one version.
-The next mini-batch begins a round, at the first replica.
+A replica without one adds nothing to the sum and makes the same update. The next mini-batch begins
+a round, at the first replica.
 
 The schedule of the learning rate makes a step for every mini-batch of a round, so that it has one
 meaning for all stages, whatever their replicas, and for a checkpoint.
@@ -35,17 +35,11 @@ class RoundRobinStream:
     """Mini-batches of one replica between forward and backward; see ``Stream``.
 
     Args:
-        steps: make workers.
-        rounds: of the plan.
-        stage: of this rank.
-        device: of this rank.
         weights: of the stage, whose versions count rounds.
         reducer: sums gradients over the stage's replicas, and notes its terms.
-        parameters: of the stage.
         update: called when the mean gradients of a round are there, with this replica's mini-batch
             of it, None if it has none, whether numbers among them that are not finite count as that
             mini-batch's, and the number of mini-batches; has to update the weights.
-        tell: see ``Stream``.
     """
 
     def __init__(
@@ -108,11 +102,7 @@ class RoundRobinStream:
         return self._stream.put(leaves, samples, number, self._first + round_)
 
     def drain(self) -> None:
-        """Learn from everything that is in flight; all replicas are at one version afterwards.
-
-        Raises:
-            PeerLostError: if another rank is gone.
-        """
+        """Learn from everything that is in flight; all replicas are at one version afterwards."""
         self._stream.drain()
         rounds = -(-self._given // self._replicas)
         if self._given and self._weights.version < self._first + rounds:

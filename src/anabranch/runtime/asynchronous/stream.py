@@ -1,6 +1,6 @@
-"""Stream: the endless 1F1B of one rank.
+"""The endless 1F1B of one rank.
 
-A synchronous pipeline is emptied after every batch. This one is kept full; a mini-batch is put in,
+A synchronous pipeline is emptied after every batch. This one is kept full: a mini-batch is put in,
 and whatever its stage can do then is done, under the weights that the policy wants::
 
     put     0    1    2    3       4       5       drain              in flight
@@ -8,17 +8,17 @@ and whatever its stage can do then is done, under the weights that the policy wa
     stage 1 F0   F1   B0*  F2  B1* F3  B2* F4 ...                     2       * an update
     stage 2 F0   B0*  F1   B1* F2  B2* F3 ...                         1
 
-So every stage follows the synchronous order ``alternate`` over a batch without end. The backward
-that makes room comes with the next mini-batch and not with the one before it: then the receive of
-the new activations is posted before the backward begins, and no mini-batch is fetched before it is
+Every stage follows the synchronous order ``alternate`` over a batch without end. The backward that
+makes room comes with the next mini-batch, not with the one before it: the receive of the new
+activations is then posted before the backward begins, and no mini-batch is fetched before it is
 trained on. Only messages hold ranks together; there is no flush and no barrier.
 
 Nothing of the order depends on when messages arrive, so every rank knows what all others do: when
 mini-batch m has been put in, a stage that holds k has learned from all those up to ``m - k``.
 
-With M micro-batches per mini-batch the update follows the backward of the last of them. A
-mini-batch with fewer would leave a policy that counts on M without the version that it reads, so
-the stream is drained behind one (it is the short last one of an epoch).
+With M micro-batches per mini-batch the update follows the backward of the last of them. A shorter
+mini-batch (the last of an epoch) would leave a policy that counts on M without the version that it
+reads, so the stream is drained behind it.
 """
 
 from __future__ import annotations
@@ -44,8 +44,6 @@ class Stream:
 
     Args:
         worker: samples -> what this rank does for a mini-batch of so many.
-        stage: of this rank.
-        weights: of the stage.
         reducer: sums gradients over the stage's replicas.
         in_flight: micro-batches that the stage holds at most.
         microbatches: M, of a mini-batch of full size.
@@ -84,15 +82,11 @@ class Stream:
 
         Args:
             leaves: the whole mini-batch, by the names of its leaves.
-            samples: in it.
             number: how many mini-batches were before it.
             unit: its number among those that the weights learn from, if that is another one.
 
         Returns:
             True: this rank has a part in every mini-batch.
-
-        Raises:
-            PeerLostError: if another rank is gone.
         """
         unit = number if unit is None else unit
         if self.is_empty:
@@ -119,11 +113,7 @@ class Stream:
         return True
 
     def drain(self) -> None:
-        """Learn from everything that is in flight.
-
-        Raises:
-            PeerLostError: if another rank is gone.
-        """
+        """Learn from everything that is in flight."""
         while self._flights:
             self._backward()
 
@@ -171,11 +161,9 @@ class _Sums:
         self._reducer.begin(stages)
 
     def before_last(self, stage: int) -> None:
-        """See ``Watcher``."""
         self._reducer.arm(stage)
 
     def after_last(self, stage: int) -> None:
-        """See ``Watcher``."""
         self._reducer.complete(stage)
 
     def waits(self) -> None:

@@ -1,7 +1,7 @@
-"""StageWeights: all versions of one stage's weights on one rank, and its optimizer.
+"""Versions of one stage's weights on one rank, and its optimizer.
 
 The parameters are the user's own. Between passes they are the newest version; inside a pass they
-are what the policy says (``weights``). Two ways of getting there, by ``Alive.keeps``:
+are what the policy says (``weights``), in one of two ways (``Alive.keeps``).
 
 Kept: ``parameter.data`` points at the storage that the pass reads. A storage that a unit in flight
 has read is never written, because views of it (the transpose that a product saves) are waiting for
@@ -15,9 +15,8 @@ In place: there is one storage, the backward reads it as it has become, and auto
 since that is the policy. A prediction is written over it and the current weights put back after.
 
 Storages are taken from a pool and never freed, so the pool's size is the peak. Buffers (BatchNorm)
-and frozen parameters have one version. Under autocast parameters and optimizer stay in full
-precision and nothing here changes; but the half precision copies that autocast makes in a forward
-serve its backward too, so that products in a backward read what the forward read under any policy.
+and frozen parameters have one version. The half-precision copies that autocast makes in a forward
+serve its backward too, so products in a backward read what the forward read under any policy.
 """
 
 from __future__ import annotations
@@ -50,7 +49,6 @@ class StageWeights:
     Args:
         parameters: of the stage, by name; those that need no gradient are left alone.
         optimizer: of the trainable ones; None where there are none.
-        policy: what passes read.
         in_flight: mini-batches that the stage has between forward and backward at most.
         distance: longest distance of the stage to the sink, in stage edges.
         depth: stages on the longest path.

@@ -1,4 +1,4 @@
-"""Options of what a rank computes with a micro-batch; the same on every rank.
+"""Options of how a rank computes a micro-batch; the same on every rank.
 
 They change speed, memory and rounding, never what is trained, except ``dropout``, which chooses the
 random numbers.

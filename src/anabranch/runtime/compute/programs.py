@@ -1,4 +1,4 @@
-"""From a stage's program to what is called for each micro-batch, by the options.
+"""Programs of the stages as they are called for each micro-batch, under the compute options.
 
 ::
 
@@ -33,7 +33,6 @@ class StageCall:
     """A stage for a number of samples, ready to run.
 
     Attributes:
-        program: what it computes.
         call: takes ``(*inputs, *tied, *batch)``, with ``by_sample`` after the step's key and the
             first sample.
         by_sample: its random numbers are a function of the samples.
@@ -47,14 +46,7 @@ class StageCall:
 
 
 class StagePrograms:
-    """The stages of a model under compute options; a ``Programs`` with the types of autocast.
-
-    Args:
-        captured: the model.
-        parts: its stages.
-        options: how they are computed.
-        place: where.
-    """
+    """The stages of a model under compute options; a ``Programs`` with the types of autocast."""
 
     def __init__(
         self, captured: Captured, parts: Split, options: ComputeOptions, place: torch.device

@@ -1,4 +1,4 @@
-"""Compute: what a rank does with one micro-batch of a stage, between two messages.
+"""Computation of one micro-batch of a stage, between two messages.
 
 ::
 
@@ -9,8 +9,6 @@
 Autograd ends at the detached leaves, one per use of a value (``Port``), so each stage has a graph
 of its own, and gradients cross as messages. Gradients of parameters accumulate in ``.grad`` over
 the micro-batches, in their order.
-
-What is called for a program, compiled or under autocast, is ``StagePrograms``'s affair.
 """
 
 from __future__ import annotations
@@ -108,7 +106,6 @@ class Compute(Protocol):
 
         Args:
             leaves: the whole batch, by the names of its leaves.
-            step: its number.
             train: whether backwards will follow.
 
         Returns:
@@ -130,9 +127,6 @@ class _Piece:
     """What one micro-batch of a stage is on this device, worked out once.
 
     Attributes:
-        runnable: what computes it.
-        start: its first sample.
-        count: its samples.
         weight: its share of the batch.
         recompute: whether its backward begins with another forward.
         returned: uses whose gradients flow back.
@@ -160,9 +154,6 @@ class StageCompute:
     """Runs the stages' programs of one device under autograd.
 
     Args:
-        layout: programs and samples of every micro-batch.
-        graph: the stages.
-        parameters: of this device's stages, by name.
         prepared: what is called for the stages, and where.
         seed: of random numbers (dropout). Each micro-batch of a stage draws from a generator of its
             own, a function of seed, step, samples and stage, so that a resumed run and a recomputed
@@ -188,7 +179,6 @@ class StageCompute:
         self._loss_scale = loss_scale
 
     def begin(self, leaves: Mapping[str, Tensor], step: int, *, train: bool) -> Outcome:
-        """See ``Compute``."""
         self._leaves, self._step, self._train = leaves, step, train
         self._outcome = Outcome()
         self._step_key: Tensor | None = None
@@ -196,7 +186,6 @@ class StageCompute:
         return self._outcome
 
     def forward(self, key: Key, values: Mapping[int, Tensor]) -> dict[int, Tensor]:
-        """See ``Compute``."""
         piece = self._piece(key)
         program = piece.runnable.program
         # Every use is a leaf of its own: its gradient goes back on its own.
@@ -271,7 +260,6 @@ class StageCompute:
         return parameter.detach().requires_grad_(self._train and parameter.requires_grad)
 
     def backward(self, key: Key, gradients: Mapping[Port, Tensor]) -> dict[Port, Tensor]:
-        """See ``Compute``."""
         stash = self._stash.pop(key)
         piece = self._piece(key)
         with self._prepared.compiling(key[0]):

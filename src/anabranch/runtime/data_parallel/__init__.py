@@ -1,0 +1,1 @@
+"""Gradients from the backwards to the update: summed over their holders, clipped, applied."""

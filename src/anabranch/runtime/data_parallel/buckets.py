@@ -1,12 +1,11 @@
-"""Buckets: gradients that travel together in one all-reduce.
+"""Buckets of gradients that travel together in one all-reduce.
 
 ::
 
     flat buffer   | gradient of a | gradient of b | gradient of c | has a | has b | has c |
 
-A parameter that has a gradient on no holder must keep none, so that the optimizer leaves it alone;
-so the flags travel along. The buffer is kept from step to step, and the summed gradients are views
-of it.
+A parameter without a gradient on any holder must keep none, so that the optimizer leaves it alone;
+hence the flags. The buffer is kept from step to step, and the summed gradients are views of it.
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ class Bucket:
     Args:
         ranks: who holds them, ascending.
         named: the parameters, the same on all of those ranks.
-        mesh: the ranks.
     """
 
     def __init__(self, ranks: Ranks, named: Iterable[Named], mesh: Mesh) -> None:
@@ -70,11 +68,7 @@ class Bucket:
         return self._pending is None or self._pending.is_done
 
     def take(self) -> None:
-        """Wait for the sums and make them the gradients.
-
-        Raises:
-            PeerLostError: if one of the ranks is gone.
-        """
+        """Wait for the sums and make them the gradients."""
         if self._pending is None:
             return
         flat = self._pending.wait()

@@ -1,16 +1,11 @@
-"""Gradients between the backwards and the update: summed over whoever holds a parameter, clipped,
-checked.
+"""Gradients between the backwards and the update: summed over their holders, clipped, checked.
 
 A parameter is held by every replica of a stage, and by every stage that reads it (tied). All copies
-start equal and get the same sum of gradients, so they stay equal; no copy is special. Each
-micro-batch's loss is weighted by its samples, so a sum is right where replicas have unequal
-shares::
+start equal and get the same sum, so they stay equal; no copy is special. Each micro-batch's loss is
+weighted by its samples, so a sum is right where replicas have unequal shares::
 
     stage 0 (devices 0, 1)   embedding, layer 0         embedding is held by ranks {0, 1, 2},
     stage 1 (device 2)       layer 1, embedding         layer 0 by {0, 1}, layer 1 by {2}
-
-Parameters with the same holders travel together in flat buckets, while other backwards go on
-(``overlap``).
 """
 
 from __future__ import annotations
@@ -103,7 +98,6 @@ def same_start(tensors: Mapping[str, Tensor], mesh: Mesh) -> None:
 
     Args:
         tensors: all of the model's, on every rank.
-        mesh: the ranks.
     """
     if mesh.size == 1 or not tensors:
         return
@@ -153,11 +147,8 @@ def fold_tied(
 
     Args:
         uses: (parameter, micro-batch, order) -> gradient of one use on this rank.
-        parameters: of this rank.
         expected: parameter -> (order, rank) of all its uses, on all ranks.
         num_microbatches: of every stage.
-        holders: who holds what.
-        mesh: the ranks.
     """
     for name in sorted(
         (n for n in expected if n in parameters), key=lambda n: (holders.parameters[n], n)

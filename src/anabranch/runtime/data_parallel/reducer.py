@@ -1,8 +1,8 @@
-"""Reducer: gradients are summed over their holders while the rest of the step goes on.
+"""A reducer sums gradients over their holders while the rest of the step goes on.
 
-The gradient of a parameter is final once autograd has added its share of the last micro-batch's
-backward, of the stage on this rank that has its last backward last. A hook on the parameter notes
-that; when all of a bucket are final, its sum starts, in the background::
+A gradient is final once autograd has added the last micro-batch's share, in the backward of the
+stage on this rank that has its last backward last. A hook on the parameter notes that; when all of
+a bucket are final, its sum starts in the background::
 
     rank 1   1B6 | 1B7: layer 3  layer 2  layer 1 |
                               [ 3 and 2: all-reduce   ]
@@ -10,12 +10,11 @@ that; when all of a bucket are final, its sum starts, in the background::
     rank 2   ...                               | 1B7: layer 3 ...
 
 Buckets of one set of ranks start in one order on all of them: last stages first, in each the last
-parameters first, which is the order in which backwards come to them. One that is final earlier
-waits for its turn; nobody waits in line for a sum before the step has ended, so no order of actions
-can deadlock over them. Every set has a process group of its own.
+parameters first, which is the order of the backwards. One that is final earlier waits for its turn.
+Nobody waits in line for a sum before the step has ended, so no order of actions can deadlock over
+them. Every set has a process group of its own.
 
-A parameter that gets no gradient in the last backward, because no sample reaches it or nothing asks
-for it, is final when that backward ends.
+A parameter that gets no gradient in the last backward is final when that backward ends.
 """
 
 from __future__ import annotations
@@ -53,9 +52,6 @@ class Reducer:
     """Sums gradients over the ranks that hold a parameter.
 
     Args:
-        parameters: of this rank, in the model's order.
-        holders: which ranks hold what.
-        mesh: the ranks.
         notes: whether to note if this rank's own terms are finite, for who asks afterwards.
     """
 
@@ -168,11 +164,7 @@ class Reducer:
         )
 
     def take(self, stage: int) -> None:
-        """Make the sums the gradients of a stage's parameters; waits for them.
-
-        Raises:
-            PeerLostError: if another holder is gone.
-        """
+        """Make the sums the gradients of a stage's parameters; waits for them."""
         for name in self.finals(self._order)[stage]:
             if name in self._places:
                 self._places[name].bucket.take()

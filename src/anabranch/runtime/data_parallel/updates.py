@@ -1,20 +1,19 @@
-"""Updates: from the backwards of one rank to its next parameters.
+"""Updates of one rank's parameters from the gradients of its backwards.
 
 ::
 
     step k       last backward of stage 3   last backward of stage 0
                         |                          |
-    gradients           +- sum over holders -+     +- sum over holders -+      overlap
+    gradients           +- sum over holders -+     +- sum over holders -+      reducer
                                              |                          |
     optimizer                                +- stage 3                 +- stage 0
 
-Nothing here asks other ranks for more than the sums. Whether all of them wait for each other before
-anything is changed is the caller's choice: with ``at_once`` a stage is updated when its sums are
-there and the rank would otherwise wait for a message, the rest after the last action.
+Only the sums involve other ranks. Whether all ranks wait for each other before anything is changed
+is the caller's choice: with ``at_once`` a stage is updated when its sums are there and the rank
+would otherwise wait for a message, the rest after the last action.
 
 With ``accumulate`` n batches make one update, with the mean of their gradients: ``.grad`` grows
-over all of them, micro-batch by micro-batch, is summed over its holders with the last one, and is
-divided by n.
+over all of them, is summed over its holders with the last one, and is divided by n.
 """
 
 from __future__ import annotations
@@ -49,11 +48,6 @@ class Updates:
         accumulated: those since the last update.
 
     Args:
-        state: parameters, optimizer, scheduler.
-        parts: the stages.
-        graph: of the plan.
-        holders: which ranks hold what.
-        mesh: the ranks.
         accumulate: batches that make one update.
         exact: gradients of tied parameters are added in the order of one process, after the step.
     """
@@ -126,9 +120,6 @@ class Updates:
     def finish(self) -> None:
         """After a batch; if it was the last of an update, wait until ``.grad`` of this rank's
         parameters is the mean over its batches.
-
-        Raises:
-            PeerLostError: if another holder is gone.
         """
         self._is_open = False
         if not self._is_last or self._is_summed:
@@ -206,18 +197,15 @@ class Updates:
         return self._is_last and not self._exact
 
     def begins(self, stages: Sequence[int], outcome: Outcome) -> None:
-        """See ``Watcher``."""
         self._order, self._outcome = stages, outcome
         if self._overlaps:
             self._reducer.begin(stages)
 
     def before_last(self, stage: int) -> None:
-        """See ``Watcher``."""
         if self._overlaps:
             self._reducer.arm(stage)
 
     def after_last(self, stage: int) -> None:
-        """See ``Watcher``."""
         if self._overlaps:
             self._reducer.complete(stage)
         if self._at_once:

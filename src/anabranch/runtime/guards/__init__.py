@@ -1,0 +1,1 @@
+"""Guards of a run: ranks that start alike, memory that suffices, gradients and failures."""

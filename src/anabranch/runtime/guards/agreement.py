@@ -1,8 +1,7 @@
-"""What all ranks must have alike, compared before anything else of a run travels.
+"""Agreement of the ranks on what they were started with, before anything else travels.
 
-Ranks find each other before they know anything of each other. Then each tells what it was started
-with, as short texts; a rank computes all else about the others from its own copy, so a difference
-would end in a hang or in wrong numbers::
+A rank computes all it knows about the others from its own copy, so a difference would end in a hang
+or in wrong numbers. Each tells what it was started with, as short texts::
 
     rank 0   version ..., plan 4 stages (9f31), model ..., options accumulate 1     \\
     rank 1   version ..., plan 4 stages (9f31), model ..., options accumulate 1      > one digest
@@ -46,7 +45,6 @@ def require_agreement(facts: Mapping[str, str]) -> None:
 
     Raises:
         InvalidPlanError: on every rank with the same text, naming what differs and who has what.
-        PeerLostError: if another rank is gone.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
@@ -102,8 +100,6 @@ def facts_of(captured: Captured, plan: Plan, options: Mapping[str, object]) -> d
 
     Args:
         captured: the model; its operators, values, leaves of the batch and parameters count.
-        plan: what is executed.
-        options: of the run.
     """
     parameters = [(n, tuple(p.shape), str(p.dtype)) for n, p in captured.module.named_parameters()]
     numbers = sum(p.numel() for p in captured.module.parameters())

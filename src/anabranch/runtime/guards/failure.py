@@ -1,4 +1,4 @@
-"""How the first failure of a run reaches the user, once, with the place where it happened.
+"""The first failure of a run, told to the user once, with the place where it happened.
 
 One rank fails; within milliseconds the connections of its neighbours break, then theirs. So every
 rank ends with an exception, and only one of them is the cause::
@@ -8,8 +8,8 @@ rank ends with an exception, and only one of them is the cause::
     rank 2   connection closed by peer                    a consequence: PeerLostError
 
 Consequences have a type of their own, so whoever collects (the parent of local ranks, the store
-under torchrun) can tell them apart. Where a rank is at any time it notes in a few integers, which
-local ranks share with their parent: a rank that is killed cannot say where it was.
+under torchrun) can tell them apart. A rank notes where it is in a few integers, which local ranks
+share with their parent: a rank that is killed cannot say where it was.
 """
 
 from __future__ import annotations
@@ -109,12 +109,7 @@ POSITION = Position()
 
 @contextmanager
 def located(rank: int, graph: StageGraph | None = None) -> Iterator[None]:
-    """Turn what is raised inside into a StageFailedError that says where; our own errors pass.
-
-    Args:
-        rank: of this process.
-        graph: its stages, whose operators are named.
-    """
+    """Turn what is raised inside into a StageFailedError that says where; our own errors pass."""
     try:
         yield
     except PeerLostError as error:
@@ -158,10 +153,7 @@ class Failure:
     """What one rank tells of its end; plain text, so that it crosses processes.
 
     Attributes:
-        rank: which rank.
         kind: name of the exception's class.
-        message: what it says.
-        trace: the whole traceback.
         is_consequence: the cause is elsewhere.
     """
 

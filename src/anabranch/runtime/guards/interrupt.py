@@ -1,15 +1,15 @@
-"""How training ends early, at one step on all ranks.
+"""An early end of training, at one step on all ranks.
 
 Ctrl-C comes at any moment, to one process or to several, while ranks are at different steps. So
-whoever hears it only notes it, and the note travels with the sums that all ranks exchange for every
-step anyway (``tally``)::
+whoever hears it only notes it, and the note travels with the totals of every step
+(``step_totals``)::
 
-    rank 0    step 7    step 8    step 9 | read tally 8: someone has heard, stop
-    rank 1    step 7    step 8    step 9 | read tally 8: someone has heard, stop
+    rank 0    step 7    step 8    step 9 | read totals of 8: someone has heard, stop
+    rank 1    step 7    step 8    step 9 | read totals of 8: someone has heard, stop
                         ^ rank 0 hears of Ctrl-C
 
-Ranks read the same tallies between the same steps, so all of them know it at one place, also where
-a tally is read some steps late. Nobody waits for it, and a rank that has not heard need not.
+Ranks read the same totals between the same steps, so all of them know it at one place, also where
+totals are read some steps late.
 """
 
 from __future__ import annotations

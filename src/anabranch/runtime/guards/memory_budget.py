@@ -1,16 +1,15 @@
-"""Will it fit? Asked before anything is allocated.
+"""The predicted peaks of all ranks against the memory that there is, before anything is allocated.
 
-A rank that runs out of memory in the middle of a step is killed, without a word, by an allocator or
-a kernel, and takes the run along. What a plan's ranks take at most has been predicted with it, so
-each rank compares that with what there is:
+A rank that runs out of memory in a step is killed without a word and takes the run along. So each
+rank compares its plan's prediction with
 
 - the memory of a device of the cluster that was planned for, where the plan has it;
 - on a GPU what is free on it; ranks that share one add up;
 - on a CPU what its host can give (Linux): ranks of one host add up, and a container may have less
   than the host.
 
-Parameters are there already when this is asked, and what is free is without them, so there a rank's
-own do not count. A prediction is not exact; what is refused exceeds by more than ``MARGIN``.
+Parameters are there already and what is free is without them, so there a rank's own do not count. A
+prediction is not exact; what is refused exceeds by more than ``MARGIN``.
 """
 
 from __future__ import annotations
@@ -61,13 +60,10 @@ def require_memory(plan: Plan, mesh: Mesh, resident_bytes: int, place: torch.dev
 
     Args:
         plan: one whose peaks were not predicted (or all 0) passes.
-        mesh: the ranks.
         resident_bytes: of this rank's parameters.
-        place: where its tensors are.
 
     Raises:
         InfeasiblePlanError: on every rank with the same text, naming rank, need and memory.
-        PeerLostError: if another rank is gone.
     """
     peaks = plan.predicted.device_peak_bytes if plan.predicted is not None else ()
     if len(peaks) != mesh.size or not any(peaks):

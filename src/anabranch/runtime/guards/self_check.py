@@ -1,16 +1,12 @@
-"""Before the first step: one micro-batch through the pipeline, and through the user's own module in
-one process.
+"""One micro-batch through the pipeline and through the user's own module, before the first step.
 
 Tracing can lose what Python does behind its back, and a wrong gradient trains silently. So rank 0,
 which still has the whole model, runs it as the user wrote it, and both sides are compared by two
 numbers per parameter: the norm of the gradient, and its product with a fixed pattern of signs.
-Gradients themselves do not travel.
 
-Both sides compute without compute options (half precision, compiled stages): the question is what
-tracing has lost.
-
-Replicas stay idle: with one slice per micro-batch, batch normalisation and losses within the batch
-compare as well.
+Both sides compute without compute options, because the question is what tracing has lost. Replicas
+stay idle: with one slice per micro-batch, batch normalisation and losses within the batch compare
+as well.
 """
 
 from __future__ import annotations

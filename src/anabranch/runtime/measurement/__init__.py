@@ -1,0 +1,1 @@
+"""Time and memory of a step, measured on all ranks."""

@@ -1,16 +1,16 @@
 """The most memory that a rank's tensors take in a step, measured.
 
-A GPU's allocator knows. On a CPU the process's own figures say little: they hold code, pages that
-the allocator keeps, and memory that ranks share. So one step is run with every operation watched,
-and the storages that are alive are added up::
+A GPU's allocator knows. On a CPU the process's own figures hold code, pages that the allocator
+keeps, and memory that ranks share. So one step is run with every operation watched, and the
+storages that are alive are added up::
 
     before     parameters, buffers, optimizer state
     on top     what operations make or are handed, from when it is first seen until nobody, autograd
                included, has it any more
 
-That is what a prediction speaks of (``CostModel.device_bytes``), and temporaries between two
-operations besides. What a kernel takes inside and gives back is not seen, nor are messages on their
-way. The batch does not count: every rank has it at hand. The step takes several times as long.
+A prediction speaks of the same (``CostModel.device_bytes``), less temporaries between two
+operations. What a kernel takes inside is not seen, nor are messages on their way. The batch does
+not count: every rank has it at hand. The step takes several times as long.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ class PeakMemory:
         storages: what is alive, during a step on the CPU.
 
     Args:
-        place: where the stages run.
         held: tensors that are there before and count.
         ignored: tensors that do not count.
     """
@@ -89,7 +88,6 @@ class Storages:
 
     Args:
         held: count from the start.
-        ignored: do not count.
     """
 
     def __init__(self, held: Iterable[Tensor], ignored: Iterable[Tensor]) -> None:

@@ -1,8 +1,7 @@
-"""A measured Timeline: every rank notes when its actions began and ended; the figures are gathered
-after the step.
+"""A measured timeline: when the actions of all ranks began and ended, gathered after the step.
 
-All ranks know all actions, so only times travel. Each rank's clock starts at a barrier, so that
-clocks of several machines need not agree.
+All ranks know all actions, so only times travel. Each rank's clock starts at a barrier, so clocks
+of several machines need not agree.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Random numbers that are the same under any plan: a stage's random operations, rewritten.
+"""Random operations of a stage, rewritten so that their numbers are the same under any plan.
 
 ::
 
@@ -6,10 +6,9 @@
                                                                  v
                                       x ---> draw("aten::dropout", ..., x, 0.1)
 
-A generator draws in the order of execution, which a plan changes. So each operation gets numbers
-that depend on the seed, the step, its place in the model, and the sample's place in the batch
-(``runtime.numerics.random_streams``); micro-batches, replicas, recomputation and stages are then
-of no account.
+A generator draws in the order of execution, which a plan changes. So the numbers of each operation
+depend on the seed, the step, its place in the model and the sample's place in the batch
+(``runtime.numerics.random_streams``), not on micro-batches, replicas, recomputation or stages.
 """
 
 from __future__ import annotations
@@ -47,11 +46,7 @@ def draws(node: fx.Node) -> bool:
 
 
 class BySample:
-    """Rewrites stages of one model.
-
-    Args:
-        captured: the model.
-    """
+    """Rewrites stages of one model."""
 
     def __init__(self, captured: Captured) -> None:
         self._captured = captured
@@ -69,10 +64,6 @@ class BySample:
 
     def rewritten(self, program: StageProgram, samples: int) -> fx.GraphModule | None:
         """A stage whose numbers are a function of its samples.
-
-        Args:
-            program: the stage's program; it is left as it is.
-            samples: of the program.
 
         Returns:
             A module that takes the step's key and the first sample's place in the batch before the

@@ -1,13 +1,12 @@
-"""Where the first number came from that is not finite.
+"""The origin of a number that is not finite: stage, micro-batch and tensor.
 
-A NaN or an infinity does harm when it reaches the loss or the gradient of a parameter: from there
-the optimizer would carry it into the parameters. So these are looked at in every step, the loss as
-it is computed and all gradients in one pass, which is all that a good step pays. An infinity that a
-later operation takes away again, as in a mask, does none, and the run goes on as in one process.
+A NaN or an infinity does harm when it reaches the loss or the gradient of a parameter: the
+optimizer would carry it into the parameters. So every step looks at the loss and, in one pass, at
+all gradients. An infinity that a later operation takes away again, as in a mask, does no harm.
 
-By the time that the harm is known, on all ranks at once, most tensors of the step are gone. So the
-step is run once more, as recomputation does, with the same random numbers and no update, and every
-tensor is looked at as it leaves its stage; then everything downstream of the cause is bad, too::
+By the time that the harm is known on all ranks, most tensors of the step are gone. So the step is
+run once more, with the same random numbers and no update, and every tensor is looked at as it
+leaves its stage; everything downstream of the cause is bad then, too::
 
     stage 0   F0  F1  F2* F3          forward before backward, forwards along the stages,
     stage 1       F0  F1  F2* F3      backwards against them: 0F2 is the first
@@ -101,9 +100,6 @@ class Ran:
     """A step that has run.
 
     Attributes:
-        worker: what ran it.
-        leaves: the batch.
-        step: its number.
         outcome: what it came to on this rank.
     """
 
@@ -114,13 +110,7 @@ class Ran:
 
 
 class Trace:
-    """Finds the first numbers that are not finite; all ranks ask it together.
-
-    Args:
-        captured: the model.
-        parameters: of this rank.
-        mesh: the ranks.
-    """
+    """Finds the first numbers that are not finite; all ranks ask it together."""
 
     def __init__(
         self, captured: Captured, parameters: Mapping[str, nn.Parameter], mesh: Mesh
@@ -135,11 +125,7 @@ class Trace:
         """The error to raise on every rank; gradients are gone afterwards.
 
         Args:
-            ran: the step.
             is_first: no parameter has changed since.
-
-        Raises:
-            PeerLostError: if another rank is gone.
         """
         found = [*self._seen(ran), *self._again(ran)]
         cause, mask = self._first(found)
@@ -162,8 +148,6 @@ class Trace:
         """What a bad batch of one stage on this rank shows without running it again.
 
         Args:
-            stage: of this rank.
-            outcome: what the batch came to.
             made: values that the stage sent on, as far as they are still there.
         """
         found = [] if outcome.bad is None else [Finding(0, *outcome.bad, _LOSS, -1)]
@@ -181,11 +165,7 @@ class Trace:
 
         Args:
             found: what this rank has ``seen``.
-            leaves: the batch.
             when: where in training, as text.
-
-        Raises:
-            PeerLostError: if another rank is gone.
         """
         cause, _ = self._first(found)
         return self._describe(cause, when) + _in_batch(leaves)
@@ -270,12 +250,10 @@ class _Probe:
         self._known: set[object] = set()
 
     def begin(self, leaves: Mapping[str, Tensor], step: int, *, train: bool) -> Outcome:
-        """See ``Compute``."""
         self._outcome = self._compute.begin(leaves, step, train=train)
         return self._outcome
 
     def forward(self, key: Key, values: Mapping[int, Tensor]) -> dict[int, Tensor]:
-        """See ``Compute``."""
         made = self._compute.forward(key, values)
         for value, tensor in made.items():
             if tensor.is_floating_point() and not _is_finite(tensor):
@@ -286,7 +264,6 @@ class _Probe:
         return made
 
     def backward(self, key: Key, gradients: Mapping[Port, Tensor]) -> dict[Port, Tensor]:
-        """See ``Compute``."""
         returned = self._compute.backward(key, gradients)
         stage, microbatch = key
         for port, tensor in returned.items():
@@ -316,7 +293,6 @@ def data_advice(leaves: Mapping[str, Tensor], when: str) -> str:
     Minus infinity alone is none: masks are made of it.
 
     Args:
-        leaves: the batch.
         when: where in training, as text.
     """
     for leaf in leaves.values():

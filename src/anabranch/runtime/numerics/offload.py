@@ -5,10 +5,9 @@
     main stream   F0 ------ F1 ------ F2 ------        B0 ------ ...
     side stream       copies of 0 ->    of 1 ->  ...   <- copies of 0, a few ahead of their use
 
-Autograd hands over each tensor that it saves for the backward. It is copied into pinned memory on a
-stream of its own, and its device memory is free once the copy is done and nobody else holds it.
-Backward takes tensors in about the opposite order, so when it asks for one, the ones saved just
-before it are fetched as well.
+Each tensor that autograd saves for the backward is copied into pinned memory on a stream of its
+own; its device memory is free once the copy is done and nobody else holds it. Backward takes
+tensors in about the opposite order, so with each the ones saved just before it are fetched as well.
 """
 
 from __future__ import annotations
@@ -32,7 +31,6 @@ class Offload:
 
     Args:
         parameters: stay where they are, and so do views of them.
-        place: where the stages run.
     """
 
     def __init__(self, parameters: Iterable[Tensor], place: torch.device) -> None:

@@ -1,9 +1,8 @@
-"""Mixed precision: autocast while a stage runs, types of what crosses, and the scale of the loss.
+"""Mixed precision: autocast of a stage, types of what crosses stages, and the scale of the loss.
 
-A stage's program calls ATen operations, and autocast applies to those as they are dispatched,
-exactly as in the user's own module. What differs is that values cross between ranks, and both ends
-have to know their types beforehand: they run the model once on fake tensors under the same
-autocast.
+Autocast applies to a stage's ATen operations as in the user's own module. Values cross between
+ranks, and both ends have to know their types before they come: they run the model once on fake
+tensors under the same autocast.
 """
 
 from __future__ import annotations
@@ -34,7 +33,6 @@ def value_types(
     """Element types of the model's values under autocast, where they differ from the captured ones.
 
     Args:
-        captured: the model.
         half: the element type of autocast, None without it.
         place: where the stages run; operations are cast differently on CPU and GPU.
 
@@ -82,11 +80,9 @@ class LossScale:
     Every rank holds the same scale, because all hear of an overflow anywhere.
 
     Attributes:
-        scale: the factor now.
         streak: steps in a row without overflow since the scale last changed.
         growth: factor after a streak of ``interval`` steps.
         backoff: factor after an overflow.
-        interval: steps.
     """
 
     scale: float = 2.0**16

@@ -1,4 +1,4 @@
-"""What every transport does; the package says the rules."""
+"""The protocol of transports; the package says the rules."""
 
 from __future__ import annotations
 

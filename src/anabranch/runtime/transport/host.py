@@ -66,7 +66,6 @@ class HostTransport:
         _OPEN.add(self)
 
     def send(self, tensors: Sequence[Tensor], rank: int, tag: int) -> None:
-        """See ``Transport``."""
         if not self._close.alive:
             raise PeerLostError("this rank has broken its connections")
         line = self._lines[rank]
@@ -83,14 +82,12 @@ class HostTransport:
         line.wake()
 
     def receive(self, specs: Sequence[Spec], device: torch.device, rank: int, tag: int) -> Receipt:
-        """See ``Transport``."""
         return self._lines[rank].post(tuple(specs), device, tag)
 
     def flush(self) -> None:
         """See ``Transport``; what was sent is the receiver's already."""
 
     def close(self) -> None:
-        """See ``Transport``."""
         _OPEN.discard(self)
         self._close()
 

@@ -1,9 +1,9 @@
-"""The order of one rank's messages to another, as a log in shared memory without an end.
+"""A log in shared memory: the messages of one rank to another, in order.
 
 A record says what a message is and where: a small message stands in the log itself, a large one in
 a block of its own. The log is a chain of blocks; a record of its own kind leads from a full one to
-the next, and the reader frees those behind it. So writing never waits for the reader, however far
-behind that is. A number in shared memory, which only the writer changes, counts the records::
+the next, and the reader frees those behind it. So writing never waits for the reader. A number in
+shared memory, which only the writer changes, counts the records::
 
     written: 5      reader has read 2
 
@@ -32,7 +32,6 @@ class Record(NamedTuple):
     """One message as the log has it.
 
     Attributes:
-        tag: which channel.
         nbytes: size, with the gaps between tensors.
         num_tensors: how many; 0 marks the way to the next block.
         signature: of shapes and element types.
@@ -48,9 +47,6 @@ class Record(NamedTuple):
 
 class Writer:
     """One rank's end.
-
-    Args:
-        segment: where the log is.
 
     Attributes:
         begin: blocks of the counter and of the start of the log, for the reader.
@@ -104,12 +100,7 @@ class Writer:
 
 
 class Reader:
-    """The other end.
-
-    Args:
-        window: the writer's memory.
-        begin: the writer's.
-    """
+    """The other end."""
 
     def __init__(self, window: Window, begin: tuple[BlockAddress, BlockAddress]) -> None:
         self._window = window

@@ -1,8 +1,8 @@
-"""How ranks of one host find each other and connect, without ever waiting for one that cannot.
+"""Connections between ranks of one host, made without waiting for one that cannot.
 
-Everybody says, in a small collective, which host it is on and where it listens; a socket in the
-abstract namespace of Linux has a random name and no file. Then, in steps that end with a collective
-each, so that nothing is awaited that has not happened::
+Everybody says, in a small collective, which host it is on and where it listens (a socket in the
+abstract namespace of Linux). Then, in steps that end with a collective each, so that nothing is
+awaited that has not happened::
 
     connect to lower ranks of the host, say hello   | collective |
     take the connections of higher ranks, answer    | collective |
@@ -43,9 +43,6 @@ class Peer:
 
     Attributes:
         socket: only wakes the peer, and shows its end.
-        writer: messages to it.
-        reader: messages from it.
-        window: its memory.
     """
 
     socket: socket.socket
@@ -77,12 +74,7 @@ class Meeting:
 
 
 def meet(rank: int, exchange: Exchange) -> Meeting:
-    """Connect this rank to the others of its host; all ranks of the run call it.
-
-    Args:
-        rank: of this process.
-        exchange: among all ranks of the run.
-    """
+    """Connect this rank to the others of its host; all ranks of the run call it."""
     listener, segment = _opened()
     name = secrets.token_bytes(_NAME_BYTES)
     try:

@@ -62,7 +62,6 @@ class Chunk:
     """Blocks of one size, as one process sees them.
 
     Attributes:
-        memory: all of the chunk.
         address: where it is in this process.
     """
 

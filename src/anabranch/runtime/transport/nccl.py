@@ -45,7 +45,6 @@ class NcclTransport:
     """Messages through NCCL; all ranks of the run make one together.
 
     Args:
-        rank: of this process.
         channels: all of the run, the same on every rank.
         place: this rank's GPU.
         timeout: seconds that a message may take.
@@ -85,7 +84,6 @@ class NcclTransport:
             torch.cuda.synchronize(self._place)
 
     def send(self, tensors: Sequence[Tensor], rank: int, tag: int) -> None:
-        """See ``Transport``."""
         if Channel(self._rank, rank, tag) not in self._groups:
             self._otherwise.send(tensors, rank, tag)
             return
@@ -101,7 +99,6 @@ class NcclTransport:
             self._sends.append((works, moved))
 
     def receive(self, specs: Sequence[Spec], device: torch.device, rank: int, tag: int) -> Receipt:
-        """See ``Transport``."""
         if Channel(rank, self._rank, tag) not in self._groups:
             return self._otherwise.receive(specs, device, rank, tag)
         with torch.cuda.stream(self._ahead):
@@ -120,7 +117,6 @@ class NcclTransport:
         return guarded(lambda: dist.batch_isend_irecv(operations))
 
     def flush(self) -> None:
-        """See ``Transport``."""
         self._otherwise.flush()
         deadline = time.monotonic() + self._timeout
         while self._sends:
@@ -136,7 +132,6 @@ class NcclTransport:
             self._sends.popleft()
 
     def close(self) -> None:
-        """See ``Transport``."""
         self._otherwise.close()
         self._sends.clear()
         for group in self._groups.values():

@@ -1,4 +1,4 @@
-"""The tensors of a message side by side in one piece of memory.
+"""Tensors of a message side by side in one piece of memory.
 
 Each begins where torch would let it begin. At the other end each is a tensor on its own on top of
 the same memory, not a view of one large tensor: autograd takes a change in place for a change of
@@ -27,7 +27,6 @@ class Packing:
     """Where the tensors of a message are.
 
     Attributes:
-        specs: shapes and element types.
         offsets: where they begin, in bytes.
         sizes: of each, in bytes.
         nbytes: size of the whole, with the gaps.
@@ -69,8 +68,6 @@ def pack(
 
     Args:
         tensors: on any device, in any memory order.
-        packing: theirs.
-        memory: to write to.
         start: where in it the message begins, in bytes.
         address: of that place in this process.
     """
@@ -91,7 +88,6 @@ def unpack(packing: Packing, data: memoryview | bytearray) -> list[Tensor]:
     """Tensors on top of the memory, which they keep.
 
     Args:
-        packing: theirs.
         data: may be written to; at least ``packing.nbytes``.
     """
     return [

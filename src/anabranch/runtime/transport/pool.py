@@ -1,8 +1,8 @@
 """Memory of this process for messages, used again and again.
 
-Writing to pages that nobody has used costs several times as much as writing to others, and large
-allocations get such pages every time. So a buffer goes back to its pool as soon as no tensor is on
-it any more; ``memory`` says how that is known.
+Pages that nobody has used cost several times as much to write as others, and large allocations get
+such pages every time. So a buffer goes back to its pool as soon as no tensor is on it any more;
+``memory`` says how that is known.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Messages through a process group of torch.distributed (Gloo), for ranks of different hosts.
 
-Every operation of Gloo costs some 100 us, whatever its size, in which a megabyte can be copied. So
-the smaller tensors of a message travel side by side, as one. Nothing but the numbers travels: both
-ends work out which do.
+Every operation of Gloo costs some 100 us, in which a megabyte can be copied. So the smaller tensors
+of a message travel side by side, as one.
 """
 
 from __future__ import annotations
@@ -55,7 +54,6 @@ class ProcessGroupTransport:
     """Messages through a Gloo process group.
 
     Args:
-        group: of all ranks; the transport closes it.
         timeout: seconds that a message may take before its peer counts as lost.
     """
 
@@ -66,7 +64,6 @@ class ProcessGroupTransport:
         self._reaper: _Reaper | None = None
 
     def send(self, tensors: Sequence[Tensor], rank: int, tag: int) -> None:
-        """See ``Transport``."""
         if self._reaper is None:
             self._reaper = _Reaper(self._timeout)
         self._reaper.check()
@@ -85,7 +82,6 @@ class ProcessGroupTransport:
         return data
 
     def receive(self, specs: Sequence[Spec], device: torch.device, rank: int, tag: int) -> Receipt:
-        """See ``Transport``."""
         specs = tuple(specs)
         tensors = [torch.empty(0)] * len(specs)
         works = []
@@ -108,7 +104,6 @@ class ProcessGroupTransport:
             self._reaper.flush()
 
     def close(self) -> None:
-        """See ``Transport``."""
         if self._reaper is not None:
             self._reaper.stop()
         if self._group is not None:

@@ -23,19 +23,15 @@ class Router:
         self._transports = tuple(transports)
 
     def send(self, tensors: Sequence[Tensor], rank: int, tag: int) -> None:
-        """See ``Transport``."""
         self._routes[rank].send(tensors, rank, tag)
 
     def receive(self, specs: Sequence[Spec], device: torch.device, rank: int, tag: int) -> Receipt:
-        """See ``Transport``."""
         return self._routes[rank].receive(specs, device, rank, tag)
 
     def flush(self) -> None:
-        """See ``Transport``."""
         for transport in self._transports:
             transport.flush()
 
     def close(self) -> None:
-        """See ``Transport``."""
         for transport in self._transports:
             transport.close()

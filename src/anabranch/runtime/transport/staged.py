@@ -1,9 +1,8 @@
-"""Messages between GPUs that NCCL does not connect, such as ranks that share one: through pinned
-memory of the host and a transport of the host.
+"""Messages between GPUs without NCCL: through pinned memory of the host and a transport there.
 
 Copies run on streams of their own, beside the computation. A send is handed over to the host's
-transport once its copy is done, which the host looks up whenever it is here. It waits for copies
-only before it waits for another rank: that one may need them first.
+transport once its copy is done, which is looked up whenever the host is here. It waits for copies
+only before it waits for another rank, which may need them first.
 """
 
 from __future__ import annotations
@@ -35,7 +34,6 @@ class StagedTransport:
         self._copies: deque[tuple[torch.cuda.Event, list[Tensor], int, int]] = deque()
 
     def send(self, tensors: Sequence[Tensor], rank: int, tag: int) -> None:
-        """See ``Transport``."""
         self._down.wait_stream(torch.cuda.current_stream(self._place))
         with torch.cuda.stream(self._down):
             copies = [self._copied_down(tensor.detach()) for tensor in tensors]
@@ -64,7 +62,6 @@ class StagedTransport:
             self._inner.send(copies, rank, tag)
 
     def receive(self, specs: Sequence[Spec], device: torch.device, rank: int, tag: int) -> Receipt:
-        """See ``Transport``."""
         self._hand_over(wait=False)
         return _Staged(self, self._inner.receive(specs, _CPU, rank, tag), device)
 
@@ -84,12 +81,10 @@ class StagedTransport:
         return result
 
     def flush(self) -> None:
-        """See ``Transport``."""
         self._hand_over(wait=True)
         self._inner.flush()
 
     def close(self) -> None:
-        """See ``Transport``."""
         self._copies.clear()
         self._inner.close()
 
