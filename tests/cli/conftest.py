@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from anabranch import cli
+from anabranch.files import save_cluster, save_profile
+from tests.cli.examples import TOWERS, four
+from tests.simulator.helpers import chain, cluster, cost_model
 
 
 @pytest.fixture
@@ -47,3 +51,40 @@ def document(run):
         return json.loads(out)
 
     return read
+
+
+@pytest.fixture
+def write_chain(tmp_path):
+    """Write a chain's profile and a cluster of its own; the arguments that name both."""
+
+    def write(*seconds: float, devices: int = 2, memory_bytes: int = 10**9) -> tuple[str, ...]:
+        machines = replace(cluster(devices, memory_bytes=memory_bytes), name="my box")
+        times = list(seconds or (1.0, 1.0, 1.0))
+        cost = cost_model(
+            chain(len(times)), times, times, machines,
+            value_bytes=8, parameter_bytes=100, kept_bytes=100,
+        )  # fmt: skip
+        save_profile(cost.profile, tmp_path / "chain.json")
+        save_cluster(machines, tmp_path / "box.json")
+        return ("chain.json", "--cluster", "box.json", "--batch-size", "8")
+
+    return write
+
+
+@pytest.fixture
+def four_files(tmp_path) -> tuple[str, ...]:
+    """Four equal operators of 1 + 2 s per sample and a cluster of four; arguments for both."""
+    save_profile(four().profile, tmp_path / "chain.json")
+    save_cluster(four().cluster, tmp_path / "box.json")
+    return ("chain.json", "--cluster", "box.json", "--batch-size", "4", "--max-replicas", "1")
+
+
+@pytest.fixture
+def profile(run, tmp_path) -> str:
+    """A profile file of the towers, estimated so that it is the same everywhere."""
+    path = str(tmp_path / "profile.json")
+    code, _, err = run(
+        "profile", TOWERS, "--device", "v100", "--batch-size", "16", "-o", "width=64", "-o", path
+    )
+    assert code == 0, err
+    return path

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from anabranch.cli import trained
+from anabranch.cli import run_summary
 from anabranch.cluster import Cluster
 from anabranch.errors import FileFormatError
 from anabranch.files import load_plan, plan_to_dict, save_plan
@@ -128,7 +128,7 @@ def test_everyone_says_not_predicted(load):
     figures = run.figures()
     assert figures["predicted_step_s"] is None
     assert figures["predicted_device_peak_bytes"] is None
-    rows = dict(trained.step_rows(run))
+    rows = dict(run_summary.step_rows(run))
     assert rows["step"] == "250.00 ms, not predicted"
     assert rows["peak memory"] == "3 B, not predicted"
     late = dataclasses.replace(run, plan=load(ASYNC), policy="pipeoptim", weight_bytes=(1,))

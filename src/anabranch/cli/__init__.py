@@ -1,4 +1,4 @@
-"""The command line: read files, call one public function, write files, print.
+"""The command line: verbs that read files, call one public function, write files and print.
 
 Everything heavy is imported inside the verbs, so ``anabranch --help`` answers at once and planning
 on a saved profile never loads torch.
@@ -12,8 +12,17 @@ import warnings
 
 import typer
 
-from anabranch.cli import planning, training
 from anabranch.cli.output import Warnings, print_json
+from anabranch.cli.verbs.check import check
+from anabranch.cli.verbs.compare import compare
+from anabranch.cli.verbs.demo import demo
+from anabranch.cli.verbs.models import models
+from anabranch.cli.verbs.plan import plan
+from anabranch.cli.verbs.profile import profile
+from anabranch.cli.verbs.report import report
+from anabranch.cli.verbs.simulate import simulate
+from anabranch.cli.verbs.train import train
+from anabranch.cli.verbs.verify import verify
 from anabranch.errors import AnabranchError, LoaderError, StageFailedError, WorkloadError
 
 app = typer.Typer(
@@ -27,7 +36,7 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode="markdown",
 )
-for _verb in (*planning.VERBS, *training.VERBS):
+for _verb in (profile, plan, compare, check, simulate, models, verify, train, report, demo):
     app.command()(_verb)
 
 

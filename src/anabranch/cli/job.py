@@ -1,9 +1,9 @@
-"""A model that is about to run on local ranks: what the verbs share that run one."""
+"""A model that is about to run on local ranks, with its profile and plan."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from anabranch.cli.header import as_run
-from anabranch.cli.inputs import Source, powers_of_two, usage
-from anabranch.cli.options import Granularity
-from anabranch.cli.output import TrainingProgress, progress_bar
+from anabranch.cli.parsing import powers_of_two, usage
 from anabranch.cli.preflight import require_own_devices
+from anabranch.cli.progress import TrainingProgress, progress_bar
+from anabranch.cli.settings import LocalPlanSettings, TrainingSettings
+from anabranch.cli.source import Source
 from anabranch.errors import AnabranchError
 
 if TYPE_CHECKING:
@@ -45,20 +45,16 @@ class Job:
         _ = self.captured
 
     @staticmethod
-    def of(source: Source, plan_file: Path | None, asked: Mapping[str, int | None]) -> Job:
+    def of(source: Source, local: LocalPlanSettings) -> Job:
         """The job for a model, by a plan file if there is one; then nothing else is asked."""
-        if plan_file is None:
+        if local.plan_file is None:
             return Job(source, None)
-        given = [option for option, value in asked.items() if value is not None]
-        if given:
-            raise typer.BadParameter(
-                f"{plan_file} decides what {', '.join(given)} would; leave out one of them"
-            )
         from anabranch.files import load_plan
 
-        plan = load_plan(plan_file)
-        require_own_devices(plan, plan_file)
-        return Job(replace(source, granularity=Granularity(plan.granularity)), plan)
+        local.require_no_other()
+        plan = load_plan(local.plan_file)
+        require_own_devices(plan, local.plan_file)
+        return Job(replace(source, granularity=plan.granularity), plan)
 
     def measure(self, batch_size: int) -> Profile:
         """Time the operators here, on one thread each, as ranks do."""
@@ -70,12 +66,9 @@ class Job:
 
     def search(
         self,
-        devices: int,
-        batch_size: int,
-        microbatch_size: int | None,
-        schedule: str,
-        max_replicas: int | None,
+        local: LocalPlanSettings,
         *,
+        max_replicas: int | None,
         planner: str = "graphpipe",
         own_cores: bool = False,
         mode: str = "sync",
@@ -86,15 +79,16 @@ class Job:
         from anabranch.runtime.asynchronous.optimizer_facts import optimizer_of
         from anabranch.solve import plan
 
-        cluster = Cluster.preset(f"local:{devices}")
+        batch_size = local.batch_size or 32
+        cluster = Cluster.preset(f"local:{local.num_devices}")
         found = usage(
             plan,
             self.profile or self.measure(batch_size),
             replace(cluster, cores=0) if own_cores else cluster,
             batch_size,
             planner=planner,
-            microbatch_size=microbatch_size,
-            schedule=schedule,
+            microbatch_size=local.microbatch_size,
+            schedule=local.schedule,
             max_replicas=max_replicas,
             model=self.source.model,
             mode=mode,
@@ -105,17 +99,21 @@ class Job:
 
     def train(
         self,
-        steps: int | None,
-        epochs: int | None,
-        resume: Path | None = None,
-        save: Path | None = None,
+        training: TrainingSettings,
         *,
         is_async: bool = False,
+        predicted_s: float = 0.0,
         on_interrupt: Callable[[], None] | None = None,
         **options: Any,
     ) -> Run:
-        """Train on local ranks, or as this rank of torchrun; with the options of ``Pipeline``, or
-        of ``AsyncPipeline``. ``on_interrupt`` is that of ``launch.run``.
+        """Train on local ranks, or as this rank of torchrun.
+
+        Args:
+            training: how long, and what to read and keep.
+            is_async: without a flush.
+            predicted_s: seconds of a step, or mini-batch, to show beside the measured ones.
+            on_interrupt: that of ``launch.run``.
+            options: of ``Pipeline`` or ``AsyncPipeline``.
         """
         from anabranch import launch
         from anabranch.runtime.asynchronous.requirements import round_robin_of
@@ -125,13 +123,6 @@ class Job:
 
         plan = self.plan
         assert plan is not None
-        shown = as_run(
-            plan,
-            self.workload,
-            options.get("policy"),
-            is_async=is_async,
-            round_robin=bool(options.get("round_robin")),
-        )
         # Once here rather than in every rank: forked ranks inherit it.
         prepare(self.captured, plan.stage_graph)
         rounds = round_robin_of(plan) if options.get("round_robin") else None
@@ -143,18 +134,15 @@ class Job:
             return (train_async if is_async else train)(
                 self.workload,
                 plan,
-                steps=steps,
-                epochs=epochs,
+                steps=training.last_step,
+                epochs=training.epochs,
                 captured=self.captured,
                 evaluation=evaluation,
-                resume=resume,
-                save=save,
+                resume=training.resume,
+                save=training.save,
+                check_gradients=training.check_gradients,
+                watch=TrainingProgress(predicted_s, is_async=is_async),
                 **options,
-                # Of a run in another way than the plan's its prediction says nothing.
-                watch=TrainingProgress(
-                    shown.predicted.step_s if shown.predicted is not None else 0.0,
-                    is_async=is_async,
-                ),
             )
 
         if "RANK" in os.environ:
@@ -162,13 +150,20 @@ class Job:
                 return rank()
         return launch.run(rank, len(plan.stage_graph.devices), on_interrupt=on_interrupt)[0]
 
-    def keep(self, run: Run, folder: Path) -> Run:
-        """Put the predicted timeline beside the measured one and write the run's folder."""
+    def keep(self, run: Run, folder: Path, plan: Plan | None = None) -> Run:
+        """Put the predicted timeline beside the measured one and write the run's folder.
+
+        Args:
+            run: what came of training.
+            folder: a new one.
+            plan: as it was executed, if otherwise than the run has it.
+        """
         from anabranch.cluster import Cluster
         from anabranch.record import save_run
         from anabranch.solve import simulate
 
         assert self.plan is not None
+        run = replace(run, plan=plan or run.plan)
         if self.profile is not None and run.predicted is not None:
             devices = len(self.plan.stage_graph.devices)
             predicted = simulate(self.plan, self.profile, Cluster.preset(f"local:{devices}"))

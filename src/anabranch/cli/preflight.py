@@ -1,4 +1,4 @@
-"""What ``train`` refuses before it captures, measures and plans, which takes seconds to minutes.
+"""Checks before ``train`` captures, measures and plans, which takes seconds to minutes.
 
 All of it would be refused later, too, by whoever cannot do it; here it is only found out early.
 """
@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from anabranch.errors import DataError, InvalidPlanError
+from anabranch.cli.settings import FlushSettings, TrainedPlanSettings, TrainingSettings
+from anabranch.cli.spread import given
+from anabranch.errors import DataError, InvalidPlanError, TrainingError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from anabranch.graph.capture import Captured
     from anabranch.plans.plan import Plan
     from anabranch.runtime.compute.options import ComputeOptions
@@ -23,21 +23,15 @@ if TYPE_CHECKING:
     from anabranch.workload import Workload
 
 
-def refuse_mode(
-    is_async: bool,
-    policy: object,
-    accumulate: int,
-    *,
-    round_robin: bool,
-    clip_stage_norm: float | None,
-) -> None:
+def refuse_mode(is_async: bool, flush: FlushSettings, accumulate: int) -> None:
     """Refuse options of the other mode."""
-    if not is_async and round_robin:
+    norm = flush.clip_stage_norm
+    if not is_async and flush.round_robin:
         raise typer.BadParameter(
             "--round-robin is for --mode async; in steps with a flush the replicas of a stage "
             "split every micro-batch"
         )
-    if not is_async and policy:
+    if not is_async and (flush.policy or flush.policy_option):
         raise typer.BadParameter(
             "--policy and its options are for --mode async; without it all passes read the same "
             "weights"
@@ -47,41 +41,44 @@ def refuse_mode(
             f"--accumulate {accumulate}: not with --mode async, where every mini-batch makes an "
             "update; take a larger --batch-size"
         )
-    if clip_stage_norm is None:
+    if norm is None:
         return
     if not is_async:
         raise typer.BadParameter(
-            f"--clip-stage-norm {clip_stage_norm:g} is for --mode async, where stages make their "
-            "updates at different times; with a flush the norm is clipped over all stages: give "
-            f"the Workload a clip_norm, clip_norm={clip_stage_norm:g}"
+            f"--clip-stage-norm {norm:g} is for --mode async, where stages make their updates at "
+            "different times; with a flush the norm is clipped over all stages: give the Workload "
+            f"a clip_norm, clip_norm={norm:g}"
         )
-    if not clip_stage_norm > 0:
-        raise typer.BadParameter(f"--clip-stage-norm {clip_stage_norm:g}: a norm is more than 0")
+    if not norm > 0:
+        raise typer.BadParameter(f"--clip-stage-norm {norm:g}: a norm is more than 0")
 
 
-def refuse_emulation(given: Mapping[str, object], plan_file: Path | None) -> None:
+def refuse_emulation(
+    local: TrainedPlanSettings, training: TrainingSettings, flush: FlushSettings
+) -> None:
     """Refuse what means nothing with ``--emulate``: the plan decides, nothing is trained, and
     emulated devices run steps with a flush.
     """
     from anabranch.files import load_plan
 
-    plans = () if plan_file is None else ("--batch-size", "--microbatch-size", "--max-replicas")
-    useless = ("--devices", "--epochs", "--resume", "--save", *plans)
-    named = [option for option in useless if given[option] is not None]
+    asked = [*given(local), *given(training), *given(flush)]
+    file = local.plan_file
+    of_plan = () if file is None else ("--batch-size", "--microbatch-size", "--max-replicas")
+    useless = ("--devices", "--epochs", "--resume", "--save", *of_plan)
+    named = [option for option in useless if option in asked]
     if named:
-        why = f"{plan_file} decides" if plan_file is not None else "nothing is trained"
+        why = f"{file} decides" if file is not None else "nothing is trained"
         raise typer.BadParameter(f"{', '.join(named)}: not with --emulate; {why}")
-    of_async = ("--policy", "--policy-option", "--round-robin", "--clip-stage-norm")
-    named = [option for option in of_async if given[option]]
-    if given["--mode"] == "async":
+    named = [option for option in given(flush) if option != "--mode"]
+    if flush.mode == "async":
         named = ["--mode async", *named]
     if named:
         raise typer.BadParameter(
             f"{', '.join(named)}: not with --emulate, whose devices run steps with a flush"
         )
-    if plan_file is not None and load_plan(plan_file).mode == "async":
+    if file is not None and load_plan(file).mode == "async":
         raise typer.BadParameter(
-            f"{plan_file} is for mode async, and emulated devices run steps with a flush; "
+            f"{file} is for mode async, and emulated devices run steps with a flush; "
             "anabranch simulate says how long its mini-batches take"
         )
 
@@ -191,3 +188,17 @@ def require_trainable(
         from anabranch.runtime.asynchronous.requirements import require_recipes
 
         require_recipes(workload, compute, policy)
+
+
+def require_new_run(run: Path | None) -> None:
+    """Accept a folder for figures and report, if the user has named one.
+
+    Raises:
+        TrainingError: if an earlier run is in it.
+    """
+    if run is not None and (run / "run.json").exists():
+        raise TrainingError(
+            f"{run} has the figures of an earlier run (run.json), which are never written over; "
+            "name a new folder with --out, or leave --out away: then every run gets a folder of "
+            "its own in runs"
+        )

@@ -35,8 +35,8 @@ from anabranch.graph.flat_program import (
     lower,
     propagate,
 )
-from anabranch.graph.group import Granularity, Grouping, group, group_like
-from anabranch.graph.opgraph import OpGraph
+from anabranch.graph.group import Grouping, group, group_like
+from anabranch.graph.opgraph import Granularity, OpGraph
 from anabranch.graph.opgraph_builder import build
 from anabranch.workload import Batch
 

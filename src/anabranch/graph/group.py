@@ -25,15 +25,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
 from torch import fx, nn
 
 from anabranch.graph.call_groups import CallGroups, bind, components, convex
 from anabranch.graph.call_traits import CallTraits, base_name
 from anabranch.graph.flat_program import FlatProgram, frame, written
-
-Granularity = Literal["operator", "layer", "block"]
+from anabranch.graph.opgraph import Granularity
 
 FREE = -1
 """The operator of a call that is copied to its readers."""

@@ -18,6 +18,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Literal
+
+Granularity = Literal["operator", "layer", "block"]
 
 BATCH = -1
 """The producer of a value that is part of the batch: it is at hand on every device, never sent."""

@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from anabranch.planner.base import Planner
-from anabranch.planner.dapple import Dapple
-from anabranch.planner.data_parallel import DataParallel
-from anabranch.planner.even import Even
-from anabranch.planner.exhaustive import Exhaustive
-from anabranch.planner.graphpipe import GraphPipe
-from anabranch.planner.pipedream import PipeDream
-from anabranch.planner.piper import Piper
-from anabranch.planner.sequential import Sequential
+if TYPE_CHECKING:
+    from anabranch.planner.base import Planner
 
-PLANNERS: Mapping[str, Callable[[], Planner]] = {
-    "graphpipe": GraphPipe,
-    "pipedream": PipeDream,
-    "dapple": Dapple,
-    "piper": Piper,
-    "sequential": Sequential,
-    "data-parallel": DataParallel,
-    "even": Even,
-    "exhaustive": Exhaustive,
+
+def _planner(home: str, name: str) -> Callable[..., Planner]:
+    """A planner that is imported when it is made, so that the names alone cost nothing."""
+
+    def make(**options: Any) -> Planner:
+        planner: Planner = getattr(import_module(f"{__name__}.{home}"), name)(**options)
+        return planner
+
+    return make
+
+
+PLANNERS: Mapping[str, Callable[..., Planner]] = {
+    "graphpipe": _planner("graphpipe", "GraphPipe"),
+    "pipedream": _planner("pipedream", "PipeDream"),
+    "dapple": _planner("dapple", "Dapple"),
+    "piper": _planner("piper", "Piper"),
+    "sequential": _planner("sequential", "Sequential"),
+    "data-parallel": _planner("data_parallel", "DataParallel"),
+    "even": _planner("even", "Even"),
+    "exhaustive": _planner("exhaustive", "Exhaustive"),
 }
-"""Name on the command line -> planner with its default options."""
+"""Name on the command line -> planner; by default with its default options."""

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from anabranch.cluster import Cluster
 from anabranch.plans.stages import Stage, StageGraph
+
+Mode = Literal["sync", "async"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What ``train`` says before it begins: the plan, as this run executes it.
+"""The plan as a run executes it, which ``train`` says before it begins.
 
 A plan file may be run under another policy, in the other mode or with replicas in turn. Then its
 prediction is of something else, and so are its policy, the reason for that and what is in flight.
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from anabranch.workload import Workload
 
 
-def as_run(
+def executed_plan(
     plan: Plan,
     workload: Workload,
     policy: WeightPolicy | str | None = None,

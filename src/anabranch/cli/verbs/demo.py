@@ -1,4 +1,4 @@
-"""The demo: the main job from start to end on real data, told as it goes."""
+"""The verb ``demo``: the main job from start to end on real data, told as it goes."""
 
 from __future__ import annotations
 
@@ -9,37 +9,46 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from anabranch.cli.inputs import Source
-from anabranch.cli.options import Preset
+import typer
+
+from anabranch.cli.job import Job
 from anabranch.cli.output import print_json
-from anabranch.cli.planning import against
+from anabranch.cli.preflight import require_new_run
+from anabranch.cli.settings import AsJson, LocalPlanSettings, RunFolder, TrainingSettings
+from anabranch.cli.source import Source
+from anabranch.cli.verbs.plan import against
 
 if TYPE_CHECKING:
-    from anabranch.cli.job import Job
     from anabranch.plans.plan import Plan
     from anabranch.record import Run
 
 
-def show(
-    model: str, devices: int, batch_size: int, steps: int, folder: Path, *, as_json: bool
+def demo(
+    model: Annotated[str, typer.Option(help="Which model to show.")] = "glyphs",
+    devices: Annotated[int, typer.Option(min=1, help="Local ranks.")] = 4,
+    batch_size: Annotated[int, typer.Option(min=1, help="Samples of one step.")] = 64,
+    steps: Annotated[int, typer.Option(min=1, help="Steps to train.")] = 1500,
+    run: RunFolder = None,
+    as_json: AsJson = False,
 ) -> None:
-    """Run the demo and print what happens; with ``as_json``, one document at the end."""
+    """The main job from start to end: capture, measure, plan, verify, train, show."""
+    require_new_run(run)
+    folder = run or Path("runs") / f"demo-{time.strftime('%Y%m%d-%H%M%S')}"
+    local = LocalPlanSettings(devices=devices, batch_size=batch_size)
     # For people the story is the result; with --json it goes where progress goes.
     story = _Story(sys.stderr if as_json else sys.stdout)
     with story.chapter(f"Capture {model} and its data"):
-        from anabranch.cli.job import Job
-
-        job = Job(Source(model, Preset.small), None)
+        job = Job(Source(model, "small"), None)
         story.say(f"{len(job.captured.graph)} operators, {_parameters(job):,} parameters")
     with story.chapter("Measure its operators on one core"):
         profile = job.measure(batch_size)
         seconds = sum(c.forward_s[-1] + c.backward_s[-1] for c in profile.costs)
         story.say(f"{seconds * 1e3:.1f} ms for {batch_size} samples, forward and backward")
     with story.chapter(f"Plan a graph of stages for {devices} devices"):
-        sequential = _plan(job, devices, batch_size, "sequential")
-        job.plan = _plan(job, devices, batch_size, "graphpipe")
+        sequential = _plan(job, local, "sequential")
+        job.plan = _plan(job, local, "graphpipe")
         story.say(job.plan.summary())
         story.say(against("the sequential pipeline", sequential, job.plan) + " predicted")
     with story.chapter("Verify: one step on local ranks against one process"):
@@ -49,12 +58,12 @@ def show(
         story.say(verified.summary())
     with story.chapter(f"Train {steps} steps on {devices} local ranks"):
         predicted = _on_this_machine(job, devices)
-        run = job.train(steps, None, check_gradients=False)
-        story.say(_results(run))
+        result = job.train(TrainingSettings(steps=steps, check_gradients=False))
+        story.say(_results(result))
     with story.chapter("Predicted against measured"):
-        times = _times(job.plan, predicted, run)
+        times = _times(job.plan, predicted, result)
         noted = replace(job.plan, notes=(*job.plan.notes, *times.splitlines()))
-        run = job.keep(replace(run, plan=noted), folder)
+        result = job.keep(result, folder, plan=noted)
         story.say(times)
         story.say(f"picture of one step: {folder / 'timeline.svg'}")
         story.say(f"report: {folder / 'report.html'}")
@@ -63,7 +72,7 @@ def show(
 
         print_json(
             {
-                **run.figures(),
+                **result.figures(),
                 "plan": plan_to_dict(job.plan),
                 "gain_over_sequential": sequential.figures.step_s / job.plan.figures.step_s,
                 "max_gradient_error": verified.max_gradient_error,
@@ -77,12 +86,12 @@ def show(
         )
 
 
-def _plan(job: Job, devices: int, batch_size: int, planner: str) -> Plan:
+def _plan(job: Job, local: LocalPlanSettings, planner: str) -> Plan:
     """Plan for devices with a core each: the prediction that holds where there are enough cores.
 
     Without replicas, so that the stages are there to be seen; `anabranch train` allows them.
     """
-    return job.search(devices, batch_size, None, "auto", 1, planner=planner, own_cores=True)
+    return job.search(local, max_replicas=1, planner=planner, own_cores=True)
 
 
 def _on_this_machine(job: Job, devices: int) -> float:

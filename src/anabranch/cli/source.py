@@ -1,18 +1,19 @@
-"""From what the user typed to workloads, profiles, clusters and plans."""
+"""Models, profiles and clusters that the user names."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Literal, cast
 
 import typer
 
-from anabranch.cli.options import Granularity, Optimizer, Preset
-from anabranch.cli.output import progress_bar
-from anabranch.errors import AnabranchError, InvalidPlanError
+from anabranch.cli.output import note
+from anabranch.cli.parsing import parse_counts, powers_of_two, usage
+from anabranch.cli.progress import progress_bar
+from anabranch.errors import InvalidPlanError
+from anabranch.graph.opgraph import Granularity
 
 if TYPE_CHECKING:
     from anabranch.cluster import Cluster
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from anabranch.weights import OptimizerFacts
     from anabranch.workload import Workload
 
-_T = TypeVar("_T")
+Preset = Literal["published", "small"]
 
 
 @dataclass(frozen=True)
@@ -30,9 +31,9 @@ class Source:
     """A model as the user named it: MODEL with its preset and options, or a profile file."""
 
     model: str
-    preset: Preset = Preset.published
+    preset: str = "published"
     options: Mapping[str, str] = field(default_factory=dict)
-    granularity: Granularity = Granularity.layer
+    granularity: str = "layer"
 
     @property
     def is_file(self) -> bool:
@@ -43,10 +44,10 @@ class Source:
     def of_plan(
         plan: Plan,
         model: str | None = None,
-        preset: Preset | None = None,
+        preset: str | None = None,
         options: Mapping[str, str] | None = None,
     ) -> Source:
-        """What a plan was made for.
+        """The model that a plan was made for.
 
         Args:
             plan: with the preset and options of its model.
@@ -55,25 +56,25 @@ class Source:
             options: likewise.
         """
         recorded = dict(plan.options) if model in (None, plan.model) else {}
-        planned = Preset(recorded.pop("preset", "published"))
+        planned = recorded.pop("preset", "published")
         return Source(
             model or plan.model,
             preset or planned,
             {**recorded, **(options or {})},
-            Granularity(plan.granularity),
+            plan.granularity,
         )
 
     def recorded(self) -> tuple[tuple[str, str], ...]:
         """Preset and options as a plan keeps them; no preset for a profile file."""
-        preset = () if self.is_file else (("preset", self.preset.value),)
+        preset = () if self.is_file else (("preset", self.preset),)
         return (*preset, *self.options.items())
 
     def capture(self, workload: Workload) -> Captured:
         """The workload's module as a graph of operators."""
         from anabranch.graph.capture import capture
 
-        name = cast('Literal["operator", "layer", "block"]', self.granularity.value)
-        return capture(workload.module, workload.example, granularity=name)
+        granularity = cast("Granularity", self.granularity)
+        return capture(workload.module, workload.example, granularity=granularity)
 
     def workload(self, *, meta: bool = False) -> Workload:
         """The workload; ``meta`` builds it without memory for its parameters, for planning."""
@@ -84,7 +85,7 @@ class Source:
                 f"{self.model} is a profile; this needs the model itself, "
                 "by name or package.module:function"
             )
-        return usage(resolve, self.model, preset=self.preset.value, options=self.options, meta=meta)
+        return usage(resolve, self.model, preset=self.preset, options=self.options, meta=meta)
 
     def profile(
         self, device: str, batch_size: int, samples: tuple[int, ...] | None = None
@@ -95,14 +96,18 @@ class Source:
         return self._of_workload(self._built(device), device, batch_size, samples)
 
     def profile_and_optimizer(
-        self, device: str, batch_size: int, named: Optimizer | None = None
+        self, device: str, batch_size: int, mode: str, optimizer: str | None
     ) -> tuple[Profile, OptimizerFacts | None]:
-        """The profile, and what policies have to know of the optimizer: of the one that is named,
-        or of the workload's own; None for a profile file that comes without a name.
+        """The profile and, without a flush, what policies have to know of the optimizer: the one
+        that is named, or the workload's own; None for a profile file that comes without a name.
         """
         from anabranch.weights import OPTIMIZERS
 
-        facts = OPTIMIZERS[named.value] if named is not None else None
+        if mode == "sync":
+            if optimizer is not None:
+                raise typer.BadParameter("--optimizer is for --mode async")
+            return self.profile(device, batch_size), None
+        facts = OPTIMIZERS[optimizer] if optimizer is not None else None
         if self.is_file:
             return self._from_file(device, None), facts
         workload = self._built(device)
@@ -202,109 +207,3 @@ def cluster_of(plan: Plan, file: Path, text: str | None) -> Cluster:
             "not say what that has; name the cluster file it was made for, or another cluster, "
             "with --cluster FILE"
         ) from None
-
-
-def try_plan(*args: Any, **options: Any) -> Plan | str:
-    """A plan, or the reason why there is none."""
-    from anabranch.solve import plan
-
-    try:
-        return plan(*args, **options)
-    except AnabranchError as error:
-        return str(error)
-
-
-def split_output(values: list[str] | None) -> tuple[dict[str, str], Path | None]:
-    """Tell ``-o layers=8`` (an option of the model) from ``-o plan.json`` (a file)."""
-    options: dict[str, str] = {}
-    file: Path | None = None
-    for value in values or []:
-        key, equals, rest = value.partition("=")
-        if equals and key.replace("-", "_").isidentifier():
-            options[key.replace("-", "_")] = rest
-        elif file is not None:
-            raise typer.BadParameter(f"two output files: {file} and {value}")
-        else:
-            file = Path(value)
-    return options, file
-
-
-def planner_options(values: list[str] | None, flag: str = "--planner-option") -> dict[str, object]:
-    """``name=value`` pairs; true, false, none and numbers are what they look like."""
-    words: dict[str, object] = {"true": True, "false": False, "none": None}
-    options: dict[str, object] = {}
-    for text in values or []:
-        name, equals, value = text.partition("=")
-        name = name.replace("-", "_")
-        if not equals or not name:
-            raise typer.BadParameter(f"{flag} {text}: write NAME=VALUE")
-        if name in options:
-            raise typer.BadParameter(f"{flag} {name} is given twice; leave out one")
-        options[name] = words.get(value.lower(), _number(value))
-    return options
-
-
-def options_by_planner(
-    values: list[str] | None, chosen: Sequence[str], known: Mapping[str, Mapping[str, str]]
-) -> dict[str, dict[str, object]]:
-    """``planner.name=value`` for one planner, ``name=value`` for all that have such an option.
-
-    Args:
-        values: what the user wrote.
-        chosen: the planners that are compared.
-        known: {planner: its options}, of these.
-
-    Returns:
-        {planner: {option: value}}; what is said of one planner goes before what is said of all.
-    """
-    found: dict[str, dict[str, object]] = {name: {} for name in chosen}
-    given = [(*key.rpartition(".")[::2], value) for key, value in planner_options(values).items()]
-    for scope, name, value in sorted(given, key=lambda each: each[0] != ""):
-        # Planner names have dashes, which were taken for underscores.
-        within = [p for p in chosen if not scope or p.replace("-", "_") == scope]
-        having = [planner for planner in within if name in known[planner]]
-        if not having:
-            there = "; ".join(f"{p} has {', '.join(known[p]) or 'none'}" for p in within or chosen)
-            what = f"{scope.replace('_', '-')}.{name}" if scope else name
-            raise typer.BadParameter(
-                f"--planner-option {what}: no planner compared has that option; {there}"
-            )
-        for planner in having:
-            found[planner][name] = value
-    return {planner: options for planner, options in found.items() if options}
-
-
-def _number(text: str) -> float | str:
-    for kind in (int, float):
-        with suppress(ValueError):
-            return kind(text)
-    return text
-
-
-def powers_of_two(largest: int) -> tuple[int, ...]:
-    """1, 2, 4 ... and ``largest`` itself."""
-    return tuple(sorted({1 << i for i in range(largest.bit_length())} | {largest}))
-
-
-def note(text: str) -> None:
-    """A remark on standard error, so that standard output stays a document."""
-    typer.secho(text, err=True, fg="yellow")
-
-
-def parse_counts(text: str) -> tuple[int, ...]:
-    """Sample counts such as ``1,2,4,8``."""
-    try:
-        counts = tuple(sorted({int(part) for part in text.split(",")}))
-    except ValueError:
-        raise typer.BadParameter(f"--samples {text}: write whole numbers such as 1,2,4,8") from None
-    if counts[0] < 1:
-        raise typer.BadParameter(f"--samples {text}: sample counts start at 1")
-    return counts
-
-
-def usage(function: Callable[..., _T], *args: Any, **options: Any) -> _T:
-    """Call with what the user typed; a ValueError about it is wrong usage (exit code 2)."""
-    try:
-        return function(*args, **options)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None

@@ -1,19 +1,23 @@
-"""What came of training, as ``train`` says it."""
+"""Rows about a run for people, and what is said where it ends early."""
 
 from __future__ import annotations
 
+import sys
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
-from anabranch.cli.inputs import note
-from anabranch.cli.output import print_json
+from anabranch.cli.output import note, print_json
+from anabranch.cli.settings import TrainingSettings
 
 if TYPE_CHECKING:
     from anabranch.plans.plan import Prediction
     from anabranch.record import Run
+
+INTERRUPTED = 130
+"""Exit code of a run that Ctrl-C ended, as shells have it: 128 and the number of the signal."""
 
 
 def say_run(run: Run, folder: Path, ended: str, *, as_json: bool) -> None:
@@ -36,12 +40,12 @@ def _say_result(run: Run) -> None:
     for name, value in run.metrics.items():
         chance = f" (chance {run.chance[name]:.4g})" if name in run.chance else ""
         rows.append([held_out + name, f"{value:.4f}{chance}"])
-    rows += _asynchronous_rows(run) if run.policy else step_rows(run)
+    rows += _async_rows(run) if run.policy else step_rows(run)
     for name, text in rows:
         typer.echo(f"  {name:20s} {text}")
 
 
-def _asynchronous_rows(run: Run) -> list[list[str]]:
+def _async_rows(run: Run) -> list[list[str]]:
     from anabranch.plans.plan import memory_text
 
     said = _beside(run.predicted)
@@ -99,3 +103,34 @@ def _beside(predicted: Prediction | None) -> str:
     if predicted is None:
         return f", {NOT_PREDICTED}"
     return f", predicted {predicted.step_s * 1e3:.2f} ms"
+
+
+def say_stopping() -> None:
+    """Answer the first Ctrl-C, below a line of progress that may be there."""
+    line = "stopping after the step under way; Ctrl-C again stops at once\n"
+    sys.stderr.write(("\n" if sys.stderr.isatty() else "") + line)
+    sys.stderr.flush()
+
+
+def say_stopped(save: Path | None) -> None:
+    """After the second Ctrl-C: what is there."""
+    there = f"the checkpoint is {save}" if save is not None and save.exists() else "nothing is kept"
+    sys.stderr.write(f"stopped at once; {there}\n")
+
+
+def how_to_go_on(run: Run, training: TrainingSettings, out: Path | None) -> str:
+    """How far a run came that was ended early, and how to go on; ``out`` as the user named it."""
+    done, steps, save = len(run.losses), training.last_step, training.save
+    if done == steps:
+        return f"interrupted after the last of {steps} steps, before anything was evaluated"
+    total = f" of {steps}" if steps is not None else ""
+    text = f"interrupted after {done}{total} steps, with a loss of {run.losses[-1]:.4f} at last"
+    if save is None:
+        return f"{text}; there is no checkpoint, which --save FOLDER would have written"
+    left = [f"--resume {save}"]
+    if training.epochs is not None:
+        left.append(f"--epochs {training.epochs}")
+    if steps is not None:
+        left.append(f"--steps {steps - done}")
+    other = "--save" if out is None else "--save and --out"
+    return f"{text}; to go on, the same command with {' '.join(left)} and another {other}"

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import typer
 
-from anabranch.cli.inputs import Source
-from anabranch.cli.options import Preset
+from anabranch.cli.source import Source
 from anabranch.files import load_profile
 from anabranch.plans.plan import Plan
 from anabranch.plans.stages import Stage, StageGraph
@@ -171,7 +170,7 @@ def test_another_model_than_the_plans_is_built_as_the_user_says():
         options=(("preset", "small"), ("layers", "1")),
     )
     assert Source.of_plan(plan).recorded() == plan.options
-    same = Source.of_plan(plan, "two-branch", Preset.published, {"layers": "2"})
-    assert (same.preset, same.options) == (Preset.published, {"layers": "2"})
+    same = Source.of_plan(plan, "two-branch", "published", {"layers": "2"})
+    assert (same.preset, same.options) == ("published", {"layers": "2"})
     other = Source.of_plan(plan, "mmt")
-    assert (other.model, other.preset, other.options) == ("mmt", Preset.published, {})
+    assert (other.model, other.preset, other.options) == ("mmt", "published", {})

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from anabranch.cli.header import as_run
+from anabranch.cli.executed_plan import executed_plan
 from anabranch.errors import InvalidPlanError
 from anabranch.plans.plan import Plan, Prediction
 from anabranch.plans.stages import Stage, StageGraph
@@ -45,13 +45,13 @@ def held(plan: Plan) -> list[int]:
 @pytest.mark.parametrize("policy", [None, "stash"])
 def test_a_run_as_planned_is_the_plan(policy):
     """Nothing is to be said in another way."""
-    assert as_run(ASYNC, towers(), policy, is_async=True) is ASYNC
-    assert as_run(SYNC, towers(), is_async=False) is SYNC
+    assert executed_plan(ASYNC, towers(), policy, is_async=True) is ASYNC
+    assert executed_plan(SYNC, towers(), is_async=False) is SYNC
 
 
 def test_another_policy_has_no_figures_and_not_the_old_reason():
     """What is not about the policy stays."""
-    text = as_run(ASYNC, towers(), "2bw", is_async=True).summary()
+    text = executed_plan(ASYNC, towers(), "2bw", is_async=True).summary()
     assert "asynchronous 1f1b, 2bw" in text
     assert "not predicted" in text
     assert "stash" not in text
@@ -61,7 +61,7 @@ def test_another_policy_has_no_figures_and_not_the_old_reason():
 def test_a_policy_that_is_chosen_comes_with_its_reason():
     """Over a plan of either mode; the reason is that of the pipeline."""
     for plan in (ASYNC, SYNC):
-        shown = as_run(plan, towers(), "auto", is_async=True)
+        shown = executed_plan(plan, towers(), "auto", is_async=True)
         assert (shown.policy, shown.predicted) == ("pipeoptim", None)
         assert shown.notes[0].startswith("policy pipeoptim: at depth 2")
         assert held(shown) == [2, 2, 1]
@@ -69,7 +69,7 @@ def test_a_policy_that_is_chosen_comes_with_its_reason():
 
 def test_with_a_flush_nothing_is_left_of_the_policy():
     """One mini-batch is all that a step has in flight."""
-    shown = as_run(ASYNC, towers(), is_async=False)
+    shown = executed_plan(ASYNC, towers(), is_async=False)
     assert "3 devices, 1f1b, batch 8" in shown.summary()
     assert (shown.policy, shown.notes, shown.predicted) == ("", ("links are slow",), None)
     assert held(shown) == [1, 1, 1]
@@ -77,10 +77,12 @@ def test_with_a_flush_nothing_is_left_of_the_policy():
 
 def test_replicas_in_turn_were_not_predicted():
     """Where there are replicas; without, the prediction holds."""
-    assert as_run(ASYNC, towers(), is_async=True, round_robin=True) is ASYNC
+    assert executed_plan(ASYNC, towers(), is_async=True, round_robin=True) is ASYNC
     first = replace(STAGES[0], devices=(0, 3))
     graph = replace(ASYNC.stage_graph, stages=(first, *STAGES[1:]))
-    shown = as_run(replace(ASYNC, stage_graph=graph), towers(), is_async=True, round_robin=True)
+    shown = executed_plan(
+        replace(ASYNC, stage_graph=graph), towers(), is_async=True, round_robin=True
+    )
     assert shown.predicted is None
     assert "replicas of a stage take mini-batches in turn" in shown.summary()
 
@@ -88,15 +90,15 @@ def test_replicas_in_turn_were_not_predicted():
 def test_what_cannot_run_is_refused_before_it_is_shown():
     """A plan for gpipe has no order without a flush."""
     with pytest.raises(InvalidPlanError, match="gpipe"):
-        as_run(replace(SYNC, schedule="gpipe"), towers(), is_async=True)
+        executed_plan(replace(SYNC, schedule="gpipe"), towers(), is_async=True)
 
 
 def test_the_same_choice_for_another_reason_was_not_predicted():
     """The plan was made for an optimizer whose rule takes fewer copies, say."""
     planned = replace(ASYNC, policy="pipeoptim", notes=("policy pipeoptim: by SGD's own rule",))
-    shown = as_run(planned, towers(), "auto", is_async=True)
+    shown = executed_plan(planned, towers(), "auto", is_async=True)
     assert "SGD" not in shown.summary()
     assert shown.notes[0].startswith("policy pipeoptim: ")
     assert shown.predicted is None
     again = replace(planned, notes=shown.notes)
-    assert as_run(again, towers(), "auto", is_async=True) is again
+    assert executed_plan(again, towers(), "auto", is_async=True) is again

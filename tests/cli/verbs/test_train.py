@@ -266,7 +266,7 @@ def test_a_plan_may_leave_devices_out(run, document, mode):
 
 def test_an_earlier_run_is_never_written_over(run, tmp_path, monkeypatch):
     """By train, nor by train --emulate, nor by demo; told before anything is captured."""
-    monkeypatch.setattr("anabranch.cli.inputs.Source.workload", None)
+    monkeypatch.setattr("anabranch.cli.source.Source.workload", None)
     (tmp_path / "kept").mkdir()
     (tmp_path / "kept" / "run.json").write_text("{}")
     for verb in (PIPELINE, (*PIPELINE, "--emulate"), ("demo",)):
@@ -348,3 +348,22 @@ def test_a_plan_that_cannot_run_is_refused_before_it_is_shown(run, tmp_path, cha
     assert code == 1
     assert message in err
     assert out == ""
+
+
+@pytest.mark.dist
+def test_train_save_resume_and_report(document, tmp_path):
+    """The run folder holds page and picture; a checkpoint goes on under another plan."""
+    out, saved = str(tmp_path / "out"), str(tmp_path / "saved")
+    found = document(
+        "train", TOWERS, "--devices", "2", "--steps", "12", "--batch-size", "8", "--out", out,
+        "--save", saved, "--max-replicas", "1",
+    )  # fmt: skip
+    assert len(found["losses"]) == 12
+    assert {"step_s", "predicted_step_s", "ideal_step_s", "metrics"} <= found.keys()
+    assert found["metrics"].keys() == {"loss", "error"}
+    assert Path(document("report", out)["path"]).exists()
+    assert (tmp_path / "out" / "timeline.svg").exists()
+    one_device = ("train", TOWERS, "--devices", "1", "--batch-size", "8")
+    resumed = document(*one_device, "--steps", "2", "--resume", saved)["losses"]
+    whole = document(*one_device, "--steps", "14")["losses"]
+    assert [*found["losses"], *resumed] == pytest.approx(whole, rel=1e-4)

@@ -1,0 +1,258 @@
+"""Plans side by side, as a table that fits a terminal.
+
+The figures of a plan fit 80 columns if headings have two lines. What does not fit a column (micro-
+batches, schedule, notes, why there is no plan) is a line below the table; what holds for all plans
+is said once. Of the stages of a plan without a flush the table shows the one with the oldest
+weights; a line below it and the document have all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from anabranch.cli.staleness_table import reads, staleness_of
+from anabranch.errors import AnabranchError, BudgetError, InfeasiblePlanError, SearchStoppedError
+
+if TYPE_CHECKING:
+    from anabranch.plans.plan import Plan
+    from anabranch.simulator.staleness import Staleness
+    from anabranch.weights import OptimizerFacts
+
+
+class Contender(NamedTuple):
+    """A planner and, without a flush, the weight policy that it plans for."""
+
+    planner: str
+    policy: str = ""
+
+
+Found = Mapping[Contender, "Plan | AnabranchError"]
+"""{contender: its plan, or why there is none}"""
+
+
+def comparison(
+    found: Found, optimizer: OptimizerFacts | None = None
+) -> tuple[list[str], list[list[str]]]:
+    """Headings, and one row per contender."""
+    columns = _columns(found, optimizer)
+    # With a policy, the planner is named where there are several.
+    names: list[tuple[str, Callable[[Contender], str]]] = []
+    if not _is_async(found) or len({contender.planner for contender in found}) > 1:
+        names.append(("planner", lambda contender: contender.planner))
+    if _is_async(found):
+        names.append(("policy", lambda contender: contender.policy))
+    rows = []
+    for contender, plan in found.items():
+        if isinstance(plan, AnabranchError):
+            cells = [_LABELS.get(type(plan), "no plan"), *["-"] * (len(columns) - 1)]
+        else:
+            cells = [figure(plan) for _, figure in columns]
+            contender = contender._replace(policy=plan.policy)  # where it was to choose one
+        rows.append([*(name(contender) for _, name in names), *cells])
+    return [heading for heading, _ in (*names, *columns)], rows
+
+
+_LABELS = {BudgetError: "too big", SearchStoppedError: "stopped"}
+
+
+def _columns(
+    found: Found, optimizer: OptimizerFacts | None
+) -> list[tuple[str, Callable[[Plan], str]]]:
+    """Heading and figure of every column but the names."""
+    plans = _plans(found)
+    fastest = min((plan.figures.step_s for plan in plans), default=0.0)
+    peak = max((max(plan.figures.device_peak_bytes) for plan in plans), default=0)
+    unit, size = ("GiB", 2**30) if peak > 2**29 else ("MiB", 2**20)
+
+    def over_best(plan: Plan) -> str:
+        over = ratio(plan.figures.step_s, fastest)
+        return "-" if over is None else digits(over)
+
+    def samples_per_s(plan: Plan) -> str:
+        step_s = plan.figures.step_s
+        return digits(plan.stage_graph.batch_size / step_s) if step_s else "-"
+
+    def slowest_stage(plan: Plan) -> str:
+        return digits(plan.figures.bottleneck_s_per_sample * plan.stage_graph.batch_size * 1e3)
+
+    def oldest(plan: Plan) -> Staleness:
+        stages = staleness_of(plan, optimizer)
+        return max(stages, key=lambda stage: (stage.forward_delay, stage.difference))
+
+    def most(attribute: str) -> Callable[[Plan], str]:
+        return lambda plan: str(
+            max(getattr(stage, attribute) for stage in staleness_of(plan, optimizer))
+        )
+
+    is_async = _is_async(found)
+    time = [
+        ("ms per\nbatch" if is_async else "step\nms", lambda p: digits(p.figures.step_s * 1e3)),
+        ("over\nbest", over_best),
+        ("samples\nper s", samples_per_s),
+    ]
+    depth = ("depth", lambda plan: str(plan.stage_graph.depth))
+    use = [
+        ("bubble", lambda plan: f"{plan.figures.bubble:.1%}"),
+        (f"peak\n{unit}", lambda plan: digits(max(plan.figures.device_peak_bytes) / size)),
+    ]
+    if is_async:
+        ages = [
+            ("version\ndiff.", most("difference")),
+            ("forward\nreads", lambda plan: reads(oldest(plan))[0]),
+            ("backward\nreads", lambda plan: reads(oldest(plan))[1]),
+            ("versions\nheld", most("versions")),
+        ]
+        return [*time, depth, *ages, *use]
+    effort = [
+        ("search\ns", lambda plan: _seconds(plan.search_s)),
+        ("total\ns", lambda plan: _seconds(plan.search_s + plan.simulate_s + plan.improve_s)),
+    ]
+    return [*time, ("slowest\nstage ms", slowest_stage), depth, *use, *effort]
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.{3 if seconds < 10 else 1}f}"
+
+
+def remarks(found: Found, costs: str) -> list[str]:
+    """The lines below the table: what holds for all, then how each plan runs.
+
+    Args:
+        found: the plans.
+        costs: the origin of the costs.
+    """
+    plans = _plans(found)
+    common = (
+        [text for text in plans[0].notes if all(text in p.notes for p in plans)] if plans else []
+    )
+    lines = [f"costs: {costs}"]
+    if _is_async(found):
+        lines.append(
+            "version difference: updates of a stage between the forward and the backward of a "
+            "mini-batch; reads: the version of so many updates ago, + updates it is extrapolated by"
+        )
+    lines += _said(common, costs)
+
+    def shape(plan: Plan) -> str:
+        own = [text for text in plan.notes if text not in common]
+        return "; ".join([_shape(plan), *_said(own, costs)])
+
+    lines += _lines(
+        (contender, str(plan) if isinstance(plan, AnabranchError) else shape(plan))
+        for contender, plan in found.items()
+    )
+    lines += _lines(
+        (contender, _stage_by_stage(plan))
+        for contender, plan in found.items()
+        if contender.policy and not isinstance(plan, AnabranchError) and plan.stage_graph.depth > 1
+    )
+    return lines
+
+
+def _lines(texts: Iterable[tuple[Contender, str]]) -> list[str]:
+    """A line per contender; policies of a planner of which the same is said share one."""
+    alike: dict[tuple[str, str], list[str]] = {}
+    for contender, text in texts:
+        alike.setdefault((contender.planner, text), []).append(contender.policy)
+    return [
+        f"{', '.join([planner, *filter(None, policies)])}: {text}"
+        for (planner, text), policies in alike.items()
+    ]
+
+
+def _said(notes: Iterable[str], costs: str) -> list[str]:
+    """Notes that the origin of the costs does not have in other words."""
+    return [text for text in notes if not ("proportional" in text and "proportional" in costs)]
+
+
+def _shape(plan: Plan) -> str:
+    """Stages, micro-batches and what else a plan uses."""
+    stages = plan.stage_graph.stages
+    parts = [f"{len(stages)} stage{'s' * (len(stages) > 1)}"]
+    if plan.mode == "async":
+        count = plan.stage_graph.num_microbatches(0)
+        if count > 1:
+            parts.append(f"{count} micro-batches of {stages[0].microbatch_size}")
+        return ", ".join(parts)
+    for what, values in (
+        ("micro-batch", sorted({stage.microbatch_size for stage in stages})),
+        ("k", sorted({stage.k for stage in stages})),
+        ("tensor", sorted({stage.tensor for stage in stages})),
+    ):
+        if what == "micro-batch" or values != [1]:
+            parts.append(f"{what} {','.join(map(str, values))}")
+    recomputing = sum(stage.recompute for stage in stages)
+    if recomputing:
+        parts.append("recompute" if recomputing == len(stages) else f"{recomputing} recompute")
+    return ", ".join([*parts, plan.schedule])
+
+
+def _stage_by_stage(plan: Plan) -> str:
+    """What forwards and backwards read, stage by stage."""
+    pairs = [reads(stage) for stage in staleness_of(plan)]
+    forward, backward = (", ".join(versions) for versions in zip(*pairs, strict=True))
+    same = forward == backward
+    text = f"both read {forward}" if same else f"forward reads {forward}; backward {backward}"
+    return f"stage by stage, {text}"
+
+
+def plan_or_error(planner: str, found: Plan | AnabranchError) -> dict[str, Any]:
+    """A plan's document, or that of the reason why there is none."""
+    from anabranch.files import plan_to_dict
+
+    if isinstance(found, AnabranchError):
+        return {"planner": planner, "error": str(found), "kind": type(found).__name__}
+    return plan_to_dict(found)
+
+
+def staleness_document(
+    plan: Plan | AnabranchError, optimizer: OptimizerFacts | None
+) -> dict[str, Any]:
+    """The ages of a plan's weights; nothing with a flush."""
+    if isinstance(plan, AnabranchError) or plan.mode == "sync":
+        return {}
+    return {"staleness": [asdict(stage) for stage in staleness_of(plan, optimizer)]}
+
+
+def interrupted(found: Plan | AnabranchError) -> bool:
+    """Whether a search was ended before it came to its end."""
+    if isinstance(found, AnabranchError):
+        return isinstance(found, SearchStoppedError)
+    return any("interrupted" in text for text in found.notes)
+
+
+def why_none(found: Found) -> AnabranchError | None:
+    """The error to end with where there is no plan at all."""
+    errors = [plan for plan in found.values() if isinstance(plan, AnabranchError)]
+    if len(errors) < len(found):
+        return None
+    if len(errors) == 1:
+        return errors[0]
+    if any(isinstance(error, SearchStoppedError) for error in errors) or not errors:
+        return SearchStoppedError("interrupted before any planner had a plan")
+    reasons = [error for error in errors if isinstance(error, InfeasiblePlanError)]
+    # The lines above have them all; the plainest one says enough.
+    why = min(map(str, reasons), key=len) if reasons else "every search would take too long"
+    return InfeasiblePlanError(f"no planner compared has a plan: {why}")
+
+
+def ratio(step_s: float, ours_s: float) -> float | None:
+    """How many times as long a step is as ours; None where ours takes no time."""
+    return step_s / ours_s if ours_s else None
+
+
+def digits(value: float) -> str:
+    """At most six characters up to a million, and at least three digits."""
+    if value and value < 0.1:
+        return f"{value:.1e}" if value < 0.001 else f"{value:.3f}"
+    return f"{value:.{2 if value < 100 else 1 if value < 1000 else 0}f}"
+
+
+def _plans(found: Found) -> list[Plan]:
+    return [plan for plan in found.values() if not isinstance(plan, AnabranchError)]
+
+
+def _is_async(found: Found) -> bool:
+    return any(contender.policy for contender in found)

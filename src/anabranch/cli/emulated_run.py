@@ -1,0 +1,109 @@
+"""A plan on emulated devices instead of a model on real ones: ``train --emulate``."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from anabranch.cli.output import note, print_json
+from anabranch.cli.parsing import usage
+from anabranch.cli.progress import progress_bar
+from anabranch.cli.settings import EmulationSettings, TrainedPlanSettings
+from anabranch.cli.source import Source, cluster_of, read_cluster
+
+if TYPE_CHECKING:
+    from anabranch.cluster import Cluster
+    from anabranch.plans.plan import Plan
+    from anabranch.profile.profile import Profile
+    from anabranch.rehearsal import Rehearsal
+
+
+def rehearse(
+    source: Source,
+    local: TrainedPlanSettings,
+    emulation: EmulationSettings,
+    steps: int,
+    folder: Path,
+    *,
+    as_json: bool,
+) -> None:
+    """Emulate the plan of a file, or one that is found first, and say what came of it."""
+    from anabranch.record import save_run
+    from anabranch.rehearsal import rehearse as emulate
+
+    plan, profile, cluster = _plan(source, local, emulation.cluster)
+    if not as_json:
+        typer.echo(plan.summary())
+    with progress_bar("emulated steps") as progress:
+        result = usage(
+            emulate,
+            plan,
+            profile,
+            emulation.with_links(cluster),
+            steps=steps,
+            links=emulation.links,
+            time_scale=emulation.time_scale,
+            watch=progress,
+        )
+    save_run(result.run, folder)
+    if not result.keeps_up:
+        note(
+            f"this machine did not keep up: a rank was late by {result.late:.0%} of a step; "
+            f"--time-scale {2 * result.time_scale:g} gives it more time"
+        )
+    page = folder / "report.html"
+    if as_json:
+        print_json({**result.figures(), "run": str(folder), "report": str(page)})
+        return
+    _say(result)
+    typer.echo(f"report: {page}")
+
+
+def _plan(
+    source: Source, local: TrainedPlanSettings, cluster_name: str | None
+) -> tuple[Plan, Profile, Cluster]:
+    """The plan of a file or of a search, with profile and cluster."""
+    from anabranch.files import load_plan
+    from anabranch.solve import plan as search
+
+    if local.plan_file is None:
+        if cluster_name is None:
+            raise typer.BadParameter("--emulate needs a plan (--plan FILE) or a --cluster")
+        cluster = read_cluster(cluster_name)
+        batch_size = local.batch_size or 32
+        profile = source.profile(cluster.device, batch_size)
+        found = usage(
+            search,
+            profile,
+            cluster,
+            batch_size,
+            microbatch_size=local.microbatch_size,
+            schedule=local.schedule,
+            max_replicas=local.max_replicas,
+            model=source.model,
+        )
+        return replace(found, options=source.recorded()), profile, cluster
+    plan = load_plan(local.plan_file)
+    cluster = cluster_of(plan, local.plan_file, cluster_name)
+    source = replace(source, granularity=plan.granularity)
+    if source.model == plan.model:
+        source = Source.of_plan(plan, options=source.options)
+    profile = source.profile(plan.device or cluster.device, plan.stage_graph.batch_size)
+    return plan, profile, cluster
+
+
+def _say(result: Rehearsal) -> None:
+    step, run = result.step_s, result.run
+    predicted = run.plan.figures.step_s
+    rows = [
+        ("step", f"{step * 1e3:.2f} ms, {run.plan.stage_graph.batch_size / step:.0f} samples/s"),
+        ("predicted step", f"{predicted * 1e3:.2f} ms, off by {step / predicted - 1:+.1%}"),
+        ("ideal step", f"{run.ideal_step_s * 1e3:.2f} ms with links that cost nothing"),
+        ("messages", f"{result.num_messages} with {result.message_bytes / 1e6:.1f} MB in a step"),
+        ("time scale", f"{result.time_scale:g}, ranks late by {result.late:.1%} at most"),
+    ]
+    for name, text in rows:
+        typer.echo(f"  {name:20s} {text}")

@@ -1,0 +1,103 @@
+"""Words of the command line: counts, ``NAME=VALUE`` pairs, and what ``-o`` stands for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+import typer
+
+_T = TypeVar("_T")
+
+
+def split_output(values: list[str] | None) -> tuple[dict[str, str], Path | None]:
+    """Tell ``-o layers=8`` (an option of the model) from ``-o plan.json`` (a file)."""
+    options: dict[str, str] = {}
+    file: Path | None = None
+    for value in values or []:
+        key, equals, rest = value.partition("=")
+        if equals and key.replace("-", "_").isidentifier():
+            options[key.replace("-", "_")] = rest
+        elif file is not None:
+            raise typer.BadParameter(f"two output files: {file} and {value}")
+        else:
+            file = Path(value)
+    return options, file
+
+
+def named_values(values: list[str] | None, flag: str = "--planner-option") -> dict[str, object]:
+    """``name=value`` pairs; true, false, none and numbers are what they look like."""
+    words: dict[str, object] = {"true": True, "false": False, "none": None}
+    options: dict[str, object] = {}
+    for text in values or []:
+        name, equals, value = text.partition("=")
+        name = name.replace("-", "_")
+        if not equals or not name:
+            raise typer.BadParameter(f"{flag} {text}: write NAME=VALUE")
+        if name in options:
+            raise typer.BadParameter(f"{flag} {name} is given twice; leave out one")
+        options[name] = words.get(value.lower(), _number(value))
+    return options
+
+
+def options_by_planner(
+    values: list[str] | None, chosen: Sequence[str], known: Mapping[str, Mapping[str, str]]
+) -> dict[str, dict[str, object]]:
+    """``planner.name=value`` for one planner, ``name=value`` for all that have such an option.
+
+    Args:
+        values: what the user wrote.
+        chosen: the planners that are compared.
+        known: {planner: its options}, of these.
+
+    Returns:
+        {planner: {option: value}}; what is said of one planner goes before what is said of all.
+    """
+    found: dict[str, dict[str, object]] = {name: {} for name in chosen}
+    given = [(*key.rpartition(".")[::2], value) for key, value in named_values(values).items()]
+    for scope, name, value in sorted(given, key=lambda item: item[0] != ""):
+        # Planner names have dashes, which were taken for underscores.
+        within = [p for p in chosen if not scope or p.replace("-", "_") == scope]
+        having = [planner for planner in within if name in known[planner]]
+        if not having:
+            there = "; ".join(f"{p} has {', '.join(known[p]) or 'none'}" for p in within or chosen)
+            what = f"{scope.replace('_', '-')}.{name}" if scope else name
+            raise typer.BadParameter(
+                f"--planner-option {what}: no planner compared has that option; {there}"
+            )
+        for planner in having:
+            found[planner][name] = value
+    return {planner: options for planner, options in found.items() if options}
+
+
+def _number(text: str) -> float | str:
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(text)
+    return text
+
+
+def powers_of_two(largest: int) -> tuple[int, ...]:
+    """1, 2, 4 ... and ``largest`` itself."""
+    return tuple(sorted({1 << i for i in range(largest.bit_length())} | {largest}))
+
+
+def parse_counts(text: str) -> tuple[int, ...]:
+    """Sample counts such as ``1,2,4,8``."""
+    try:
+        counts = tuple(sorted({int(part) for part in text.split(",")}))
+    except ValueError:
+        raise typer.BadParameter(f"--samples {text}: write whole numbers such as 1,2,4,8") from None
+    if counts[0] < 1:
+        raise typer.BadParameter(f"--samples {text}: sample counts start at 1")
+    return counts
+
+
+def usage(function: Callable[..., _T], *args: Any, **options: Any) -> _T:
+    """Call with what the user typed; a ValueError about it is wrong usage (exit code 2)."""
+    try:
+        return function(*args, **options)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None

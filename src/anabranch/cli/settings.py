@@ -1,0 +1,400 @@
+"""Settings of the verbs, one object per subject; ``spread`` makes an option of every field.
+
+Names of planners, schedules, policies and optimizers come from their tables. typer checks types and
+ranges as it reads an option, so the settings are plain dataclasses: pydantic would take half of the
+time of ``--help``.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from anabranch.cli.parsing import named_values, split_output, usage
+from anabranch.cli.source import Preset, Source, cluster_of
+from anabranch.cli.spread import given
+from anabranch.graph.opgraph import Granularity
+from anabranch.planner import PLANNERS
+from anabranch.plans.plan import Mode
+from anabranch.schedule import SCHEDULES
+from anabranch.weights import OPTIMIZERS, POLICIES, policy_named
+
+if TYPE_CHECKING:
+    from anabranch.cluster import Cluster
+    from anabranch.plans.plan import Plan
+    from anabranch.runtime.compute.options import ComputeOptions
+    from anabranch.weights import WeightPolicy
+
+    PlannerName = str
+    ScheduleName = str
+    PolicyName = str
+    OptimizerName = str
+else:
+    PlannerName = Literal[tuple(PLANNERS)]
+    ScheduleName = Literal["auto", "published", *SCHEDULES]
+    PolicyName = Literal["auto", *POLICIES]
+    OptimizerName = Literal[tuple(OPTIMIZERS)]
+
+_COMPUTING, _EMULATION = "Computing", "Emulated devices"
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
+Device = Annotated[
+    str | None,
+    typer.Option(
+        help="cpu or cuda: measure here; v100, a100 or h100: estimate [default: the cluster's]."
+    ),
+]
+Schedule = Annotated[
+    ScheduleName,
+    typer.Option(
+        help="auto lets the simulator choose; published is what the planner's paper runs."
+    ),
+]
+MicrobatchSize = Annotated[
+    int | None, typer.Option(min=1, help="Fix the micro-batch size; by default it is searched.")
+]
+MaxReplicas = Annotated[
+    int | None, typer.Option(min=1, help="At most this many data-parallel replicas per stage.")
+]
+Policy = Annotated[
+    PolicyName | None,
+    typer.Option(
+        help="With --mode async: which weights forwards and backwards read [default: auto]."
+    ),
+]
+Optimizer = Annotated[
+    OptimizerName | None,
+    typer.Option(
+        help="With --mode async: what the model will be trained with, which decides what auto "
+        "chooses and how many copies of the weights a prediction takes [default: the model's own; "
+        "a profile file has none].",
+    ),
+]
+Output = Annotated[
+    list[str] | None,
+    typer.Option(
+        "-o",
+        "--output",
+        "--option",
+        help="A file to write, or, with an equals sign, an option of the model (-o layers=8); "
+        "repeatable.",
+    ),
+]
+PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.")]
+RunFolder = Annotated[
+    Path | None,
+    typer.Option("--out", help="Where to keep figures and report [default: runs/MODEL-TIME]."),
+]
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """MODEL, what it is built with, and the file that a verb writes."""
+
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="Built-in name, package.module:function, or for planning a profile file.",
+        ),
+    ]
+    output: Output = None
+    preset: Annotated[
+        Preset,
+        typer.Option(help="Size of a built-in model: as published, or small enough for a CPU."),
+    ] = "published"
+    granularity: Annotated[Granularity, typer.Option(help="How coarse operators are.")] = "layer"
+
+    @property
+    def source(self) -> Source:
+        """The model to read or build."""
+        return Source(self.model, self.preset, split_output(self.output)[0], self.granularity)
+
+    @property
+    def file(self) -> Path | None:
+        """Where to write."""
+        return split_output(self.output)[1]
+
+
+@dataclass(frozen=True)
+class TrainedModelSettings(ModelSettings):
+    """As ``ModelSettings``, of a model that runs here."""
+
+    preset: Annotated[
+        Preset, typer.Option(help="Size of a built-in model; small runs on any CPU.")
+    ] = "small"
+
+
+@dataclass(frozen=True)
+class PlannedModelSettings:
+    """Another model, cluster or device than those that a plan was made for."""
+
+    cluster: Annotated[
+        str | None, typer.Option(help="Another cluster than the plan's: a preset or a JSON file.")
+    ] = None
+    device: Device = None
+    output: Output = None
+    preset: Annotated[
+        Preset | None,
+        typer.Option(help="Size of a built-in model [default: the plan's, or published]."),
+    ] = None
+    optimizer: Optimizer = None
+
+    def source(self, plan: Plan, model: str | None) -> Source:
+        """The model that the user names, or the plan's."""
+        return Source.of_plan(plan, model, self.preset, split_output(self.output)[0])
+
+    def cluster_of(self, plan: Plan, file: Path) -> Cluster:
+        """The cluster that the user names, or the plan's."""
+        return cluster_of(plan, file, self.cluster)
+
+    def device_of(self, plan: Plan, cluster: Cluster) -> str:
+        """The device whose times count."""
+        return self.device or plan.device or cluster.device
+
+
+@dataclass(frozen=True)
+class PlanningSettings:
+    """A search, but for its planner and weight policy."""
+
+    cluster: Annotated[
+        str, typer.Option(help="Preset such as local:4 or summit:8x4, or a JSON file.")
+    ]
+    batch_size: Annotated[int, typer.Option(min=1, help="Samples of one step.")]
+    microbatch_size: MicrobatchSize = None
+    schedule: Schedule = "auto"
+    max_replicas: MaxReplicas = None
+    device: Device = None
+    mode: Annotated[
+        Mode,
+        typer.Option(
+            help="sync: all stages update together after every step; async: no flush between "
+            "mini-batches, each stage updates after its own backward.",
+        ),
+    ] = "sync"
+    optimizer: Optimizer = None
+
+
+@dataclass(frozen=True)
+class LocalPlanSettings:
+    """The plan of local ranks: a file, or what is needed to make one."""
+
+    plan_file: Annotated[
+        Path | None, typer.Option("--plan", help="A plan file [default: plan for --devices].")
+    ] = None
+    devices: Annotated[
+        int | None, typer.Option(min=1, help="Local ranks [default: the plan's, or 2].")
+    ] = None
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, help="Samples of one step [default: the plan's, or 32].")
+    ] = None
+    microbatch_size: MicrobatchSize = None
+    schedule: Schedule = "auto"
+
+    @property
+    def num_devices(self) -> int:
+        """Local ranks, or all of torchrun's."""
+        return self.devices or int(os.environ.get("WORLD_SIZE", "2"))
+
+    def require_no_other(self) -> None:
+        """Refuse what a plan file has decided."""
+        named = [option for option in given(self) if option not in ("--plan", "--schedule")]
+        if self.plan_file is not None and named:
+            raise typer.BadParameter(
+                f"{self.plan_file} decides what {', '.join(named)} would; leave out one of them"
+            )
+
+
+@dataclass(frozen=True)
+class TrainedPlanSettings(LocalPlanSettings):
+    """As ``LocalPlanSettings``, with replicas."""
+
+    max_replicas: MaxReplicas = None
+
+
+@dataclass(frozen=True)
+class TrainingSettings:
+    """How long to train, and what to read and keep."""
+
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Steps to do [default: 100, or what --epochs has].")
+    ] = None
+    epochs: Annotated[int | None, typer.Option(min=1, help="Passes through the data.")] = None
+    resume: Annotated[Path | None, typer.Option(help="A checkpoint to go on from.")] = None
+    save: Annotated[Path | None, typer.Option(help="A new folder for a checkpoint.")] = None
+    check_gradients: Annotated[
+        bool, typer.Option(help="First compare the gradients of a micro-batch with one process.")
+    ] = True
+
+    @property
+    def last_step(self) -> int | None:
+        """Steps to do; None where the epochs decide."""
+        return self.steps or (None if self.epochs else 100)
+
+
+@dataclass(frozen=True)
+class ComputeSettings:
+    """How stages are computed."""
+
+    precision: Annotated[
+        Literal["fp32", "bf16", "fp16"],
+        typer.Option(
+            help="bf16 and fp16 run forwards under autocast; fp16 scales the loss.",
+            rich_help_panel=_COMPUTING,
+        ),
+    ] = "fp32"
+    backend: Annotated[
+        str | None,
+        typer.Option(
+            "--compile",
+            metavar="BACKEND",
+            help="Compile each stage with torch.compile: inductor, aot_eager, ...",
+            rich_help_panel=_COMPUTING,
+        ),
+    ] = None
+    offload: Annotated[
+        bool,
+        typer.Option(
+            "--offload",
+            help="Keep activations on the host between forward and backward (GPUs).",
+            rich_help_panel=_COMPUTING,
+        ),
+    ] = False
+    dropout: Annotated[
+        Literal["stage", "sample"],
+        typer.Option(
+            help="sample: random numbers are the same under any plan.", rich_help_panel=_COMPUTING
+        ),
+    ] = "stage"
+    accumulate: Annotated[
+        int,
+        typer.Option(min=1, help="Batches that make one update.", rich_help_panel=_COMPUTING),
+    ] = 1
+
+    def options(self) -> ComputeOptions:
+        """As the runtime takes it.
+
+        Raises:
+            typer.BadParameter: if there is no such backend.
+        """
+        from anabranch.runtime.compute.options import ComputeOptions
+
+        return usage(
+            ComputeOptions,
+            precision=self.precision,
+            compile=self.backend or False,
+            offload=self.offload,
+            dropout=self.dropout,
+        )
+
+
+@dataclass(frozen=True)
+class FlushSettings:
+    """Training with or without a flush, and which weights are read without."""
+
+    mode: Annotated[
+        Mode | None,
+        typer.Option(
+            help="sync: all stages update together after every step; async: without a flush, each "
+            "stage updates after its own backward [default: the plan's, or sync].",
+        ),
+    ] = None
+    policy: Policy = None
+    policy_option: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=VALUE",
+            help="An option of the policy, such as clip=3 of predict-stash; repeatable. A wrong "
+            "name lists all.",
+        ),
+    ] = None
+    round_robin: Annotated[
+        bool,
+        typer.Option(
+            "--round-robin",
+            help="With --mode async: the replicas of a stage take mini-batches in turn, instead of "
+            "splitting each.",
+        ),
+    ] = False
+    clip_stage_norm: Annotated[
+        float | None,
+        typer.Option(
+            metavar="NORM",
+            help="With --mode async: clip the gradients of each stage to this norm.",
+        ),
+    ] = None
+
+    def is_async(self, plan: Plan | None) -> bool:
+        """Whether there is no flush, by the user or by the plan file."""
+        return (self.mode or (plan.mode if plan is not None else "sync")) == "async"
+
+    def with_options(self, name: str) -> WeightPolicy:
+        """The policy of that name, with the user's options."""
+        return usage(policy_named, name, named_values(self.policy_option, "--policy-option"))
+
+    def other_policy(self, plan: Plan, *, is_file: bool) -> WeightPolicy | str | None:
+        """The policy of a run, where that is not just the plan's.
+
+        A plan of the search has the policy already, also where the search was to choose one.
+        """
+        name = self.policy if is_file else None
+        return self.with_options(name or plan.policy) if self.policy_option else name
+
+
+@dataclass(frozen=True)
+class EmulationSettings:
+    """Devices that are emulated, and their links."""
+
+    emulate: Annotated[
+        bool,
+        typer.Option(
+            "--emulate",
+            help="No training: local ranks wait as long as the plan's devices compute, and "
+            "messages take as long as on its cluster. MODEL may be a profile file.",
+            rich_help_panel=_EMULATION,
+        ),
+    ] = False
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            help="Emulate another cluster than the plan's, or plan for this one.",
+            rich_help_panel=_EMULATION,
+        ),
+    ] = None
+    links: Annotated[
+        Literal["modelled", "host"],
+        typer.Option(
+            help="host: messages take as long as on this machine.", rich_help_panel=_EMULATION
+        ),
+    ] = "modelled"
+    bandwidth: Annotated[
+        float | None,
+        typer.Option(
+            help="GB/s of every link, instead of the cluster's.", rich_help_panel=_EMULATION
+        ),
+    ] = None
+    latency: Annotated[
+        float | None,
+        typer.Option(help="Microseconds of every link, likewise.", rich_help_panel=_EMULATION),
+    ] = None
+    time_scale: Annotated[
+        float | None,
+        typer.Option(
+            help="Wall seconds per second of the devices [default: what this machine can do].",
+            rich_help_panel=_EMULATION,
+        ),
+    ] = None
+
+    def with_links(self, cluster: Cluster) -> Cluster:
+        """The cluster with the links that the user asks for."""
+        changed: dict[str, Any] = {}
+        if self.bandwidth is not None:
+            changed["bandwidth"] = self.bandwidth * 1e9
+        if self.latency is not None:
+            changed["latency_s"] = self.latency * 1e-6
+        levels = tuple(usage(replace, level, **changed) for level in cluster.levels)
+        return replace(cluster, levels=levels)

@@ -1,0 +1,95 @@
+"""Settings as parameters of verbs: each of their fields becomes one option.
+
+A verb takes settings of a few subjects and what is its own. typer reads one parameter per option::
+
+    def verify(model: ModelSettings, local: LocalPlanSettings, as_json: AsJson)
+    --> anabranch verify MODEL --preset ... --granularity ... --plan ... --devices ... --json
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import MISSING, Field, fields, is_dataclass
+from enum import StrEnum
+from functools import reduce, wraps
+from inspect import Parameter
+from operator import or_
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from typer.models import OptionInfo
+
+
+def spread(verb: Callable[..., None]) -> Callable[..., None]:
+    """The verb as typer reads it, with a parameter for every field of its settings."""
+    hints = get_type_hints(verb, include_extras=True)
+    settings: dict[str, Any] = {}
+    parameters: list[Parameter] = []
+    for name, parameter in inspect.signature(verb).parameters.items():
+        kind = hints[name]
+        if is_dataclass(kind):
+            settings[name] = kind
+            parameters += [_parameter(f, type_) for f, type_ in _options(kind)]
+        else:
+            parameters.append(
+                parameter.replace(kind=Parameter.KEYWORD_ONLY, annotation=_with_enums(kind))
+            )
+
+    @wraps(verb)
+    def call(**given: Any) -> None:
+        values = {name: _without_enums(value) for name, value in given.items()}
+        made = {
+            name: kind(**{field.name: values.pop(field.name) for field in fields(kind)})
+            for name, kind in settings.items()
+        }
+        verb(**made, **values)
+
+    call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    call.__annotations__ = {}
+    return call
+
+
+def given(settings: Any) -> dict[str, Any]:
+    """Option as it is written -> value, of the fields that are not at their defaults."""
+    values = {}
+    for field, type_ in _options(type(settings)):
+        value = getattr(settings, field.name)
+        (option,) = (part for part in get_args(type_)[1:] if isinstance(part, OptionInfo))
+        name = option.default if isinstance(option.default, str) else None
+        if value not in (field.default, [], ()):
+            values[name or "--" + field.name.replace("_", "-")] = value
+    return values
+
+
+def _options(kind: Any) -> list[tuple[Field[Any], Any]]:
+    """The fields of settings, each with its annotation."""
+    hints = get_type_hints(kind, include_extras=True)
+    return [(field, hints[field.name]) for field in fields(kind)]
+
+
+def _parameter(field: Field[Any], type_: Any) -> Parameter:
+    default = Parameter.empty if field.default is MISSING else field.default
+    return Parameter(
+        field.name, Parameter.KEYWORD_ONLY, default=default, annotation=_with_enums(type_)
+    )
+
+
+def _with_enums(type_: Any) -> Any:
+    """A type with enumerations in place of literals, of which typer takes no lists."""
+    origin, arguments = get_origin(type_), get_args(type_)
+    if origin is Literal:
+        return StrEnum("Choice", list(arguments))
+    if origin is Annotated:
+        return Annotated[(_with_enums(arguments[0]), *arguments[1:])]
+    if origin is list:
+        return list[_with_enums(arguments[0])]  # type: ignore[misc]
+    if origin in (Union, UnionType):
+        return reduce(or_, map(_with_enums, arguments))
+    return type_
+
+
+def _without_enums(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_without_enums(item) for item in value]
+    return value.value if isinstance(value, StrEnum) else value

@@ -1,0 +1,45 @@
+"""The verb ``check``: what is wrong with a plan file."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from anabranch.cli.output import print_json
+from anabranch.cli.settings import AsJson, PlanFile, PlannedModelSettings
+from anabranch.cli.spread import spread
+from anabranch.weights import OPTIMIZERS
+
+
+@spread
+def check(
+    plan_file: PlanFile,
+    other: PlannedModelSettings,
+    model: Annotated[
+        str | None, typer.Argument(help="The model or profile that it is for.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Is PLAN valid? Structure and schedule alone or, with MODEL, also conditions C1-C4 and memory.
+
+    Exits with 1 if the plan has a problem.
+    """
+    from anabranch.files import load_plan
+    from anabranch.solve import check_plan
+
+    plan = load_plan(plan_file)
+    costs = cluster = None
+    optimizer = OPTIMIZERS[other.optimizer] if other.optimizer is not None else None
+    if model is not None:
+        cluster = other.cluster_of(plan, plan_file)
+        costs, optimizer = other.source(plan, model).profile_and_optimizer(
+            other.device_of(plan, cluster), plan.stage_graph.batch_size, plan.mode, other.optimizer
+        )
+    problems = check_plan(plan, costs, cluster, optimizer=optimizer)
+    if as_json:
+        print_json({"valid": not problems, "problems": problems})
+    else:
+        typer.echo("\n".join(problems) or f"{plan_file} is valid")
+    if problems:
+        raise typer.Exit(1)

@@ -1,0 +1,175 @@
+"""The verb ``compare``: every planner, or every weight policy, side by side."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from anabranch.cli.comparison import (
+    Contender,
+    comparison,
+    interrupted,
+    plan_or_error,
+    remarks,
+    staleness_document,
+    why_none,
+)
+from anabranch.cli.output import note, print_json, print_table, say, say_written
+from anabranch.cli.parsing import options_by_planner, usage
+from anabranch.cli.progress import progress_of
+from anabranch.cli.settings import AsJson, ModelSettings, PlannerName, PlanningSettings, PolicyName
+from anabranch.cli.source import read_cluster
+from anabranch.cli.spread import spread
+
+if TYPE_CHECKING:
+    from anabranch.errors import AnabranchError
+    from anabranch.plans.plan import Plan
+
+
+@spread
+def compare(
+    model: ModelSettings,
+    planning: PlanningSettings,
+    planner: Annotated[
+        list[PlannerName] | None,
+        typer.Option(
+            help="Only this planner; repeatable [default: all, exhaustive only if the model is "
+            "small enough for it]."
+        ),
+    ] = None,
+    planner_option: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="[PLANNER.]NAME=VALUE",
+            help="An option of one planner (piper.recompute=false) or of every planner compared "
+            "that has it (recompute=false); repeatable.",
+        ),
+    ] = None,
+    policy: Annotated[
+        list[PolicyName] | None,
+        typer.Option(help="With --mode async: only this policy; repeatable [default: all]."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Every planner side by side on the same profile, judged by the same simulator.
+
+    With --mode async the weight policies side by side: time per mini-batch of the full pipeline,
+    memory, versions, and how old the weights are that are read; for the best plan of planner
+    graphpipe, or of every --planner that is named.
+
+    A planner that finds no plan has a row and a line that says why; exits with 1 if none has a
+    plan. Ctrl-C ends the search of the planner under way, with the best plan it has so far or a
+    row that says "stopped"; the others follow, and Ctrl-C ends each of those in turn.
+
+    "slowest stage" is what the slowest stage computes in one step; a step cannot be shorter.
+    "total" is the planner's search plus simulating its proposals and improving the best of them.
+
+    Examples:
+
+    - `anabranch compare dlrm --cluster summit:4x4 --batch-size 1024 --planner graphpipe --planner
+      piper --planner sequential`
+    - `anabranch compare graph.txt -o samples=32 --cluster dapple-c:16 --batch-size 2048`: a profile
+      in the format of PipeDream, Piper or DAPPLE, measured with mini-batches of 32 samples
+    - `anabranch compare mmt --cluster summit:8x4 --batch-size 512 --planner-option
+      graphpipe.kfkb=true --planner-option recompute=false -o compare.json`
+    - `anabranch compare mmt --cluster summit:2x4 --batch-size 8 --mode async --planner graphpipe
+      --planner pipedream --policy stash --policy pipeoptim`
+    """
+    from anabranch import solve_async
+    from anabranch.solve import comparable, options_of
+    from anabranch.solve import compare as search
+    from anabranch.weights import POLICIES
+
+    is_async = planning.mode == "async"
+    if policy and not is_async:
+        raise typer.BadParameter("--policy is for --mode async; without it weights have no policy")
+    cluster = read_cluster(planning.cluster)
+    costs, optimizer = model.source.profile_and_optimizer(
+        planning.device or cluster.device, planning.batch_size, planning.mode, planning.optimizer
+    )
+    planners = list(dict.fromkeys(planner or ()))
+    planners = planners or (["graphpipe"] if is_async else comparable(costs, cluster))
+    known = {name: options_of(name) for name in planners}
+    options: dict[str, Any] = {
+        "planner_options": options_by_planner(planner_option, planners, known),
+        "microbatch_size": planning.microbatch_size,
+        "max_replicas": planning.max_replicas,
+        "model": model.model,
+    }
+    where = costs, cluster, planning.batch_size
+    results: Iterator[tuple[Any, ...]]
+    if is_async:
+        usage(solve_async.check_mode, "async", "", planning.schedule)
+        policies = list(dict.fromkeys(policy or POLICIES))
+        results = usage(
+            solve_async.compare, *where, planners, policies, optimizer=optimizer, **options
+        )
+        contenders = [Contender(name, policy) for name in planners for policy in policies]
+    else:
+        results = usage(search, *where, planners, schedule=planning.schedule, **options)
+        contenders = [Contender(name) for name in planners]
+    found = _search(contenders, results)
+
+    error = why_none(found)
+    document = {
+        "model": model.model,
+        "cluster": planning.cluster,
+        "batch_size": planning.batch_size,
+        "profile": costs.origin,
+        "plans": [
+            ({"policy": contender.policy} if is_async else {})
+            | plan_or_error(contender.planner, plan)
+            | staleness_document(plan, optimizer)
+            for contender, plan in found.items()
+        ],
+    }
+    if is_async:
+        document |= {"mode": "async", "optimizer": optimizer.name if optimizer else None}
+    if error is not None:
+        document |= {"error": type(error).__name__, "message": str(error)}
+    if model.file is not None:
+        text = json.dumps(document, indent=2, allow_nan=False)
+        model.file.write_text(text + "\n", encoding="utf-8")
+    if as_json:
+        print_json(document)
+    else:
+        batches = "mini-batches of" if is_async else "batch"
+        title = f"{_short(model.model)} on {_short(planning.cluster)}, {batches}"
+        print_table(f"{title} {planning.batch_size}", *comparison(found, optimizer))
+        for line in remarks(found, costs.origin):
+            say(line)
+        if left := contenders[len(found) :]:
+            typer.echo(f"interrupted before {', '.join(map(_name, left))}")
+        say_written(model.file)
+    if error is not None:
+        # Not raised: standard output has its document already.
+        typer.secho(f"{type(error).__name__}: {error}", err=True, fg="red")
+        raise typer.Exit(1)
+
+
+def _search(
+    contenders: list[Contender], results: Iterator[tuple[Any, ...]]
+) -> dict[Contender, Plan | AnabranchError]:
+    """The plan of every contender; an interrupt between two searches ends the comparison only."""
+    found: dict[Contender, Plan | AnabranchError] = {}
+    with progress_of("planning") as progress, suppress(KeyboardInterrupt):
+        for i, contender in enumerate(contenders):
+            progress(i, len(contenders), f"planner {_name(contender)}; Ctrl-C ends its search")
+            found[contender] = usage(next, results)[-1]
+            if interrupted(found[contender]):
+                note(f"{_name(contender)} interrupted")
+    return found
+
+
+def _name(contender: Contender) -> str:
+    return ", ".join(filter(None, contender))
+
+
+def _short(text: str) -> str:
+    """A file by its name alone: paths would not fit a line."""
+    return Path(text).name if Path(text).is_file() else text

@@ -1,0 +1,197 @@
+"""The verb ``plan``: stages, devices, micro-batches and a schedule for a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from anabranch.cli.comparison import interrupted, plan_or_error, ratio, staleness_document
+from anabranch.cli.output import note, print_json, print_table, say_written
+from anabranch.cli.parsing import named_values, usage
+from anabranch.cli.settings import AsJson, ModelSettings, PlannerName, PlanningSettings, Policy
+from anabranch.cli.source import read_cluster
+from anabranch.cli.spread import spread
+from anabranch.cli.staleness_table import staleness_of, staleness_table
+from anabranch.errors import AnabranchError, SearchStoppedError
+
+if TYPE_CHECKING:
+    from anabranch.cluster import Cluster
+    from anabranch.plans.plan import Plan
+    from anabranch.profile.profile import Profile
+    from anabranch.weights import OptimizerFacts
+
+
+@spread
+def plan(
+    model: ModelSettings,
+    planning: PlanningSettings,
+    planner: Annotated[PlannerName, typer.Option(help="How to search.")] = "graphpipe",
+    planner_option: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=VALUE",
+            help="An option of the planner, such as kfkb=true; repeatable. A wrong name lists all.",
+        ),
+    ] = None,
+    policy: Policy = None,
+    baselines: Annotated[
+        bool, typer.Option(help="Also plan the sequential baselines, to compare with.")
+    ] = True,
+    as_json: AsJson = False,
+) -> None:
+    """Find stages, devices, micro-batches and a schedule for MODEL or a profile file.
+
+    With --mode async for training without a flush: the plan with the least time per mini-batch,
+    with the memory of all weight versions that the policy holds. Ctrl-C ends the search with the
+    best plan so far.
+
+    Examples:
+
+    - `anabranch plan mmt --cluster summit:8x4 --batch-size 512 -o plan.json` and then
+      `anabranch simulate plan.json --report page.html`
+    - `anabranch plan graph.txt -o samples=32 --cluster dapple-c:16 --batch-size 2048`: a profile in
+      the format of PipeDream, Piper or DAPPLE, measured with mini-batches of 32 samples
+    - `anabranch plan mmt.json --cluster mine.json --batch-size 512 --planner piper
+      --planner-option recompute=false`
+    - `anabranch plan mmt --cluster summit:2x4 --batch-size 8 --mode async --policy pipeoptim`
+    """
+    from anabranch.files import plan_to_dict, save_plan
+    from anabranch.solve import plan as search
+
+    cluster = read_cluster(planning.cluster)
+    costs, optimizer = model.source.profile_and_optimizer(
+        planning.device or cluster.device, planning.batch_size, planning.mode, planning.optimizer
+    )
+    try:
+        found = usage(
+            search,
+            costs,
+            cluster,
+            planning.batch_size,
+            planner=planner,
+            microbatch_size=planning.microbatch_size,
+            schedule=planning.schedule,
+            max_replicas=planning.max_replicas,
+            planner_options=named_values(planner_option),
+            model=model.model,
+            mode=planning.mode,
+            policy=policy or "",
+            optimizer=optimizer,
+        )
+    except KeyboardInterrupt:
+        raise SearchStoppedError(
+            f"interrupted before planner {planner} had proposed a plan; with a later Ctrl-C "
+            "there is one, and with --planner sequential or data-parallel at once"
+        ) from None
+    found = replace(found, options=model.source.recorded())
+    if model.file is not None:
+        save_plan(found, model.file)
+    others: dict[str, Plan | AnabranchError] = {}
+    if baselines and planner == "graphpipe":
+        if interrupted(found):
+            note(
+                "interrupted; planning the baselines to compare with: Ctrl-C again leaves them out"
+            )
+        with suppress(KeyboardInterrupt):
+            others.update(_baselines(costs, cluster, found, planning, optimizer))
+    if as_json:
+        document = plan_to_dict(found)
+        document["baselines"] = {name: plan_or_error(name, plan) for name, plan in others.items()}
+        document["gain"] = {
+            name: ratio(plan.figures.step_s, found.figures.step_s)
+            for name, plan in others.items()
+            if not isinstance(plan, AnabranchError)
+        }
+        if found.mode == "async":
+            document["optimizer"] = optimizer.name if optimizer is not None else None
+        print_json(document | staleness_document(found, optimizer))
+        return
+    typer.echo(found.summary())
+    if found.mode == "async":
+        print_table(*staleness_table(found.policy, staleness_of(found, optimizer)))
+    typer.echo(
+        f"found in {found.search_s:.3f} s of search, {found.simulate_s:.3f} s of simulation and "
+        f"{found.improve_s:.3f} s of improvement"
+    )
+    for name, other in others.items():
+        typer.echo(against(name, other, found))
+    if better := _faster(others, found):
+        typer.echo(better)
+    say_written(model.file)
+
+
+def _baselines(
+    costs: Profile,
+    cluster: Cluster,
+    found: Plan,
+    planning: PlanningSettings,
+    optimizer: OptimizerFacts | None,
+) -> Iterator[tuple[str, Plan | AnabranchError]]:
+    """The best sequential plan of the search (as free as ours), and the straight one without
+    replicas; neither is improved afterwards, which takes longer than to find it.
+    """
+    from anabranch.solve import plan
+
+    for name, most in (("sequential", planning.max_replicas), ("straight sequential", 1)):
+        try:
+            yield (
+                name,
+                plan(
+                    costs,
+                    cluster,
+                    planning.batch_size,
+                    planner="sequential",
+                    microbatch_size=planning.microbatch_size,
+                    schedule=planning.schedule,
+                    max_replicas=most,
+                    model=found.model,
+                    improve=False,
+                    mode=found.mode,
+                    policy=found.policy,
+                    optimizer=optimizer,
+                ),
+            )
+        except AnabranchError as error:
+            yield name, error
+
+
+def against(name: str, other: Plan | AnabranchError, ours: Plan) -> str:
+    """One line that compares a baseline with our plan."""
+    if isinstance(other, AnabranchError):
+        return f"against {name}: none, {other}"
+    step_s, graph = other.figures.step_s, other.stage_graph
+    gain = ratio(step_s, ours.figures.step_s)
+    return (
+        f"against {name} ({step_s * 1e3:.2f} ms, depth {graph.depth}, "
+        f"micro-batch {graph.stages[0].microbatch_size}, {other.schedule}): "
+        f"{'our plan takes no time' if gain is None else f'{gain:.2f}x'}"
+    )
+
+
+_OPTIONS = {
+    "sequential": "--planner sequential",
+    "straight sequential": "--planner sequential --max-replicas 1",
+}
+
+
+def _faster(others: Mapping[str, Plan | AnabranchError], ours: Plan) -> str:
+    """A line on the best baseline, if that is better than our plan."""
+    plans = {n: plan for n, plan in others.items() if not isinstance(plan, AnabranchError)}
+    name = min(plans, key=lambda name: plans[name].figures.step_s, default="")
+    if not name or plans[name].figures.step_s >= ours.figures.step_s * (1 - 1e-9):
+        return ""
+    if ours.mode == "async":
+        depth = plans[name].stage_graph.depth
+        return (
+            f"the {name} pipeline is faster than this plan, at depth {depth} "
+            f"instead of {ours.stage_graph.depth}, which decides how stale weights are: "
+            f"{_OPTIONS[name]} plans it"
+        )
+    return (
+        f"the {name} pipeline is faster than this plan: {_OPTIONS[name]} plans it, or let the "
+        "search of this planner come to its end"
+    )

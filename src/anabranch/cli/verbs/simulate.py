@@ -1,0 +1,126 @@
+"""The verb ``simulate``: the predicted timeline of a plan file."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from anabranch.cli.output import print_json, print_table, say_written
+from anabranch.cli.parsing import usage
+from anabranch.cli.settings import AsJson, PlanFile, PlannedModelSettings, Policy, ScheduleName
+from anabranch.cli.spread import spread
+from anabranch.cli.staleness_table import staleness_table
+from anabranch.plans.plan import Mode
+
+if TYPE_CHECKING:
+    from anabranch.plans.plan import Plan
+    from anabranch.solve_async import Simulated
+    from anabranch.timeline import Timeline
+
+
+@spread
+def simulate(
+    plan_file: PlanFile,
+    other: PlannedModelSettings,
+    model: Annotated[
+        str | None,
+        typer.Argument(help="The model or profile that it is for [default: the plan's]."),
+    ] = None,
+    schedule: Annotated[
+        ScheduleName | None, typer.Option(help="Another schedule than the plan's.")
+    ] = None,
+    mode: Annotated[Mode | None, typer.Option(help="Another mode than the plan's.")] = None,
+    policy: Policy = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="Write a trace for Perfetto or chrome://tracing.")
+    ] = None,
+    report: Annotated[Path | None, typer.Option(help="Write a self-contained HTML page.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Predict the timeline of one step of PLAN.
+
+    Without a flush, with --mode async or for an asynchronous plan: the time per mini-batch of the
+    full pipeline, and the timeline of some mini-batches from an empty pipeline to an empty one.
+    """
+    from anabranch import solve_async
+    from anabranch.files import load_plan
+    from anabranch.solve import simulate as predict
+
+    plan = load_plan(plan_file)
+    batch_size = plan.stage_graph.batch_size
+    cluster = other.cluster_of(plan, plan_file)
+    chosen = mode or plan.mode
+    usage(solve_async.check_mode, chosen, policy or "", schedule or "auto")
+    costs, optimizer = other.source(plan, model).profile_and_optimizer(
+        other.device_of(plan, cluster), batch_size, chosen, other.optimizer
+    )
+    if chosen == "async":
+        found = solve_async.simulate(plan, costs, cluster, policy=policy or "", optimizer=optimizer)
+        shown, timeline, graph = found.plan, found.timeline, found.graph
+        title = f"predicted, {graph.batch_size // batch_size} mini-batches"
+    else:
+        shown = replace(solve_async.synchronous(plan), profile=costs.origin)
+        timeline = predict(shown, costs, cluster, schedule=schedule)
+        found, graph, title = None, shown.stage_graph, "predicted"
+    if trace is not None:
+        from anabranch.report.chrome import trace as to_trace
+
+        trace.write_text(json.dumps(to_trace(timeline, graph)))
+    if report is not None:
+        from anabranch.report.html import page
+
+        text = page(shown, [(title, timeline)], graphs=[graph])
+        report.write_text(text, encoding="utf-8")
+    _say(shown, timeline, found, as_json=as_json, trace=trace, report=report)
+
+
+def _say(
+    plan: Plan,
+    timeline: Timeline,
+    found: Simulated | None,
+    *,
+    as_json: bool,
+    trace: Path | None,
+    report: Path | None,
+) -> None:
+    """Print the figures of a step or, where there is no flush, of the full pipeline."""
+    from anabranch.plans.plan import headline
+
+    batch_size = plan.stage_graph.batch_size
+    step_s, bubble, peaks = timeline.step_s, timeline.bubble, [*timeline.peak_bytes.values()]
+    more: dict[str, Any] = {}
+    if found is not None:
+        steady = found.steady
+        step_s, bubble, peaks = steady.period_s, steady.bubble, [*steady.device_peak_bytes]
+        more = {
+            "mode": plan.mode,
+            "policy": plan.policy,
+            "periodic": steady.periodic,
+            "staleness": [asdict(stage) for stage in found.staleness],
+            "timeline_batches": found.graph.batch_size // batch_size,
+            "timeline_s": timeline.step_s,
+        }
+    if as_json:
+        print_json(
+            {
+                "step_s": step_s,
+                "bubble": bubble,
+                "device_peak_bytes": peaks,
+                "samples_per_s": batch_size / step_s if step_s else 0.0,
+                "profile": plan.profile,
+                **more,
+                "trace": str(trace) if trace else None,
+                "report": str(report) if report else None,
+            }
+        )
+        return
+    typer.echo(headline(step_s, bubble, max(peaks), batch_size, plan.mode))
+    typer.echo(f"costs: {plan.profile}")
+    if found is not None:
+        print_table(*staleness_table(plan.policy, found.staleness))
+    say_written(trace)
+    say_written(report)

@@ -1,0 +1,159 @@
+"""The verb ``train``: a model on local ranks, under torchrun, or a plan on emulated devices."""
+
+from __future__ import annotations
+
+import os
+import time
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from anabranch.cli.emulated_run import rehearse
+from anabranch.cli.executed_plan import executed_plan
+from anabranch.cli.job import Job, agreed
+from anabranch.cli.preflight import (
+    refuse_emulation,
+    refuse_mode,
+    require_new_run,
+    require_runs,
+    require_trainable,
+)
+from anabranch.cli.run_summary import (
+    INTERRUPTED,
+    how_to_go_on,
+    say_run,
+    say_stopped,
+    say_stopping,
+)
+from anabranch.cli.settings import (
+    AsJson,
+    ComputeSettings,
+    EmulationSettings,
+    FlushSettings,
+    RunFolder,
+    TrainedModelSettings,
+    TrainedPlanSettings,
+    TrainingSettings,
+)
+from anabranch.cli.spread import given, spread
+
+if TYPE_CHECKING:
+    from anabranch.plans.plan import Plan
+    from anabranch.runtime.compute.options import ComputeOptions
+    from anabranch.weights import WeightPolicy
+
+
+@spread
+def train(
+    model: TrainedModelSettings,
+    local: TrainedPlanSettings,
+    training: TrainingSettings,
+    compute: ComputeSettings,
+    flush: FlushSettings,
+    emulation: EmulationSettings,
+    run: RunFolder = None,
+    as_json: AsJson = False,
+) -> None:
+    """Train MODEL as a pipeline on local ranks, or as one rank of torchrun.
+
+    Where plain data parallelism is predicted to be faster, the plan is that: one stage with
+    replicas. --max-replicas 1 asks for a pipeline.
+
+    Example: `anabranch train two-branch --devices 4 --steps 50`, or
+    `torchrun --nproc-per-node 2 -m anabranch train two-branch --steps 50`
+
+    With --mode async there is no flush between mini-batches, and --policy says which weights
+    forwards and backwards read: `anabranch train two-branch --devices 4 --mode async`
+
+    With --emulate a plan for any cluster runs here on emulated devices:
+    `anabranch train mmt --plan plan.json --emulate`
+
+    Ctrl-C ends training after the step under way: the checkpoint of --save, the figures and the
+    report are written as far as it came, and the exit code is 130. A second Ctrl-C stops at once.
+    """
+    require_new_run(run)
+    slug = "".join(c if c.isalnum() or c in "-_" else "-" for c in model.model)
+    folder = run or Path("runs") / f"{slug}-{time.strftime('%Y%m%d-%H%M%S')}"
+    if emulation.emulate:
+        refuse_emulation(local, training, flush)
+        steps = training.steps or 5
+        rehearse(model.source, local, emulation, steps, folder, as_json=as_json)
+        return
+    if others := given(emulation):
+        raise typer.BadParameter(f"{', '.join(others)}: only with --emulate")
+    options = compute.options()
+    job = Job.of(model.source, local)
+    is_async = flush.is_async(job.plan)
+    refuse_mode(is_async, flush, compute.accumulate)
+    shown, policy = _plan(job, local, training, options, flush)
+    is_first = os.environ.get("RANK", "0") == "0"
+    if is_first and not as_json:
+        typer.echo(shown.summary())
+    special: dict[str, Any] = {"accumulate": compute.accumulate}
+    if is_async:
+        special = {
+            "policy": policy,
+            "round_robin": flush.round_robin,
+            "clip_stage_norm": flush.clip_stage_norm,
+        }
+    try:
+        result = job.train(
+            training,
+            is_async=is_async,
+            # Of a run in another way than the plan's its prediction says nothing.
+            predicted_s=shown.predicted.step_s if shown.predicted is not None else 0.0,
+            on_interrupt=say_stopping,
+            compute=options,
+            **special,
+        )
+    except KeyboardInterrupt:
+        say_stopped(training.save)
+        raise typer.Exit(INTERRUPTED) from None
+    if is_first:
+        # Counts in flight of replicas in turn are none of a plan.
+        result = job.keep(result, folder, plan=None if flush.round_robin else shown)
+        ended = how_to_go_on(result, training, run) if result.interrupted else ""
+        say_run(result, folder, ended, as_json=as_json)
+    if result.interrupted:
+        raise typer.Exit(INTERRUPTED)
+
+
+def _plan(
+    job: Job,
+    local: TrainedPlanSettings,
+    training: TrainingSettings,
+    options: ComputeOptions,
+    flush: FlushSettings,
+) -> tuple[Plan, WeightPolicy | str | None]:
+    """Plan the job if it has no plan; the plan as it will be executed, and another policy for it.
+
+    What cannot run is refused as early as it is known.
+    """
+    is_async = flush.is_async(job.plan)
+    name = flush.policy or (job.plan.policy if job.plan is not None else "")
+    known = flush.with_options(name) if is_async and name not in ("", "auto") else None
+    require_trainable(
+        job.workload,
+        options,
+        known,
+        is_async=is_async,
+        resume=training.resume,
+        save=training.save,
+    )
+    job.capture()
+    search = partial(
+        job.search,
+        local,
+        max_replicas=local.max_replicas,
+        mode="async" if is_async else "sync",
+        policy=flush.policy or "",
+    )
+    is_file = job.plan is not None
+    job.plan = job.plan or (agreed(search) if "RANK" in os.environ else search())
+    policy = flush.other_policy(job.plan, is_file=is_file) if is_async else None
+    how = {"is_async": is_async, "round_robin": flush.round_robin}
+    if is_file:
+        require_runs(job.captured, job.plan, job.workload, options, policy, **how)
+    return executed_plan(job.plan, job.workload, policy, **how), policy

@@ -1,0 +1,170 @@
+"""The verb compare: rows, reasons, interrupts, documents and exit codes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from anabranch import planner as planners
+from anabranch.errors import SearchStoppedError
+from anabranch.files import save_cluster
+from tests.cli.examples import Interrupted, four, planners_of
+
+
+def test_exhaustive_only_where_it_has_an_answer(run, write_chain):
+    """8 operators are its most; beyond, it is compared if it is asked for, and says why not."""
+    code, out, err = run("compare", *write_chain(*[1.0] * 8))
+    assert code == 0, err
+    assert planners_of(out) == list(planners.PLANNERS)
+    nine = write_chain(*[1.0] * 9)
+    assert planners_of(run("compare", *nine)[1]) == list(planners.PLANNERS)[:-1]
+    code, out, _ = run("compare", *nine, "--planner", "exhaustive", "--planner", "even")
+    assert code == 0
+    assert planners_of(out) == ["exhaustive", "even"]
+    assert "too big" in out
+    assert "exhaustive: planner exhaustive takes up to 8 operators" in out
+
+
+def test_no_plan_at_all_is_a_failure(run, write_chain):
+    """Exit code 1 and a paragraph; with --json the rows and the reason are one document."""
+    arguments = (
+        "compare",
+        *write_chain(memory_bytes=10),
+        "--planner",
+        "even",
+        "--planner",
+        "dapple",
+    )
+    code, out, err = run(*arguments)
+    assert code == 1
+    assert planners_of(out) == ["even", "dapple"]
+    assert "InfeasiblePlanError: no planner compared has a plan: " in err
+    code, out, err = run(*arguments, "--json", "-o", "rows.json")
+    document = json.loads(out)
+    assert code == 1
+    assert [row["planner"] for row in document["plans"]] == ["even", "dapple"]
+    assert document["error"] == "InfeasiblePlanError"
+    assert document["message"].startswith("no planner compared has a plan")
+    assert json.loads(Path("rows.json").read_text()) == document
+
+
+def test_even_says_whether_other_stages_would_fit(run, write_chain):
+    """So that its line agrees with the other rows. An operator has 400 bytes of weights, and keeps
+    100 per sample: a stage of the three quick ones is too much, one of two is not.
+    """
+    some = ("--planner", "even", "--planner", "sequential")
+    _, out, _ = run("compare", *write_chain(memory_bytes=10), *some)
+    assert "nor with other stages in a row" in out
+    code, out, _ = run("compare", *write_chain(1.0, 1.0, 1.0, 3.0, memory_bytes=1350), *some)
+    assert code == 0
+    assert "planners sequential and graphpipe have stages that fit" in out
+    assert "sequential: 2 stages" in out
+
+
+def test_planner_options_reach_the_planners(run, write_chain):
+    """Without replicas there is a stage per device; the others keep their freedom."""
+    code, out, err = run(
+        "compare", *write_chain(), "--planner", "sequential", "--planner", "pipedream",
+        "--planner-option", "sequential.max_replicas=1", "--json",
+    )  # fmt: skip
+    assert code == 0, err
+    sequential, _ = json.loads(out)["plans"]
+    assert [len(stage["devices"]) for stage in sequential["stages"]] == [1, 1]
+
+
+def test_an_interrupt_ends_one_search(run, write_chain, monkeypatch):
+    """With the best so far or a row that says so; the planners behind it have their turn."""
+    monkeypatch.setitem(planners.PLANNERS, "dapple", lambda: Interrupted(False))
+    monkeypatch.setitem(planners.PLANNERS, "piper", lambda: Interrupted(True))
+    three = ("--planner", "dapple", "--planner", "piper", "--planner", "even")
+    code, out, err = run("compare", *write_chain(), *three)
+    assert code == 0, err
+    assert planners_of(out) == ["dapple", "piper", "even"]
+    assert out.splitlines()[3].split()[:3] == ["dapple", "stopped", "-"]
+    assert "dapple: interrupted before it had proposed a plan" in out
+    assert "piper: 2 stages, micro-batch 8, 1f1b; interrupted: the best of the first 1" in out
+    assert "dapple interrupted piper interrupted" in err
+    code, out, err = run("compare", *write_chain(), "--planner", "dapple", "--json")
+    assert code == 1
+    assert json.loads(out)["plans"][0]["kind"] == SearchStoppedError.__name__
+
+
+def test_compare_has_every_planner(document, profile):
+    """Ours is never behind the strongest chain or data parallelism: it simulates theirs too."""
+    found = document("compare", profile, "--cluster", "summit:1x2", "--batch-size", "16")
+    assert [plan["planner"] for plan in found["plans"]] == list(planners.PLANNERS)
+    steps = {p["planner"]: p["predicted"]["step_s"] for p in found["plans"] if "predicted" in p}
+    assert steps["graphpipe"] <= min(steps["sequential"], steps["data-parallel"]) * (1 + 1e-9)
+
+
+def test_compare_shows_a_row_for_who_cannot(run, profile, tmp_path):
+    """One sample cannot be shared out: no data parallelism, and the row and a line say so."""
+    file = tmp_path / "compare.json"
+    code, out, err = run(
+        *("compare", profile, "--cluster", "summit:1x2", "--batch-size", "1", "-o", str(file)),
+        *("--planner", "even", "--planner", "data-parallel"),
+    )
+    assert code == 0, err
+    lines = {line.split()[0]: line for line in out.splitlines() if line.strip()}
+    assert "no plan" in lines["data-parallel"]
+    assert "at least 2 samples" in lines["data-parallel:"]
+    even, parallel = json.loads(file.read_text())["plans"]
+    assert even["predicted"]["step_s"] > 0
+    assert set(parallel) == {"planner", "error", "kind"}
+
+
+def test_compare_puts_policies_side_by_side(run, four_files):
+    """A row for each, with how old the weights are, and a document with every stage."""
+    code, out, err = run("compare", *four_files, "--mode", "async", "--policy", "stash", "--policy",
+                         "2bw", "--policy", "pipeoptim", "-o", "c.json")  # fmt: skip
+    assert code == 0, err
+    rows = {line.split()[0]: line.split()[1:] for line in out[: out.index("costs:")].splitlines()}
+    #                   ms       over    per s    depth between forward backward versions
+    assert rows["stash"][:8] == ["12000", "1.00", "0.33", "4", "3", "-3", "-3", "4"]
+    assert rows["2bw"][:8] == ["12000", "1.00", "0.33", "4", "1", "-1", "-1", "2"]
+    assert rows["pipeoptim"][:7] == ["12000", "1.00", "0.33", "4", "3", "-3", "+3"]
+    assert "graphpipe, stash, pipeoptim: 4 stages" in out
+    assert "graphpipe, 2bw: 4 stages, 4 micro-batches of 1" in out
+
+
+def test_compare_document(run, four_files):
+    """Plans with policy and staleness; planners that are named each have their own."""
+    code, out, err = run("compare", *four_files, "--mode", "async", "--planner", "pipedream",
+                         "--planner", "sequential", "--policy", "naive", "--json")  # fmt: skip
+    assert code == 0, err
+    found = json.loads(out)
+    assert found["mode"] == "async"
+    assert [(each["planner"], each["policy"]) for each in found["plans"]] == [
+        ("pipedream", "naive"),
+        ("sequential", "naive"),
+    ]
+    assert [each["difference"] for each in found["plans"][0]["staleness"]] == [3, 2, 1, 0]
+
+
+def test_compare_without_any_plan(run, tmp_path, four_files):
+    """A row that says so, a line with the reason, and exit code 1."""
+    save_cluster(four(memory_bytes=450).cluster, tmp_path / "box.json")
+    code, out, err = run("compare", *four_files, "--mode", "async", "--policy", "stash")
+    assert code == 1
+    assert "no plan" in out
+    assert "policy stash" in err
+
+
+def test_compare_has_a_line_for_the_ages_of_every_stage(run, four_files):
+    """Policies that read alike share it."""
+    code, out, err = run("compare", *four_files, "--mode", "async", "--policy", "stash", "--policy",
+                         "vertical-sync", "--policy", "pipeoptim")  # fmt: skip
+    assert code == 0, err
+    assert "graphpipe, stash: stage by stage, both read -3, -2, -1, 0" in out
+    assert "graphpipe, vertical-sync: stage by stage, both read -3, -3, -3, -3" in out
+    assert "forward reads -3 +3, -2 +2, -1 +1, 0; backward 0, 0, 0, 0" in out
+
+
+def test_compare_refuses_per_policy_what_the_optimizer_cannot(run, four_files):
+    """A row without a plan, and the others as ever."""
+    code, out, err = run("compare", *four_files, "--mode", "async", "--policy", "stash", "--policy",
+                         "spectrain", "--optimizer", "adamw", "--json")  # fmt: skip
+    assert code == 0, err
+    found = json.loads(out)
+    assert found["optimizer"] == "AdamW"
+    assert [each.get("kind") for each in found["plans"]] == [None, "PolicyError"]

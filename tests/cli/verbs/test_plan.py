@@ -1,0 +1,232 @@
+"""The verb plan: documents, baselines, policies, optimizers, interrupts and mistakes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from anabranch import planner as planners
+from anabranch.weights import POLICIES
+from tests.cli.examples import TOWERS, Interrupted
+
+
+def test_a_profile_file_is_planned_without_torch(profile, tmp_path):
+    """Torch takes seconds to load; a saved profile needs none of it."""
+    code = (
+        "import sys; from anabranch import cli\n"
+        f"sys.argv = ['anabranch', 'plan', {profile!r}, '--cluster', 'summit:1x2',"
+        " '--batch-size', '16', '--json']\n"
+        "try:\n    cli.main()\nexcept SystemExit as end:\n    assert not end.code\n"
+        "assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["schema"] == "anabranch.plan/1"
+
+
+def test_plan_has_the_fields_of_the_contract(document, profile):
+    """Other programs rely on them."""
+    found = document("plan", profile, "--cluster", "summit:1x4", "--batch-size", "16")
+    assert {"planner", "stages", "edges", "depth", "search_s", "predicted"} <= found.keys()
+    assert {"operators", "devices", "microbatch_size", "k", "in_flight"} <= found["stages"][
+        0
+    ].keys()
+    assert set(found["baselines"]) == {"sequential", "straight sequential"}
+    assert found["gain"]["sequential"] >= 1 - 1e-9
+    assert sorted(d for stage in found["stages"] for d in stage["devices"]) == [0, 1, 2, 3]
+
+
+def test_planner_options_reach_the_planner(document, run, profile):
+    """With a name and a value; a wrong one is wrong usage and lists what there is."""
+    arguments = ("plan", profile, "--cluster", "summit:1x4", "--batch-size", "16")
+    found = document(*arguments, "--planner", "sequential", "--planner-option", "max_replicas=1")
+    assert all(len(stage["devices"]) == 1 for stage in found["stages"])
+    code, _, err = run(*arguments, "--planner", "even", "--planner-option", "kfkb=true")
+    assert code == 2
+    assert "max_replicas" in err
+    code, _, err = run(*arguments, "--planner-option", "kfkb")
+    assert code == 2
+
+
+def test_a_plan_remembers_how_its_model_was_built(document, tmp_path):
+    """So that ``simulate PLAN`` alone can build it again, options included."""
+    plan = str(tmp_path / "plan.json")
+    made = document(
+        "plan", TOWERS, "--cluster", "summit:1x2", "--batch-size", "8", "-o", "width=32",
+        "--granularity", "operator", "-o", plan,
+    )  # fmt: skip
+    assert made["options"] == {"preset": "published", "width": "32"}
+    assert made["granularity"] == "operator"
+    assert document("simulate", plan)["step_s"] == pytest.approx(made["predicted"]["step_s"])
+
+
+def test_the_limit_on_replicas_is_given_once(run, write_chain):
+    """Neither of the two wins silently, in plan or in compare."""
+    for verb in ("plan", "compare"):
+        code, _, err = run(
+            verb, *write_chain(), "--planner", "sequential", "--max-replicas", "2",
+            "--planner-option", "max_replicas=1",
+        )  # fmt: skip
+        assert code == 2
+        assert "given twice, 2 for every planner and 1 as an option of planner sequential" in err
+
+
+def test_an_interrupted_plan_is_compared_all_the_same(run, write_chain, monkeypatch):
+    """And where a baseline is better, the user learns how to get that one."""
+    monkeypatch.setitem(planners.PLANNERS, "graphpipe", lambda: Interrupted(True))
+    code, out, err = run("plan", *write_chain(), "-o", "plan.json")
+    assert code == 0, err
+    assert "interrupted: the best of the first 1 proposals" in out
+    assert "the sequential pipeline is faster than this plan: --planner sequential plans it" in out
+    assert "Ctrl-C again leaves them out" in err
+    assert Path("plan.json").exists()
+
+
+def test_a_plan_interrupted_at_once_is_an_error(run, write_chain, monkeypatch):
+    """One paragraph, not a bare stop."""
+    monkeypatch.setitem(planners.PLANNERS, "graphpipe", lambda: Interrupted(False))
+    code, _, err = run("plan", *write_chain())
+    assert code == 1
+    assert "SearchStoppedError: interrupted before planner graphpipe had proposed a plan" in err
+
+
+def test_operators_that_take_no_time(run, write_chain):
+    """No figure is divided by a step of zero seconds, in plan, compare or simulate."""
+    arguments = write_chain(0.0, 0.0, devices=1)
+    code, out, err = run("plan", *arguments, "-o", "plan.json")
+    assert code == 0, err
+    assert "against sequential (0.00 ms, depth 1, micro-batch 1, 1f1b): our plan takes no" in out
+    code, out, err = run("plan", *arguments, "--json")
+    assert json.loads(out)["gain"]["sequential"] is None
+    code, out, err = run("simulate", "plan.json", "chain.json")
+    assert (code, out.split(",")[:2]) == (0, ["step 0.00 ms", " 0 samples/s"])
+    code, out, err = run("compare", *arguments, "--planner", "data-parallel")
+    assert code == 0, err
+    assert out.splitlines()[3].split()[:5] == ["data-parallel", "0.00", "-", "-", "0.00"]
+
+
+def test_a_plan_for_a_cluster_file_knows_its_cluster(run, write_chain):
+    """``check`` and ``simulate`` need neither --cluster nor the file; an older plan says so."""
+    arguments = write_chain()
+    code, made, err = run("plan", *arguments, "-o", "plan.json", "--planner", "sequential")
+    assert code == 0, err
+    Path("box.json").unlink()
+    assert run("check", "plan.json", "chain.json")[:2] == (0, "plan.json is valid\n")
+    code, out, err = run("simulate", "plan.json")
+    assert code == 0, err
+    assert out.splitlines()[0] == made.splitlines()[1], "the same units, too"
+    older = json.loads(Path("plan.json").read_text())
+    del older["machines"]
+    Path("older.json").write_text(json.dumps(older))
+    for verb in (("check", "older.json", "chain.json"), ("simulate", "older.json")):
+        code, _, err = run(*verb)
+        assert code == 1
+        assert "older.json was made for a cluster called 'my box', which is no preset" in err
+        assert "--cluster FILE" in err
+        assert run(*verb, "--cluster", "summit:1x2")[0] == 0
+
+
+def test_plan_has_mode_and_policy(run, four_files):
+    """12 s per mini-batch of 4 samples, 4 in flight at the first stage, both baselines alike."""
+    code, out, err = run("plan", *four_files, "--mode", "async", "--policy", "stash", "--json")
+    assert code == 0, err
+    found = json.loads(out)
+    assert (found["mode"], found["policy"], found["schedule"]) == ("async", "stash", "1f1b")
+    assert found["predicted"]["step_s"] == pytest.approx(12.0)
+    assert found["predicted"]["samples_per_s"] == pytest.approx(1 / 3)
+    assert found["predicted"]["device_peak_bytes"] == [700, 600, 500, 400]
+    assert [stage["in_flight"] for stage in found["stages"]] == [4, 3, 2, 1]
+    assert set(found["baselines"]) == {"sequential", "straight sequential"}
+    assert all(each["mode"] == "async" for each in found["baselines"].values())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["plan", "--policy", "stash"], "policy stash is for mode async"),
+        (["compare", "--policy", "stash"], "--policy is for --mode async"),
+        (["plan", "--mode", "async", "--schedule", "gpipe"], "schedule gpipe is for mode sync"),
+        (["compare", "--mode", "async", "--schedule", "gpipe"], "schedule gpipe is for mode sync"),
+        (["plan", "--mode", "async", "--policy", "hoard"], "'hoard' is not one of"),
+        (
+            ["plan", "--mode", "async", "--policy", "2bw", "--microbatch-size", "3"],
+            "do not divide mini-batches of 4",
+        ),
+    ],
+)
+def test_wrong_usage(run, four_files, arguments, message):
+    """Exit code 2 and what there is instead."""
+    verb, *rest = arguments
+    code, _, err = run(verb, *four_files, *rest)
+    assert code == 2
+    assert message in err
+
+
+def test_plan_says_how_old_weights_are(run, four_files):
+    """Per stage and with a policy whose age is not the version difference, as text and JSON."""
+    arguments = ("plan", *four_files, "--mode", "async", "--policy", "vertical-sync")
+    code, out, err = run(*arguments)
+    assert code == 0, err
+    assert "stage version difference forward reads backward reads versions held" in " ".join(
+        out.split()
+    )
+    rows = [line.split() for line in out.splitlines()]
+    assert ["3", "0", "-3", "-3", "4"] in rows
+    found = json.loads(run(*arguments, "--json")[1])
+    assert [each["difference"] for each in found["staleness"]] == [3, 2, 1, 0]
+    assert [each["forward_delay"] for each in found["staleness"]] == [3, 3, 3, 3]
+    assert "staleness" not in json.loads(run("plan", *four_files, "--json")[1])
+
+
+def test_an_optimizer_by_name(run, four_files):
+    """For a profile file, which has none: for what auto chooses, memory, and what is refused."""
+    arguments = ("plan", *four_files, "--mode", "async")
+    found = json.loads(run(*arguments, "--optimizer", "sgd", "--json")[1])
+    assert (found["policy"], found["optimizer"]) == ("stash", "SGD")
+    other = ("--policy", "pipeoptim", "--optimizer", "other")
+    found = json.loads(run(*arguments, *other, "--json")[1])
+    assert [each["versions"] for each in found["staleness"]] == [3, 3, 3, 1]
+    assert found["predicted"]["device_peak_bytes"] == [600, 600, 600, 400]
+    code, _, err = run(*arguments, "--policy", "spectrain", "--optimizer", "adamw")
+    assert code == 1
+    assert "the optimizer is AdamW" in err
+    run(*arguments, "--policy", "pipeoptim", "-o", "p.json")
+    found = json.loads(run("simulate", "p.json", "chain.json", "--optimizer", "other", "--json")[1])
+    assert [each["versions"] for each in found["staleness"]] == [3, 3, 3, 1]
+    assert run("check", "p.json", "chain.json", "--optimizer", "other")[0] == 0
+
+
+def test_an_optimizer_is_for_mode_async(run, four_files):
+    """Steps with a flush read the same weights, whatever updates them."""
+    for verb in ("plan", "compare"):
+        code, _, err = run(verb, *four_files, "--optimizer", "sgd")
+        assert code == 2
+        assert "--optimizer is for --mode async" in err
+
+
+def test_the_optimizer_of_the_model(run):
+    """The recipe of a workload that is named; AdamW is the default, SGD its own choice."""
+    where = ("--cluster", "summit:1x2", "--batch-size", "4", "--mode", "async", "--no-baselines")
+    model = "tests.cli.models:towers"
+    found = json.loads(run("plan", model, *where, "--json")[1])
+    assert found["optimizer"] == "AdamW"
+    code, _, err = run("plan", model, *where, "--policy", "spectrain")
+    assert code == 1
+    assert "the optimizer is AdamW" in err
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_every_policy_is_planned_checked_and_simulated(run, four_files, policy):
+    """The plan is valid, with and without the model, and its period is its own."""
+    plan = ("plan", *four_files, "--mode", "async", "--policy", policy, "-o", "p.json", "--json")
+    code, out, err = run(*plan)
+    assert code == 0, err
+    assert run("check", "p.json")[0] == run("check", "p.json", "chain.json")[0] == 0
+    code, again, err = run("simulate", "p.json", "chain.json", "--json")
+    assert code == 0, err
+    assert json.loads(again)["step_s"] == json.loads(out)["predicted"]["step_s"]
+    assert json.loads(again)["staleness"] == json.loads(out)["staleness"]

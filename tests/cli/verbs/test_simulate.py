@@ -1,0 +1,89 @@
+"""The verbs check and simulate: a plan file as it is, and in another mode or policy."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+
+def test_check_and_simulate_a_plan_file(run, document, profile, tmp_path):
+    """The plan that was just written is valid and takes as long as it says; a broken one is not."""
+    plan, page, trace = (str(tmp_path / name) for name in ("plan.json", "p.html", "t.json"))
+    made = document("plan", profile, "--cluster", "summit:1x2", "--batch-size", "16", "-o", plan)
+    assert document("check", plan, profile) == {"valid": True, "problems": []}
+    found = document("simulate", plan, profile, "--report", page, "--trace", trace)
+    assert found["step_s"] == pytest.approx(made["predicted"]["step_s"])
+    assert len(found["device_peak_bytes"]) == 2
+    assert "<svg" in Path(page).read_text(encoding="utf-8")
+    assert json.loads(Path(trace).read_text())["traceEvents"]
+    broken = json.loads(Path(plan).read_text())
+    broken["stages"][0]["operators"].pop()
+    if not broken["stages"][0]["operators"]:
+        broken["stages"][0]["operators"] = ["nothing"]
+    Path(plan).write_text(json.dumps(broken))
+    code, out, _ = run("check", plan, profile, "--json")
+    assert code == 1
+    assert not json.loads(out)["valid"]
+
+
+def test_a_plan_file_is_checked_and_simulated(run, four_files, tmp_path):
+    """Written, valid with and without the model, simulated with trace and report."""
+    assert (
+        run("plan", *four_files, "--mode", "async", "--policy", "pipeoptim", "-o", "p.json")[0] == 0
+    )
+    assert run("check", "p.json") == (0, "p.json is valid\n", "")
+    code, out, err = run("check", "p.json", "chain.json", "--json")
+    assert (code, json.loads(out)) == (0, {"valid": True, "problems": []}), err
+    code, out, err = run(
+        "simulate", "p.json", "chain.json", "--json", "--trace", "t.json", "--report", "r.html"
+    )
+    assert code == 0, err
+    found = json.loads(out)
+    assert found["step_s"] == pytest.approx(12.0)
+    assert found["bubble"] == pytest.approx(0.0, abs=1e-9)
+    assert found["device_peak_bytes"] == [500, 500, 500, 400]
+    assert (found["mode"], found["policy"], found["periodic"]) == ("async", "pipeoptim", True)
+    assert found["staleness"][0] == {
+        "difference": 3,
+        "forward_delay": 3,
+        "forward_ahead": 3,
+        "backward_delay": 0,
+        "backward_ahead": 0,
+        "versions": 2,
+    }
+    assert found["timeline_s"] == pytest.approx(12.0 * (found["timeline_batches"] + 3))
+    assert json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    assert "predicted time per mini-batch" in (tmp_path / "r.html").read_text()
+
+
+def test_a_plan_is_simulated_in_another_mode_and_policy(run, four_files):
+    """With a flush each mini-batch takes 4 * 12 s; under stash 4 versions are held."""
+    run("plan", *four_files, "--mode", "async", "--policy", "pipeoptim", "-o", "p.json")
+    _, out, _ = run("simulate", "p.json", "chain.json", "--mode", "sync", "--json")
+    assert json.loads(out)["step_s"] == pytest.approx(48.0)
+    assert "policy" not in json.loads(out)
+    code, out, _ = run("simulate", "p.json", "chain.json", "--policy", "stash")
+    assert code == 0
+    assert "a batch every 12000.00 ms" in out
+    assert "weights under policy stash" in out
+    rows = [line.split() for line in out.splitlines()]
+    assert ["0", "3", "-3", "-3", "4"] in rows
+
+
+def test_a_synchronous_plan_is_simulated_without_its_flush(run, four_files):
+    """The stages of the plan, each mini-batch in one piece."""
+    run("plan", *four_files, "--microbatch-size", "1", "-o", "p.json")
+    code, out, err = run("simulate", "p.json", "chain.json", "--mode", "async", "--json")
+    assert code == 0, err
+    assert json.loads(out)["step_s"] == pytest.approx(12.0)
+
+
+def test_too_few_micro_batches(run, four_files):
+    """Two micro-batches in a chain of four under 2bw: no plan of four stages, and it is said."""
+    run("plan", *four_files, "--mode", "async", "--policy", "pipeoptim", "-o", "p.json")
+    code, _, err = run("simulate", "p.json", "chain.json", "--policy", "2bw")
+    assert code == 1
+    assert "1 < 4" in err
+    assert "more micro-batches" in err
