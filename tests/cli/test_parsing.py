@@ -8,7 +8,7 @@ import typer
 from anabranch.cli.parsing import options_by_planner
 
 KNOWN = {
-    "graphpipe": {"kfkb": "bool", "recompute": "bool"},
+    "graphpipe": {"candidates": "int", "recompute": "bool"},
     "data-parallel": {"recompute": "bool"},
     "even": {},
 }
@@ -17,7 +17,7 @@ KNOWN = {
 def test_planner_options_by_planner():
     """For all that have it, or for one, whose value then counts there."""
     chosen = list(KNOWN)
-    assert options_by_planner(["kfkb=true"], chosen, KNOWN) == {"graphpipe": {"kfkb": True}}
+    assert options_by_planner(["candidates=9"], chosen, KNOWN) == {"graphpipe": {"candidates": 9}}
     assert options_by_planner(
         ["data-parallel.recompute=true", "recompute=false"], chosen, KNOWN
     ) == {"graphpipe": {"recompute": False}, "data-parallel": {"recompute": True}}
@@ -27,15 +27,15 @@ def test_planner_options_by_planner():
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ("speed=2", "speed: no planner compared has that option; graphpipe has kfkb, recompute; "),
-        ("even.kfkb=true", r"even\.kfkb: no planner compared has that option; even has none"),
+        ("speed=2", "speed: no planner compared has that option; graphpipe has candidates, "),
+        ("even.candidates=9", r"even\.candidates: .* has that option; even has none"),
         ("piper.pairs=2", r"piper\.pairs: .* data-parallel has recompute; even has none"),
-        ("kfkb", "write NAME=VALUE"),
+        ("candidates", "write NAME=VALUE"),
     ],
 )
 def test_wrong_planner_options(value, message):
     """The message lists what there is."""
     with pytest.raises(typer.BadParameter, match=message):
         options_by_planner([value], list(KNOWN), KNOWN)
-    with pytest.raises(typer.BadParameter, match="kfkb is given twice"):
-        options_by_planner(["kfkb=true", "kfkb=false"], list(KNOWN), KNOWN)
+    with pytest.raises(typer.BadParameter, match="candidates is given twice"):
+        options_by_planner(["candidates=8", "candidates=9"], list(KNOWN), KNOWN)

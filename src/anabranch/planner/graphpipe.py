@@ -54,7 +54,6 @@ from anabranch.graph.series_parallel import decompose, operators
 from anabranch.planner.base import require_options
 from anabranch.planner.data_parallel import data_parallel
 from anabranch.planner.partitioner.chains import build
-from anabranch.planner.partitioner.configured.candidates import configured
 from anabranch.planner.partitioner.elsewhere import in_turn
 from anabranch.planner.partitioner.exact.candidates import with_exact
 from anabranch.planner.partitioner.polish.polisher import Polisher
@@ -79,17 +78,12 @@ class GraphPipe:
         candidates: stage graphs to propose at most.
         tolerance: relative distance to the least period at which its search ends.
         recompute: stages may run their forward again in the backward where memory is short.
-        per_stage_microbatch: plans whose stages have different micro-batch sizes are searched too
-            (``partitioner.configured``). The size that is asked for is then the largest.
-        kfkb: stages may alternate k forwards and k backwards; likewise.
     """
 
     max_replicas: int | None = None
     candidates: int = 20
     tolerance: float = 2e-3
     recompute: bool = True
-    per_stage_microbatch: bool = False
-    kfkb: bool = False
 
     schedules: ClassVar[tuple[str, ...]] = ("1f1b",)
 
@@ -105,7 +99,6 @@ class GraphPipe:
 
         Raises:
             InfeasiblePlanError: if nothing fits; the message says what would.
-            BudgetError: if the options for schedule configurations take too many states.
         """
         limit = self.max_replicas or cost.cluster.num_devices
         require_sizes(cost, batch_size, microbatch_size, limit)
@@ -130,12 +123,11 @@ class GraphPipe:
             if candidate.step_s < known_s:
                 known_s = candidate.step_s
                 yield candidate.graph
-        own = self._configured(problem, microbatch_size)
-        ranked = [*best(found, self.candidates, always=whole), *best(own, self.candidates)]
+        ranked = best(found, self.candidates, always=whole)
         if not ranked:
             raise explain(problem, microbatch_size)
         # The paper's own objective: its best plan is always among those that are simulated.
-        ranked.append(min([*found, *own], key=lambda each: (each.period_s, each.step_s)))
+        ranked.append(min(found, key=lambda each: (each.period_s, each.step_s)))
         ranked += self._chains(problem, microbatch_size, ranked)
         graphs = list(dict.fromkeys(each.graph for each in ranked))
         yield from graphs
@@ -176,17 +168,6 @@ class GraphPipe:
                 if last is not None:
                     found.append(last)
                     yield last
-
-    def _configured(self, problem: Problem, microbatch_size: int | None) -> list[Candidate]:
-        """What the options for schedule configurations add."""
-        if not (self.per_stage_microbatch or self.kfkb):
-            return []
-        return configured(
-            problem,
-            per_stage_microbatch=self.per_stage_microbatch,
-            kfkb=self.kfkb,
-            microbatch_size=microbatch_size,
-        )
 
     def neighbourhood(
         self, cost: CostModel, batch_size: int, microbatch_size: int | None

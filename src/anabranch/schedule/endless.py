@@ -49,8 +49,7 @@ def warm_up(graph: StageGraph) -> StageGraph:
         raise InvalidPlanError(
             f"stage {sizes.index(max(sizes))} has micro-batches of {max(sizes)} samples, stage "
             f"{sizes.index(min(sizes))} of {min(sizes)}; asynchronous training updates all stages "
-            "after the same samples: give all stages one microbatch_size, or plan without the "
-            "option per_stage_microbatch"
+            "after the same samples: give all stages one microbatch_size"
         )
     for s, stage in enumerate(graph.stages):
         if graph.batch_size % stage.microbatch_size:
@@ -62,6 +61,6 @@ def warm_up(graph: StageGraph) -> StageGraph:
         if stage.k > 1:
             raise InvalidPlanError(
                 f"stage {s} alternates groups of {stage.k} micro-batches; asynchronous training "
-                "alternates single ones: make k 1 in the plan, or plan without the option kfkb"
+                "alternates single ones: make k 1 in the plan"
             )
     return full_pipeline(graph)

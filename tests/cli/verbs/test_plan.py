@@ -45,10 +45,10 @@ def test_planner_options_reach_the_planner(document, run, profile):
     arguments = ("plan", profile, "--cluster", "summit:1x4", "--batch-size", "16")
     found = document(*arguments, "--planner", "sequential", "--planner-option", "max_replicas=1")
     assert all(len(stage["devices"]) == 1 for stage in found["stages"])
-    code, _, err = run(*arguments, "--planner", "even", "--planner-option", "kfkb=true")
+    code, _, err = run(*arguments, "--planner", "even", "--planner-option", "recompute=false")
     assert code == 2
     assert "max_replicas" in err
-    code, _, err = run(*arguments, "--planner-option", "kfkb")
+    code, _, err = run(*arguments, "--planner-option", "recompute")
     assert code == 2
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from anabranch.planner.partitioner.fill import Choice, exactly
 from anabranch.planner.toolkit.parts import Part
-from tests.planner.partitioner.test_assemble import assembler, stages
+from tests.planner.toolkit.test_assemble import assembler, stages
 
 CHOICES = st.lists(
     st.dictionaries(st.integers(1, 5), st.integers(0, 9), min_size=1, max_size=4).map(

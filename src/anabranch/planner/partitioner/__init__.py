@@ -10,5 +10,4 @@ tiny, shorts             all plans of a few operators, all plans of few stages
 assemble, fill, place    devices for the stages: how many, and which
 estimate                 the rank of a proposal
 polish, recut, elsewhere what lies near a plan
-configured               the search with a micro-batch size and a k for every stage
 """
