@@ -19,8 +19,7 @@ Where we differ, or the paper is silent:
   too (``partitioner.search``), and so are stages that are runs of the model in one order. They wait
   only for those whose values they read; where devices share processor cores, stages that wait for
   the one before them, as ``Sequential`` has them, are candidates as well.
-- Small models get more: plans of two or three stages with any numbers of replicas
-  (``partitioner.shorts``) and all partitions (``partitioner.tiny``).
+- Small models get more: all partitions (``partitioner.tiny``).
 - A stage recomputes if it does not fit otherwise, or if it lacks the memory for a deep warm-up and
   the simulated step is shorter with recomputation; of equal steps the one that recomputes less is
   kept (``simulator.judge``).
@@ -59,7 +58,6 @@ from anabranch.planner.partitioner.exact.candidates import with_exact
 from anabranch.planner.partitioner.polish.polisher import Polisher
 from anabranch.planner.partitioner.problem import Problem
 from anabranch.planner.partitioner.search import best, in_a_row
-from anabranch.planner.partitioner.shorts import MOST_OPERATORS, shorts
 from anabranch.planner.partitioner.tiny import tiny
 from anabranch.planner.sequential import Sequential
 from anabranch.planner.toolkit.assemble import Candidate
@@ -67,6 +65,9 @@ from anabranch.planner.toolkit.infeasible import explain, require_sizes
 from anabranch.planner.toolkit.parts import Part
 from anabranch.planner.toolkit.prices import microbatch_sizes
 from anabranch.plans.stages import StageGraph
+
+MOST_OPERATORS = 24
+"""Models of up to so many operators get the proposals of ``Sequential`` as well."""
 
 
 @dataclass(frozen=True)
@@ -153,7 +154,6 @@ class GraphPipe:
         for search in (
             with_exact(problem, microbatch_size, known_s=known_s),
             in_a_row(problem, microbatch_size, found),
-            shorts(problem, microbatch_size, found, known_s=known_s),
             tiny(problem, microbatch_size, found, known_s=known_s),
         ):
             for candidate in search:
