@@ -19,7 +19,6 @@ Where we differ, or the paper is silent:
   too (``partitioner.search``), and so are stages that are runs of the model in one order. They wait
   only for those whose values they read; where devices share processor cores, stages that wait for
   the one before them, as ``Sequential`` has them, are candidates as well.
-- Small models get more: all partitions (``partitioner.tiny``).
 - A stage recomputes if it does not fit otherwise, or if it lacks the memory for a deep warm-up and
   the simulated step is shorter with recomputation; of equal steps the one that recomputes less is
   kept (``simulator.judge``).
@@ -58,7 +57,6 @@ from anabranch.planner.partitioner.exact.candidates import with_exact
 from anabranch.planner.partitioner.polish.polisher import Polisher
 from anabranch.planner.partitioner.problem import Problem
 from anabranch.planner.partitioner.search import best, in_a_row
-from anabranch.planner.partitioner.tiny import tiny
 from anabranch.planner.sequential import Sequential
 from anabranch.planner.toolkit.assemble import Candidate
 from anabranch.planner.toolkit.infeasible import explain, require_sizes
@@ -154,7 +152,6 @@ class GraphPipe:
         for search in (
             with_exact(problem, microbatch_size, known_s=known_s),
             in_a_row(problem, microbatch_size, found),
-            tiny(problem, microbatch_size, found, known_s=known_s),
         ):
             for candidate in search:
                 found.append(candidate)
