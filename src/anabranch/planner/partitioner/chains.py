@@ -12,8 +12,7 @@ calls the same are of one class, and only its first is searched.
 A model of more than ``ITEMS`` operators is made coarser: neighbours in a chain, whole blocks and
 neighbouring branches become one item as long as together they are no more than one in ``ITEMS`` of
 all compute. What is lost: a boundary between stages is up to one item away from where it would be
-best, so the longest period is at most that much compute above the least (per stage border, before
-``partitioner.borders`` moves single operators across).
+best, so the longest period is at most that much compute above the least, per border of a stage.
 """
 
 from __future__ import annotations

@@ -24,7 +24,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from anabranch.planner.partitioner.borders import moved
 from anabranch.planner.partitioner.chains import ITEMS, line
 from anabranch.planner.partitioner.ladder import Job, Ladder, Size, least_period
 from anabranch.planner.partitioner.problem import SHORT
@@ -103,8 +102,7 @@ class Search:
     ) -> None:
         self._problem = problem
         self._known_s = known_s
-        self._is_coarse = len(problem.order) > ITEMS
-        self._effort = effort or (BRIEF if self._is_coarse else QUICK)
+        self._effort = effort or (BRIEF if len(problem.order) > ITEMS else QUICK)
         self._sizes: list[Size] = []
         found = []
         for prices in map(problem.prices, sizes):
@@ -293,8 +291,6 @@ class Search:
         if parts and key not in size.seen and self._alone_s(size, parts) <= self._limit(factor):
             size.seen.add(key)
             assembler = self._assembler(size)
-            if self._is_coarse:
-                parts = moved(assembler.prices, assembler.arrange(parts)[0])
             for candidate in assembler.assemblies(parts):
                 size.found.append(candidate)
                 yield candidate
