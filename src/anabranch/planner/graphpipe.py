@@ -52,7 +52,6 @@ from anabranch.graph.series_parallel import decompose, operators
 from anabranch.planner.base import require_options
 from anabranch.planner.data_parallel import data_parallel
 from anabranch.planner.partitioner.chains import build
-from anabranch.planner.partitioner.elsewhere import in_turn
 from anabranch.planner.partitioner.exact.candidates import with_exact
 from anabranch.planner.partitioner.polish.polisher import Polisher
 from anabranch.planner.partitioner.problem import Problem
@@ -128,9 +127,7 @@ class GraphPipe:
         # The paper's own objective: its best plan is always among those that are simulated.
         ranked.append(min(found, key=lambda each: (each.period_s, each.step_s)))
         ranked += self._chains(problem, microbatch_size, ranked)
-        graphs = list(dict.fromkeys(each.graph for each in ranked))
-        yield from graphs
-        yield from in_turn(problem.cost, graphs)
+        yield from dict.fromkeys(each.graph for each in ranked)
 
     def _chains(
         self, problem: Problem, microbatch_size: int | None, ranked: list[Candidate]

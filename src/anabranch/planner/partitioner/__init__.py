@@ -8,5 +8,5 @@ exact                    the search over all partitions of graphs with few downs
 search                   micro-batch sizes, bounds and depths to try
 assemble, fill, place    devices for the stages: how many, and which
 estimate                 the rank of a proposal
-polish, recut, elsewhere what lies near a plan
+polish, chain_cut        what lies near a plan
 """

@@ -8,5 +8,5 @@ operators      parts of stages go to neighbours; stages become one, or one becom
 devices        devices go from one stage to another, and stages in a row are cut again
 modes          recomputation, tensor-parallel degree
 spot           the plan that is changed: which of its stages are worth it
-polisher       the changes in turn, within a budget; and the same stages on other devices
+polisher       the changes in turn, within a budget
 """

@@ -1,26 +1,20 @@
 """The changes of ``partitioner.polish`` in turn, from the best of them on, within a budget.
 
-What the estimate likes is proposed. Beside the changes of stages there are two of the whole plan:
-another micro-batch size for all, and the same stages on other devices (``partitioner.elsewhere``),
-so that replicas that exchange values lie in one node. Of changes that do not fit memory there is no
-stage graph.
+What the estimate likes is proposed. Beside the changes of stages there is one of the whole plan,
+another micro-batch size for all. Of changes that do not fit memory there is no stage graph.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
-from dataclasses import replace
-from itertools import pairwise
 
 from anabranch.cost import CostModel
 from anabranch.planner.partitioner.chain_cut import Recut
-from anabranch.planner.partitioner.elsewhere import elsewhere, in_turn
 from anabranch.planner.partitioner.polish import devices, operators
 from anabranch.planner.partitioner.polish.modes import modes
 from anabranch.planner.partitioner.polish.plan_view import Parts, Spot
 from anabranch.planner.partitioner.problem import SHORT
 from anabranch.planner.toolkit.assemble import Assembler, Candidate
-from anabranch.planner.toolkit.estimate import step_s
 from anabranch.planner.toolkit.parts import Facts, Part, PartPrices
 from anabranch.planner.toolkit.prices import Mode, Prices, degrees
 from anabranch.plans.slices import priced
@@ -116,13 +110,11 @@ class Polisher:
         found = self._climb(size, parts, min(EFFORT, left))
         here = self._assembled(size, parts)
         limit = CLOSE * (score(here) if here else min(map(score, found), default=0.0))
-        found += self._elsewhere(graph, size, parts)
         ranked = sorted((each for each in found if score(each) <= limit), key=score)
         # Branches that are alike make many changes that are the same but for the branch.
         unique = {self._likeness(each): each.graph for each in reversed(ranked)}
         most = self._simulated or max(LEAST_SIMULATED, MOST_SIMULATED // len(parts))
         chosen = list(reversed(unique.values()))[:most]
-        chosen += in_turn(self._cost, chosen)
         self._proposed.update(chosen)
         return chosen
 
@@ -259,27 +251,6 @@ class Polisher:
             and node % part.tensor == 0
             and priced(self._cost, self._batch_size, size, part.replicas)
         )
-
-    def _elsewhere(self, graph: StageGraph, size: int, parts: Parts) -> Iterator[Candidate]:
-        """The same stages on other devices."""
-        cluster = self._cost.cluster
-        if cluster.group_sizes[0] == cluster.num_devices:
-            return
-        spot = Spot(self._assembler(size), parts)
-        pairs = set(spot.pairs)
-        if self._chained:
-            pairs |= set(pairwise(range(len(parts))))
-        if len(pairs) != len(graph.edges):
-            return
-        where_now = [stage.devices for stage in graph.stages]
-        for where in elsewhere(cluster, parts, pairs, where_now, spot.focus):
-            stages = tuple(
-                replace(stage, devices=tuple(chosen), in_flight=0)
-                for stage, chosen in zip(graph.stages, where, strict=True)
-            )
-            self._left -= len(parts)
-            moved = replace(graph, stages=stages)
-            yield Candidate(moved, step_s(spot.prices, parts, where, pairs), 0.0)
 
 
 def score(candidate: Candidate) -> float:
