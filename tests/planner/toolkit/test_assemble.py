@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import product
+
+from hypothesis import given
+from hypothesis import strategies as st
+
 from anabranch.cluster import Cluster, Level
 from anabranch.cost import CostModel
 from anabranch.graph.opgraph import Op, OpGraph, Value
@@ -55,6 +61,36 @@ def test_harmless_if_nothing_helps():
     parts = [Part(0b1, 1), Part(0b10, 1)]
     assert stages(assembler([4, 1], 4, size=2).assemble(parts)) == ["1 x2", "1 x2"]
     assert assembler([4, 1], 5, size=2).assemble(parts) is None
+
+
+def test_uneven_numbers_of_replicas():
+    """3 operators, 7 devices, micro-batches of 3 samples: 3 stages of no more than 3 replicas."""
+    found = assembler([4, 4, 4], 7, size=3).assemble([Part(0b111, 1)])
+    assert sorted(stages(found)) == ["1 x2", "1 x2", "1 x3"]
+    assert assembler([4, 4, 4], 10, size=3).assemble([Part(0b111, 1)]) is None
+
+
+def test_cuts_a_stage_that_two_would_share_less_well():
+    """Two stages of 2 replicas at most on 5 devices: the longer one is cut for the fifth."""
+    parts = [Part(0b0111, 2), Part(0b1000, 2)]
+    found = assembler([2, 2, 2, 1], 5, size=2).assemble(parts)
+    assert sum(int(text[-1]) for text in stages(found)) == 5
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=4), st.integers(1, 8), st.integers(1, 3))
+def test_shares_out_all_devices_in_the_best_way(seconds, devices, most):
+    """The least longest period of all numbers of replicas, one by one."""
+    makes = assembler(seconds, devices, size=3, max_replicas=most)
+    parts = [Part(1 << op, 1) for op in range(len(seconds))]
+    longest = [
+        max(makes.prices.period_s(replace(p, replicas=n)) for p, n in zip(parts, way, strict=True))
+        for way in product(range(1, most + 1), repeat=len(parts))
+        if sum(way) == devices
+    ]
+    found = makes._shared_out(parts)
+    assert (found is None) == (not longest)
+    if found is not None:
+        assert max(map(makes.prices.period_s, found)) == min(longest)
 
 
 def test_chained_stages_follow_one_another():

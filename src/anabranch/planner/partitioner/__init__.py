@@ -6,7 +6,7 @@ chains, line             the model as the search sees it: with its branches, or 
 reach, sharing, solved   the dynamic programme: fewest devices under a bound on the period
 exact                    the search over all partitions of graphs with few downsets
 search                   micro-batch sizes, bounds and depths to try
-assemble, fill, place    devices for the stages: how many, and which
+assemble, place          devices for the stages: how many, and which
 estimate                 the rank of a proposal
 polish, chain_cut        what lies near a plan
 """

@@ -5,6 +5,8 @@ devices are left, the stage with the longest period that can use some gets more 
 as many, else one more) if that shortens its period, or is cut in two; if nothing helps, the
 change that does least harm. Where many are left, as one stage that nothing helps is the bottleneck,
 the stages with the most compute per device come first in a second try, and the quicker is kept.
+Where neither ends on exactly all devices, the numbers of replicas of all stages are looked at
+together: 3 operators on 7 devices with micro-batches of 3 samples need 3, 3 and 1 replicas.
 
 Devices are given out in rows: first the stages that need a whole node or more, then the others,
 each to the first node with room, so that replicas of a stage lie in one node where possible. Two
@@ -22,7 +24,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from anabranch.planner.partitioner.fill import cuts, fill
+import numpy as np
+
 from anabranch.planner.toolkit.estimate import step_s
 from anabranch.planner.toolkit.parts import Part, PartPrices, edges, fits, heights
 from anabranch.planner.toolkit.place import place, scatter
@@ -36,6 +39,9 @@ MOST_DEVICES = 128
 SCATTERED = 1.05
 """Stages and devices of a plan for which devices spread over the nodes are tried, and what their
 estimate is multiplied by: all-reduces and transfers of many stages meet at the cards."""
+
+MOST_CUTS = 8
+"""Places at which a stage may be cut in two: those where the compute of both is most even."""
 
 SURE = 10
 """Operators up to which it is not: such plans are few, and all are simulated that are near."""
@@ -76,8 +82,8 @@ class Assembler:
                 some = True
                 yield found
         if left and not some:
-            filled = fill(self.prices, parts, self.order, self.max_replicas, self.arrange)
-            found = self._finish(filled) if filled is not None else None
+            shared = self._shared_out(parts)
+            found = self._finish(shared) if shared is not None else None
             if found is not None:
                 yield found
 
@@ -161,13 +167,73 @@ class Assembler:
 
     def _halves(self, part: Part) -> list[Part]:
         """The part cut in two, each with as many replicas, so that the slower is quickest."""
-        ops = sorted(self.prices.facts.ops(part.mask).tolist(), key=self.position.__getitem__)
-        halves = [
-            [replace(part, mask=first), replace(part, mask=second)]
-            for first, second in cuts(self.prices, part, ops)
-        ]
-        fitting = (cut for cut in halves if all(self.prices.headroom(part) >= 0 for part in cut))
+        fitting = (cut for cut in self._cuts(part) if all(map(self._fits_at_sink, cut)))
         return min(fitting, key=self._longest, default=[])
+
+    def _fits_at_sink(self, part: Part) -> bool:
+        return self.prices.headroom(part) >= 0
+
+    def _cuts(self, part: Part) -> Iterator[list[Part]]:
+        """Ways to make two stages of a part, each run as the part is."""
+        ops = sorted(self.prices.facts.ops(part.mask).tolist(), key=self.position.__getitem__)
+        seconds = self.prices.seconds(part)[ops].cumsum()
+        longer = np.maximum(seconds[:-1], seconds[-1] - seconds[:-1])
+        for count in sorted((np.argsort(longer, kind="stable")[:MOST_CUTS] + 1).tolist()):
+            first = sum(1 << op for op in ops[:count])
+            yield [replace(part, mask=first), replace(part, mask=part.mask & ~first)]
+
+    def _shared_out(self, parts: Sequence[Part]) -> list[Part] | None:
+        """Stages of the same operators on exactly all devices, the longest period the least.
+
+        Where the stages cannot use all devices one is cut in two: one that fits in no way, else the
+        one with the most work.
+        """
+        total = self.prices.cost.cluster.num_devices
+        current, pairs = self.arrange(parts)
+        while len(current) <= total:
+            height = heights(len(current), pairs)
+            ways = [self._ways(part, h) for part, h in zip(current, height, strict=True)]
+            found = self._exactly(ways, total)
+            divisible = [s for s, part in enumerate(current) if part.mask & (part.mask - 1)]
+            if found or not divisible:
+                return found
+            s = min(divisible, key=lambda s: (bool(ways[s]), -self._by_work(current[s])))
+            halves = min(self._cuts(current[s]), key=self._longest)
+            current, pairs = self.arrange([*current[:s], *halves, *current[s + 1 :]])
+        return None
+
+    def _ways(self, part: Part, height: int) -> list[Part]:
+        """The part in every mode and number of replicas that fits at this height."""
+        prices, total = self.prices.prices, self.prices.cost.cluster.num_devices
+        ways = [
+            replace(part, replicas=replicas, recompute=recompute, tensor=tensor)
+            for tensor in prices.tensors
+            for replicas in range(1, total // tensor + 1)
+            for recompute in (False, True)[: 1 + prices.recompute]
+        ]
+        return [way for way in ways if self._may(way) and self.prices.headroom(way) >= height]
+
+    def _exactly(self, ways: Sequence[Sequence[Part]], total: int) -> list[Part] | None:
+        """One way per stage, on ``total`` devices together, with the least longest period."""
+        least = np.full(total + 1, np.inf)
+        least[0] = 0.0
+        taken = []
+        for stage in ways:
+            following, chosen = np.full(total + 1, np.inf), np.full(total + 1, -1)
+            for i, way in enumerate(stage):
+                longest = np.maximum(least[: total + 1 - way.devices], self.prices.period_s(way))
+                better = longest < following[way.devices :]
+                following[way.devices :][better] = longest[better]
+                chosen[way.devices :][better] = i
+            least = following
+            taken.append(chosen)
+        if not np.isfinite(least[total]):
+            return None
+        result: list[Part] = []
+        for stage, chosen in zip(reversed(ways), reversed(taken), strict=True):
+            result.append(stage[chosen[total]])
+            total -= result[-1].devices
+        return result[::-1]
 
     @cached_property
     def position(self) -> dict[int, int]:
