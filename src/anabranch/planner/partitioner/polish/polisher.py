@@ -7,6 +7,7 @@ another micro-batch size for all. Of changes that do not fit memory there is no 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
+from dataclasses import replace
 
 from anabranch.cost import CostModel
 from anabranch.planner.partitioner.chain_cut import Recut
@@ -15,6 +16,7 @@ from anabranch.planner.partitioner.polish.modes import modes
 from anabranch.planner.partitioner.polish.plan_view import Parts, Spot
 from anabranch.planner.partitioner.problem import SHORT
 from anabranch.planner.toolkit.assemble import Assembler, Candidate
+from anabranch.planner.toolkit.estimate import step_s
 from anabranch.planner.toolkit.parts import Facts, Part, PartPrices
 from anabranch.planner.toolkit.prices import Mode, Prices, degrees
 from anabranch.plans.slices import priced
@@ -110,6 +112,7 @@ class Polisher:
         found = self._climb(size, parts, min(EFFORT, left))
         here = self._assembled(size, parts)
         limit = CLOSE * (score(here) if here else min(map(score, found), default=0.0))
+        found += self._swapped(graph, size, parts)
         ranked = sorted((each for each in found if score(each) <= limit), key=score)
         # Branches that are alike make many changes that are the same but for the branch.
         unique = {self._likeness(each): each.graph for each in reversed(ranked)}
@@ -251,6 +254,23 @@ class Polisher:
             and node % part.tensor == 0
             and priced(self._cost, self._batch_size, size, part.replicas)
         )
+
+    def _swapped(self, graph: StageGraph, size: int, parts: Parts) -> Iterator[Candidate]:
+        """The same stages, two of them on each other's devices, in another node."""
+        spot, node = Spot(self._assembler(size), parts), self._cost.cluster.group_sizes[0]
+        where = [stage.devices for stage in graph.stages]
+        for x in spot.focus:
+            for y in range(len(parts)):
+                if len(where[x]) == len(where[y]) and where[x][0] // node != where[y][0] // node:
+                    swapped = list(where)
+                    swapped[x], swapped[y] = where[y], where[x]
+                    stages = tuple(
+                        replace(stage, devices=devices, in_flight=0)
+                        for stage, devices in zip(graph.stages, swapped, strict=True)
+                    )
+                    self._left -= len(parts)
+                    step = step_s(spot.prices, parts, swapped, set(graph.edges))
+                    yield Candidate(replace(graph, stages=stages), step, 0.0)
 
 
 def score(candidate: Candidate) -> float:
