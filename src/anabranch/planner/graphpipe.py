@@ -43,7 +43,7 @@ tries at most ``partitioner.reach.HEADS`` cuts per branch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -61,6 +61,7 @@ from anabranch.planner.toolkit.assemble import Candidate
 from anabranch.planner.toolkit.infeasible import explain, require_sizes
 from anabranch.planner.toolkit.parts import Part
 from anabranch.planner.toolkit.prices import microbatch_sizes
+from anabranch.plans.edges import edge_values
 from anabranch.plans.stages import StageGraph
 
 MOST_OPERATORS = 24
@@ -165,16 +166,24 @@ class GraphPipe:
 
     def neighbourhood(
         self, cost: CostModel, batch_size: int, microbatch_size: int | None
-    ) -> Polisher:
-        """What lies near a stage graph; see ``planner.base`` and ``partitioner.polish``."""
-        return Polisher(
-            cost,
-            batch_size,
-            tuple(operators(decompose(cost.graph))),
-            max_replicas=self.max_replicas or cost.cluster.num_devices,
-            microbatch_size=microbatch_size,
-            recompute=self.recompute,
-        )
+    ) -> Callable[[StageGraph], list[StageGraph]]:
+        """What lies near a stage graph; see ``planner.base`` and ``partitioner.polish``.
+
+        Stages that wait for the one before them without reading from it go on doing so.
+        """
+        near = {
+            chained: Polisher(
+                cost,
+                batch_size,
+                tuple(operators(decompose(cost.graph))),
+                max_replicas=self.max_replicas or cost.cluster.num_devices,
+                microbatch_size=microbatch_size,
+                recompute=self.recompute,
+                chained=chained,
+            )
+            for chained in (False, True)
+        }
+        return lambda graph: near[len(graph.edges) > len(edge_values(graph, cost.graph))](graph)
 
     def problem(self, cost: CostModel, batch_size: int) -> Problem:
         """What is searched."""
