@@ -9,7 +9,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -27,12 +27,10 @@ from anabranch.files import (
     save_plan,
     save_profile,
 )
-from anabranch.files.plans import Policy
 from anabranch.graph.opgraph import BATCH, Op, OpGraph, Parameter, Value
 from anabranch.plans.plan import Plan, Prediction
 from anabranch.plans.stages import Stage, StageGraph
 from anabranch.profile.profile import OpCost, Profile, Sharded
-from anabranch.weights import POLICIES
 from tests.strategies import clusters, plans, profiles
 
 # The folder is the same for all examples of a property; every example overwrites its file.
@@ -403,11 +401,6 @@ def test_modes_that_do_not_exist(keys: dict[str, Any], message: str, tmp_path: P
     assert refusal(tmp_path / "plan.json", load_plan, text).startswith(message)
 
 
-def test_policies_are_those_of_the_table() -> None:
-    """They are spelled out in the schema."""
-    assert {name for name in get_args(Policy) if name} == set(POLICIES)
-
-
 def test_file_is_for_people(tmp_path: Path) -> None:
     """One level per line, as a person would have written it."""
     save_cluster(Cluster.preset("summit:8x4"), tmp_path / "c.json")
@@ -483,7 +476,7 @@ BROKEN: list[tuple[str, tuple[int | str, ...], object, str]] = [
     ("plan", ("stages", 0, "tensor"), True, "stages[0].tensor is true; it should be a valid integ"),
     ("plan", ("stages", 0, "devices", 0), "0", 'stages[0].devices[0] is "0"'),
     ("plan", ("edges", 0), [0, 1, 2], "edges[0] is [0, 1, 2]"),
-    ("plan", ("policy",), "stahs", "policy is \"stahs\"; it should be 'naive', 'stash'"),
+    ("plan", ("policy",), "stahs", 'policy is "stahs"; it should be one of naive, stash'),
     ("profile", ("operators",), {}, "operators is {}; it should be a valid list"),
     ("profile", ("operators", 0, "name"), None, "operators[0].name is null"),
     ("cluster", ("name",), 7, "name is 7; it should be a valid string"),

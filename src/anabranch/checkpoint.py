@@ -26,13 +26,13 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from anabranch.errors import FileFormatError, TrainingError
-from anabranch.jsonfile import read_document, write_document
+from anabranch.jsonfile import Strict, read_document, write_document
 
 SCHEMA = "anabranch.checkpoint/1"
 MANIFEST = "manifest.json"
@@ -41,11 +41,7 @@ _Count = Annotated[int, Field(ge=0, le=2**62)]
 Scalar = bool | int | float | str | None
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
-
-
-class TensorEntry(_Strict):
+class TensorEntry(Strict):
     """Where a tensor is."""
 
     file: Annotated[str, Field(pattern=r"^rank-\d{1,6}\.safetensors$")]
@@ -53,14 +49,14 @@ class TensorEntry(_Strict):
     dtype: str
 
 
-class Group(_Strict):
+class Group(Strict):
     """One parameter group of an optimizer: its options, and the names of its parameters."""
 
     options: dict[str, Any]
     parameters: list[str]
 
 
-class OptimizerState(_Strict):
+class OptimizerState(Strict):
     """What an optimizer has besides tensors."""
 
     kind: str
@@ -68,7 +64,7 @@ class OptimizerState(_Strict):
     scalars: dict[str, dict[str, Scalar]]
 
 
-class Manifest(_Strict):
+class Manifest(Strict):
     """The JSON document of a checkpoint."""
 
     schema_: Literal["anabranch.checkpoint/1"] = Field(alias="schema")

@@ -12,7 +12,7 @@ import json
 import math
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -35,6 +35,33 @@ class Strict(BaseModel):
 
 
 _Model = TypeVar("_Model", bound=BaseModel)
+
+
+def document_fields(core: object, model: type[BaseModel], **special: Any) -> dict[str, Any]:
+    """The attributes of a core type that a document has as keys, with lists for its tuples.
+
+    Args:
+        core: the object.
+        model: of the document.
+        special: values of keys that differ.
+    """
+    return {
+        key: special[key] if key in special else _listed(getattr(core, key))
+        for key in model.model_fields
+    }
+
+
+def core_fields(document: BaseModel, leave_out: Collection[str] = ()) -> dict[str, Any]:
+    """The values of a document as its core type has them, with tuples for lists."""
+    return {
+        key: tuple(value) if isinstance(value, list) else value
+        for key, value in document
+        if key not in leave_out
+    }
+
+
+def _listed(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
 
 
 def read_document(path: str | os.PathLike[str], schema: str, model: type[_Model]) -> _Model:
@@ -121,8 +148,6 @@ def explain(error: ValidationError, writer: str = "anabranch") -> str:
     if first["type"] == "extra_forbidden":
         return f"unknown key {where}; misspelt, or written by another version of {writer}{more}"
     expected = first["msg"].removeprefix("Value error, ").replace("Input should be", "it should be")
-    if first["type"] == "literal_error":
-        expected = expected.replace("'', ", "")  # an empty word is what leaving the key out means
     return f"{where or 'the document'} is {shown(first['input'])}; {expected}{more}"
 
 

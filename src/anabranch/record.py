@@ -1,4 +1,4 @@
-"""What a training run leaves behind: a folder that ``anabranch report`` turns into a page.
+"""Runs and their folders, which ``anabranch report`` turns into a page.
 
 runs/glyphs-20260102-030405/
     plan.json       the plan that ran
@@ -15,11 +15,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from anabranch.errors import FileFormatError, InvalidScheduleError
 from anabranch.files import load_plan, save_plan
-from anabranch.jsonfile import read_document, write_document
+from anabranch.jsonfile import (
+    Strict,
+    core_fields,
+    document_fields,
+    read_document,
+    write_document,
+)
 from anabranch.plans.plan import Plan, Prediction, memory_text
 from anabranch.schedule.schedule import Action
 from anabranch.timeline import Span, Timeline
@@ -90,42 +96,35 @@ class Run:
 
     def figures(self) -> dict[str, Any]:
         """What the command line prints."""
-        return self._synchronous() if not self.policy else self._asynchronous()
-
-    def _asynchronous(self) -> dict[str, Any]:
         predicted = self.predicted
-        period_s = self.period_s or self.median_step_s
-        return {
-            "mode": "async",
-            "policy": self.policy,
-            "round_robin": self.round_robin,
+        predicted_s = predicted.step_s if predicted is not None else None
+        seconds = self.period_s or self.median_step_s
+        common = {
             "losses": list(self.losses),
             "period_s": self.period_s,
-            "predicted_period_s": predicted.step_s if predicted is not None else None,
-            "samples_per_s": self.plan.stage_graph.batch_size / period_s,
-            "version_difference": list(self.version_difference),
-            "peak_versions": list(self.peak_versions),
-            "weight_bytes": list(self.weight_bytes),
+            "samples_per_s": self.plan.stage_graph.batch_size / seconds,
             "metrics": dict(self.metrics),
             "chance": dict(self.chance),
         }
-
-    def _synchronous(self) -> dict[str, Any]:
-        predicted = self.predicted
+        if self.policy:
+            return {
+                "mode": "async",
+                "policy": self.policy,
+                "round_robin": self.round_robin,
+                "predicted_period_s": predicted_s,
+                "version_difference": list(self.version_difference),
+                "peak_versions": list(self.peak_versions),
+                "weight_bytes": list(self.weight_bytes),
+                **common,
+            }
+        peaks = list(predicted.device_peak_bytes) if predicted is not None else None
         return {
-            "losses": list(self.losses),
             "step_s": self.median_step_s,
-            "period_s": self.period_s,
-            "predicted_step_s": predicted.step_s if predicted is not None else None,
+            "predicted_step_s": predicted_s,
             "ideal_step_s": self.ideal_step_s,
-            "samples_per_s": self.plan.stage_graph.batch_size
-            / (self.period_s or self.median_step_s),
             "device_peak_bytes": list(self.device_peak_bytes),
-            "predicted_device_peak_bytes": (
-                list(predicted.device_peak_bytes) if predicted is not None else None
-            ),
-            "metrics": dict(self.metrics),
-            "chance": dict(self.chance),
+            "predicted_device_peak_bytes": peaks,
+            **common,
         }
 
 
@@ -135,26 +134,9 @@ def save_run(run: Run, folder: Path) -> None:
 
     folder.mkdir(parents=True, exist_ok=True)
     save_plan(run.plan, folder / "plan.json")
-    write_document(
-        folder / "run.json",
-        {
-            "schema": RUN,
-            "losses": list(run.losses),
-            "step_s": list(run.step_s),
-            "period_s": run.period_s,
-            "ideal_step_s": run.ideal_step_s,
-            "metrics": dict(run.metrics),
-            "chance": dict(run.chance),
-            "timelines": [_to_dict(title, timeline) for title, timeline in run.timelines],
-            "device_peak_bytes": list(run.device_peak_bytes),
-            "policy": run.policy,
-            "version_difference": list(run.version_difference),
-            "peak_versions": list(run.peak_versions),
-            "weight_bytes": list(run.weight_bytes),
-            "interrupted": run.interrupted,
-            "round_robin": run.round_robin,
-        },
-    )
+    timelines = [_to_dict(title, timeline) for title, timeline in run.timelines]
+    document = document_fields(run, _RunFile, schema_=RUN, timelines=timelines)
+    write_document(folder / "run.json", {"schema": document.pop("schema_"), **document})
     # A run of a single step, or of short batches alone, has recorded none.
     if run.timelines:
         is_endless = run.mode == "async"
@@ -175,26 +157,11 @@ def load_run(folder: Path) -> Run:
         timelines = tuple((t.title, _to_timeline(t)) for t in file.timelines)
     except InvalidScheduleError as error:
         raise FileFormatError(f"{path}: {error}") from None
-    return Run(
-        plan=load_plan(folder / "plan.json"),
-        losses=tuple(file.losses),
-        step_s=tuple(file.step_s),
-        period_s=file.period_s,
-        ideal_step_s=file.ideal_step_s,
-        metrics=file.metrics,
-        chance=file.chance,
-        timelines=timelines,
-        device_peak_bytes=tuple(file.device_peak_bytes),
-        policy=file.policy,
-        version_difference=tuple(file.version_difference),
-        peak_versions=tuple(file.peak_versions),
-        weight_bytes=tuple(file.weight_bytes),
-        interrupted=file.interrupted,
-        round_robin=file.round_robin,
-    )
+    figures = core_fields(file, leave_out={"schema_", "timelines"})
+    return Run(load_plan(folder / "plan.json"), timelines=timelines, **figures)
 
 
-def _as_run(run: Run) -> Plan:
+def _measured_plan(run: Run) -> Plan:
     """The plan with the policy that the run had, and without reasons for another one."""
     notes = run.plan.notes
     if run.plan.policy != run.policy:
@@ -217,7 +184,7 @@ def write_report(run: Run, path: Path) -> None:
     measured_s = run.period_s if run.policy else None
     stale = Staleness(run.version_difference, run.peak_versions, run.weight_bytes, run.round_robin)
     text = page(
-        _as_run(run),
+        _measured_plan(run),
         run.timelines,
         losses=run.losses,
         metrics=metrics,
@@ -238,10 +205,6 @@ def _to_dict(title: str, timeline: Timeline) -> dict[str, Any]:
     }
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
-
-
 _Device = Annotated[int, Field(ge=0, lt=10**6)]
 _Count = Annotated[int, Field(ge=0)]
 # JSON has no tuples, so fixed-length lists must be read leniently.
@@ -250,7 +213,7 @@ _Point = Annotated[tuple[float, int], Field(strict=False)]
 _Memory = Annotated[tuple[_Device, list[_Point]], Field(strict=False)]
 
 
-class _Timeline(_Strict):
+class _Timeline(Strict):
     title: str
     source: Literal["predicted", "measured"]
     step_s: Annotated[float, Field(ge=0)]
@@ -259,7 +222,7 @@ class _Timeline(_Strict):
     memory: list[_Memory]
 
 
-class _RunFile(_Strict):
+class _RunFile(Strict):
     schema_: Literal["anabranch.run/1"] = Field(alias="schema")
     losses: list[float]
     step_s: Annotated[list[float], Field(min_length=1)]
@@ -268,11 +231,11 @@ class _RunFile(_Strict):
     metrics: dict[str, float]
     chance: dict[str, float]
     timelines: list[_Timeline]
-    device_peak_bytes: list[_Count] = []
+    device_peak_bytes: list[_Count] = Field(default_factory=list)
     policy: str = ""
-    version_difference: list[_Count] = []
-    peak_versions: list[_Count] = []
-    weight_bytes: list[_Count] = []
+    version_difference: list[_Count] = Field(default_factory=list)
+    peak_versions: list[_Count] = Field(default_factory=list)
+    weight_bytes: list[_Count] = Field(default_factory=list)
     interrupted: bool = False
     round_robin: bool = False
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from contextlib import suppress
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from anabranch.errors import AnabranchError
 from anabranch.files.clusters import ClusterFile, cluster_to_dict, to_cluster
@@ -22,18 +22,19 @@ from anabranch.files.fields import (
     build,
     save,
 )
-from anabranch.jsonfile import Strict, read_document
-from anabranch.plans.plan import Plan, Prediction
+from anabranch.jsonfile import Strict, core_fields, document_fields, read_document
+from anabranch.plans.plan import Mode, Plan, Prediction
 from anabranch.plans.stages import Stage, StageGraph
 from anabranch.schedule import endless, rule_named
+from anabranch.weights import POLICIES
 
 PLAN = "anabranch.plan/1"
 
-Policy = Literal[
-    "", "naive", "stash", "vertical-sync", "2bw", "spectrain", "pipeoptim", "predict-stash"
-]
-"""The table of weight policies, spelled out for the reader of a file; a test holds them together.
-Empty for a synchronous plan."""
+
+def _check_policy(name: str) -> str:
+    if name and name not in POLICIES:
+        raise ValueError(f"it should be one of {', '.join(POLICIES)}")
+    return name
 
 
 def save_plan(plan: Plan, path: FilePath) -> None:
@@ -83,18 +84,7 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
         "simulate_s": plan.simulate_s,
         "improve_s": plan.improve_s,
         **_prediction(plan),
-        "stages": [
-            {
-                "operators": list(stage.operators),
-                "devices": list(stage.devices),
-                "microbatch_size": stage.microbatch_size,
-                "k": stage.k,
-                "in_flight": stage.in_flight,
-                "recompute": stage.recompute,
-                "tensor": stage.tensor,
-            }
-            for stage in graph.stages
-        ],
+        "stages": [document_fields(stage, _Stage) for stage in graph.stages],
         "edges": [list(edge) for edge in graph.edges],
         "notes": list(plan.notes),
     }
@@ -106,15 +96,8 @@ def _prediction(plan: Plan) -> dict[str, Any]:
     if predicted is None:
         return {}
     step_s = predicted.step_s
-    return {
-        "predicted": {
-            "step_s": step_s,
-            "samples_per_s": plan.stage_graph.batch_size / step_s if step_s else 0.0,
-            "bottleneck_s_per_sample": predicted.bottleneck_s_per_sample,
-            "bubble": predicted.bubble,
-            "device_peak_bytes": list(predicted.device_peak_bytes),
-        }
-    }
+    samples_per_s = plan.stage_graph.batch_size / step_s if step_s else 0.0
+    return {"predicted": document_fields(predicted, _Prediction, samples_per_s=samples_per_s)}
 
 
 class _Stage(Strict):
@@ -147,8 +130,8 @@ class _PlanFile(Strict):
     profile: Text = ""
     batch_size: Samples
     schedule: Text
-    mode: Literal["sync", "async"] = "sync"
-    policy: Policy = ""
+    mode: Mode = "sync"
+    policy: Annotated[str, AfterValidator(_check_policy)] = ""
     depth: int | None = None
     search_s: Seconds = 0.0
     simulate_s: Seconds = 0.0
@@ -231,12 +214,7 @@ def _to_prediction(predicted: _Prediction, graph: StageGraph) -> Prediction:
             f"predicted.samples_per_s is {predicted.samples_per_s:g}, "
             f"but batch_size / predicted.step_s is {samples_per_s:g}"
         )
-    return Prediction(
-        predicted.step_s,
-        predicted.bottleneck_s_per_sample,
-        predicted.bubble,
-        tuple(predicted.device_peak_bytes),
-    )
+    return Prediction(**core_fields(predicted, leave_out={"samples_per_s"}))
 
 
 def _check_mode(file: _PlanFile) -> None:
@@ -246,20 +224,12 @@ def _check_mode(file: _PlanFile) -> None:
             "leave out the policy, or write 'async' to mode"
         )
     if file.mode == "async" and not file.policy:
-        known = ", ".join(name for name in get_args(Policy) if name)
+        known = ", ".join(POLICIES)
         raise ValueError(f"mode is 'async', but policy is empty; it takes one of {known}")
 
 
 def _to_stage(index: int, stage: _Stage) -> Stage:
     try:
-        return Stage(
-            tuple(stage.operators),
-            tuple(stage.devices),
-            stage.microbatch_size,
-            stage.k,
-            stage.in_flight or 0,
-            stage.recompute,
-            stage.tensor,
-        )
+        return Stage(**core_fields(stage) | {"in_flight": stage.in_flight or 0})
     except ValueError as error:
         raise ValueError(f"stages[{index}]: {error}") from None

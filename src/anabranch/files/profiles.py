@@ -20,7 +20,7 @@ from anabranch.files.fields import (
     save,
 )
 from anabranch.graph.opgraph import BATCH, Op, OpGraph, Parameter, Value
-from anabranch.jsonfile import Strict, read_document
+from anabranch.jsonfile import Strict, core_fields, document_fields, read_document
 from anabranch.profile.profile import OpCost, Profile, Sharded
 
 PROFILE = "anabranch.profile/1"
@@ -55,27 +55,23 @@ def profile_to_dict(profile: Profile) -> dict[str, Any]:
         "source": profile.source,
         "proportional": profile.proportional,
         "samples": list(profile.samples),
-        "parameters": [
-            {"name": p.name, "nbytes": p.nbytes, "trainable": p.trainable} for p in graph.parameters
-        ],
+        "parameters": [document_fields(parameter, _Parameter) for parameter in graph.parameters],
         "operators": [
             {"name": op.name, "kind": op.kind, "parameters": list(op.parameters)} | _cost(cost)
             for op, cost in zip(graph.ops, profile.costs, strict=True)
         ],
         "values": [
-            {
-                "name": value.name,
-                "producer": None if value.producer == BATCH else graph.ops[value.producer].name,
-                "consumers": [graph.ops[c].name for c in value.consumers],
-                "nbytes": value.nbytes,
-                "batched": value.batched,
-                "grad": value.grad,
-            }
+            document_fields(
+                value,
+                _Value,
+                producer=None if value.producer == BATCH else graph.ops[value.producer].name,
+                consumers=[graph.ops[consumer].name for consumer in value.consumers],
+            )
             for value in graph.values
         ],
     }
     if profile.sharded:  # left out where there is none, which is nearly everywhere
-        document["sharded"] = [_sharded_to_dict(graph, each) for each in profile.sharded]
+        document["sharded"] = [_sharded_to_dict(graph, sharded) for sharded in profile.sharded]
     return document
 
 
@@ -104,13 +100,16 @@ class _Parameter(Strict):
     trainable: bool
 
 
-class _Operator(Strict):
+class _Cost(Strict):
     name: Name
-    kind: Text
-    parameters: list[Name]
     forward_s: list[Seconds]
     backward_s: list[Seconds]
     kept_bytes_per_sample: Size
+
+
+class _Operator(_Cost):
+    kind: Text
+    parameters: list[Name]
 
 
 class _Value(Strict):
@@ -122,11 +121,7 @@ class _Value(Strict):
     grad: bool
 
 
-class _ShardedOperator(Strict):
-    name: Name
-    forward_s: list[Seconds]
-    backward_s: list[Seconds]
-    kept_bytes_per_sample: Size
+class _ShardedOperator(_Cost):
     parameter_bytes: Size
 
 
@@ -173,7 +168,7 @@ def _to_profile(file: _ProfileFile) -> Profile:
     graph = OpGraph(
         ops=tuple(Op(op.name, tuple(op.parameters), op.kind) for op in file.operators),
         values=values,
-        parameters=tuple(Parameter(p.name, p.nbytes, p.trainable) for p in file.parameters),
+        parameters=tuple(Parameter(**core_fields(parameter)) for parameter in file.parameters),
         name=file.name,
         granularity=file.granularity,
     )
@@ -184,7 +179,7 @@ def _to_profile(file: _ProfileFile) -> Profile:
         file.device,
         file.source,
         proportional=file.proportional,
-        sharded=tuple(_to_sharded(i, each, graph) for i, each in enumerate(file.sharded)),
+        sharded=tuple(_to_sharded(i, sharded, graph) for i, sharded in enumerate(file.sharded)),
     )
 
 
@@ -205,7 +200,7 @@ def _to_sharded(i: int, file: _Sharded, graph: OpGraph) -> Sharded:
     )
 
 
-def _to_cost(op: _Operator | _ShardedOperator) -> OpCost:
+def _to_cost(op: _Cost) -> OpCost:
     return OpCost(tuple(op.forward_s), tuple(op.backward_s), op.kept_bytes_per_sample)
 
 
