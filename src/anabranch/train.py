@@ -1,7 +1,6 @@
-"""A ready training loop: what ``anabranch train`` does on every rank.
+"""A ready training loop, which ``anabranch train`` runs on every rank.
 
-It is a user's own loop with progress, evaluation and checkpoints around it; whoever needs another
-loop writes it with ``Pipeline`` in five lines.
+It adds progress, evaluation and checkpoints; another loop takes five lines with ``Pipeline``.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from anabranch.errors import TrainingError
-from anabranch.graph.capture import Captured
 from anabranch.plans.plan import Plan
 from anabranch.record import Run
 from anabranch.runtime.asynchronous.pipeline import AsyncPipeline
@@ -28,7 +26,6 @@ from anabranch.runtime.reference import num_samples
 from anabranch.schedule.schedule import Kind
 from anabranch.solve import ideal_step_s
 from anabranch.timeline import Timeline
-from anabranch.weights import WeightPolicy
 from anabranch.workload import Batch, Workload
 
 _RECORDED = 3
@@ -40,7 +37,7 @@ _SETTLED, _SHOWN = 8, 6
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What one step did, for whoever watches.
+    """One step, for whoever watches.
 
     Attributes:
         step: steps done in this run, from 1.
@@ -66,8 +63,6 @@ def train(
     *,
     steps: int | None = None,
     epochs: int | None = None,
-    captured: Captured | None = None,
-    evaluation: Captured | None = None,
     resume: Path | None = None,
     save: Path | None = None,
     watch: Callable[[Progress], None] | None = None,
@@ -80,15 +75,13 @@ def train(
 
     Args:
         workload: with data.
-        plan: one rank per device.
-        steps: to do; by default as many as ``epochs`` have.
+        plan: one stage per device.
+        steps: steps to do; by default as many as ``epochs`` have.
         epochs: passes through the data in all; by default as many as ``steps`` need.
-        captured: the captured module, where the caller has it.
-        evaluation: the same in evaluation mode, likewise.
         resume: a checkpoint to go on from.
         save: a new folder for a checkpoint after the last step.
         watch: called after every step, on the first rank only.
-        options: of ``Pipeline``, such as ``compute`` and ``accumulate``.
+        options: of ``Pipeline``, such as ``captured`` and ``accumulate``.
 
     Returns:
         What happened, the same on every rank.
@@ -98,78 +91,56 @@ def train(
         TrainingError: if ``save`` exists, or the checkpoint has all epochs already.
         ValueError: if neither steps nor epochs are given.
     """
-    if steps is None and epochs is None:
-        raise ValueError("give a number of steps or of epochs")
+    _require_length(steps, epochs)
     make = Pipeline if resume is None else partial(Pipeline.resume, resume)
-    pipe = make(
-        workload,
-        plan,
-        captured=captured,
-        evaluation=evaluation,
-        **options,
-    )
+    pipe = make(workload, plan, **options)
     require_new(save)
-    losses: list[float] = []
+    log = _Log(pipe, steps, watch)
     seconds: list[float] = []
     recorded: list[Timeline] = []
     batches = pipe.batches(epochs=epochs)
-    each = int(options.get("accumulate", 1))
+    accumulate = int(options.get("accumulate", 1))
     # What is compiled cannot be looked into.
     can_weigh = options.get("compute", PLAIN).backend is None
     # First single steps, whose times and timelines are those of a step alone.
-    alone = 2 + _RECORDED
-    singly = alone if steps is None else min(steps, alone)
-    while len(losses) < singly and not _ends(len(losses), each):
+    alone = 2 + _RECORDED if steps is None else min(steps, 2 + _RECORDED)
+    for batch in _uninterrupted(islice(batches, alone), 0, accumulate):
         started = time.perf_counter()
-        batch = next(batches, None)
-        if batch is None:
-            break
         full = num_samples(batch) == plan.stage_graph.batch_size
         # The first step sets things up; a short one would tell nothing about the others.
-        record = full and len(losses) > 0 and len(recorded) < _RECORDED
+        record = full and len(log.losses) > 0 and len(recorded) < _RECORDED
         weigh = full and len(recorded) == _RECORDED and can_weigh
-        losses.append(pipe.step(batch, record=record, weigh=weigh))
+        loss = pipe.step(batch, record=record, weigh=weigh)
         taken = time.perf_counter() - started
         # Weighing a step makes it longer.
         if not weigh:
             seconds.append(taken)
         if record and pipe.timeline is not None:
             recorded.append(pipe.timeline)
-        if watch is not None and pipe.rank == 0:
-            samples = num_samples(batch)
-            watch(Progress(len(losses), steps, losses[-1], pipe.metrics, taken, samples))
+        log.add(loss, taken, num_samples(batch))
     # The rest follow each other without waiting.
     sizes: deque[int] = deque()
-    left = None if steps is None else steps - len(losses)
+    done = len(log.losses)
     ends = [time.perf_counter()]
-    rest = _uninterrupted(islice(batches, left), len(losses), each)
-    for loss in pipe.steps(_noted(rest, sizes)):
+    left = islice(batches, None if steps is None else steps - done)
+    for loss in pipe.steps(_noted(_uninterrupted(left, done, accumulate), sizes)):
         ends.append(time.perf_counter())
-        losses.append(loss)
-        if watch is not None and pipe.rank == 0:
-            taken = ends[-1] - ends[-2]
-            watch(Progress(len(losses), steps, loss, pipe.metrics, taken, sizes.popleft()))
-    if not losses:
+        log.add(loss, ends[-1] - ends[-2], sizes.popleft())
+    if not log.losses:
         raise _nothing_done(resume, pipe.epoch, epochs)
     pipe.update()
-    # What was trained is saved before anything else can fail.
-    if save is not None:
-        pipe.save(save)
-    metrics = dict(pipe.metrics)
-    if workload.eval_data is not None and not INTERRUPT.agreed:
-        metrics = pipe.evaluate()
     timeline = _median(recorded)
-    return Run(
+    return _finished(
+        pipe,
+        workload,
+        save,
         plan=plan,
-        losses=tuple(losses),
+        losses=tuple(log.losses),
         step_s=tuple(seconds),
         period_s=_period(ends),
         ideal_step_s=_ideal(plan, timeline) if timeline else 0.0,
-        metrics=metrics,
-        chance=dict(workload.chance),
         timelines=(("measured", timeline),) if timeline else (),
         device_peak_bytes=pipe.peak_bytes or (),
-        interrupted=INTERRUPT.agreed,
     )
 
 
@@ -177,11 +148,8 @@ def train_async(
     workload: Workload,
     plan: Plan,
     *,
-    policy: WeightPolicy | str | None = None,
     steps: int | None = None,
     epochs: int | None = None,
-    captured: Captured | None = None,
-    evaluation: Captured | None = None,
     resume: Path | None = None,
     save: Path | None = None,
     watch: Callable[[Progress], None] | None = None,
@@ -189,77 +157,91 @@ def train_async(
 ) -> Run:
     """Train this rank's part without a flush; call it on every rank.
 
-    Args:
-        workload: with data.
-        plan: one stage per device.
-        policy: which weights passes read; see ``AsyncPipeline``.
-        steps: mini-batches to train on; by default as many as ``epochs`` have.
-        epochs: see ``train``; so are the rest.
-        captured: see there.
-        evaluation: see there.
-        resume: see there.
-        save: see there.
-        watch: see there; the losses of the last mini-batches come at once, after the drain.
-        options: of ``AsyncPipeline``, such as ``compute``.
+    Arguments and errors are those of ``train``, with these differences: a step is a mini-batch, the
+    options are those of ``AsyncPipeline``, such as ``policy``, and the losses of the last
+    mini-batches come at once, after the drain.
 
     Returns:
         What happened, the same on every rank but for the times.
-
-    Raises:
-        AnabranchError: see ``AsyncPipeline``.
-        TrainingError: if ``save`` exists, or the checkpoint has all epochs already.
-        ValueError: if neither steps nor epochs are given.
     """
-    if steps is None and epochs is None:
-        raise ValueError("give a number of steps or of epochs")
+    _require_length(steps, epochs)
     make = AsyncPipeline if resume is None else partial(AsyncPipeline.resume, resume)
-    options = {"policy": policy, "captured": captured, "evaluation": evaluation, **options}
     pipe = make(workload, plan, **options)
     require_new(save)
-    losses: list[float] = []
+    log = _Log(pipe, steps, watch)
     sizes: deque[int] = deque()
     begun = before = time.perf_counter()
     full: list[float] = []  # when losses came while the pipeline was full
     put_in = 0
     batches = _uninterrupted(islice(pipe.batches(epochs=epochs), steps))
-    watches = watch is not None and pipe.rank == 0
-    for loss in pipe.steps(_noted(batches, sizes) if watches else batches):
+    for loss in pipe.steps(_noted(batches, sizes)):
         now = time.perf_counter()
-        losses.append(loss)
-        if len(losses) == _SETTLED:
-            pipe.record(_SHOWN)
         taken = 0.0
         if pipe.step_number != put_in:  # otherwise it comes with the drain
             put_in = pipe.step_number
             full.append(now)
             taken = now - before if len(full) > 2 else 0.0
-        if watch is not None and sizes:
-            samples = sizes.popleft()
-            watch(Progress(len(losses), steps, loss, pipe.metrics, taken, samples))
+        log.add(loss, taken, sizes.popleft())
+        if len(log.losses) == _SETTLED:
+            pipe.record(_SHOWN)
         before = now
-    if not losses:
+    if not log.losses:
         raise _nothing_done(resume, pipe.epoch, epochs)
-    if save is not None:
-        pipe.save(save)
-    evaluates = workload.eval_data is not None and not INTERRUPT.agreed
-    metrics = pipe.evaluate() if evaluates else dict(pipe.metrics)
     seconds = [end - start for start, end in pairwise(full)]
-    return Run(
+    return _finished(
+        pipe,
+        workload,
+        save,
         plan=plan,
-        losses=tuple(losses),
-        step_s=tuple(seconds) or ((before - begun) / len(losses),),
+        losses=tuple(log.losses),
+        step_s=tuple(seconds) or ((before - begun) / len(log.losses),),
         period_s=sum(seconds[1:]) / len(seconds[1:]) if len(seconds) > 1 else 0.0,
         ideal_step_s=0.0,
-        metrics=metrics,
-        chance=dict(workload.chance),
         policy=pipe.policy.name,
         timelines=(("measured", pipe.timeline),) if pipe.timeline is not None else (),
         version_difference=pipe.version_difference,
         peak_versions=pipe.peak_versions,
         weight_bytes=pipe.weight_bytes,
         round_robin=pipe.is_round_robin,
-        interrupted=INTERRUPT.agreed,
     )
+
+
+class _Log:
+    """The losses so far, told to whoever watches."""
+
+    def __init__(
+        self,
+        pipe: Pipeline | AsyncPipeline,
+        total: int | None,
+        watch: Callable[[Progress], None] | None,
+    ) -> None:
+        self.losses: list[float] = []
+        self._pipe, self._total = pipe, total
+        self._watch = watch if pipe.rank == 0 else None
+
+    def add(self, loss: float, seconds: float, samples: int) -> None:
+        """Note what one step did."""
+        self.losses.append(loss)
+        if self._watch is not None:
+            done, metrics = len(self.losses), self._pipe.metrics
+            self._watch(Progress(done, self._total, loss, metrics, seconds, samples))
+
+
+def _finished(
+    pipe: Pipeline | AsyncPipeline, workload: Workload, save: Path | None, **figures: Any
+) -> Run:
+    """Save, then evaluate; what was trained is kept before anything else can fail."""
+    if save is not None:
+        pipe.save(save)
+    evaluates = workload.eval_data is not None and not INTERRUPT.agreed
+    metrics = pipe.evaluate() if evaluates else dict(pipe.metrics)
+    chance = dict(workload.chance)
+    return Run(metrics=metrics, chance=chance, interrupted=INTERRUPT.agreed, **figures)
+
+
+def _require_length(steps: int | None, epochs: int | None) -> None:
+    if steps is None and epochs is None:
+        raise ValueError("give a number of steps or of epochs")
 
 
 def require_new(folder: Path | None) -> None:
@@ -283,15 +265,14 @@ def _nothing_done(resume: Path | None, done: int, epochs: int | None) -> Trainin
     )
 
 
-def _ends(done: int, accumulate: int) -> bool:
-    """Whether training ends early after so many steps; never between the batches of an update."""
-    return INTERRUPT.agreed and done % accumulate == 0
-
-
 def _uninterrupted(batches: Iterator[Batch], done: int = 0, accumulate: int = 1) -> Iterator[Batch]:
-    """The same batches until training ends early; none is fetched in vain."""
+    """The same batches until training ends early; none is fetched in vain.
+
+    It never ends between the batches of an update.
+    """
     for step in count(done):
-        batch = None if _ends(step, accumulate) else next(batches, None)
+        ends = INTERRUPT.agreed and step % accumulate == 0
+        batch = None if ends else next(batches, None)
         if batch is None:
             return
         yield batch
@@ -330,8 +311,8 @@ def _ideal(plan: Plan, timeline: Timeline) -> float:
 
     def times(kind: Kind) -> list[dict[int, float]]:
         result: list[dict[int, float]] = [{} for _ in graph.stages]
-        for (stage, of, samples), seconds in spans.items():
-            if of is kind:
+        for (stage, timed, samples), seconds in spans.items():
+            if timed is kind:
                 result[stage][samples] = statistics.median(seconds)
         return result
 
