@@ -146,6 +146,24 @@ def test_more_samples_take_longer_but_less_each(towers: Captured) -> None:
     assert each == sorted(each, reverse=True)
 
 
+def test_convolutions_run_as_pytorch_runs_them() -> None:
+    """In tf32 on a GPU that has it, without being asked to: cuDNN's default, unlike that of matrix
+    products.
+    """
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(64, 64, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.conv(x).mean()
+
+    captured = capture(Net().to("meta"), {"x": torch.randn(2, 64, 32, 32)})
+    default = estimate(captured, "h100", (256,))
+    assert step_s(default, 256) == step_s(estimate(captured, "h100", (256,), precision="tf32"), 256)
+
+
 def test_device_and_precision_matter(towers: Captured) -> None:
     """Newer devices are faster; TF32 changes nothing on a V100, which has none."""
     v100, a100, h100 = (

@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from anabranch.errors import CaptureError, ProfileError
 from anabranch.graph.capture import Captured, capture
 from anabranch.profile.estimate import estimate
-from anabranch.profile.measure import _copied, measure
+from anabranch.profile.measure import _Copies, measure
 from tests.profile.tiny import MODELS, convolutions, two_towers
 
 
@@ -169,10 +169,27 @@ def test_operators_are_copied_to_another_device() -> None:
     weight = graph.get_attr("weight")
     graph.output((graph.call_function(torch.ops.aten.mul.Tensor, (weight, ones)),))
     module = fx.GraphModule(root, graph)
-    (copied,) = _copied(module, torch.device("meta"))()
+    (copied,) = _Copies(torch.device("meta"), module).of(module)()
     (original,) = module()
     assert copied.is_meta
     assert torch.equal(original, torch.ones(3))
+
+
+def test_copies_share_their_tensors() -> None:
+    """A model that just fits a GPU is measured there at any number of sample counts."""
+    model = nn.Linear(2, 2)
+    programs = [fx.symbolic_trace(model) for _ in range(2)]
+    copies = _Copies(torch.device("meta"), model)
+    first, second = (dict(copies.of(program).named_parameters()) for program in programs)
+    assert list(map(id, first.values())) == list(map(id, second.values()))
+    assert all(isinstance(tensor, nn.Parameter) and tensor.is_meta for tensor in first.values())
+
+
+def test_a_gpu_of_another_number_is_another_device() -> None:
+    """A model on the first GPU is copied to be measured on the second."""
+    here = nn.Linear(2, 2, device="meta")
+    assert _Copies(torch.device("cuda:1"), here)._needed
+    assert not _Copies(torch.device("meta"), here)._needed
 
 
 @pytest.mark.gpu

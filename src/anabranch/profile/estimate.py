@@ -46,7 +46,8 @@ def estimate(
         samples: sample counts; any number of them costs about the same.
         precision: how matrix products of float32 tensors run. ``float32`` is PyTorch's default and
             what the published pipeline systems used; ``tf32`` is what
-            ``torch.set_float32_matmul_precision`` "high" gives on an A100 or H100.
+            ``torch.set_float32_matmul_precision`` "high" gives on an A100 or H100. Convolutions
+            run in tf32 there whatever this says, as cuDNN does by default.
 
     Raises:
         ValueError: for an unknown device or precision, or sample counts that are not positive.
@@ -161,7 +162,7 @@ class _Trace:
     def seconds(self, sizes: _Sizes, sheet: DataSheet, precision: Precision) -> Floats:
         """Forward and backward seconds per operator; shape (2, operators)."""
         owner = np.repeat(np.arange(len(self.kernels)), [len(k.products) for k in self.kernels])
-        formats = np.array([_number_format(self.kernels[i].dtype, precision) for i in owner])
+        formats = np.array([_number_format(self.kernels[i], precision) for i in owner])
         compute = np.zeros(len(self.kernels))
         for each in set(formats.tolist()):
             chosen = formats == each
@@ -226,5 +227,8 @@ def _meta(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
-def _number_format(dtype: torch.dtype, precision: Precision) -> str:
-    return precision if dtype == torch.float32 else str(dtype).removeprefix("torch.")
+def _number_format(kernel: Kernel, precision: Precision) -> str:
+    if kernel.dtype != torch.float32:
+        return str(kernel.dtype).removeprefix("torch.")
+    # torch.backends.cudnn.allow_tf32 is on by default, other than that of matrix products.
+    return "tf32" if "convolution" in kernel.name else precision

@@ -55,7 +55,7 @@ def measure(
         captured: the model; its example batch is repeated or cut to each sample count.
         samples: sample counts to measure.
         device: ``cpu``, or ``cuda`` with an optional index; if the model is elsewhere, copies of
-            the operators run there.
+            the operators run there, which share one copy of the weights.
         repeats: timed steps per sample count, besides a first one.
         budget_s: seconds for everything. When they are spent, fewer repeats have to do; sample
             counts that would not fit at all are left out, with a warning.
@@ -74,7 +74,8 @@ def measure(
     counts = sorted(set(samples))
     if not counts or counts[0] < 1 or repeats < 0:
         raise ValueError(f"cannot measure {repeats} repeats at {counts} samples")
-    if torch.device(device).type not in ("cpu", "cuda"):
+    place = torch.device(device)
+    if place.type not in ("cpu", "cuda"):
         raise ValueError(f"cannot measure on {device}; cpu and cuda are possible")
     if any(t.is_meta for t in captured.module.state_dict(keep_vars=True).values()):
         raise ProfileError(
@@ -82,22 +83,24 @@ def measure(
             "build it on the CPU to measure it, or estimate it for a GPU"
         )
     counts = workable(captured, counts)
-    with _left_as_it_was(captured.module, torch.device(device)), _threads(threads):
+    if place.type == "cuda" and place.index is None:
+        place = torch.device("cuda", torch.cuda.current_device())
+    copies = _Copies(place, captured.module)
+    with _left_as_it_was(captured.module, place), _threads(threads):
         turns = _Turns(repeats, time.perf_counter() + budget_s, progress)
-        benches = turns.run(counts, lambda n: _Bench(captured, n, torch.device(device)))
+        benches = turns.run(counts, lambda n: _Bench(captured, n, copies))
     return _profile(captured, benches, device, pool)
 
 
 class _Bench:
     """The operators at one sample count, and the seconds that they have taken so far."""
 
-    def __init__(self, captured: Captured, samples: int, device: torch.device) -> None:
-        self.samples, self.device = samples, device
+    def __init__(self, captured: Captured, samples: int, copies: _Copies) -> None:
+        self.samples, self.device = samples, copies.device
+        device = copies.device
         self.steps = steps(captured, samples)
         self.batch = example_batch(captured, samples, device)
-        state = captured.module.state_dict(keep_vars=True).values()
-        there = all(t.device.type == device.type for t in state)
-        self.modules = [s.module if there else _copied(s.module, device) for s in self.steps]
+        self.modules = [copies.of(step.module) for step in self.steps]
         self.clock = _CudaClock(device) if device.type == "cuda" else _Clock()
         self.forward_s: list[list[float]] = [[] for _ in self.steps]
         self.backward_s: list[list[float]] = [[] for _ in self.steps]
@@ -296,16 +299,43 @@ def _likeness(captured: Captured, step: Step, batch: Mapping[str, Tensor]) -> st
     return "\n".join(lines)
 
 
-def _copied(module: fx.GraphModule, device: torch.device) -> fx.GraphModule:
-    """A copy of an operator's program on another device."""
-    moved = copy.deepcopy(module)
-    for node in moved.graph.nodes:
-        # Tensors that the program constructs name their device: arange(..., device="cpu").
-        node.args, node.kwargs = tree_map(
-            lambda a: device if isinstance(a, torch.device) else a, (node.args, node.kwargs)
-        )
-    moved.recompile()
-    return moved.to(device)
+class _Copies:
+    """Operators' programs on a device, with one copy of each tensor for all of them.
+
+    Args:
+        device: with its index, if it is a GPU.
+        model: the operators' own; on the device already, nothing is copied.
+    """
+
+    def __init__(self, device: torch.device, model: nn.Module) -> None:
+        self.device = device
+        state = model.state_dict(keep_vars=True).values()
+        self._needed = any(tensor.device != device for tensor in state)
+        self._tensors: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def of(self, module: fx.GraphModule) -> fx.GraphModule:
+        """The program on the device."""
+        if not self._needed:
+            return module
+        tensors = module.state_dict(keep_vars=True).values()
+        twins = {id(tensor): self._twin(tensor) for tensor in tensors}
+        copied = copy.deepcopy(module, twins)
+        for node in copied.graph.nodes:
+            # Tensors that the program constructs name their device: arange(..., device="cpu").
+            node.args, node.kwargs = tree_map(
+                lambda a: self.device if isinstance(a, torch.device) else a,
+                (node.args, node.kwargs),
+            )
+        copied.recompile()
+        return copied
+
+    def _twin(self, tensor: Tensor) -> Tensor:
+        if id(tensor) not in self._tensors:
+            twin = tensor.detach().to(self.device, copy=True)
+            if isinstance(tensor, nn.Parameter):
+                twin = nn.Parameter(twin, requires_grad=tensor.requires_grad)
+            self._tensors[id(tensor)] = tensor, twin  # keeps the tensor, and so its id
+        return self._tensors[id(tensor)][1]
 
 
 @contextmanager
