@@ -21,6 +21,8 @@ from anabranch.plans.stages import Stage, StageGraph
 from anabranch.profile.profile import Profile
 from anabranch.profile.readers import read_profile
 from anabranch.simulator.judge import Judge
+from anabranch.simulator.objective import ShortestStep
+from anabranch.solve import AUTO
 from benchmarks.planners.common import Row, plan_row, table
 
 CLUSTERS = ("dapple-a:2x8", "dapple-b:16", "dapple-c:16")
@@ -166,7 +168,7 @@ def _chain(
 def best_of(profile: Profile, cluster: str, batch: int, graphs: list[StageGraph]) -> Row:
     """The simulated step of the best of some stage graphs, and its latency by DAPPLE's formula."""
     cost = CostModel(profile, Cluster.preset(cluster))
-    judge = Judge(cost, ("1f1b", "1f1b-deep"))
+    judge = Judge(ShortestStep(cost, AUTO))
     judge.consider(graphs)
     try:
         best = judge.winner("published")

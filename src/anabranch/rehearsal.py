@@ -18,12 +18,12 @@ from anabranch.cost import CostModel
 from anabranch.emulation import EmulatedPipeline, Emulation
 from anabranch.emulation.emulation import Links
 from anabranch.errors import InvalidPlanError
-from anabranch.planner_options import bottleneck_s_per_sample
 from anabranch.plans.plan import Plan, Prediction
 from anabranch.plans.stages import StageGraph
 from anabranch.profile.profile import Profile
 from anabranch.record import Run
 from anabranch.solve import ideal_step_s, simulate
+from anabranch.solve.planner_options import bottleneck_s_per_sample
 from anabranch.timeline import Timeline
 
 MOST_TIME_SCALE = 64.0

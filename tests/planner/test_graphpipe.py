@@ -27,6 +27,8 @@ from anabranch.plans.check import check
 from anabranch.plans.stages import StageGraph
 from anabranch.profile.profile import OpCost, Profile
 from anabranch.simulator.judge import Judge
+from anabranch.simulator.objective import ShortestStep
+from anabranch.solve import AUTO
 from tests.planner import shapes
 from tests.planner.helpers import cost_model, expressible, sharded
 from tests.strategies import planning_profiles
@@ -127,7 +129,7 @@ def test_any_graph_gets_valid_plans(profile, devices, batch_size):
 
 def least_step_s(cost: CostModel, proposals: Iterable[StageGraph]) -> float:
     """The shortest simulated step."""
-    judge = Judge(cost, ("1f1b", "1f1b-deep"))
+    judge = Judge(ShortestStep(cost, AUTO))
     judge.consider(proposals)
     return judge.best_s
 
@@ -299,7 +301,7 @@ def test_published_models(profile, batch_size):
     cost = CostModel(profile, Cluster.preset("summit:8x4"))
     proposals = list(GraphPipe()(cost, batch_size=batch_size))
     assert [check(graph, cost) for graph in proposals] == [[] for _ in proposals]
-    judge = Judge(cost, ("1f1b", "1f1b-deep"))
+    judge = Judge(ShortestStep(cost, AUTO))
     judge.consider(proposals)
     assert judge.best is not None
     assert judge.best.graph.depth < len(judge.best.graph)

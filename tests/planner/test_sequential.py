@@ -18,7 +18,8 @@ from anabranch.planner.sequential import Sequential
 from anabranch.planner.toolkit.parts import Part, PartPrices, fits
 from anabranch.plans.check import check
 from anabranch.simulator.judge import Judge
-from anabranch.solve import plan
+from anabranch.simulator.objective import ShortestStep
+from anabranch.solve import AUTO, plan
 from tests.planner import shapes
 from tests.planner.helpers import cost_model
 from tests.strategies import planning_profiles
@@ -102,7 +103,7 @@ def test_is_improved_where_the_network_is_slow():
     profile, cluster = shapes.candle_uno(), Cluster.preset("dapple-b:8")
     cost = CostModel(profile, cluster)
     proposals = Sequential()(cost, batch_size=128)
-    judge = Judge(cost, ("1f1b", "1f1b-deep"))
+    judge = Judge(ShortestStep(cost, AUTO))
     judge.consider(proposals)
     found = plan(profile, cluster, 128, planner="sequential")
     assert found.predicted.step_s < 0.995 * judge.best_s

@@ -137,7 +137,7 @@ def require_runs(
     """
     from anabranch.runtime.asynchronous import requirements
     from anabranch.runtime.plan_parts import parts_of
-    from anabranch.solve_async import require_asynchronous
+    from anabranch.solve import require_asynchronous
 
     if is_async:
         require_asynchronous(plan, policy if isinstance(policy, str) else "")

@@ -80,7 +80,7 @@ def compare(
     - `anabranch compare mmt --cluster summit:2x4 --batch-size 8 --mode async --planner graphpipe
       --planner pipedream --policy stash --policy pipeoptim`
     """
-    from anabranch import solve_async
+    from anabranch import solve
     from anabranch.solve import comparable, options_of
     from anabranch.solve import compare as search
     from anabranch.weights import POLICIES
@@ -104,10 +104,10 @@ def compare(
     where = costs, cluster, planning.batch_size
     results: Iterator[tuple[Any, ...]]
     if is_async:
-        usage(solve_async.check_mode, "async", "", planning.schedule)
+        usage(solve.check_mode, "async", "", planning.schedule)
         policies = list(dict.fromkeys(policy or POLICIES))
         results = usage(
-            solve_async.compare, *where, planners, policies, optimizer=optimizer, **options
+            solve.compare_policies, *where, planners, policies, optimizer=optimizer, **options
         )
         contenders = [Contender(name, policy) for name in planners for policy in policies]
     else:

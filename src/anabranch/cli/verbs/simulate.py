@@ -18,7 +18,7 @@ from anabranch.plans.plan import Mode
 
 if TYPE_CHECKING:
     from anabranch.plans.plan import Plan
-    from anabranch.solve_async import Simulated
+    from anabranch.solve import Simulated
     from anabranch.timeline import Timeline
 
 
@@ -46,7 +46,7 @@ def simulate(
     Without a flush, with --mode async or for an asynchronous plan: the time per mini-batch of the
     full pipeline, and the timeline of some mini-batches from an empty pipeline to an empty one.
     """
-    from anabranch import solve_async
+    from anabranch import solve
     from anabranch.files import load_plan
     from anabranch.solve import simulate as predict
 
@@ -54,16 +54,16 @@ def simulate(
     batch_size = plan.stage_graph.batch_size
     cluster = other.cluster_of(plan, plan_file)
     chosen = mode or plan.mode
-    usage(solve_async.check_mode, chosen, policy or "", schedule or "auto")
+    usage(solve.check_mode, chosen, policy or "", schedule or "auto")
     costs, optimizer = other.source(plan, model).profile_and_optimizer(
         other.device_of(plan, cluster), batch_size, chosen, other.optimizer
     )
     if chosen == "async":
-        found = solve_async.simulate(plan, costs, cluster, policy=policy or "", optimizer=optimizer)
+        found = solve.simulate_async(plan, costs, cluster, policy=policy or "", optimizer=optimizer)
         shown, timeline, graph = found.plan, found.timeline, found.graph
         title = f"predicted, {graph.batch_size // batch_size} mini-batches"
     else:
-        shown = replace(solve_async.synchronous(plan), profile=costs.origin)
+        shown = replace(solve.synchronous(plan), profile=costs.origin)
         timeline = predict(shown, costs, cluster, schedule=schedule)
         found, graph, title = None, shown.stage_graph, "predicted"
     if trace is not None:

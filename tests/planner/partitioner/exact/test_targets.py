@@ -23,6 +23,7 @@ from anabranch.planner.toolkit.parts import Part
 from anabranch.plans.stages import StageGraph
 from anabranch.profile.profile import OpCost, Profile
 from anabranch.simulator.judge import Judge
+from anabranch.simulator.objective import ShortestStep
 
 
 def drawn(seed: int, most: int) -> CostModel:
@@ -110,7 +111,7 @@ def test_simulated_step():
     for seed in range(28):
         cost, batch_size = drawn(seed, most=6), 16
         tight = cost.cluster.memory_bytes < 1 << 40
-        oracle = Judge(cost, solve.AUTO)
+        oracle = Judge(ShortestStep(cost, solve.AUTO))
         try:
             everything = Exhaustive(candidates=None, every=True, recompute=tight)
             oracle.consider(everything(cost, batch_size=batch_size))

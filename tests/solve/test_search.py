@@ -23,6 +23,7 @@ from anabranch.plans.plan import Plan, Prediction
 from anabranch.plans.stages import Stage, StageGraph
 from anabranch.profile.profile import OpCost, Profile
 from anabranch.schedule import SCHEDULES
+from anabranch.simulator.judge import Judge
 from anabranch.simulator.run import step_seconds
 from anabranch.solve import (
     bottleneck_s_per_sample,
@@ -32,8 +33,11 @@ from anabranch.solve import (
     ideal_step_s,
     options_of,
     plan,
+    search,
     simulate,
+    simulation,
 )
+from anabranch.solve.improvement import SearchBudget
 from tests.simulator.helpers import chain, cluster, cost_model, stage_graph
 
 GB = 10**9
@@ -410,7 +414,7 @@ def test_a_proposal_is_followed_also_while_it_is_behind(propose, monkeypatch):
     cost, graph = on_chain(8)
     propose(planner=lambda: Detour(graph))
     assert found(cost, 8).stage_graph.stages[0].microbatch_size == 1
-    monkeypatch.setattr(solve, "IMPROVEMENT", 0)
+    monkeypatch.setattr(search, "BUDGET", SearchBudget(improvement=0))
     assert found(cost, 8).stage_graph.stages[0].microbatch_size == 2
 
 
@@ -536,14 +540,14 @@ def test_an_interrupt_while_proposals_are_judged_keeps_one(propose, monkeypatch)
     """Nothing has been judged yet: then the first proposal that fits is the plan."""
     cost, graph = on_chain(8)
     propose(with_size(graph, 2), graph)
-    whole = solve.Judge.consider
+    whole = Judge.consider
 
     def consider(self, proposals, allowed=math.inf):
         if len(list(proposals)) > 1:
             raise KeyboardInterrupt
         return whole(self, proposals, allowed)
 
-    monkeypatch.setattr(solve.Judge, "consider", consider)
+    monkeypatch.setattr(Judge, "consider", consider)
     best = found(cost, 8)
     assert best.stage_graph.stages[0].microbatch_size == 2
     assert best.notes[-1] == "interrupted: the best of the first 2 proposals"
@@ -553,7 +557,7 @@ def test_an_interrupt_at_the_last_moment_keeps_the_plan(propose, monkeypatch):
     """The search is over and the winner simulated once more: one interrupt is too late to count."""
     cost, graph = on_chain(8)
     propose(graph)
-    whole, times = solve.run, []
+    whole, times = simulation.run, []
 
     def run(*arguments):
         times.append(1)
@@ -561,7 +565,7 @@ def test_an_interrupt_at_the_last_moment_keeps_the_plan(propose, monkeypatch):
             raise KeyboardInterrupt
         return whole(*arguments)
 
-    monkeypatch.setattr(solve, "run", run)
+    monkeypatch.setattr(simulation, "run", run)
     assert found(cost, 8).predicted.step_s == pytest.approx((8 + 1) * 2)
 
 

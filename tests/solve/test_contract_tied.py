@@ -12,10 +12,10 @@ from anabranch.cost import CostModel
 from anabranch.errors import InfeasiblePlanError
 from anabranch.planner.partitions import partitions
 from anabranch.plans.stages import Stage, StageGraph
-from anabranch.solve_async.contract_tied import gather, tied, untied
+from anabranch.solve.contract_tied import gather, tied, untied
 from tests.planner.helpers import cluster as devices_of
 from tests.simulator.helpers import chain, cluster, cost_model
-from tests.solve_async.helpers import asynchronous
+from tests.solve.helpers import asynchronous
 from tests.strategies import planning_profiles
 
 TOWERS = ((0, 2), (1, 3), (2, 4), (3, 4))

@@ -1,4 +1,4 @@
-"""What to ask a planner for, where nothing is ever flushed.
+"""Demands on a planner, where nothing is ever flushed and versions of the weights take memory.
 
 A planner is asked for a synchronous plan of a very long batch, ``STREAM`` mini-batches in a row
 with an all-reduce for each, because that is what asynchronous 1F1B runs: how the pipeline fills
@@ -12,17 +12,17 @@ leave more memory free, at most as often as ``SHARES`` says.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 from anabranch.cost import CostModel
 from anabranch.errors import InfeasiblePlanError
 from anabranch.planner.base import Improver, Planner
-from anabranch.planner_options import collect
 from anabranch.plans.stages import Stage, StageGraph
 from anabranch.schedule import endless
 from anabranch.simulator.staleness import versions_of
+from anabranch.solve.improvement import Neighbourhood
+from anabranch.solve.planner_options import collect
 from anabranch.weights import WeightPolicy
 
 STREAM = 256
@@ -76,14 +76,14 @@ class Proposals:
         search_s: seconds that the planner took.
         stopped: why it did not come to its end, if so.
         count: proposals so far.
-        search: the planner.
+        planner: who is asked.
     """
 
-    def __init__(self, search: Planner, cost: CostModel, batch_size: int) -> None:
+    def __init__(self, planner: Planner, cost: CostModel, batch_size: int) -> None:
         self.search_s = 0.0
         self.stopped = ""
         self.count = 0
-        self.search = search
+        self.planner = planner
         self._cost = cost
         self._batch_size = batch_size
         self._known: dict[tuple[int, Demand], list[StageGraph] | InfeasiblePlanError] = {}
@@ -123,11 +123,10 @@ class Proposals:
         return found
 
     def _planner(self, demand: Demand) -> Planner:
-        search: Any = self.search
-        may = getattr(search, "recompute", None) is True
-        if may and not demand.recompute:
-            search = replace(search, recompute=False)
-        return cast(Planner, search)
+        planner: Any = self.planner
+        if getattr(planner, "recompute", None) is True and not demand.recompute:
+            planner = replace(planner, recompute=False)
+        return cast(Planner, planner)
 
     def _asked(self, microbatch_size: int, demand: Demand) -> CostModel:
         cost, profile = self._cost, self._cost.profile
@@ -148,13 +147,11 @@ class Proposals:
             cost, profile=profile, cluster=tight, optimizer_factor=factor, updates=STREAM
         )
 
-    def near(
-        self, microbatch_size: int, demand: Demand
-    ) -> Callable[[StageGraph], Iterable[StageGraph]] | None:
+    def near(self, microbatch_size: int, demand: Demand) -> Neighbourhood | None:
         """What lies near a proposal, if the planner knows."""
-        search = self._planner(demand)
-        if not isinstance(search, Improver):
+        planner = self._planner(demand)
+        if not isinstance(planner, Improver):
             return None
-        return search.neighbourhood(
+        return planner.neighbourhood(
             self._asked(microbatch_size, demand), STREAM * self._batch_size, microbatch_size
         )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from anabranch import planner as planners
-from anabranch import solve, solve_async
+from anabranch import solve
 from anabranch.cost import CostModel
 from anabranch.errors import InfeasiblePlanError, PolicyError
 from anabranch.plans.check import stage_bytes
@@ -15,9 +15,11 @@ from anabranch.plans.plan import Plan
 from anabranch.plans.stages import StageGraph
 from anabranch.simulator import stream
 from anabranch.simulator.staleness import staleness
+from anabranch.solve.endless_search import microbatch_sizes
+from anabranch.solve.version_demands import STREAM
 from anabranch.weights import OPTIMIZERS, POLICIES, OptimizerFacts, policy_named
 from tests.simulator.helpers import chain, cluster, cost_model, stage_graph
-from tests.solve_async.helpers import asynchronous, on_chain
+from tests.solve.helpers import asynchronous, on_chain
 
 BRANCHES = ((0, 2), (1, 2))
 
@@ -111,7 +113,7 @@ def test_the_planner_is_asked_for_a_row_of_mini_batches(propose):
     """With the all-reduce of every one, and micro-batches of whole mini-batches."""
     asked = propose(stage_graph(chain(2), [(0,), (1,)], 1))
     asynchronous(on_chain(2), 4, planner="test", policy="pipeoptim")
-    assert asked == [(4 * solve_async.STREAM, 4)]
+    assert asked == [(4 * STREAM, 4)]
 
 
 def test_memory_counts_every_version():
@@ -159,7 +161,7 @@ def test_compare_asks_a_planner_once(propose):
     asked = propose(stage_graph(chain(2), [(0,), (1,)], 1))
     cost = on_chain(2)
     names = [name for name in POLICIES if name != "2bw"]
-    rows = list(solve_async.compare(cost.profile, cost.cluster, 4, ["test"], names))
+    rows = list(solve.compare_policies(cost.profile, cost.cluster, 4, ["test"], names))
     assert [(planner, policy) for planner, policy, _ in rows] == [("test", n) for n in names]
     assert len(asked) == 1
 
@@ -167,7 +169,7 @@ def test_compare_asks_a_planner_once(propose):
 def test_compare_has_an_error_per_policy():
     """A micro-batch size that suits 2bw alone is an error of the others, not of the comparison."""
     cost = on_chain()
-    rows = solve_async.compare(
+    rows = solve.compare_policies(
         cost.profile, cost.cluster, 8, ["graphpipe"], ["stash", "2bw"], microbatch_size=2
     )
     found = {policy: each for _, policy, each in rows}
@@ -289,3 +291,11 @@ def test_a_prediction_without_momentum_is_said():
     """In the notes of the plan."""
     notes = asynchronous(on_chain(), 1, policy="pipeoptim", optimizer=OPTIMIZERS["sgd"]).notes
     assert any("every prediction is the current weights" in note for note in notes)
+
+
+def test_sizes_to_choose_from():
+    """The whole mini-batch; for 2bw whole fractions of it, about four per device at most."""
+    assert microbatch_sizes(24, policy_named("stash"), 4) == [24]
+    assert microbatch_sizes(24, policy_named("2bw"), 4) == [24, 12, 6, 3, 1]
+    assert microbatch_sizes(30, policy_named("2bw"), 2) == [30, 15, 6, 3]
+    assert microbatch_sizes(64, policy_named("2bw"), 2) == [64, 32, 16, 8]

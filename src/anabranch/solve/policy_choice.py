@@ -5,13 +5,11 @@ from __future__ import annotations
 from anabranch.cost import CostModel
 from anabranch.plans.check import stage_bytes
 from anabranch.plans.stages import StageGraph
+from anabranch.schedule.endless import ENDLESS
 from anabranch.weights import OptimizerFacts, policy_named
 from anabranch.weights.requirements import recommend
 
 MODES = ("sync", "async")
-
-SCHEDULE = "1f1b"
-"""The only order there is without a flush: a deeper warm-up would make weights more stale."""
 
 
 def check_mode(mode: str, policy: str, schedule: str = "auto") -> None:
@@ -37,9 +35,9 @@ def check_mode(mode: str, policy: str, schedule: str = "auto") -> None:
         return
     if policy not in ("", "auto"):
         policy_named(policy)
-    if schedule not in ("auto", "published", SCHEDULE):
+    if schedule not in ("auto", "published", ENDLESS):
         raise ValueError(
-            f"schedule {schedule} is for mode sync; asynchronous training has one order, {SCHEDULE}"
+            f"schedule {schedule} is for mode sync; asynchronous training has one order, {ENDLESS}"
         )
 
 

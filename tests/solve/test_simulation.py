@@ -6,19 +6,19 @@ from dataclasses import replace
 
 import pytest
 
-from anabranch import solve, solve_async
+from anabranch import solve
 from anabranch.errors import InvalidPlanError, PolicyError
 from anabranch.plans.plan import Plan
 from anabranch.weights import OPTIMIZERS
 from tests.simulator.helpers import chain, cluster, cost_model
-from tests.solve_async.helpers import asynchronous, on_chain
+from tests.solve.helpers import asynchronous, on_chain
 
 
 def test_a_simulated_plan_is_the_plan():
     """The figures of a plan are those of its simulation; the timeline goes from empty to empty."""
     cost = on_chain()
     plan = asynchronous(cost, 2, policy="stash", max_replicas=1)
-    found = solve_async.simulate(plan, cost.profile, cost.cluster)
+    found = solve.simulate_async(plan, cost.profile, cost.cluster)
     assert found.plan.predicted == plan.predicted
     assert [each.versions for each in found.staleness] == [4, 3, 2, 1]
     batches = found.graph.batch_size // 2
@@ -31,7 +31,7 @@ def test_a_synchronous_plan_is_simulated_without_its_flush():
     cost = on_chain()
     plan = solve.plan(cost.profile, cost.cluster, 4, microbatch_size=1, max_replicas=1)
     for policy, count in (("2bw", 4), ("stash", 1)):
-        found = solve_async.simulate(plan, cost.profile, cost.cluster, policy=policy)
+        found = solve.simulate_async(plan, cost.profile, cost.cluster, policy=policy)
         assert found.plan.stage_graph.num_microbatches(0) == count
         assert found.steady.period_s == pytest.approx(12.0)
         assert found.steady.period_s < plan.predicted.step_s
@@ -41,11 +41,11 @@ def test_a_plan_and_its_synchronous_twin():
     """The same stages with a flush: one micro-batch at a time through four stages."""
     cost = on_chain()
     plan = asynchronous(cost, 2, policy="stash", max_replicas=1)
-    twin = solve_async.synchronous(plan)
+    twin = solve.synchronous(plan)
     assert (twin.mode, twin.policy) == ("sync", "")
     assert solve.check_plan(twin, cost.profile, cost.cluster) == []
     assert solve.simulate(twin, cost.profile, cost.cluster).step_s == pytest.approx(4 * 6.0)
-    assert solve_async.synchronous(twin) is twin
+    assert solve.synchronous(twin) is twin
 
 
 def test_a_simulation_beyond_memory_is_refused():
@@ -53,7 +53,7 @@ def test_a_simulation_beyond_memory_is_refused():
     cost = on_chain(memory_bytes=650)
     plan = asynchronous(cost, 4, policy="pipeoptim", max_replicas=1)
     with pytest.raises(InvalidPlanError, match=r"stage 0 needs .* 4 versions of its weights"):
-        solve_async.simulate(plan, cost.profile, cost.cluster, policy="stash")
+        solve.simulate_async(plan, cost.profile, cost.cluster, policy="stash")
 
 
 def test_check_finds_what_is_wrong():
@@ -79,9 +79,9 @@ def test_the_optimizer_counts_in_a_simulation_and_a_check():
     (first, *_) = solve.check_plan(*arguments, optimizer=OPTIMIZERS["other"])
     assert "3 versions of its weights" in first
     with pytest.raises(InvalidPlanError, match="3 versions of its weights"):
-        solve_async.simulate(*arguments, optimizer=OPTIMIZERS["other"])
+        solve.simulate_async(*arguments, optimizer=OPTIMIZERS["other"])
     with pytest.raises(PolicyError, match="the optimizer is Adam"):
-        solve_async.simulate(*arguments, policy="spectrain", optimizer=OPTIMIZERS["adam"])
+        solve.simulate_async(*arguments, policy="spectrain", optimizer=OPTIMIZERS["adam"])
     (problem,) = solve.check_plan(replace(plan, policy="spectrain"), optimizer=OPTIMIZERS["sgd"])
     assert "SGD without momentum" in problem
 
@@ -90,7 +90,7 @@ def test_auto_without_momentum_for_a_plan_in_one_piece():
     """Its mini-batches are not cut, so the policy is not the one that cuts them."""
     cost = on_chain()
     plan = asynchronous(cost, 8, policy="stash", max_replicas=1)
-    found = solve_async.simulate(
+    found = solve.simulate_async(
         plan, cost.profile, cost.cluster, policy="auto", optimizer=OPTIMIZERS["sgd"]
     )
     assert found.plan.policy == "stash"
@@ -101,7 +101,7 @@ def test_auto_for_a_plan_of_another_model():
     plan = asynchronous(on_chain(), 4, policy="stash", max_replicas=1)
     other = on_chain(3)
     with pytest.raises(InvalidPlanError, match="the model has no operators op3"):
-        solve_async.simulate(plan, other.profile, other.cluster, policy="auto")
+        solve.simulate_async(plan, other.profile, other.cluster, policy="auto")
 
 
 def _first(plan: Plan, **changes: object) -> Plan:
@@ -126,7 +126,7 @@ def test_what_check_refuses_is_not_simulated(change, error, message):
     cost = on_chain()
     plan = change(asynchronous(cost, 4, policy="stash", max_replicas=1))
     with pytest.raises(error, match=message) as refused:
-        solve_async.simulate(plan, cost.profile, cost.cluster)
+        solve.simulate_async(plan, cost.profile, cost.cluster)
     assert solve.check_plan(plan) == [str(refused.value)]
 
 
@@ -134,7 +134,7 @@ def test_a_plan_in_pieces_is_simulated_whole_only_where_that_is_asked():
     """stash by the plan itself is refused, as by ``check``; another one gets new pieces."""
     cost = on_chain()
     plan = asynchronous(cost, 4, policy="2bw", microbatch_size=1, max_replicas=1)
-    found = solve_async.simulate(plan, cost.profile, cost.cluster, policy="stash")
+    found = solve.simulate_async(plan, cost.profile, cost.cluster, policy="stash")
     assert found.plan.stage_graph.num_microbatches(0) == 1
     with pytest.raises(PolicyError, match="4 micro-batches per mini-batch"):
-        solve_async.simulate(replace(plan, policy="stash"), cost.profile, cost.cluster)
+        solve.simulate_async(replace(plan, policy="stash"), cost.profile, cost.cluster)

@@ -1,4 +1,4 @@
-"""Every way to cut a small model into stages, where no proposal of a planner can run.
+"""Every partition of a small model into stages, where no proposal of a planner can run.
 
 Planners look for short steps. They may miss the few stage graphs that fit where memory holds many
 versions of the weights, or where a mini-batch has fewer micro-batches than a pipeline is deep. So
@@ -33,7 +33,7 @@ from anabranch.plans.stages import Stage, StageGraph
 from anabranch.profile.profile import Profile
 from anabranch.schedule import endless
 from anabranch.simulator.staleness import versions_of
-from anabranch.solve_async.contract_tied import Together, gather, in_order
+from anabranch.solve.contract_tied import Together, gather, in_order
 from anabranch.weights import WeightPolicy
 
 MOST_OPERATORS = 8
@@ -83,7 +83,7 @@ def _neighbours(graph: OpGraph, parts: Sequence[int]) -> list[tuple[int, int]]:
 
 
 @dataclass
-class Partitions:
+class EveryPartition:
     """Proposals from all partitions of a model.
 
     Args:

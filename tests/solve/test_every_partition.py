@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from anabranch import solve_async
+from anabranch import solve
 from anabranch.cost import CostModel
 from anabranch.errors import InfeasiblePlanError, InvalidPlanError, PolicyError
 from anabranch.planner.graphpipe import GraphPipe
@@ -22,12 +22,12 @@ from anabranch.schedule import endless
 from anabranch.simulator import stream
 from anabranch.simulator.costs import ModelCosts
 from anabranch.simulator.staleness import versions_of
-from anabranch.solve_async.partitions import MOST_OPERATORS, Partitions, brought_down
+from anabranch.solve.every_partition import MOST_OPERATORS, EveryPartition, brought_down
 from anabranch.weights import policy_named
 from tests.planner.helpers import cluster
 from tests.simulator.helpers import chain, cost_model
 from tests.simulator.helpers import cluster as machines_of
-from tests.solve_async.helpers import asynchronous, on_chain
+from tests.solve.helpers import asynchronous, on_chain
 from tests.strategies import planning_profiles
 
 
@@ -57,7 +57,7 @@ def everything(cost: CostModel, batch_size: int, policy: str, limit: int) -> Ite
                     yield graph
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_what_fits_is_found(data):
     """Random small graphs, some with a tied parameter, in little memory, without many replicas."""
@@ -74,14 +74,12 @@ def test_what_fits_is_found(data):
     cost = CostModel(profile, machines)
     there_is = next(everything(cost, batch_size, policy, limit), None)
     try:
-        found = solve_async.plan(
-            profile, machines, batch_size, policy=policy, max_replicas=limit, improve=False
-        )
+        found = asynchronous(cost, batch_size, policy=policy, max_replicas=limit, improve=False)
     except InfeasiblePlanError:
         assert there_is is None, there_is
     else:
         assert there_is is not None
-        assert solve_async.check_plan(found, profile, machines) == []
+        assert solve.check_plan(found, profile, machines) == []
 
 
 def test_a_shallow_plan_for_few_micro_batches(monkeypatch):
@@ -161,7 +159,7 @@ def test_a_large_model_is_brought_down():
     assert len(fewer.profile.graph) == MOST_OPERATORS
     assert max(each.forward_s[0] for each in fewer.profile.costs) <= 4.0
     small = CostModel(fewer.profile, on_chain(4).cluster)
-    found = Partitions(small, policy_named("stash"), 4, 1, recompute=True).propose([4])
+    found = EveryPartition(small, policy_named("stash"), 4, 1, recompute=True).propose([4])
     assert max(len(fewer.apart(graph).stages[0].operators) for graph in found) < 20
     assert not check(fewer.apart(found[0]), CostModel(cost.profile, small.cluster))
 

@@ -1,0 +1,204 @@
+r"""Objectives of planning: the shortest step with a flush, or the shortest period without one.
+
+A judge (``simulator.judge``) is the same for both. What differs is how a proposal runs, how long
+that takes, and which of two equally quick plans is the better one:
+
+    ===========================  ==================================  ===========================
+    \                            ``ShortestStep``                    ``ShortestPeriod``
+    ===========================  ==================================  ===========================
+    in flight                    by each of several schedules, as    by endless 1F1B
+                                 far as memory allows
+    versions of the weights      1                                   those of the weight policy
+    seconds                      of one step                         from mini-batch to mini-batch
+    as good as the best          within 1e-9                         within 1e-3
+    then better                  less recomputation, less memory     less depth, then likewise
+    ===========================  ==================================  ===========================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import ClassVar
+
+from anabranch.cost import CostModel
+from anabranch.plans.check import stage_bytes
+from anabranch.plans.stages import StageGraph
+from anabranch.schedule import compute_order, endless, rule_named
+from anabranch.schedule.schedule import Schedule
+from anabranch.simulator import stream
+from anabranch.simulator.bound import least_step_s
+from anabranch.simulator.costs import ModelCosts
+from anabranch.simulator.run import step_seconds
+from anabranch.simulator.staleness import versions_of
+from anabranch.simulator.steady import estimate_step_s
+from anabranch.weights import WeightPolicy
+
+Run = tuple[StageGraph, str, tuple[int, ...]]
+"""Stages with their in-flight counts, key of ``schedule.SCHEDULES``, versions of the weights per
+stage (empty for one everywhere)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A proposal as it would run.
+
+    Attributes:
+        proposal: what the planner proposed.
+        graph: see ``Run``, as for the schedule and the versions.
+        least_s: a lower bound of its seconds.
+        peak_bytes: most bytes on any device.
+    """
+
+    proposal: StageGraph
+    graph: StageGraph
+    schedule: str
+    versions: tuple[int, ...]
+    costs: ModelCosts
+    least_s: float
+    peak_bytes: float
+
+    @property
+    def num_recomputing(self) -> int:
+        """Stages that recompute."""
+        return sum(stage.recompute for stage in self.graph.stages)
+
+
+@dataclass(frozen=True)
+class ShortestStep:
+    """The shortest step with a flush after every batch.
+
+    Attributes:
+        cost: prices the operators on the cluster.
+        schedules: keys of ``schedule.SCHEDULES`` to try with every proposal, least memory first.
+        margin: how far a step without a period may be off its estimate, as a share of it. A rule of
+            thumb: with a smaller one fewer steps are simulated in full, and the best may be missed.
+        equal: times that differ by less, as a share, are the same.
+        suits: what refused proposals do not do, for the message.
+        held: what is held in memory besides the usual, likewise.
+        remedy: against too little memory, likewise.
+    """
+
+    cost: CostModel
+    schedules: tuple[str, ...]
+    margin: float = 0.005
+
+    equal: ClassVar[float] = 1e-9
+    suits: ClassVar[str] = "can be priced"
+    held: ClassVar[str] = ""
+    remedy: ClassVar[str] = (
+        "use devices with that much memory, more devices, a smaller micro-batch or an optimizer "
+        "with less state"
+    )
+
+    def runs(self, proposal: StageGraph) -> Iterator[Run]:
+        """Every way to run a proposal, that with least memory first.
+
+        Raises:
+            InvalidPlanError: if there is none.
+            PolicyError: likewise.
+        """
+        room = partial(self._room, proposal)
+        for schedule in self.schedules:
+            yield rule_named(schedule).warm_up(proposal, room), schedule, ()
+
+    def _room(self, graph: StageGraph, s: int) -> int:
+        """Micro-batches in flight that the memory of a stage's devices holds."""
+        none, one = (stage_bytes(graph, self.cost, s, in_flight=n) for n in (0, 1))
+        free = self.cost.cluster.memory_bytes - none
+        return int(free // (one - none)) if one > none else graph.num_microbatches(s)
+
+    def least_s(self, graph: StageGraph, costs: ModelCosts) -> float:
+        """A lower bound of the seconds.
+
+        Raises:
+            InvalidPlanError: if it turns out that the stages cannot run.
+            ProfileError: if they cannot be priced.
+        """
+        return least_step_s(graph, costs)
+
+    def measure(self, candidate: Candidate, best_s: float) -> tuple[float, bool, int]:
+        """Seconds; whether they are sure, or enough to know that they are more than ``best_s``; and
+        the micro-batches times devices that it took to simulate them.
+        """
+        graph, work = candidate.graph, 0
+
+        def order_for(short: StageGraph) -> Schedule:
+            nonlocal work
+            devices = (len(stage.devices) for stage in short.stages)
+            work += sum(short.num_microbatches(s) * n for s, n in enumerate(devices))
+            return compute_order(short, candidate.schedule, slots=self.cost.receive_slots)
+
+        estimate = estimate_step_s(graph, order_for, candidate.costs, roughly=True)
+        if estimate is not None:
+            if estimate.periodic:
+                return estimate.seconds, True, work
+            if estimate.seconds * (1 - self.margin) > best_s:
+                return estimate.seconds, False, work
+        seconds = step_seconds(graph, order_for(graph), candidate.costs)
+        return seconds, True, work
+
+    def rank(self, candidate: Candidate, seconds: float) -> tuple[float, ...]:
+        """What decides between equal times, the least wins: nothing is computed twice for memory
+        that is not needed.
+        """
+        return candidate.num_recomputing, candidate.peak_bytes
+
+
+@dataclass(frozen=True)
+class ShortestPeriod:
+    """The shortest time from one mini-batch to the next without a flush.
+
+    Many plans have the same one: the slowest stage decides it, however many stages come after it.
+    The one with the shortest longest way to the sink is then the best, because its weights are the
+    least stale.
+
+    Attributes:
+        cost: prices the operators on the cluster.
+        policy: says how many versions of the weights are held.
+        batch_size: samples of one mini-batch, whatever a proposal says: what it is asked for is its
+            stages, devices and micro-batches.
+        last_update: see ``weights.versions_held``.
+    """
+
+    cost: CostModel
+    policy: WeightPolicy
+    batch_size: int
+    last_update: bool = False
+
+    equal: ClassVar[float] = 1e-3
+    remedy: ClassVar[str] = (
+        "use a policy that holds fewer versions (2bw, pipeoptim), a smaller batch, more devices or "
+        "devices with that much memory, or an optimizer with less state"
+    )
+
+    @property
+    def suits(self) -> str:
+        """See ``ShortestStep``, as for all methods."""
+        return f"suits policy {self.policy.name}"
+
+    @property
+    def held(self) -> str:
+        return f" with the weight versions of policy {self.policy.name}"
+
+    def runs(self, proposal: StageGraph) -> Iterator[Run]:
+        graph = endless.warm_up(replace(proposal, batch_size=self.batch_size))
+        versions = versions_of(graph, self.policy, last_update=self.last_update)
+        yield graph, endless.ENDLESS, versions
+
+    def least_s(self, graph: StageGraph, costs: ModelCosts) -> float:
+        return stream.least_period_s(graph, costs)
+
+    def measure(self, candidate: Candidate, best_s: float) -> tuple[float, bool, int]:
+        graph = candidate.graph
+        found = stream.steady(graph, candidate.costs, slots=self.cost.receive_slots)
+        microbatches = max(map(graph.num_microbatches, range(len(graph))))
+        return found.period_s, True, found.simulated * microbatches
+
+    def rank(self, candidate: Candidate, seconds: float) -> tuple[float, ...]:
+        depth = candidate.graph.depth
+        return depth, candidate.num_recomputing, candidate.peak_bytes, seconds
+
+
+Objective = ShortestStep | ShortestPeriod

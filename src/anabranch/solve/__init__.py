@@ -1,0 +1,40 @@
+"""The one place that joins planner, schedule, weight policy and simulator.
+
+``mode="sync"`` trains with a flush after every batch and minimises the step; ``mode="async"`` never
+flushes and minimises the time from one mini-batch to the next.
+"""
+
+from __future__ import annotations
+
+from anabranch.solve.planner_options import bottleneck_s_per_sample, options_of
+from anabranch.solve.policy_choice import MODES, check_mode
+from anabranch.solve.search import comparable, compare, compare_policies, plan
+from anabranch.solve.simulation import (
+    AUTO,
+    Simulated,
+    check_plan,
+    ideal_step_s,
+    require_asynchronous,
+    simulate,
+    simulate_async,
+    synchronous,
+)
+
+__all__ = [
+    "AUTO",
+    "MODES",
+    "Simulated",
+    "bottleneck_s_per_sample",
+    "check_mode",
+    "check_plan",
+    "comparable",
+    "compare",
+    "compare_policies",
+    "ideal_step_s",
+    "options_of",
+    "plan",
+    "require_asynchronous",
+    "simulate",
+    "simulate_async",
+    "synchronous",
+]

@@ -1,0 +1,320 @@
+"""The search for a plan without a flush: the shortest simulated period, under a policy or any.
+
+Proposals (``solve.version_demands``) are judged with the memory of all weight versions. What
+policies have in common, the proposals, is searched once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from anabranch.cost import CostModel
+from anabranch.errors import InfeasiblePlanError
+from anabranch.planner.base import Planner
+from anabranch.planner.exhaustive import Exhaustive
+from anabranch.planner.graphpipe import GraphPipe
+from anabranch.plans.check import require
+from anabranch.plans.plan import Plan
+from anabranch.plans.stages import StageGraph
+from anabranch.schedule.endless import ENDLESS
+from anabranch.simulator import stream
+from anabranch.simulator.judge import Judge
+from anabranch.simulator.objective import Candidate, ShortestPeriod
+from anabranch.solve.contract_tied import untied
+from anabranch.solve.every_partition import EveryPartition, brought_down
+from anabranch.solve.improvement import SearchBudget, improve
+from anabranch.solve.planner_options import uninterrupted
+from anabranch.solve.policy_choice import recommended
+from anabranch.solve.simulation import prediction
+from anabranch.solve.version_demands import Proposals, demands
+from anabranch.weights import (
+    OptimizerFacts,
+    WeightPolicy,
+    keeps,
+    optimizer_remark,
+    policy_named,
+    require_optimizer,
+)
+
+BUDGET = SearchBudget(improvement=50_000, starts=0, starts_of_few=0)
+
+
+class EndlessSearch:
+    """One model on one cluster: what all policies have in common.
+
+    The operators that are searched are those of the model with tied ones as one
+    (``solve.contract_tied``).
+
+    Args:
+        whole: prices the operators of the model.
+        batch_size: samples of one mini-batch.
+        microbatch_size: only this size; None for those that a policy lets one choose from.
+        name: key of ``planner.PLANNERS``.
+        planner: proposes.
+        improve: whether to try what lies near the best proposal.
+        optimizer: what policies have to know of it, if anything is known.
+    """
+
+    def __init__(
+        self,
+        whole: CostModel,
+        batch_size: int,
+        microbatch_size: int | None,
+        name: str,
+        planner: Planner,
+        improve: bool,
+        optimizer: OptimizerFacts | None,
+    ) -> None:
+        self._whole, self._together = whole, untied(whole.profile)
+        self._cost = replace(whole, profile=self._together.profile)
+        self._batch_size, self._microbatch_size = batch_size, microbatch_size
+        self._name, self._optimizer, self._may_improve = name, optimizer, improve
+        self._proposals = Proposals(planner, self._cost, batch_size)
+        self._last_update = optimizer is not None and optimizer.keeps_last_update
+        self._simulate_s = self._improve_s = 0.0
+
+    def plan(self, policy: str, model: str, notes: Sequence[str]) -> Plan:
+        """The best plan under a policy, with what it took since the last was asked for.
+
+        Args:
+            policy: key of ``weights.POLICIES``, or ``auto``.
+            model: what is planned, for the plan's reader.
+            notes: what the plan says anyway.
+
+        Raises:
+            InfeasiblePlanError: if there is none.
+            PolicyError: if the policy does not go with the optimizer.
+            ValueError: if it does not go with the micro-batch size.
+        """
+        proposals, profile = self._proposals, self._whole.profile
+        before = proposals.search_s, self._simulate_s, self._improve_s
+        remarks = [*notes]
+        found: tuple[Candidate, bool] | None = None
+        if policy == "auto":
+            policy, why, found = self._chosen()
+            remarks.append(f"policy {policy}: {why}")
+        rule = policy_named(policy)
+        if self._optimizer is not None:
+            require_optimizer(rule, self._optimizer)
+        best, finished = found or self._best(rule)
+        graph = self._together.apart(best.graph)
+        require(graph, self._whole, best.versions)
+        remarks += self._remarks(graph, rule)
+        if not finished:
+            why = proposals.stopped or "interrupted"
+            remarks.append(f"{why}: the best of the first {proposals.count} proposals")
+        steady = stream.steady(best.graph, best.costs, slots=self._cost.receive_slots)
+        return Plan(
+            stage_graph=graph,
+            schedule=ENDLESS,
+            planner=self._name,
+            model=model or profile.graph.name,
+            cluster=self._cost.cluster.name,
+            profile=profile.origin,
+            search_s=proposals.search_s - before[0],
+            simulate_s=self._simulate_s - before[1],
+            improve_s=self._improve_s - before[2],
+            predicted=prediction(steady, best.graph, self._cost),
+            device=profile.device,
+            granularity=profile.graph.granularity,
+            notes=tuple(remarks),
+            machines=self._cost.cluster,
+            mode="async",
+            policy=policy,
+        )
+
+    def _best(self, policy: WeightPolicy) -> tuple[Candidate, bool]:
+        """The best plan under a policy, and whether the search came to its end.
+
+        Raises:
+            InfeasiblePlanError: if there is none.
+        """
+        judge = Judge(ShortestPeriod(self._cost, policy, self._batch_size, self._last_update))
+        started, searched = time.perf_counter(), self._proposals.search_s
+        reasons: list[InfeasiblePlanError] = []
+        finished = uninterrupted(lambda: reasons.extend(self._judge(judge, policy)))
+        if judge.best is None and reasons and not judge.too_big:
+            raise self._with_ties(reasons[0])
+        if judge.best is None and not finished:
+            raise KeyboardInterrupt
+        best = self._winner(judge)
+        judged = time.perf_counter()
+        self._simulate_s += judged - started - (self._proposals.search_s - searched)
+        if self._may_improve and finished and not self._proposals.stopped:
+            finished = uninterrupted(lambda: self._improve(judge, policy))
+            best = self._winner(judge)
+            self._improve_s += time.perf_counter() - judged
+        return best, finished and not self._proposals.stopped
+
+    def _winner(self, judge: Judge) -> Candidate:
+        try:
+            return judge.winner(self._name)
+        except InfeasiblePlanError as error:
+            raise self._with_ties(error) from None
+
+    def _with_ties(self, error: InfeasiblePlanError) -> InfeasiblePlanError:
+        if not self._together.because:
+            return error
+        return InfeasiblePlanError(
+            f"without a flush stages cannot share a parameter: {self._together.because}. With "
+            f"these as one operator, {error}; or give each operator a parameter of its own, or "
+            "plan with mode sync"
+        )
+
+    def _sizes(self, policy: WeightPolicy) -> Sequence[int]:
+        size, batch_size = self._microbatch_size, self._batch_size
+        if size is None:
+            return microbatch_sizes(batch_size, policy, self._cost.cluster.num_devices)
+        if not policy.microbatches and size != batch_size:
+            raise ValueError(
+                f"micro-batches of {size} samples in mini-batches of {batch_size}: under policy "
+                f"{policy.name} every mini-batch is one micro-batch; leave the size out, or use "
+                "policy 2bw"
+            )
+        if batch_size % size:
+            raise ValueError(
+                f"micro-batches of {size} samples do not divide mini-batches of {batch_size}"
+            )
+        return [size]
+
+    def _judge(self, judge: Judge, policy: WeightPolicy) -> list[InfeasiblePlanError]:
+        """Ask and judge; why there were no proposals, where there were none."""
+        reasons: list[InfeasiblePlanError] = []
+        for demand in demands(policy, last_update=self._last_update):
+            before = len(judge.too_big)
+            for size in self._sizes(policy):
+                try:
+                    proposed = self._proposals.get(size, demand)
+                except InfeasiblePlanError as error:
+                    reasons.append(error)
+                    continue
+                judge.consider(self._cut(proposed, policy), BUDGET.simulation)
+            if len(judge.too_big) == before or self._proposals.stopped:
+                break
+        if judge.best is None and not self._proposals.stopped:
+            judge.consider(self._every_partition(policy), BUDGET.simulation)
+        return reasons
+
+    def _cut(self, proposed: Sequence[StageGraph], policy: WeightPolicy) -> list[StageGraph]:
+        """Proposals with as many micro-batches as the policy takes for their depth, if there are so
+        many, where the planner took fewer.
+        """
+        result = []
+        for graph in proposed:
+            stages, count = graph.stages, self._batch_size // graph.stages[0].microbatch_size
+            if policy.microbatches and self._microbatch_size is None and count < graph.depth:
+                most = self._batch_size // graph.depth
+                size = next((b for b in range(most, 0, -1) if self._batch_size % b == 0), 0)
+                if all(stage.replicas <= size <= stage.microbatch_size for stage in stages):
+                    stages = tuple(replace(stage, microbatch_size=size) for stage in stages)
+            result.append(replace(graph, stages=stages))
+        return result
+
+    def _every_partition(self, policy: WeightPolicy) -> list[StageGraph]:
+        """For planners whose stages may be any, in micro-batches of any size."""
+        planner = self._proposals.planner
+        if not isinstance(planner, GraphPipe | Exhaustive):
+            return []
+        fewer = brought_down(self._cost.profile)
+        found = EveryPartition(
+            replace(self._cost, profile=fewer.profile),
+            policy,
+            self._batch_size,
+            planner.max_replicas or self._cost.cluster.num_devices,
+            planner.recompute,
+            self._last_update,
+        )
+        sizes = self._sizes(policy)
+        if policy.microbatches and self._microbatch_size is None:
+            sizes = [b for b in range(self._batch_size, 0, -1) if self._batch_size % b == 0]
+        return [fewer.apart(graph) for graph in found.propose(sizes)]
+
+    def _improve(self, judge: Judge, policy: WeightPolicy) -> None:
+        assert judge.best is not None, "there is something to improve"
+        demand = demands(policy, last_update=self._last_update)[1 if judge.too_big else 0]
+        near = self._proposals.near(judge.best.graph.stages[0].microbatch_size, demand)
+        if near is not None:
+            improve(judge, near, BUDGET, operators=0, devices=0)
+
+    def _chosen(self) -> tuple[str, str, tuple[Candidate, bool]]:
+        """The policy for ``auto``, one that has a plan, why, and what is found under it.
+
+        Naive holds the fewest versions of the weights, so if it has no plan, only a policy can have
+        one whose mini-batches go through in pieces.
+
+        Raises:
+            InfeasiblePlanError: if there is no plan under any policy.
+        """
+        pieces = "2bw"
+        if self._microbatch_size not in (None, self._batch_size):
+            why = f"it is the one for micro-batches of {self._microbatch_size} samples"
+            return pieces, why, self._best(policy_named(pieces))
+        try:
+            found, finished = self._best(policy_named("naive"))
+        except InfeasiblePlanError as error:
+            return pieces, _IN_PIECES, self._in_pieces(pieces, error)
+        if not finished:
+            self._proposals.stop("interrupted")
+        name, why = recommended(found.graph, self._cost, self._optimizer)
+        if name == "naive":
+            return name, why, (found, finished)
+        try:
+            best, finished = self._best(policy_named(name))
+        except InfeasiblePlanError:
+            why = f"under {name}, which would be better, nothing fits; expect worse results"
+            return "naive", why, (found, finished)
+        # With the versions of the policy another depth may be best, and the reason has numbers.
+        again, reason = recommended(best.graph, self._cost, self._optimizer)
+        why = reason if again == name else f"in the fastest pipeline of any policy, {why}"
+        return name, why, (best, finished)
+
+    def _in_pieces(self, name: str, whole: InfeasiblePlanError) -> tuple[Candidate, bool]:
+        try:
+            return self._best(policy_named(name))
+        except InfeasiblePlanError as error:
+            raise InfeasiblePlanError(
+                "policy auto has tried naive, which holds the fewest versions of the weights, and "
+                f"{name}, which cuts mini-batches into micro-batches; neither has a plan. Under "
+                f"naive {whole}. Under {name} {error}"
+            ) from None
+
+    def _remarks(self, graph: StageGraph, policy: WeightPolicy) -> list[str]:
+        """What a reader of the figures should know."""
+        remarks = []
+        if len(graph) > 1:
+            remarks.append(self._together.because)
+        if self._optimizer is not None and graph.depth > 1:
+            remarks.append(optimizer_remark(policy, self._optimizer))
+        again = [str(s) for s, stage in enumerate(graph.stages) if stage.recompute]
+        if again and graph.depth > 1 and not keeps(policy):
+            remarks.append(
+                f"stages {', '.join(again)} recompute, which under policy {policy.name} runs their "
+                "forwards again on later weights"
+            )
+        return [remark for remark in remarks if remark]
+
+
+_IN_PIECES = (
+    "whole mini-batches do not fit under any policy; it cuts them into micro-batches, and weights "
+    "are stale by one update at any stage"
+)
+
+
+def microbatch_sizes(batch_size: int, policy: WeightPolicy, most: int) -> Sequence[int]:
+    """Samples per micro-batch that a policy lets one choose from, the largest first.
+
+    Of many micro-batches these are about 1, 2, 4 .. times as many, whole fractions of the batch.
+
+    Args:
+        batch_size: samples of one mini-batch.
+        policy: one micro-batch per mini-batch, or many.
+        most: devices; a pipeline of that many stages is the deepest there is.
+    """
+    if not policy.microbatches:
+        return [batch_size]
+    divisors = [m for m in range(1, batch_size + 1) if batch_size % m == 0]
+    wanted = [1 << i for i in range((4 * most).bit_length())]
+    counts = {next(m for m in divisors if m >= min(w, batch_size)) for w in wanted}
+    return [batch_size // m for m in sorted(counts)]

@@ -1,0 +1,307 @@
+"""The search for a plan: planners propose stage graphs, the simulator judges them.
+
+A planner proposes stage graphs by its own objective. What counts is the step, so the proposals are
+scheduled and simulated (``simulator.judge``), and the figures of a plan are always the simulator's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import anabranch.planner as planners
+from anabranch.cluster import Cluster
+from anabranch.cost import CostModel
+from anabranch.errors import AnabranchError, PolicyError, SearchStoppedError
+from anabranch.planner.base import Improver, Planner
+from anabranch.planner.exhaustive import MOST_DEVICES, MOST_OPERATORS
+from anabranch.plans.check import require
+from anabranch.plans.plan import Plan, Prediction
+from anabranch.plans.stages import StageGraph
+from anabranch.profile.profile import Profile
+from anabranch.simulator.judge import Judge
+from anabranch.simulator.objective import ShortestStep
+from anabranch.solve.endless_search import EndlessSearch
+from anabranch.solve.improvement import SearchBudget
+from anabranch.solve.improvement import improve as improve_on
+from anabranch.solve.planner_options import (
+    bottleneck_s_per_sample,
+    check_arguments,
+    collect,
+    planner_with,
+    uninterrupted,
+)
+from anabranch.solve.policy_choice import check_mode
+from anabranch.solve.simulation import AUTO, checked_run
+from anabranch.weights import POLICIES, OptimizerFacts
+
+BUDGET = SearchBudget()
+
+
+def plan(
+    profile: Profile,
+    cluster: Cluster,
+    batch_size: int,
+    *,
+    planner: str = "graphpipe",
+    microbatch_size: int | None = None,
+    schedule: str = "auto",
+    optimizer_factor: float = 2.0,
+    max_replicas: int | None = None,
+    planner_options: Mapping[str, object] | None = None,
+    model: str = "",
+    improve: bool = True,
+    mode: str = "sync",
+    policy: str = "",
+    optimizer: OptimizerFacts | None = None,
+) -> Plan:
+    """Find the stage graph and schedule with the shortest simulated step.
+
+    For asynchronous training: with the shortest simulated time from one mini-batch to the next.
+
+    An interrupt (Ctrl-C) ends the search; the plan is then the best of what was proposed until
+    then, and its notes say so. Without any proposal the interrupt reaches the caller.
+
+    Args:
+        profile: seconds and bytes of the model's operators.
+        cluster: devices, links and memory.
+        batch_size: samples of one step, or of one mini-batch without a flush.
+        planner: key of ``planner.PLANNERS``.
+        microbatch_size: only this size; by default every power of two that the profile covers.
+            Asynchronous mini-batches are one micro-batch, but for policy ``2bw``.
+        schedule: key of ``schedule.SCHEDULES``; ``auto``: per proposal the faster of 1F1B with
+            minimal and with deep warm-up, the minimal one where both take equally long;
+            ``published``: what the planner's paper runs its plans with.
+        optimizer_factor: optimizer state in bytes per byte of trainable parameter.
+        max_replicas: most replicas of one stage.
+        planner_options: values for fields of the planner.
+        model: what is planned, for the plan's reader.
+        improve: also try what lies near the best proposals, for planners that know what does.
+        mode: ``sync`` or ``async``.
+        policy: for ``async`` a key of ``weights.POLICIES``, or ``auto`` (the same as none) for the
+            one that ``weights.recommend`` names.
+        optimizer: for ``async`` what policies have to know of it, if anything is known: it decides
+            what ``auto`` chooses, and how many copies of the weights a policy that predicts holds.
+
+    Raises:
+        InfeasiblePlanError: if nothing fits the devices.
+        PolicyError: if there is no such policy, or it cannot work with the optimizer.
+        BudgetError: if the search would take more than it was given.
+        ValueError: for an unknown name or a number below 1.
+    """
+    check_arguments(batch_size, planner, microbatch_size, schedule, max_replicas)
+    check_mode(mode, policy, schedule)
+    search, ignored = planner_with(planner, max_replicas, planner_options or {})
+    notes = _notes(profile)
+    if ignored:
+        notes.append(f"planner {planner} has no limit on replicas; {max_replicas} is ignored")
+    cost = CostModel(profile, cluster, optimizer_factor=optimizer_factor)
+    if mode == "async":
+        endless = EndlessSearch(
+            cost, batch_size, microbatch_size, planner, search, improve, optimizer
+        )
+        return endless.plan(policy or "auto", model, notes)
+    started = time.perf_counter()
+    proposals, stopped = collect(
+        search(cost, batch_size=batch_size, microbatch_size=microbatch_size)
+    )
+    searched = time.perf_counter()
+    objective = ShortestStep(cost, _schedules(schedule, search))
+    judge = Judge(objective)
+    judged = uninterrupted(lambda: judge.consider(proposals, BUDGET.simulation))
+    if judge.best is None and not judged:
+        judge = _first_that_fits(objective, proposals)
+    best = judge.winner(planner)
+    simulated = time.perf_counter()
+    if improve and judged and not stopped and isinstance(search, Improver):
+        near = search.neighbourhood(cost, batch_size, microbatch_size)
+        size = {"operators": len(profile.graph), "devices": cluster.num_devices}
+        judged = uninterrupted(lambda: improve_on(judge, near, BUDGET, **size))
+        best = judge.winner(planner)
+    improved = time.perf_counter()
+    require(best.graph, cost)
+    try:
+        timeline = checked_run(best.graph, best.schedule, cost)
+    except KeyboardInterrupt:  # the search is over, and a moment is left: only insisting ends it
+        timeline = checked_run(best.graph, best.schedule, cost)
+    finished = time.perf_counter()
+    if stopped or not judged:
+        why = stopped or "interrupted"
+        notes.append(f"{why}: the best of the first {len(proposals)} proposals")
+    return Plan(
+        stage_graph=best.graph,
+        schedule=best.schedule,
+        planner=planner,
+        model=model or profile.graph.name,
+        cluster=cluster.name,
+        profile=profile.origin,
+        search_s=searched - started,
+        simulate_s=simulated - searched + finished - improved,
+        improve_s=improved - simulated,
+        predicted=Prediction(
+            step_s=timeline.step_s,
+            bottleneck_s_per_sample=bottleneck_s_per_sample(best.graph, cost),
+            bubble=timeline.bubble,
+            device_peak_bytes=tuple(timeline.peak_bytes.values()),
+        ),
+        device=profile.device,
+        granularity=profile.graph.granularity,
+        notes=tuple(notes),
+        machines=cluster,
+    )
+
+
+def _notes(profile: Profile) -> list[str]:
+    return ["times are taken as proportional to samples"] if profile.proportional else []
+
+
+def comparable(profile: Profile, cluster: Cluster) -> list[str]:
+    """The planners worth comparing: all, but ``exhaustive`` only where it takes the model."""
+    small = len(profile.graph) <= MOST_OPERATORS and cluster.num_devices <= MOST_DEVICES
+    return [name for name in planners.PLANNERS if small or name != "exhaustive"]
+
+
+def compare(
+    profile: Profile,
+    cluster: Cluster,
+    batch_size: int,
+    names: Iterable[str] | None = None,
+    *,
+    planner_options: Mapping[str, Mapping[str, object]] | None = None,
+    **options: Any,
+) -> Iterator[tuple[str, Plan | AnabranchError]]:
+    """Every planner on the same profile, judged by the same simulator.
+
+    An interrupt (Ctrl-C) ends the search of the planner under way, not the comparison: its plan is
+    the best that it has proposed, or a ``SearchStoppedError`` where there is none.
+
+    Args:
+        profile: seconds and bytes of the model's operators.
+        cluster: devices, links and memory.
+        batch_size: samples of one step.
+        names: keys of ``planner.PLANNERS``; by default those that ``comparable`` lists.
+        planner_options: {planner: {field: value}}.
+        options: as for ``plan``, but for the planner and its options.
+
+    Yields:
+        Per planner its name and its plan, or the error that says why it has none: nothing fits, its
+        search would take more than it was given, or it was interrupted.
+
+    Raises:
+        ValueError: for an unknown name or option; before anything is searched.
+    """
+    chosen = comparable(profile, cluster) if names is None else list(names)
+    given = planner_options or {}
+    for name in chosen:
+        _asked(name, batch_size, given, options)
+    others = ", ".join(name for name in given if name not in chosen)
+    if others:
+        raise ValueError(f"options for {others}, but {', '.join(chosen)} are compared")
+
+    def search(name: str) -> Plan:
+        mine = given.get(name, {})
+        return plan(profile, cluster, batch_size, planner=name, planner_options=mine, **options)
+
+    return ((name, _plan_or_why(partial(search, name))) for name in chosen)
+
+
+def compare_policies(
+    profile: Profile,
+    cluster: Cluster,
+    batch_size: int,
+    names: Sequence[str],
+    policies: Sequence[str] = tuple(POLICIES),
+    *,
+    planner_options: Mapping[str, Mapping[str, object]] | None = None,
+    optimizer_factor: float = 2.0,
+    model: str = "",
+    improve: bool = True,
+    optimizer: OptimizerFacts | None = None,
+    **options: Any,
+) -> Iterator[tuple[str, str, Plan | AnabranchError]]:
+    """Every weight policy under every planner, judged by the same simulator.
+
+    A planner is asked once for all policies. An interrupt (Ctrl-C) ends the search under way.
+
+    Args:
+        profile: seconds and bytes of the model's operators.
+        cluster: devices, links and memory.
+        batch_size: samples of one mini-batch.
+        names: keys of ``planner.PLANNERS``.
+        policies: keys of ``weights.POLICIES``.
+        planner_options: {planner: {field: value}}.
+        optimizer_factor: as for ``plan``, like the rest.
+        model: likewise.
+        improve: likewise.
+        optimizer: likewise.
+        options: ``microbatch_size``, where policies that it does not suit have an error, and
+            ``max_replicas``.
+
+    Yields:
+        Planner, policy, and their plan or why there is none.
+
+    Raises:
+        ValueError: for an unknown name or option, before anything is searched.
+    """
+    cost = CostModel(profile, cluster, optimizer_factor=optimizer_factor)
+    size, given = options.get("microbatch_size"), planner_options or {}
+    asked = {name: _asked(name, batch_size, given, options) for name in names}
+    searches = {
+        name: EndlessSearch(cost, batch_size, size, name, search, improve, optimizer)
+        for name, search in asked.items()
+    }
+    for policy in policies:
+        check_mode("async", policy)
+    notes = _notes(profile)
+
+    def search(name: str, policy: str) -> Plan:
+        try:
+            return searches[name].plan(policy, model, notes)
+        except ValueError as error:  # a micro-batch size that suits other policies
+            raise PolicyError(str(error)) from None
+
+    return (
+        (name, policy, _plan_or_why(partial(search, name, policy)))
+        for name in names
+        for policy in policies
+    )
+
+
+def _asked(
+    name: str,
+    batch_size: int,
+    given: Mapping[str, Mapping[str, object]],
+    options: Mapping[str, Any],
+) -> Planner:
+    """The planner, if all that it is asked for makes sense."""
+    most = options.get("max_replicas")
+    schedule = options.get("schedule", "auto")
+    check_arguments(batch_size, name, options.get("microbatch_size"), schedule, most)
+    return planner_with(name, most, given.get(name, {}))[0]
+
+
+def _plan_or_why(search: Callable[[], Plan]) -> Plan | AnabranchError:
+    try:
+        return search()
+    except AnabranchError as error:
+        return error
+    except KeyboardInterrupt:
+        return SearchStoppedError("interrupted before it had proposed a plan")
+
+
+def _first_that_fits(objective: ShortestStep, proposals: Iterable[StageGraph]) -> Judge:
+    """The judgement after an interrupt that came before any: the first proposal that fits."""
+    for proposal in proposals:
+        judge = Judge(objective)
+        judge.consider([proposal])
+        if judge.best is not None:
+            return judge
+    raise KeyboardInterrupt
+
+
+def _schedules(name: str, search: Planner) -> tuple[str, ...]:
+    if name == "auto":
+        return AUTO
+    return search.schedules if name == "published" else (name,)
