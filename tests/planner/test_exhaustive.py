@@ -9,8 +9,9 @@ import pytest
 from anabranch.cost import CostModel
 from anabranch.errors import BudgetError
 from anabranch.graph.opgraph import Op, OpGraph, Value
-from anabranch.planner.exhaustive import Exhaustive, partitions
+from anabranch.planner.exhaustive import Exhaustive
 from anabranch.planner.graphpipe import GraphPipe
+from anabranch.planner.partitions import partitions
 from anabranch.profile.profile import OpCost, Profile
 from tests.planner import shapes
 from tests.planner.helpers import cluster, cost_model

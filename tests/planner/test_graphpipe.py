@@ -14,13 +14,15 @@ from anabranch.cluster import Cluster
 from anabranch.cost import CostModel
 from anabranch.errors import InfeasiblePlanError
 from anabranch.graph.opgraph import Op, OpGraph, Value
-from anabranch.planner.exhaustive import best_replicas, partitions
+from anabranch.graph.series_parallel import decompose
+from anabranch.planner.exhaustive import best_replicas
 from anabranch.planner.graphpipe import GraphPipe
 from anabranch.planner.partitioner import block_stage as beside
-from anabranch.planner.partitioner.chains import ITEMS, count
+from anabranch.planner.partitioner.chains import ITEMS, build, count
 from anabranch.planner.partitioner.ladder import DEARER
 from anabranch.planner.partitioner.search import Search
 from anabranch.planner.partitioner.sharing import Sharing
+from anabranch.planner.partitions import partitions
 from anabranch.planner.sequential import Sequential
 from anabranch.planner.toolkit.parts import Part, PartPrices
 from anabranch.plans.check import check
@@ -39,7 +41,7 @@ def found_period(
 ) -> tuple[float, list[Part]]:
     """The least period that the search finds for one micro-batch size, and its stages."""
     problem = GraphPipe(recompute=recompute).problem(cost, batch_size)
-    return Search(problem, [size]).least(1e-9)
+    return Search(problem, build(cost, problem.tree), [size]).least(1e-9)
 
 
 def least_period(
@@ -69,7 +71,7 @@ def without_values(profile: Profile) -> Profile:
 def partition_masks(cost: CostModel, batch_size: int) -> tuple[set[tuple[int, ...]], ...]:
     """Partitions that the planner may express, and all."""
     everything = {tuple(sorted(masks)): masks for masks, _ in partitions(cost)}
-    chain = GraphPipe().problem(cost, batch_size).chain
+    chain = build(cost, GraphPipe().problem(cost, batch_size).tree)
     return {everything[tuple(sorted(m))] for m in expressible(chain)}, set(everything.values())
 
 
@@ -202,8 +204,7 @@ def test_large_models(branches):
     profile = shapes.towers("large", max(1, branches), 0, layers=layers, width=2048, top=1)
     assert len(profile.graph) > 600
     cost = CostModel(profile, Cluster.preset("summit:64x4"))
-    problem = GraphPipe().problem(cost, 4096)
-    assert count(problem.chain) <= 2 * ITEMS
+    assert count(build(cost, decompose(profile.graph))) <= 2 * ITEMS
     proposals = list(GraphPipe()(cost, batch_size=4096, microbatch_size=256))
     assert [check(graph, cost) for graph in proposals] == [[] for _ in proposals]
     assert max(len(graph) for graph in proposals) > 8
@@ -214,7 +215,7 @@ def first_stages(profile: Profile, devices: int, size: int, **options: object) -
     cost = cost_model(profile, devices, **options)
     _, parts = found_period(cost, size, size)
     problem = GraphPipe().problem(cost, size)
-    found = problem.assembler(problem.prices(size)).assemble(parts)
+    found = problem.assembler(size).assemble(parts)
     assert found is not None
     graph = found.graph
     return [f"{'+'.join(s.operators)} x{s.replicas}" for s in graph.stages]
@@ -322,6 +323,7 @@ def test_search_grows_no_worse_than_quadratically(monkeypatch):
     for nodes in (1, 64):
         entries.clear()
         cost = CostModel(profile, Cluster.preset(f"summit:{nodes}x4"))
-        Search(GraphPipe().problem(cost, 4 * 256), [16]).least(0.01)
+        problem = GraphPipe().problem(cost, 4 * 256)
+        Search(problem, build(cost, problem.tree), [16]).least(0.01)
         work[nodes] = sum(entries)
     assert work[64] < 64**2 * work[1]

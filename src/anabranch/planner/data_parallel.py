@@ -14,10 +14,10 @@ from typing import ClassVar
 from anabranch.cluster import GIB
 from anabranch.cost import CostModel
 from anabranch.errors import InfeasiblePlanError
-from anabranch.planner.toolkit.assemble import Assembler, Candidate
+from anabranch.planner.toolkit.assemble import Candidate
 from anabranch.planner.toolkit.infeasible import require_sizes
-from anabranch.planner.toolkit.parts import Facts, Part, PartPrices
-from anabranch.planner.toolkit.prices import Prices, microbatch_sizes
+from anabranch.planner.toolkit.parts import Part
+from anabranch.planner.toolkit.problem import Problem
 from anabranch.plans.slices import priced
 from anabranch.plans.stages import StageGraph
 
@@ -37,22 +37,20 @@ class DataParallel:
             InfeasiblePlanError: if the model does not fit a device, or no micro-batch gives every
                 device a sample count in the profile.
         """
-        total = cost.cluster.num_devices
-        require_sizes(cost, batch_size, microbatch_size, total)
-        ways = data_parallel(cost, batch_size, microbatch_size, total)
-        found = sorted(ways, key=lambda each: each.step_s)
+        problem = Problem(cost, batch_size)
+        require_sizes(cost, batch_size, microbatch_size, problem.devices)
+        ways = data_parallel(problem, microbatch_size)
+        found = sorted(ways, key=lambda candidate: candidate.step_s)
         if not found:
-            raise self._explain(cost, batch_size, microbatch_size)
+            raise self._explain(problem, microbatch_size)
         return [candidate.graph for candidate in found]
 
     @staticmethod
-    def _explain(
-        cost: CostModel, batch_size: int, microbatch_size: int | None
-    ) -> InfeasiblePlanError:
-        total = cost.cluster.num_devices
+    def _explain(problem: Problem, microbatch_size: int | None) -> InfeasiblePlanError:
+        cost, batch_size, total = problem.cost, problem.batch_size, problem.devices
         sizes = [
             size
-            for size in ([microbatch_size] if microbatch_size else microbatch_sizes(batch_size))
+            for size in problem.sizes(microbatch_size)
             if size >= total and priced(cost, batch_size, size, total)
         ]
         if not sizes:
@@ -76,34 +74,20 @@ class DataParallel:
         )
 
 
-def data_parallel(
-    cost: CostModel,
-    batch_size: int,
-    microbatch_size: int | None,
-    max_replicas: int,
-    *,
-    facts: Facts | None = None,
-) -> Iterator[Candidate]:
-    """The candidates, in the order of micro-batch sizes; none beyond ``max_replicas``.
+def data_parallel(problem: Problem, microbatch_size: int | None) -> Iterator[Candidate]:
+    """The candidates, in the order of micro-batch sizes.
 
     Args:
-        cost: prices the operators.
-        batch_size: samples of one step.
+        problem: what is to be planned.
         microbatch_size: only this size.
-        max_replicas: replicas of a stage at most.
-        facts: what sets of operators weigh, if that is known.
     """
-    total, node = cost.cluster.num_devices, cost.cluster.group_sizes[0]
-    facts = facts or Facts(cost)
+    cost, total = problem.cost, problem.devices
     everything = (1 << len(cost.graph)) - 1
-    order = tuple(range(len(cost.graph)))
-    for size in [microbatch_size] if microbatch_size else microbatch_sizes(batch_size):
-        for tensor in (t for t in cost.tensor_degrees if node % t == 0 and total % t == 0):
+    for size in problem.sizes(microbatch_size):
+        assembler = problem.assembler(size)
+        for tensor in (t for t in assembler.prices.prices.tensors if total % t == 0):
             replicas = total // tensor
-            prices = Prices(cost, batch_size, size, (replicas,), cost.cluster.memory_bytes)
-            if replicas > max_replicas or not prices.may(replicas):
-                continue
-            part = Part(everything, replicas, tensor=tensor)
-            candidate = Assembler(PartPrices(prices, facts), order, total).assemble([part])
-            if candidate is not None:
-                yield candidate
+            if replicas <= problem.most_replicas and assembler.prices.prices.may(replicas):
+                candidate = assembler.assemble([Part(everything, replicas, tensor=tensor)])
+                if candidate is not None:
+                    yield candidate

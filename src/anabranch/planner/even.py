@@ -14,14 +14,16 @@ from typing import ClassVar
 from anabranch.cluster import GIB
 from anabranch.cost import CostModel
 from anabranch.errors import InfeasiblePlanError
-from anabranch.graph.series_parallel import decompose, operators
 from anabranch.planner.base import require_options
-from anabranch.planner.partitioner.chains import line
-from anabranch.planner.partitioner.search import Problem
-from anabranch.planner.toolkit.assemble import Assembler, Candidate
-from anabranch.planner.toolkit.infeasible import explain, require_sizes
-from anabranch.planner.toolkit.parts import Part, PartPrices
-from anabranch.planner.toolkit.prices import Prices, degrees, microbatch_sizes
+from anabranch.planner.toolkit.assemble import Candidate
+from anabranch.planner.toolkit.infeasible import (
+    explain,
+    require_sizes,
+    runs_on_fewest_devices,
+    uses_all_devices,
+)
+from anabranch.planner.toolkit.parts import Part
+from anabranch.planner.toolkit.problem import Problem
 from anabranch.plans.slices import priced
 from anabranch.plans.stages import StageGraph
 
@@ -49,43 +51,33 @@ class Even:
         Raises:
             InfeasiblePlanError: if none of them fits.
         """
-        limit = self.max_replicas or cost.cluster.num_devices
-        require_sizes(cost, batch_size, microbatch_size, limit)
-        found = sorted(
-            self._propose(cost, batch_size, microbatch_size, limit), key=lambda each: each.step_s
-        )
+        problem = Problem(cost, batch_size, self.max_replicas, chained=True)
+        require_sizes(cost, batch_size, microbatch_size, problem.most_replicas)
+        found = sorted(self._propose(problem, microbatch_size), key=lambda even: even.step_s)
         if not found:
-            raise self._explain(cost, batch_size, microbatch_size, limit)
+            raise self._explain(problem, microbatch_size)
         return [candidate.graph for candidate in found]
 
     @staticmethod
-    def _propose(
-        cost: CostModel, batch_size: int, microbatch_size: int | None, limit: int
-    ) -> Iterator[Candidate]:
-        order = tuple(operators(decompose(cost.graph)))
-        memory = cost.cluster.memory_bytes
-        count = min(cost.cluster.num_devices, len(order))
-        for size in [microbatch_size] if microbatch_size else microbatch_sizes(batch_size):
-            if not priced(cost, batch_size, size, 1):
+    def _propose(problem: Problem, microbatch_size: int | None) -> Iterator[Candidate]:
+        cost, order = problem.cost, problem.order
+        for size in problem.sizes(microbatch_size):
+            if not priced(cost, problem.batch_size, size, 1):
                 continue
-            chosen = degrees(cost, size, limit, batch_size=batch_size)
-            prices = Prices(cost, batch_size, size, chosen, memory)
             forward, backward = cost.op_seconds(size)
-            runs = even_runs([float((forward + backward)[op]) for op in order], count)
+            seconds = (forward + backward)[list(order)].tolist()
+            runs = even_runs(seconds, min(problem.devices, len(order)))
             parts = [Part(sum(1 << op for op in order[i:j]), 1) for i, j in runs]
-            candidate = Assembler(PartPrices(prices), order, limit, chained=True).assemble(parts)
+            candidate = problem.assembler(size).assemble(parts)
             if candidate is not None:
                 yield candidate
 
     @staticmethod
-    def _explain(
-        cost: CostModel, batch_size: int, microbatch_size: int | None, limit: int
-    ) -> InfeasiblePlanError:
-        order = tuple(operators(decompose(cost.graph)))
-        problem = Problem(cost, line(cost, order), order, batch_size, limit, True, 0.01)
-        name, cluster = cost.graph.name or "the model", cost.cluster
-        sizes = [microbatch_size] if microbatch_size else microbatch_sizes(batch_size)
-        if problem.fills(sizes, cluster.memory_bytes):
+    def _explain(problem: Problem, microbatch_size: int | None) -> InfeasiblePlanError:
+        cluster, name = problem.cost.cluster, problem.cost.graph.name or "the model"
+        sizes = [b for b in problem.sizes(microbatch_size) if problem.prices(b).degrees]
+        rows = runs_on_fewest_devices(problem)
+        if uses_all_devices(problem, sizes, cluster.memory_bytes, rows):
             return InfeasiblePlanError(
                 f"with stages of equal work {name} does not fit the "
                 f"{cluster.memory_bytes / GIB:.1f} GiB per device of {cluster.name}, and planner "
@@ -93,7 +85,7 @@ class Even:
             )
         return InfeasiblePlanError(
             f"{name} does not fit {cluster.name} with stages of equal work, nor with other stages "
-            f"in a row: {explain(problem, microbatch_size)}"
+            f"in a row: {explain(problem, microbatch_size, rows)}"
         )
 
 

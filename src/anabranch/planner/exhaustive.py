@@ -19,15 +19,13 @@ from typing import ClassVar
 
 from anabranch.cost import CostModel
 from anabranch.errors import BudgetError
-from anabranch.graph.series_parallel import decompose, operators
 from anabranch.planner.base import require_options
-from anabranch.planner.partitioner.chains import build
-from anabranch.planner.partitioner.problem import Problem
-from anabranch.planner.partitions import partitions as partitions
+from anabranch.planner.partitions import partitions
 from anabranch.planner.toolkit.assemble import Candidate
-from anabranch.planner.toolkit.infeasible import explain, require_sizes
+from anabranch.planner.toolkit.infeasible import Fewest, explain, require_sizes
 from anabranch.planner.toolkit.parts import Part, PartPrices, edges, heights
-from anabranch.planner.toolkit.prices import microbatch_sizes
+from anabranch.planner.toolkit.prices import Prices
+from anabranch.planner.toolkit.problem import Problem
 from anabranch.plans.stages import StageGraph
 
 MOST_OPERATORS = 8
@@ -78,36 +76,28 @@ class Exhaustive:
                 f"{cost.cluster.name} {total} devices: capture coarser operators (blocks), or use "
                 "planner graphpipe"
             )
-        limit = self.max_replicas or total
-        require_sizes(cost, batch_size, microbatch_size, limit)
-        problem = self._problem(cost, batch_size, limit)
+        problem = Problem(cost, batch_size, self.max_replicas, recompute=self.recompute)
+        require_sizes(cost, batch_size, microbatch_size, problem.most_replicas)
         everything = list(partitions(cost))
-        sizes = [microbatch_size] if microbatch_size else microbatch_sizes(batch_size)
         if self.every:
-            self._require_few(cost, everything, len(sizes))
-        return self._propose(problem, sizes, everything)
+            self._require_few(cost, everything, len(problem.sizes(microbatch_size)))
+        return self._propose(problem, microbatch_size, everything)
 
     def _propose(
-        self, problem: Problem, sizes: Sequence[int], everything: _Partitions
+        self, problem: Problem, microbatch_size: int | None, everything: _Partitions
     ) -> Iterator[StageGraph]:
         found: list[Candidate] = []
         least_s = math.inf
-        for size in sizes:
+        for size in problem.sizes(microbatch_size):
             for candidate in self._at_size(problem, size, everything):
                 found.append(candidate)
                 if candidate.step_s < least_s:
                     least_s = candidate.step_s
                     yield candidate.graph
         if not found:
-            raise explain(problem, sizes[0] if len(sizes) == 1 else None)
-        found.sort(key=lambda each: each.step_s)
-        yield from list(dict.fromkeys(each.graph for each in found))[: self.candidates]
-
-    def _problem(self, cost: CostModel, batch_size: int, limit: int) -> Problem:
-        tree = decompose(cost.graph)
-        order = tuple(operators(tree))
-        chain = build(cost, tree)
-        return Problem(cost, chain, order, batch_size, limit, False, 0.01, self.recompute)
+            raise explain(problem, microbatch_size, _on_fewest_devices(everything))
+        found.sort(key=lambda candidate: candidate.step_s)
+        yield from list(dict.fromkeys(best.graph for best in found))[: self.candidates]
 
     def _require_few(self, cost: CostModel, everything: _Partitions, sizes: int) -> None:
         total = cost.cluster.num_devices
@@ -125,7 +115,7 @@ class Exhaustive:
 
     def _at_size(self, problem: Problem, size: int, everything: _Partitions) -> Iterator[Candidate]:
         """Candidates of one micro-batch size: all, or as many as are asked for."""
-        assembler = problem.assembler(problem.prices(size))
+        assembler = problem.assembler(size)
         if not assembler.prices.prices.degrees:
             return
         chosen = self._every(problem, assembler.prices, everything)
@@ -143,8 +133,8 @@ class Exhaustive:
             yield from _assignments(
                 prices,
                 list(zip(masks, heights(len(masks), pairs), strict=True)),
-                problem.cost.cluster.num_devices,
-                problem.max_replicas,
+                problem.devices,
+                problem.most_replicas,
             )
 
     def _quickest(
@@ -153,7 +143,7 @@ class Exhaustive:
         count = prices.prices.num_microbatches
         ranked: list[tuple[float, list[Part]]] = []
         for masks, _ in everything:
-            parts = best_replicas(prices, masks, problem.cost.cluster.num_devices)
+            parts = best_replicas(prices, masks, problem.devices)
             if parts is not None:
                 period = max(prices.period_s(part) for part in parts)
                 ranked.append(((count - 1) * period + _longest_path(prices, parts), parts))
@@ -194,6 +184,35 @@ def best_replicas(prices: PartPrices, masks: Sequence[int], devices: int) -> lis
         if sum(count for count, _, _ in chosen) <= devices:
             return [part for _, _, part in chosen]
     return None
+
+
+def _on_fewest_devices(everything: _Partitions) -> Fewest:
+    """The stages of any partition that need the fewest devices, however slow they are."""
+
+    def fewest(prices: Prices) -> list[Part]:
+        stages = PartPrices(prices)
+        plain: dict[tuple[int, int], Part | None] = {}
+        best: list[Part] = []
+        for masks, pairs in everything:
+            keys = list(zip(masks, heights(len(masks), pairs), strict=True))
+            for mask, height in keys:
+                if (mask, height) not in plain:
+                    ways = (
+                        Part(mask, mode.replicas, mode.recompute, mode.tensor)
+                        for mode in prices.modes
+                    )
+                    fitting = (way for way in ways if stages.headroom(way) >= height)
+                    plain[mask, height] = next(fitting, None)
+            parts = [part for key in keys if (part := plain[key]) is not None]
+            if len(parts) == len(masks) and (not best or _count(parts) < _count(best)):
+                best = parts
+        return best if _count(best) <= prices.max_devices else []
+
+    return fewest
+
+
+def _count(parts: Sequence[Part]) -> int:
+    return sum(part.devices for part in parts)
 
 
 def _assignments(

@@ -43,24 +43,23 @@ tries at most ``partitioner.reach.HEADS`` cuts per branch.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from anabranch.cost import CostModel
-from anabranch.graph.series_parallel import decompose, operators
 from anabranch.planner.base import require_options
 from anabranch.planner.data_parallel import data_parallel
-from anabranch.planner.partitioner.chains import build
+from anabranch.planner.partitioner.chains import Chain, build
 from anabranch.planner.partitioner.exact.candidates import with_exact
 from anabranch.planner.partitioner.polish.polisher import Polisher
-from anabranch.planner.partitioner.problem import Problem
+from anabranch.planner.partitioner.reach import on_fewest_devices
 from anabranch.planner.partitioner.search import best, in_a_row
 from anabranch.planner.sequential import Sequential
 from anabranch.planner.toolkit.assemble import Candidate
 from anabranch.planner.toolkit.infeasible import explain, require_sizes
-from anabranch.planner.toolkit.parts import Part
-from anabranch.planner.toolkit.prices import microbatch_sizes
+from anabranch.planner.toolkit.problem import Problem
 from anabranch.plans.edges import edge_values
 from anabranch.plans.stages import StageGraph
 
@@ -99,70 +98,69 @@ class GraphPipe:
         Raises:
             InfeasiblePlanError: if nothing fits; the message says what would.
         """
-        limit = self.max_replicas or cost.cluster.num_devices
-        require_sizes(cost, batch_size, microbatch_size, limit)
-        return self._propose(self.problem(cost, batch_size), microbatch_size)
+        problem = self.problem(cost, batch_size)
+        require_sizes(cost, batch_size, microbatch_size, problem.most_replicas)
+        return self._propose(problem, microbatch_size)
+
+    def problem(self, cost: CostModel, batch_size: int) -> Problem:
+        """What is searched."""
+        return Problem(
+            cost,
+            batch_size,
+            self.max_replicas,
+            recompute=self.recompute,
+            tolerance=max(self.tolerance, 1e-9),
+        )
 
     def _propose(self, problem: Problem, microbatch_size: int | None) -> Iterator[StageGraph]:
-        whole = list(
-            data_parallel(
-                problem.cost,
-                problem.batch_size,
-                microbatch_size,
-                problem.max_replicas,
-                facts=problem.facts,
-            )
-        )
-        known = min(whole, key=lambda each: each.step_s, default=None)
+        whole = list(data_parallel(problem, microbatch_size))
+        known = min(whole, key=lambda candidate: candidate.step_s, default=None)
         if known is not None:
             yield known.graph
         known_s = known.step_s if known is not None else float("inf")
+        chain = build(problem.cost, problem.tree)
         found: list[Candidate] = []
-        for candidate in self._searched(problem, microbatch_size, known_s, found):
+        for candidate in self._searched(problem, chain, microbatch_size, known_s, found):
             if candidate.step_s < known_s:
                 known_s = candidate.step_s
                 yield candidate.graph
         ranked = best(found, self.candidates, always=whole)
         if not ranked:
-            raise explain(problem, microbatch_size)
+            raise explain(problem, microbatch_size, on_fewest_devices(chain))
         # The paper's own objective: its best plan is always among those that are simulated.
-        ranked.append(min(found, key=lambda each: (each.period_s, each.step_s)))
-        ranked += self._chains(problem, microbatch_size, ranked)
-        yield from dict.fromkeys(each.graph for each in ranked)
+        ranked.append(
+            min([*found, *whole], key=lambda candidate: (candidate.period_s, candidate.step_s))
+        )
+        ranked += self._rows(problem, microbatch_size, ranked[0].graph)
+        yield from dict.fromkeys(candidate.graph for candidate in ranked)
 
-    def _chains(
-        self, problem: Problem, microbatch_size: int | None, ranked: list[Candidate]
+    @staticmethod
+    def _searched(
+        problem: Problem,
+        chain: Chain,
+        microbatch_size: int | None,
+        known_s: float,
+        found: list[Candidate],
+    ) -> Iterator[Candidate]:
+        """All candidates but data parallelism; they are in ``found`` as well."""
+        searches = [with_exact(problem, chain, microbatch_size, known_s=known_s)]
+        if chain.blocks:
+            searches.append(in_a_row(problem, microbatch_size, found))
+        for candidate in itertools.chain(*searches):
+            found.append(candidate)
+            yield candidate
+
+    def _rows(
+        self, problem: Problem, microbatch_size: int | None, first: StageGraph
     ) -> list[Candidate]:
         """What ``Sequential`` proposes, where its plans may be as good."""
-        cluster, first = problem.cost.cluster, ranked[0].graph
+        cluster = problem.cost.cluster
         shared = 0 < cluster.cores < cluster.num_devices
         is_row = 1 < len(first) == first.depth
         if not (shared or is_row or len(problem.order) <= MOST_OPERATORS):
             return []
         rows = Sequential(self.max_replicas, self.candidates, self.tolerance, self.recompute)
-        return rows.propose(problem.cost, problem.batch_size, microbatch_size)
-
-    @staticmethod
-    def _searched(
-        problem: Problem, microbatch_size: int | None, known_s: float, found: list[Candidate]
-    ) -> Iterator[Candidate]:
-        """All candidates but data parallelism; they are in ``found`` as well."""
-        for search in (
-            with_exact(problem, microbatch_size, known_s=known_s),
-            in_a_row(problem, microbatch_size, found),
-        ):
-            for candidate in search:
-                found.append(candidate)
-                yield candidate
-        if not found:
-            sizes = [microbatch_size] if microbatch_size else microbatch_sizes(problem.batch_size)
-            for prices in (each for each in map(problem.prices, sizes) if each.degrees):
-                # Not by way of the fewest devices: cut as often as devices and memory ask for.
-                whole = Part((1 << len(problem.order)) - 1, min(prices.degrees))
-                last = problem.assembler(prices).assemble([whole])
-                if last is not None:
-                    found.append(last)
-                    yield last
+        return rows.propose(replace(problem, chained=True), microbatch_size)
 
     def neighbourhood(
         self, cost: CostModel, batch_size: int, microbatch_size: int | None
@@ -171,30 +169,12 @@ class GraphPipe:
 
         Stages that wait for the one before them without reading from it go on doing so.
         """
-        near = {
-            chained: Polisher(
-                cost,
-                batch_size,
-                tuple(operators(decompose(cost.graph))),
-                max_replicas=self.max_replicas or cost.cluster.num_devices,
-                microbatch_size=microbatch_size,
-                recompute=self.recompute,
-                chained=chained,
-            )
-            for chained in (False, True)
-        }
-        return lambda graph: near[len(graph.edges) > len(edge_values(graph, cost.graph))](graph)
+        problem = self.problem(cost, batch_size)
+        free = Polisher(problem, microbatch_size)
+        chained = Polisher(replace(problem, chained=True), microbatch_size)
 
-    def problem(self, cost: CostModel, batch_size: int) -> Problem:
-        """What is searched."""
-        tree = decompose(cost.graph)
-        return Problem(
-            cost,
-            build(cost, tree),
-            tuple(operators(tree)),
-            batch_size,
-            self.max_replicas or cost.cluster.num_devices,
-            chained=False,
-            tolerance=max(self.tolerance, 1e-9),
-            recompute=self.recompute,
-        )
+        def near(graph: StageGraph) -> list[StageGraph]:
+            waits = len(graph.edges) > len(edge_values(graph, cost.graph))
+            return (chained if waits else free)(graph)
+
+        return near

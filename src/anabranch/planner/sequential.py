@@ -18,20 +18,18 @@ that such a change leaves need not be runs of the one order any more, only conve
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 from anabranch.cost import CostModel
-from anabranch.graph.series_parallel import decompose, operators
 from anabranch.planner.base import require_options
 from anabranch.planner.data_parallel import data_parallel
 from anabranch.planner.partitioner.chains import line
 from anabranch.planner.partitioner.polish.polisher import Polisher
-from anabranch.planner.partitioner.problem import Problem
-from anabranch.planner.partitioner.search import THOROUGH, Search, best
+from anabranch.planner.partitioner.search import best, thoroughly
 from anabranch.planner.toolkit.assemble import Candidate
 from anabranch.planner.toolkit.infeasible import explain, require_sizes
-from anabranch.planner.toolkit.prices import microbatch_sizes
+from anabranch.planner.toolkit.problem import Problem
 from anabranch.plans.stages import StageGraph
 
 
@@ -68,61 +66,33 @@ class Sequential:
         Raises:
             InfeasiblePlanError: if nothing fits; the message says what would.
         """
-        limit = self.max_replicas or cost.cluster.num_devices
-        require_sizes(cost, batch_size, microbatch_size, limit)
         problem = self.problem(cost, batch_size)
-        found = self.propose(cost, batch_size, microbatch_size)
+        require_sizes(cost, batch_size, microbatch_size, problem.most_replicas)
+        found = self.propose(problem, microbatch_size)
         if not found:
             raise explain(problem, microbatch_size)
         return [candidate.graph for candidate in found]
+
+    def problem(self, cost: CostModel, batch_size: int) -> Problem:
+        """What is searched."""
+        return Problem(
+            cost,
+            batch_size,
+            self.max_replicas,
+            chained=True,
+            recompute=self.recompute,
+            tolerance=max(self.tolerance, 1e-9),
+        )
+
+    def propose(self, problem: Problem, microbatch_size: int | None) -> list[Candidate]:
+        """The best candidates with their estimates; empty if nothing fits."""
+        chain = line(problem.cost, problem.order, coarse=True)
+        # A yardstick is worth some time: no size is left out early, all are looked at closely.
+        found = list(thoroughly(problem, chain, problem.sizes(microbatch_size)))
+        return best(found, self.candidates, always=list(data_parallel(problem, microbatch_size)))
 
     def neighbourhood(
         self, cost: CostModel, batch_size: int, microbatch_size: int | None
     ) -> Polisher:
         """What lies near a stage graph, chains alone; see ``planner.base``."""
-        return Polisher(
-            cost,
-            batch_size,
-            tuple(operators(decompose(cost.graph))),
-            max_replicas=self.max_replicas or cost.cluster.num_devices,
-            microbatch_size=microbatch_size,
-            recompute=self.recompute,
-            chained=True,
-        )
-
-    def problem(self, cost: CostModel, batch_size: int) -> Problem:
-        """What is searched."""
-        order = tuple(operators(decompose(cost.graph)))
-        return Problem(
-            cost,
-            line(cost, order, coarse=True),
-            order,
-            batch_size,
-            self.max_replicas or cost.cluster.num_devices,
-            chained=True,
-            tolerance=max(self.tolerance, 1e-9),
-            recompute=self.recompute,
-        )
-
-    def propose(
-        self, cost: CostModel, batch_size: int, microbatch_size: int | None
-    ) -> list[Candidate]:
-        """The best candidates with their estimates; empty if nothing fits."""
-        problem = self.problem(cost, batch_size)
-        sizes = [microbatch_size] if microbatch_size else microbatch_sizes(batch_size)
-        # A yardstick is worth some time: no size is left out early, all are looked at closely.
-        found = [
-            candidate
-            for uneven in (False, True)
-            for candidate in Search(replace(problem, uneven=uneven), sizes, effort=THOROUGH).run()
-        ]
-        whole = list(
-            data_parallel(
-                cost,
-                batch_size,
-                microbatch_size,
-                problem.max_replicas,
-                facts=problem.facts,
-            )
-        )
-        return best(found, self.candidates, always=whole)
+        return Polisher(self.problem(cost, batch_size), microbatch_size)

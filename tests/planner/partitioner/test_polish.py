@@ -18,6 +18,7 @@ from anabranch.planner.partitioner.polish.polisher import Polisher
 from anabranch.planner.toolkit.assemble import Assembler
 from anabranch.planner.toolkit.parts import Part, PartPrices
 from anabranch.planner.toolkit.prices import Prices
+from anabranch.planner.toolkit.problem import Problem
 from anabranch.plans.check import check
 from anabranch.plans.stages import Stage, StageGraph
 from anabranch.profile.profile import OpCost, Profile
@@ -41,9 +42,9 @@ def near(
     cost: CostModel, graph: StageGraph, *, simulated: int = 1000, **options: object
 ) -> list[StageGraph]:
     """All neighbours of a stage graph."""
-    order = tuple(operators(decompose(cost.graph)))
-    options = {"max_replicas": cost.cluster.num_devices, **options}
-    return Polisher(cost, graph.batch_size, order, simulated=simulated, **options)(graph)
+    microbatch_size = options.pop("microbatch_size", None)
+    problem = Problem(cost, graph.batch_size, **{"recompute": True, **options})
+    return Polisher(problem, microbatch_size, simulated=simulated)(graph)
 
 
 def assembler(cost: CostModel, size: int = 1, batch: int = 8) -> Assembler:
@@ -202,8 +203,7 @@ def test_there_is_an_end_to_it():
         for size in (4, 8, 16)
     ]
     cost = cost_model(chain([1, 2, 3, 4, 5, 5, 4, 3, 2, 1]), 8)
-    order = tuple(operators(decompose(cost.graph)))
-    polisher = Polisher(cost, 64, order, max_replicas=8)
+    polisher = Polisher(Problem(cost, 64, recompute=True), None)
     counts = [len(polisher(start)) for start in starts]
     assert counts[0] > 0
     assert counts[-1] == 0

@@ -6,10 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from anabranch.planner.exhaustive import partitions
 from anabranch.planner.graphpipe import GraphPipe
+from anabranch.planner.partitioner.chains import build
 from anabranch.planner.partitioner.ranges import INFINITE
 from anabranch.planner.partitioner.reach import Reach
+from anabranch.planner.partitions import partitions
 from anabranch.planner.toolkit.parts import Part, PartPrices, edges, heights
 from anabranch.planner.toolkit.prices import Bound
 from tests.planner.helpers import cost_model, expressible
@@ -49,8 +50,9 @@ def test_fewest_devices(profile, size, count, memory, recompute, periods):
     prices = problem.prices(size)
     single = PartPrices(prices)
     everything = {tuple(sorted(masks)): masks for masks, _ in partitions(cost)}
-    plans = [everything[tuple(sorted(masks))] for masks in set(expressible(problem.chain))]
-    reach = Reach(problem.chain, [prices], limit=8)
+    chain = build(cost, problem.tree)
+    plans = [everything[tuple(sorted(masks))] for masks in set(expressible(chain))]
+    reach = Reach(chain, [prices], limit=8)
     caps = list(range(reach.heights))
     bounds = [Bound(float(period) + 1e-6) for period in sorted(periods)]
     found = reach.solve(bounds, caps)
@@ -76,7 +78,8 @@ def test_bounds_do_not_mix(profile, periods):
     """Two sizes, several bounds: together the same as one at a time."""
     cost = cost_model(profile, 6, bandwidth=9.0)
     problem = GraphPipe().problem(cost, 8)
-    reach = problem.reach(problem.prices(2), problem.prices(4))
+    prices = [problem.prices(size) for size in (2, 4)]
+    reach = Reach(build(cost, problem.tree), prices, limit=6)
     bounds = [Bound(float(p), at=i % 2) for i, p in enumerate(sorted(periods))]
     for solve in (reach.lightly, reach.solve):
         together = solve(bounds)
@@ -94,14 +97,14 @@ def test_many_heights_are_taken_for_the_greatest(monkeypatch, heights):
     profile = shapes.towers("row", 1, 0, layers=8, top=0)
     cost = cost_model(profile, 10, memory=2 * 10**9)
     problem = GraphPipe(max_replicas=1, recompute=False).problem(cost, 4096)
-    exact = problem.reach(problem.prices(64))
+    exact = Reach(build(cost, problem.tree), [problem.prices(64)], limit=10)
     monkeypatch.setattr(module, "MOST_HEIGHTS", heights)
     bounds = [Bound(float("inf"))]
     limited = exact.solve(bounds)
     monkeypatch.undo()
     assert limited.devices[0, 0] >= exact.solve(bounds).devices[0, 0]
     if limited.devices[0, 0] <= 10:
-        assembled = problem.assembler(problem.prices(64)).arrange(limited.parts(0))
+        assembled = problem.assembler(64).arrange(limited.parts(0))
         prices = PartPrices(problem.prices(64))
         height = heights_of(*assembled)
         assert all(prices.headroom(p) >= h for p, h in zip(assembled[0], height, strict=True))

@@ -14,6 +14,8 @@ from anabranch.cost import CostModel
 from anabranch.errors import InfeasiblePlanError
 from anabranch.planner.exhaustive import Exhaustive
 from anabranch.planner.graphpipe import GraphPipe
+from anabranch.planner.partitioner.chains import build
+from anabranch.planner.partitioner.reach import on_fewest_devices
 from anabranch.planner.sequential import Sequential
 from anabranch.planner.toolkit.infeasible import explain
 from tests.planner import shapes
@@ -21,6 +23,14 @@ from tests.planner.helpers import cost_model
 from tests.strategies import planning_profiles
 
 MMT = shapes.mmt(parts=1)
+
+
+def explained(cost: CostModel, planner: GraphPipe) -> str:
+    """Why there is no plan for a batch of 4."""
+    problem = planner.problem(cost, 4)
+    return str(explain(problem, None, on_fewest_devices(build(cost, problem.tree))))
+
+
 MESSAGE = re.compile(
     r"mmt needs at least ([\d.]+) GiB per device on (\d+) devices \(micro-batch 1\); "
     r"\S+ has ([\d.]+) GiB; (\d+) devices would do"
@@ -67,7 +77,7 @@ def test_the_suggested_memory_suffices(profile, devices, memory):
     try:
         list(planner(cost, batch_size=4))
     except InfeasiblePlanError:
-        message = str(explain(planner.problem(cost, 4), None))
+        message = explained(cost, planner)
         if "no plan uses all" in message:
             # There is none: on fewer devices it fits, on all of them no split does.
             with pytest.raises(InfeasiblePlanError):
@@ -87,9 +97,7 @@ def test_the_suggested_memory_suffices(profile, devices, memory):
             costs=tuple(replace(c, kept_bytes=c.kept_bytes << 30) for c in profile.costs),
         )
         cost = cost_model(large, devices, memory=memory << 30)
-        needed = float(
-            re.findall(r"at least ([\d.]+) GiB", str(explain(planner.problem(cost, 4), None)))[0]
-        )
+        needed = float(re.findall(r"at least ([\d.]+) GiB", explained(cost, planner))[0])
         enough = cost_model(large, devices, memory=int((needed * 1.02 + 0.1) * 2**30))
         assert list(planner(enough, batch_size=4))
 

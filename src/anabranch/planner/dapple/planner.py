@@ -15,9 +15,9 @@ from anabranch.planner.dapple.budget import Budget
 from anabranch.planner.dapple.placement import Machines, append_first
 from anabranch.planner.dapple.search import Chain, Search
 from anabranch.planner.dapple.tables import Tables, Terms
-from anabranch.planner.sequential import Sequential
 from anabranch.planner.toolkit.infeasible import explain, require_sizes
 from anabranch.planner.toolkit.prices import microbatch_sizes
+from anabranch.planner.toolkit.problem import Problem
 from anabranch.plans.stages import Stage, StageGraph
 
 NEAR = 1.2
@@ -144,7 +144,7 @@ class Dapple:
                 f"{cost.cluster.num_devices} devices of {cost.cluster.name} and fits their "
                 "memory; raise option max_stages"
             )
-        problem = Sequential(self.max_replicas, recompute=False).problem(cost, batch_size)
+        problem = Problem(cost, batch_size, self.max_replicas, chained=True)
         return explain(problem, microbatch_size)
 
 

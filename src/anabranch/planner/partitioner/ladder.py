@@ -19,11 +19,11 @@ from functools import partial
 import numpy as np
 
 from anabranch.planner.partitioner.chains import Block, Chain
-from anabranch.planner.partitioner.problem import Problem
 from anabranch.planner.partitioner.reach import Reach
 from anabranch.planner.toolkit.assemble import Candidate
 from anabranch.planner.toolkit.parts import Part, fits
 from anabranch.planner.toolkit.prices import Bound, Prices
+from anabranch.planner.toolkit.problem import Problem
 
 TOGETHER = 4
 """Micro-batch sizes that are looked at together."""
@@ -125,6 +125,7 @@ class Ladder:
 
     Args:
         problem: what is planned.
+        chain: the model.
         sizes: micro-batch sizes, the most promising first; they are put into pools.
 
     Attributes:
@@ -132,11 +133,12 @@ class Ladder:
         is_large: tables are made one after the other.
     """
 
-    def __init__(self, problem: Problem, sizes: Sequence[Size]) -> None:
+    def __init__(self, problem: Problem, chain: Chain, sizes: Sequence[Size]) -> None:
         self._problem = problem
+        self._chain = chain
         self._devices = problem.cost.cluster.num_devices
         modes = max((len(size.prices.degrees) for size in sizes), default=1)
-        ranges, sharing = entries(problem.chain, modes, self._devices)
+        ranges, sharing = entries(chain, modes, self._devices)
         self.is_large = ranges + sharing > MANY * len(problem.order)
         self._at_once = max(1, int(ENTRIES / (ranges + sharing)))
         together = 1 if self.is_large else TOGETHER
@@ -154,7 +156,7 @@ class Ladder:
             prices = [
                 replace(each.prices, recompute=size.recompute) for each in self.pools[size.pool]
             ]
-            self._reaches[key] = self._problem.reach(*prices)
+            self._reaches[key] = Reach(self._chain, prices, limit=self._devices)
         return self._reaches[key]
 
     def lightly(self, jobs: Sequence[Job]) -> list[Table]:
@@ -227,7 +229,7 @@ class Ladder:
         size.parts, size.recompute = parts, recompute
 
     def _fits(self, size: Size, parts: Sequence[Part]) -> bool:
-        assembler = self._problem.assembler(size.prices)
+        assembler = self._problem.assembler(size.prices.microbatch_size)
         arranged, pairs = assembler.arrange(parts)
         return fits(assembler.prices, arranged, pairs)
 

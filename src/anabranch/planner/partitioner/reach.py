@@ -41,6 +41,8 @@ from anabranch.planner.partitioner.chains import Block, Chain, count, span
 from anabranch.planner.partitioner.ranges import INFINITE, Bools, Ints, Ranges, Sizes
 from anabranch.planner.partitioner.sharing import largest_groups, whole
 from anabranch.planner.partitioner.solved import Between, Fork, Found, Join, Solved
+from anabranch.planner.toolkit.infeasible import Fewest
+from anabranch.planner.toolkit.parts import Part
 from anabranch.planner.toolkit.prices import Bound, Prices
 
 MOST_HEIGHTS = 64
@@ -299,6 +301,17 @@ class _Run:
         least = np.where(sizes.valid[..., None], compute, np.inf).min(axis=1)
         short: Bools = (least[self.limits.at] <= self.limits.period_s[:, None]).any(axis=0)
         return [run for run, _ in takewhile(lambda each: each[1], zip(runs, short, strict=True))]
+
+
+def on_fewest_devices(chain: Chain) -> Fewest:
+    """The stages of a model that need the fewest devices, however slow they are."""
+
+    def fewest(prices: Prices) -> list[Part]:
+        limit = prices.max_devices
+        found = Reach(chain, [prices], limit=limit).solve([Bound(float("inf"))])
+        return found.parts(0) if found.devices[0, 0] <= limit else []
+
+    return fewest
 
 
 def _head_cuts(branch: Chain, heads: int) -> list[int]:

@@ -20,17 +20,16 @@ not (data parallelism, branches that never meet) is found if its size is worth a
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
-from anabranch.planner.partitioner.chains import ITEMS, line
+from anabranch.planner.partitioner.chains import ITEMS, Chain, line
 from anabranch.planner.partitioner.ladder import Job, Ladder, Size, least_period
-from anabranch.planner.partitioner.problem import SHORT
-from anabranch.planner.partitioner.problem import Problem as Problem
 from anabranch.planner.toolkit.assemble import Assembler, Candidate
 from anabranch.planner.toolkit.parts import Part, heights
-from anabranch.planner.toolkit.prices import Bound, microbatch_sizes
+from anabranch.planner.toolkit.prices import Bound
+from anabranch.planner.toolkit.problem import SHORT, Problem
 
 LADDER = (1.03, 1.07, 1.12, 1.19, 1.28, 1.42, 1.7, 2.5, 6.0, float("inf"))
 """The bounds that are tried first, as multiples of what all work shared out evenly would take."""
@@ -88,30 +87,36 @@ class Search:
 
     Args:
         problem: what is to be planned.
+        chain: the model.
         sizes: micro-batch sizes.
         known_s: a step that is known to be possible, so that worse sizes can be left out.
         effort: how much is looked at; by default little in a large model.
+        uneven: as for ``Problem.prices``.
     """
 
     def __init__(
         self,
         problem: Problem,
+        chain: Chain,
         sizes: Sequence[int],
         known_s: float = float("inf"),
         effort: Effort | None = None,
+        *,
+        uneven: bool = True,
     ) -> None:
         self._problem = problem
         self._known_s = known_s
         self._effort = effort or (BRIEF if len(problem.order) > ITEMS else QUICK)
         self._sizes: list[Size] = []
         found = []
-        for prices in map(problem.prices, sizes):
+        for microbatch_size in sizes:
+            prices = problem.prices(microbatch_size, uneven=uneven)
             if prices.modes:
                 least_s = least_period(prices)
                 found.append(Size(prices, least_s, low=least_s))
         found.sort(key=lambda size: size.outline_s)
         self._sizes = [size for size in found if self._promising(size, self._effort.hopeless)]
-        self._ladder = Ladder(problem, self._sizes)
+        self._ladder = Ladder(problem, chain, self._sizes)
 
     def run(self) -> Iterator[Candidate]:
         """Candidates as they are found; none if nothing fits."""
@@ -161,7 +166,7 @@ class Search:
         return size.outline_s <= self._limit(factor)
 
     def _assembler(self, size: Size) -> Assembler:
-        return self._problem.assembler(size.prices)
+        return self._problem.assembler(size.prices.microbatch_size)
 
     def _coarsely(self, sizes: Sequence[Size]) -> Iterator[Candidate]:
         """One candidate for each size that is not hopeless."""
@@ -307,21 +312,29 @@ class Search:
 
 
 def candidates(
-    problem: Problem, microbatch_size: int | None, *, known_s: float = float("inf")
+    problem: Problem, chain: Chain, microbatch_size: int | None, *, known_s: float = float("inf")
 ) -> Iterator[Candidate]:
     """Candidates for one micro-batch size or all, as they are found; none if nothing fits.
 
     Args:
         problem: what is to be planned.
+        chain: the model.
         microbatch_size: only this size.
         known_s: a step that is known to be possible, so that worse sizes can be left out.
     """
-    sizes = [microbatch_size] if microbatch_size else microbatch_sizes(problem.batch_size)
+    sizes = problem.sizes(microbatch_size)
     if len(problem.order) > SHORT:
-        yield from Search(problem, sizes, known_s).run()
-        return
-    for uneven in (False, True):
-        yield from Search(replace(problem, uneven=uneven), sizes, known_s, THOROUGH).run()
+        yield from Search(problem, chain, sizes, known_s).run()
+    else:
+        yield from thoroughly(problem, chain, sizes, known_s)
+
+
+def thoroughly(
+    problem: Problem, chain: Chain, sizes: Sequence[int], known_s: float = float("inf")
+) -> Iterator[Candidate]:
+    """Candidates for all of these sizes, also with uneven numbers of replicas if that is quick."""
+    for uneven in (False, True)[: 1 + problem.affords_uneven]:
+        yield from Search(problem, chain, sizes, known_s, THOROUGH, uneven=uneven).run()
 
 
 def in_a_row(
@@ -333,20 +346,17 @@ def in_a_row(
     branches does not know. Stages wait only for those whose values they read.
 
     Args:
-        problem: what is planned, with its branches.
+        problem: what is planned.
         microbatch_size: only this size.
         found: candidates so far.
     """
-    if not problem.chain.blocks:
-        return
-    sizes = [microbatch_size] if microbatch_size else microbatch_sizes(problem.batch_size)
-    known_s = min((each.step_s for each in found), default=float("inf"))
-    row = replace(problem, chain=line(problem.cost, problem.order, coarse=True), uneven=False)
+    sizes = problem.sizes(microbatch_size)
+    known_s = min((candidate.step_s for candidate in found), default=float("inf"))
+    chain = line(problem.cost, problem.order, coarse=True)
     if len(problem.order) > SHORT:
-        yield from Search(row, sizes, known_s).run()
-        return
-    for uneven in (False, True):
-        yield from Search(replace(row, uneven=uneven), sizes, effort=THOROUGH).run()
+        yield from Search(problem, chain, sizes, known_s, uneven=False).run()
+    else:
+        yield from thoroughly(problem, chain, sizes)
 
 
 def best(

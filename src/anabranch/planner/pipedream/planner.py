@@ -18,14 +18,13 @@ from anabranch.errors import BudgetError
 from anabranch.graph.series_parallel import decompose, operators
 from anabranch.planner.base import require_options
 from anabranch.planner.downsets import downsets, prefixes
-from anabranch.planner.partitioner.chains import line
-from anabranch.planner.partitioner.problem import Problem
 from anabranch.planner.pipedream import memory, recurrence
 from anabranch.planner.pipedream.spans import Spans
 from anabranch.planner.pipedream.terms import Meter, Piece, Terms, flat, stages, tiers
 from anabranch.planner.toolkit.infeasible import explain, require_sizes
 from anabranch.planner.toolkit.parts import Part, PartPrices, edges, fits
 from anabranch.planner.toolkit.prices import Prices, microbatch_sizes
+from anabranch.planner.toolkit.problem import Problem
 from anabranch.plans.stages import Stage, StageGraph
 
 MOST_BYTES = 4 * GIB
@@ -92,8 +91,7 @@ class PipeDream:
             if not seen:
                 raise
         if not seen:
-            row = line(cost, order)
-            problem = Problem(cost, row, order, batch_size, limit, True, self.tolerance)
+            problem = Problem(cost, batch_size, self.max_replicas, chained=True)
             raise explain(problem, microbatch_size)
 
     def _search(

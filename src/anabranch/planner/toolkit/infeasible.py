@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
 from anabranch.cluster import GIB
 from anabranch.cost import CostModel
 from anabranch.errors import InfeasiblePlanError
-from anabranch.planner.partitioner.search import Problem
-from anabranch.planner.toolkit.prices import degrees, microbatch_sizes
+from anabranch.planner.partitioner.rows import Row
+from anabranch.planner.toolkit.parts import Part
+from anabranch.planner.toolkit.prices import Mode, Prices, degrees, microbatch_sizes
+from anabranch.planner.toolkit.problem import Problem
 
 _MORE_MEMORY = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 4.0)
 """Multiples of the memory that some devices need which are tried for all of them."""
 
 _MOST_DEVICES = 1024
 """Device counts beyond this are not suggested."""
+
+_MOST_HEIGHTS = 64
+"""Greater heights are taken for the greatest."""
+
+Fewest = Callable[[Prices], Sequence[Part]]
+"""Stages on as few devices as memory allows at these prices; none if all are too few."""
 
 
 def require_sizes(
@@ -69,42 +83,51 @@ def require_sizes(
         )
 
 
-def explain(problem: Problem, microbatch_size: int | None) -> InfeasiblePlanError:
-    """What would make the problem feasible: memory on these devices, or more of these devices."""
-    cost = problem.cost
-    cluster = cost.cluster
-    sizes = [microbatch_size] if microbatch_size else microbatch_sizes(problem.batch_size)
+def explain(
+    problem: Problem, microbatch_size: int | None, fewest: Fewest | None = None
+) -> InfeasiblePlanError:
+    """What would make the problem feasible: memory on these devices, or more of these devices.
+
+    Args:
+        problem: has no plan.
+        microbatch_size: as for every planner.
+        fewest: stages on as few devices as memory allows; by default runs of the operators.
+    """
+    cost, fewest = problem.cost, fewest or runs_on_fewest_devices(problem)
+    cluster, total = cost.cluster, problem.devices
+    covered = [size for size in problem.sizes(microbatch_size) if problem.prices(size).degrees]
+
+    def enough(memory: float) -> bool:
+        return bool(fewest(replace(problem.prices(size), memory_bytes=memory)))
+
+    def fills(memory: float) -> bool:
+        return uses_all_devices(problem, covered, memory, fewest)
+
     # Memory never falls with the micro-batch size, so the smallest that is covered needs least.
-    size = next(b for b in sizes if problem.prices(b).degrees)
-    name = cost.graph.name or "the model"
-    memory = _least_memory(problem, size)
-    count = _least_devices(problem, size)
+    size = covered[0]
+    memory = least_memory(enough, float(cluster.memory_bytes))
     # On all devices, pipelines are longer or micro-batches larger than on as few as will do.
-    memory = next(
-        (m for m in (memory * ratio for ratio in _MORE_MEMORY) if problem.fills(sizes, m)), memory
-    )
+    memory = next(filter(fills, (memory * ratio for ratio in _MORE_MEMORY)), memory)
+    count = sum(part.devices for part in fewest(problem.prices(size, _MOST_DEVICES)))
+    name = cost.graph.name or "the model"
     if memory <= cluster.memory_bytes:
         return InfeasiblePlanError(
             f"{name} fits the memory of {cluster.name} on {count} devices, but no plan uses all "
-            f"{cluster.num_devices} of them with at most {problem.max_replicas} replicas of a "
-            f"stage and micro-batches of up to {max(sizes)} samples, and a plan leaves no device "
-            f"without a stage; use {count} devices, or allow more replicas or larger micro-batches"
+            f"{total} of them with at most {problem.most_replicas} replicas of a stage and "
+            f"micro-batches of up to {max(problem.sizes(microbatch_size))} samples, and a plan "
+            f"leaves no device without a stage; use {count} devices, or allow more replicas or "
+            "larger micro-batches"
         )
     more = f"; {count} devices would do" if count else ""
     return InfeasiblePlanError(
-        f"{name} needs at least {memory / GIB:.1f} GiB per device on {cluster.num_devices} devices "
+        f"{name} needs at least {memory / GIB:.1f} GiB per device on {total} devices "
         f"(micro-batch {size}); {cluster.name} has {cluster.memory_bytes / GIB:.1f} GiB{more}"
     )
 
 
-def _least_memory(problem: Problem, size: int) -> float:
-    """Bytes per device with which the devices suffice, to a hundredth above."""
-    low, high = 0.0, float(problem.cost.cluster.memory_bytes)
-
-    def enough(memory: float) -> bool:
-        devices = problem.fewest_devices(size, memory_bytes=memory)
-        return devices <= problem.cost.cluster.num_devices
-
+def least_memory(enough: Callable[[float], bool], start: float) -> float:
+    """Bytes per device that are enough, to a hundredth above the least."""
+    low, high = 0.0, start
     while not enough(high):
         low, high = high, high * 2
     while high > low * 1.01 and high > 1:
@@ -113,7 +136,76 @@ def _least_memory(problem: Problem, size: int) -> float:
     return high
 
 
-def _least_devices(problem: Problem, size: int) -> int | None:
-    """Devices of this memory that suffice; None if no number does."""
-    devices = problem.fewest_devices(size, limit=_MOST_DEVICES)
-    return devices if devices <= _MOST_DEVICES else None
+def uses_all_devices(
+    problem: Problem, sizes: Sequence[int], memory_bytes: float, fewest: Fewest
+) -> bool:
+    """Whether so much memory suffices for a plan on all devices, at the least or most of some
+    micro-batch sizes that the profile covers.
+    """
+    for size in dict.fromkeys((sizes[0], sizes[-1])):
+        prices = replace(problem.prices(size), memory_bytes=memory_bytes)
+        parts = fewest(prices)
+        if parts and problem.assembler_at(prices).assemble(parts) is not None:
+            return True
+    return False
+
+
+def runs_on_fewest_devices(problem: Problem) -> Fewest:
+    """Stages that are runs of the operators in one order: a dynamic programme over the cuts.
+
+    From the sink backwards, with height h the distance to it in stages::
+
+        devices[h, j]  =  min over i < j of  need[h, i, j] + devices[h + 1, i]
+    """
+    row = Row(problem.cost, [1 << op for op in problem.order])
+
+    def fewest(prices: Prices) -> list[Part]:
+        modes = prices.modes
+        headroom = [_headroom(row, prices, mode) for mode in modes]
+        top = min(row.size, prices.num_microbatches, prices.max_devices)
+        # The last height stands for all greater ones.
+        levels = [*range(min(top, _MOST_HEIGHTS) - 1), top - 1]
+        devices = np.full((len(levels), row.size + 1), np.inf)
+        devices[:, 0] = 0.0
+        starts = np.zeros(devices.shape, dtype=np.intp)
+        for h, level in reversed(list(enumerate(levels))):
+            need = np.full(headroom[0].shape, np.inf)
+            for mode, room in zip(reversed(modes), reversed(headroom), strict=True):
+                need[room >= level] = mode.devices
+            above = devices[min(h + 1, len(levels) - 1)]
+            for cut in range(1, row.size + 1):
+                totals = need[:cut, cut] + above[:cut]
+                starts[h, cut] = totals.argmin()
+                devices[h, cut] = totals[starts[h, cut]]
+        if devices[0, -1] > prices.max_devices:
+            return []
+        parts, cut, h = [], row.size, 0
+        while cut:
+            start, above_h = int(starts[h, cut]), min(h + 1, len(levels) - 1)
+            mode = next(
+                mode
+                for mode, room in zip(modes, headroom, strict=True)
+                if mode.devices == devices[h, cut] - devices[above_h, start]
+                and room[start, cut] >= levels[h]
+            )
+            mask = row.mask(start, cut)
+            parts.append(Part(mask, mode.replicas, mode.recompute, mode.tensor))
+            cut, h = start, above_h
+        return parts
+
+    return fewest
+
+
+def _headroom(row: Row, prices: Prices, mode: Mode) -> NDArray[np.int32]:
+    """The largest height at which each run of a row fits in a mode: [start, stop]."""
+    n = prices.samples(mode.replicas)
+    kept = row.kept_bytes(mode.tensor) * n
+    inside = kept[None, :] - kept[:, None]
+    fixed = row.state_bytes(mode.tensor) + prices.cost.receive_slots * row.comes.at(n)
+    held = row.entering.at(n)
+    found: NDArray[np.int32] = (
+        prices.headroom(fixed + inside, held)
+        if mode.recompute
+        else prices.headroom(fixed, held + inside)
+    )
+    return found

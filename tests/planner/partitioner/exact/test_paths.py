@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from anabranch.cost import CostModel
-from anabranch.planner.exhaustive import partitions
 from anabranch.planner.partitioner.exact.paths import ShortestPath
 from anabranch.planner.partitioner.exact.prices import Priced
 from anabranch.planner.partitioner.exact.reach import ExactReach
+from anabranch.planner.partitions import partitions
 from anabranch.planner.toolkit.parts import Part, edges, fits
 from anabranch.planner.toolkit.prices import Bound
 from tests.planner.helpers import cost_model
@@ -32,7 +32,7 @@ class Case:
         problem = problem_of(cost, BATCH)
         self.cost = cost
         self.devices = cost.cluster.num_devices
-        self.prices = problem.assembler(problem.prices(SIZE)).prices
+        self.prices = problem.assembler(SIZE).prices
         weights = exact_of(problem).weights
         heights = min(self.devices, len(cost.graph))
         self.priced = Priced.of(weights, self.prices.prices, heights)

@@ -84,7 +84,7 @@ def test_longest_period():
     for seed in range(80):
         cost, batch_size, size = drawn(seed, most=7), 32, (2, 4, 8)[seed % 3]
         problem = GraphPipe().problem(cost, batch_size)
-        prices = problem.assembler(problem.prices(size)).prices
+        prices = problem.assembler(size).prices
 
         def period_s(graph: StageGraph, cost=cost, prices=prices) -> float:
             return max(

@@ -34,15 +34,15 @@ from dataclasses import dataclass
 from anabranch.cost import CostModel
 from anabranch.errors import BudgetError
 from anabranch.graph.opgraph import bits
-from anabranch.graph.series_parallel import decompose, is_series_parallel
+from anabranch.graph.series_parallel import is_series_parallel
+from anabranch.planner.partitioner.chains import Chain
 from anabranch.planner.partitioner.exact.contraction import atoms, merged, quotient
 from anabranch.planner.partitioner.exact.lattice import Lattice
 from anabranch.planner.partitioner.exact.prices import Weights
 from anabranch.planner.partitioner.exact.search import HOPELESS, ExactSearch
-from anabranch.planner.partitioner.problem import Problem
 from anabranch.planner.partitioner.search import candidates
 from anabranch.planner.toolkit.assemble import Candidate
-from anabranch.planner.toolkit.prices import microbatch_sizes
+from anabranch.planner.toolkit.problem import Problem
 
 FEW = 12
 SMALL = 64
@@ -67,38 +67,14 @@ THOROUGH = 4000
 downsets up to which all do."""
 
 
-def exact_candidates(
-    problem: Problem,
-    microbatch_size: int | None,
-    *,
-    budget: int = MOST_DOWNSETS,
-    known_s: float = float("inf"),
-) -> Iterator[Candidate]:
-    """Candidates from all partitions of a graph, in no order; none if nothing fits.
-
-    Args:
-        problem: what is to be planned; its chain is not used.
-        microbatch_size: only this size; None for all.
-        budget: downsets at most.
-        known_s: a step that is known to be possible, so that worse sizes can be left out.
-
-    Raises:
-        BudgetError: if the model has more than ``budget`` downsets, or its layers more than
-            ``MOST_WAYS`` first stages.
-    """
-    groups = _atoms(problem.cost)
-    lattice = Lattice(quotient(problem.cost.graph, groups), budget=budget, ways=MOST_WAYS)
-    exact = Exact(problem, Weights(problem.cost, lattice, groups), alone=True)
-    return exact.candidates(microbatch_size, known_s=known_s)
-
-
 def with_exact(
-    problem: Problem, microbatch_size: int | None, *, known_s: float = float("inf")
+    problem: Problem, chain: Chain, microbatch_size: int | None, *, known_s: float = float("inf")
 ) -> Iterator[Candidate]:
     """Candidates of this search where it suits the problem, and of ``partitioner.search``.
 
     Args:
         problem: what is to be planned.
+        chain: the model.
         microbatch_size: only this size; None for all.
         known_s: a step that is known to be possible, so that worse sizes can be left out.
     """
@@ -109,7 +85,7 @@ def with_exact(
             found, known_s = True, min(known_s, candidate.step_s)
             yield candidate
     if exact is None or not (exact.alone and found):
-        yield from candidates(problem, microbatch_size, known_s=known_s)
+        yield from candidates(problem, chain, microbatch_size, known_s=known_s)
 
 
 @dataclass(frozen=True)
@@ -117,7 +93,7 @@ class Exact:
     """All partitions of a problem's graph, or of a coarser one.
 
     Attributes:
-        problem: what is to be planned; its chain is not used.
+        problem: what is to be planned.
         weights: of all stages.
         alone: nothing is gained by ``partitioner.search``.
     """
@@ -130,7 +106,7 @@ class Exact:
     def of(problem: Problem) -> Exact | None:
         """The search for a problem that is one for it; None for others, in a millisecond."""
         graph = problem.cost.graph
-        if not is_series_parallel(decompose(graph)):
+        if not is_series_parallel(problem.tree):
             return _of_any(problem)
         groups = tuple(1 << i for i in range(len(graph)))
         budget = SMALL if len(graph) > FEW else MOST_DOWNSETS
@@ -149,10 +125,8 @@ class Exact:
             known_s: a step that is known to be possible, so that worse sizes can be left out.
         """
         problem = self.problem
-        sizes = [microbatch_size] if microbatch_size else microbatch_sizes(problem.batch_size)
-        searches = [
-            ExactSearch(problem, self.weights, b) for b in sizes if problem.prices(b).degrees
-        ]
+        sizes = (b for b in problem.sizes(microbatch_size) if problem.prices(b).degrees)
+        searches = [ExactSearch(problem, self.weights, size) for size in sizes]
         searches.sort(key=lambda each: each.least_step_s)
         least = known_s
         best: list[tuple[float, int]] = []

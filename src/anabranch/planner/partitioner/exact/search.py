@@ -22,10 +22,10 @@ import numpy as np
 from anabranch.planner.partitioner.exact.paths import ShortestPath
 from anabranch.planner.partitioner.exact.prices import Priced, Weights
 from anabranch.planner.partitioner.exact.reach import ExactFound, ExactReach
-from anabranch.planner.partitioner.problem import Problem
 from anabranch.planner.toolkit.assemble import Candidate
 from anabranch.planner.toolkit.parts import Part, edges
 from anabranch.planner.toolkit.prices import Bound
+from anabranch.planner.toolkit.problem import Problem
 
 HOPELESS = 1.2
 """No candidate for a size or depth whose step cannot be within this factor of the best."""
@@ -53,7 +53,7 @@ class ExactSearch:
         self._devices = problem.cost.cluster.num_devices
         self._prices = problem.prices(microbatch_size)
         self._weights = weights
-        self._assembler = problem.assembler(self._prices)
+        self._assembler = problem.assembler(microbatch_size)
         self._seen: set[frozenset[Part]] = set()
         self._spread: list[list[Part]] = []
 

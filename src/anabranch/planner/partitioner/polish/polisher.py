@@ -9,16 +9,15 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator
 from dataclasses import replace
 
-from anabranch.cost import CostModel
 from anabranch.planner.partitioner.chain_cut import Recut
 from anabranch.planner.partitioner.polish import devices, operators
 from anabranch.planner.partitioner.polish.modes import modes
 from anabranch.planner.partitioner.polish.plan_view import Parts, Spot
-from anabranch.planner.partitioner.problem import SHORT
-from anabranch.planner.toolkit.assemble import Assembler, Candidate
+from anabranch.planner.toolkit.assemble import Candidate
 from anabranch.planner.toolkit.estimate import step_s
-from anabranch.planner.toolkit.parts import Facts, Part, PartPrices
-from anabranch.planner.toolkit.prices import Mode, Prices, degrees
+from anabranch.planner.toolkit.parts import Part
+from anabranch.planner.toolkit.prices import Mode
+from anabranch.planner.toolkit.problem import SHORT, Problem
 from anabranch.plans.slices import priced
 from anabranch.plans.stages import StageGraph
 
@@ -54,44 +53,24 @@ class Polisher:
     """Proposes what lies near a stage graph.
 
     Args:
-        cost: prices the operators on the cluster.
-        batch_size: samples of one step.
-        order: operators, branch after branch.
-        max_replicas: replicas of a stage at most.
+        problem: what is planned; if its stages wait for the one before them, stages side by side
+            are no neighbours.
         microbatch_size: the only one allowed, or None.
-        recompute: whether stages may recompute.
-        chained: every stage waits for the one before it, also where no value flows; stages side by
-            side are no neighbours then.
         simulated: neighbours to propose at a time, at most; by default the more the fewer stages
             there are.
     """
 
     def __init__(
-        self,
-        cost: CostModel,
-        batch_size: int,
-        order: tuple[int, ...],
-        *,
-        max_replicas: int,
-        microbatch_size: int | None = None,
-        recompute: bool = True,
-        chained: bool = False,
-        simulated: int | None = None,
+        self, problem: Problem, microbatch_size: int | None, *, simulated: int | None = None
     ) -> None:
-        self._cost = cost
-        self._batch_size = batch_size
-        self._order = order
-        self._max_replicas = max_replicas
+        self._problem = problem
+        self._cost = problem.cost
         self._fixed_size = microbatch_size
-        self._recompute = recompute
-        self._chained = chained
         self._simulated = simulated
-        self._facts = Facts(cost)
         self._effort = 0
         self._left = WHOLE
         self._proposed: set[StageGraph] = set()
-        self._recut = Recut(cost, batch_size, order)
-        self._assemblers: dict[int, Assembler] = {}
+        self._recut = Recut(problem.cost, problem.batch_size, problem.order)
         self._known: dict[tuple[int, frozenset[Part]], Candidate | None] = {}
 
     def __call__(self, graph: StageGraph) -> list[StageGraph]:
@@ -131,8 +110,8 @@ class Polisher:
         if graph.depth < len(graph):
             shape.sort()
         seconds: list[float] = []
-        if len(self._order) <= SHORT:
-            compute_s = self._assembler(size).prices.compute_s
+        if len(self._problem.order) <= SHORT:
+            compute_s = self._problem.assembler(size).prices.compute_s
             seconds = sorted(round(sum(compute_s(part)), 12) for part in self._parts(graph))
         return round(candidate.step_s, 12), size, tuple(shape), tuple(seconds)
 
@@ -175,36 +154,18 @@ class Polisher:
 
     def _least_step_s(self, size: int, parts: Parts) -> float:
         """What the busiest stage computes in a step: no estimate is less."""
-        prices = self._assembler(size).prices
+        prices = self._problem.assembler(size).prices
         return prices.prices.num_microbatches * max(sum(prices.compute_s(p)) for p in parts)
 
     def _assembled(self, size: int, parts: Parts) -> Candidate | None:
         key = size, frozenset(parts)
         if key not in self._known:
             self._effort -= len(parts)
-            self._known[key] = self._assembler(size).assemble(parts)
+            self._known[key] = self._problem.assembler(size).assemble(parts)
         return self._known[key]
 
-    def _assembler(self, size: int) -> Assembler:
-        if size not in self._assemblers:
-            cost = self._cost
-            most = min(cost.cluster.num_devices, self._max_replicas)
-            chosen = degrees(cost, size, most, batch_size=self._batch_size)
-            prices = Prices(
-                cost,
-                self._batch_size,
-                size,
-                chosen,
-                cost.cluster.memory_bytes,
-                recompute=self._recompute,
-            )
-            self._assemblers[size] = Assembler(
-                PartPrices(prices, self._facts), self._order, self._max_replicas, self._chained
-            )
-        return self._assemblers[size]
-
     def _changes(self, size: int, parts: Parts) -> Iterator[tuple[int, Parts]]:
-        spot = Spot(self._assembler(size), parts)
+        spot = Spot(self._problem.assembler(size), parts)
         ordered = self._recut.row_of(parts)
         row = Spot(spot.assembler, tuple(ordered)) if ordered and spot.is_chain else None
         for kind in (
@@ -212,7 +173,7 @@ class Polisher:
             operators.slides(row) if row else (),
             operators.merges(spot),
             operators.gathers(spot),
-            modes(spot, recompute=self._recompute),
+            modes(spot, recompute=self._problem.recompute),
             devices.moved_devices(spot),
             operators.shifts(spot),
             operators.splits(spot),
@@ -232,9 +193,9 @@ class Polisher:
         """Twice and half the micro-batch size; all, where one stage may become several."""
         if self._fixed_size is not None:
             return []
-        far = self._batch_size.bit_length() if stages == 1 else 1
+        far = self._problem.batch_size.bit_length() if stages == 1 else 1
         sizes = [way for i in range(1, far + 1) for way in (size >> i, size << i)]
-        return [other for other in sizes if 1 <= other <= self._batch_size]
+        return [other for other in sizes if 1 <= other <= self._problem.batch_size]
 
     def _recuts(self, size: int, row: Spot) -> Iterator[Parts]:
         """Stages in a row with other devices, cut again as is best for these."""
@@ -250,14 +211,14 @@ class Polisher:
         """Whether a stage may have its replicas: each has samples, the profile knows them."""
         node = self._cost.cluster.group_sizes[0]
         return (
-            1 <= part.replicas <= min(size, self._max_replicas)
+            1 <= part.replicas <= min(size, self._problem.most_replicas)
             and node % part.tensor == 0
-            and priced(self._cost, self._batch_size, size, part.replicas)
+            and priced(self._cost, self._problem.batch_size, size, part.replicas)
         )
 
     def _swapped(self, graph: StageGraph, size: int, parts: Parts) -> Iterator[Candidate]:
         """The same stages, two of them on each other's devices, in another node."""
-        spot, node = Spot(self._assembler(size), parts), self._cost.cluster.group_sizes[0]
+        spot, node = Spot(self._problem.assembler(size), parts), self._cost.cluster.group_sizes[0]
         where = [stage.devices for stage in graph.stages]
         for x in spot.focus:
             for y in range(len(parts)):

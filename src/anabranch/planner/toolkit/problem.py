@@ -1,0 +1,128 @@
+"""A planning problem: a model on a cluster, the batch, and what its stages may be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from anabranch.cost import CostModel
+from anabranch.graph.series_parallel import Leaf, Node, Series, decompose, operators
+from anabranch.planner.toolkit.assemble import Assembler
+from anabranch.planner.toolkit.parts import Facts, PartPrices
+from anabranch.planner.toolkit.prices import Prices, degrees, microbatch_sizes
+
+SHORT = 10
+"""Models of up to so many operators are searched as closely as can be: that takes no time."""
+
+MOST_UNEVEN = 128
+"""Operators of a row for which numbers of replicas besides the powers of two are tried."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is to be planned.
+
+    Attributes:
+        cost: prices the operators on the cluster.
+        batch_size: samples of one step.
+        max_replicas: replicas per stage at most; None: no limit.
+        chained: every stage waits for the one before it.
+        recompute: stages may recompute.
+        tolerance: how near to the least period a search must come, relative.
+    """
+
+    cost: CostModel
+    batch_size: int
+    max_replicas: int | None = None
+    chained: bool = False
+    recompute: bool = False
+    tolerance: float = 0.01
+
+    @property
+    def devices(self) -> int:
+        """Devices of the cluster."""
+        return self.cost.cluster.num_devices
+
+    @property
+    def most_replicas(self) -> int:
+        """Replicas per stage at most."""
+        return min(self.max_replicas or self.devices, self.devices)
+
+    @cached_property
+    def tree(self) -> Node:
+        """The series-parallel structure of the model."""
+        return decompose(self.cost.graph)
+
+    @cached_property
+    def order(self) -> tuple[int, ...]:
+        """The operators, branch after branch."""
+        return tuple(operators(self.tree))
+
+    @cached_property
+    def facts(self) -> Facts:
+        """What sets of operators weigh."""
+        return Facts(self.cost)
+
+    @property
+    def affords_uneven(self) -> bool:
+        """Whether more numbers of replicas take little time: few operators, or no branches."""
+        count = len(self.order)
+        return count <= SHORT or (count <= MOST_UNEVEN and (self.chained or _is_row(self.tree)))
+
+    def sizes(self, microbatch_size: int | None) -> Sequence[int]:
+        """The micro-batch sizes to try: this one, or all for None."""
+        return [microbatch_size] if microbatch_size else microbatch_sizes(self.batch_size)
+
+    def prices(
+        self, microbatch_size: int, devices: int | None = None, *, uneven: bool = True
+    ) -> Prices:
+        """Prices at one micro-batch size.
+
+        Args:
+            microbatch_size: samples of one micro-batch.
+            devices: how many there are, if other than those of the cluster.
+            uneven: numbers of replicas besides the powers of two may be used, where more of them
+                take little time.
+        """
+        devices = devices or self.devices
+        node = self.cost.cluster.group_sizes[0]
+        return Prices(
+            self.cost,
+            self.batch_size,
+            microbatch_size,
+            degrees(
+                self.cost,
+                microbatch_size,
+                min(devices, self.most_replicas),
+                batch_size=self.batch_size,
+                uneven=uneven and self.affords_uneven,
+            ),
+            self.cost.cluster.memory_bytes,
+            tensors=tuple(t for t in self.cost.tensor_degrees if t <= devices and node % t == 0),
+            recompute=self.recompute,
+            max_devices=devices,
+        )
+
+    def assembler(self, microbatch_size: int) -> Assembler:
+        """What makes stage graphs of parts at one micro-batch size."""
+        if microbatch_size not in self._assemblers:
+            self._assemblers[microbatch_size] = self.assembler_at(self.prices(microbatch_size))
+        return self._assemblers[microbatch_size]
+
+    @cached_property
+    def _assemblers(self) -> dict[int, Assembler]:
+        return {}
+
+    def assembler_at(self, prices: Prices) -> Assembler:
+        """What makes stage graphs of parts at these prices."""
+        return Assembler(
+            PartPrices(prices, self.facts), self.order, self.most_replicas, self.chained
+        )
+
+
+def _is_row(tree: Node) -> bool:
+    """Whether no operators lie side by side."""
+    if isinstance(tree, Series):
+        return all(_is_row(child) for child in tree.children)
+    return isinstance(tree, Leaf)
