@@ -130,7 +130,7 @@ class Run:
 
 def save_run(run: Run, folder: Path) -> None:
     """Write plan, figures, page and picture into a folder, which is made if it does not exist."""
-    from anabranch.report.svg import timeline_svg
+    from anabranch.report.gantt import timeline_svg
 
     folder.mkdir(parents=True, exist_ok=True)
     save_plan(run.plan, folder / "plan.json")
@@ -171,7 +171,7 @@ def _measured_plan(run: Run) -> Plan:
 
 def write_report(run: Run, path: Path) -> None:
     """Write the page."""
-    from anabranch.report.html import Staleness, page
+    from anabranch.report.html import WeightVersions, page
 
     metrics: dict[str, float | str] = {}
     for name, value in run.metrics.items():
@@ -181,15 +181,15 @@ def write_report(run: Run, path: Path) -> None:
         metrics[held_out + name] = f"{value:.4g}{chance}"
     if run.device_peak_bytes:
         metrics["measured peak memory"] = memory_text(max(run.device_peak_bytes))
-    measured_s = run.period_s if run.policy else None
-    stale = Staleness(run.version_difference, run.peak_versions, run.weight_bytes, run.round_robin)
     text = page(
         _measured_plan(run),
         run.timelines,
         losses=run.losses,
         metrics=metrics,
-        measured_s=measured_s,
-        staleness=stale if run.policy else None,
+        measured_s=run.period_s if run.policy else None,
+        weights=WeightVersions(
+            run.version_difference, run.peak_versions, run.weight_bytes, run.round_robin
+        ),
     )
     path.write_text(text, encoding="utf-8")
 

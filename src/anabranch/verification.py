@@ -1,4 +1,4 @@
-"""Is the pipeline's gradient the model's? One step on local ranks against one process.
+"""Gradients of a pipeline against those of the model: one step on local ranks and in one process.
 
 Both start from the same weights and take the same batch. The one process runs the user's own
 module, not the captured one, over the same slices in the same order, so what it adds up is what the
@@ -196,9 +196,9 @@ def _compare(
     for name, ours in gradients.items():
         theirs = expected.gradients[name]
         bitwise = bitwise and torch.equal(ours, theirs)
-        each = _relative(ours, theirs, floor)
-        if not worst or not each <= error:
-            worst, error = name, each
+        distance = _relative(ours, theirs, floor)
+        if not worst or not distance <= error:
+            worst, error = name, distance
     return VerifyResult(
         loss, expected.loss, error, worst, bitwise, exact, len(gradients), num_devices
     )

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from anabranch.plans.stages import Stage, StageGraph
-from anabranch.report.arrange import arrange
-from anabranch.report.svg import timeline_svg
+from anabranch.report.gantt import timeline_svg
+from anabranch.report.timeline_layout import arrange
 from anabranch.schedule.schedule import Action, Kind
 from anabranch.timeline import Span, Timeline
 from tests.report.examples import STEP, TWO_TOWERS, chain, of_class, parse, texts, timeline

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from anabranch.plans.stages import Stage, StageGraph
-from anabranch.report.html import Staleness, page
+from anabranch.report.html import WeightVersions, page
 from anabranch.report.page_data import as_json
 from tests.report.examples import STEP, TWO_TOWERS, chain, plan, timeline
 from tests.strategies import plans, timelines
@@ -234,13 +234,13 @@ def test_a_run_without_a_flush_says_so_everywhere():
     whole = tuple(replace(s, microbatch_size=4) for s in endless.stage_graph.stages)
     endless = replace(endless, stage_graph=replace(endless.stage_graph, stages=whole))
     devices = len(endless.stage_graph.devices)
-    stale = Staleness((2, 1, 0), (3, 2, 1)[:devices], (4096, 20, 10)[:devices])
+    versions = WeightVersions((2, 1, 0), (3, 2, 1)[:devices], (4096, 20, 10)[:devices])
     html = page(
         endless,
         [("measured", MEASURED)],
         losses=[1.0, 0.5],
         measured_s=180e-3,
-        staleness=stale,
+        weights=versions,
     )
     found = figures(html)
     assert "asynchronous 1f1b without a flush, policy stash" in html
@@ -261,6 +261,6 @@ def test_a_run_without_a_flush_says_so_everywhere():
 def test_replicas_in_turn_are_told_of():
     """In the line below the title, and beside the policy."""
     endless = replace(plan(), mode="async", policy="stash")
-    html = page(endless, [], staleness=Staleness((), (), (), round_robin=True))
+    html = page(endless, [], weights=WeightVersions((), (), (), round_robin=True))
     assert "replicas taking mini-batches in turn (round-robin)" in html
     assert figures(html)["weight policy"] == ("stash", "replicas take mini-batches in turn")

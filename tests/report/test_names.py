@@ -1,11 +1,9 @@
 """Short names of stages."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from anabranch.plans.stages import Stage, StageGraph
-from anabranch.report.names import branches, devices, operators, ranges, shared_prefix
+from anabranch.report.names import branches, devices, operators, shared_prefix
 from tests.report.examples import TWO_TOWERS, chain
 
 
@@ -34,16 +32,6 @@ def test_devices_are_named_in_runs():
     """0, 1, 2 and 5 are 0-2 and 5."""
     assert devices(Stage(("a",), (2, 0, 1, 5), 1)) == "devices 0-2,5"
     assert devices(Stage(("a",), (3,), 1)) == "device 3"
-
-
-@given(st.sets(st.integers(0, 40)))
-def test_ranges_can_be_read_back(numbers):
-    """Nothing is lost and nothing added."""
-    read = set()
-    for part in filter(None, ranges(sorted(numbers)).split(",")):
-        first, _, last = part.partition("-")
-        read |= set(range(int(first), int(last or first) + 1))
-    assert read == numbers
 
 
 def test_a_branch_ends_where_branches_meet():

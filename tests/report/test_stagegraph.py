@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 
 from anabranch.plans.stages import Stage, StageGraph
-from anabranch.report.svg import stage_graph_svg, timeline_svg
+from anabranch.report.gantt import timeline_svg
+from anabranch.report.stagegraph import stage_graph_svg
 from anabranch.schedule import SCHEDULES
 from anabranch.simulator.costs import StageTimes
 from anabranch.simulator.run import run

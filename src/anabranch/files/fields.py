@@ -1,4 +1,4 @@
-"""What every kind of file shares: types of fields, and the way from document to core type."""
+"""Types of fields of all files, and the way from document to core type."""
 
 from __future__ import annotations
 

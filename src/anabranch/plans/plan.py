@@ -147,8 +147,8 @@ class Plan:
             *self.notes,
         ]
         modes = _modes(graph.stages)
-        after = [", ".join(map(str, each)) or "-" for each in graph.predecessors]
-        devices = [_ranges(stage.devices) for stage in graph.stages]
+        after = [", ".join(map(str, before)) or "-" for before in graph.predecessors]
+        devices = [ranges(stage.devices) for stage in graph.stages]
         wide, wider = max(8, *map(len, after)), max(10, *map(len, devices))
         for s, stage in enumerate(graph.stages):
             first, last = stage.operators[0], stage.operators[-1]
@@ -173,7 +173,8 @@ def _modes(stages: Sequence[Stage]) -> list[str]:
     return ["".join(f"{column[s]}  " for column in columns) for s in range(len(stages))]
 
 
-def _ranges(numbers: Sequence[int]) -> str:
+def ranges(numbers: Sequence[int]) -> str:
+    """Numbers with runs drawn together, such as ``0-3,6``."""
     parts: list[list[int]] = []
     for n in sorted(numbers):
         if parts and parts[-1][1] == n - 1:

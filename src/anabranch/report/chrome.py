@@ -61,10 +61,8 @@ def _without_overlap(spans: Iterable[Span]) -> list[tuple[Span, int]]:
 
 
 def _metadata(row: lanes.Row, order: int, threads: Iterable[int]) -> list[Event]:
-    plural = "s" if len(row.stages) > 1 else ""
-    stage = f" \u00b7 stage{plural} {names.ranges(row.stages)}" if row.stages else ""
     events = [
-        _about(row.device, 0, "process_name", name=f"device {row.device}{stage}"),
+        _about(row.device, 0, "process_name", name=row.label),
         _about(row.device, 0, "process_sort_index", sort_index=order),
     ]
     for thread in threads:

@@ -15,17 +15,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from anabranch.report import lanes
-from anabranch.report.arrange import (
-    LABEL,
-    MARGIN,
-    MARK,
-    Graphs,
-    Layout,
-    Panel,
-    arrange,
-    label_size,
-    labels,
-)
 from anabranch.report.theme import (
     Drawing,
     escape,
@@ -37,6 +26,17 @@ from anabranch.report.theme import (
     text,
     text_width,
     ticks,
+)
+from anabranch.report.timeline_layout import (
+    LABEL,
+    MARGIN,
+    MARK,
+    Graphs,
+    Layout,
+    Panel,
+    arrange,
+    label_size,
+    labels,
 )
 from anabranch.schedule.schedule import Kind
 from anabranch.timeline import Timeline

@@ -11,10 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 
-from anabranch.plans.plan import NOT_PREDICTED, Plan
+from anabranch.plans.plan import NOT_PREDICTED, Plan, ranges
 from anabranch.plans.stages import StageGraph
-from anabranch.report import arrange, charts, gantt, lanes, names, stagegraph
-from anabranch.report import page_data as view
+from anabranch.report import charts, gantt, lanes, names, page_data, stagegraph, timeline_layout
 from anabranch.report.theme import (
     DARK,
     FONT,
@@ -32,8 +31,8 @@ from anabranch.timeline import Timeline
 
 
 @dataclass(frozen=True, slots=True)
-class Staleness:
-    """What a run without a flush has measured of its weights.
+class WeightVersions:
+    """Versions of weights that a run without a flush has measured.
 
     Attributes:
         version_difference: per stage, updates between forward and backward at most.
@@ -42,10 +41,14 @@ class Staleness:
         round_robin: replicas took mini-batches in turn.
     """
 
-    version_difference: Sequence[int]
-    peak_versions: Sequence[int]
-    weight_bytes: Sequence[int]
+    version_difference: Sequence[int] = ()
+    peak_versions: Sequence[int] = ()
+    weight_bytes: Sequence[int] = ()
     round_robin: bool = False
+
+
+NOT_MEASURED = WeightVersions()
+"""Of a run with a flush, or of a plan alone."""
 
 
 Metric = float | str | Sequence[float]
@@ -75,7 +78,7 @@ def page(
     notes: Sequence[str] = (),
     graphs: Sequence[StageGraph] | None = None,
     measured_s: float | None = None,
-    staleness: Staleness | None = None,
+    weights: WeightVersions = NOT_MEASURED,
 ) -> str:
     """Write the page.
 
@@ -90,7 +93,7 @@ def page(
             compares two plans.
         measured_s: seconds that are set against the prediction; by default those of the first
             timeline whose source is ``measured``. Without a flush, per mini-batch.
-        staleness: of a run without a flush.
+        weights: of a run without a flush.
 
     Raises:
         ValueError: if graphs and timelines differ in number.
@@ -107,11 +110,11 @@ def page(
         else:
             curves[name] = value
     parts = [
-        _header(plan, title, staleness),
+        _header(plan, title, weights),
         _figures(
             [
                 *_headline(plan, measured, measured_s),
-                *_of_weights(plan, staleness),
+                *_of_weights(plan, weights),
                 *_of_training(losses, facts, _unit(plan)),
             ]
         ),
@@ -120,7 +123,7 @@ def page(
     script = ""
     if timelines:
         is_endless = plan.mode == "async"
-        layout = arrange.arrange(
+        layout = timeline_layout.arrange(
             timelines, graphs or plan.stage_graph, width=WIDTH, is_endless=is_endless
         )
         what = "Some mini-batches" if is_endless else "One training step"
@@ -131,7 +134,7 @@ def page(
     for name, values in curves.items():
         chart = charts.curve_chart(name, list(values), width=WIDTH, unit=_unit(plan))
         parts.append(_section(name.capitalize() if name == "loss" else name, _picture(chart)))
-    parts.append(_section("Stages in detail", _table(plan, timelines, graphs, staleness)))
+    parts.append(_section("Stages in detail", _table(plan, timelines, graphs, weights)))
     parts += [_notes([*plan.notes, *notes]), _footer(plan)]
     return _document(title, parts, script)
 
@@ -168,8 +171,8 @@ def _resource(name: str) -> str:
     return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
 
 
-def _script(layout: arrange.Layout) -> str:
-    data = view.as_json(view.data(layout))
+def _script(layout: timeline_layout.Layout) -> str:
+    data = page_data.as_json(page_data.data(layout))
     return (
         f'<script type="application/json" id="timeline-data">{data}</script>\n'
         f"<script>{_resource('page.js')}</script>"
@@ -180,12 +183,12 @@ def _unit(plan: Plan) -> str:
     return "step" if plan.mode == "sync" else "mini-batch"
 
 
-def _header(plan: Plan, title: str, staleness: Staleness | None) -> str:
+def _header(plan: Plan, title: str, weights: WeightVersions) -> str:
     graph = plan.stage_graph
     how = f"{plan.schedule} schedule"
     if plan.mode == "async":
         how = f"asynchronous {plan.schedule} without a flush, policy {plan.policy}"
-        if staleness is not None and staleness.round_robin:
+        if weights.round_robin:
             how += ", replicas taking mini-batches in turn (round-robin)"
     said = (
         f"{f'{plan.planner} planner' if plan.planner else 'made by hand'}, {how}, "
@@ -230,18 +233,21 @@ def _headline(plan: Plan, measured: Timeline | None, measured_s: float) -> list[
     ]
 
 
-def _of_weights(plan: Plan, staleness: Staleness | None) -> list[Figure]:
+def _of_weights(plan: Plan, weights: WeightVersions) -> list[Figure]:
     if plan.mode != "async":
         return []
-    turns = staleness is not None and staleness.round_robin
-    how = "replicas take mini-batches in turn" if turns else "no flush between mini-batches"
+    how = (
+        "replicas take mini-batches in turn"
+        if weights.round_robin
+        else "no flush between mini-batches"
+    )
     figures: list[Figure] = [("weight policy", plan.policy, how)]
-    if staleness is not None and staleness.version_difference:
-        behind = ", ".join(map(str, staleness.version_difference))
+    if weights.version_difference:
+        behind = ", ".join(map(str, weights.version_difference))
         figures.append(("version difference", behind, "updates from forward to backward, by stage"))
-    if staleness is not None and staleness.peak_versions:
-        most = size(max(staleness.weight_bytes))
-        versions = ", ".join(map(str, staleness.peak_versions))
+    if weights.peak_versions:
+        most = size(max(weights.weight_bytes))
+        versions = ", ".join(map(str, weights.peak_versions))
         figures.append(("weight versions", versions, f"copies, by device; {most} at most"))
     return figures
 
@@ -284,7 +290,7 @@ def _picture(drawing: Drawing, *, shrink: float | None = None) -> str:
     return f'<div class="panel-box"><div class="scroll">{svg}</div></div>'
 
 
-def _timeline_section(what: str, layout: arrange.Layout) -> str:
+def _timeline_section(what: str, layout: timeline_layout.Layout) -> str:
     buttons = "".join(
         f'<button type="button" data-zoom="{name}" title="{said}" aria-label="{said}">'
         f"{face}</button>"
@@ -305,7 +311,7 @@ def _table(
     plan: Plan,
     timelines: Sequence[tuple[str, Timeline]],
     graphs: Sequence[StageGraph] | None,
-    staleness: Staleness | None,
+    weights: WeightVersions,
 ) -> str:
     """Every stage of the plan, with the times of those timelines that executed this very plan."""
     graph = plan.stage_graph
@@ -317,8 +323,7 @@ def _table(
     times = [lanes.medians(t) for _, t in own]
     which = " / ".join(title for title, _ in own)
     heads = [("stage", ""), ("after", ""), ("devices", ""), ("micro-batch", ""), ("in flight", "")]
-    stale = staleness if staleness is not None and staleness.version_difference else None
-    if stale is not None:
+    if weights.version_difference:
         heads += [
             ("versions behind", "updates between forward and backward at most"),
             ("weight versions", "copies of the weights on each of its devices"),
@@ -335,14 +340,14 @@ def _table(
     prefix = names.graph_prefix(graph)
     rows = []
     for s, stage in enumerate(graph.stages):
-        after = names.ranges(graph.predecessors[s]) or "\u2013"
+        after = ranges(graph.predecessors[s]) or "\u2013"
         size_text = f"{stage.microbatch_size}" + (f", k {stage.k}" if stage.k > 1 else "")
         flight = f"{stage.in_flight}" + (", recompute" if stage.recompute else "")
-        cells = [str(s), after, names.ranges(stage.devices), size_text, flight]
-        if stale is not None:
-            of_devices = [stale.peak_versions[graph.devices.index(d)] for d in stage.devices]
+        cells = [str(s), after, ranges(stage.devices), size_text, flight]
+        if weights.version_difference:
+            of_devices = [weights.peak_versions[graph.devices.index(d)] for d in stage.devices]
             versions = ", ".join(map(str, of_devices))
-            cells += [str(stale.version_difference[s]), versions]
+            cells += [str(weights.version_difference[s]), versions]
         if times:
             cells += _stage_times(s, stage.devices, [t for _, t in own], times)
         row = "".join(f"<td>{escape(cell)}</td>" for cell in cells)

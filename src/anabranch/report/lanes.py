@@ -1,4 +1,4 @@
-"""Which rows a timeline has and which boxes lie in them, in seconds; nothing here draws.
+"""Rows of a timeline and the boxes in them, in seconds.
 
 Rows are in the order of the branches, so that the devices of one tower lie together::
 
@@ -14,13 +14,17 @@ that areas stay true.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
+from anabranch.plans.plan import ranges
 from anabranch.plans.stages import StageGraph
 from anabranch.report.names import branches
-from anabranch.schedule.schedule import Kind
+from anabranch.schedule.schedule import Action, Kind
 from anabranch.timeline import Span, Timeline
+
+_Key = TypeVar("_Key", bound=Hashable)
 
 MERGED_PIXELS = 3
 """Widest box that several actions are drawn as; wider would hide the bubbles between them."""
@@ -33,6 +37,13 @@ class Row:
     device: int
     stages: tuple[int, ...]
     branch: int
+
+    @property
+    def label(self) -> str:
+        """Device and stages in words."""
+        plural = "s" if len(self.stages) > 1 else ""
+        stage = f" \u00b7 stage{plural} {ranges(self.stages)}" if self.stages else ""
+        return f"device {self.device}{stage}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,21 +170,24 @@ def messages(timeline: Timeline) -> list[Message]:
 
 def typical(timeline: Timeline) -> dict[Kind, tuple[float, int]]:
     """Kind of compute -> median seconds of one action, and digits of the largest micro-batch."""
-    seconds: dict[Kind, list[float]] = {}
     digits: dict[Kind, int] = {}
     for span in timeline.spans:
-        kind = span.action.kind
-        if kind.is_compute:
-            seconds.setdefault(kind, []).append(span.end - span.start)
-            digits[kind] = max(digits.get(kind, 1), len(str(span.action.microbatch)))
-    return {k: (sorted(times)[len(times) // 2], digits[k]) for k, times in seconds.items()}
+        kind, number = span.action.kind, str(span.action.microbatch)
+        digits[kind] = max(digits.get(kind, 1), len(number))
+    return {
+        kind: (seconds, digits[kind])
+        for kind, seconds in _medians(timeline, lambda action: action.kind).items()
+    }
 
 
 def medians(timeline: Timeline) -> Mapping[tuple[int, Kind], float]:
     """(stage, kind of compute) -> median seconds of one such action."""
-    seconds: dict[tuple[int, Kind], list[float]] = {}
+    return _medians(timeline, lambda action: (action.stage, action.kind))
+
+
+def _medians(timeline: Timeline, key: Callable[[Action], _Key]) -> dict[_Key, float]:
+    seconds: dict[_Key, list[float]] = {}
     for span in timeline.spans:
         if span.action.kind.is_compute:
-            key = span.action.stage, span.action.kind
-            seconds.setdefault(key, []).append(span.end - span.start)
-    return {key: sorted(values)[len(values) // 2] for key, values in seconds.items()}
+            seconds.setdefault(key(span.action), []).append(span.end - span.start)
+    return {group: sorted(values)[len(values) // 2] for group, values in seconds.items()}

@@ -1,4 +1,4 @@
-"""Where to put the nodes of a layered graph and how to lead its edges: pure geometry.
+"""Layered drawing of a graph: places of its nodes and ways of its edges.
 
 From left to right by longest distance from a source. An edge that spans several layers passes
 through a lane of its own in each layer in between, so no edge ever crosses a node::

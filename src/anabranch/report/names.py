@@ -1,9 +1,10 @@
-"""Short names of stages for pictures: what a reader needs to tell the branches apart."""
+"""Short names of stages and actions for pictures."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from anabranch.plans.plan import ranges
 from anabranch.plans.stages import Stage, StageGraph
 from anabranch.schedule.schedule import Kind
 
@@ -47,17 +48,6 @@ def operators(stage: Stage, prefix: str) -> str:
     """The operators of a stage in one line, ``first .. last``."""
     first, last = ends(stage, prefix)
     return first if len(stage.operators) == 1 else f"{first} .. {last}"
-
-
-def ranges(numbers: Sequence[int]) -> str:
-    """Numbers with runs drawn together, such as ``0-3,6``."""
-    runs: list[list[int]] = []
-    for n in sorted(numbers):
-        if runs and runs[-1][1] == n - 1:
-            runs[-1][1] = n
-        else:
-            runs.append([n, n])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
 
 
 def devices(stage: Stage) -> str:

@@ -1,4 +1,4 @@
-"""What the page's script needs of the timelines: geometry of the picture, actions and messages.
+"""Data of the page's script: geometry of the picture of timelines, actions and messages.
 
 The script redraws the boxes by the rules of ``gantt`` when the reader zooms, and finds the action
 under the pointer.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from anabranch.report import arrange, gantt, lanes, names
+from anabranch.report import gantt, lanes, names, timeline_layout
 from anabranch.schedule.schedule import Kind
 from anabranch.timeline import Span
 
@@ -22,7 +22,7 @@ def as_json(value: Any) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def data(layout: arrange.Layout) -> dict[str, Any]:
+def data(layout: timeline_layout.Layout) -> dict[str, Any]:
     """Everything that is drawn along the axis of time; times in microseconds."""
     return {
         "left": layout.left,
@@ -32,14 +32,14 @@ def data(layout: arrange.Layout) -> dict[str, Any]:
         "isEndless": layout.is_endless,
         "horizon": _us(layout.horizon_s),
         "mergedPixels": lanes.MERGED_PIXELS,
-        "mark": arrange.MARK,
+        "mark": timeline_layout.MARK,
         "numberSizes": gantt.NUMBER_SIZES,
         "kinds": [[gantt.CSS[kind], names.KINDS[kind]] for kind in KINDS],
         "panels": [_panel(panel) for panel in layout.panels],
     }
 
 
-def _panel(panel: arrange.Panel) -> dict[str, Any]:
+def _panel(panel: timeline_layout.Panel) -> dict[str, Any]:
     spans = lanes.by_device(panel.timeline)
     prefix = names.graph_prefix(panel.graph)
     typical = lanes.typical(panel.timeline)
@@ -75,7 +75,7 @@ def _action(span: Span) -> list[float]:
     ]
 
 
-def _messages(panel: arrange.Panel) -> list[list[float]]:
+def _messages(panel: timeline_layout.Panel) -> list[list[float]]:
     """From row, to row, start, end, 1 for activations and 0 for gradients."""
     row_of = {row.device: i for i, row in enumerate(panel.rows)}
     return [

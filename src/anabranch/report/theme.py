@@ -1,4 +1,4 @@
-"""What all pictures share: colours for light and dark, type, number formats, ticks, the SVG frame.
+"""Colours, type, number formats, ticks and SVG elements of all pictures, in light and dark.
 
 A picture may end up in a README, in a page, or in a viewer that knows no CSS variables, so a
 standalone picture carries plain rules for both colour schemes and paints its own background.

@@ -1,7 +1,7 @@
-"""Where everything in a picture of timelines goes; nothing here draws.
+"""Layout of a picture of timelines: rows, labels and one axis.
 
-Rows are as high as their number allows, and all timelines share one axis, so that lengths can be
-compared. Both the picture (``gantt``) and the page's script (``view``) work from this.
+Rows are as high as their number allows, and all timelines share the axis, so that lengths can be
+compared. The picture (``gantt``) and the page's script (``page_data``) draw by it.
 """
 
 from __future__ import annotations
@@ -113,8 +113,8 @@ def arrange(
     all_rows = [lanes.rows(t, g) for (_, t), g in zip(timelines, graphs, strict=True)]
     top = 56.0
     panels = []
-    for (title, timeline), each, rows in zip(timelines, graphs, all_rows, strict=True):
-        panel = _panel(title, timeline, each, rows, top, longest)
+    for (title, timeline), stages, rows in zip(timelines, graphs, all_rows, strict=True):
+        panel = _panel(title, timeline, stages, rows, top, longest)
         panels.append(panel)
         top = panel.bottom + 26
     left = MARGIN + min(_label_width(panels), 0.3 * width) + 12
@@ -177,9 +177,7 @@ def label_size(panel: Panel) -> float:
 
 def labels(panel: Panel, row: lanes.Row) -> tuple[str, str]:
     """What stands before a row: device and stage, and the operators of the stage."""
-    which = names.ranges(row.stages)
-    stage = f" \u00b7 stage{'s' if len(row.stages) > 1 else ''} {which}" if row.stages else ""
     prefix = names.graph_prefix(panel.graph)
     known = [s for s in row.stages if s < len(panel.graph)]
     described = (names.operators(panel.graph.stages[s], prefix) for s in known)
-    return f"device {row.device}{stage}", "; ".join(described)
+    return row.label, "; ".join(described)
