@@ -194,11 +194,11 @@ def _measure(
         found.append((seconds, pipe.device_step_s, pipe.late_s, pipe.timeline))
         if watch is not None and pipe.rank == 0:
             watch(done + 1, steps)
-    middle = sorted(found, key=lambda each: each[0])[steps // 2]
+    middle = sorted(found, key=lambda step: step[0])[steps // 2]
     return _Measured(
-        step_s=tuple(each[0] for each in found),
-        device_step_s=tuple(each[1] for each in found),
-        late_s=tuple(each[2] for each in found),
+        step_s=tuple(step[0] for step in found),
+        device_step_s=tuple(step[1] for step in found),
+        late_s=tuple(step[2] for step in found),
         time_scale=pipe.time_scale,
         timeline=middle[3],
     )
@@ -223,8 +223,8 @@ def _ideal(emulation: Emulation, profile: Profile) -> float:
     forward, backward = [], []
     for stage, sizes in enumerate(_sizes(graph)):
         seconds = {n: emulation.costs.compute_s(stage, n) for n in sizes}
-        forward.append({n: each[0] for n, each in seconds.items()})
-        backward.append({n: each[1] for n, each in seconds.items()})
+        forward.append({n: both[0] for n, both in seconds.items()})
+        backward.append({n: both[1] for n, both in seconds.items()})
     return ideal_step_s(emulation.plan, forward, backward, model=profile.graph)
 
 

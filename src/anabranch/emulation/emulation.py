@@ -73,7 +73,7 @@ class Emulation:
         channels = self._channels()
         # Ranks look up ports, and must all find the same index; so all are known before the fork.
         for source, target, _ in channels:
-            self.prices.of(source, target, 0)
+            self.prices.price(source, target, 0)
         for ring in self.rings:
             self.prices.indices(ring.ports)
         for stage in range(len(graph)):

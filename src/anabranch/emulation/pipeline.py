@@ -129,7 +129,7 @@ class EmulatedPipeline:
             self._links.begin()
         now = torch.tensor([time.perf_counter()], dtype=torch.float64)
         # Ranks come out of the meeting one after another; they begin together a little later.
-        latest = max(float(each) for each in mesh.all_gather(now))
+        latest = max(float(theirs) for theirs in mesh.all_gather(now))
         self._clock.start(latest + 2e-3 + 3e-4 * mesh.size, self.time_scale)
 
     def _finish(self) -> float:

@@ -46,5 +46,5 @@ class EmptyStages:
         return self._cache[stage, samples]
 
     def _shape(self, value: int, samples: int) -> torch.Size:
-        of = self._model.values[value]
-        return torch.Size((samples, of.nbytes) if of.batched else (of.nbytes,))
+        told = self._model.values[value]
+        return torch.Size((samples, told.nbytes) if told.batched else (told.nbytes,))

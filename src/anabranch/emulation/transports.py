@@ -26,7 +26,7 @@ class LinkPrices:
         self._costs, self._devices = costs, devices
         self.ports: dict[tuple[str, int, int], int] = {}
 
-    def of(self, source: int, target: int, nbytes: int) -> Price:
+    def price(self, source: int, target: int, nbytes: int) -> Price:
         """Price of so many bytes from one rank to another."""
         route = self._costs.route(self._devices[source], self._devices[target])
         return Price(nbytes / route.bandwidth, route.latency_s, self.indices(route.ports))
@@ -63,7 +63,7 @@ class ModelledTransport:
     def send(self, tensors: Sequence[Tensor], rank: int, tag: int) -> None:
         self._clock.charge()
         channel = self._rank, rank, tag
-        price = self._prices.of(self._rank, rank, sum(tensor.nbytes for tensor in tensors))
+        price = self._prices.price(self._rank, rank, sum(tensor.nbytes for tensor in tensors))
         self._shared.sent(channel, self._next(channel), self._clock.now, price)
         self._inner.send(tensors, rank, tag)
         self._clock.resume()
@@ -73,7 +73,7 @@ class ModelledTransport:
         channel = rank, self._rank, tag
         nbytes = sum(shape.numel() * dtype.itemsize for shape, dtype in specs)
         number = self._next(channel)
-        price = self._prices.of(rank, self._rank, nbytes)
+        price = self._prices.price(rank, self._rank, nbytes)
         self._shared.posted(channel, number, self._clock.now, price)
         receipt = self._inner.receive(specs, device, rank, tag)
         self._clock.resume()

@@ -64,7 +64,7 @@ def reference(module: nn.Module, batch: Batch, slices: Sequence[tuple[int, int]]
     """
     parameters = {n: p for n, p in module.named_parameters() if p.requires_grad}
     kept = {name: p.grad for name, p in parameters.items()}
-    modes = [(each, each.training) for each in module.modules()]
+    modes = [(part, part.training) for part in module.modules()]
     size = num_samples(batch)
     loss, metrics = 0.0, dict[str, float]()
     with unchanged_buffers(module):
@@ -85,6 +85,6 @@ def reference(module: nn.Module, batch: Batch, slices: Sequence[tuple[int, int]]
         finally:
             for name, parameter in parameters.items():
                 parameter.grad = kept[name]
-            for each, mode in modes:
-                each.training = mode
+            for part, mode in modes:
+                part.training = mode
     return Reference(loss, metrics, gradients)

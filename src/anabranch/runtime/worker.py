@@ -420,8 +420,8 @@ class _Run:
         self.hand_over(task)
 
     def hand_over(self, task: _Task) -> None:
-        for each in task.handovers:
-            self.take(each.key, each.taken, self.parts(task.action.stage, each.given))
+        for handover in task.handovers:
+            self.take(handover.key, handover.taken, self.parts(task.action.stage, handover.given))
 
 
 _NOTHING = torch.zeros(TOKEN.shape, dtype=TOKEN.dtype)

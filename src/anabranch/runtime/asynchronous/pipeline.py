@@ -484,7 +484,7 @@ class AsyncPipeline:
         self._measured_at = self.step_number
         weights = self._weights
         mine = [weights.peak_versions, weights.peak_bytes, self._stream.most_behind, self._stage]
-        rows = [each.tolist() for each in self._mesh.all_gather(torch.tensor(mine))]
+        rows = [row.tolist() for row in self._mesh.all_gather(torch.tensor(mine))]
         self.peak_versions = tuple(row[0] for row in rows)
         self.weight_bytes = tuple(row[1] for row in rows)
         self.version_difference = tuple(

@@ -74,15 +74,15 @@ class Recording:
             Nothing where the time for which all ranks have noted everything is empty.
         """
         count = torch.tensor([len(self._rows)])
-        most = max(int(each) for each in mesh.all_gather(count))
+        most = max(int(number) for number in mesh.all_gather(count))
         if not most:
             return None
         mine = torch.full((most + 1, 9), -1.0, dtype=torch.float64)
         mine[0, 0], mine[0, 1] = len(self._rows), time.perf_counter()
         if self._rows:
             mine[1 : len(self._rows) + 1] = torch.tensor(self._rows, dtype=torch.float64)
-        gathered = [each.tolist() for each in mesh.all_gather(mine)]
-        now = [each[0][1] for each in gathered]
+        gathered = [rows.tolist() for rows in mesh.all_gather(mine)]
+        now = [rows[0][1] for rows in gathered]
         zero = now if max(now) - min(now) > _ONE_CLOCK_S else [0.0] * len(now)
         spans = [
             Span(device, row[7] - origin, row[8] - origin, _action(row))

@@ -100,7 +100,7 @@ class Stream:
         if len(self._flights) == 1:
             flight.expect(back=True)
         for microbatch in range(count):
-            if sum(each.held for each in self._flights) == self._in_flight:
+            if sum(passing.held for passing in self._flights) == self._in_flight:
                 self._backward()
             if microbatch == 0:
                 passing.version = self._weights.version

@@ -131,7 +131,7 @@ def is_random(module: nn.Module) -> bool:
     """Whether a stage draws from a generator; known once per module."""
     cached = module.__dict__.get("_anabranch_is_random")
     if cached is None:
-        graphs = [each.graph for each in module.modules() if isinstance(each, fx.GraphModule)]
+        graphs = [part.graph for part in module.modules() if isinstance(part, fx.GraphModule)]
         cached = any(draws(node) for graph in graphs for node in graph.nodes)
         module.__dict__["_anabranch_is_random"] = cached
     return bool(cached)

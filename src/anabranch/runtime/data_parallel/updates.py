@@ -79,7 +79,7 @@ class Updates:
         """What this rank holds between two steps: parameters, gradients, optimizer state."""
         optimizer = self._state.optimizer
         state = optimizer.state.values() if optimizer is not None else ()
-        moments = [t for each in state for t in each.values() if isinstance(t, Tensor)]
+        moments = [t for entry in state for t in entry.values() if isinstance(t, Tensor)]
         gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
         held = [*self._parameters.values(), *self._state.buffers.values()]
         return [*held, *moments, *gradients, *self._reducer.buffers]

@@ -50,10 +50,10 @@ def require_agreement(facts: Mapping[str, str]) -> None:
         return
     mine = json.dumps(dict(facts)).encode()
     digests = _gather(hashlib.sha256(mine).digest())
-    if all(each == digests[0] for each in digests):
+    if all(digest == digests[0] for digest in digests):
         return
-    size = max(int.from_bytes(each, "big") for each in _gather(len(mine).to_bytes(8, "big")))
-    texts = [json.loads(each.rstrip(b" ")) for each in _gather(mine.ljust(size))]
+    size = max(int.from_bytes(told, "big") for told in _gather(len(mine).to_bytes(8, "big")))
+    texts = [json.loads(told.rstrip(b" ")) for told in _gather(mine.ljust(size))]
     # Whoever leaves while others still read from it would look like a failure of its own.
     with contextlib.suppress(PeerLostError):
         _gather(b" ")
@@ -65,7 +65,7 @@ def _gather(mine: bytes) -> list[bytes]:
     tensor = torch.tensor(list(mine), dtype=torch.uint8, device=_place())
     gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
     guarded(lambda: dist.all_gather(gathered, tensor))
-    return [_bytes(each) for each in gathered]
+    return [_bytes(theirs) for theirs in gathered]
 
 
 def _bytes(tensor: Tensor) -> bytes:

@@ -70,7 +70,7 @@ def require_memory(plan: Plan, mesh: Mesh, resident_bytes: int, place: torch.dev
         return
     home, free = _memory(place)
     mine = torch.tensor([peaks[mesh.rank], resident_bytes, free, home])
-    needs = [Need(*map(int, each)) for each in mesh.all_gather(mine)]
+    needs = [Need(*map(int, row)) for row in mesh.all_gather(mine)]
     problem = _beyond_cluster(plan, needs) or _beyond_host(needs, place.type)
     if problem:
         raise InfeasiblePlanError(f"{problem}; {_REMEDY}")

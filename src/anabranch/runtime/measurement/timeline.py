@@ -19,7 +19,7 @@ def gather_timeline(
 ) -> Timeline:
     """The spans of all ranks in one step, from ``start`` to ``end`` on this rank's clock."""
     actions = {device: executed(worker.schedule, worker.graph, device) for device in mesh.devices}
-    rows = max(len(each) for each in actions.values()) + 1
+    rows = max(len(mine) for mine in actions.values()) + 1
     mine = torch.zeros((rows, 2), dtype=torch.float64)
     for i, (begun, done) in enumerate(outcome.times):
         mine[i, 0], mine[i, 1] = begun - start, done - start

@@ -73,9 +73,9 @@ class BySample:
             CaptureError: naming the operation, if one cannot be rewritten.
         """
         module = program.module
-        for name, each in module.named_modules():
-            if each is not module and isinstance(each, fx.GraphModule):
-                inner = next((node for node in each.graph.nodes if draws(node)), None)
+        for name, inside in module.named_modules():
+            if inside is not module and isinstance(inside, fx.GraphModule):
+                inner = next((node for node in inside.graph.nodes if draws(node)), None)
                 if inner is not None:
                     raise _refusal(inner, f"it is inside of an autocast region of its own ({name})")
         if not any(draws(node) for node in module.graph.nodes):
@@ -126,7 +126,7 @@ def _shape(node: fx.Node) -> tuple[int, ...]:
     """Of the numbers that a call draws."""
     name = schema_name(node)
     if name == "aten::scaled_dot_product_attention":
-        query, key = (each.meta["val"].shape for each in node.args[:2])  # type: ignore[union-attr]
+        query, key = (arg.meta["val"].shape for arg in node.args[:2])  # type: ignore[union-attr]
         return (*query[:-1], key[-2])
     value = node.meta["val"]
     shape = tuple((value[0] if isinstance(value, tuple) else value).shape)

@@ -172,11 +172,11 @@ class Trace:
 
     def _first(self, found: Iterable[Finding]) -> tuple[Finding, Finding]:
         """The first cause and the first mask, of all ranks."""
-        causes = [each for each in found if each.what != _MASK]
-        masks = [each for each in found if each.what == _MASK]
+        causes = [finding for finding in found if finding.what != _MASK]
+        masks = [finding for finding in found if finding.what == _MASK]
         mine = torch.tensor([min(causes, default=_NOTHING), min(masks, default=_NOTHING)])
-        gathered = [each.tolist() for each in self._mesh.all_gather(mine)]
-        first, second = (min(Finding(*each[i]) for each in gathered) for i in range(2))
+        gathered = [pair.tolist() for pair in self._mesh.all_gather(mine)]
+        first, second = (min(Finding(*pair[i]) for pair in gathered) for i in range(2))
         return first, second
 
     def _seen(self, ran: Ran) -> Iterator[Finding]:
@@ -231,12 +231,9 @@ class Trace:
 
     def _value(self, index: int) -> str:
         value = self._captured.graph.values[index]
-        of = (
-            "the batch"
-            if value.producer == BATCH
-            else self._captured.graph.ops[value.producer].name
-        )
-        return f"the activation {value.name} of {of}"
+        ops, producer = self._captured.graph.ops, value.producer
+        origin = "the batch" if producer == BATCH else ops[producer].name
+        return f"the activation {value.name} of {origin}"
 
 
 class _Probe:

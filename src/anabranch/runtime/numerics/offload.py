@@ -56,7 +56,7 @@ class Saved:
     """
 
     def __init__(self, parameters: Iterable[Tensor], stream: torch.cuda.Stream | None) -> None:
-        self._kept = {each.untyped_storage()._cdata for each in parameters}
+        self._kept = {parameter.untyped_storage()._cdata for parameter in parameters}
         self._stream = stream
         self._entries: list[_Entry] = []
 
