@@ -24,7 +24,7 @@ from anabranch.runtime.reference import reference
 from anabranch.schedule import SCHEDULES
 from tests.runtime.small import Built, batch, built
 
-RUNS = int(os.environ.get("ANABRANCH_RUNS", "68"))
+RUNS = int(os.environ.get("ANABRANCH_RUNS", "34"))
 AT_ONCE = 17
 """Plans of one launch."""
 

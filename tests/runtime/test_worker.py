@@ -101,7 +101,7 @@ def plans(draw: st.DrawFn, model: Built) -> Plan:
 
 
 @pytest.mark.parametrize("name", ["TwoBranch", "Tied", "Shared"])
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(data=st.data())
 def test_any_plan_computes_the_gradient_of_the_batch(name: str, data: st.DataObject) -> None:
     """Unequal replicas and micro-batch sizes, short last micro-batches, empty slices: same loss,
@@ -121,7 +121,7 @@ def test_any_plan_computes_the_gradient_of_the_batch(name: str, data: st.DataObj
 
 
 @pytest.mark.parametrize("name", ["TwoBranch", "Tied", "Shared"])
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(data=st.data())
 def test_stages_on_one_device_hand_over_without_messages(name: str, data: st.DataObject) -> None:
     """Four stages on up to three devices, whole or in part the same ones, as their orders allow."""

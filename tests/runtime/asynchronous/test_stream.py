@@ -126,8 +126,10 @@ def cases(name: str, dtype: torch.dtype) -> list[tuple[str, str]]:
     ]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [*((name, torch.float32) for name in MODELS), ("two branches", torch.float64)],
+)
 def test_training_is_bitwise_the_reference(name: str, dtype: torch.dtype) -> None:
     """Losses of two fills and all weights after them, under every policy and a schedule of the
     learning rate; fills shorter and longer than the pipeline is deep.

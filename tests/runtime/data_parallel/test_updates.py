@@ -101,12 +101,18 @@ FOLDED = [(0,), (1,), (0,), (1,)]
 """Two stages per device."""
 
 
-# WorkerCache without a barrier
+# Steps without a barrier
 
 
-@pytest.mark.parametrize("optimizer", [adam, momentum])
-@pytest.mark.parametrize("folded", [False, True])
-@pytest.mark.parametrize("name", ["TwoBranch", "Tied", "Detached"])
+@pytest.mark.parametrize(
+    ("name", "folded", "optimizer"),
+    [
+        ("TwoBranch", False, adam),
+        ("TwoBranch", True, momentum),
+        ("Tied", True, adam),
+        ("Detached", False, momentum),
+    ],
+)
 def test_steps_without_a_barrier_are_bitwise_those_of_one_process(
     name: str, folded: bool, optimizer: Callable[[NamedParameters], torch.optim.Optimizer]
 ) -> None:
@@ -118,9 +124,15 @@ def test_steps_without_a_barrier_are_bitwise_those_of_one_process(
     assert equal(ours, alone(workload))
 
 
-@pytest.mark.parametrize("folded", [False, True])
-@pytest.mark.parametrize("clip_norm", [None, 0.05])
-@pytest.mark.parametrize("name", ["TwoBranch", "Tied"])
+@pytest.mark.parametrize(
+    ("name", "clip_norm", "folded"),
+    [
+        ("TwoBranch", None, False),
+        ("TwoBranch", 0.05, True),
+        ("Tied", None, True),
+        ("Tied", 0.05, False),
+    ],
+)
 def test_steps_without_a_barrier_are_bitwise_those_with_one(
     name: str, clip_norm: float | None, folded: bool
 ) -> None:
@@ -371,8 +383,9 @@ def and_update(work: Callable[[Pipeline], list[float]]) -> Callable[[Pipeline], 
     return both
 
 
-@pytest.mark.parametrize("work", [by_step, by_steps])
-@pytest.mark.parametrize("name", ["TwoBranch", "Tied", "Detached"])
+@pytest.mark.parametrize(
+    ("name", "work"), [("TwoBranch", by_step), ("Tied", by_steps), ("Detached", by_steps)]
+)
 def test_accumulated_batches_are_bitwise_those_of_one_process(
     name: str, work: Callable[[Pipeline], list[float]]
 ) -> None:
@@ -384,9 +397,15 @@ def test_accumulated_batches_are_bitwise_those_of_one_process(
     assert equal(ours, theirs)
 
 
-@pytest.mark.parametrize("work", [by_step, by_steps])
-@pytest.mark.parametrize("clip_norm", [None, 0.05])
-@pytest.mark.parametrize("name", ["TwoBranch", "Tied"])
+@pytest.mark.parametrize(
+    ("name", "clip_norm", "work"),
+    [
+        ("TwoBranch", None, by_steps),
+        ("TwoBranch", 0.05, by_step),
+        ("Tied", None, by_step),
+        ("Tied", 0.05, by_steps),
+    ],
+)
 def test_replicas_accumulate_alike(
     name: str, clip_norm: float | None, work: Callable[[Pipeline], list[float]]
 ) -> None:

@@ -107,7 +107,7 @@ def plans(draw: st.DrawFn, model: Built) -> Plan:
 
 
 @pytest.mark.parametrize("model", [Attends, Draws])
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(data=st.data())
 def test_any_plan_draws_what_one_process_draws(model: type[nn.Module], data: st.DataObject) -> None:
     """Unequal replicas and micro-batches, recomputation: same loss, same gradients."""

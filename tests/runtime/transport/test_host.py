@@ -103,13 +103,13 @@ def test_autograd_holds_memory_too() -> None:
 
     def scenario(transport: HostTransport, rank: int) -> float:
         if rank == 0:
-            for i in range(8):
+            for i in range(3):
                 transport.send([torch.full((100_000,), float(i))], 1, 0)
                 receive(transport, torch.zeros(1), 1, 1)
             return 0.0
         weight = torch.ones(100_000, requires_grad=True)
         total = torch.zeros(())
-        for _ in range(8):
+        for _ in range(3):
             total = total + (weight * receive(transport, weight, 0)).sum()
             gc.collect()
             transport.send([torch.zeros(1)], 0, 1)
@@ -117,7 +117,7 @@ def test_autograd_holds_memory_too() -> None:
         assert weight.grad is not None
         return weight.grad.mean().item()
 
-    assert on_one_host(scenario, 2)[1] == 0 + 1 + 2 + 3 + 4 + 5 + 6 + 7
+    assert on_one_host(scenario, 2)[1] == 0 + 1 + 2
 
 
 def test_tensors_outlive_the_transport() -> None:
