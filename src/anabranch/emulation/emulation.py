@@ -30,18 +30,12 @@ class Emulation:
     """A plan on emulated devices. Make it before the ranks are forked, once.
 
     Attributes:
-        plan: what runs.
-        costs: seconds of stages, ways between devices, all-reduces.
-        schedule: of the plan, with messages.
-        devices: of the plan, by rank.
         links: ``modelled`` or ``host``.
         message_bytes: what all messages of one step have.
         num_messages: how many there are.
 
     Args:
         plan: its devices must be those of the cluster.
-        profile: of the plan's model.
-        cluster: whose links are modelled.
         links: ``modelled``: messages take as long as on the cluster; ``host``: as long as they do
             on this machine.
 

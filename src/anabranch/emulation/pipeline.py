@@ -39,12 +39,6 @@ class EmulatedPipeline:
         device_step_s: the last step by the devices' own clocks; what the wall clock showed besides
             is the host's.
         late_s: by how much any rank was late at worst during the last step, in the devices' time.
-        step_number: steps done.
-
-    Args:
-        emulation: made before the ranks were forked.
-        time_scale: see above; where links are this machine's it has to be 1.
-        timeout: wall seconds until a silent rank counts as lost.
 
     Raises:
         InvalidPlanError: if the number of ranks is not that of the plan's devices.
@@ -102,15 +96,9 @@ class EmulatedPipeline:
     def step(self, *, record: bool = False) -> float:
         """Run one step.
 
-        Args:
-            record: keep a ``timeline`` of this step.
-
         Returns:
             Seconds of the step in the devices' time, as the wall clock showed them: from the common
             start to the end of the last compute or all-reduce on any rank.
-
-        Raises:
-            StageFailedError: if something raised on this rank.
         """
         with self._mesh.failing(self.close):
             POSITION.begin(self.step_number)

@@ -23,8 +23,6 @@ class DataFeed:
         position: batches of the current epoch that were trained on.
 
     Args:
-        workload: with data, if ``batches`` is to be called.
-        batch_size: samples that the loader is asked for.
         fail: told of an error before it is raised.
     """
 
@@ -41,12 +39,7 @@ class DataFeed:
         return "" if self._fetched is None else f"batch {self._fetched - 1} of epoch {self.epoch}"
 
     def batches(self, epochs: int | None) -> Iterator[Batch]:
-        """Epoch after epoch, without end unless a number of epochs is given.
-
-        Raises:
-            DataError: if the workload has no data.
-            LoaderError: if reading it raised.
-        """
+        """Epoch after epoch, without end unless a number of epochs is given."""
         data = self._workload.data
         if data is None:
             raise DataError("the workload has no data; pass batches to step yourself")
@@ -70,11 +63,7 @@ class DataFeed:
             self.position, self._fetched = self._fetched, None
 
     def held_out(self) -> Iterable[Batch]:
-        """The workload's batches for evaluation.
-
-        Raises:
-            DataError: if it has none.
-        """
+        """The workload's batches for evaluation."""
         if self._workload.eval_data is None:
             raise DataError(
                 "the workload has no held-out data; give Workload an eval_data, or pass "
@@ -123,7 +112,6 @@ def leaves_of(
     """The tensors of a batch by the names of its leaves, where the model is.
 
     Args:
-        batch: as the data yields it.
         which: batch of which epoch, as text, where that is known.
 
     Raises:

@@ -19,7 +19,6 @@ class Evaluation:
     """Means over held-out batches.
 
     Args:
-        training: workers of the model as it is trained.
         captured: the model in evaluation mode; made when it is first needed if it is not given.
     """
 
@@ -36,7 +35,6 @@ class Evaluation:
         """Loss and metrics as means over samples, the same on every rank.
 
         Args:
-            batches: the same on every rank.
             failing: what to run in, so that other ranks hear of failures.
 
         Raises:

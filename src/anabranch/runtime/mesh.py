@@ -146,9 +146,7 @@ class Mesh:
     """The ranks of one run, seen from one of them.
 
     Args:
-        devices: the plan's devices, ascending.
         sets: sets of ranks that reduce among themselves, the same list on every rank.
-        device_type: ``cpu`` or ``cuda``: where the tensors are.
         timeout: seconds until a silent peer counts as lost.
 
     Raises:
@@ -210,7 +208,6 @@ class Mesh:
         Ranks with a GPU each use NCCL; GPUs without it go through the host.
 
         Args:
-            place: where the tensors are.
             channels: all of the run, the same on every rank; NCCL needs to know them.
         """
         if self.size == 1:
@@ -259,11 +256,7 @@ class Mesh:
         return [bytes(theirs.tolist()) for theirs in gathered]
 
     def all_reduce(self, tensor: Tensor, ranks: tuple[int, ...] | None = None) -> Tensor:
-        """Sum over the ranks of a set (by default all), in place.
-
-        Raises:
-            PeerLostError: if one of them is gone.
-        """
+        """Sum over the ranks of a set (by default all), in place."""
         return self.start_all_reduce(tensor, ranks).wait()
 
     def start_all_reduce(self, tensor: Tensor, ranks: tuple[int, ...] | None = None) -> Pending:
@@ -297,21 +290,13 @@ class Mesh:
         return _Exchanged(tensor, self.rank, receipts)
 
     def broadcast(self, tensor: Tensor, source: int, ranks: tuple[int, ...] | None = None) -> None:
-        """Copy a tensor from one rank of a set to the others, in place.
-
-        Raises:
-            PeerLostError: if one of them is gone.
-        """
+        """Copy a tensor from one rank of a set to the others, in place."""
         if self.size > 1 and (ranks is None or len(ranks) > 1):
             group = self._groups[_ALL if ranks is None else ranks]
             guarded(lambda: dist.broadcast(tensor, source, group=group))
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """The tensors of all ranks, which have one shape.
-
-        Raises:
-            PeerLostError: if one of them is gone.
-        """
+        """The tensors of all ranks, which have one shape."""
         if self.size == 1:
             return [tensor]
         result = [torch.empty_like(tensor) for _ in range(self.size)]
@@ -348,7 +333,6 @@ class Mesh:
 
         Args:
             close: breaks this rank's connections.
-            graph: stages whose operators are named.
         """
         try:
             with located(self.rank, graph):

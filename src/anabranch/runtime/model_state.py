@@ -26,9 +26,7 @@ class ModelState:
 
     Attributes:
         parameters: of this rank's stages, in the model's order.
-        buffers: likewise.
         optimizer: for those parameters that are trainable; None where there are none.
-        scheduler: of the learning rate, None without optimizer or recipe.
 
     Args:
         mesh: the ranks; those that built the module from another seed get the tensors of rank 0.
@@ -100,7 +98,6 @@ class ModelState:
         """Write a checkpoint, all ranks together.
 
         Args:
-            folder: see ``Pipeline.save``.
             further: key/parameter -> tensor, for parameters of this rank; whoever does not know
                 the key passes over it.
 

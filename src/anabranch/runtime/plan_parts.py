@@ -27,9 +27,6 @@ def prepare(captured: Captured, graph: StageGraph) -> None:
     """Specialise the program to every number of samples that a plan needs.
 
     Local ranks inherit what their parent has prepared; otherwise each of them does the same work.
-
-    Raises:
-        InvalidPlanError: if a stage has tensor parallelism.
     """
     require_whole_replicas(graph)
     sizes = {

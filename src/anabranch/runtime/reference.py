@@ -58,8 +58,6 @@ def reference(module: nn.Module, batch: Batch, slices: Sequence[tuple[int, int]]
     Buffers, ``.grad`` and the mode of the module are afterwards as before.
 
     Args:
-        module: returns its loss.
-        batch: all samples.
         slices: intervals [start, stop) that tile the batch.
     """
     parameters = {n: p for n, p in module.named_parameters() if p.requires_grad}

@@ -42,19 +42,9 @@ class Session:
     """One rank of a run.
 
     Attributes:
-        captured: the captured module.
-        parts: the stages of the model.
         transport: to the others; None where there are none.
-        workers: what this rank does for a batch, in training.
-        feed: the workload's batches.
-        trace: finds numbers that are not finite.
-        step_number: steps done.
 
     Args:
-        workload: the same on every rank.
-        plan: one rank per device.
-        captured: the captured module, where the caller has it.
-        evaluation: the same in evaluation mode, likewise.
         facts: options of the run that all ranks must have alike, besides ``compute``.
         exact: gradients bitwise those of one process.
         check_gradients: compare one micro-batch with the user's own module first.
@@ -205,7 +195,6 @@ class Session:
         """The same batches, whose source may raise on this rank alone.
 
         Args:
-            batches: of the user's loop.
             leave: called then, so that the other ranks can end their loops as well.
         """
         try:

@@ -60,7 +60,6 @@ class Watcher(Protocol):
 
         Args:
             stages: those with a backward here, in the order in which they have their last one.
-            outcome: what will be found out.
         """
         ...
 
@@ -81,7 +80,6 @@ class Worker:
     """One device's part of one batch size.
 
     Args:
-        graph: stages and sample intervals.
         transport: to the other ranks; None where there are none.
         rank_of: of the whole plan; the stages of ``graph`` may have fewer devices.
     """
@@ -114,8 +112,6 @@ class Worker:
         """Execute all actions once; what was sent may still be on its way afterwards.
 
         Args:
-            leaves: the whole batch, by the names of its leaves.
-            step: number of the step, for messages and random numbers.
             train: False leaves out backwards, and gradients with them.
             watcher: told of the last backwards, in training.
         """
@@ -157,15 +153,9 @@ class Flight:
     order in which flights ``expect`` them.
 
     Attributes:
-        number: of the batch, for messages and random numbers.
-        leaves: the whole batch, by the names of its leaves.
-        outcome: what it comes to.
         last_backwards: stages with a backward here, in the order of their last ones; none where
             this rank's slice is empty.
         spans: actions so far, when they began and when they ended, by ``time.perf_counter``.
-
-    Args:
-        watcher: told of the last backwards.
     """
 
     def __init__(
@@ -232,11 +222,7 @@ class _Task:
     """One action, with what is known of it before the first step.
 
     Attributes:
-        key: stage and micro-batch.
         is_last: the last backward of its stage here.
-        handovers: what follows a compute.
-        rank: the other end.
-        tag: the channel there.
         channel: of a receive: index into ``_Tasks.channels``.
         completes: the last message of its channel's micro-batch, after which the next is posted.
     """
@@ -260,7 +246,6 @@ class _Tasks:
 
     Attributes:
         channels: per channel, the receives of each of its micro-batches, in order.
-        last_backwards: stages in the order of their last backwards.
     """
 
     tasks: tuple[_Task, ...]

@@ -31,7 +31,6 @@ class WorkerCache:
     """Workers of one rank, by batch size.
 
     Args:
-        captured: training or evaluation graph of the model.
         plan: micro-batch sizes, replicas and the schedule.
 
     Attributes:

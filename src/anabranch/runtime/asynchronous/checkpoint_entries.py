@@ -36,11 +36,7 @@ def entries(state: Mapping[str, Any], names: Sequence[str]) -> dict[str, Tensor]
 def state_of(
     saved: Checkpoint, parameters: Mapping[str, nn.Parameter], place: torch.device
 ) -> dict[str, Any]:
-    """For ``StageWeights.load_state_dict``; a synchronous run leaves nothing but its steps.
-
-    Args:
-        parameters: trainable ones of the stage, by name.
-    """
+    """For ``StageWeights.load_state_dict``; a synchronous run leaves nothing but its steps."""
     names = list(parameters)
     last, moved, norms, versions = (
         {name: f"{what}/{name}" for name in names if name in set(saved.keys(what))}

@@ -26,7 +26,6 @@ class MinibatchTotals:
     """Mini-batches of one rank from when they are given out until their loss is read.
 
     Args:
-        metrics: names of those of the model.
         why: the error where a number is not finite on some rank, for a mini-batch and its leaves.
     """
 
@@ -58,11 +57,7 @@ class MinibatchTotals:
             self._told.append((number, tally))
 
     def settle(self) -> None:
-        """Wait for all sums that have begun; they are still to be taken.
-
-        Raises:
-            NonFiniteError: on every rank.
-        """
+        """Wait for all sums that have begun; they are still to be taken."""
         for _, tally in self._told:
             tally.read()
 

@@ -38,14 +38,7 @@ from anabranch.runtime.asynchronous.optimizer_facts import rule_of
 
 
 class Prediction:
-    """Predicts the weights of one optimizer.
-
-    Args:
-        parameters: that it updates, each once.
-
-    Attributes:
-        rule: where dW comes from.
-    """
+    """Predicts the weights of one optimizer."""
 
     def __init__(self, optimizer: Optimizer, parameters: Sequence[torch.nn.Parameter]) -> None:
         self._optimizer, self._parameters = optimizer, parameters

@@ -34,8 +34,6 @@ class Recording:
     """What one rank does for some mini-batches.
 
     Args:
-        first: the first mini-batch that is noted.
-        last: the last one.
         batch_size: samples by which messages of one mini-batch and the next are told apart.
         microbatches: likewise for micro-batches.
     """

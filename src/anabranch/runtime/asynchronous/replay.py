@@ -44,11 +44,8 @@ class Replay:
         workload: module, optimizer and scheduler recipes; ``clip_norm`` would need all stages'
             gradients of one mini-batch at once, so it is refused.
         stages: names of operators per stage, in topological order, as in a plan.
-        policy: what passes read.
         batch_size: samples of a mini-batch; others may come, too.
         microbatches: M, per mini-batch, for policies with several.
-        seed: of random numbers (dropout).
-        granularity: how the operators are named.
         captured: the workload's module, where it has been captured before.
         options: how stages are computed; not ``fp16``, which needs a loss scale.
 
@@ -121,9 +118,6 @@ class Replay:
 
         Batches are asked for as the first stages need them, so some are on their way when a loss is
         yielded. A loop that is left early drains the pipeline when the iterator is closed.
-
-        Args:
-            batches: as the workload's data yields them.
 
         Yields:
             The loss of every mini-batch, in order, when all stages have learned from it.
@@ -206,16 +200,7 @@ def _stage_graph(
 
 @dataclass(eq=False, slots=True)
 class _Unit:
-    """A mini-batch between its first forward and its last backward.
-
-    Attributes:
-        compute: of all its passes.
-        outcome: its loss.
-        samples: in it.
-        left: backwards to come.
-        values: per micro-batch, what stages have made for others.
-        gradients: per micro-batch, of these values.
-    """
+    """A mini-batch between its first forward and its last backward."""
 
     compute: StageCompute
     outcome: Outcome

@@ -73,9 +73,6 @@ def round_robin_of(plan: Plan) -> RoundRobin | None:
     where there is nothing to take turns.
 
     What the plan has in flight is for mini-batches that all replicas share, so it does not count.
-
-    Raises:
-        InvalidPlanError: if the schedule is no 1F1B, or a stage has tensor parallelism.
     """
     per_hop = _per_hop(plan)
     if all(len(stage.devices) == 1 for stage in plan.stage_graph.stages):
@@ -84,11 +81,7 @@ def round_robin_of(plan: Plan) -> RoundRobin | None:
 
 
 def num_microbatches(graph: StageGraph) -> int:
-    """M, micro-batches of one mini-batch, which are the same for all stages.
-
-    Raises:
-        InvalidPlanError: if they are not.
-    """
+    """M, micro-batches of one mini-batch, which are the same for all stages."""
     counts = [graph.num_microbatches(s) for s in range(len(graph))]
     sizes = [stage.microbatch_size for stage in graph.stages]
     if len(set(counts)) > 1 or (counts[0] > 1 and len(set(sizes)) > 1):
@@ -224,11 +217,7 @@ def _listed(numbers: Sequence[int]) -> str:
 def choose(
     policy: WeightPolicy | str | None, plan: Plan, microbatches: int, workload: Workload
 ) -> tuple[WeightPolicy, str]:
-    """The policy to train with, the same on every rank, and why, where nobody has named one.
-
-    Raises:
-        PolicyError: if it does not fit the optimizer, or there is none of that name.
-    """
+    """The policy to train with, the same on every rank, and why, where nobody has named one."""
     optimizer = _optimizer_of(workload)
     chosen, reason = _chosen(policy or plan.policy or "auto", plan, microbatches, optimizer)
     if optimizer is not None:

@@ -38,12 +38,10 @@ class RoundRobin:
     """A stage graph whose replicas take mini-batches in turn.
 
     Attributes:
-        graph: the stages with all their replicas.
         in_flight: per stage, rounds of which a replica has a mini-batch between forward and
             backward at most.
 
     Raises:
-        InvalidPlanError: if a stage has tensor parallelism.
         InvalidScheduleError: if stages would wait for each other.
     """
 

@@ -26,11 +26,7 @@ def budgeted(
     *,
     last_update: bool = False,
 ) -> Plan:
-    """The plan with the peaks of whole mini-batches; one that predicts no peaks stays as it is.
-
-    Args:
-        plan: for replicas that split mini-batches.
-    """
+    """The plan with the peaks of whole mini-batches; one that predicts no peaks stays as it is."""
     if plan.predicted is None or not any(plan.predicted.device_peak_bytes):
         return plan
     size, whole = plan.stage_graph.batch_size, rounds.one(0, plan.stage_graph.batch_size)

@@ -85,11 +85,7 @@ class RoundRobinStream:
         return not self._given
 
     def put(self, leaves: Mapping[str, Tensor], samples: int, number: int) -> bool:
-        """Let a mini-batch have its turn; see ``Stream.put``.
-
-        Returns:
-            Whether it is this replica's.
-        """
+        """Let a mini-batch have its turn; see ``Stream.put``."""
         if self.is_empty:
             self._first = self._weights.version
             self._weights.fill(self._first)

@@ -44,9 +44,7 @@ class Stream:
 
     Args:
         worker: samples -> what this rank does for a mini-batch of so many.
-        reducer: sums gradients over the stage's replicas.
         in_flight: micro-batches that the stage holds at most.
-        microbatches: M, of a mini-batch of full size.
         update: called when a mini-batch's gradients are there, summed over the replicas; has to
             update the weights.
         tell: called when a forward has sent what it made: the time for what is less urgent.
@@ -81,8 +79,6 @@ class Stream:
         """Forward a mini-batch, and learn from earlier ones what has to be learned before.
 
         Args:
-            leaves: the whole mini-batch, by the names of its leaves.
-            number: how many mini-batches were before it.
             unit: its number among those that the weights learn from, if that is another one.
 
         Returns:

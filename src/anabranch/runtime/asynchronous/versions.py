@@ -51,13 +51,8 @@ class StageWeights:
         optimizer: of the trainable ones; None where there are none.
         in_flight: mini-batches that the stage has between forward and backward at most.
         distance: longest distance of the stage to the sink, in stage edges.
-        depth: stages on the longest path.
         scheduler: of the learning rate, stepped after every update; with the update that follows
             it decides the rate that a prediction uses.
-
-    Raises:
-        PolicyError: if the optimizer does not fit the policy.
-        ValueError: if trainable parameters have no optimizer.
     """
 
     def __init__(
@@ -114,9 +109,6 @@ class StageWeights:
 
         Parameters may have been written from outside, from a checkpoint for example.
 
-        Args:
-            number: how many mini-batches were before it.
-
         Raises:
             ValueError: if a mini-batch is in flight.
         """
@@ -128,9 +120,6 @@ class StageWeights:
         """Parameters are what the forward of a mini-batch reads, inside the context.
 
         With several micro-batches a mini-batch has several forwards.
-
-        Raises:
-            ValueError: if the mini-batch is not due.
         """
         reading = self._alive.forward(number)
         if not self._alive.keeps:
@@ -138,11 +127,7 @@ class StageWeights:
         return self._pointing(self._kept(number, reading.version, reading.ahead))
 
     def backward(self, number: int) -> AbstractContextManager[None]:
-        """Parameters are what the backward of a mini-batch reads, inside the context.
-
-        Raises:
-            ValueError: if the mini-batch is not due.
-        """
+        """Parameters are what the backward of a mini-batch reads, inside the context."""
         reading = self._alive.backward(number)
         if not self._alive.keeps:
             return self._ahead(reading.ahead)

@@ -102,15 +102,7 @@ class Compute(Protocol):
     """What a worker asks for between messages."""
 
     def begin(self, leaves: Mapping[str, Tensor], step: int, *, train: bool) -> Outcome:
-        """Start a step.
-
-        Args:
-            leaves: the whole batch, by the names of its leaves.
-            train: whether backwards will follow.
-
-        Returns:
-            What ``forward`` and ``backward`` will add to.
-        """
+        """Start a step."""
         ...
 
     def forward(self, key: Key, values: Mapping[int, Tensor]) -> dict[int, Tensor]:
@@ -154,11 +146,9 @@ class StageCompute:
     """Runs the stages' programs of one device under autograd.
 
     Args:
-        prepared: what is called for the stages, and where.
         seed: of random numbers (dropout). Each micro-batch of a stage draws from a generator of its
             own, a function of seed, step, samples and stage, so that a resumed run and a recomputed
             forward repeat it; by the option ``dropout="sample"``, no generator draws.
-        loss_scale: factor on the loss that backwards start from.
     """
 
     def __init__(

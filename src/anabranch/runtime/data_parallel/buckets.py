@@ -29,7 +29,6 @@ class Bucket:
 
     Args:
         ranks: who holds them, ascending.
-        named: the parameters, the same on all of those ranks.
     """
 
     def __init__(self, ranks: Ranks, named: Iterable[Named], mesh: Mesh) -> None:

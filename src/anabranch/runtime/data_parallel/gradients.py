@@ -95,9 +95,6 @@ def reduce_gradients(parameters: Mapping[str, nn.Parameter], holders: Holders, m
 def same_start(tensors: Mapping[str, Tensor], mesh: Mesh) -> None:
     """Give every rank the tensors of rank 0 where they differ, as where ranks built a model from
     other seeds.
-
-    Args:
-        tensors: all of the model's, on every rank.
     """
     if mesh.size == 1 or not tensors:
         return
@@ -148,7 +145,6 @@ def fold_tied(
     Args:
         uses: (parameter, micro-batch, order) -> gradient of one use on this rank.
         expected: parameter -> (order, rank) of all its uses, on all ranks.
-        num_microbatches: of every stage.
     """
     for name in sorted(
         (n for n in expected if n in parameters), key=lambda n: (holders.parameters[n], n)

@@ -48,7 +48,6 @@ class Updates:
         accumulated: those since the last update.
 
     Args:
-        accumulate: batches that make one update.
         exact: gradients of tied parameters are added in the order of one process, after the step.
     """
 
@@ -159,12 +158,7 @@ class Updates:
         return sum_of_squares(self._parameters, self._holders, self._mesh.rank)
 
     def apply(self, squares: float = 0.0, largest: float | None = None) -> None:
-        """After ``finish``: let the optimizer have the gradients; nothing before the last batch.
-
-        Args:
-            squares: of all gradients, over all ranks.
-            largest: norm to which they are clipped.
-        """
+        """After ``finish``: let the optimizer have the gradients; nothing before the last batch."""
         if not self._is_last:
             return
         self.accumulated = 0

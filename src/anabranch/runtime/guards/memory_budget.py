@@ -43,8 +43,6 @@ class Need:
     """What one rank needs and has.
 
     Attributes:
-        peak_bytes: predicted.
-        resident_bytes: of it, there already.
         free_bytes: where this rank's tensors will be; negative if that is not known.
         home: of ranks that take from the same memory, the same number.
     """
@@ -60,7 +58,6 @@ def require_memory(plan: Plan, mesh: Mesh, resident_bytes: int, place: torch.dev
 
     Args:
         plan: one whose peaks were not predicted (or all 0) passes.
-        resident_bytes: of this rank's parameters.
 
     Raises:
         InfeasiblePlanError: on every rank with the same text, naming rank, need and memory.

@@ -29,13 +29,8 @@ from torch.utils._pytree import tree_iter
 class PeakMemory:
     """Measures one step.
 
-    Attributes:
-        peak_bytes: the most in the step, once it is over.
-        storages: what is alive, during a step on the CPU.
-
     Args:
         held: tensors that are there before and count.
-        ignored: tensors that do not count.
     """
 
     def __init__(
@@ -80,15 +75,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class Storages:
-    """Adds up the storages that are alive.
-
-    Attributes:
-        now: bytes alive.
-        peak_bytes: the most so far.
-
-    Args:
-        held: count from the start.
-    """
+    """Adds up the storages that are alive."""
 
     def __init__(self, held: Iterable[Tensor], ignored: Iterable[Tensor]) -> None:
         self.now = self.peak_bytes = 0

@@ -73,9 +73,6 @@ def bad_names(gradients: Mapping[str, Tensor]) -> list[str]:
     """Gradients that have numbers that are not finite.
 
     If none has, it is one pass over them, and one wait for the device.
-
-    Args:
-        gradients: by name, dense or sparse.
     """
     groups: dict[tuple[torch.device, torch.dtype], dict[str, Tensor]] = {}
     for name, gradient in gradients.items():
@@ -97,11 +94,7 @@ def _is_finite(tensor: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Ran:
-    """A step that has run.
-
-    Attributes:
-        outcome: what it came to on this rank.
-    """
+    """A step that has run."""
 
     worker: Worker
     leaves: Mapping[str, Tensor]
@@ -165,7 +158,6 @@ class Trace:
 
         Args:
             found: what this rank has ``seen``.
-            when: where in training, as text.
         """
         cause, _ = self._first(found)
         return self._describe(cause, when) + _in_batch(leaves)
@@ -288,9 +280,6 @@ def data_advice(leaves: Mapping[str, Tensor], when: str) -> str:
     """What helps where the batch itself is the cause; empty where it is not.
 
     Minus infinity alone is none: masks are made of it.
-
-    Args:
-        when: where in training, as text.
     """
     for leaf in leaves.values():
         if leaf.is_floating_point() and _is_harmful(leaf):

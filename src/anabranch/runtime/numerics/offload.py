@@ -51,7 +51,6 @@ class Saved:
     """What the forward of one micro-batch saved.
 
     Args:
-        parameters: are left alone.
         stream: for the copies; None copies in line, which is what memory of one kind needs.
     """
 

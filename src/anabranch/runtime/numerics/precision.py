@@ -33,7 +33,6 @@ def value_types(
     """Element types of the model's values under autocast, where they differ from the captured ones.
 
     Args:
-        half: the element type of autocast, None without it.
         place: where the stages run; operations are cast differently on CPU and GPU.
 
     Returns:
@@ -95,11 +94,7 @@ class LossScale:
     """An overflow below this scale is no matter of scale."""
 
     def unscale(self, gradients: Iterable[Tensor | None]) -> bool:
-        """Divide gradients in place.
-
-        Returns:
-            Whether one of them is not finite.
-        """
+        """Divide gradients in place."""
         finite = []
         for gradient in gradients:
             if gradient is not None:
@@ -111,9 +106,6 @@ class LossScale:
 
     def update(self, overflow: bool) -> None:
         """After a step, done or left out.
-
-        Args:
-            overflow: whether a gradient of any rank was not finite.
 
         Raises:
             NonFiniteError: if gradients are not finite at the smallest scale.

@@ -67,7 +67,6 @@ def streams(key: Tensor, start: Tensor, calls: Sequence[int], samples: int) -> T
     Args:
         key: ``step_key`` as an int64 tensor of shape [].
         start: the first sample's place in the batch, likewise.
-        calls: the operations' places in the model.
 
     Returns:
         int64 of shape [operations, 1 + samples]: first that of the operation itself.
@@ -82,7 +81,6 @@ class RandomSite(NamedTuple):
     """One random operation of a stage in a micro-batch.
 
     Attributes:
-        row: which of them is the operation's.
         blocks: before, samples, after; samples is 0 for a value without samples.
     """
 

@@ -17,13 +17,7 @@ Spec = tuple[torch.Size, torch.dtype]
 
 
 class Channel(NamedTuple):
-    """Messages that arrive in the order in which they were sent.
-
-    Attributes:
-        sender: rank.
-        receiver: rank.
-        tag: number of the channel between the two.
-    """
+    """Messages that arrive in the order in which they were sent."""
 
     sender: int
     receiver: int
@@ -54,9 +48,6 @@ class Transport(Protocol):
 
         Args:
             specs: shape and element type of its tensors, the same as at the other end.
-            device: where they shall be.
-            rank: who sends it.
-            tag: which channel.
         """
         ...
 

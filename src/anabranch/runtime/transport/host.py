@@ -46,7 +46,6 @@ class HostTransport:
 
     Args:
         meeting: of the ranks of this host; the transport closes its connections.
-        timeout: seconds that a message may take before its peer counts as lost.
     """
 
     def __init__(self, meeting: Meeting, timeout: float) -> None:

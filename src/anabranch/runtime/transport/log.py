@@ -34,7 +34,6 @@ class Record(NamedTuple):
     Attributes:
         nbytes: size, with the gaps between tensors.
         num_tensors: how many; 0 marks the way to the next block.
-        signature: of shapes and element types.
         place: its block; the offset is -1 if it stands in the log.
     """
 

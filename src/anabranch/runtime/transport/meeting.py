@@ -66,7 +66,6 @@ class Meeting:
 
     Attributes:
         segment: what this rank writes; None if it can have none.
-        peers: by rank.
     """
 
     segment: Segment | None

@@ -46,8 +46,6 @@ class NcclTransport:
 
     Args:
         channels: all of the run, the same on every rank.
-        place: this rank's GPU.
-        timeout: seconds that a message may take.
         otherwise: for messages on other channels, such as those of an edge that only an
             evaluation has; closed with this one.
     """

@@ -51,11 +51,7 @@ def _parcels(specs: tuple[Spec, ...]) -> tuple[_Parcel, ...]:
 
 
 class ProcessGroupTransport:
-    """Messages through a Gloo process group.
-
-    Args:
-        timeout: seconds that a message may take before its peer counts as lost.
-    """
+    """Messages through a Gloo process group."""
 
     def __init__(self, group: dist.ProcessGroup | None, timeout: float) -> None:
         self._group = group

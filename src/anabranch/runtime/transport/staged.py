@@ -23,7 +23,6 @@ class StagedTransport:
 
     Args:
         inner: that transport; closed with this one.
-        place: this rank's GPU.
     """
 
     def __init__(self, inner: Transport, place: torch.device) -> None:
