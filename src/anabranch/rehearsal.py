@@ -19,7 +19,6 @@ from anabranch.emulation import EmulatedPipeline, Emulation
 from anabranch.emulation.emulation import Links
 from anabranch.errors import InvalidPlanError
 from anabranch.plans.plan import Plan, Prediction
-from anabranch.plans.stages import StageGraph
 from anabranch.profile.profile import Profile
 from anabranch.record import Run
 from anabranch.solve import ideal_step_s, simulate
@@ -221,21 +220,8 @@ def _ideal(emulation: Emulation, profile: Profile) -> float:
     """The schedule's step with links that are free."""
     graph = emulation.plan.stage_graph
     forward, backward = [], []
-    for stage, sizes in enumerate(_sizes(graph)):
-        seconds = {n: emulation.costs.compute_s(stage, n) for n in sizes}
+    for stage in range(len(graph)):
+        seconds = {n: emulation.costs.compute_s(stage, n) for n in graph.slice_sizes(stage)}
         forward.append({n: both[0] for n, both in seconds.items()})
         backward.append({n: both[1] for n, both in seconds.items()})
     return ideal_step_s(emulation.plan, forward, backward, model=profile.graph)
-
-
-def _sizes(graph: StageGraph) -> list[set[int]]:
-    """Per stage, the numbers of samples that its devices compute at once."""
-    result: list[set[int]] = []
-    for s, stage in enumerate(graph.stages):
-        slices = (
-            graph.slice(s, microbatch, replica)
-            for microbatch in {0, graph.num_microbatches(s) - 1}
-            for replica in range(stage.replicas)
-        )
-        result.append({stop - start for start, stop in slices if stop > start})
-    return result

@@ -71,10 +71,8 @@ class Emulation:
         for ring in self.rings:
             self.prices.indices(ring.ports)
         for stage in range(len(graph)):
-            for microbatch in {0, graph.num_microbatches(stage) - 1}:
-                for replica in range(graph.stages[stage].replicas):
-                    start, stop = graph.slice(stage, microbatch, replica)
-                    self.costs.compute_s(stage, stop - start) if stop > start else None
+            for samples in graph.slice_sizes(stage):
+                self.costs.compute_s(stage, samples)
         self.shared_links = SharedLinks(
             channels, len(self.prices.ports), [len(ring.devices) for ring in self.rings]
         )

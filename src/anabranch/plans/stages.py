@@ -133,6 +133,15 @@ class StageGraph:
         start, stop = self.interval(stage, microbatch)
         return split_evenly(start, stop, self.stages[stage].replicas)[replica]
 
+    def slice_sizes(self, stage: int) -> set[int]:
+        """Samples that a device of a stage computes at once, of full micro-batches and the last."""
+        slices = (
+            self.slice(stage, microbatch, replica)
+            for microbatch in {0, self.num_microbatches(stage) - 1}
+            for replica in range(self.stages[stage].replicas)
+        )
+        return {stop - start for start, stop in slices if stop > start}
+
 
 def split_evenly(start: int, stop: int, parts: int) -> list[tuple[int, int]]:
     """Cut [start, stop) into intervals whose lengths differ by at most one."""

@@ -8,7 +8,7 @@ from anabranch.errors import InvalidPlanError
 from anabranch.graph.capture import Captured, capture
 from anabranch.graph.split import Split, split, stages_like
 from anabranch.plans.plan import Plan
-from anabranch.plans.stages import StageGraph, split_evenly
+from anabranch.plans.stages import StageGraph
 from anabranch.runtime.mesh import require_whole_replicas
 from anabranch.schedule import SCHEDULES
 from anabranch.workload import Workload
@@ -29,13 +29,7 @@ def prepare(captured: Captured, graph: StageGraph) -> None:
     Local ranks inherit what their parent has prepared; otherwise each of them does the same work.
     """
     require_whole_replicas(graph)
-    sizes = {
-        stop - start
-        for s, stage in enumerate(graph.stages)
-        for microbatch in {0, graph.num_microbatches(s) - 1}
-        for start, stop in split_evenly(*graph.interval(s, microbatch), stage.replicas)
-    }
-    for samples in sorted(sizes - {0}):
+    for samples in sorted({size for s in range(len(graph)) for size in graph.slice_sizes(s)}):
         captured.at(samples)
 
 

@@ -168,7 +168,8 @@ def require_recipes(
         )
     if policy is None:
         return
-    chosen, optimizer = _named(policy), _optimizer_of(workload)
+    chosen = policy_named(policy) if isinstance(policy, str) else policy
+    optimizer = _optimizer_of(workload)
     if optimizer is not None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # told where training begins
@@ -218,8 +219,20 @@ def choose(
     policy: WeightPolicy | str | None, plan: Plan, microbatches: int, workload: Workload
 ) -> tuple[WeightPolicy, str]:
     """The policy to train with, the same on every rank, and why, where nobody has named one."""
-    optimizer = _optimizer_of(workload)
-    chosen, reason = _chosen(policy or plan.policy or "auto", plan, microbatches, optimizer)
+    optimizer, reason = _optimizer_of(workload), ""
+    policy = policy or plan.policy or "auto"
+    if policy == "auto" and microbatches > 1:
+        policy, reason = "2bw", f"it is the one for {microbatches} micro-batches per update"
+    elif policy == "auto":
+        # One micro-batch is planned, which rules 2bw out.
+        policy, reason = recommend(
+            plan.stage_graph.depth,
+            optimizer=type(optimizer).__name__,
+            momentum=optimizer is not None and has_momentum(optimizer),
+            batch_size=1,
+            last_update=optimizer is not None and rule_of(optimizer) == "last update",
+        )
+    chosen = policy_named(policy) if isinstance(policy, str) else policy
     if optimizer is not None:
         with warnings.catch_warnings():
             if not _is_first():
@@ -238,28 +251,3 @@ def _is_first() -> bool:
     """Whether this is rank 0, perhaps before the ranks have met."""
     first = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
     return first == 0
-
-
-def _named(policy: WeightPolicy | str) -> WeightPolicy:
-    """The policy, by its name."""
-    return policy_named(policy) if isinstance(policy, str) else policy
-
-
-def _chosen(
-    policy: WeightPolicy | str, plan: Plan, microbatches: int, optimizer: Optimizer | None
-) -> tuple[WeightPolicy, str]:
-    if not isinstance(policy, str):
-        return policy, ""
-    if policy != "auto":
-        return _named(policy), ""
-    if microbatches > 1:
-        return policy_named("2bw"), f"it is the one for {microbatches} micro-batches per update"
-    # One micro-batch is planned, which rules 2bw out.
-    name, reason = recommend(
-        plan.stage_graph.depth,
-        optimizer=type(optimizer).__name__,
-        momentum=optimizer is not None and has_momentum(optimizer),
-        batch_size=1,
-        last_update=optimizer is not None and rule_of(optimizer) == "last update",
-    )
-    return policy_named(name), reason

@@ -64,7 +64,7 @@ class Stream:
     ) -> None:
         self._worker, self._stage, self._weights, self._tell = worker, stage, weights, tell
         self._in_flight, self._microbatches, self._update = in_flight, microbatches, update
-        self._sums = _Sums(reducer)
+        self._reducer, self._sums = reducer, _Sums(reducer)
         self._flights: deque[_Passing] = deque()
         self.most_behind = 0
 
@@ -129,7 +129,7 @@ class Stream:
             self._flights[0].flight.expect(back=True)
         self.most_behind = max(self.most_behind, self._weights.version - passing.version)
         POSITION.begin(flight.number, is_minibatch=True)
-        self._sums.take()
+        self._reducer.take_all()
         self._update(flight)
 
 
@@ -153,7 +153,6 @@ class _Sums:
         self._reducer = reducer
 
     def begins(self, stages: Sequence[int], outcome: Outcome) -> None:
-        """See ``Watcher``; called before the first backward of a mini-batch."""
         self._reducer.begin(stages)
 
     def before_last(self, stage: int) -> None:
@@ -163,8 +162,4 @@ class _Sums:
         self._reducer.complete(stage)
 
     def waits(self) -> None:
-        """See ``Watcher``: an update is made where its mini-batch ends, never earlier."""
-
-    def take(self) -> None:
-        """Wait for the sums."""
-        self._reducer.take_all()
+        """Nothing: an update is made where its mini-batch ends, never earlier."""

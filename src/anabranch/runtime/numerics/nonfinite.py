@@ -273,7 +273,11 @@ class _Probe:
 
 def _is_harmful(tensor: Tensor) -> bool:
     """Whether there is more than minus infinity."""
-    return bool((torch.isnan(tensor) | (tensor == float("inf"))).any())
+    return bool(_harmful(tensor).any())
+
+
+def _harmful(tensor: Tensor) -> Tensor:
+    return torch.isnan(tensor) | (tensor == float("inf"))
 
 
 def data_advice(leaves: Mapping[str, Tensor], when: str) -> str:
@@ -283,9 +287,7 @@ def data_advice(leaves: Mapping[str, Tensor], when: str) -> str:
     """
     for leaf in leaves.values():
         if leaf.is_floating_point() and _is_harmful(leaf):
-            bad = torch.isnan(leaf) | (leaf == float("inf"))
-            sample = int(bad.reshape(leaf.shape[0], -1).any(1).int().argmax())
-            return f"fix the data: {when}, sample {sample}"
+            return f"fix the data: {when}, sample {_first_sample(_harmful(leaf))}"
     return ""
 
 
@@ -293,7 +295,10 @@ def _in_batch(leaves: Mapping[str, Tensor]) -> str:
     """The first sample of the batch that is bad itself, as text."""
     for name, leaf in leaves.items():
         if leaf.is_floating_point() and not _is_finite(leaf):
-            bad = ~torch.isfinite(leaf).reshape(leaf.shape[0], -1).all(1)
-            sample = int(bad.int().argmax())
+            sample = _first_sample(~torch.isfinite(leaf))
             return f"; {name} in the batch is not finite itself, first in sample {sample}"
     return ""
+
+
+def _first_sample(bad: Tensor) -> int:
+    return int(bad.reshape(bad.shape[0], -1).any(1).int().argmax())
