@@ -32,8 +32,7 @@ class DeviceClock:
 
     Attributes:
         now: seconds since the step began, in the device's time.
-        late_s: how late the wall clock was at worst when the device's time was to be waited for, in
-            the device's time.
+        late_s: how late the wall clock was at worst, in the device's time.
         origin: when the step began, in the time of ``time.perf_counter``, which processes share.
         scale: wall seconds per device second.
     """

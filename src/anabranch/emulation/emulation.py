@@ -30,9 +30,7 @@ class Emulation:
     """A plan on emulated devices. Make it before the ranks are forked, once.
 
     Attributes:
-        links: ``modelled`` or ``host``.
-        message_bytes: what all messages of one step have.
-        num_messages: how many there are.
+        message_bytes: of all messages of one step.
 
     Args:
         plan: its devices must be those of the cluster.

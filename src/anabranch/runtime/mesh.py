@@ -115,9 +115,7 @@ class _Reduced:
 
 
 class _Exchanged:
-    """A sum whose terms the ranks send to each other, added in the order of the ranks, so that all
-    have the same bits.
-    """
+    """A sum of terms that ranks send to each other, added in one order for the same bits."""
 
     def __init__(self, tensor: Tensor, rank: int, receipts: Mapping[int, Receipt]) -> None:
         self._tensor, self._rank, self._receipts = tensor, rank, receipts
@@ -201,8 +199,7 @@ class Mesh:
     def transport(
         self, place: torch.device = _CPU, channels: Collection[Channel] = ()
     ) -> Transport | None:
-        """A transport to all other ranks, with connections of its own, so that breaking them wakes
-        up only whoever waits for messages.
+        """A transport to all other ranks, with connections of its own.
 
         On the CPU it goes through shared memory to ranks of this host, through Gloo to the rest.
         Ranks with a GPU each use NCCL; GPUs without it go through the host.
@@ -359,12 +356,10 @@ class Mesh:
             return
 
     def explain(self, lost: PeerLostError) -> BaseException:
-        """What to raise on a rank whose connections broke: the cause is named by the rank that has
-        it.
+        """What to raise on a rank whose connections broke; another rank has the cause.
 
-        Under torchrun every rank's last words go to one terminal, so this rank leaves quietly if
-        the cause has been told. Local ranks report to their parent, which sorts causes from
-        consequences.
+        Under torchrun all last words go to one terminal, so this rank leaves quietly if the cause
+        has been told. Local ranks report to their parent, which tells causes from consequences.
         """
         if "TORCHELASTIC_RUN_ID" not in os.environ:
             return lost

@@ -71,9 +71,7 @@ def assemble(parts: Sequence[tuple[Item, Tensor]]) -> Tensor:
 
 
 def tag_of(x: int, y: int, num_stages: int, *, back: bool) -> int:
-    """Number of the channel from stage x to stage y, or back: the same whatever edges there are, in
-    training and evaluation.
-    """
+    """Number of the channel from stage x to stage y, or back, whatever edges there are."""
     return 2 * (x * num_stages + y) + back
 
 

@@ -64,9 +64,7 @@ class ModelState:
         return owner == self._mesh.rank
 
     def forget_others(self) -> None:
-        """Give the memory of other stages' parameters back; NaN shows whoever reads them all the
-        same.
-        """
+        """Give the memory of other stages' parameters back; whoever reads them sees NaN."""
         if self._mesh.size == 1:
             return
         for name, parameter in self._module.named_parameters():

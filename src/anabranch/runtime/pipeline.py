@@ -262,9 +262,7 @@ class Pipeline:
             raise
 
     def _leave(self) -> None:
-        """Whoever leaves a loop may end this process; the others still need its messages and its
-        share of the last step's sums.
-        """
+        """End a loop; the others need this rank's messages and its share of the last totals."""
         if self._session.transport is not None:
             self._session.transport.flush()
         if self._unread is not None:

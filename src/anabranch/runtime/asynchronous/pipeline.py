@@ -313,9 +313,7 @@ class AsyncPipeline:
             raise
 
     def _leave(self) -> None:
-        """Whoever leaves a loop may end this process; the others leave at the same mini-batch, but
-        until then they still need its messages, and send it their own.
-        """
+        """End a loop; the others need this rank's messages until they leave it, too."""
         if self._session.transport is not None:
             self._session.transport.flush()
             # An error in the user's loop on one rank also ends here, and must not be held up.

@@ -22,7 +22,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from anabranch.graph.split import Port
+from anabranch.graph.split import Port, StageProgram
 from anabranch.plans.stages import StageGraph
 from anabranch.runtime.compute.programs import StageCall, StagePrograms
 from anabranch.runtime.messages import Layout, gradient_ports
@@ -39,8 +39,7 @@ Key = tuple[int, int]
 class Outcome:
     """What a device found out in one step.
 
-    Losses and metrics stay where they were computed until somebody asks: a look at a number on a
-    GPU waits for everything before it.
+    Losses and metrics are read when somebody asks: a look at a GPU waits for all before it.
 
     Attributes:
         times: start and end of every action, in the clock of ``time.perf_counter``.
@@ -146,9 +145,8 @@ class StageCompute:
     """Runs the stages' programs of one device under autograd.
 
     Args:
-        seed: of random numbers (dropout). Each micro-batch of a stage draws from a generator of its
-            own, a function of seed, step, samples and stage, so that a resumed run and a recomputed
-            forward repeat it; by the option ``dropout="sample"``, no generator draws.
+        seed: of random numbers. Each micro-batch of a stage draws from a generator of its own, by
+            seed, step, samples and stage, so that a resumed run and a recomputed forward repeat it.
     """
 
     def __init__(
@@ -188,10 +186,8 @@ class StageCompute:
         graphless = piece.recompute and self._prepared.options.backend is None
         with torch.set_grad_enabled(self._train and not graphless), self._saving(piece.recompute):
             results = self._call(piece, key, [leaf for _, leaf in inputs], aliases)
-        count = len(program.outputs)
-        outputs = list(zip(program.outputs, results[:count], strict=True))
-        loss = results[count] if program.has_loss else None
-        metrics = zip(program.metrics, results[count + program.has_loss :], strict=True)
+        outputs, loss = _outputs_and_loss(program, results)
+        metrics = zip(program.metrics, results[len(outputs) + program.has_loss :], strict=True)
         self._outcome.note(
             key,
             piece.weight,
@@ -281,12 +277,17 @@ class StageCompute:
 
     def _recompute(self, piece: _Piece, key: Key, stash: _Stash) -> _Stash:
         """The forward once more, for its autograd graph."""
-        program = piece.runnable.program
         results = self._call(piece, key, [leaf for _, leaf in stash.leaves], stash.aliases)
-        count = len(program.outputs)
-        outputs = list(zip(program.outputs, results[:count], strict=True))
-        loss = results[count] if program.has_loss else None
+        outputs, loss = _outputs_and_loss(piece.runnable.program, results)
         return _Stash(stash.leaves, stash.aliases, outputs, loss)
+
+
+def _outputs_and_loss(
+    program: StageProgram, results: tuple[Tensor, ...]
+) -> tuple[list[tuple[Port, Tensor]], Tensor | None]:
+    count = len(program.outputs)
+    outputs = list(zip(program.outputs, results[:count], strict=True))
+    return outputs, results[count] if program.has_loss else None
 
 
 def _gradient(leaf: Tensor) -> Tensor:
@@ -296,9 +297,7 @@ def _gradient(leaf: Tensor) -> Tensor:
 
 @contextmanager
 def unchanged_buffers(module: nn.Module) -> Iterator[None]:
-    """Put buffers back that change inside, such as running means; no autograd graph may be alive
-    after it.
-    """
+    """Put buffers back that change inside, when no autograd graph is alive any more."""
     before = [(buffer, buffer.clone()) for buffer in module.buffers()]
     try:
         yield
@@ -311,9 +310,7 @@ def unchanged_buffers(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def seeded(seed: int, place: torch.device) -> Iterator[None]:
-    """Draw from a generator of its own, and leave the user's where it was: data loaders draw from
-    it on every rank.
-    """
+    """Draw from a generator of its own; data loaders draw from the user's on every rank."""
     devices = [place] if place.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
         torch.default_generator.manual_seed(seed)

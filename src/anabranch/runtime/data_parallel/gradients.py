@@ -93,9 +93,7 @@ def reduce_gradients(parameters: Mapping[str, nn.Parameter], holders: Holders, m
 
 
 def same_start(tensors: Mapping[str, Tensor], mesh: Mesh) -> None:
-    """Give every rank the tensors of rank 0 where they differ, as where ranks built a model from
-    other seeds.
-    """
+    """Give every rank the tensors of rank 0 where models were built from other seeds."""
     if mesh.size == 1 or not tensors:
         return
     digests = torch.stack([_digest(tensor) for tensor in tensors.values()])

@@ -71,9 +71,7 @@ class Position:
         ints[3] = _NUMBERS[action.kind] + self._unit
 
     def begin(self, step: int, *, is_minibatch: bool = False) -> None:
-        """Note that a step begins, or goes on after its last action; without a flush it is called a
-        mini-batch.
-        """
+        """Note that a step begins or goes on; without a flush it is called a mini-batch."""
         self._unit = _MINIBATCH if is_minibatch else 0
         ints = self._ints
         ints[0], ints[1], ints[2], ints[3] = step, -1, -1, self._unit

@@ -31,9 +31,7 @@ _BY_INPUT = ("aten::native_dropout", "aten::scaled_dot_product_attention")
 
 
 def draws(node: fx.Node) -> bool:
-    """Whether a call draws random numbers; dropout with probability 0, or none in training, does
-    not.
-    """
+    """Whether a call draws random numbers; dropout of nothing, or out of training, does not."""
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return False
     arguments = node.target._schema.arguments  # type: ignore[union-attr]

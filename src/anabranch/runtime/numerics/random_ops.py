@@ -55,9 +55,7 @@ def native_dropout(
 
 
 def alpha_dropout(site: RandomSite, x: Tensor, p: float, train: bool = True) -> Tensor:
-    """Dropout to SELU's negative limit, which keeps mean and variance (Klambauer and others, 2017);
-    a shape with ones drops whole features.
-    """
+    """Dropout that keeps mean and variance under SELU (Klambauer and others, 2017)."""
     if not train:
         return x
     if p >= 1.0:

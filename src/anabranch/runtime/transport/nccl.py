@@ -70,9 +70,7 @@ class NcclTransport:
         self._connect()
 
     def _connect(self) -> None:
-        """Use each channel once. One after the other in one order: no two ranks can wait for each
-        other.
-        """
+        """Use each channel once, in one order, so that no two ranks can wait for each other."""
         for channel in self._groups:
             tensor = torch.zeros(1, device=self._place)
             if channel.sender == self._rank:

@@ -108,9 +108,7 @@ class ProcessGroupTransport:
 
 
 class _Reaper:
-    """Lets go of what has been sent. Gloo frees a send only for who waits for it, and cannot be
-    asked whether one is done, so a thread waits for them.
-    """
+    """Waits for sends in a thread: Gloo frees a send only for who waits for it."""
 
     def __init__(self, timeout: timedelta) -> None:
         self._timeout = timeout
