@@ -19,9 +19,6 @@ class EmulatedCompute:
 
     All outputs of one size are the same buffer, whose content never changes, so any number of them
     may be on its way. The loss of an emulated step is 0.
-
-    Args:
-        costs: seconds of the stages, recomputation included.
     """
 
     def __init__(self, layout: Layout, costs: StepCosts, clock: DeviceClock) -> None:

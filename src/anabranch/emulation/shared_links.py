@@ -34,9 +34,7 @@ _PER_RING = 2  # ranks that are still to come, when the latest of them came
 
 
 class SharedLinks:
-    """Times of one step, in device seconds since it began.
-
-    Make it before the ranks are forked.
+    """Times of one step, in device seconds since it began; made before the ranks are forked.
 
     Args:
         channels: channel -> its messages in one step.

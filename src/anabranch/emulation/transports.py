@@ -16,11 +16,7 @@ from anabranch.simulator.program import Price
 
 
 class LinkPrices:
-    """What a message costs on the links of a cluster.
-
-    Attributes:
-        ports: port -> index; those of all pairs of devices that were asked for.
-    """
+    """Prices of messages on the links of a cluster; ``ports`` are all that were asked for."""
 
     def __init__(self, costs: StepCosts, devices: Sequence[int]) -> None:
         self._costs, self._devices = costs, devices

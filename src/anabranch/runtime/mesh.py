@@ -69,12 +69,7 @@ def require_whole_replicas(graph: StageGraph) -> None:
 
 
 def join(device_type: str, timeout: float) -> None:
-    """Find the other processes, where torchrun says that there are some and nobody has yet.
-
-    Args:
-        device_type: ``cpu`` or ``cuda``: where the tensors are.
-        timeout: seconds until a silent peer counts as lost.
-    """
+    """Find the other processes, where torchrun says that there are some and nobody has yet."""
     if not dist.is_initialized() and "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
@@ -257,13 +252,9 @@ class Mesh:
         return self.start_all_reduce(tensor, ranks).wait()
 
     def start_all_reduce(self, tensor: Tensor, ranks: tuple[int, ...] | None = None) -> Pending:
-        """Start to sum over the ranks of a set (by default all), in place.
+        """As ``all_reduce``, in the background.
 
-        Those of one set start their sums in one order; sums of other sets, and messages, go on
-        meanwhile.
-
-        Raises:
-            PeerLostError: if one of them is gone.
+        Ranks of one set start their sums in one order; other sums, and messages, go on meanwhile.
         """
         chosen, key = (self._everyone, _ALL) if ranks is None else (ranks, ranks)
         if len(chosen) == 1:
@@ -326,11 +317,7 @@ class Mesh:
 
     @contextmanager
     def failing(self, close: Callable[[], None], graph: StageGraph | None = None) -> Iterator[None]:
-        """Inside, a failure here reaches the other ranks, and one of theirs is explained.
-
-        Args:
-            close: breaks this rank's connections.
-        """
+        """Inside, a failure here reaches the other ranks, and one of theirs is explained."""
         try:
             with located(self.rank, graph):
                 yield

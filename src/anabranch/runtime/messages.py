@@ -115,11 +115,7 @@ class Programs(Protocol):
 
 
 class Layout:
-    """The tensors of every message of one device.
-
-    Args:
-        graph: the stages and their sample intervals, for one batch size.
-    """
+    """The tensors of every message of one device, for one batch size."""
 
     def __init__(self, model: Model, split: Programs, graph: StageGraph, device: int) -> None:
         self._model = model.graph

@@ -22,14 +22,9 @@ from anabranch.workload import Workload
 
 
 class ModelState:
-    """A rank's parameters, buffers, optimizer and scheduler.
+    """A rank's parameters, buffers, optimizer and scheduler; None where there is nothing to train.
 
-    Attributes:
-        parameters: of this rank's stages, in the model's order.
-        optimizer: for those parameters that are trainable; None where there are none.
-
-    Args:
-        mesh: the ranks; those that built the module from another seed get the tensors of rank 0.
+    Ranks that built the module from another seed get the tensors of rank 0.
     """
 
     def __init__(self, workload: Workload, holders: Holders, mesh: Mesh) -> None:

@@ -270,9 +270,7 @@ class Pipeline:
                 self._unread.read()
 
     def update(self) -> None:
-        """Make an update of the batches since the last one, though they are fewer than
-        ``accumulate``; nothing if there are none.
-        """
+        """Make an update of the batches since the last one, if there are any."""
         with self._session.failing():
             self._settle()
             if self._updates.accumulated:

@@ -22,11 +22,7 @@ from anabranch.workload import Batch
 
 @dataclass(frozen=True)
 class Reference:
-    """Loss, metrics and gradients of one step.
-
-    Attributes:
-        gradients: parameter -> gradient; those that have none are left out.
-    """
+    """Loss, metrics and gradients of one step; parameters without gradient are left out."""
 
     loss: float
     metrics: Mapping[str, float]
@@ -53,12 +49,9 @@ def call(module: nn.Module, batch: Batch) -> dict[str, Tensor]:
 
 
 def reference(module: nn.Module, batch: Batch, slices: Sequence[tuple[int, int]]) -> Reference:
-    """Run the module in training mode over the slices of a batch.
+    """Run the module in training mode over slices [start, stop) that tile a batch.
 
     Buffers, ``.grad`` and the mode of the module are afterwards as before.
-
-    Args:
-        slices: intervals [start, stop) that tile the batch.
     """
     parameters = {n: p for n, p in module.named_parameters() if p.requires_grad}
     kept = {name: p.grad for name, p in parameters.items()}

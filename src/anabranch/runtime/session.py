@@ -118,11 +118,7 @@ class Session:
         require_memory(plan, self.mesh, held, self.place)
 
     def leaves(self, batch: Batch) -> dict[str, Tensor]:
-        """The tensors of a batch by the names of its leaves.
-
-        Raises:
-            DataError: if the batch is built otherwise than the workload's example.
-        """
+        """The tensors of a batch by their names; DataError if it is not built as the example."""
         return leaves_of(self.captured, batch, self.place, self.feed.where)
 
     def prepare(self, batch: Batch, leaves: dict[str, Tensor]) -> None:
@@ -192,11 +188,7 @@ class Session:
         return self.mesh.failing(self.close, self._plan.stage_graph)
 
     def given(self, batches: Iterable[Batch], leave: Callable[[], None]) -> Iterator[Batch]:
-        """The same batches, whose source may raise on this rank alone.
-
-        Args:
-            leave: called then, so that the other ranks can end their loops as well.
-        """
+        """The same batches; if their source raises on this rank alone, it has to ``leave``."""
         try:
             yield from batches
         except Exception:
@@ -215,11 +207,7 @@ class Session:
 
 
 def _place_of(captured: Captured) -> torch.device:
-    """Where the model is.
-
-    Raises:
-        TrainingError: if it has no weights.
-    """
+    """Where the model is; TrainingError if it has no weights."""
     place = next((p.device for p in captured.module.parameters()), torch.device("cpu"))
     if place.type == "meta":
         raise TrainingError(

@@ -45,11 +45,7 @@ class StepTotals:
         self._pending = mesh.start_all_reduce(torch.tensor(mine, dtype=torch.float64))
 
     def read(self) -> None:
-        """Wait for the sums.
-
-        Raises:
-            NonFiniteError: on every rank; names stage, micro-batch and step.
-        """
+        """Wait for the sums; NonFiniteError on every rank, naming stage, micro-batch and step."""
         if not self._sums:
             self._sums = self._pending.wait().tolist()
             if self._sums[4]:

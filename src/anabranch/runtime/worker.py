@@ -56,11 +56,7 @@ class Watcher(Protocol):
     """Who is told how far a training step is."""
 
     def begins(self, stages: Sequence[int], outcome: Outcome) -> None:
-        """A step begins.
-
-        Args:
-            stages: those with a backward here, in the order in which they have their last one.
-        """
+        """A step begins; stages with a backward here come in the order of their last ones."""
         ...
 
     def before_last(self, stage: int) -> None:
@@ -77,11 +73,9 @@ class Watcher(Protocol):
 
 
 class Worker:
-    """One device's part of one batch size.
+    """One device's part of one batch size; ``transport`` is None where there are no other ranks.
 
-    Args:
-        transport: to the other ranks; None where there are none.
-        rank_of: of the whole plan; the stages of ``graph`` may have fewer devices.
+    ``rank_of`` is of the whole plan; the stages of ``graph`` may have fewer devices.
     """
 
     def __init__(
@@ -111,9 +105,7 @@ class Worker:
     ) -> Outcome:
         """Execute all actions once; what was sent may still be on its way afterwards.
 
-        Args:
-            train: False leaves out backwards, and gradients with them.
-            watcher: told of the last backwards, in training.
+        Without ``train`` there are no backwards, and the watcher is told nothing.
         """
         outcome = self._compute.begin(leaves, step, train=train)
         tasks = self._training if train else self._evaluation
@@ -204,13 +196,7 @@ class Flight:
 
 @dataclass(frozen=True, slots=True)
 class _Handover:
-    """What one micro-batch of a stage has for one of another stage on the same device.
-
-    Attributes:
-        given: tensors as the first stage has them.
-        taken: the same as the second one needs them.
-        key: of the second one.
-    """
+    """What a micro-batch of a stage has for one of another stage on the device, as each has it."""
 
     given: tuple[Item, ...]
     taken: tuple[Item, ...]
@@ -242,11 +228,7 @@ class _Task:
 
 @dataclass(frozen=True, slots=True)
 class _Tasks:
-    """The actions of a step.
-
-    Attributes:
-        channels: per channel, the receives of each of its micro-batches, in order.
-    """
+    """The actions of a step; per channel, the receives of each of its micro-batches, in order."""
 
     tasks: tuple[_Task, ...]
     channels: tuple[tuple[tuple[_Task, ...], ...], ...]

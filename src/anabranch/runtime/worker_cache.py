@@ -28,14 +28,7 @@ from anabranch.schedule import rule_named, schedule_of
 
 
 class WorkerCache:
-    """Workers of one rank, by batch size.
-
-    Args:
-        plan: micro-batch sizes, replicas and the schedule.
-
-    Attributes:
-        loss_scale: of all workers, where there is one.
-    """
+    """Workers of one rank, by batch size; all share a loss scale, where there is one."""
 
     def __init__(
         self,

@@ -45,12 +45,7 @@ class Divergence:
 
 
 def circumstances(policy: str, behind: Sequence[int], optimizer: Optimizer | None) -> str:
-    """What to know about a run that diverges, and what helps.
-
-    Args:
-        behind: per stage, the version difference: updates between a forward and its backward.
-        optimizer: of this rank's parameters; None where there are none.
-    """
+    """What to know about a run that diverges, and what helps."""
     groups = optimizer.param_groups if optimizer is not None else []
     rates = [float(group["lr"]) for group in groups]
     lr = ", ".join(f"{rate:.3g}" for rate in dict.fromkeys(rates)) or "nothing to learn with"

@@ -23,11 +23,7 @@ from anabranch.runtime.step_totals import StepTotals
 
 
 class MinibatchTotals:
-    """Mini-batches of one rank from when they are given out until their loss is read.
-
-    Args:
-        why: the error where a number is not finite on some rank, for a mini-batch and its leaves.
-    """
+    """Mini-batches of one rank from when they are given out until their loss is read."""
 
     def __init__(
         self,

@@ -47,11 +47,7 @@ def require_rule(policy: WeightPolicy, optimizer: Optimizer) -> None:
 
 
 def optimizer_of(workload: Workload) -> OptimizerFacts | None:
-    """What policies have to know of the workload's optimizer.
-
-    Returns:
-        The facts; None where nothing is trained, or the recipe does not take the stand-ins.
-    """
+    """Facts of the workload's optimizer; None if nothing is trained or stand-ins are refused."""
     stand_ins = [
         (name, nn.Parameter(torch.zeros([1] * p.dim(), dtype=p.dtype)))
         for name, p in workload.module.named_parameters()

@@ -33,9 +33,7 @@ machines began when these did.
 class Recording:
     """What one rank does for some mini-batches.
 
-    Args:
-        batch_size: samples by which messages of one mini-batch and the next are told apart.
-        microbatches: likewise for micro-batches.
+    Messages of one mini-batch and the next are told apart by ``batch_size`` and ``microbatches``.
     """
 
     def __init__(self, first: int, last: int, batch_size: int, microbatches: int) -> None:
@@ -66,11 +64,7 @@ class Recording:
             )
 
     def timeline(self, mesh: Mesh) -> Timeline | None:
-        """Of all ranks, which call this together, with all that was noted learned.
-
-        Returns:
-            Nothing where the time for which all ranks have noted everything is empty.
-        """
+        """Of all ranks together; None if there is no time for which all have noted everything."""
         count = torch.tensor([len(self._rows)])
         most = max(int(number) for number in mesh.all_gather(count))
         if not most:

@@ -69,10 +69,9 @@ def _per_hop(plan: Plan) -> int:
 
 
 def round_robin_of(plan: Plan) -> RoundRobin | None:
-    """The plan's stages with replicas that take mini-batches in turn; None if none has replicas,
-    where there is nothing to take turns.
+    """The stages whose replicas take mini-batches in turn; None if none has replicas.
 
-    What the plan has in flight is for mini-batches that all replicas share, so it does not count.
+    What the plan has in flight is for mini-batches that replicas share, so it does not count.
     """
     per_hop = _per_hop(plan)
     if all(len(stage.devices) == 1 for stage in plan.stage_graph.stages):
@@ -144,15 +143,7 @@ def require_asynchronous(
 def require_recipes(
     workload: Workload, compute: ComputeOptions, policy: WeightPolicy | str | None = None
 ) -> None:
-    """Accept what is known without a plan.
-
-    Args:
-        policy: what passes read, where that has been chosen; not ``auto``.
-
-    Raises:
-        PolicyError: if the policy does not exist or fit the optimizer, or the workload wants what
-            only all ranks together know.
-    """
+    """Refuse, without a plan, what only all ranks together know, and a policy that does not fit."""
     if workload.clip_norm is not None:
         raise PolicyError(
             f"clip_norm {workload.clip_norm:g} is the norm over all stages, which would have to "

@@ -65,11 +65,7 @@ class RoundRobin:
 
     @staticmethod
     def of(graph: StageGraph, per_hop: int = 1) -> RoundRobin:
-        """With as few in flight as keep everybody busy.
-
-        Args:
-            per_hop: rounds that a stage has more than one after it; 2 hides transfers.
-        """
+        """With as few in flight as keep everybody busy; ``per_hop`` 2 hides transfers."""
         replicas = [stage.replicas for stage in graph.stages]
         held = _minibatches(graph, per_hop)
         return RoundRobin(graph, tuple(-(-m // r) for m, r in zip(held, replicas, strict=True)))
@@ -102,11 +98,7 @@ class RoundRobin:
         return distance, distance + 1 + (max(minibatches) - minibatches[stage]) // replicas
 
     def one(self, turn: int, samples: int) -> StageGraph:
-        """The stages of one mini-batch, each the one replica whose turn it is.
-
-        Args:
-            turn: mini-batches since the pipeline was last empty.
-        """
+        """The stages of one mini-batch, each the replica whose turn it is."""
         stages = tuple(
             replace(
                 stage,

@@ -78,11 +78,7 @@ class Stream:
     ) -> bool:
         """Forward a mini-batch, and learn from earlier ones what has to be learned before.
 
-        Args:
-            unit: its number among those that the weights learn from, if that is another one.
-
-        Returns:
-            True: this rank has a part in every mini-batch.
+        The weights may count it as another ``unit``. Returns that this rank has a part in it.
         """
         unit = number if unit is None else unit
         if self.is_empty:

@@ -108,9 +108,6 @@ class StageWeights:
         """The pipeline is empty; a mini-batch is the next one.
 
         Parameters may have been written from outside, from a checkpoint for example.
-
-        Raises:
-            ValueError: if a mini-batch is in flight.
         """
         self._alive.fill(number)
         self._release()

@@ -73,11 +73,7 @@ class StagePrograms:
         return self._programs[stage, samples]
 
     def runnable(self, stage: int, samples: int) -> StageCall:
-        """What is called for a number of samples.
-
-        Raises:
-            CaptureError: if an operation's random numbers cannot be had by sample.
-        """
+        """What is called; CaptureError if an operation's random numbers cannot be had by sample."""
         if (stage, samples) not in self._runnables:
             self._runnables[stage, samples] = self._prepare(stage, samples)
         return self._runnables[stage, samples]

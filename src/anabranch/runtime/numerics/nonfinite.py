@@ -115,11 +115,7 @@ class Trace:
         self._names = tuple(reversed(names))
 
     def why(self, ran: Ran, *, is_first: bool) -> NonFiniteError:
-        """The error to raise on every rank; gradients are gone afterwards.
-
-        Args:
-            is_first: no parameter has changed since.
-        """
+        """The error to raise on every rank; gradients are gone afterwards."""
         found = [*self._seen(ran), *self._again(ran)]
         cause, mask = self._first(found)
         if cause == _NOTHING:
@@ -138,11 +134,7 @@ class Trace:
         )
 
     def seen(self, stage: int, outcome: Outcome, made: Mapping[int, Tensor]) -> list[Finding]:
-        """What a bad batch of one stage on this rank shows without running it again.
-
-        Args:
-            made: values that the stage sent on, as far as they are still there.
-        """
+        """What a bad batch of a stage shows without running it again; it has sent on ``made``."""
         found = [] if outcome.bad is None else [Finding(0, *outcome.bad, _LOSS, -1)]
         found += [
             Finding(0, stage, _UNKNOWN, _ACTIVATION, value)
@@ -154,11 +146,7 @@ class Trace:
         return found
 
     def told(self, found: Iterable[Finding], leaves: Mapping[str, Tensor], when: str) -> str:
-        """What was found first, as text that is the same on every rank.
-
-        Args:
-            found: what this rank has ``seen``.
-        """
+        """What all ranks have ``seen`` first, as text that is the same on every rank."""
         cause, _ = self._first(found)
         return self._describe(cause, when) + _in_batch(leaves)
 

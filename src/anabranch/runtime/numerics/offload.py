@@ -27,11 +27,7 @@ SMALLEST_BYTES = 4096
 
 
 class Offload:
-    """Keeps what autograd saves on the host; does nothing for stages on the CPU.
-
-    Args:
-        parameters: stay where they are, and so do views of them.
-    """
+    """Keeps what autograd saves of a stage on a GPU on the host, but for parameters."""
 
     def __init__(self, parameters: Iterable[Tensor], place: torch.device) -> None:
         self._parameters = list(parameters)
@@ -48,11 +44,7 @@ class Offload:
 
 
 class Saved:
-    """What the forward of one micro-batch saved.
-
-    Args:
-        stream: for the copies; None copies in line, which is what memory of one kind needs.
-    """
+    """What the forward of one micro-batch saved; without a stream copies are made in line."""
 
     def __init__(self, parameters: Iterable[Tensor], stream: torch.cuda.Stream | None) -> None:
         self._kept = {parameter.untyped_storage()._cdata for parameter in parameters}

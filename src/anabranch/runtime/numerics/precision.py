@@ -30,13 +30,9 @@ def autocast(half: torch.dtype | None, place: torch.device) -> AbstractContextMa
 def value_types(
     captured: Captured, half: torch.dtype | None, place: torch.device
 ) -> Mapping[int, torch.dtype]:
-    """Element types of the model's values under autocast, where they differ from the captured ones.
+    """Types of values under autocast, by index, where they differ from the captured ones.
 
-    Args:
-        place: where the stages run; operations are cast differently on CPU and GPU.
-
-    Returns:
-        Index of a value in the model's graph -> type.
+    CPU and GPU cast other operations.
     """
     if half is None:
         return {}
@@ -105,11 +101,7 @@ class LossScale:
         return bool(finite) and not bool(torch.stack(finite).all())
 
     def update(self, overflow: bool) -> None:
-        """After a step, done or left out.
-
-        Raises:
-            NonFiniteError: if gradients are not finite at the smallest scale.
-        """
+        """After a step; NonFiniteError if gradients are not finite at the smallest scale."""
         if not overflow:
             self.streak += 1
             if self.streak == self.interval:

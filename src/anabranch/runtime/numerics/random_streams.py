@@ -80,8 +80,7 @@ def streams(key: Tensor, start: Tensor, calls: Sequence[int], samples: int) -> T
 class RandomSite(NamedTuple):
     """One random operation of a stage in a micro-batch.
 
-    Attributes:
-        blocks: before, samples, after; samples is 0 for a value without samples.
+    ``blocks`` are before, samples, after; samples is 0 for a value without samples.
     """
 
     streams: Tensor

@@ -44,11 +44,7 @@ class Transport(Protocol):
         ...
 
     def receive(self, specs: Sequence[Spec], device: torch.device, rank: int, tag: int) -> Receipt:
-        """Post a receive for the next message of that rank with that tag.
-
-        Args:
-            specs: shape and element type of its tensors, the same as at the other end.
-        """
+        """Post a receive for the next message of a rank and tag, whose specs both ends know."""
         ...
 
     def flush(self) -> None:

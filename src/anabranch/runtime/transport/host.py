@@ -43,9 +43,6 @@ class HostTransport:
 
     A tensor that was received may lie in memory of the sender's segment, which is reused when the
     tensor is gone. The receiver may write to it.
-
-    Args:
-        meeting: of the ranks of this host; the transport closes its connections.
     """
 
     def __init__(self, meeting: Meeting, timeout: float) -> None:
@@ -202,9 +199,7 @@ _OPEN: weakref.WeakSet[HostTransport] = weakref.WeakSet()
 
 
 def _after_fork() -> None:
-    """A process that a rank forks (to load data, say) must neither keep a connection of a dead rank
-    open nor free what its parent uses.
-    """
+    """A fork (of a data loader) must not keep connections open, nor free its parent's memory."""
     for transport in list(_OPEN):
         transport._disown()
 

@@ -45,11 +45,7 @@ class Record(NamedTuple):
 
 
 class Writer:
-    """One rank's end.
-
-    Attributes:
-        begin: blocks of the counter and of the start of the log, for the reader.
-    """
+    """One rank's end; ``begin`` are the blocks of counter and log, for the reader."""
 
     def __init__(self, segment: Segment) -> None:
         self._segment = segment
@@ -67,11 +63,7 @@ class Writer:
         self._end = self._position + _BLOCK_BYTES - _HEADER_BYTES
 
     def reserve(self, nbytes: int) -> tuple[memoryview, int, int]:
-        """Room for a message in the log.
-
-        Returns:
-            The memory to write to, the offset in it, and its address in this process.
-        """
+        """Room for a message: the memory to write to, the offset in it, and its address here."""
         if self._position + _HEADER_BYTES + nbytes > self._end:
             chunk, index = self._segment.take(_BLOCK_BYTES)
             self._put(Record(0, 0, 0, 0, chunk.place(index)))

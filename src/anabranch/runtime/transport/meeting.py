@@ -39,11 +39,7 @@ _CREDENTIALS = struct.Struct("3i")
 
 @dataclass
 class Peer:
-    """One rank of this host, and what leads to it.
-
-    Attributes:
-        socket: only wakes the peer, and shows its end.
-    """
+    """One rank of this host, and what leads to it; the socket only wakes it and shows its end."""
 
     socket: socket.socket
     writer: Writer
@@ -62,11 +58,7 @@ class _Arrival:
 
 @dataclass
 class Meeting:
-    """Of the ranks of one host.
-
-    Attributes:
-        segment: what this rank writes; None if it can have none.
-    """
+    """Of the ranks of one host; without segments there are no peers."""
 
     segment: Segment | None
     peers: dict[int, Peer] = field(default_factory=dict)
@@ -179,11 +171,7 @@ def _say_hello(end: socket.socket, rank: int, writer: Writer, segment: Segment) 
 
 
 def _hear_hello(end: socket.socket) -> tuple[int, int, tuple[BlockAddress, BlockAddress]]:
-    """Rank, descriptor of the segment, where messages begin.
-
-    Raises:
-        OSError: if it was not said, or by another user.
-    """
+    """Rank, descriptor of the segment, where messages begin; OSError if another user said it."""
     raw = end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     if _CREDENTIALS.unpack(raw)[1] != os.getuid():
         raise PermissionError("a connection of another user")

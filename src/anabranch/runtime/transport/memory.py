@@ -59,11 +59,7 @@ class BlockAddress(NamedTuple):
 
 
 class Chunk:
-    """Blocks of one size, as one process sees them.
-
-    Attributes:
-        address: where it is in this process.
-    """
+    """Blocks of one size, as one process sees them."""
 
     def __init__(self, file: int, offset: int, block_bytes: int, num_blocks: int) -> None:
         self.offset, self.block_bytes, self.num_blocks = offset, block_bytes, num_blocks
@@ -130,14 +126,7 @@ def chunk_bytes(block_bytes: int, num_blocks: int) -> int:
 
 
 class Segment:
-    """The memory that this rank writes.
-
-    Attributes:
-        file: descriptor, for the ranks that read.
-
-    Raises:
-        OSError: where there are no such files.
-    """
+    """The memory that this rank writes, as a file; OSError where there are no such files."""
 
     def __init__(self) -> None:
         self.file = os.memfd_create("anabranch", os.MFD_CLOEXEC)
@@ -175,11 +164,7 @@ class Segment:
 
 
 class Window:
-    """The memory that another rank writes.
-
-    Args:
-        file: descriptor of its segment; closed with the window.
-    """
+    """The memory that another rank writes; closes the descriptor of its segment."""
 
     def __init__(self, file: int) -> None:
         self._file = file

@@ -64,13 +64,7 @@ def specs_of(tensors: Sequence[Tensor]) -> tuple[Spec, ...]:
 def pack(
     tensors: Sequence[Tensor], packing: Packing, memory: memoryview, start: int, address: int
 ) -> None:
-    """Copy tensors to where they belong.
-
-    Args:
-        tensors: on any device, in any memory order.
-        start: where in it the message begins, in bytes.
-        address: of that place in this process.
-    """
+    """Copy tensors, on any device and in any order, to where they belong; offsets in bytes."""
     for tensor, offset, size in zip(tensors, packing.offsets, packing.sizes, strict=True):
         if not size:
             continue
@@ -85,11 +79,7 @@ def pack(
 
 
 def unpack(packing: Packing, data: memoryview | bytearray) -> list[Tensor]:
-    """Tensors on top of the memory, which they keep.
-
-    Args:
-        data: may be written to; at least ``packing.nbytes``.
-    """
+    """Tensors on top of the memory, which they keep and may write to."""
     return [
         torch.frombuffer(data, dtype=dtype, count=shape.numel(), offset=offset).view(shape)
         if size

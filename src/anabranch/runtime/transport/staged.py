@@ -19,11 +19,7 @@ _CPU = torch.device("cpu")
 
 
 class StagedTransport:
-    """Tensors of a GPU through a transport that moves tensors of the CPU.
-
-    Args:
-        inner: that transport; closed with this one.
-    """
+    """Tensors of a GPU through a transport of the CPU, which is closed with this one."""
 
     def __init__(self, inner: Transport, place: torch.device) -> None:
         self._inner = inner
