@@ -308,12 +308,10 @@ def _ideal(plan: Plan, timeline: Timeline) -> float:
             replica = graph.stages[action.stage].devices.index(span.device)
             start, stop = graph.slice(action.stage, action.microbatch, replica)
             spans[action.stage, action.kind, stop - start].append(span.end - span.start)
-
-    def times(kind: Kind) -> list[dict[int, float]]:
-        result: list[dict[int, float]] = [{} for _ in graph.stages]
-        for (stage, timed, samples), seconds in spans.items():
-            if timed is kind:
-                result[stage][samples] = statistics.median(seconds)
-        return result
-
-    return ideal_step_s(plan, times(Kind.FORWARD), times(Kind.BACKWARD))
+    forward: list[dict[int, float]] = [{} for _ in graph.stages]
+    backward: list[dict[int, float]] = [{} for _ in graph.stages]
+    for (stage, kind, samples), seconds in spans.items():
+        times = (forward if kind.is_forward else backward)[stage]
+        # A backward in two halves takes as long as both.
+        times[samples] = times.get(samples, 0.0) + statistics.median(seconds)
+    return ideal_step_s(plan, forward, backward)

@@ -11,8 +11,12 @@ from hypothesis import strategies as st
 from anabranch.plans.stages import Stage, StageGraph
 from anabranch.schedule import SCHEDULES
 from anabranch.schedule.check import check
+from anabranch.schedule.gpipe import GPipe
+from anabranch.schedule.interleave import interleave
 from anabranch.schedule.lower import lower
-from anabranch.schedule.schedule import Schedule
+from anabranch.schedule.schedule import Action, Schedule
+from anabranch.simulator.costs import StageTimes
+from anabranch.simulator.run import run
 from tests.strategies import stage_graphs
 
 
@@ -47,6 +51,20 @@ def test_a_chain_on_one_device_is_gradient_accumulation() -> None:
     rule = SCHEDULES["1f1b"]()
     graph = rule.warm_up(StageGraph(stages, ((0, 1),), 4))
     assert text(rule.order(graph)) == {7: "0F0 1F0 1B0 0F1 0B0 1F1 1B1 0B1"}
+
+
+def test_a_split_backward_is_passed_on_after_its_first_half() -> None:
+    """Stage 1 waits for the input gradient of stage 2, not for the weight gradient after it."""
+    graph = GPipe().warm_up(
+        StageGraph(tuple(Stage((f"op{s}",), (s % 2,), 1) for s in range(3)), ((0, 1), (1, 2)), 1)
+    )
+    orders = [tuple(Action.parse(f"{s}{kind}0") for kind in "FIW") for s in range(3)]
+    merged = Schedule(interleave(graph, orders))
+    assert text(merged) == {0: "0F0 2F0 2I0 2W0 0I0 0W0", 1: "1F0 1I0 1W0"}
+    check(merged, graph)
+    times = StageTimes([{1: 1.0}] * 3, [{1: 2.0}] * 3)
+    starts = {str(span.action): span.start for span in run(graph, merged, times).spans}
+    assert (starts["2I0"], starts["1I0"], starts["0I0"]) == (3.0, 4.0, 5.0)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

@@ -18,12 +18,9 @@ from anabranch.runtime.mesh import require_whole_replicas
 from anabranch.runtime.messages import Layout
 from anabranch.runtime.worker import executed
 from anabranch.schedule import SCHEDULES, schedule_of
-from anabranch.schedule.schedule import Kind
 from anabranch.simulator.costs import ModelCosts
 
 Links = Literal["modelled", "host"]
-
-_RECEIVES = (Kind.RECEIVE_FORWARD, Kind.RECEIVE_BACKWARD)
 
 
 class Emulation:
@@ -86,7 +83,7 @@ class Emulation:
         for rank, device in enumerate(self.devices):
             layout = self.layout(device)
             for action in executed(self.schedule, graph, device):
-                if action.kind in _RECEIVES:
+                if action.kind.is_receive:
                     found[graph.rank_of[action.peer], rank, layout.tag(action)] += 1
                     items = layout.items(action)
                     self.message_bytes += sum(i.shape.numel() * i.dtype.itemsize for i in items)

@@ -27,10 +27,7 @@ from anabranch.graph.split import Port, StageProgram
 from anabranch.plans.stages import StageGraph
 from anabranch.runtime.transport import Channel
 from anabranch.schedule.lower import messages
-from anabranch.schedule.schedule import Action, Kind
-
-_FORWARD = (Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD)
-_SENDS = (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)
+from anabranch.schedule.schedule import Action
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +136,7 @@ class Layout:
         if not mine:
             return (TOKEN,)
         first = self._is_first_of_slice(action)
-        if action.kind in _FORWARD:
+        if action.kind.is_forward:
             uses: Iterable[tuple[int, Port | None]] = (
                 (value, None) for value in sorted({port.value for port in mine})
             )
@@ -154,10 +151,10 @@ class Layout:
     def tag(self, action: Action) -> int:
         """Number of the channel: stage edge and direction."""
         x, y = sorted((action.stage, action.peer_stage))
-        return tag_of(x, y, len(self._graph), back=action.kind not in _FORWARD)
+        return tag_of(x, y, len(self._graph), back=not action.kind.is_forward)
 
     def _is_producer(self, action: Action) -> bool:
-        return action.kind in (Kind.SEND_FORWARD, Kind.RECEIVE_BACKWARD)
+        return action.kind.is_send == action.kind.is_forward
 
     def _is_first_of_slice(self, action: Action) -> bool:
         """Whether the message has the first sample of what its consumer computes at once."""

@@ -36,10 +36,6 @@ from anabranch.runtime.transport import Receipt, Spec, Transport
 from anabranch.schedule.lower import overlaps
 from anabranch.schedule.schedule import Action, Kind, Schedule
 
-_RECEIVES = (Kind.RECEIVE_FORWARD, Kind.RECEIVE_BACKWARD)
-_FORWARD_ONLY = (Kind.FORWARD, Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD)
-_WITH_GRADIENT = (Kind.BACKWARD, Kind.WEIGHT_GRADIENT)
-
 
 def executed(schedule: Schedule, graph: StageGraph, device: int) -> tuple[Action, ...]:
     """A device's actions without those on an empty slice of a short micro-batch."""
@@ -129,13 +125,13 @@ class Worker:
         """The training actions of each pass of a micro-batch, with their messages."""
         found: defaultdict[tuple[Kind, int], list[_Task]] = defaultdict(list)
         for task in self._training.tasks:
-            kind = Kind.FORWARD if task.action.kind in _FORWARD_ONLY else Kind.BACKWARD
+            kind = Kind.FORWARD if task.action.kind.is_forward else Kind.BACKWARD
             found[kind, task.action.microbatch].append(task)
         return found
 
     @cached_property
     def _evaluation(self) -> _Tasks:
-        return _tasks(self, [a for a in self.actions if a.kind in _FORWARD_ONLY])
+        return _tasks(self, [a for a in self.actions if a.kind.is_forward])
 
 
 class Flight:
@@ -236,7 +232,7 @@ class _Tasks:
 
 
 def _tasks(worker: Worker, actions: Sequence[Action]) -> _Tasks:
-    lasts = {a.stage: a for a in actions if a.kind in _WITH_GRADIENT}
+    lasts = {a.stage: a for a in actions if a.kind.ends_backward}
     receives: defaultdict[tuple[object, ...], dict[int, list[_Task]]] = defaultdict(dict)
     handovers = _handovers(worker)
     tasks = []
@@ -248,7 +244,7 @@ def _tasks(worker: Worker, actions: Sequence[Action]) -> _Tasks:
             task.items = worker.layout.items(action)
             task.specs = tuple((item.shape, item.dtype) for item in task.items)
             task.rank, task.tag = worker._rank_of[action.peer], worker.layout.tag(action)
-        if action.kind in _RECEIVES:
+        if action.kind.is_receive:
             channel = receives[action.stage, action.peer_stage, action.peer, action.kind]
             channel.setdefault(action.microbatch, []).append(task)
         tasks.append(task)

@@ -31,9 +31,6 @@ from anabranch.schedule.schedule import Action, Kind, Schedule
 Channel = tuple[int, int, int, int, bool]
 """Sending stage, receiving stage, sending device, receiving device, whether it goes forward."""
 
-_SENDS = frozenset((Kind.SEND_FORWARD, Kind.SEND_BACKWARD))
-_FORWARD = frozenset((Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD))
-
 
 def check(schedule: Schedule, graph: StageGraph) -> None:
     """Prove that a schedule can be executed; one without messages is lowered first.
@@ -65,8 +62,8 @@ def check(schedule: Schedule, graph: StageGraph) -> None:
 
 def channel(action: Action, device: int) -> Channel:
     """The channel of a message, seen from the device at either end."""
-    forward = action.kind in _FORWARD
-    if action.kind in _SENDS:
+    forward = action.kind.is_forward
+    if action.kind.is_send:
         return action.stage, action.peer_stage, device, action.peer, forward
     return action.peer_stage, action.stage, action.peer, device, forward
 
@@ -95,7 +92,7 @@ def describe_deadlock(schedule: Schedule, graph: StageGraph, positions: Mapping[
                 f"of its replica: {show(actions, at)}"
             )
             continue
-        what = "samples" if action.kind is Kind.RECEIVE_FORWARD else "the gradient of samples"
+        what = "samples" if action.kind.is_forward else "the gradient of samples"
         lines.append(
             f"  device {device}, step {at + 1} of {len(actions)}, waits for {what} {action.start} "
             f"to {action.stop - 1} from stage {action.peer_stage} on device {action.peer}: "
@@ -117,7 +114,7 @@ def _warm_up_samples(schedule: Schedule, graph: StageGraph) -> list[int]:
         count = 0
         for action in schedule.actions[stage.devices[0]]:
             if action.stage == s and action.kind.is_compute:
-                if action.kind is not Kind.FORWARD:
+                if not action.kind.is_forward:
                     break
                 count += 1
         held.append(min(count * stage.microbatch_size, graph.batch_size))
@@ -191,11 +188,11 @@ def _message_problem(
 ) -> str | None:
     """A send follows the compute that made it, a receive comes before the compute that needs it."""
     backward = Kind.INPUT_GRADIENT if action.stage in split else Kind.BACKWARD
-    compute = Kind.FORWARD if action.kind in _FORWARD else backward
+    compute = Kind.FORWARD if action.kind.is_forward else backward
     computed = action.microbatch < done[action.stage, compute]
-    if action.kind in _SENDS and not computed:
+    if action.kind.is_send and not computed:
         return f"it sends before {compute.name.lower()} {action.microbatch}"
-    if action.kind not in _SENDS and computed:
+    if not action.kind.is_send and computed:
         return f"it receives after {compute.name.lower()} {action.microbatch}"
     return None
 
@@ -225,7 +222,7 @@ def _check_pairs(schedule: Schedule, graph: StageGraph) -> None:
             if action.peer >= 0:
                 key = channel(action, device)
                 carried.add((key[0], key[1], key[4]))
-                ends = sent if action.kind in _SENDS else received
+                ends = sent if action.kind.is_send else received
                 ends[key].append((action.microbatch, action.start, action.stop))
     expect_sent, expect_received = _expected(graph, carried)
     for key in dict.fromkeys((*sent, *received, *expect_sent)):
@@ -296,7 +293,7 @@ def _check_deadlock(schedule: Schedule, graph: StageGraph) -> None:
             action = actions[at]
             if action.peer >= 0:
                 key = channel(action, device)
-                if action.kind in _SENDS:
+                if action.kind.is_send:
                     sent[key] += 1
                     if key in waiting:
                         runnable.append(waiting.pop(key))

@@ -1,9 +1,10 @@
 """Devices that hold several stages: the stages' own orders, merged into one list per device.
 
 A rule says in which order a stage runs its micro-batches; it says nothing about two stages that
-take turns on one device. Here the orders are run once against a clock, a forward taking as long as
-its samples and a backward twice that, each device always doing next what it can start first. Two
-devices with two stages each, in a chain 0, 1, 2, 3, two micro-batches::
+take turns on one device. Here the orders are run once against a clock, each device always doing
+next what it can start first. A forward takes as long as its samples, a backward twice that, and
+each half of a split backward as long as a forward. Two devices with two stages each, in a chain 0,
+1, 2, 3, two micro-batches::
 
     device 0: stages 0, 2     0F0 0F1 2F0 2F1 .   .       2B0    2B1       0B0   0B1
     device 1: stages 1, 3     .   1F0 1F1 3F0 3B0    3F1  3B1     1B0    1B1
@@ -61,7 +62,8 @@ class _Clock:
                 )
             start, _, _, _, device, action = min(choices, key=lambda choice: choice[:5])
             end = start + self._length(action, device)
-            self._done[_unit(action, device)] = end
+            if action.kind.has_messages:
+                self._done[_unit(action, device)] = end
             self._free[device] = end
             self._lists[device].append(action)
             self._next[action.stage, device] += 1
@@ -74,22 +76,22 @@ class _Clock:
         if position == len(self._orders[stage]):
             return None
         action = self._orders[stage][position]
-        needs = self._needs.get(_unit(action, device), ())
+        needs = self._needs.get(_unit(action, device), ()) if action.kind.has_messages else ()
         if any(need not in self._done for need in needs):
             return None
         start = max([self._free[device], *(self._done[need] for need in needs)])
-        forward = action.kind is Kind.FORWARD
+        forward = action.kind.is_forward
         first = self._graph.interval(stage, action.microbatch)[0]
         return start, forward, first, -stage, device, action
 
     def _length(self, action: Action, device: int) -> float:
         replica = self._graph.stages[action.stage].devices.index(device)
         start, stop = self._graph.slice(action.stage, action.microbatch, replica)
-        return (stop - start) * (1.0 if action.kind is Kind.FORWARD else 2.0)
+        return (stop - start) * (2.0 if action.kind is Kind.BACKWARD else 1.0)
 
 
 def _unit(action: Action, device: int) -> _Unit:
-    return action.stage, device, action.kind is Kind.FORWARD, action.microbatch
+    return action.stage, device, action.kind.is_forward, action.microbatch
 
 
 def _needs(graph: StageGraph) -> Mapping[_Unit, list[_Unit]]:

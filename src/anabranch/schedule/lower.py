@@ -92,14 +92,11 @@ def lower(schedule: Schedule, graph: StageGraph, edges: MessageEdges = EVERY_EDG
     for device, actions in schedule.actions.items():
         result: list[Action] = []
         for action in actions:
-            # A weight gradient comes after its input gradient and has no messages of its own.
-            if action.kind is Kind.WEIGHT_GRADIENT:
-                result.append(action)
-                continue
-            key = device, action.stage, action.kind is Kind.FORWARD, action.microbatch
-            result += before.get(key, ())
+            key = device, action.stage, action.kind.is_forward, action.microbatch
+            has_messages = action.kind.has_messages
+            result += before.get(key, ()) if has_messages else ()
             result.append(action)
-            result += after.get(key, ())
+            result += after.get(key, ()) if has_messages else ()
         lowered[device] = tuple(result)
     return Schedule(lowered, schedule.slots)
 

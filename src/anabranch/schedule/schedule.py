@@ -17,12 +17,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 
 from anabranch.errors import InvalidScheduleError
 
 
 class Kind(StrEnum):
-    """What an action does."""
+    """What an action does. Whoever asks for a property does not care which kinds there are."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -33,10 +34,35 @@ class Kind(StrEnum):
     SEND_BACKWARD = "SB"
     RECEIVE_BACKWARD = "RB"
 
-    @property
+    @cached_property
     def is_compute(self) -> bool:
         """Whether the device computes; otherwise it sends or receives."""
         return len(self.value) == 1
+
+    @cached_property
+    def is_send(self) -> bool:
+        """Whether it hands over a message."""
+        return self.value in ("SF", "SB")
+
+    @cached_property
+    def is_receive(self) -> bool:
+        """Whether it takes a message."""
+        return self.value in ("RF", "RB")
+
+    @cached_property
+    def is_forward(self) -> bool:
+        """Whether it belongs to the forward, as compute or as message."""
+        return self.value[-1] == "F"
+
+    @cached_property
+    def has_messages(self) -> bool:
+        """Whether messages lead to this compute and away from it."""
+        return self.value in ("F", "B", "I")
+
+    @cached_property
+    def ends_backward(self) -> bool:
+        """Whether the gradients of a micro-batch are complete after it, and its memory is free."""
+        return self.value in ("B", "W")
 
 
 @dataclass(frozen=True, slots=True)

@@ -135,14 +135,14 @@ def compile_schedule(schedule: Schedule, graph: StageGraph, costs: StepCosts) ->
     count = len(messages.price)
     code = []
     for device, actions in schedule.actions.items():
-        last = {a.stage: at for at, a in enumerate(actions) if a.kind in _BACKWARDS}
+        last = {a.stage: at for at, a in enumerate(actions) if a.kind.ends_backward}
         mine = []
         for at, action in enumerate(actions):
             if action.peer < 0:
                 mine.append(~(count + units.of(action, device, last.get(action.stage) == at)))
                 continue
             key = channel(action, device)
-            sends = action.kind in _SENDS
+            sends = action.kind.is_send
             counts = sent if sends else taken
             if counts[key] == len(received[key]):
                 raise InvalidScheduleError(f"device {device}: nobody receives {action}")
@@ -165,7 +165,7 @@ def _number_messages(
     latest: dict[Channel, int] = {}
     for device, actions in schedule.actions.items():
         for action in actions:
-            if action.kind not in _RECEIVES:
+            if not action.kind.is_receive:
                 continue
             key = channel(action, device)
             message = table.add([prices.of(*key, action.stop - action.start)])
@@ -270,8 +270,3 @@ class Units:
         if kind is Kind.INPUT_GRADIENT:
             return backward / 2, inside, 0.0
         return backward / 2, 0.0, inside + held
-
-
-_SENDS = frozenset((Kind.SEND_FORWARD, Kind.SEND_BACKWARD))
-_RECEIVES = frozenset((Kind.RECEIVE_FORWARD, Kind.RECEIVE_BACKWARD))
-_BACKWARDS = frozenset((Kind.BACKWARD, Kind.WEIGHT_GRADIENT))

@@ -31,7 +31,7 @@ from anabranch.errors import InvalidPlanError
 from anabranch.plans.stages import StageGraph
 from anabranch.schedule import compute_order, schedule_of
 from anabranch.schedule.endless import ENDLESS, repeated
-from anabranch.schedule.schedule import Kind, Schedule
+from anabranch.schedule.schedule import Schedule
 from anabranch.simulator.costs import AllReduce, StepCosts
 from anabranch.simulator.program import Program, Unit
 from anabranch.simulator.run import (
@@ -218,7 +218,7 @@ def _with_sums(
             if ~x >= first:
                 action = next(computes)
                 done = (action.microbatch + 1) % graph.num_microbatches(action.stage) == 0
-                if action.kind is Kind.BACKWARD and done:
+                if action.kind.ends_backward and done:
                     due = sum_of.get((action.stage, device))
         code.append(result if due is None else [*result, due])
     return replace(program, code=code, units=units, groups=groups)
