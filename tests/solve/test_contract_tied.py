@@ -12,7 +12,7 @@ from anabranch.cost import CostModel
 from anabranch.errors import InfeasiblePlanError
 from anabranch.planner.partitions import partitions
 from anabranch.plans.stages import Stage, StageGraph
-from anabranch.solve.contract_tied import gather, tied, untied
+from anabranch.solve.contract_tied import contract, contract_tied, tied
 from tests.planner.helpers import cluster as devices_of
 from tests.simulator.helpers import chain, cluster, cost_model
 from tests.solve.helpers import asynchronous
@@ -24,7 +24,7 @@ TOWERS = ((0, 2), (1, 3), (2, 4), (3, 4))
 
 def operators(profile) -> list[tuple[str, ...]]:
     """Per operator of the smaller model, the operators it stands for."""
-    found = untied(profile)
+    found = contract_tied(profile)
     return [profile.graph.names(mask) for mask in found.masks]
 
 
@@ -50,13 +50,13 @@ def test_two_embeddings_leave_their_towers_alone():
 def test_a_circle_becomes_one_operator():
     """{0, 3} and {1, 2} with 0 -> 1 and 2 -> 3: neither could come first."""
     graph = model(((0, 1), (2, 3)), 4, ()).profile
-    assert gather(graph, [0b1001, 0b0110]).masks == (0b1111,)
+    assert contract(graph, [0b1001, 0b0110]).masks == (0b1111,)
 
 
 def test_sets_that_overlap_become_one():
     """Two parameters with a reader in common."""
     profile = model(((0, 3), (1, 3), (2, 3)), 4, ()).profile
-    assert gather(profile, [0b0011, 0b0110]).masks == (0b0111, 0b1000)
+    assert contract(profile, [0b0011, 0b0110]).masks == (0b0111, 0b1000)
 
 
 def test_frozen_parameters_tie_nothing():
@@ -65,7 +65,7 @@ def test_frozen_parameters_tie_nothing():
     frozen = tuple(replace(p, trainable=False) for p in profile.graph.parameters)
     profile = replace(profile, graph=replace(profile.graph, parameters=frozen))
     assert tied(profile.graph) == []
-    assert untied(profile).profile is profile
+    assert contract_tied(profile).profile is profile
 
 
 @settings(max_examples=60)
@@ -75,7 +75,7 @@ def test_stages_cost_what_they_cost_in_the_whole_model(data):
     profile = data.draw(planning_profiles(max_ops=6, series_parallel=False))
     everything = (1 << len(profile.graph)) - 1
     sets = data.draw(st.lists(st.integers(1, everything), max_size=2))
-    found = gather(profile, sets)
+    found = contract(profile, sets)
     whole = CostModel(profile, devices_of(4))
     fewer = CostModel(found.profile, devices_of(4))
     assert sum(found.masks) == everything
@@ -87,7 +87,7 @@ def test_stages_cost_what_they_cost_in_the_whole_model(data):
             tuple(sorted(pairs)),
             4,
         )
-        for ours, theirs in zip(found.apart(graph).stages, graph.stages, strict=True):
+        for ours, theirs in zip(found.expand(graph).stages, graph.stages, strict=True):
             a = [whole.graph.index[name] for name in ours.operators]
             b = [fewer.graph.index[name] for name in theirs.operators]
             assert whole.forward_s(a, 2) == pytest.approx(fewer.forward_s(b, 2))

@@ -6,7 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anabranch.weights import POLICIES, Alive, Naive, PipeOptim, Stash, TwoBuffers, versions_held
+from anabranch.weights import (
+    POLICIES,
+    Naive,
+    PipeOptim,
+    Stash,
+    TwoBuffers,
+    VersionTracker,
+    versions_held,
+)
 
 # Copies per stage of a pipeline of depth four, from distance 3 to 0 (PipeOptim, Table II: up to D
 # for the PipeDream policies, 2 for 2BW and SpecTrain, 1 to 2 for PipeOptim).
@@ -75,7 +83,7 @@ def test_many_microbatches_make_two_versions_enough():
 
 def test_what_is_alive_step_by_step():
     """Stashing with three in flight: a version stays until its last reader is learned."""
-    alive = Alive(Stash(), in_flight=3, distance=2, depth=3)
+    alive = VersionTracker(Stash(), in_flight=3, distance=2, depth=3)
     seen = []
     for forward in (0, 1, 2, 3, 4):
         alive.forward(forward)
@@ -89,7 +97,7 @@ def test_what_is_alive_step_by_step():
 
 def test_passes_out_of_order_are_refused():
     """A forward before its time, a second backward, a fill of a pipeline that is not empty."""
-    alive = Alive(PipeOptim(), in_flight=2, distance=1, depth=2)
+    alive = VersionTracker(PipeOptim(), in_flight=2, distance=1, depth=2)
     with pytest.raises(ValueError, match="forward of mini-batch 1 at version 0"):
         alive.forward(1)
     with pytest.raises(ValueError, match="backward of mini-batch 0"):
@@ -107,4 +115,4 @@ def test_passes_out_of_order_are_refused():
 def test_no_stage_is_further_from_the_sink_than_the_pipeline_is_deep():
     """Such a position is a mistake of the caller."""
     with pytest.raises(ValueError, match="at distance 3 of a pipeline of depth 3"):
-        Alive(Naive(), in_flight=1, distance=3, depth=3)
+        VersionTracker(Naive(), in_flight=1, distance=3, depth=3)

@@ -1,4 +1,4 @@
-"""Can every device get through its list? Order, pairing, number in flight, freedom from deadlock.
+"""Proof that every device gets through its list: order, pairs, number in flight, no deadlock.
 
 The transport that the proof is about:
 
@@ -201,8 +201,8 @@ def _check_replicas(schedule: Schedule, graph: StageGraph) -> None:
     """The devices of one replica compute the same in the same order."""
     for (s, device), group in _groups(graph).items():
         mine, first = (
-            [a for a in schedule.actions[each] if a.stage == s and a.peer < 0]
-            for each in (device, group[0])
+            [a for a in schedule.actions[member] if a.stage == s and a.peer < 0]
+            for member in (device, group[0])
         )
         for n, (a, b) in enumerate(zip(mine, first, strict=False)):
             if a != b:
@@ -308,7 +308,7 @@ def _check_deadlock(schedule: Schedule, graph: StageGraph) -> None:
                 come[group].append(device)
                 if len(come[group]) < len(group):
                     break
-                runnable += (each for each in come.pop(group) if each != device)
+                runnable += (member for member in come.pop(group) if member != device)
             at += 1
         positions[device] = at
     if any(at < len(schedule.actions[device]) for device, at in positions.items()):

@@ -1,4 +1,4 @@
-"""kFkB: warm up with some forwards, then alternate k backwards and k forwards, then drain.
+"""kFkB: some forwards to warm up, then k backwards and k forwards in turn, then the drain.
 
 1F1B is k = 1. On a chain of four equal stages with minimal warm-up (GraphPipe, section 6)::
 

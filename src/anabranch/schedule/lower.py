@@ -1,4 +1,4 @@
-"""Lowering: compute only -> with sends and receives.
+"""Lowering: sends and receives are put between the computes of a schedule.
 
 What flows between two replicas is the intersection of what one makes and what the other needs.
 Replicas hold equal slices of a micro-batch, so with 8 samples, stage 0 on one device in
@@ -130,11 +130,11 @@ def overlaps(graph: StageGraph, x: int, y: int) -> Iterator[Overlap]:
     unit, pattern, whole, rest = pattern_of(graph, x, y)
     for n in range(whole):
         start = n * unit
-        for each in pattern:
-            yield _shifted(each, start // i, start // j, start)
+        for overlap in pattern:
+            yield _shifted(overlap, start // i, start // j, start)
     start = whole * unit
-    for each in rest:
-        yield _shifted(each, start // i, start // j, start)
+    for overlap in rest:
+        yield _shifted(overlap, start // i, start // j, start)
 
 
 def pattern_of(
@@ -150,8 +150,8 @@ def pattern_of(
     return unit, _cut(*sizes, unit) if whole else (), whole, _cut(*sizes, left)
 
 
-def _shifted(each: Overlap, microbatches_x: int, microbatches_y: int, samples: int) -> Overlap:
-    i, r, j, q, start, stop = each
+def _shifted(overlap: Overlap, microbatches_x: int, microbatches_y: int, samples: int) -> Overlap:
+    i, r, j, q, start, stop = overlap
     return Overlap(i + microbatches_x, r, j + microbatches_y, q, start + samples, stop + samples)
 
 

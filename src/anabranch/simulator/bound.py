@@ -1,4 +1,4 @@
-"""How short can a step be at best? A bound that spares simulations."""
+"""A lower bound of a step, which spares simulations."""
 
 from __future__ import annotations
 

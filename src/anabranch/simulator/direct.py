@@ -1,4 +1,4 @@
-"""Compile a schedule without messages straight to numbers, which is all that seconds need.
+"""Compilation of a schedule without messages straight to numbers, which is all that seconds need.
 
 ``lower`` makes four actions of every message, only for ``compile_schedule`` to number them. But
 what flows along a stage edge repeats itself with the micro-batches (``schedule.lower.pattern_of``),
@@ -24,14 +24,14 @@ from anabranch.plans.stages import StageGraph
 from anabranch.schedule.lower import device_pairs, pattern_of
 from anabranch.schedule.schedule import Action, Kind, Schedule
 from anabranch.simulator.costs import StepCosts
-from anabranch.simulator.program import Messages, Prices, Program, Units
+from anabranch.simulator.program import ComputeUnits, MessagePrices, MessageTable, Program
 
 Rows = list[list[int]]
 """Per micro-batch, a stretch of a device's code."""
 
 
 class _Run(NamedTuple):
-    """Messages between two devices, one every period.
+    """MessageTable between two devices, one every period.
 
     Attributes:
         sender: device.
@@ -58,14 +58,14 @@ def compile_order(schedule: Schedule, graph: StageGraph, costs: StepCosts) -> Pr
     orders = _orders(schedule, graph)
     if orders is None:
         return None
-    prices = Prices(graph, costs, tuple(schedule.actions))
+    prices = MessagePrices(graph, costs, tuple(schedule.actions))
     numbering = _Numbering(graph, prices, schedule.slots)
     for x, y in graph.edges:
         if costs.message_edges.goes_forward((x, y)):
             numbering.add(x, y, back=False)
         if costs.message_edges.comes_back((x, y)):
             numbering.add(x, y, back=True)
-    units = Units(graph, costs, prices.index)
+    units = ComputeUnits(graph, costs, prices.index)
     table = numbering.table
     code = _code(graph, orders, units, numbering.runs, len(table.price))
     return Program(
@@ -135,8 +135,8 @@ class _Numbering:
         runs: all messages, by edge.
     """
 
-    def __init__(self, graph: StageGraph, prices: Prices, slots: int) -> None:
-        self.table = Messages()
+    def __init__(self, graph: StageGraph, prices: MessagePrices, slots: int) -> None:
+        self.table = MessageTable()
         self.runs: list[_Run] = []
         self._graph, self._prices, self._slots = graph, prices, slots
 
@@ -168,10 +168,10 @@ class _Numbering:
         self, x: int, y: int, flows: Sequence[_Flow], times: int, *, back: bool
     ) -> list[range]:
         """Indices of each flow, one for each repetition."""
-        of = self._prices.of
+        price = self._prices.price
         first = self.table.add(
             [
-                of(y, x, b, a, False, samples) if back else of(x, y, a, b, True, samples)
+                price(y, x, b, a, False, samples) if back else price(x, y, a, b, True, samples)
                 for _, _, a, b, samples in flows
             ],
             times,
@@ -197,7 +197,7 @@ class _Numbering:
             self.runs.append(run)
 
 
-def _post(table: Messages, parts: Sequence[Sequence[Sequence[range]]], slots: int) -> None:
+def _post(table: MessageTable, parts: Sequence[Sequence[Sequence[range]]], slots: int) -> None:
     """Decide when the receives of one channel are posted.
 
     Args:
@@ -221,7 +221,7 @@ def _post(table: Messages, parts: Sequence[Sequence[Sequence[range]]], slots: in
 def _code(
     graph: StageGraph,
     orders: dict[int, tuple[int, Sequence[int]]],
-    units: Units,
+    units: ComputeUnits,
     runs: Sequence[_Run],
     first_unit: int,
 ) -> list[list[int]]:
@@ -250,12 +250,12 @@ def _append(rows: Rows, codes: Iterable[int]) -> None:
     deque(map(list.append, rows, codes), maxlen=0)  # a loop, but in C
 
 
-def _units(graph: StageGraph, s: int, device: int, units: Units) -> list[int]:
-    """Units of the forwards, then of the backwards, of a stage on one device."""
+def _units(graph: StageGraph, s: int, device: int, units: ComputeUnits) -> list[int]:
+    """ComputeUnits of the forwards, then of the backwards, of a stage on one device."""
     last = graph.num_microbatches(s) - 1
     result = []
     for kind in (Kind.FORWARD, Kind.BACKWARD):
         if last:
-            result += [units.of(Action(s, kind, 0), device, False)] * last
-        result.append(units.of(Action(s, kind, last), device, kind is Kind.BACKWARD))
+            result += [units.unit_of(Action(s, kind, 0), device, False)] * last
+        result.append(units.unit_of(Action(s, kind, last), device, kind is Kind.BACKWARD))
     return result

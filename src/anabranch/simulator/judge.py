@@ -82,7 +82,7 @@ class Judge:
         self.best_s = min(seconds for _, seconds in found)
         limit = self.best_s * (1 + self._objective.equal)
         self._equals = [(candidate, seconds) for candidate, seconds in found if seconds <= limit]
-        self.best, _ = min(self._equals, key=lambda each: self._objective.rank(*each))
+        self.best, _ = min(self._equals, key=lambda found: self._objective.rank(*found))
 
     def ranked(self, factor: float) -> list[StageGraph]:
         """Proposals whose seconds may be within a factor of the best, the shortest first.

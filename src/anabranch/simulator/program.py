@@ -1,4 +1,4 @@
-"""A schedule as numbers: what to look up once, before the clock runs.
+"""A schedule as numbers that are looked up once, before the clock runs.
 
 Every message gets an index that both ends know, so that the event loop reads lists of integers
 instead of comparing actions. A device's list, with 40 messages in all::
@@ -33,7 +33,7 @@ class Price(NamedTuple):
 
 
 @dataclass(slots=True)
-class Messages:
+class MessageTable:
     """Every message, by index; lists of equal length.
 
     Attributes:
@@ -75,7 +75,7 @@ class Messages:
             self.is_posted[opened.start : opened.stop : opened.step] = [False] * len(opened)
 
 
-class Unit(NamedTuple):
+class ComputeUnit(NamedTuple):
     """Compute that many steps have in common.
 
     Attributes:
@@ -114,8 +114,8 @@ class Program:
 
     devices: tuple[int, ...]
     code: list[list[int]]
-    units: list[Unit]
-    messages: Messages
+    units: list[ComputeUnit]
+    messages: MessageTable
     ports: dict[tuple[str, int, int], int]
     groups: list[tuple[int, ...]]
     finishes: Counter[int]
@@ -127,9 +127,9 @@ def compile_schedule(schedule: Schedule, graph: StageGraph, costs: StepCosts) ->
     Raises:
         InvalidScheduleError: if a send has no receive, or a receive no send.
     """
-    prices = Prices(graph, costs, tuple(schedule.actions))
+    prices = MessagePrices(graph, costs, tuple(schedule.actions))
     messages, received = _number_messages(schedule, prices)
-    units = Units(graph, costs, prices.index)
+    units = ComputeUnits(graph, costs, prices.index)
     sent: dict[Channel, int] = defaultdict(int)
     taken: dict[Channel, int] = defaultdict(int)
     count = len(messages.price)
@@ -139,7 +139,7 @@ def compile_schedule(schedule: Schedule, graph: StageGraph, costs: StepCosts) ->
         mine = []
         for at, action in enumerate(actions):
             if action.peer < 0:
-                mine.append(~(count + units.of(action, device, last.get(action.stage) == at)))
+                mine.append(~(count + units.unit_of(action, device, last.get(action.stage) == at)))
                 continue
             key = channel(action, device)
             sends = action.kind.is_send
@@ -156,10 +156,10 @@ def compile_schedule(schedule: Schedule, graph: StageGraph, costs: StepCosts) ->
 
 
 def _number_messages(
-    schedule: Schedule, prices: Prices
-) -> tuple[Messages, dict[Channel, list[int]]]:
+    schedule: Schedule, prices: MessagePrices
+) -> tuple[MessageTable, dict[Channel, list[int]]]:
     """Number the messages by their receives; also per channel, in the order of receiving."""
-    table = Messages()
+    table = MessageTable()
     received: dict[Channel, list[int]] = defaultdict(list)
     groups: dict[Channel, list[list[int]]] = defaultdict(list)
     latest: dict[Channel, int] = {}
@@ -168,19 +168,19 @@ def _number_messages(
             if not action.kind.is_receive:
                 continue
             key = channel(action, device)
-            message = table.add([prices.of(*key, action.stop - action.start)])
+            message = table.add([prices.price(*key, action.stop - action.start)])
             received[key].append(message)
             if latest.get(key) != action.microbatch:
                 latest[key] = action.microbatch
                 groups[key].append([])
             groups[key][-1].append(message)
-    for each in groups.values():
-        table.post(each, schedule.slots)
+    for microbatches in groups.values():
+        table.post(microbatches, schedule.slots)
     return table, received
 
 
-class Prices:
-    """Prices of messages; each is asked for once.
+class MessagePrices:
+    """MessagePrices of messages; each is asked for once.
 
     Attributes:
         devices: of the schedule.
@@ -196,7 +196,7 @@ class Prices:
         self._ways: dict[tuple[int, int], tuple[float, float, tuple[int, ...]]] = {}
         self._bytes: dict[tuple[int, int, int], tuple[float, float]] = {}
 
-    def of(self, source: int, target: int, a: int, b: int, forward: bool, samples: int) -> Price:
+    def price(self, source: int, target: int, a: int, b: int, forward: bool, samples: int) -> Price:
         """Price of so many samples from stage ``source`` on device a to ``target`` on device b."""
         way = self._ways.get((a, b))
         if way is None:
@@ -210,7 +210,7 @@ class Prices:
         return Price(self._bytes[edge][not forward] / bandwidth, latency_s, indices)
 
 
-class Units:
+class ComputeUnits:
     """Compute units; each is priced once.
 
     Attributes:
@@ -221,7 +221,7 @@ class Units:
 
     def __init__(self, graph: StageGraph, costs: StepCosts, index: dict[int, int]) -> None:
         self._graph, self._costs = graph, costs
-        self.known: list[Unit] = []
+        self.known: list[ComputeUnit] = []
         self.groups: list[tuple[int, ...]] = []
         self.finishes: Counter[int] = Counter()
         self._group_of: dict[tuple[int, int], int] = {}
@@ -238,7 +238,7 @@ class Units:
         self._index: dict[tuple[int, int, Kind, bool, int], int] = {}
         self._of_action: dict[tuple[int, int, Kind, bool, bool], int] = {}
 
-    def of(self, action: Action, device: int, is_last: bool) -> int:
+    def unit_of(self, action: Action, device: int, is_last: bool) -> int:
         """Unit of a scheduled action; ``is_last`` if it is its stage's last backward there."""
         s = action.stage
         self.finishes[s] += is_last
@@ -256,7 +256,7 @@ class Units:
         if key not in self._index:
             self._index[key] = len(self.known)
             last = stage if is_last else -1
-            self.known.append(Unit(*self._price(stage, kind, samples), last, group))
+            self.known.append(ComputeUnit(*self._price(stage, kind, samples), last, group))
         return self._index[key]
 
     def _price(self, stage: int, kind: Kind, samples: int) -> tuple[float, float, float]:

@@ -1,6 +1,6 @@
-"""How old are the weights that a stage reads, and how many versions of them does it hold?
+"""Age of the weights that a stage reads, and the number of versions that it holds.
 
-Counted in updates of the stage, once the pipeline is full. On three stages in a row, one
+Both are counted in updates of the stage, once the pipeline is full. On three stages in a row, one
 micro-batch per mini-batch::
 
     stage   version difference    stash reads    pipeoptim reads          stash holds
@@ -96,4 +96,4 @@ def versions_of(
     Raises:
         PolicyError: as ``staleness``.
     """
-    return tuple(each.versions for each in staleness(graph, policy, last_update=last_update))
+    return tuple(stage.versions for stage in staleness(graph, policy, last_update=last_update))

@@ -1,4 +1,4 @@
-"""How long is a step of very many micro-batches? Simulate a short one, find its period, repeat it.
+"""Seconds of a step of very many micro-batches: a short step is simulated, its period repeated.
 
 Once the pipeline is full, what happens in one period happens again in the next, until the
 micro-batches run out. Units are the least samples after which every stage has run whole groups::

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from anabranch.schedule.schedule import Schedule
 from anabranch.simulator.costs import AllReduce, StepCosts
 from anabranch.simulator.engine import Callback, Engine, SharedCores
-from anabranch.simulator.program import Program, Unit
+from anabranch.simulator.program import ComputeUnit, Program
 from anabranch.timeline import Span
 
 PIECE_BYTES = 25 * 2**20
@@ -59,7 +59,7 @@ class Step:
         self._code = [iter(code) for code in program.code]
         self._price, self._releases = program.messages.price, program.messages.releases
         self._units = program.units
-        self._unit: list[Unit | None] = [None] * devices
+        self._unit: list[ComputeUnit | None] = [None] * devices
         self._missing = [len(group) for group in program.groups]
         # A message moves as soon as it is both sent and posted: at the second of the two.
         self._is_ready = list(program.messages.is_posted)
@@ -166,7 +166,7 @@ class Step:
             free_at[port] = end
         return end
 
-    def _come(self, unit: Unit) -> None:
+    def _come(self, unit: ComputeUnit) -> None:
         """The last device of a replica to come to a unit starts it on all of them."""
         self._missing[unit.group] -= 1
         if self._missing[unit.group] == 0:
@@ -179,7 +179,7 @@ class Step:
             if unit.pieces:
                 self._sum_while_waiting((unit, unit.pieces))
 
-    def _sum_while_waiting(self, state: tuple[Unit, int]) -> None:
+    def _sum_while_waiting(self, state: tuple[ComputeUnit, int]) -> None:
         unit, left = state
         if left:
             end = self._occupy(unit.ports, unit.seconds / unit.pieces)
@@ -266,7 +266,7 @@ class Step:
                 changes.append((end, -unit.after))
         return changes
 
-    def _units_of(self, d: int) -> list[Unit]:
+    def _units_of(self, d: int) -> list[ComputeUnit]:
         first = len(self._price)
         return [self._units[~x - first] for x in self.program.code[d] if ~x >= first]
 
@@ -276,5 +276,5 @@ class Step:
 
 
 def num_pieces(work: AllReduce) -> int:
-    """Messages that an all-reduce goes in."""
+    """MessageTable that an all-reduce goes in."""
     return min(max(-(-work.nbytes // PIECE_BYTES), 1), MOST_PIECES)

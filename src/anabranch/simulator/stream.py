@@ -33,7 +33,7 @@ from anabranch.schedule import compute_order, schedule_of
 from anabranch.schedule.endless import ENDLESS, repeated
 from anabranch.schedule.schedule import Schedule
 from anabranch.simulator.costs import AllReduce, StepCosts
-from anabranch.simulator.program import Program, Unit
+from anabranch.simulator.program import ComputeUnit, Program
 from anabranch.simulator.run import (
     collector_paused,
     compiled,
@@ -203,7 +203,7 @@ def _with_sums(
         ports = tuple(program.ports.setdefault(port, len(program.ports)) for port in work.ports)
         for device in work.devices:
             sum_of[work.stages[0], device] = ~(first + len(units))
-        units.append(Unit(work.seconds, 0.0, 0.0, -1, len(groups), num_pieces(work), ports))
+        units.append(ComputeUnit(work.seconds, 0.0, 0.0, -1, len(groups), num_pieces(work), ports))
         groups.append(tuple(index[device] for device in work.devices))
     code = []
     for device, mine in zip(program.devices, program.code, strict=True):

@@ -29,7 +29,7 @@ from anabranch.profile.profile import OpCost, Profile, Sharded
 
 
 @dataclass(frozen=True)
-class Together:
+class Contracted:
     """A profile with fewer operators, and the way back.
 
     Attributes:
@@ -42,7 +42,7 @@ class Together:
     profile: Profile
     masks: tuple[int, ...]
 
-    def apart(self, graph: StageGraph) -> StageGraph:
+    def expand(self, graph: StageGraph) -> StageGraph:
         """Stages of the smaller model as stages of the whole one."""
         if self.profile is self.whole:
             return graph
@@ -61,7 +61,7 @@ class Together:
         several = [mask for mask in self.masks if mask.bit_count() > 1]
         found = []
         for name, mask in tied(self.whole.graph):
-            around = next(each for each in several if each & mask)
+            around = next(part for part in several if part & mask)
             others = around.bit_count() - mask.bit_count()
             between = f" with the {others} operators around them" if others else ""
             found.append(
@@ -84,12 +84,12 @@ def tied(graph: OpGraph) -> list[tuple[str, int]]:
     ]
 
 
-def untied(profile: Profile) -> Together:
+def contract_tied(profile: Profile) -> Contracted:
     """The profile with operators that share a trainable parameter as one."""
-    return gather(profile, [mask for _, mask in tied(profile.graph)])
+    return contract(profile, [mask for _, mask in tied(profile.graph)])
 
 
-def gather(profile: Profile, sets: Sequence[int]) -> Together:
+def contract(profile: Profile, sets: Sequence[int]) -> Contracted:
     """The profile with every set of operators, a bit mask, as one operator.
 
     Sets that overlap become one, and so do those between which paths run both ways; time O(n^2) set
@@ -97,9 +97,9 @@ def gather(profile: Profile, sets: Sequence[int]) -> Together:
     """
     graph = profile.graph
     if not any(mask.bit_count() > 1 for mask in sets):
-        return Together(profile, profile, tuple(1 << i for i in range(len(graph))))
+        return Contracted(profile, profile, tuple(1 << i for i in range(len(graph))))
     masks = in_order(graph, _acyclic(graph, _disjoint(len(graph), sets)))
-    return Together(profile, _joined(profile, masks), tuple(masks))
+    return Contracted(profile, _joined(profile, masks), tuple(masks))
 
 
 def _disjoint(count: int, sets: Sequence[int]) -> list[int]:
@@ -141,7 +141,7 @@ def in_order(graph: OpGraph, parts: Sequence[int]) -> list[int]:
         if home[a] != home[b]:
             before[home[b]].add(home[a])
             after[home[a]].add(home[b])
-    waiting = [len(each) for each in before]
+    waiting = [len(parts_before) for parts_before in before]
     ready = [(part & -part, i) for i, part in enumerate(parts) if not waiting[i]]
     heapq.heapify(ready)
     order = []
@@ -180,11 +180,11 @@ def _joined(profile: Profile, masks: Sequence[int]) -> Profile:
         costs=tuple(_cost(profile.costs, mask) for mask in masks),
         sharded=tuple(
             Sharded(
-                each.degree,
-                tuple(_cost(each.costs, mask) for mask in masks),
-                tuple(sum(each.parameter_bytes[i] for i in bits(mask)) for mask in masks),
+                sharded.degree,
+                tuple(_cost(sharded.costs, mask) for mask in masks),
+                tuple(sum(sharded.parameter_bytes[i] for i in bits(mask)) for mask in masks),
             )
-            for each in profile.sharded
+            for sharded in profile.sharded
         ),
     )
 
@@ -202,7 +202,7 @@ def _cost(costs: Sequence[OpCost], mask: int) -> OpCost:
     if len(chosen) == 1:
         return chosen[0]
     return OpCost(
-        tuple(map(sum, zip(*(each.forward_s for each in chosen), strict=True))),
-        tuple(map(sum, zip(*(each.backward_s for each in chosen), strict=True))),
-        sum(each.kept_bytes for each in chosen),
+        tuple(map(sum, zip(*(cost.forward_s for cost in chosen), strict=True))),
+        tuple(map(sum, zip(*(cost.backward_s for cost in chosen), strict=True))),
+        sum(cost.kept_bytes for cost in chosen),
     )

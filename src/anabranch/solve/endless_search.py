@@ -22,7 +22,7 @@ from anabranch.schedule.endless import ENDLESS
 from anabranch.simulator import stream
 from anabranch.simulator.judge import Judge
 from anabranch.simulator.objective import Candidate, ShortestPeriod
-from anabranch.solve.contract_tied import untied
+from anabranch.solve.contract_tied import contract_tied
 from anabranch.solve.every_partition import EveryPartition, brought_down
 from anabranch.solve.improvement import SearchBudget, improve
 from anabranch.solve.planner_options import uninterrupted
@@ -67,8 +67,8 @@ class EndlessSearch:
         improve: bool,
         optimizer: OptimizerFacts | None,
     ) -> None:
-        self._whole, self._together = whole, untied(whole.profile)
-        self._cost = replace(whole, profile=self._together.profile)
+        self._whole, self._contracted = whole, contract_tied(whole.profile)
+        self._cost = replace(whole, profile=self._contracted.profile)
         self._batch_size, self._microbatch_size = batch_size, microbatch_size
         self._name, self._optimizer, self._may_improve = name, optimizer, improve
         self._proposals = Proposals(planner, self._cost, batch_size)
@@ -99,7 +99,7 @@ class EndlessSearch:
         if self._optimizer is not None:
             require_optimizer(rule, self._optimizer)
         best, finished = found or self._best(rule)
-        graph = self._together.apart(best.graph)
+        graph = self._contracted.expand(best.graph)
         require(graph, self._whole, best.versions)
         remarks += self._remarks(graph, rule)
         if not finished:
@@ -155,10 +155,10 @@ class EndlessSearch:
             raise self._with_ties(error) from None
 
     def _with_ties(self, error: InfeasiblePlanError) -> InfeasiblePlanError:
-        if not self._together.because:
+        if not self._contracted.because:
             return error
         return InfeasiblePlanError(
-            f"without a flush stages cannot share a parameter: {self._together.because}. With "
+            f"without a flush stages cannot share a parameter: {self._contracted.because}. With "
             f"these as one operator, {error}; or give each operator a parameter of its own, or "
             "plan with mode sync"
         )
@@ -229,7 +229,7 @@ class EndlessSearch:
         sizes = self._sizes(policy)
         if policy.microbatches and self._microbatch_size is None:
             sizes = [b for b in range(self._batch_size, 0, -1) if self._batch_size % b == 0]
-        return [fewer.apart(graph) for graph in found.propose(sizes)]
+        return [fewer.expand(graph) for graph in found.propose(sizes)]
 
     def _improve(self, judge: Judge, policy: WeightPolicy) -> None:
         assert judge.best is not None, "there is something to improve"
@@ -284,7 +284,7 @@ class EndlessSearch:
         """What a reader of the figures should know."""
         remarks = []
         if len(graph) > 1:
-            remarks.append(self._together.because)
+            remarks.append(self._contracted.because)
         if self._optimizer is not None and graph.depth > 1:
             remarks.append(optimizer_remark(policy, self._optimizer))
         again = [str(s) for s, stage in enumerate(graph.stages) if stage.recompute]

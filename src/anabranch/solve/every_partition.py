@@ -1,4 +1,4 @@
-"""Every partition of a small model into stages, where no proposal of a planner can run.
+"""Plans from every partition of a small model, where no proposal of a planner can run.
 
 Planners look for short steps. They may miss the few stage graphs that fit where memory holds many
 versions of the weights, or where a mini-batch has fewer micro-batches than a pipeline is deep. So
@@ -33,7 +33,7 @@ from anabranch.plans.stages import Stage, StageGraph
 from anabranch.profile.profile import Profile
 from anabranch.schedule import endless
 from anabranch.simulator.staleness import versions_of
-from anabranch.solve.contract_tied import Together, gather, in_order
+from anabranch.solve.contract_tied import Contracted, contract, in_order
 from anabranch.weights import WeightPolicy
 
 MOST_OPERATORS = 8
@@ -51,7 +51,7 @@ _Mode = tuple[float, bool]
 """Seconds that a stage computes per mini-batch, and whether it recomputes."""
 
 
-def brought_down(profile: Profile) -> Together:
+def brought_down(profile: Profile) -> Contracted:
     """The model with at most ``MOST_OPERATORS``, by joining neighbours, the quickest pair first."""
     graph = profile.graph
     seconds = [cost.forward_s[-1] + cost.backward_s[-1] for cost in profile.costs]
@@ -61,7 +61,7 @@ def brought_down(profile: Profile) -> Together:
         x, y = min(_neighbours(graph, parts), key=lambda pair: work[pair[0]] + work[pair[1]])
         others = (part for i, part in enumerate(parts) if i not in (x, y))
         parts = in_order(graph, [*others, parts[x] | parts[y]])
-    return gather(profile, parts)
+    return contract(profile, parts)
 
 
 def _neighbours(graph: OpGraph, parts: Sequence[int]) -> list[tuple[int, int]]:
@@ -148,13 +148,13 @@ class EveryPartition:
         best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
         total = self.cost.cluster.num_devices
         modes = [self._modes_of(graph, s, versions[s]) for s in range(len(graph))]
-        for of in modes:
+        for of_stage in modes:
             following: dict[int, tuple[float, tuple[int, ...]]] = {}
             for used, (slowest_s, replicas) in best.items():
-                for d, (seconds, _) in of.items():
-                    each = max(slowest_s, seconds), (*replicas, d)
-                    if used + d <= total and each < following.get(used + d, (math.inf, ())):
-                        following[used + d] = each
+                for d, (seconds, _) in of_stage.items():
+                    choice = max(slowest_s, seconds), (*replicas, d)
+                    if used + d <= total and choice < following.get(used + d, (math.inf, ())):
+                        following[used + d] = choice
             best = following
         if total not in best:
             return None

@@ -1,4 +1,4 @@
-"""Ask a planner: its options, what it may be asked for, and what is left after an interrupt."""
+"""Options of a planner, arguments that it takes, and its proposals up to an interrupt."""
 
 from __future__ import annotations
 

@@ -138,8 +138,8 @@ class Proposals:
                 for i in range(len(profile.graph))
             )
             costs = tuple(
-                replace(each, kept_bytes=each.kept_bytes - -nbytes // microbatch_size)
-                for each, nbytes in zip(profile.costs, stashed, strict=True)
+                replace(op, kept_bytes=op.kept_bytes - -nbytes // microbatch_size)
+                for op, nbytes in zip(profile.costs, stashed, strict=True)
             )
             profile = replace(profile, costs=costs)
         factor = max(cost.optimizer_factor + demand.constant, 0.0)

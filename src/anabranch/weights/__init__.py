@@ -8,7 +8,6 @@ from typing import Any
 
 from anabranch.errors import PolicyError
 from anabranch.weights.base import Reading, Unit, WeightPolicy
-from anabranch.weights.drawing import draw
 from anabranch.weights.optimizers import OPTIMIZERS, OptimizerFacts
 from anabranch.weights.policies import (
     Naive,
@@ -19,18 +18,24 @@ from anabranch.weights.policies import (
     TwoBuffers,
     VerticalSync,
 )
+from anabranch.weights.reading_table import draw
 from anabranch.weights.requirements import (
     optimizer_remark,
     recommend,
     require_fits,
     require_optimizer,
 )
-from anabranch.weights.version_tracker import Alive, keeps, predicts, units_in_flight, versions_held
+from anabranch.weights.version_tracker import (
+    VersionTracker,
+    keeps,
+    predicts,
+    units_in_flight,
+    versions_held,
+)
 
 __all__ = [
     "OPTIMIZERS",
     "POLICIES",
-    "Alive",
     "Naive",
     "OptimizerFacts",
     "PipeOptim",
@@ -40,6 +45,7 @@ __all__ = [
     "Stash",
     "TwoBuffers",
     "Unit",
+    "VersionTracker",
     "VerticalSync",
     "WeightPolicy",
     "draw",

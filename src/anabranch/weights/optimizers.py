@@ -1,4 +1,4 @@
-"""What a weight policy has to know of the optimizer, without torch.
+"""Facts of an optimizer that a weight policy has to know, without torch.
 
 Whoever has an optimizer asks ``runtime.asynchronous.prediction.facts_of``; whoever plans from a
 profile names one of ``OPTIMIZERS``, or plans without knowing.

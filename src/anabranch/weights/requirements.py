@@ -1,4 +1,4 @@
-"""What a policy asks of a plan and a model, and which policy suits whom.
+"""Requirements of a policy on plan and model, and the policy that suits them.
 
 What is known of an optimizer is gathered where the optimizer is (``asynchronous.prediction``).
 """
@@ -83,7 +83,8 @@ def _warn_of_statistics(
     if not batch_norms:
         return
     slices = [1 if round_robin else stage.replicas for stage in graph.stages]
-    least, s = min((graph.batch_size // microbatches // each, s) for s, each in enumerate(slices))
+    samples = graph.batch_size // microbatches
+    least, s = min((samples // count, s) for s, count in enumerate(slices))
     if least <= 1:
         warnings.warn(
             f"{batch_norms[0]} takes its statistics over the samples of one pass, and a pass of "

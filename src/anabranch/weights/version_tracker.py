@@ -1,4 +1,4 @@
-"""Which weights of a stage are alive: the bookkeeping that all who hold or count them share.
+"""Versions of a stage's weights that are alive, counted for all who hold or price them.
 
 There are two kinds of policy. Where a backward reads what its forward read, weights must be *kept*
 until the unit is learned: versions, or predictions. Where a backward reads what is current, nothing
@@ -21,7 +21,7 @@ from anabranch.schedule.schedule import Kind
 from anabranch.weights.base import Reading, Unit, WeightPolicy
 
 
-class Alive:
+class VersionTracker:
     """Versions and predictions of one stage's weights, without the weights.
 
     Args:
@@ -37,7 +37,7 @@ class Alive:
         keeps: whether backwards read what their forwards read.
         predicts: whether any pass reads a prediction.
         versions: alive now, the current one included.
-        predictions: units whose prediction is alive.
+        predictions: units whose prediction is tracker.
     """
 
     def __init__(self, policy: WeightPolicy, *, in_flight: int, distance: int, depth: int) -> None:
@@ -167,20 +167,20 @@ def versions_held(
             optimizers without a rule of their own.
     """
     units = units_in_flight(in_flight, microbatches)
-    alive = Alive(policy, in_flight=units, distance=distance, depth=depth)
-    kept_update = last_update and alive.predicts
+    tracker = VersionTracker(policy, in_flight=units, distance=distance, depth=depth)
+    kept_update = last_update and tracker.predicts
     peak = 1
     # The fill, one round of the steady state for every version there may be, and the drain.
     count = microbatches * (units + 2 * depth + 2)
     for action in alternate(0, count, in_flight, 1):
         number = action.microbatch // microbatches
         forward = action.kind is Kind.FORWARD
-        reading = alive.forward(number) if forward else alive.backward(number)
-        copy = bool(reading.ahead) and not alive.keeps
-        peak = max(peak, len(alive.versions) + len(alive.predictions) + copy + kept_update)
+        reading = tracker.forward(number) if forward else tracker.backward(number)
+        copy = bool(reading.ahead) and not tracker.keeps
+        peak = max(peak, len(tracker.versions) + len(tracker.predictions) + copy + kept_update)
         if not forward and (action.microbatch + 1) % microbatches == 0:
-            alive.finish()
-            peak = max(peak, len(alive.versions) + len(alive.predictions) + kept_update)
+            tracker.finish()
+            peak = max(peak, len(tracker.versions) + len(tracker.predictions) + kept_update)
     return peak
 
 

@@ -1,7 +1,7 @@
 """Versions of one stage's weights on one rank, and its optimizer.
 
 The parameters are the user's own. Between passes they are the newest version; inside a pass they
-are what the policy says (``weights``), in one of two ways (``Alive.keeps``).
+are what the policy says (``weights``), in one of two ways (``VersionTracker.keeps``).
 
 Kept: ``parameter.data`` points at the storage that the pass reads. A storage that a unit in flight
 has read is never written, because views of it (the transpose that a product saves) are waiting for
@@ -34,7 +34,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from anabranch.runtime.asynchronous.optimizer_facts import require_rule
 from anabranch.runtime.asynchronous.prediction import Prediction
 from anabranch.runtime.data_parallel.buckets import dense
-from anabranch.weights import Alive, PredictStash, WeightPolicy
+from anabranch.weights import PredictStash, VersionTracker, WeightPolicy
 
 Storage = list[Tensor]
 """One tensor per trainable parameter of the stage."""
@@ -72,7 +72,7 @@ class StageWeights:
         if self._parameters and optimizer is None:
             raise ValueError(f"parameter {self._names[0]} is trained by no optimizer")
         self._optimizer, self._scheduler, self._policy = optimizer, scheduler, policy
-        self._alive = Alive(policy, in_flight=in_flight, distance=distance, depth=depth)
+        self._tracker = VersionTracker(policy, in_flight=in_flight, distance=distance, depth=depth)
         self._lag = in_flight - 1
         self._current: Storage = [parameter.data for parameter in self._parameters]
         self._pool = _Pool()
@@ -82,14 +82,14 @@ class StageWeights:
         self._last: Storage | None = None
         self._norm: Tensor | None = None
         self._prediction: Prediction | None = None
-        if optimizer is not None and self._alive.predicts:
+        if optimizer is not None and self._tracker.predicts:
             require_rule(policy, optimizer)
             self._prediction = Prediction(optimizer, self._parameters)
 
     @property
     def version(self) -> int:
         """Updates so far."""
-        return self._alive.version
+        return self._tracker.version
 
     @property
     def peak_versions(self) -> int:
@@ -109,7 +109,7 @@ class StageWeights:
 
         Parameters may have been written from outside, from a checkpoint for example.
         """
-        self._alive.fill(number)
+        self._tracker.fill(number)
         self._release()
         self._current = [parameter.data for parameter in self._parameters]
 
@@ -118,15 +118,15 @@ class StageWeights:
 
         With several micro-batches a mini-batch has several forwards.
         """
-        reading = self._alive.forward(number)
-        if not self._alive.keeps:
+        reading = self._tracker.forward(number)
+        if not self._tracker.keeps:
             return self._ahead(reading.ahead)
         return self._pointing(self._kept(number, reading.version, reading.ahead))
 
     def backward(self, number: int) -> AbstractContextManager[None]:
         """Parameters are what the backward of a mini-batch reads, inside the context."""
-        reading = self._alive.backward(number)
-        if not self._alive.keeps:
+        reading = self._tracker.backward(number)
+        if not self._tracker.keeps:
             return self._ahead(reading.ahead)
         return self._pointing(self._kept(number, reading.version, reading.ahead))
 
@@ -196,7 +196,7 @@ class StageWeights:
             minibatches: that it learns from; so many steps of the scheduler follow.
         """
         rate, old = self._rate, self.version
-        if self._alive.finish():
+        if self._tracker.finish():
             self._stored[old] = self._current
         self._release()
         if self._parameters:
@@ -214,10 +214,10 @@ class StageWeights:
 
     def _release(self) -> None:
         """Give back what nobody will read."""
-        alive = self._alive
-        for number in [n for n in self._predicted if n not in alive.predictions]:
+        tracker = self._tracker
+        for number in [n for n in self._predicted if n not in tracker.predictions]:
             self._pool.give(self._predicted.pop(number))
-        for version in [v for v in self._stored if v not in alive.versions]:
+        for version in [v for v in self._stored if v not in tracker.versions]:
             self._pool.give(self._stored.pop(version))
 
     @torch.no_grad()
@@ -269,7 +269,7 @@ class StageWeights:
         """Put back what ``state_dict`` gave, perhaps for more parameters than this stage has;
         nothing may be in flight.
         """
-        self._alive.fill(state["version"])
+        self._tracker.fill(state["version"])
         moved, last = state["moved"], state["last_update"]
         if moved is not None:
             self._moved = frozenset(i for i, name in enumerate(self._names) if name in set(moved))

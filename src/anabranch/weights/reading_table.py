@@ -6,7 +6,7 @@ from anabranch.plans.stages import StageGraph
 from anabranch.schedule.kfkb import alternate
 from anabranch.schedule.schedule import Kind
 from anabranch.weights.base import Reading, WeightPolicy
-from anabranch.weights.version_tracker import Alive, units_in_flight, versions_held
+from anabranch.weights.version_tracker import VersionTracker, units_in_flight, versions_held
 
 
 def draw(policy: WeightPolicy, graph: StageGraph, count: int, *, microbatches: int = 1) -> str:
@@ -25,14 +25,14 @@ def draw(policy: WeightPolicy, graph: StageGraph, count: int, *, microbatches: i
     for s, stage in enumerate(graph.stages):
         where = {"distance": graph.height[s], "depth": graph.depth}
         units = units_in_flight(stage.in_flight, microbatches)
-        alive = Alive(policy, in_flight=units, **where)
+        tracker = VersionTracker(policy, in_flight=units, **where)
         read: dict[Kind, dict[int, Reading]] = {Kind.FORWARD: {}, Kind.BACKWARD: {}}
         for action in alternate(s, count * microbatches, stage.in_flight, 1):
             number, i = divmod(action.microbatch, microbatches)
-            enter = alive.forward if action.kind is Kind.FORWARD else alive.backward
+            enter = tracker.forward if action.kind is Kind.FORWARD else tracker.backward
             read[action.kind][number] = enter(number)
             if action.kind is Kind.BACKWARD and i == microbatches - 1:
-                alive.finish()
+                tracker.finish()
         held = versions_held(policy, in_flight=stage.in_flight, microbatches=microbatches, **where)
         for kind, first in ((Kind.FORWARD, True), (Kind.BACKWARD, False)):
             head = [f"stage {s}", str(held)] if first else ["", ""]
