@@ -115,7 +115,7 @@ def clip() -> Built:
     tower = {
         "hidden_size": 16,
         "intermediate_size": 32,
-        "num_hidden_layers": 2,
+        "num_hidden_layers": 1,
         "num_attention_heads": 2,
     }
     text = tower | {
@@ -181,7 +181,7 @@ class Dlrm(nn.Module):
         return {"loss": F.binary_cross_entropy_with_logits(logits, label), "accuracy": accuracy}
 
 
-def dlrm() -> Built:
+def embedding_bags() -> Built:
     """Recommendation model with EmbeddingBag."""
     sparse = [torch.randint(0, 50, (SAMPLES, 5)) for _ in range(3)]
     return Dlrm().train(), (
@@ -197,7 +197,7 @@ MODELS: dict[str, Callable[[], Built]] = {
     "t5": t5,
     "clip": clip,
     "vit": vit,
-    "dlrm": dlrm,
+    "embedding-bags": embedding_bags,
 }
 
 

@@ -1,4 +1,4 @@
-"""The machines: identical devices in a hierarchy of levels, such as node, rack, cluster.
+"""Clusters: identical devices in a hierarchy of levels, such as node, rack, network.
 
 Devices are numbered so that neighbours share the innermost level::
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -121,8 +121,8 @@ class Cluster:
     def _level_links(self) -> tuple[Link, ...]:
         return tuple(
             Link(
-                bandwidth=min(each.bandwidth for each in self.levels[: level + 1]),
-                latency_s=max(each.latency_s for each in self.levels[: level + 1]),
+                bandwidth=min(below.bandwidth for below in self.levels[: level + 1]),
+                latency_s=max(below.latency_s for below in self.levels[: level + 1]),
                 level=level,
             )
             for level in range(len(self.levels))
@@ -152,109 +152,81 @@ class Cluster:
             ValueError: if the name or its numbers are unknown; the message lists the presets.
         """
         match = re.fullmatch(r"([a-z0-9-]+):(\d{1,6})(?:x(\d{1,6}))?", text)
-        sizes = [int(n) for n in match.groups()[1:] if n is not None] if match else []
-        if (
-            match is None
-            or match[1] not in PRESETS
-            or len(sizes) != PRESETS[match[1]][1]
-            or 0 in sizes
-        ):
+        numbers = [int(n) for n in match.groups()[1:] if n is not None] if match else []
+        preset = PRESETS.get(match[1]) if match else None
+        if preset is None or len(numbers) != preset.usage.count("x") + 1 or 0 in numbers:
+            usage = ", ".join(sorted(f"{name}:{known.usage}" for name, known in PRESETS.items()))
             raise ValueError(
-                f"unknown cluster {text!r}; write a JSON file or one of "
-                f"{', '.join(sorted(_USAGE))}, with numbers of at least 1 for N, NODES and DEVICES"
+                f"unknown cluster {text!r}; write a JSON file or one of {usage}, with numbers of "
+                "at least 1 for N, NODES and DEVICES"
             )
-        build, _ = PRESETS[match[1]]
-        return build(text, sizes)
+        return preset.cluster(text, *numbers)
 
 
-def _local(name: str, sizes: list[int]) -> Cluster:
-    # Shared memory, measured on two cores: 70 us for a small message, 4 to 8 GB/s for large ones,
-    # with one reading of what has come.
-    return Cluster(
-        name,
-        device="cpu",
-        memory_bytes=_host_memory_bytes() // sizes[0],
-        levels=(Level("host", sizes[0], bandwidth=5.0 * GB, latency_s=80e-6),),
-        cores=os.cpu_count() or 1,
-    )
+@dataclass(frozen=True, slots=True)
+class _Host:
+    """Processes on this machine.
 
+    Shared memory, measured on two cores: 70 us for a small message, 4 to 8 GB/s for large ones,
+    with one reading of what has come.
+    """
 
-def _host_memory_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    usage: str = "N"
 
-
-def _summit(name: str, sizes: list[int]) -> Cluster:
-    # GraphPipe, section 7: V100 with 16 GB on NVLink, 100 Gb/s InfiniBand between the nodes. NVLink
-    # 2.0 between two V100 of a Summit node is 2 bricks of 25 GB/s, here at the usual 0.9 of it.
-    return Cluster(
-        name,
-        device="v100",
-        memory_bytes=16 * GIB,
-        levels=(
-            Level("node", sizes[1], bandwidth=45 * GB, latency_s=5e-6),
-            Level("network", sizes[0], bandwidth=12.5 * GB, latency_s=10e-6),
-        ),
-    )
-
-
-def _dapple_a(name: str, sizes: list[int]) -> Cluster:
-    # DAPPLE, section 6.1: servers of 8 V100 (16 GB) on NVLink, 25 Gb/s Ethernet between them.
-    return Cluster(
-        name,
-        device="v100",
-        memory_bytes=16 * GIB,
-        levels=(
-            Level("node", sizes[1], bandwidth=45 * GB, latency_s=5e-6),
-            Level("network", sizes[0], bandwidth=25 / 8 * GB, latency_s=30e-6),
-        ),
-    )
-
-
-def _flat(gigabits: float) -> Callable[[str, list[int]], Cluster]:
-    def build(name: str, sizes: list[int]) -> Cluster:
-        # DAPPLE, section 6.1: one V100 (16 GB) per server.
+    def cluster(self, name: str, devices: int) -> Cluster:
         return Cluster(
             name,
-            device="v100",
-            memory_bytes=16 * GIB,
+            device="cpu",
+            memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // devices,
+            levels=(Level("host", devices, bandwidth=5.0 * GB, latency_s=80e-6),),
+            cores=os.cpu_count() or 1,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Nodes:
+    """Nodes of equal devices, with a network between them.
+
+    Attributes:
+        device: kind of device.
+        memory_bytes: memory of each.
+        node_bandwidth: between devices of a node.
+        network_bandwidth: of a node's card.
+        network_latency_s: between nodes.
+        usage: the numbers that follow the colon; without devices a node has one.
+    """
+
+    device: str
+    memory_bytes: int
+    node_bandwidth: float
+    network_bandwidth: float
+    network_latency_s: float
+    usage: str = "NODESxDEVICES"
+
+    def cluster(self, name: str, nodes: int, devices: int = 1) -> Cluster:
+        return Cluster(
+            name,
+            self.device,
+            self.memory_bytes,
             levels=(
-                Level("node", 1, bandwidth=45 * GB, latency_s=5e-6),
-                Level("network", sizes[0], bandwidth=gigabits / 8 * GB, latency_s=30e-6),
+                Level("node", devices, self.node_bandwidth, latency_s=5e-6),
+                Level("network", nodes, self.network_bandwidth, self.network_latency_s),
             ),
         )
 
-    return build
 
-
-def _dgx_h100(name: str, sizes: list[int]) -> Cluster:
+PRESETS: dict[str, _Host | _Nodes] = {
+    "local": _Host(),
+    # GraphPipe, section 7: V100 with 16 GB on NVLink, 100 Gb/s InfiniBand between the nodes. NVLink
+    # 2.0 between two V100 of a Summit node is 2 bricks of 25 GB/s, here at the usual 0.9 of it.
+    "summit": _Nodes("v100", 16 * GIB, 45 * GB, 12.5 * GB, 10e-6),
+    # DAPPLE, section 6.1: servers of 8 V100 (16 GB) on NVLink with 25 Gb/s Ethernet between them;
+    # servers of one V100 with 25 or 10 Gb/s.
+    "dapple-a": _Nodes("v100", 16 * GIB, 45 * GB, 25 / 8 * GB, 30e-6),
+    "dapple-b": _Nodes("v100", 16 * GIB, 45 * GB, 25 / 8 * GB, 30e-6, usage="N"),
+    "dapple-c": _Nodes("v100", 16 * GIB, 45 * GB, 10 / 8 * GB, 30e-6, usage="N"),
     # NVIDIA's data sheet: 8 H100 with 80 GB, 450 GB/s of NVLink each way, 8 network cards of 400
     # Gb/s per node.
-    return Cluster(
-        name,
-        device="h100",
-        memory_bytes=80 * GB,
-        levels=(
-            Level("node", sizes[1], bandwidth=450 * GB, latency_s=5e-6),
-            Level("network", sizes[0], bandwidth=400 * GB, latency_s=10e-6),
-        ),
-    )
-
-
-PRESETS: dict[str, tuple[Callable[[str, list[int]], Cluster], int]] = {
-    "local": (_local, 1),
-    "summit": (_summit, 2),
-    "dapple-a": (_dapple_a, 2),
-    "dapple-b": (_flat(25), 1),
-    "dapple-c": (_flat(10), 1),
-    "dgx-h100": (_dgx_h100, 2),
+    "dgx-h100": _Nodes("h100", 80 * GB, 450 * GB, 400 * GB, 10e-6),
 }
-"""Name -> (builder, how many numbers follow the colon)."""
-
-_USAGE = {
-    "local:N",
-    "summit:NODESxDEVICES",
-    "dapple-a:NODESxDEVICES",
-    "dapple-b:N",
-    "dapple-c:N",
-    "dgx-h100:NODESxDEVICES",
-}
+"""Name -> what is built by it."""

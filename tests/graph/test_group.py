@@ -1,19 +1,27 @@
-"""From single tensor operations to operators: what is merged, what stays apart, what flows."""
+"""Operators made of tensor operations: what is merged, what stays apart."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from anabranch.graph.call_traits import batch_dim
 from anabranch.graph.capture import Captured, capture
-from anabranch.graph.group import FREE
-from anabranch.graph.opgraph import BATCH, OpGraph
+from anabranch.graph.group import FREE, Granularity
+from anabranch.graph.opgraph import BATCH
 from tests import hf_models
+from tests.captured_models import captured_model
+from tests.graph.nets import Body
+
+
+@cache
+def towers(granularity: Granularity) -> Captured:
+    """``TwoTowers``, captured once for each granularity."""
+    example = torch.randn(4, 5, 8), torch.randn(4, 3, 8), torch.randn(4)
+    return capture(TwoTowers(), example, granularity=granularity)
 
 
 def names(captured: Captured) -> list[str]:
@@ -82,12 +90,9 @@ class TwoTowers(nn.Module):
         return (self.head(both).squeeze(1) - label).pow(2).mean()
 
 
-TOWERS = (torch.randn(4, 5, 8), torch.randn(4, 3, 8), torch.randn(4))
-
-
 def test_blocks() -> None:
     """A block is an entry of a repeated list; the towers stay apart until the head."""
-    captured = capture(TwoTowers(), TOWERS, granularity="block")
+    captured = towers("block")
     assert names(captured) == ["text.0", "text.1", "image.0", "image.1", "head"]
     assert [op.kind for op in captured.graph.ops] == ["Layer"] * 4 + ["Linear"]
     assert edges(captured) == {
@@ -100,7 +105,7 @@ def test_blocks() -> None:
 
 def test_layers() -> None:
     """Queries, keys and values go to the attention, norms and residual sums to their sub-layer."""
-    captured = capture(TwoTowers(), TOWERS, granularity="layer")
+    captured = towers("layer")
     tower = ["0.attention", "0.mlp", "1.attention", "1.mlp"]
     assert names(captured) == [
         *(f"text.{n}" for n in tower),
@@ -116,7 +121,7 @@ def test_layers() -> None:
 
 def test_operators() -> None:
     """One operator per module call; what is left of a module, such as attention's core, is one."""
-    captured = capture(TwoTowers(), TOWERS, granularity="operator")
+    captured = towers("operator")
     assert names(captured)[:10] == [
         "text.0.norm1",
         "text.0.attention.q",
@@ -133,22 +138,22 @@ def test_operators() -> None:
 
 
 @pytest.mark.parametrize("granularity", ["operator", "layer", "block"])
-def test_branches_never_wait_for_each_other(granularity: Any) -> None:
+def test_branches_never_wait_for_each_other(granularity: Granularity) -> None:
     """Nothing in one tower depends on the other, however coarse."""
-    graph = capture(TwoTowers(), TOWERS, granularity=granularity).graph
-    towers = {
+    graph = towers(granularity).graph
+    masks = {
         tower: graph.mask(op.name for op in graph.ops if op.name.startswith(tower))
         for tower in ("text", "image")
     }
     for i, op in enumerate(graph.ops):
-        for tower, mask in towers.items():
+        for tower, mask in masks.items():
             if op.name.startswith(("text", "image")) and not op.name.startswith(tower):
                 assert not graph.ancestors[i] & mask
 
 
 def test_masks_are_copied_not_sent() -> None:
     """The causal mask needs neither parameters nor the batch, so it is no value."""
-    captured = capture(TwoTowers(), TOWERS, granularity="operator")
+    captured = towers("operator")
     owners = captured.owners(captured.at(4))
     free = {node.name for node, owner in owners.items() if owner == FREE}
     assert {"ones", "tril", "gt"} <= free
@@ -164,38 +169,6 @@ def test_values_of_the_batch_list_who_reads_them_through_copies() -> None:
     readers = [graph.ops[c].name for c in mask.consumers]
     assert readers == ["bert.encoder.layer.0", "bert.encoder.layer.1"]
     assert all(value.grad for value in graph.values if value.producer != BATCH)
-
-
-@pytest.fixture(scope="module")
-def t5() -> OpGraph:
-    module, example = hf_models.build("t5")
-    return capture(module, example, granularity="layer").graph
-
-
-def test_parameters_alone_make_values_without_a_batch(t5: OpGraph) -> None:
-    """T5's position bias carries a gradient, has no batch dimension, and is read by both layers."""
-    bias = [v for v in t5.values if not v.batched]
-    assert [(v.grad, v.nbytes) for v in bias] == [(True, 2 * 8 * 8 * 4), (True, 2 * 6 * 6 * 4)]
-    assert all(len(v.consumers) == 2 for v in bias)
-
-
-def test_tied_parameters_are_listed_by_each_reader(t5: OpGraph) -> None:
-    """T5's embedding is read by encoder, decoder and head, under its first name."""
-    readers = [op.name for op in t5.ops if "shared.weight" in op.parameters]
-    assert readers == ["encoder.embed_tokens", "decoder.embed_tokens", "lm_head"]
-    assert [p.name for p in t5.parameters].count("shared.weight") == 1
-
-
-class Body(nn.Module):
-    """Two linear layers with something between them."""
-
-    def __init__(self, between: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        super().__init__()
-        self.a, self.b, self.c = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 8)
-        self.between = between
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.c(self.b(self.between(self.a(x)))).pow(2).mean()
 
 
 @pytest.mark.parametrize(
@@ -220,34 +193,6 @@ def test_what_cannot_be_sent_stays_in_one_operator(between: Any, operators: int)
     graph = captured.graph
     for value, dim in zip(graph.values, captured.batch_dims, strict=True):
         assert value.batched == (dim is not None)
-
-
-def test_samples_in_the_middle_are_found() -> None:
-    """Time-major values have their samples in dimension 1; bytes are per sample all the same."""
-    body = Body(lambda h: h.unsqueeze(0).expand(3, -1, -1).tanh())
-    captured = capture(body, torch.randn(4, 6), granularity="operator")
-    values = dict(zip((v.name for v in captured.graph.values), captured.batch_dims, strict=True))
-    sizes = {v.name: v.nbytes for v in captured.graph.values}
-    assert values["linear_1"] == 1
-    assert sizes["linear_1"] == 3 * 8 * 4
-
-
-@pytest.mark.parametrize(
-    ("small", "large", "dim"),
-    [((4, 6), (8, 6), 0), ((3, 4), (3, 8), 1), ((4, 4), (4, 4), None), ((4, 4), (8, 4), 0)],
-)
-def test_batch_dim(small: tuple[int, ...], large: tuple[int, ...], dim: int | None) -> None:
-    """The dimension that grows from 4 to 8 with the samples, even where another is 4 as well."""
-    assert batch_dim(torch.empty(small), torch.empty(large), (4, 8)) == dim
-
-
-@pytest.mark.parametrize(
-    ("small", "large"), [((12, 6), (24, 6)), ((4, 4), (8, 8)), ((5, 6), (9, 6))]
-)
-def test_batch_dim_refuses(small: tuple[int, ...], large: tuple[int, ...]) -> None:
-    """Folded, in two dimensions, or one more than the samples."""
-    with pytest.raises(ValueError, match="folded"):
-        batch_dim(torch.empty(small), torch.empty(large), (4, 8))
 
 
 class InPlace(nn.Module):
@@ -326,14 +271,9 @@ def test_auxiliary_losses_do_not_glue_the_layers_together() -> None:
     assert names(captured)[:3] == ["layers.0", "layers.1", "layers.2"]
 
 
-@pytest.mark.parametrize(
-    ("model", "operator", "layer", "block"),
-    [("vit", 24, 6, 4)],
-)
-def test_counts(model: str, operator: int, layer: int, block: int) -> None:
-    """The knob makes three sizes: two layers have two blocks and about three sub-layers each."""
-    module, example = hf_models.build(model)
-    counts = [
-        len(capture(module, example, granularity=g).graph) for g in ("operator", "layer", "block")
-    ]
-    assert counts == [operator, layer, block]
+def test_counts() -> None:
+    """Operators are many, layers few: two transformer layers and what stands around them."""
+    module, example = hf_models.build("vit")
+    assert len(capture(module, example, granularity="operator").graph) == 24
+    assert len(captured_model("vit")[0].graph) == 6
+    assert len(capture(module, example, granularity="block").graph) == 4

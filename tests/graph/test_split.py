@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,40 +10,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from anabranch import models
-from anabranch.graph.capture import Captured, capture
-from anabranch.graph.split import Port, TiedUse, split, stages_like
+from anabranch.graph.capture import capture
+from anabranch.graph.split import split, stages_like
 from tests import hf_models
+from tests.captured_models import BUILT_IN, captured_model
 from tests.graph.chain import check_split, loss_of, random_stages, run_stages, taken
-
-BUILT_IN = ("mmt", "dlrm", "candle-uno", "two-branch", "transformer")
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Sums over several threads have no fixed order."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@functools.cache
-def captured_model(name: str, dtype: torch.dtype) -> tuple[Captured, Any]:
-    if name in hf_models.MODELS:
-        module, batch = hf_models.build(name, dtype)
-    else:
-        workload = models.build(name, preset="small")
-        module = workload.module.to(dtype)
-        batch = hf_models.cast(workload.example, dtype)
-    return capture(module, batch, granularity="layer"), batch
-
+from tests.graph.nets import fan
 
 # The gradients of one process
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
-@pytest.mark.parametrize("name", [*hf_models.MODELS, *BUILT_IN])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *((name, torch.float32) for name in (*hf_models.MODELS, *BUILT_IN)),
+        ("t5", torch.float64),
+        ("mmt", torch.float64),
+    ],
+    ids=str,
+)
 def test_four_random_stages_have_the_gradients_of_one_process(
     name: str, dtype: torch.dtype
 ) -> None:
@@ -58,10 +41,9 @@ def test_four_random_stages_have_the_gradients_of_one_process(
         assert check_split(captured, batch, stages, exact=False) < rounding
 
 
-@pytest.mark.parametrize("name", ["t5", "gpt2"])
-def test_finest_cut_has_the_gradients_of_one_process(name: str) -> None:
+def test_finest_cut_has_the_gradients_of_one_process() -> None:
     """Every operator a stage of its own, at the finest granularity."""
-    module, batch = hf_models.build(name)
+    module, batch = hf_models.build("gpt2")
     captured = capture(module, batch, granularity="operator")
     stages = [[op.name] for op in captured.graph.ops]
     assert check_split(captured, batch, stages, exact=True) == 0.0
@@ -97,7 +79,7 @@ def wirings(draw: st.DrawFn) -> tuple[list[list[int]], list[int]]:
     wires = [draw(st.lists(st.integers(0, i), min_size=1, max_size=3)) for i in range(n)]
     kinds = st.lists(st.integers(0, 3), min_size=n, max_size=n)
     # Kind 1 has no parameters, and a loss without any cannot be trained.
-    return wires, draw(kinds.filter(lambda each: set(each) != {1}))
+    return wires, draw(kinds.filter(lambda drawn: set(drawn) != {1}))
 
 
 @settings(max_examples=12, deadline=None)
@@ -115,92 +97,9 @@ def test_any_wiring_cut_anywhere(wiring: Any, seed: int, count: int) -> None:
 
 def test_order_of_sums_is_not_an_accident() -> None:
     """On the same stages plain mode rounds otherwise, so exact mode has something to do."""
-    captured, batch = captured_model("t5", torch.float32)
+    captured, batch = captured_model("t5")
     stages = random_stages(captured.graph, 4, 0)
     assert 0 < check_split(captured, batch, stages, exact=False) < 1e-6
-
-
-# Ports
-
-
-class Fan(nn.Module):
-    """The value of ``a`` is read four times: by b and by three products; ``a`` is tied to ``e``.
-
-    a --+--> b --> (*) --> c --> (*) --> d --> (*) --> e
-        +----------+-------------+-------------+
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c, self.d, self.e = (nn.Linear(5, 5) for _ in range(5))
-        self.e.weight = self.a.weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        a = self.a(x)
-        b = self.b(a)
-        c = self.c(b * a)
-        d = self.d(c * a)
-        return self.e(d * a).pow(2).mean()
-
-
-def fan() -> Captured:
-    torch.manual_seed(0)
-    return capture(Fan(), torch.randn(4, 5))
-
-
-def test_plain_mode_has_one_port_per_value_and_stage() -> None:
-    """The three uses of a on stage 1 share a port, the use on stage 2 has its own."""
-    captured = fan()
-    parts = split(captured, [["a"], ["b", "c"], ["d", "e"]])
-    a = next(i for i, v in enumerate(captured.graph.values) if v.name == "linear")
-    assert {(p.source, p.target) for p in parts.ports if p.value == a} == {(0, 1), (0, 2)}
-    assert len([p for p in parts.ports if p.value == a]) == 2
-    assert parts.tied == {"a.weight": (0, 2)}
-    assert parts.program(2, 4).tied == ()
-
-
-def test_exact_mode_has_one_port_per_summand() -> None:
-    """Added first is the latest use, on stage 2; those on stage 1 are added one by one after it."""
-    captured = fan()
-    parts = split(captured, [["a"], ["b", "c"], ["d", "e"]], exact=True)
-    a = next(i for i, v in enumerate(captured.graph.values) if v.name == "linear")
-    assert [p for p in parts.ports if p.value == a] == [
-        Port(a, 0, 2, order=0),
-        Port(a, 0, 1, order=1),
-        Port(a, 0, 1, order=2),
-        Port(a, 0, 1, order=3),
-    ]
-    assert parts.program(2, 4).tied == (TiedUse("a.weight", 0),)
-    assert parts.program(0, 4).tied == (TiedUse("a.weight", 1),)
-
-
-def test_exact_mode_sums_where_it_may() -> None:
-    """The uses that are added first are on one stage, which adds them itself."""
-    captured = fan()
-    parts = split(captured, [["a", "b"], ["c", "d", "e"]], exact=True)
-    a = next(i for i, v in enumerate(captured.graph.values) if v.name == "linear")
-    assert [p for p in parts.ports if p.value == a] == [Port(a, 0, 1, order=0)]
-
-
-def test_value_without_gradient_has_a_port_without() -> None:
-    """What is only counted or detached on the other side sends nothing back."""
-
-    class Counted(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b, self.c = (nn.Linear(5, 5) for _ in range(3))
-
-        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-            a = self.a(x)
-            product = self.b(a.detach() + (a > 0)) * self.c(a)
-            return {"loss": product.mean(), "positive": (a > 0).float().mean()}
-
-    captured = capture(Counted(), torch.randn(4, 5), granularity="operator")
-    stages = [[op.name] for op in captured.graph.ops]
-    for exact in (False, True):
-        assert check_split(captured, torch.randn(4, 5), stages, exact=exact) == 0.0
-    b = captured.graph.index["b"]
-    assert [p.grad for p in split(captured, stages).ports if p.target == b] == [False]
 
 
 def test_shapes_have_the_samples_first() -> None:
@@ -245,7 +144,7 @@ def test_views_of_values_in_odd_layouts() -> None:
 
 def test_stages_hold_the_models_own_parameters_under_its_own_names() -> None:
     """Not copies: the very objects, so that an optimizer of the module moves the stages."""
-    captured, _ = captured_model("gpt2", torch.float32)
+    captured, _ = captured_model("gpt2")
     own = dict(captured.module.named_parameters())
     parts = split(captured, random_stages(captured.graph, 4, 1))
     seen = set()
@@ -260,7 +159,7 @@ def test_stages_hold_the_models_own_parameters_under_its_own_names() -> None:
 
 def test_state_of_the_stages_is_the_state_of_the_model() -> None:
     """Together the stages have the keys of the model's state, and nothing that is not saved."""
-    module, batch = hf_models.build("dlrm")
+    module, batch = hf_models.build("embedding-bags")
     module.register_buffer("scale", torch.ones(()))
     module.top[0].register_forward_pre_hook(lambda m, args: (args[0] * module.scale,))
     captured = capture(module, batch)
@@ -273,7 +172,7 @@ def test_state_of_the_stages_is_the_state_of_the_model() -> None:
 
 def test_a_stage_runs_its_own_operators_only() -> None:
     """Calls of other stages are left out, free calls are copied to whoever needs them."""
-    captured, _ = captured_model("bert", torch.float32)
+    captured, _ = captured_model("bert")
     stages = [[op.name] for op in captured.graph.ops]
     parts = split(captured, stages)
     program = captured.at(4)
@@ -308,10 +207,9 @@ def test_statistics_are_updated_once_for_all_sizes() -> None:
 
 def test_metrics_come_from_where_they_are_made() -> None:
     """Loss and metrics need not be on one stage, and are those of the module."""
-    module, batch = hf_models.build("clip")
-    captured = capture(module, batch, granularity="block")
+    captured, batch = captured_model("clip")
     loss, metrics = run_stages(split(captured, random_stages(captured.graph, 4, 3)), batch)
-    expected = module(*batch)
+    expected = captured.module(*batch)
     assert torch.equal(loss, expected["loss"].detach())
     assert {n: float(m) for n, m in metrics.items()} == {
         n: float(expected[n].detach()) for n in ("similarity", "clip_loss")
@@ -339,10 +237,10 @@ def test_metric_of_the_batch_alone_is_made_in_one_place() -> None:
     assert metrics["share"] == (batch > 0).float().mean()
 
 
-@pytest.mark.parametrize("name", ["bert", "t5", "dlrm"])
+@pytest.mark.parametrize("name", ["bert", "gpt2", "embedding-bags"])
 def test_evaluation_is_cut_by_the_stages_of_training(name: str) -> None:
     """Loss of the module in evaluation mode, on the stages that training has."""
-    captured, batch = captured_model(name, torch.float32)
+    captured, batch = captured_model(name)
     evaluation = captured.evaluation()
     stages = stages_like(evaluation, random_stages(captured.graph, 4, 2))
     loss, _ = run_stages(split(evaluation, stages), batch, backward=False)

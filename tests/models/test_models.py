@@ -1,19 +1,26 @@
 """Every built-in model: what the table promises, whatever the model."""
 
+from functools import cache
+
 import pytest
 import torch
 
 from anabranch import models
+from anabranch.data.glyphs import load_glyphs
 from anabranch.workload import Workload
 from tests.data.fakes import fake_data
 
 SYNTHETIC = ("mmt", "dlrm", "candle-uno", "two-branch", "transformer")
 
 
+glyphs_once = cache(load_glyphs)
+
+
 @pytest.fixture(autouse=True)
 def _data(monkeypatch):
-    """No model here downloads anything."""
+    """No model here downloads anything, and the glyphs are drawn once."""
     fake_data(monkeypatch)
+    monkeypatch.setattr("anabranch.models.glyphs.load_glyphs", glyphs_once)
 
 
 def size(batch):

@@ -11,7 +11,7 @@ from anabranch.profile.data_sheets import DATA_SHEETS
 from anabranch.profile.estimate import estimate
 from anabranch.profile.measure import measure
 from anabranch.profile.profile import Profile
-from tests.profile.tiny import MODELS, Layer, two_towers
+from tests.profile.tiny import MODELS, Layer, captured_towers
 
 
 def step_s(profile: Profile, samples: int) -> float:
@@ -21,7 +21,7 @@ def step_s(profile: Profile, samples: int) -> float:
 
 @pytest.fixture(scope="module")
 def towers() -> Captured:
-    return capture(*two_towers())
+    return captured_towers()
 
 
 def test_linear_by_hand() -> None:

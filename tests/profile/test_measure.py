@@ -13,12 +13,12 @@ from anabranch.errors import CaptureError, ProfileError
 from anabranch.graph.capture import Captured, capture
 from anabranch.profile.estimate import estimate
 from anabranch.profile.measure import _Copies, measure
-from tests.profile.tiny import MODELS, convolutions, two_towers
+from tests.profile.tiny import MODELS, captured_towers, convolutions, two_towers
 
 
 @pytest.fixture(scope="module")
 def towers() -> Captured:
-    return capture(*two_towers())
+    return captured_towers()
 
 
 def test_every_operator_at_every_count(towers: Captured) -> None:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from anabranch.graph.capture import capture
-from anabranch.profile.operator_runner import example_batch, steps, walk
-from tests.profile.tiny import MODELS, two_towers
+from anabranch.profile.operator_runner import example_batch, operator_programs, run_operators
+from tests.profile.tiny import MODELS, captured_towers, two_towers
 
 CPU = torch.device("cpu")
 
@@ -45,9 +45,9 @@ def test_gradients_are_those_of_the_model(name: str) -> None:
     expected = {n: p.grad for n, p in model.named_parameters()}
     model.zero_grad()
 
-    program = steps(captured, samples)
+    program = operator_programs(captured, samples)
     torch.manual_seed(1)
-    walk(
+    run_operators(
         program,
         example_batch(captured, samples, CPU),
         lambda op, inputs: program[op].module(*inputs),
@@ -62,8 +62,7 @@ def test_gradients_are_those_of_the_model(name: str) -> None:
 
 def test_batch_is_repeated_and_cut() -> None:
     """Three samples give five (0 1 2 0 1) and two (0 1); integers stay valid indices."""
-    model, batch = two_towers()
-    captured = capture(model, batch)
+    captured, (_, batch) = captured_towers(), two_towers()
     five = example_batch(captured, 5, CPU)
     assert torch.equal(five["text"], batch["text"][[0, 1, 2, 0, 1]])
     assert torch.equal(example_batch(captured, 2, CPU)["label"], batch["label"][:2])
@@ -81,10 +80,10 @@ def test_what_nobody_differentiates_has_no_backward() -> None:
     model.pixels.requires_grad_(False)
     model.image.requires_grad_(False)
     captured = capture(model, batch, granularity="block")
-    program = steps(captured, 3)
+    program = operator_programs(captured, 3)
     diary = Diary()
     tensors = example_batch(captured, 3, CPU)
-    walk(program, tensors, lambda op, inputs: program[op].module(*inputs), diary)
+    run_operators(program, tensors, lambda op, inputs: program[op].module(*inputs), diary)
     frozen = {i for i, op in enumerate(captured.graph.ops) if op.name.startswith("image")}
     assert frozen
     assert frozen.isdisjoint(int(e[1:]) for e in diary.entries if e[0] == "B")

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from anabranch.graph.capture import Captured, capture
 
 
 class Layer(nn.Module):
@@ -111,3 +115,9 @@ def tables() -> tuple[nn.Module, dict[str, Tensor]]:
 
 
 MODELS = {"two-towers": two_towers, "convolutions": convolutions, "tables": tables}
+
+
+@cache
+def captured_towers() -> Captured:
+    """The two towers, captured once in this process."""
+    return capture(*two_towers())

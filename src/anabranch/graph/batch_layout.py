@@ -1,4 +1,4 @@
-"""How a batch is made of tensors: flat and named here, nested for the user's forward."""
+"""Layout of a batch: flat, named tensors here, nested ones for the user's forward."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from anabranch.workload import Batch
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """How a batch is made of leaves, and an example of each."""
+    """Leaves of a batch, with an example of each, and how they are nested."""
 
     names: tuple[str, ...]
     positions: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""What the grouping wants to know about each call: weight, dependence, who may be sent it."""
+"""Traits of calls that decide how they are grouped: weight, dependence, who may be sent them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from anabranch.graph.flat_program import (
 )
 
 
-def _words(text: str) -> frozenset[str]:
+def words(text: str) -> frozenset[str]:
+    """The words of a text, as a set."""
     return frozenset(text.split())
 
 
-_HEAVY = _words(
+_HEAVY = words(
     """
     linear matmul mm bmm addmm baddbmm addbmm einsum bilinear mv addmv dot conv1d conv2d conv3d
     conv_transpose1d conv_transpose2d conv_transpose3d convolution _convolution
@@ -26,7 +27,7 @@ _HEAVY = _words(
     rnn_relu lstm_cell gru_cell
     """
 )
-_CHEAP = _words(
+_CHEAP = words(
     """
     view reshape _unsafe_view transpose permute t numpy_T expand expand_as unsqueeze squeeze
     slice select split split_with_sizes chunk unbind unflatten flatten movedim narrow contiguous
@@ -43,7 +44,7 @@ _CHEAP = _words(
 )
 # Cheap enough to be done again by every reader, but work all the same where a parameter is
 # involved.
-_NOT_A_REMAINDER = _words("index gather cumsum pow sqrt rsqrt square exp log one_hot abs max min")
+_NOT_A_REMAINDER = words("index gather cumsum pow sqrt rsqrt square exp log one_hot abs max min")
 _RANDOM = ("rand", "bernoulli", "normal", "dropout", "multinomial", "exponential", "poisson")
 
 
@@ -82,7 +83,7 @@ def batch_dim(small: torch.Tensor, large: torch.Tensor, sizes: tuple[int, int]) 
 
 
 class CallTraits:
-    """What the grouping wants to know about each call of a program.
+    """Traits of every call of a program.
 
     Args:
         program: propagated, for some number of samples.

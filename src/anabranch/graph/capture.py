@@ -1,4 +1,4 @@
-"""From a module that returns its loss to a graph of operators.
+"""Capture of a module that returns its loss as a graph of operators.
 
 Labels and inputs are ordinary inputs of the forward pass, so nothing is special about the end of
 the model::
@@ -238,8 +238,8 @@ def _other_operations(module: nn.Module, a: int, b: int) -> CaptureError:
 
 
 def _device(module: nn.Module) -> torch.device:
-    for each in itertools.chain(module.parameters(), module.buffers()):
-        return each.device
+    for tensor in itertools.chain(module.parameters(), module.buffers()):
+        return tensor.device
     return torch.device("cpu")
 
 
@@ -273,15 +273,15 @@ class _Exporter:
         self.metrics = tuple(chosen.call_spec.out_spec.context)[1:]
 
     def run(self, samples: int, *, dynamic: bool) -> torch.export.ExportedProgram:
-        modes = {each: each.training for each in self.module.modules()}
+        modes = {part: part.training for part in self.module.modules()}
         try:
             if self.module.training != self.training:
                 self.module.train(self.training)
             leaves = self.layout.resized(samples, self.device)
             return export(self.wrapped, leaves, dynamic=dynamic)
         finally:
-            for each, mode in modes.items():
-                each.training = mode
+            for part, mode in modes.items():
+                part.training = mode
 
     def at(self, samples: int, device: torch.device | None = None) -> FlatProgram:
         """A program with values; tensors are constructed on the device."""
@@ -343,6 +343,6 @@ def _first_names(module: nn.Module) -> dict[str, str]:
     result = {}
     for named in (module.named_parameters, module.named_buffers):
         first: dict[int, str] = {}
-        for name, each in named(remove_duplicate=False):
-            result[f"module.{name}"] = first.setdefault(id(each), name)
+        for name, tensor in named(remove_duplicate=False):
+            result[f"module.{name}"] = first.setdefault(id(tensor), name)
     return result

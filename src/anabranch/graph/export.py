@@ -1,4 +1,4 @@
-"""From a user's module to an exported program, or to an error that says where and why not.
+"""Export of a user's module, or an error that says where and why it cannot be.
 
 ``torch.export`` is tried in three ways: without Python analysis and with a symbolic batch size, the
 same with the batch size fixed, and with full Python analysis. The first gives up on few models but
@@ -226,14 +226,14 @@ _OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
 def user_frame(stack: Iterable[traceback.FrameSummary]) -> str:
     """File and line of the innermost frame that is not torch's, Python's own or ours."""
     found = "the module's forward"
-    for each in stack:
-        name = os.path.abspath(each.filename)
+    for frame in stack:
+        name = os.path.abspath(frame.filename)
         library = name.startswith(_PYTHON) and "site-packages" not in name
-        if library or name.startswith((_TORCH, _OURS)) or each.filename.startswith("<"):
+        if library or name.startswith((_TORCH, _OURS)) or frame.filename.startswith("<"):
             continue
-        found = f"{each.filename}:{each.lineno}"
-        if each.line:
-            found += f" ({textwrap.shorten(each.line, 100)})"
+        found = f"{frame.filename}:{frame.lineno}"
+        if frame.line:
+            found += f" ({textwrap.shorten(frame.line, 100)})"
     return found
 
 

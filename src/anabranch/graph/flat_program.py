@@ -135,8 +135,8 @@ def written(node: fx.Node) -> list[fx.Node]:
 
 def _leaves(value: Any) -> Iterator[Any]:
     if isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _leaves(each)
+        for item in value:
+            yield from _leaves(item)
     else:
         yield value
 
@@ -321,7 +321,7 @@ class _Builder:
         self.env[node] = self.body(body, body.graph)
 
     def finish(self, samples: int) -> FlatProgram:
-        self.graph.output(tuple(self.made(each) for each in self.result))
+        self.graph.output(tuple(self.made(output) for output in self.result))
         _to_front(self.graph)
         _follow_writes(self.graph)
         self.drop_dead()

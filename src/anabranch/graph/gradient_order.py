@@ -1,4 +1,4 @@
-"""Adding the gradients of a tensor in the order in which one process would have added them.
+"""Sums of a tensor's gradients in the order in which one process would have added them.
 
 Autograd adds the gradients of a tensor with several uses one by one, the latest use first::
 

@@ -1,4 +1,4 @@
-"""From single tensor operations to operators, the units that planners place.
+"""Grouping of tensor operations into operators, the units that planners place.
 
 Calls are merged step by step. Except where a step says otherwise, only merges are made that keep
 the order of everything else exactly as it was, so that no branch ever waits for another because of
@@ -63,107 +63,105 @@ def group(
         module: the user's module; the paths of the calls are paths in it.
         granularity: how coarse.
     """
-    facts = CallTraits(program, other)
-    partition = CallGroups(facts)
-    bind(partition, _inseparable(facts))
-    _attach_isolated(partition)
+    traits = CallTraits(program, other)
+    groups = CallGroups(traits)
+    bind(groups, _inseparable(traits))
+    _attach_isolated(groups)
     blocks = Blocks(module)
-    partition.rank_ancestors()
-    _contract(partition, lambda a, b: partition.path[a] == partition.path[b], one_heavy=True)
-    _absorb(partition, 0, blocks)
+    groups.rank_ancestors()
+    _contract(groups, lambda a, b: groups.path[a] == groups.path[b], one_heavy=True)
+    _absorb(groups, 0, blocks)
     if granularity != "operator":
-        _contract_keys(partition, blocks.layer)
-        _absorb(partition, 1, blocks)
+        _contract_keys(groups, blocks.layer)
+        _absorb(groups, 1, blocks)
     if granularity == "block":
-        _merge_blocks(partition, blocks)
-        _absorb(partition, 1, blocks)
-    return _named(partition, module)
+        _merge_blocks(groups, blocks)
+        _absorb(groups, 1, blocks)
+    return _named(groups, module)
 
 
-def _inseparable(facts: CallTraits) -> list[list[int]]:
+def _inseparable(traits: CallTraits) -> list[list[int]]:
     """Sets of calls that have to be in one operator."""
     sets: list[list[int]] = []
-    for node in facts.calls:
-        if not facts.free[node] and not facts.sendable(node):
-            readers = [facts.position[user] for user in node.users if user in facts.position]
-            sets.append([facts.position[node], *readers])
+    for node in traits.calls:
+        if not traits.free[node] and not traits.sendable(node):
+            readers = [traits.position[user] for user in node.users if user in traits.position]
+            sets.append([traits.position[node], *readers])
     sharing: dict[int, list[int]] = defaultdict(list)
     last_write: dict[int, int] = {}
-    for i, node in enumerate(facts.calls):
+    for i, node in enumerate(traits.calls):
         near = (node, *node.all_input_nodes)
         touched = {n.meta["storage"] for n in near if "storage" in n.meta}
-        for storage in touched & facts.mutated:
+        for storage in touched & traits.mutated:
             sharing[storage].append(i)
         for target in written(node):
             last_write[target.meta.get("storage", 0)] = i
     for storage, calls in sharing.items():
         # Those who read after the last write see the final value, wherever they are, if it is made
         # by a call.
-        owned = facts.calls[calls[0]].meta.get("storage") == storage
+        owned = traits.calls[calls[0]].meta.get("storage") == storage
         last = last_write[storage]
         sets.append([i for i in calls if i <= last or not owned])
     return sets
 
 
-def _attach_isolated(partition: CallGroups) -> None:
+def _attach_isolated(groups: CallGroups) -> None:
     """Put what nobody waits for, such as a count of batches, with the next call of its module."""
-    for g in sorted(partition.members):
-        apart = not partition.succ[g] and not partition.pred[g] and not partition.weight[g]
-        if not apart or len(partition.members) == 1:
+    for g in sorted(groups.members):
+        apart = not groups.succ[g] and not groups.pred[g] and not groups.weight[g]
+        if not apart or len(groups.members) == 1:
             continue
-        others = [h for h in partition.members if h != g]
-        same = [h for h in others if partition.path[h] == partition.path[g]]
-        partition.merge(min(same or others, key=lambda h: (h < g, abs(h - g))), g)
+        others = [h for h in groups.members if h != g]
+        same = [h for h in others if groups.path[h] == groups.path[g]]
+        groups.merge(min(same or others, key=lambda h: (h < g, abs(h - g))), g)
 
 
-def _contract(
-    partition: CallGroups, together: Callable[[int, int], bool], *, one_heavy: bool
-) -> None:
+def _contract(groups: CallGroups, together: Callable[[int, int], bool], *, one_heavy: bool) -> None:
     """Merge neighbours that belong together, until nothing changes."""
     changed = True
     while changed:
         changed = False
-        for v in sorted(partition.members):
-            for host in partition.neighbours(v) if v in partition.members else ():
-                heavy = one_heavy and partition.heavy[host] and partition.heavy[v]
+        for v in sorted(groups.members):
+            for host in groups.neighbours(v) if v in groups.members else ():
+                heavy = one_heavy and groups.heavy[host] and groups.heavy[v]
                 if together(host, v) and not heavy:
-                    partition.merge(host, v)
+                    groups.merge(host, v)
                     changed = True
                     break
 
 
-def _contract_keys(partition: CallGroups, key: Callable[[str], str]) -> None:
-    keys = {g: key(path) for g, path in partition.path.items()}
-    partition.path = dict(keys)
+def _contract_keys(groups: CallGroups, key: Callable[[str], str]) -> None:
+    keys = {g: key(path) for g, path in groups.path.items()}
+    groups.path = dict(keys)
     _contract(
-        partition,
-        lambda a, b: bool(partition.path[a]) and partition.path[a] == partition.path[b],
+        groups,
+        lambda a, b: bool(groups.path[a]) and groups.path[a] == groups.path[b],
         one_heavy=False,
     )
 
 
-def _absorb(partition: CallGroups, weight: int, blocks: Blocks) -> None:
+def _absorb(groups: CallGroups, weight: int, blocks: Blocks) -> None:
     """Merge groups of at most this weight into a neighbour, of their own block if they have one."""
-    partition.rank_ancestors()
+    groups.rank_ancestors()
     changed = True
     while changed:
         changed = False
-        for v in sorted(partition.members):
-            if v not in partition.members or partition.weight[v] > weight:
+        for v in sorted(groups.members):
+            if v not in groups.members or groups.weight[v] > weight:
                 continue
-            host = _host(partition, v, blocks)
+            host = _host(groups, v, blocks)
             if host is not None:
-                path = partition.path[host]
-                partition.merge(host, v)
-                partition.path[host] = path
+                path = groups.path[host]
+                groups.merge(host, v)
+                groups.path[host] = path
                 changed = True
 
 
-def _host(partition: CallGroups, v: int, blocks: Blocks) -> int | None:
-    block = blocks.block(partition.path[v])
-    nearest = partition.neighbours(v)
-    choices = [g for g in nearest if blocks.block(partition.path[g]) == block]
-    if not choices and (not block or partition.weight[v] == 0):
+def _host(groups: CallGroups, v: int, blocks: Blocks) -> int | None:
+    block = blocks.block(groups.path[v])
+    nearest = groups.neighbours(v)
+    choices = [g for g in nearest if blocks.block(groups.path[g]) == block]
+    if not choices and (not block or groups.weight[v] == 0):
         choices = nearest
     return choices[0] if choices else None
 
@@ -174,13 +172,13 @@ class Blocks:
     def __init__(self, module: nn.Module) -> None:
         self.paths: set[str] = set()
         self.lists: set[str] = set()
-        for path, each in module.named_modules():
-            if isinstance(each, nn.ModuleList | nn.ModuleDict):
+        for path, parent in module.named_modules():
+            if isinstance(parent, nn.ModuleList | nn.ModuleDict):
                 self.lists.add(path)
-            if not isinstance(each, nn.ModuleList | nn.ModuleDict | nn.Sequential):
+            if not isinstance(parent, nn.ModuleList | nn.ModuleDict | nn.Sequential):
                 continue
-            classes = [type(child) for child in each.children()]
-            for name, child in each.named_children():
+            classes = [type(child) for child in parent.children()]
+            for name, child in parent.named_children():
                 composed = any(True for _ in child.children())
                 if composed and classes.count(type(child)) > 1:
                     self.paths.add(f"{path}.{name}" if path else name)
@@ -208,38 +206,38 @@ class Blocks:
         return taken
 
 
-def _merge_blocks(partition: CallGroups, blocks: Blocks) -> None:
+def _merge_blocks(groups: CallGroups, blocks: Blocks) -> None:
     """Merge the connected calls of each block, where no path leaves them and comes back."""
     of_block: dict[str, set[int]] = defaultdict(set)
-    for g, path in partition.path.items():
+    for g, path in groups.path.items():
         block = blocks.block(path)
         if block:
             of_block[block].add(g)
-    for block, groups in of_block.items():
-        for component in components(partition, groups):
-            partition.rank_ancestors()
-            if len(component) > 1 and convex(partition, component):
+    for block, members in of_block.items():
+        for component in components(groups, members):
+            groups.rank_ancestors()
+            if len(component) > 1 and convex(groups, component):
                 keep, *rest = sorted(component)
                 for g in rest:
-                    partition.merge(keep, g)
-                partition.path[keep] = block
-    partition.rank_ancestors()
+                    groups.merge(keep, g)
+                groups.path[keep] = block
+    groups.rank_ancestors()
 
 
-def _named(partition: CallGroups, module: nn.Module) -> Grouping:
-    order = partition.order()
-    owners = [FREE] * len(partition.facts.calls)
+def _named(groups: CallGroups, module: nn.Module) -> Grouping:
+    order = groups.order()
+    owners = [FREE] * len(groups.traits.calls)
     names: list[str] = []
     kinds: list[str] = []
     taken: dict[str, int] = defaultdict(int)
     modules = dict(module.named_modules())
     for i, g in enumerate(order):
-        members = sorted(partition.members[g])
+        members = sorted(groups.members[g])
         for call in members:
             owners[call] = i
-        path = partition.path[g]
-        main = max(members, key=lambda m: (partition.facts.weight(partition.facts.calls[m]), -m))
-        operation = base_name(partition.facts.calls[main])
+        path = groups.path[g]
+        main = max(members, key=lambda m: (groups.traits.weight(groups.traits.calls[m]), -m))
+        operation = base_name(groups.traits.calls[main])
         name = path or operation
         taken[name] += 1
         names.append(name if taken[name] == 1 else f"{name}#{taken[name]}")
@@ -261,7 +259,7 @@ def group_like(
         train: the training program.
         grouping: its operators.
     """
-    facts = CallTraits(program, other)
+    traits = CallTraits(program, other)
     homes: dict[tuple[str, str], list[int]] = defaultdict(list)
     by_frame: dict[str, list[int]] = defaultdict(list)
     for node, owner in zip(train.calls, grouping.owners, strict=True):
@@ -270,8 +268,8 @@ def group_like(
             by_frame[frame(node)].append(owner)
     seen: dict[tuple[str, str], int] = defaultdict(int)
     owner_of: dict[fx.Node, int] = {}
-    for node in facts.calls:
-        if facts.free[node]:
+    for node in traits.calls:
+        if traits.free[node]:
             owner_of[node] = FREE
             continue
         key = (frame(node), base_name(node))
@@ -280,17 +278,17 @@ def group_like(
         wanted = known[min(seen[key], len(known) - 1)]
         seen[key] += 1
         owner_of[node] = max(wanted, *earlier) if earlier else wanted
-    partition = CallGroups(facts)
+    groups = CallGroups(traits)
     sets: dict[int, list[int]] = defaultdict(list)
     for node, owner in owner_of.items():
         if owner != FREE:
-            sets[owner].append(facts.position[node])
-    bind(partition, [*sets.values(), *_inseparable(facts)])
-    homes_of = {g: min(owner_of[facts.calls[i]] for i in m) for g, m in partition.members.items()}
-    order = sorted(partition.members, key=lambda g: homes_of[g])
-    owners = [FREE] * len(facts.calls)
+            sets[owner].append(traits.position[node])
+    bind(groups, [*sets.values(), *_inseparable(traits)])
+    homes_of = {g: min(owner_of[traits.calls[i]] for i in m) for g, m in groups.members.items()}
+    order = sorted(groups.members, key=lambda g: homes_of[g])
+    owners = [FREE] * len(traits.calls)
     for i, g in enumerate(order):
-        for call in partition.members[g]:
+        for call in groups.members[g]:
             owners[call] = i
     return Grouping(
         tuple(grouping.names[homes_of[g]] for g in order),

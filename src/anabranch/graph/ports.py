@@ -1,4 +1,4 @@
-"""Which use of a value or of a tied parameter goes through which port or alias.
+"""Ports and aliases: the one that each use of a value or of a tied parameter goes through.
 
 Autograd adds the gradients of a tensor with uses 1 .. m as (((g_m + g_m-1) + ...) + g_1). A run is
 a set of uses that share a leaf on their stage, so that the stage sums their gradients itself. Any
@@ -68,7 +68,7 @@ class TiedUse:
 
 
 class PortMap:
-    """Which use of which value or tied parameter goes through which port or alias."""
+    """The port or alias of every use of a value or of a tied parameter."""
 
     def __init__(
         self, captured: Captured, program: FlatProgram, stage_of: Sequence[int], exact: bool

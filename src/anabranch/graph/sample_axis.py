@@ -1,4 +1,4 @@
-"""Which sample each element of a value belongs to, also where samples share a dimension.
+"""Sample axes: the sample that each element of a value belongs to, in a shared dimension too.
 
 A tensor's samples are in one dimension, alone or folded with others. Folded, an index into that
 dimension counts through ``outer``, then samples, then ``inner``::

@@ -1,4 +1,4 @@
-"""Where a graph of operators may be cut: its decomposition into series and parallel parts.
+"""Series and parallel parts of a graph of operators: the places where it may be cut.
 
 Chains are easy to plan and arbitrary graphs are not (7 branches of 4 operators have 78,000
 downsets), so planners work on a tree::
@@ -125,7 +125,7 @@ def signature(graph: OpGraph, node: Node, keys: Sequence[Hashable]) -> Hashable:
     return (
         _shape(node, place),
         tuple(keys[op] for op in order),
-        tuple(tuple(sorted(each, key=repr)) for each in ends),
+        tuple(tuple(sorted(touching, key=repr)) for touching in ends),
     )
 
 

@@ -1,4 +1,4 @@
-"""Cut a captured module into one program per stage.
+"""Programs of the stages that a captured module is cut into.
 
 A stage's program holds the calls of its operators, in the order of the whole program, copies of the
 free calls that they need, and the model's own parameters under the model's own names. What crosses

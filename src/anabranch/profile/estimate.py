@@ -1,4 +1,4 @@
-"""What every operator would cost on a GPU that is not here, from its data sheet.
+"""Estimated costs of every operator on a GPU that is not here, from its data sheet.
 
 The operators run on meta tensors at two sample counts, which gives the kernels that they launch,
 forward and backward (``kernels``). The sizes of a kernel (bytes moved, rows of a matrix product)
@@ -22,7 +22,12 @@ from anabranch.graph.capture import Captured
 from anabranch.profile.data_sheets import DATA_SHEETS, DataSheet, Floats
 from anabranch.profile.kept_bytes import KeptBytes, per_sample
 from anabranch.profile.kernels import Kernel, Recorder, run
-from anabranch.profile.operator_runner import example_batch, steps, walk, workable
+from anabranch.profile.operator_runner import (
+    example_batch,
+    operator_programs,
+    run_operators,
+    workable_counts,
+)
 from anabranch.profile.profile import OpCost, Profile
 
 Precision = Literal["float32", "tf32"]
@@ -60,7 +65,7 @@ def estimate(
     if not counts or counts[0] < 1:
         raise ValueError(f"cannot estimate at {counts} samples")
     if counts[0] < _FEW:
-        counts = workable(captured, counts, torch.device("meta"))
+        counts = workable_counts(captured, counts, torch.device("meta"))
     few, many = _Trace.of(captured, _FEW), _Trace.of(captured, _MANY)
     sheet = DATA_SHEETS[device]
     if few.is_like(many):
@@ -126,18 +131,18 @@ class _Trace:
     @staticmethod
     def of(captured: Captured, samples: int) -> _Trace:
         meta = torch.device("meta")
-        program = steps(captured, samples, meta)
+        program = operator_programs(captured, samples, meta)
         state = _MetaState()
         batch = example_batch(captured, samples, meta)
         tensors = [state.of(step.module) for step in program]
-        at_hand = [t for each in tensors for t in each.values()]
+        at_hand = [t for named in tensors for t in named.values()]
         watch = _Watch(KeptBytes(len(program), [*at_hand, *batch.values()]))
 
         def call(op: int, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
             result: Sequence[Tensor] = run(program[op].module, tensors[op], inputs)
             return result
 
-        walk(program, batch, call, watch)
+        run_operators(program, batch, call, watch)
         kernels = tuple(k for _, _, k in watch.seen)
         products = [p for k in kernels for p in k.products]
         return _Trace(
@@ -164,14 +169,14 @@ class _Trace:
         owner = np.repeat(np.arange(len(self.kernels)), [len(k.products) for k in self.kernels])
         formats = np.array([_number_format(self.kernels[i], precision) for i in owner])
         compute = np.zeros(len(self.kernels))
-        for each in set(formats.tolist()):
-            chosen = formats == each
+        for number_format in set(formats.tolist()):
+            chosen = formats == number_format
             m, n, k, batch = sizes.products[chosen].T
-            np.add.at(compute, owner[chosen], sheet.matmul_s(m, n, k, batch, each))
+            np.add.at(compute, owner[chosen], sheet.matmul_s(m, n, k, batch, number_format))
         launches = np.array([k.launches for k in self.kernels], dtype=np.float64)
         result = np.zeros((2, len(self.kept)))
-        each_s = sheet.kernel_s(sizes.nbytes, compute, launches)
-        np.add.at(result, (np.array(self.passes), np.array(self.ops)), each_s)
+        kernel_s = sheet.kernel_s(sizes.nbytes, compute, launches)
+        np.add.at(result, (np.array(self.passes), np.array(self.ops)), kernel_s)
         return result
 
 

@@ -1,4 +1,4 @@
-"""What autograd keeps between forward and backward, by the operator that made it.
+"""Bytes that autograd keeps between forward and backward, by the operator that made them.
 
 Counted in storages, since keeping a view keeps all of its storage, each once: two operators that
 save the same tensor share it. Parameters, buffers and the batch are at hand anyway and do not

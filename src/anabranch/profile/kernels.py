@@ -1,4 +1,4 @@
-"""Which kernels an operator would launch on a GPU, forward and backward, without having one.
+"""Kernels that an operator would launch on a GPU, forward and backward, without having one.
 
 The operator runs on meta tensors, which have shapes but no numbers, while a dispatch mode writes
 down every tensor operation that reaches the device: autograd itself supplies the backward, so no
@@ -8,8 +8,7 @@ hand: attention and dropout run as the fused kernels that PyTorch has for GPUs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +16,8 @@ import torch
 from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from anabranch.graph.call_traits import words
 
 aten = torch.ops.aten
 
@@ -88,13 +89,6 @@ def run(module: fx.GraphModule, tensors: Mapping[str, Tensor], inputs: Sequence[
     raise AssertionError("a traced graph ends with its output")
 
 
-@contextmanager
-def recorded() -> Iterator[list[Kernel]]:
-    """Yields a list to which the kernels of the body are added."""
-    with Recorder() as recorder:
-        yield recorder.kernels
-
-
 def _attention(
     query: Tensor,
     key: Tensor,
@@ -135,18 +129,12 @@ _AS_ON_GPU: dict[Any, Callable[..., Any]] = {
     aten.dropout.default: _dropout,
 }
 
-_FREE = {
-    "detach",
-    "empty",
-    "empty_like",
-    "empty_strided",
-    "new_empty",
-    "new_empty_strided",
-    "_unsafe_view",
-    "_reshape_alias",
-    "lift_fresh",
-    "resize_",
-}
+_FREE = words(
+    """
+    detach empty empty_like empty_strided new_empty new_empty_strided _unsafe_view
+    _reshape_alias lift_fresh resize_
+    """
+)
 """Operations that launch nothing, besides those that only return a view."""
 
 
@@ -187,24 +175,12 @@ def _nbytes(tensor: Tensor) -> float:
     return count
 
 
-_WRITE_ONLY = {
-    "zero_",
-    "fill_",
-    "zeros",
-    "ones",
-    "full",
-    "zeros_like",
-    "ones_like",
-    "full_like",
-    "new_zeros",
-    "new_full",
-    "new_ones",
-    "arange",
-    "bernoulli_",
-    "uniform_",
-    "normal_",
-    "scalar_tensor",
-}
+_WRITE_ONLY = words(
+    """
+    zero_ fill_ zeros ones full zeros_like ones_like full_like new_zeros new_full new_ones
+    arange bernoulli_ uniform_ normal_ scalar_tensor
+    """
+)
 
 # Table look-ups touch the rows that are asked for, not the whole table; their gradients are dense:
 # the whole table is written, then the rows of the samples are added (read and written).

@@ -29,8 +29,14 @@ from torch.utils._pytree import tree_map
 
 from anabranch.errors import ProfileError
 from anabranch.graph.capture import Captured
+from anabranch.graph.split import StageProgram
 from anabranch.profile.kept_bytes import KeptBytes, per_sample
-from anabranch.profile.operator_runner import Step, example_batch, steps, walk, workable
+from anabranch.profile.operator_runner import (
+    example_batch,
+    operator_programs,
+    run_operators,
+    workable_counts,
+)
 from anabranch.profile.profile import OpCost, Profile
 
 Progress = Callable[[int, int], None]
@@ -63,7 +69,7 @@ def measure(
         pool: whether operators with the same operations and shapes share their repeats.
         progress: called with (turns done, turns in all).
 
-    Sample counts with which the model itself fails are left out as ``workable`` says, with a
+    Sample counts with which the model itself fails are left out as ``workable_counts`` says, with a
     warning.
 
     Raises:
@@ -82,7 +88,7 @@ def measure(
             "the model was built on the meta device, which has no numbers to compute with; "
             "build it on the CPU to measure it, or estimate it for a GPU"
         )
-    counts = workable(captured, counts)
+    counts = workable_counts(captured, counts)
     if place.type == "cuda" and place.index is None:
         place = torch.device("cuda", torch.cuda.current_device())
     copies = _Copies(place, captured.module)
@@ -98,32 +104,32 @@ class _Bench:
     def __init__(self, captured: Captured, samples: int, copies: _Copies) -> None:
         self.samples, self.device = samples, copies.device
         device = copies.device
-        self.steps = steps(captured, samples)
+        self.programs = operator_programs(captured, samples)
         self.batch = example_batch(captured, samples, device)
-        self.modules = [copies.of(step.module) for step in self.steps]
+        self.modules = [copies.of(program.module) for program in self.programs]
         self.clock = _CudaClock(device) if device.type == "cuda" else _Clock()
-        self.forward_s: list[list[float]] = [[] for _ in self.steps]
-        self.backward_s: list[list[float]] = [[] for _ in self.steps]
+        self.forward_s: list[list[float]] = [[] for _ in self.programs]
+        self.backward_s: list[list[float]] = [[] for _ in self.programs]
         self.entry_s: list[float] = []
         self.kept: list[int] = []
 
     def first(self) -> None:
         """The first step, which counts what autograd keeps."""
         tensors = [t for m in self.modules for t in m.state_dict(keep_vars=True).values()]
-        watch = _Watch(KeptBytes(len(self.steps), [*tensors, *self.batch.values()]))
-        walk(self.steps, self.batch, self._call, watch)
+        watch = _Watch(KeptBytes(len(self.programs), [*tensors, *self.batch.values()]))
+        run_operators(self.programs, self.batch, self._call, watch)
         self.kept = watch.kept.nbytes
 
     def turn(self, repeats: int) -> None:
         """One untimed step, then timed ones."""
         for repeat in range(-1, repeats):
-            self.clock.start(len(self.steps) + 1)
-            walk(self.steps, self.batch, self._call, self.clock)
+            self.clock.start(len(self.programs) + 1)
+            run_operators(self.programs, self.batch, self._call, self.clock)
             self._enter()
             forward, backward = self.clock.stop()
             if repeat >= 0:
                 self.entry_s.append(backward.pop())
-                for op in range(len(self.steps)):
+                for op in range(len(self.programs)):
                     self.forward_s[op].append(forward[op])
                     self.backward_s[op].append(backward[op])
 
@@ -140,7 +146,7 @@ class _Bench:
     def _enter(self) -> None:
         leaf = torch.zeros((), device=self.device, requires_grad=True)
         root, grad = leaf.view(()), torch.zeros_like(leaf)
-        with self.clock.backward(len(self.steps)):
+        with self.clock.backward(len(self.programs)):
             torch.autograd.backward([root], [grad])
 
 
@@ -152,7 +158,7 @@ class _Turns:
         self.deadline = deadline
         self.progress = progress or (lambda done, total: None)
 
-    def run(self, counts: Sequence[int], bench: Callable[[int], _Bench]) -> list[_Bench]:
+    def run(self, counts: Sequence[int], make: Callable[[int], _Bench]) -> list[_Bench]:
         """Measure as many sample counts as the time allows, the smallest at least."""
         benches: list[_Bench] = []
         turns = -(-self.repeats // _TURN)
@@ -167,17 +173,17 @@ class _Turns:
                     stacklevel=3,
                 )
                 break
-            benches.append(bench(n))
+            benches.append(make(n))
             benches[-1].first()
             start = time.perf_counter()
             benches[-1].turn(1)
             step_s = (time.perf_counter() - start) / 2
             self.progress(len(benches), len(counts) * (1 + turns))
         for turn in range(turns):
-            for i, each in enumerate(benches):
+            for i, bench in enumerate(benches):
                 if time.perf_counter() > self.deadline:
                     return benches
-                each.turn(_TURN)
+                bench.turn(_TURN)
                 self.progress(len(benches) * (turn + 1) + i + 1, len(benches) * (1 + turns))
         return benches
 
@@ -263,7 +269,7 @@ def _profile(captured: Captured, benches: list[_Bench], device: str, pool: bool)
     first, last = benches[0], benches[-1]
     kept = per_sample(first.kept, last.kept, (first.samples, last.samples))
     groups: dict[str, list[int]] = {}
-    for i, step in enumerate(first.steps):
+    for i, step in enumerate(first.programs):
         key = _likeness(captured, step, first.batch) if pool else str(i)
         groups.setdefault(key, []).append(i)
     costs: dict[int, OpCost] = {}
@@ -279,7 +285,7 @@ def _profile(captured: Captured, benches: list[_Bench], device: str, pool: bool)
     )
 
 
-def _likeness(captured: Captured, step: Step, batch: Mapping[str, Tensor]) -> str:
+def _likeness(captured: Captured, step: StageProgram, batch: Mapping[str, Tensor]) -> str:
     """Equal for operators that do the same: operations, shapes, which tensors need a gradient."""
     graph: fx.Graph = step.module.graph
     number = {node: f"%{i}" for i, node in enumerate(graph.nodes)}

@@ -1,4 +1,4 @@
-"""One training step, operator by operator: what both measuring and estimating watch.
+"""One training step, operator by operator, which measuring and estimating both watch.
 
 Every operator runs forward on the real outputs of those before it, then backward, in reverse, on
 the real gradients of those after it. Between operators the autograd graph is cut: a value is
@@ -14,7 +14,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -23,12 +23,11 @@ from anabranch.errors import CaptureError
 from anabranch.graph.capture import Captured
 from anabranch.graph.split import StageProgram, split
 
-Step: TypeAlias = StageProgram
 Call = Callable[[int, Sequence[Tensor]], Sequence[Tensor]]
 
 
 class Observer(Protocol):
-    """Watches a walk."""
+    """Watches the operators run."""
 
     def forward(self, op: int) -> AbstractContextManager[Any]:
         """Entered for the forward of one operator."""
@@ -43,7 +42,9 @@ class Observer(Protocol):
         ...
 
 
-def steps(captured: Captured, samples: int, device: torch.device | None = None) -> list[Step]:
+def operator_programs(
+    captured: Captured, samples: int, device: torch.device | None = None
+) -> list[StageProgram]:
     """One program per operator, in the order of the graph.
 
     Args:
@@ -55,7 +56,7 @@ def steps(captured: Captured, samples: int, device: torch.device | None = None) 
     return [cut.program(i, samples, device=device) for i in range(len(captured.graph))]
 
 
-def workable(
+def workable_counts(
     captured: Captured, counts: Sequence[int], device: torch.device | None = None
 ) -> list[int]:
     """Sample counts without the smallest ones, if the model itself fails with these.
@@ -66,7 +67,7 @@ def workable(
     Args:
         captured: the model.
         counts: ascending.
-        device: as for ``steps``.
+        device: as for ``operator_programs``.
 
     Raises:
         CaptureError: if fewer than two of several counts would be left.
@@ -101,13 +102,13 @@ def example_batch(captured: Captured, samples: int, device: torch.device) -> dic
     return {name: t.to(device) for name, t in zip(layout.names, tensors, strict=True)}
 
 
-def walk(
-    program: Sequence[Step], batch: Mapping[str, Tensor], call: Call, observer: Observer
+def run_operators(
+    program: Sequence[StageProgram], batch: Mapping[str, Tensor], call: Call, observer: Observer
 ) -> None:
     """Run all operators forward, then backward.
 
     Args:
-        program: one step per operator.
+        program: one per operator.
         batch: the batch's tensors by name.
         call: (operator, input tensors) -> what its program returns.
         observer: told about everything.

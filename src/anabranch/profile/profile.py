@@ -68,15 +68,15 @@ class Profile:
     sharded: tuple[Sharded, ...] = ()
 
     def __post_init__(self) -> None:
-        degrees = [each.degree for each in self.sharded]
+        degrees = [shard.degree for shard in self.sharded]
         if degrees != sorted(set(degrees)) or any(degree < 2 for degree in degrees):
             raise ValueError(f"degrees of tensor parallelism {degrees} do not ascend from 2")
         self._check(self.costs)
-        for each in self.sharded:
-            self._check(each.costs)
-            if len(each.parameter_bytes) != len(self.graph) or min(each.parameter_bytes) < 0:
+        for shard in self.sharded:
+            self._check(shard.costs)
+            if len(shard.parameter_bytes) != len(self.graph) or min(shard.parameter_bytes) < 0:
                 raise ValueError(
-                    f"tensor parallelism over {each.degree} devices lacks the parameter bytes of "
+                    f"tensor parallelism over {shard.degree} devices lacks the parameter bytes of "
                     "an operator, or has negative ones"
                 )
 

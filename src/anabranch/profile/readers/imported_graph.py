@@ -18,13 +18,13 @@ proportional to samples); bytes are divided by the samples and rounded up.
 
 from __future__ import annotations
 
-import heapq
 import math
 import re
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from anabranch.errors import FileFormatError
+from anabranch.graph import digraph
 from anabranch.graph.opgraph import BATCH, Op, OpGraph, Parameter, Value
 from anabranch.jsonfile import LARGEST_SIZE
 from anabranch.profile.profile import OpCost, Profile, Sharded
@@ -269,23 +269,9 @@ def topological_order(file: str, nodes: Collection[str], edges: Sequence[Edge]) 
     after: dict[str, set[str]] = {key: set() for key in nodes}
     for edge in edges:
         after[edge.producer].add(edge.consumer)
-    waiting = dict.fromkeys(nodes, 0)
-    for consumers in after.values():
-        for key in consumers:
-            waiting[key] += 1
-    ready = [(_natural(key), key) for key in nodes if not waiting[key]]
-    heapq.heapify(ready)
-    order = []
-    while ready:
-        _, key = heapq.heappop(ready)
-        order.append(key)
-        for consumer in after[key]:
-            waiting[consumer] -= 1
-            if not waiting[consumer]:
-                heapq.heappush(ready, (_natural(consumer), consumer))
+    order = digraph.topological_order(after, lambda key: (_natural(key), key))
     if len(order) < len(nodes):
-        left = {key for key, count in waiting.items() if count}
-        raise FileFormatError(f"{file}: {_cycle(left, edges)}")
+        raise FileFormatError(f"{file}: {_cycle(set(nodes) - set(order), edges)}")
     return order
 
 

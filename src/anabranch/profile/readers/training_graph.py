@@ -1,4 +1,4 @@
-"""Which forward and backward nodes of a training graph make one operator.
+"""Operators of a training graph: which forward and backward nodes make one.
 
     x --> matmul --------> add --> loss            operators:  matmul --> add (with the loss)
            ^ |              |       |
@@ -30,6 +30,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from anabranch.errors import FileFormatError
+from anabranch.graph.digraph import strongly_connected
 from anabranch.profile.readers.imported_graph import Edge, topological_order
 
 
@@ -92,7 +93,9 @@ def group(
             f"({lost[0].name[:60]}) with a forward node"
         )
     between = _between(pieces, edges, owner)
-    merged = _circles(sorted(set(owner.values())), between)
+    beside = neighbours(between)
+    circles = strongly_connected({op: beside.get(op, ()) for op in sorted(set(owner.values()))})
+    merged = {op: circle[0] for circle in circles for op in circle}
     owner = {key: merged[op] for key, op in owner.items()}
     moved = [
         Edge(merged[e.producer], merged[e.consumer], e.nbytes, e.where, e.output) for e in between
@@ -195,7 +198,7 @@ def _by_neighbour(
                 color = pieces[other].color
                 together = classes[other if color is None else color]
                 owner.update(dict.fromkeys(together, op))
-                todo += [(each, op) for each in together]
+                todo += [(key, op) for key in together]
 
 
 def _between(
@@ -217,37 +220,3 @@ def _between(
     if all((edge.consumer, edge.producer) in known for edge in backward):
         return forward
     return forward + [edge for edge in backward if (edge.producer, edge.consumer) not in known]
-
-
-def _circles(ops: Sequence[str], edges: Sequence[Edge]) -> dict[str, str]:
-    """Operator -> the one that stands for all on a common circle (Kosaraju's algorithm)."""
-    finished = _depth_first(ops, neighbours(edges))
-    stands: dict[str, str] = {}
-    before = neighbours(edges, back=True)
-    for op in reversed(finished):
-        if op not in stands:
-            for found in _depth_first([op], before, stands):
-                stands[found] = op
-    return stands
-
-
-def _depth_first(
-    roots: Iterable[str], beside: Mapping[str, Sequence[str]], done: Iterable[str] = ()
-) -> list[str]:
-    """What the roots reach, each after everything that it was left for."""
-    seen, finished = set(done), []
-    for root in roots:
-        if root in seen:
-            continue
-        seen.add(root)
-        stack = [(root, iter(beside.get(root, ())))]
-        while stack:
-            key, rest = stack[-1]
-            fresh = next((other for other in rest if other not in seen), None)
-            if fresh is None:
-                finished.append(key)
-                stack.pop()
-            else:
-                seen.add(fresh)
-                stack.append((fresh, iter(beside.get(fresh, ()))))
-    return finished

@@ -1,0 +1,74 @@
+"""Orders and cycles of directed graphs, given as node -> the nodes that its edges lead to."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from typing import Any, TypeVar
+
+_T = TypeVar("_T", bound=Hashable)
+
+
+def topological_order(after: Mapping[_T, Iterable[_T]], rank: Callable[[_T], Any]) -> list[_T]:
+    """The nodes in topological order, of those that may come next always the least by rank.
+
+    Args:
+        after: every node is a key.
+        rank: different for any two nodes.
+
+    Returns:
+        All nodes but those on a cycle and behind one.
+    """
+    waiting = dict.fromkeys(after, 0)
+    for targets in after.values():
+        for target in targets:
+            waiting[target] += 1
+    ready = [(rank(node), node) for node, count in waiting.items() if not count]
+    heapq.heapify(ready)
+    order = []
+    while ready:
+        _, node = heapq.heappop(ready)
+        order.append(node)
+        for target in after[node]:
+            waiting[target] -= 1
+            if not waiting[target]:
+                heapq.heappush(ready, (rank(target), target))
+    return order
+
+
+def strongly_connected(after: Mapping[_T, Iterable[_T]]) -> list[list[_T]]:
+    """The strongly connected components, in topological order (Kosaraju's algorithm).
+
+    Args:
+        after: every node is a key.
+    """
+    before: dict[_T, list[_T]] = {node: [] for node in after}
+    for node, targets in after.items():
+        for target in targets:
+            before[target].append(node)
+    seen: set[_T] = set()
+    components = []
+    for root in reversed(_depth_first(after, after, set())):
+        if root not in seen:
+            components.append(_depth_first([root], before, seen)[::-1])
+    return components
+
+
+def _depth_first(roots: Iterable[_T], after: Mapping[_T, Iterable[_T]], seen: set[_T]) -> list[_T]:
+    """What the roots reach and was not seen, each after everything that it was left for."""
+    finished = []
+    for root in roots:
+        if root in seen:
+            continue
+        seen.add(root)
+        stack = [(root, iter(after[root]))]
+        while stack:
+            node, rest = stack[-1]
+            fresh = next((target for target in rest if target not in seen), None)
+            if fresh is None:
+                finished.append(node)
+                stack.pop()
+            else:
+                seen.add(fresh)
+                stack.append((fresh, iter(after[fresh])))
+    return finished

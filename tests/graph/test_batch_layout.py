@@ -1,0 +1,69 @@
+"""Batches of every form: names of their leaves, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from anabranch.errors import CaptureError
+from anabranch.graph.capture import capture
+from anabranch.graph.opgraph import BATCH
+from anabranch.graph.split import split
+from tests.graph.chain import run_stages
+from tests.graph.nets import Anything, Net, batch, one_stage
+
+
+@pytest.mark.parametrize(
+    ("example", "names"),
+    [
+        (torch.ones(4, 2), ["batch"]),
+        ((torch.ones(4), torch.ones(4, 2)), ["0", "1"]),
+        ([torch.ones(4), [torch.ones(4, 2), None]], ["0", "1.0"]),
+        ({"b": torch.ones(4), "a": {"x": torch.ones(4, 3)}, "double": True}, ["b", "a.x"]),
+        (({"ids": torch.ones(4)}, torch.ones(4)), ["0.ids", "1"]),
+    ],
+    ids=["tensor", "tuple", "nested list", "dict", "dict in a tuple"],
+)
+def test_batches(example: Any, names: list[str]) -> None:
+    """Leaves are named by their place; what is no tensor is a constant of the program."""
+    module = Anything()
+    captured = capture(module, example)
+    from_batch = [v for v in captured.graph.values if v.producer == BATCH]
+    assert [v.name for v in from_batch] == names == list(captured.flatten_batch(example))
+    args, kwargs = ((), example) if isinstance(example, dict) else (example, {})
+    args = args if isinstance(args, tuple | list) else (args,)
+    loss, _ = run_stages(split(captured, one_stage(captured)), example)
+    assert torch.equal(loss, module(*args, **kwargs).detach())
+
+
+def test_batch_values_have_bytes_per_sample() -> None:
+    """Six floats of 4 bytes and a label of 4 bytes per sample, never with a gradient."""
+    values = {v.name: v for v in capture(Net(), batch()).graph.values if v.producer == BATCH}
+    assert (values["0"].nbytes, values["1"].nbytes) == (24, 4)
+    assert not values["0"].grad
+    assert values["0"].batched
+
+
+@pytest.mark.parametrize(
+    ("example", "complaint"),
+    [
+        ((torch.ones(4, 2), torch.ones(3)), r"0 \(4, 2\), 1 \(3,\)"),
+        ((torch.ones(4), torch.tensor(1.0)), r"1 \(\)"),
+        ((torch.ones(0, 2),), "no samples"),
+        ((1, None), "holds no tensor"),
+    ],
+    ids=["other size", "scalar", "empty", "no tensor"],
+)
+def test_refuses_batches_without_common_samples(example: Any, complaint: str) -> None:
+    """The message lists the shapes."""
+    with pytest.raises(CaptureError, match=complaint):
+        capture(Anything(), example)
+
+
+def test_batch_of_another_form_is_refused() -> None:
+    """Later batches have to be built like the example."""
+    captured = capture(Anything(), (torch.ones(4), torch.ones(4)))
+    with pytest.raises(ValueError, match=r"example holds 0, 1: it lacks 1;"):
+        captured.flatten_batch((torch.ones(4),))

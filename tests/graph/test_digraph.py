@@ -1,0 +1,46 @@
+"""Orders and cycles of directed graphs, against networkx."""
+
+from __future__ import annotations
+
+import networkx as nx
+from hypothesis import given
+from hypothesis import strategies as st
+
+from anabranch.graph.digraph import strongly_connected, topological_order
+
+EDGES = st.lists(st.tuples(st.integers(0, 7), st.integers(0, 7)), max_size=20)
+
+
+def successors(edges: list[tuple[int, int]]) -> dict[int, set[int]]:
+    return {node: {b for a, b in edges if a == node} for node in range(8)}
+
+
+def test_the_least_node_that_may_come_next() -> None:
+    """2 -> 0 and 3 -> 1: 0 waits for 2, then comes before 3."""
+    assert topological_order({0: [], 1: [], 2: [0], 3: [1]}, lambda node: node) == [2, 0, 3, 1]
+
+
+def test_a_cycle_and_what_is_behind_it_are_left_out() -> None:
+    """0 -> 1 <-> 2 -> 3."""
+    assert topological_order({0: [1], 1: [2], 2: [1, 3], 3: []}, lambda node: node) == [0]
+
+
+@given(edges=EDGES)
+def test_components_are_those_of_networkx_in_topological_order(
+    edges: list[tuple[int, int]],
+) -> None:
+    """No edge leads from a component to one before it."""
+    after = successors(edges)
+    found = strongly_connected(after)
+    expected = nx.strongly_connected_components(nx.DiGraph(after))
+    assert sorted(map(sorted, found)) == sorted(map(sorted, expected))
+    place = {node: i for i, component in enumerate(found) for node in component}
+    assert all(place[a] <= place[b] for a, b in edges)
+
+
+@given(edges=EDGES)
+def test_an_order_without_cycles_has_every_edge_forward(edges: list[tuple[int, int]]) -> None:
+    """And it is the least one by rank, as networkx gives it."""
+    after = successors([(min(edge), max(edge)) for edge in edges if edge[0] != edge[1]])
+    expected = nx.lexicographical_topological_sort(nx.DiGraph(after), key=lambda node: -node)
+    assert topological_order(after, lambda node: -node) == list(expected)

@@ -1,0 +1,166 @@
+"""Traps of the tracer: what a forward may do, what is refused, and what the message says."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from anabranch.errors import CaptureError
+from anabranch.graph.capture import capture
+from anabranch.graph.export import CaptureWarning
+from anabranch.graph.split import split
+from tests.graph.chain import check_split, run_stages
+from tests.graph.nets import Net, Returns, batch, one_stage, stage_each
+
+
+@pytest.mark.parametrize(
+    ("make", "metrics"),
+    [
+        (lambda h: h.mean(), ()),
+        (lambda h: {"loss": h.mean(), "top": h.max(), "logits": h}, ("top",)),
+        (lambda h: SimpleNamespace(loss=h.mean(), size=h.norm(), count=3), ("size",)),
+        (lambda h: {"hits": (h > 0).sum(), "loss": h.mean()}, ()),
+    ],
+    ids=["tensor", "mapping", "object", "integer is no metric"],
+)
+def test_loss_and_metrics(make: Callable[[torch.Tensor], Any], metrics: tuple[str, ...]) -> None:
+    """The loss is the tensor or the entry ``loss``; further scalar floats are metrics."""
+    module = Returns(make)
+    captured = capture(module, batch())
+    loss, found = run_stages(split(captured, one_stage(captured)), batch())
+    assert captured.metrics == metrics
+    assert tuple(found) == metrics
+    out = make(module.first(batch()[0]))
+    expected = out if isinstance(out, torch.Tensor) else dict(getattr(out, "__dict__", out))["loss"]
+    assert torch.equal(loss, expected)
+
+
+@pytest.mark.parametrize(
+    ("make", "complaint"),
+    [
+        (lambda h: h, r"shape \(samples, 2\)"),
+        (lambda h: {"logits": h}, "returned no loss, but logits"),
+        (lambda h: None, "returned no loss, but NoneType"),
+        (lambda h: h.argmax(), "int64"),
+        (lambda h: h.detach().mean(), "does not depend on any parameter"),
+    ],
+    ids=["not a scalar", "no loss", "nothing", "not a float", "no gradient"],
+)
+def test_refuses_what_is_no_loss(make: Callable[[torch.Tensor], Any], complaint: str) -> None:
+    """The message says what was returned instead."""
+    with pytest.raises(CaptureError, match=complaint):
+        capture(Returns(make), batch())
+
+
+class Tripled(torch.autograd.Function):
+    """A backward that is not the derivative of the forward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad * 3
+
+
+def test_custom_gradient_is_refused() -> None:
+    """The tracer would lose the backward silently; the error names class, file and line."""
+    module = Net(lambda _, h: Tripled.apply(h))
+    with pytest.raises(CaptureError, match=r"test_export.py:\d+ .*Tripled.apply.*custom_op"):
+        capture(module, batch())
+    # Afterwards functions work as before.
+    assert Tripled.apply(torch.ones(1)).item() == 2.0
+
+
+def test_custom_gradient_is_refused_where_only_analysis_can_trace() -> None:
+    """NumPy inside the forward needs full analysis, which hides the function from us."""
+
+    def body(net: Net, h: torch.Tensor) -> torch.Tensor:
+        scale = torch.from_numpy(h.detach().numpy()).abs().max()
+        return Tripled.apply(h) * scale
+
+    with pytest.raises(CaptureError, match=r"Tripled.apply"):
+        capture(Net(body), batch())
+    plain = lambda net, h: h * torch.from_numpy(h.detach().numpy()).abs().max()  # noqa: E731
+    captured = capture(Net(plain), batch())
+    assert check_split(captured, batch(3), stage_each(captured), exact=True) == 0.0
+
+
+@torch.library.custom_op("anabranch_test::tripled", mutates_args=())
+def tripled(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+tripled.register_fake(lambda x: torch.empty_like(x))
+
+
+tripled.register_autograd(lambda ctx, grad: grad * 3)
+
+
+def test_custom_operator_keeps_its_backward() -> None:
+    """What the error above recommends works."""
+    captured = capture(Net(lambda _, h: tripled(h)), batch())
+    assert check_split(captured, batch(), stage_each(captured), exact=True) == 0.0
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoint_is_dropped_with_a_warning(reentrant: bool) -> None:
+    """Gradients stay right, also in the reentrant form, whose gradients the tracer cuts off."""
+    module = Net(lambda net, h: checkpoint(lambda t: t.exp().tanh(), h, use_reentrant=reentrant))
+    with pytest.warns(CaptureWarning, match=r"test_export.py:\d+ .*recompute"):
+        captured = capture(module, batch())
+    assert check_split(captured, batch(), stage_each(captured), exact=True) == 0.0
+
+
+def test_data_dependent_branch_names_line_cause_and_remedy(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """And nothing of the tracer's own output is seen."""
+
+    def body(net: Net, h: torch.Tensor) -> torch.Tensor:
+        if h.sum() > 0:
+            h = h + 1
+        return h
+
+    with pytest.raises(CaptureError) as caught:
+        capture(Net(body), batch())
+    line = body.__code__.co_firstlineno + 1
+    assert f"test_export.py:{line} (if h.sum() > 0:)" in str(caught.value)
+    assert "depends on the data" in str(caught.value)
+    assert "torch.where" in str(caught.value)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_failing_forward_names_line_and_reason() -> None:
+    """A plain bug in the model is reported as such."""
+    with pytest.raises(CaptureError, match=r"test_export.py:\d+ .*raised RuntimeError: .*shape"):
+        capture(Net(lambda _, h: h.view(3, 1000)), batch())
+
+
+def test_assigned_buffer_is_updated() -> None:
+    """``self.count = self.count + 1`` is forgotten by the tracer unless it is made a copy."""
+
+    def body(net: Net, h: torch.Tensor) -> torch.Tensor:
+        net.count = net.count + 1
+        return h * net.count
+
+    module = Net(body)
+    module.register_buffer("count", torch.zeros(()))
+    captured = capture(module, batch())
+    assert module.count == 0
+    assert check_split(captured, batch(), stage_each(captured), exact=True) == 0.0
+    assert module.count == 1
+
+
+def test_warns_of_nothing_by_itself() -> None:
+    """Deprecations inside the tracer are not the user's concern."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        capture(Net(), batch())

@@ -1,0 +1,75 @@
+"""Flat programs for any number of samples and any device, with the gradients of the module."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from anabranch.graph.capture import capture
+from anabranch.graph.flat_program import FlatProgram
+from anabranch.graph.split import split
+from tests.graph.chain import check_split, run_stages
+from tests.graph.nets import Net, batch, one_stage, stage_each
+
+
+def values_of(program: FlatProgram) -> list[torch.Tensor]:
+    return torch.utils._pytree.tree_leaves([node.meta["val"] for node in program.calls])
+
+
+def devices_of(program: FlatProgram) -> set[torch.device]:
+    """The devices that stand in the program as constants."""
+    given = [(node.args, node.kwargs) for node in program.calls]
+    leaves = torch.utils._pytree.tree_leaves(given)
+    return {leaf for leaf in leaves if isinstance(leaf, torch.device)}
+
+
+@pytest.mark.parametrize("samples", [1, 2, 3, 9])
+def test_programs_of_any_size_have_fixed_shapes_and_the_loss_of_the_module(samples: int) -> None:
+    """No symbol is left, not even for one sample, which tracers treat as a size of its own."""
+    module = Net(lambda _, h: h.view(h.shape[0], 2, 4).flatten(1))
+    captured = capture(module, batch(4))
+    program = captured.at(samples)
+    assert all(type(n) is int for value in values_of(program) for n in value.shape)
+    loss, _ = run_stages(split(captured, one_stage(captured)), batch(samples))
+    assert torch.equal(loss, module(*batch(samples)).detach())
+    assert captured.at(samples) is program
+
+
+def test_constructed_tensors_follow_the_device() -> None:
+    """Devices are constants in an exported program; a program for another device has none left."""
+    positions = lambda _, h: h + torch.arange(8, device=h.device) + torch.tensor(2.0)  # noqa: E731
+    captured = capture(Net(positions), batch())
+    program = captured.at(4, device="meta")
+    assert {value.device.type for value in values_of(program)} == {"meta"}
+    assert devices_of(program) == {torch.device("meta")}
+    assert devices_of(captured.at(4)) == {torch.device("cpu")}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        lambda net, h: h + _without_grad(h),
+        lambda net, h: h + h.detach(),
+        lambda net, h: h * torch.tensor([1.0, 2.0] * 4),
+        lambda net, h: _autocast(h),
+        lambda net, h: h * h[h[:, 0] > 0].mean(),
+    ],
+    ids=["no_grad", "detach", "literal", "autocast", "size from data"],
+)
+def test_regions_and_constants(body: Any) -> None:
+    """Gradients are those of eager execution where parts of the forward run under another mode."""
+    captured = capture(Net(body), batch(), granularity="operator")
+    assert check_split(captured, batch(), stage_each(captured), exact=True) == 0.0
+
+
+def _without_grad(h: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return h.exp()
+
+
+def _autocast(h: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        h = h @ h.new_ones(8, 8)
+    return h.float()

@@ -1,0 +1,50 @@
+"""Workloads of built-in models: parameters, epochs, learning rates."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import torch
+from torch import nn
+
+from anabranch.data.batches import shuffled
+from anabranch.models.workload_builders import dataset_workload, warm_up_then_cosine
+
+
+def test_a_data_set_becomes_a_workload() -> None:
+    """Whole shuffled batches of the training rows, other ones each epoch; every held-out row."""
+    rows = torch.arange(10)
+    workload = dataset_workload(
+        "numbers",
+        lambda: nn.Linear(1, 1),
+        lambda chosen: chosen,
+        lambda generator: shuffled(rows, generator),
+        torch.arange(10, 15),
+        SimpleNamespace(seed=3, learning_rate=0.5),
+        example=rows,
+        meta=False,
+        chance={"r2": 0.0},
+    )
+    epochs = [torch.cat(list(workload.data(4, epoch))) for epoch in (0, 0, 1)]
+    assert [len(set(epoch.tolist())) for epoch in epochs] == [8, 8, 8]
+    assert torch.equal(epochs[0], epochs[1])
+    assert not torch.equal(epochs[0], epochs[2])
+    assert [batch.tolist() for batch in workload.eval_data(4)] == [[10, 11, 12, 13], [14]]
+    assert workload.example.tolist() == [0, 1]
+    optimizer = workload.optimizer(list(workload.module.named_parameters()))
+    assert optimizer.defaults["lr"] == 0.5
+
+
+def test_the_learning_rate_rises_then_falls() -> None:
+    """In 100 steps: ten of warm-up, the whole rate, and a hundredth of it at the end and after."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    scheduler = warm_up_then_cosine(optimizer, 100)
+    rates = []
+    for _ in range(110):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    assert rates[0] < rates[5] < rates[9]
+    assert max(rates) > 0.95
+    assert rates[20:99] == sorted(rates[20:99], reverse=True)
+    assert rates[105] == 0.01
