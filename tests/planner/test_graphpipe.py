@@ -18,8 +18,8 @@ from anabranch.graph.series_parallel import decompose
 from anabranch.planner.exhaustive import best_replicas
 from anabranch.planner.graphpipe import GraphPipe
 from anabranch.planner.partitioner import block_stage as beside
-from anabranch.planner.partitioner.chains import ITEMS, build, count
-from anabranch.planner.partitioner.ladder import DEARER
+from anabranch.planner.partitioner.chains import build, count
+from anabranch.planner.partitioner.limits import SEARCH
 from anabranch.planner.partitioner.search import Search
 from anabranch.planner.partitioner.sharing import Sharing
 from anabranch.planner.partitions import partitions
@@ -103,7 +103,7 @@ def test_equals_the_best_expressible_plan(profile, devices, size, count, limit, 
     masks, _ = partition_masks(cost, size * count)
     least = least_period(cost, size * count, size, masks, recompute=recompute)
     # Recomputation is tried only where it gains more than that.
-    assert least * (1 - 1e-6) <= found <= least * (DEARER if recompute else 1) * (1 + 1e-6)
+    assert least * (1 - 1e-6) <= found <= least * (SEARCH.dearer if recompute else 1) * (1 + 1e-6)
 
 
 @settings(max_examples=30, deadline=None)
@@ -204,7 +204,7 @@ def test_large_models(branches):
     profile = shapes.towers("large", max(1, branches), 0, layers=layers, width=2048, top=1)
     assert len(profile.graph) > 600
     cost = CostModel(profile, Cluster.preset("summit:64x4"))
-    assert count(build(cost, decompose(profile.graph))) <= 2 * ITEMS
+    assert count(build(cost, decompose(profile.graph))) <= 2 * SEARCH.items
     proposals = list(GraphPipe()(cost, batch_size=4096, microbatch_size=256))
     assert [check(graph, cost) for graph in proposals] == [[] for _ in proposals]
     assert max(len(graph) for graph in proposals) > 8

@@ -38,7 +38,7 @@ them, one by one. On random series-parallel graphs of up to 7 operators that is 
 partitions in 97 of 100; the worst was 43% above (short pieces from the middle of two branches in
 one stage). Two things are searched less than fully: where traffic, all-reduce or memory of a stage
 of kind 3 or 4 is tight, only the share with the least compute is looked at, and a stage of kind 4
-tries at most ``partitioner.reach.HEADS`` cuts per branch.
+tries at most ``partitioner.limits.SEARCH.heads`` cuts per branch.
 """
 
 from __future__ import annotations

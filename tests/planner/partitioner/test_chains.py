@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -42,13 +44,13 @@ def test_coarse_items(profile, items):
     """Each operator in one item; no item of several operators is more than its share of compute."""
     cost = cost_model(profile, 4)
     seconds = [c.forward_s[-1] + c.backward_s[-1] for c in profile.costs]
-    before = chains.ITEMS
-    chains.ITEMS = items
+    before = chains.SEARCH
+    chains.SEARCH = replace(before, items=items)
     try:
         chain = build(cost, decompose(cost.graph))
         row = line(cost, operators(decompose(cost.graph)), coarse=True)
     finally:
-        chains.ITEMS = before
+        chains.SEARCH = before
     for masks in (leaves(chain), list(row.row.masks)):
         together = [op for mask in masks for op in bits(mask)]
         assert sorted(together) == list(range(len(cost.graph)))
@@ -65,7 +67,7 @@ def test_coarse_items(profile, items):
 def test_branches_that_matter_stay_apart():
     """Two long branches and two tables of no work: the tables become one branch."""
     cost = cost_model(shapes.towers("model", 2, 2, layers=150, top=1), 4)
-    assert len(cost.graph) > chains.ITEMS
+    assert len(cost.graph) > chains.SEARCH.items
     block = build(cost, decompose(cost.graph)).blocks[0]
     assert len(block.branches) == 3
     assert [branch.row.size > 1 for branch in block.branches] == [True, True, False]

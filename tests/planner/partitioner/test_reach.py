@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from anabranch.planner.graphpipe import GraphPipe
 from anabranch.planner.partitioner.chains import build
+from anabranch.planner.partitioner.limits import SEARCH
 from anabranch.planner.partitioner.ranges import INFINITE
 from anabranch.planner.partitioner.reach import Reach
 from anabranch.planner.partitions import partitions
@@ -98,7 +101,7 @@ def test_many_heights_are_taken_for_the_greatest(monkeypatch, heights):
     cost = cost_model(profile, 10, memory=2 * 10**9)
     problem = GraphPipe(max_replicas=1, recompute=False).problem(cost, 4096)
     exact = Reach(build(cost, problem.tree), [problem.prices(64)], limit=10)
-    monkeypatch.setattr(module, "MOST_HEIGHTS", heights)
+    monkeypatch.setattr(module, "SEARCH", replace(SEARCH, most_heights=heights))
     bounds = [Bound(float("inf"))]
     limited = exact.solve(bounds)
     monkeypatch.undo()

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anabranch.planner.partitioner.chains import Block
+from anabranch.planner.partitioner.limits import SEARCH
 from anabranch.planner.partitioner.ranges import (
     INFINITE,
     Bools,
@@ -37,12 +38,6 @@ from anabranch.planner.partitioner.sharing import (
     largest_groups,
 )
 from anabranch.planner.toolkit.prices import Bound
-
-FEW = 8
-"""Up to so many heights are told apart one by one where memory depends on them."""
-
-AT_ONCE = 1 << 21
-"""Entries of a table of ranges that are looked at together."""
 
 
 class Limits:
@@ -237,12 +232,12 @@ class Beside:
         """States as places in [w, h] flattened, and the state of every cap and height.
 
         Memory rises with the height, and is taken at the greatest of a state. So that this loses
-        little, a state ends where the height doubles, and up to ``FEW`` heights are told apart.
+        little, a state ends where the height doubles, and a few heights are told apart.
         """
         caps, heights = self.heights.shape
         if caps * heights == 1:
             return np.zeros(1, dtype=np.intp), np.zeros((1, 1), dtype=np.intp)
-        few = len(np.unique(self.heights)) <= FEW
+        few = len(np.unique(self.heights)) <= SEARCH.heights_apart
         groups = [self.groups[..., h].tobytes() for h in range(heights)]
         keys: dict[tuple[object, ...], int] = {}
         states: list[int] = []
@@ -271,7 +266,7 @@ def _fewest(
 ) -> tuple[Ints, Ints, Ints]:
     """The best shares to go with each of some ranges, as ``Beside.share`` returns it: [q, t, m]."""
     count = stages.fixed.shape[-1]
-    step = max(1, AT_ONCE // sharing.sums[COMPUTE].size)
+    step = max(1, SEARCH.ranges_at_once // sharing.sums[COMPUTE].size)
     parts = [
         _fewest_of(sharing, stages, slice(q, q + step), limits, held) for q in range(0, count, step)
     ]

@@ -15,16 +15,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from anabranch.cost import CostModel
+from anabranch.planner.partitioner.limits import SEARCH
 from anabranch.planner.partitioner.ranges import Floats, Ints
 from anabranch.planner.partitioner.rows import Row
 from anabranch.planner.toolkit.parts import Part
 from anabranch.planner.toolkit.prices import Mode, Prices
-
-MOST_CUTS = 128
-"""Cuts that are considered in a longer row, evenly spread."""
-
-SLACK = (1.0, 1.05, 1.2)
-"""Longest periods that are tried, as multiples of the least."""
 
 
 class Recut:
@@ -39,7 +34,7 @@ class Recut:
     def __init__(self, cost: CostModel, batch_size: int, order: Sequence[int]) -> None:
         self._cost = cost
         self._batch_size = batch_size
-        step = -(-len(order) // MOST_CUTS)
+        step = -(-len(order) // SEARCH.most_cuts)
         groups = [order[i : i + step] for i in range(0, len(order), step)]
         self._row = Row(cost, [sum(1 << op for op in group) for group in groups])
         self._place = {op: i for i, op in enumerate(order)}
@@ -84,7 +79,7 @@ class Recut:
         if not np.isfinite(least[-1]):
             return []
         ways = [way for _, way, _ in tables]
-        bounds = [least[-1] * slack for slack in SLACK]
+        bounds = [least[-1] * slack for slack in SEARCH.slack]
         found = [self._shortest(periods, ways, bound) for bound in bounds]
         return [*found, self._shortest(periods, ways, bounds[0], early=True)]
 

@@ -9,10 +9,11 @@ A chain is a row of items, each an operator or a block; a block is a set of chai
 ``partitioner.rows`` weighs contiguous ranges of items. Branches of a block that ``cuts.signature``
 calls the same are of one class, and only its first is searched.
 
-A model of more than ``ITEMS`` operators is made coarser: neighbours in a chain, whole blocks and
-neighbouring branches become one item as long as together they are no more than one in ``ITEMS`` of
-all compute. What is lost: a boundary between stages is up to one item away from where it would be
-best, so the longest period is at most that much compute above the least, per border of a stage.
+A model of more than ``SEARCH.items`` operators is made coarser, to about so many items: neighbours
+in a chain, whole blocks and neighbouring branches become one item as long as together they are no
+more than their share of all compute. A boundary between stages is then up to one item away from
+where it would be best, so the longest period is at most that much compute above the least, per
+border of a stage.
 """
 
 from __future__ import annotations
@@ -24,10 +25,8 @@ from functools import cached_property
 
 from anabranch.cost import CostModel
 from anabranch.graph.series_parallel import Leaf, Node, Parallel, Series, operators, signature
+from anabranch.planner.partitioner.limits import SEARCH
 from anabranch.planner.partitioner.rows import Row
-
-ITEMS = 256
-"""Models of more operators are made coarser, to about so many items."""
 
 
 @dataclass(frozen=True)
@@ -104,8 +103,8 @@ class _Builder:
         self._cost = cost
         costs = cost.profile.costs
         self._seconds = [each.forward_s[-1] + each.backward_s[-1] for each in costs]
-        coarse = len(costs) > ITEMS
-        self._small = sum(self._seconds) / ITEMS if coarse else -1.0
+        coarse = len(costs) > SEARCH.items
+        self._small = sum(self._seconds) / SEARCH.items if coarse else -1.0
 
     @cached_property
     def _keys(self) -> list[Hashable]:

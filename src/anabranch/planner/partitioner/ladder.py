@@ -2,8 +2,8 @@
 
 Memory rises with the height of a stage. A bound is first tried as if every stage were at the sink,
 which costs little and is a lower limit; the stages found that way often fit. Where they do not, the
-bounds from there on are tried again with all heights, and where that costs more than ``DEARER``,
-once more with recomputation.
+bounds from there on are tried again with all heights, and where that costs more than
+``SEARCH.dearer``, once more with recomputation.
 
 Small models are looked at for several micro-batch sizes and all their bounds in one go, as what
 takes time then is the number of NumPy calls. In large ones it is the size of the tables, so those
@@ -19,26 +19,12 @@ from functools import partial
 import numpy as np
 
 from anabranch.planner.partitioner.chains import Block, Chain
+from anabranch.planner.partitioner.limits import SEARCH
 from anabranch.planner.partitioner.reach import Reach
 from anabranch.planner.toolkit.assemble import Candidate
 from anabranch.planner.toolkit.parts import Part, fits
 from anabranch.planner.toolkit.prices import Bound, Prices
 from anabranch.planner.toolkit.problem import Problem
-
-TOGETHER = 4
-"""Micro-batch sizes that are looked at together."""
-
-ENTRIES = 1 << 22
-"""Entries of the largest tables that are made at once."""
-
-MANY = 200
-"""Entries per bound, item and branch from which on a model is large."""
-
-DEARER = 1.02
-"""Recomputation is tried where heights cost more than this factor in the least period."""
-
-TOP = 1e4
-"""Where no bound is known to suffice but none at all, this many times the one that failed."""
 
 
 @dataclass(eq=False)
@@ -85,7 +71,7 @@ class Size:
 
     def between(self, steps: int) -> list[float]:
         """Periods from above low to high, evenly spaced in ratio."""
-        top = min(self.high, TOP * self.low)
+        top = min(self.high, SEARCH.top * self.low)
         periods = [self.low * (top / self.low) ** (i / steps) for i in range(1, steps)]
         return [*periods, self.high]
 
@@ -139,9 +125,9 @@ class Ladder:
         self._devices = problem.cost.cluster.num_devices
         modes = max((len(size.prices.degrees) for size in sizes), default=1)
         ranges, sharing = entries(chain, modes, self._devices)
-        self.is_large = ranges + sharing > MANY * len(problem.order)
-        self._at_once = max(1, int(ENTRIES / (ranges + sharing)))
-        together = 1 if self.is_large else TOGETHER
+        self.is_large = ranges + sharing > SEARCH.entries_of_large * len(problem.order)
+        self._at_once = max(1, int(SEARCH.entries_at_once / (ranges + sharing)))
+        together = 1 if self.is_large else SEARCH.sizes_together
         self.pools = [sizes[i : i + together] for i in range(0, len(sizes), together)]
         for pool, some in enumerate(self.pools):
             for at, size in enumerate(some):
@@ -242,7 +228,7 @@ class Ladder:
             Its place, the stages (none if no bound suffices), and whether they may recompute.
         """
         place, parts = self._with_heights(size, bounds, first)
-        dear = not parts or bounds[place].period_s > DEARER * bounds[first].period_s
+        dear = not parts or bounds[place].period_s > SEARCH.dearer * bounds[first].period_s
         if self._problem.recompute and not size.recompute and dear:
             again = replace(size, recompute=True)
             other, its_parts = self._with_heights(again, bounds[: place + 1], first)

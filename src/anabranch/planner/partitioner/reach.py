@@ -18,8 +18,8 @@ A block adds to its chain, in front of it the least devices of what came before 
   is the largest. Runs of whole branches (in the order of the block) may form one stage;
 - a stage after the block that also takes the last operators of some branches (``Beside``);
 - a stage before the block that also takes the first operators of some branches, likewise. To save
-  time no more than ``HEADS`` cuts per branch are tried, and such a block has a boundary on its
-  other side.
+  time no more than ``SEARCH.heads`` cuts per branch are tried, and such a block has a boundary on
+  its other side.
 
 How high the branches reach couples them to what comes before. So branches are solved for the caps
 at which that gets dearer: one cap if memory does not depend on the height, and for a block that
@@ -38,22 +38,13 @@ import numpy as np
 
 from anabranch.planner.partitioner.block_stage import Beside, Limits, Shared, Stages
 from anabranch.planner.partitioner.chains import Block, Chain, count, span
+from anabranch.planner.partitioner.limits import SEARCH
 from anabranch.planner.partitioner.ranges import INFINITE, Bools, Ints, Ranges, Sizes
 from anabranch.planner.partitioner.sharing import largest_groups, whole
 from anabranch.planner.partitioner.solved import Between, Fork, Found, Join, Solved
 from anabranch.planner.toolkit.infeasible import Fewest
 from anabranch.planner.toolkit.parts import Part
 from anabranch.planner.toolkit.prices import Bound, Prices
-
-MOST_HEIGHTS = 64
-"""Greater heights are taken for the greatest where memory depends on the height."""
-
-HEADS = 8
-FEW_HEADS = 3
-"""Cuts per branch that a stage before a block may take, besides none and all of it; and in models
-of more than ``MANY_ITEMS`` items."""
-
-MANY_ITEMS = 256
 
 
 class Reach:
@@ -74,7 +65,7 @@ class Reach:
         self.sizes = Sizes(prices)
         self.limit = limit
         self.heights = min(limit, span(chain))
-        self.heads = HEADS if count(chain) <= MANY_ITEMS else FEW_HEADS
+        self.heads = SEARCH.heads if count(chain) <= SEARCH.items else SEARCH.heads_in_large
         self._ranges: dict[int, Ranges] = {}
 
     def ranges(self, chain: Chain | Block) -> Ranges:
@@ -104,7 +95,7 @@ class Reach:
             return self._run(bounds, caps, heights=heights, most=heights - 1, beyond=False)
         # More than all micro-batches are never in flight.
         most = min(self.heights, max(int(self.sizes.count[bound.at]) for bound in bounds)) - 1
-        heights = min(most + 1, MOST_HEIGHTS)
+        heights = min(most + 1, SEARCH.most_heights)
         return self._run(bounds, [heights - 1], heights=heights, most=most, beyond=True)
 
     def _run(

@@ -20,66 +20,16 @@ not (data parallelism, branches that never meet) is found if its size is worth a
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
-from anabranch.planner.partitioner.chains import ITEMS, Chain, line
+from anabranch.planner.partitioner.chains import Chain, line
 from anabranch.planner.partitioner.ladder import Job, Ladder, Size, least_period
+from anabranch.planner.partitioner.limits import BRIEF, QUICK, SEARCH, THOROUGH, Effort
 from anabranch.planner.toolkit.assemble import Assembler, Candidate
 from anabranch.planner.toolkit.parts import Part, heights
 from anabranch.planner.toolkit.prices import Bound
 from anabranch.planner.toolkit.problem import SHORT, Problem
-
-LADDER = (1.03, 1.07, 1.12, 1.19, 1.28, 1.42, 1.7, 2.5, 6.0, float("inf"))
-"""The bounds that are tried first, as multiples of what all work shared out evenly would take."""
-
-STEPS = 6
-"""Bounds that are tried next, between the last that failed and the first that did not."""
-
-NEAR = 1.05
-NEAR_ENOUGH = 1.3
-"""Unless these are so near to each other; in large models, so."""
-
-CLOSER = (0.86, 0.88, 0.9, 0.92, 0.94, 0.955, 0.97, 0.98, 0.99, 1.0, 1.03, 1.1)
-"""The bounds that are tried closely, as multiples of the period of a candidate."""
-
-PROMISING = 1.05
-"""Where it is looked closely, sizes and plans are left out that cannot be within this factor."""
-
-ALONE = 3
-"""Candidates of one stage that are kept: such plans at other micro-batch sizes differ in little."""
-
-REDUCE = 1.25
-REDUCE_SHARE = 0.03
-"""All-reduces may take this many times the longest of the coarse plan, or this share of a step."""
-
-
-@dataclass(frozen=True)
-class Effort:
-    """How much is looked at.
-
-    Attributes:
-        hopeless: a size gets no candidate if its step cannot be within this factor of the best.
-        likely: coarse plans are left out that are longer than the best by this factor, messages
-            aside.
-        refined: sizes that are looked at closely: those with the best coarse candidates.
-        looser: multiples of the least period that are tried for smaller depths.
-        caps: depths that are tried at most.
-    """
-
-    hopeless: float
-    likely: float
-    refined: int
-    looser: tuple[float, ...]
-    caps: int
-
-
-QUICK = Effort(1.2, 1.12, 3, (1.0, 1.02, 1.04, 1.08, 1.13, 1.2, 1.3, 1.42), 6)
-BRIEF = Effort(1.1, 1.05, 2, (1.0, 1.04, 1.13, 1.3), 3)
-"""For models of more than ``ITEMS`` operators."""
-
-THOROUGH = Effort(1.4, 1.4, 99, tuple(1.02**i for i in range(20)), 12)
 
 
 class Search:
@@ -106,7 +56,7 @@ class Search:
     ) -> None:
         self._problem = problem
         self._known_s = known_s
-        self._effort = effort or (BRIEF if len(problem.order) > ITEMS else QUICK)
+        self._effort = effort or (BRIEF if len(problem.order) > SEARCH.items else QUICK)
         self._sizes: list[Size] = []
         found = []
         for microbatch_size in sizes:
@@ -141,7 +91,7 @@ class Search:
             Infinite, and none, if nothing fits.
         """
         size = self._sizes[0]
-        periods = [size.least_s * ratio for ratio in LADDER]
+        periods = [size.least_s * ratio for ratio in SEARCH.first_bounds]
         while True:
             tables = self._ladder.lightly([(size, size.bounds(periods, Bound(np.inf)))])
             if not tables and self._problem.recompute and not size.recompute:
@@ -151,7 +101,7 @@ class Search:
                 self._ladder.settle(table)
             if not tables or not size.parts or size.high <= size.low * (1 + tolerance):
                 return size.high, size.parts
-            periods = size.between(STEPS)
+            periods = size.between(SEARCH.steps)
 
     @property
     def _best_s(self) -> float:
@@ -189,10 +139,10 @@ class Search:
             self._ladder.settle(table)
             yield from self._add(table.size, table.size.parts, np.inf)
         near = [table for table in tables if self._promising(table.size, self._effort.hopeless)]
-        enough = NEAR_ENOUGH if self._ladder.is_large else NEAR
+        enough = SEARCH.near_in_large if self._ladder.is_large else SEARCH.near
         again = self._ladder.lightly(
             [
-                (table.size, table.size.bounds(table.size.between(STEPS), Bound(np.inf)))
+                (table.size, table.size.bounds(table.size.between(SEARCH.steps), Bound(np.inf)))
                 for table in near
                 if table.size.high > enough * table.size.low
             ]
@@ -206,7 +156,7 @@ class Search:
     def _rungs(self, size: Size) -> list[float]:
         """The first bounds for a size, without those with which it would be hopeless."""
         most = self._limit(self._effort.hopeless) / (size.count + 1)
-        periods = [size.least_s * ratio for ratio in LADDER]
+        periods = [size.least_s * ratio for ratio in SEARCH.first_bounds]
         return [period for period in periods if period <= most or period == np.inf]
 
     def _closely(self, sizes: Sequence[Size]) -> Iterator[Candidate]:
@@ -221,23 +171,25 @@ class Search:
             template, likely = self._apart(size)
             templates[id(size)] = template
             size.low, size.high = size.least_s, np.inf
-            periods = [likely * ratio for ratio in CLOSER if likely * ratio >= size.least_s]
+            periods = [
+                likely * ratio for ratio in SEARCH.close_bounds if likely * ratio >= size.least_s
+            ]
             jobs.append((size, size.bounds(periods, template)))
         latest = {id(table.size): table for table in self._ladder.lightly(jobs)}
         while True:
             jobs = [
-                (size, size.bounds(size.between(STEPS), templates[id(size)]))
+                (size, size.bounds(size.between(SEARCH.steps), templates[id(size)]))
                 for size in (table.size for table in latest.values())
                 if size.high > size.low * (1 + self._problem.tolerance)
-                and self._promising(size, PROMISING)
+                and self._promising(size, SEARCH.promising)
             ]
             if not jobs:
                 break
             latest |= {id(table.size): table for table in self._ladder.lightly(jobs)}
         for table in latest.values():
-            if self._promising(table.size, PROMISING):
+            if self._promising(table.size, SEARCH.promising):
                 self._ladder.settle(table)
-                yield from self._add(table.size, table.size.parts, PROMISING)
+                yield from self._add(table.size, table.size.parts, SEARCH.promising)
 
     def _apart(self, size: Size) -> tuple[Bound, float]:
         """A bound like the best candidate's, the all-reduce apart, and the candidate's period."""
@@ -253,7 +205,7 @@ class Search:
             for stage in best.graph.stages
         ]
         reduce_s = [prices.reduce_s(part) for part in parts]
-        allowed = max(REDUCE * max(reduce_s), REDUCE_SHARE * best.step_s)
+        allowed = max(SEARCH.reduce_factor * max(reduce_s), SEARCH.reduce_share * best.step_s)
         likely = max(
             prices.period_s(part) - each / size.count
             for part, each in zip(parts, reduce_s, strict=True)
@@ -264,8 +216,8 @@ class Search:
         """The plans of least depth at the least bound and at looser ones."""
         jobs: list[Job] = []
         for size in sizes:
-            if size.parts and self._promising(size, PROMISING):
-                limit = max(self._limit(PROMISING) / size.count, size.high)
+            if size.parts and self._promising(size, SEARCH.promising):
+                limit = max(self._limit(SEARCH.promising) / size.count, size.high)
                 periods = [
                     size.high * ratio for ratio in self._effort.looser if size.high * ratio <= limit
                 ]
@@ -275,7 +227,7 @@ class Search:
             jobs, caps = [(size, bounds[::2]) for size, bounds in jobs[:1]], caps[-3:]
         if caps:
             for size, parts in self._ladder.shallowest(jobs, caps):
-                yield from self._add(size, parts, PROMISING)
+                yield from self._add(size, parts, SEARCH.promising)
 
     def _caps(self, sizes: Sequence[Size]) -> list[int]:
         """Largest heights to try, up to what is known."""
@@ -364,7 +316,7 @@ def best(
 ) -> list[Candidate]:
     """The candidates with the least estimated step, each stage graph once, the least first.
 
-    Of those of one stage, which differ in little, only the best ``ALONE``.
+    Of those of one stage, which differ in little, only the best ``SEARCH.alone``.
 
     Args:
         found: candidates.
@@ -374,7 +326,7 @@ def best(
     ranked = sorted([*found, *always], key=lambda each: each.step_s)
     unique = list({each.graph: each for each in reversed(ranked)}.values())[::-1]
     alone = [each for each in unique if len(each.graph) == 1]
-    kept = [each for each in unique if each not in alone[ALONE:]][:count]
+    kept = [each for each in unique if each not in alone[SEARCH.alone :]][:count]
     spared = min(always, key=lambda each: each.step_s, default=None)
     if spared is not None and all(each.graph != spared.graph for each in kept):
         kept[count - 1 :] = [spared]

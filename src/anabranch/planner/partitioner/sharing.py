@@ -26,12 +26,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from anabranch.planner.partitioner.limits import SEARCH
 from anabranch.planner.partitioner.ranges import INFINITE, Bools, Floats, Ints
 
 COMPUTE, TRAFFIC, REDUCE, MEMORY = range(4)
-
-SMALL = 1 << 11
-"""Tables of a state with more entries are filled one after the other."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +102,7 @@ class Sharing:
         limit = before[COMPUTE].shape[-1] - 1
         amounts, _, shares = self._lightest(option, limit)
         after = {which: np.full(table.shape, np.inf) for which, table in before.items()}
-        if before[COMPUTE][0, 0].size <= SMALL:
+        if before[COMPUTE][0, 0].size <= SEARCH.small_table:
             self._take(amounts, before, after, shares)
             return after
         # One state after the other: each has amounts of its own, and its tables fit the cache.

@@ -31,20 +31,29 @@ from anabranch.planner.toolkit.parts import Part, PartPrices, edges, fits, heigh
 from anabranch.planner.toolkit.place import place, scatter
 from anabranch.plans.stages import Stage, StageGraph
 
-MANY_LEFT = 0.25
-"""If more than this share of the devices is left, they are given out in two ways."""
 
-MOST_SCATTERED = 8
-MOST_DEVICES = 128
-SCATTERED = 1.05
-"""Stages and devices of a plan for which devices spread over the nodes are tried, and what their
-estimate is multiplied by: all-reduces and transfers of many stages meet at the cards."""
+@dataclass(frozen=True)
+class AssemblyLimits:
+    """Tuned numbers of the assembler.
 
-MOST_CUTS = 8
-"""Places at which a stage may be cut in two: those where the compute of both is most even."""
+    Attributes:
+        many_left: if more than this share of the devices is left, they are given out in two ways.
+        stages, devices: of a plan for which devices spread over the nodes are tried at most,
+        scattered: and what their estimate is multiplied by: all-reduces and transfers of many
+            stages meet at the cards;
+        short: but in models of up to so many operators, whose few plans are all simulated.
+        cuts: places at which a stage may be cut: those where the compute of both is most even.
+    """
 
-SURE = 10
-"""Operators up to which it is not: such plans are few, and all are simulated that are near."""
+    many_left: float = 0.25
+    stages: int = 8
+    devices: int = 128
+    scattered: float = 1.05
+    short: int = 10
+    cuts: int = 8
+
+
+LIMITS = AssemblyLimits()
 
 
 @dataclass(frozen=True)
@@ -73,7 +82,11 @@ class Assembler:
         """Stage graphs of these parts, one per way to give out the devices that are left."""
         total = self.prices.cost.cluster.num_devices
         left = total - sum(part.devices for part in parts)
-        ranks = [self._by_period] if left <= MANY_LEFT * total else [self._by_period, self._by_work]
+        ranks = (
+            [self._by_period]
+            if left <= LIMITS.many_left * total
+            else [self._by_period, self._by_work]
+        )
         some = False
         for rank in ranks:
             spread = self._use_rest(list(parts), left, rank)
@@ -178,7 +191,7 @@ class Assembler:
         ops = sorted(self.prices.facts.ops(part.mask).tolist(), key=self.position.__getitem__)
         seconds = self.prices.seconds(part)[ops].cumsum()
         longer = np.maximum(seconds[:-1], seconds[-1] - seconds[:-1])
-        for count in sorted((np.argsort(longer, kind="stable")[:MOST_CUTS] + 1).tolist()):
+        for count in sorted((np.argsort(longer, kind="stable")[: LIMITS.cuts] + 1).tolist()):
             first = sum(1 << op for op in ops[:count])
             yield [replace(part, mask=first), replace(part, mask=part.mask & ~first)]
 
@@ -285,9 +298,9 @@ class Assembler:
             if chosen and chosen not in seen:
                 seen.append(chosen)
                 yield step_s(self.prices, parts, chosen, pairs), chosen
-        few = len(parts) <= MOST_SCATTERED and sum(part.devices for part in parts) <= MOST_DEVICES
+        few = len(parts) <= LIMITS.stages and sum(part.devices for part in parts) <= LIMITS.devices
         if few and all(part.tensor == 1 for part in parts):
-            dearer = SCATTERED if len(self.order) > SURE else 1.0
+            dearer = LIMITS.scattered if len(self.order) > LIMITS.short else 1.0
             for size in sizes[:-1]:
                 chosen = scatter([part.replicas for part in parts], size)
                 if chosen and chosen not in seen:

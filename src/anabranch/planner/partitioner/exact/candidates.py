@@ -8,16 +8,15 @@ period that this finds is the least of all, for the prices of ``partitioner.pric
 
 What is searched in this way:
 
-- a series-parallel graph with up to ``SMALL`` downsets, or up to ``FEW`` operators; others pay a
-  millisecond for the question;
+- a series-parallel graph with few downsets or operators; others pay a millisecond for the question;
 - any graph that is not series-parallel. Operators that cost nothing go to their neighbours
   (``exact.atoms``), which leaves PipeDream's GNMT with 35 downsets and Piper's with 75. If there
-  are more than ``MOST_DOWNSETS`` all the same (NASNet), neighbours become one until there are no
-  more than ``PER_DEVICE`` per device.
+  are more than ``EXACT.most_downsets`` all the same (NASNet), neighbours become one until there are
+  no more than ``EXACT.per_device`` per device.
 
 The first are searched by ``partitioner.search`` as well, which takes little time, and of plans with
 the same period may find the better one. The second are not, unless what was put to the heaviest
-operator of a group computes for more than ``GRAIN`` of what falls to each device: with order added
+operator of a group computes for more than what falls to each device: with order added
 (``graph.series_parallel``) that search takes long for them and finds less. NASNet on 32 devices:
 2 s and an estimated step of 222 ms, against 12 s and 289 ms.
 
@@ -39,32 +38,11 @@ from anabranch.planner.partitioner.chains import Chain
 from anabranch.planner.partitioner.exact.contraction import atoms, merged, quotient
 from anabranch.planner.partitioner.exact.lattice import Lattice
 from anabranch.planner.partitioner.exact.prices import Weights
-from anabranch.planner.partitioner.exact.search import HOPELESS, ExactSearch
+from anabranch.planner.partitioner.exact.search import ExactSearch
+from anabranch.planner.partitioner.limits import EXACT
 from anabranch.planner.partitioner.search import candidates
 from anabranch.planner.toolkit.assemble import Candidate
 from anabranch.planner.toolkit.problem import Problem
-
-FEW = 12
-SMALL = 64
-MOST_DOWNSETS = 300
-MOST_WAYS = 20_000
-"""Operators and downsets of a series-parallel graph, downsets of any other, and first stages of all
-layers together."""
-
-PER_DEVICE = 8
-LEAST_MERGED = 64
-"""Downsets per device, and in all, that are left where operators are put together."""
-
-FREE_UP_TO = 256
-"""Operators of a graph in which those that cost nothing are looked for one by one."""
-
-GRAIN = 1.0
-"""Share of what falls to each device that may be put to an operator without much harm."""
-
-REFINED = 3
-THOROUGH = 4000
-"""Micro-batch sizes that get more than one candidate: those whose first are best; and the pairs of
-downsets up to which all do."""
 
 
 def with_exact(
@@ -109,7 +87,7 @@ class Exact:
         if not is_series_parallel(problem.tree):
             return _of_any(problem)
         groups = tuple(1 << i for i in range(len(graph)))
-        budget = SMALL if len(graph) > FEW else MOST_DOWNSETS
+        budget = EXACT.downsets if len(graph) > EXACT.operators else EXACT.most_downsets
         lattice = _lattice(problem.cost, groups, budget)
         if lattice is None:
             return None
@@ -131,14 +109,14 @@ class Exact:
         least = known_s
         best: list[tuple[float, int]] = []
         for at, search in enumerate(searches):
-            candidate = search.likeliest(HOPELESS * least)
+            candidate = search.likeliest(EXACT.hopeless * least)
             if candidate is not None:
                 least = min(least, candidate.step_s)
                 best.append((candidate.step_s, at))
                 yield candidate
-        few = len(self.weights.lattice.below) <= THOROUGH
-        for _, at in sorted(best)[: None if few else REFINED]:
-            for candidate in searches[at].candidates(HOPELESS * least):
+        few = len(self.weights.lattice.below) <= EXACT.thorough
+        for _, at in sorted(best)[: None if few else EXACT.refined]:
+            for candidate in searches[at].candidates(EXACT.hopeless * least):
                 least = min(least, candidate.step_s)
                 yield candidate
 
@@ -146,10 +124,12 @@ class Exact:
 def _of_any(problem: Problem) -> Exact:
     cost = problem.cost
     groups = _atoms(cost)
-    lattice = _lattice(cost, groups, MOST_DOWNSETS)
+    lattice = _lattice(cost, groups, EXACT.most_downsets)
     if lattice is not None:
         return Exact(problem, Weights(cost, lattice, groups), alone=True)
-    budget = max(LEAST_MERGED, min(MOST_DOWNSETS, PER_DEVICE * cost.cluster.num_devices))
+    budget = max(
+        EXACT.merged, min(EXACT.most_downsets, EXACT.per_device * cost.cluster.num_devices)
+    )
     fewer = merged(cost, groups, lambda some: _lattice(cost, some, budget) is not None)
     lattice = _lattice(cost, fewer, budget)
     assert lattice is not None, "merging ends where there are few downsets"
@@ -157,7 +137,7 @@ def _of_any(problem: Problem) -> Exact:
 
 
 def _atoms(cost: CostModel) -> tuple[int, ...]:
-    if len(cost.graph) <= FREE_UP_TO:
+    if len(cost.graph) <= EXACT.contracted:
         return atoms(cost)
     return tuple(1 << i for i in range(len(cost.graph)))
 
@@ -166,7 +146,7 @@ def _lattice(cost: CostModel, groups: tuple[int, ...], budget: int) -> Lattice |
     if len(groups) >= budget:
         return None
     try:
-        lattice = Lattice(quotient(cost.graph, groups), budget=budget, ways=MOST_WAYS)
+        lattice = Lattice(quotient(cost.graph, groups), budget=budget, ways=EXACT.ways)
         return lattice if lattice.splits is not None else None
     except BudgetError:
         return None
@@ -182,4 +162,4 @@ def _is_fine(cost: CostModel, before: tuple[int, ...], after: tuple[int, ...]) -
     for group in after:
         members = [weight[mask] for mask in {home[op] for op in bits(group)}]
         added = max(added, sum(members) - max(members))
-    return added <= GRAIN * float(seconds.sum()) / cost.cluster.num_devices
+    return added <= float(seconds.sum()) / cost.cluster.num_devices

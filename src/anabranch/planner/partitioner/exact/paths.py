@@ -28,11 +28,9 @@ import numpy as np
 
 from anabranch.planner.partitioner.exact.prices import Bools, Floats
 from anabranch.planner.partitioner.exact.reach import ExactReach
+from anabranch.planner.partitioner.limits import EXACT
 from anabranch.planner.toolkit.parts import Part
 from anabranch.planner.toolkit.prices import Bound
-
-BISECTIONS = 12
-"""Halvings of the bound on a step."""
 
 
 class ShortestPath:
@@ -125,7 +123,7 @@ class ShortestPath:
         head = self._heads(microbatches, high)
         if not np.isfinite(head[-1, -1]):
             return []
-        for _ in range(BISECTIONS):
+        for _ in range(EXACT.bisections):
             middle = (low + high) / 2
             tried = self._heads(microbatches, middle)
             if np.isfinite(tried[-1, -1]):

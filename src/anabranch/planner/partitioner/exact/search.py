@@ -5,7 +5,7 @@ The bottleneck is not the step, so there are several kinds of best:
 - the front of longest period and depth: per depth the least period, once with the all-reduce spread
   over the micro-batches, once without it, the all-reduce held to about that of the first. So of
   plans with equal periods the shallowest is a candidate, and all shallower ones that are slower by
-  no more than ``HOPELESS``;
+  no more than ``EXACT.hopeless``;
 - in small problems, the front of longest period and shortest way through a plan, and the least step
   for deep warm-up (``exact.paths``): with few micro-batches these count as much.
 """
@@ -22,22 +22,11 @@ import numpy as np
 from anabranch.planner.partitioner.exact.paths import ShortestPath
 from anabranch.planner.partitioner.exact.prices import Priced, Weights
 from anabranch.planner.partitioner.exact.reach import ExactFound, ExactReach
+from anabranch.planner.partitioner.limits import EXACT, SEARCH
 from anabranch.planner.toolkit.assemble import Candidate
 from anabranch.planner.toolkit.parts import Part, edges
 from anabranch.planner.toolkit.prices import Bound
 from anabranch.planner.toolkit.problem import Problem
-
-HOPELESS = 1.2
-"""No candidate for a size or depth whose step cannot be within this factor of the best."""
-
-PATHS = 1 << 13
-MOST_PERIODS = 16
-"""Pairs of downsets times devices squared up to which the shortest ways are looked for, and the
-most periods at which they are."""
-
-REDUCE = 1.25
-REDUCE_SHARE = 0.03
-"""All-reduces may take this many times the longest of the first plan, or this share of a step."""
 
 
 class ExactSearch:
@@ -84,9 +73,11 @@ class ExactSearch:
     def candidates(self, give_up: float) -> Iterator[Candidate]:
         """Further candidates whose step may be shorter than ``give_up`` seconds."""
         bound = Bound(give_up / self._prices.num_microbatches)
-        reduce_s = REDUCE_SHARE * give_up / HOPELESS
+        reduce_s = SEARCH.reduce_share * give_up / EXACT.hopeless
         for parts in chain(self._spread, self.shortest(bound)):
-            reduce_s = max(reduce_s, REDUCE * max(map(self._assembler.prices.reduce_s, parts)))
+            reduce_s = max(
+                reduce_s, SEARCH.reduce_factor * max(map(self._assembler.prices.reduce_s, parts))
+            )
             yield from self._assembled([parts])
         bound = replace(bound, spread=False, reduce_s=reduce_s)
         yield from self._assembled(chain(self.front(bound), self.shortest(bound)))
@@ -154,11 +145,11 @@ class ExactSearch:
 
     def shortest(self, bound: Bound) -> Iterator[list[Part]]:
         """Plans of least step for deep warm-up; then the front of period and way through a plan."""
-        if len(self._weights.lattice.below) * self._devices**2 > PATHS:
+        if len(self._weights.lattice.below) * self._devices**2 > EXACT.path_states:
             return
         periods = self._reach.priced.periods(bound)
         count = len(periods)
-        for _ in range(MOST_PERIODS):
+        for _ in range(EXACT.periods):
             if not len(periods):
                 return
             within = replace(bound, period_s=float(periods[-1]))

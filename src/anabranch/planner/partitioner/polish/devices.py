@@ -9,12 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from anabranch.planner.partitioner.limits import POLISH
 from anabranch.planner.partitioner.polish.plan_view import Parts, Spot, some_of
 from anabranch.planner.toolkit.parts import Part
 from anabranch.planner.toolkit.prices import Mode
-
-MOST_TAPERED = 4
-"""Stages that one becomes at most."""
 
 
 def moved_devices(spot: Spot) -> Iterator[Parts]:
@@ -68,7 +66,7 @@ def rescaled(row: Spot) -> Iterator[list[Mode]]:
     if all(mode.replicas > 1 for mode in modes):
         yield [half for mode in modes for half in _halves(mode)]
     if len(modes) == 1:
-        while modes[-1].replicas > 1 and len(modes) < MOST_TAPERED:
+        while modes[-1].replicas > 1 and len(modes) < POLISH.tapered:
             modes = [*modes[:-1], *_halves(modes[-1])]
             if len(modes) > 2:
                 yield list(modes)

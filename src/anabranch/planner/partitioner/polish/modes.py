@@ -13,8 +13,6 @@ from dataclasses import replace
 from anabranch.planner.partitioner.polish.plan_view import Parts, Spot
 from anabranch.planner.toolkit.parts import Part
 
-MOST_DEGREES = 8
-
 
 def modes(spot: Spot, *, recompute: bool) -> Iterator[Parts]:
     """The same stages, run otherwise.
@@ -31,7 +29,7 @@ def modes(spot: Spot, *, recompute: bool) -> Iterator[Parts]:
         for s in (s for s in spot.focus if parts[s] in short):
             yield spot.changed({s: replace(parts[s], recompute=not parts[s].recompute)})
     degrees = spot.cost.tensor_degrees
-    for tensor in degrees[:MOST_DEGREES] if len(degrees) > 1 else ():
+    for tensor in degrees if len(degrees) > 1 else ():
         for chosen in (*([s] for s in spot.focus), range(len(parts))):
             changed = {s: _sharded(parts[s], tensor) for s in chosen}
             if all(part is not None for part in changed.values()):

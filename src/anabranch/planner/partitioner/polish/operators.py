@@ -12,14 +12,9 @@ from dataclasses import replace
 from itertools import accumulate, pairwise, permutations
 
 from anabranch.graph.opgraph import bits
-from anabranch.planner.partitioner.polish.plan_view import FOCUS, Parts, Spot, some_of, union
+from anabranch.planner.partitioner.limits import POLISH
+from anabranch.planner.partitioner.polish.plan_view import Parts, Spot, some_of, union
 from anabranch.planner.toolkit.parts import Part
-
-CHUNKS = 6
-"""Parts of one stage that are tried at each neighbour."""
-
-STEPS = (1, 2, 4, 8, 16, 32)
-"""Operators by which cuts of a row are moved."""
 
 
 def shifts(spot: Spot) -> Iterator[Parts]:
@@ -41,11 +36,13 @@ def _chunks(spot: Spot, inside: int, outside: int, closure: Sequence[int]) -> li
     for op in bits(outside):
         beside |= graph.successors[op] | graph.predecessors[op]
     touching = [mask for mask in ranked if mask & beside]
-    if len(touching) <= CHUNKS:
+    if len(touching) <= POLISH.chunks:
         return touching
     # The smallest ones, and some in between up to all.
-    step = (len(touching) - 1) / (CHUNKS - 1)
-    return list(dict.fromkeys(touching[:2] + [touching[round(i * step)] for i in range(CHUNKS)]))
+    step = (len(touching) - 1) / (POLISH.chunks - 1)
+    return list(
+        dict.fromkeys(touching[:2] + [touching[round(i * step)] for i in range(POLISH.chunks)])
+    )
 
 
 def _shift(spot: Spot, source: int, target: int, chunk: int) -> Iterator[Parts]:
@@ -59,14 +56,14 @@ def slides(row: Spot) -> Iterator[Parts]:
     """One cut of a row or several neighbouring ones, all a little earlier or later, or much."""
     parts = row.parts
     most = max(part.mask.bit_count() for part in parts)
-    steps = [way * step for step in STEPS if step < most for way in (-1, 1)]
+    steps = [way * step for step in POLISH.slides if step < most for way in (-1, 1)]
     first = list(accumulate((1 << op for op in row.assembler.order), initial=0))
     cuts = list(accumulate((part.mask.bit_count() for part in parts), initial=0))
     last = len(parts) - 1
     for i in range(1, last + 1):
         # Of a long row only runs of cuts that reach one of its ends.
         for j in range(i, last + 1):
-            if len(parts) > FOCUS and i > 1 and j < last and i != j:
+            if len(parts) > POLISH.focus and i > 1 and j < last and i != j:
                 continue
             for step in steps:
                 moved = [cut + step * (i <= s <= j) for s, cut in enumerate(cuts)]
@@ -100,14 +97,14 @@ def gathers(spot: Spot) -> Iterator[Parts]:
         holders = tuple(s for s, part in enumerate(parts) if part.mask & mask)
         if len(holders) > 1:
             spread.append((-nbytes, holders, mask))
-    for _, holders, mask in sorted(spread)[:FOCUS]:
+    for _, holders, mask in sorted(spread)[: POLISH.focus]:
         yield from _merged(spot, holders)
         between = union([graph.descendants[i] for i in bits(mask)])
         between &= union([graph.ancestors[i] for i in bits(mask)])
         around = tuple(s for s, part in enumerate(parts) if part.mask & (mask | between))
         if around != holders:
             yield from _merged(spot, around)
-        for x, y in permutations(holders[:FOCUS], 2):
+        for x, y in permutations(holders[: POLISH.focus], 2):
             yield from _merged(spot, (x, y))
             inside = parts[x].mask
             tied = list(bits(inside & mask))
@@ -130,7 +127,7 @@ def splits(spot: Spot) -> Iterator[Parts]:
 
 def split_off(spot: Spot) -> Iterator[Parts]:
     """A stage of a small plan gives operators to a new one, another stage some devices."""
-    if len(spot.parts) > FOCUS:
+    if len(spot.parts) > POLISH.focus:
         return
     for s, x in permutations(spot.focus, 2):
         part, donor = spot.parts[s], spot.parts[x]

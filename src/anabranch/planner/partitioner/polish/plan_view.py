@@ -13,11 +13,9 @@ from operator import or_
 
 from anabranch.cost import CostModel
 from anabranch.graph.opgraph import bits
+from anabranch.planner.partitioner.limits import POLISH
 from anabranch.planner.toolkit.assemble import Assembler
 from anabranch.planner.toolkit.parts import Part, PartPrices, edges, heights
-
-FOCUS = 6
-"""Stages that are changed in a plan with more."""
 
 Parts = tuple[Part, ...]
 
@@ -48,12 +46,12 @@ class Spot:
     def focus(self) -> list[int]:
         """The stages worth changing: longest periods, longest all-reduces, then least work."""
         parts, prices = self.parts, self.prices
-        if len(parts) <= FOCUS:
+        if len(parts) <= POLISH.focus:
             return list(range(len(parts)))
         period = sorted(range(len(parts)), key=lambda s: -prices.period_s(parts[s]))
         reduce_s = sorted(range(len(parts)), key=lambda s: -prices.reduce_s(parts[s]))
-        chosen = [*period[: FOCUS // 2], *reduce_s[:1], *reversed(period)]
-        return list(dict.fromkeys(chosen))[:FOCUS]
+        chosen = [*period[: POLISH.focus // 2], *reduce_s[:1], *reversed(period)]
+        return list(dict.fromkeys(chosen))[: POLISH.focus]
 
     @cached_property
     def pairs(self) -> set[tuple[int, int]]:

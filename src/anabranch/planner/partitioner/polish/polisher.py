@@ -10,6 +10,7 @@ from collections.abc import Hashable, Iterator
 from dataclasses import replace
 
 from anabranch.planner.partitioner.chain_cut import Recut
+from anabranch.planner.partitioner.limits import POLISH
 from anabranch.planner.partitioner.polish import devices, operators
 from anabranch.planner.partitioner.polish.modes import modes
 from anabranch.planner.partitioner.polish.plan_view import Parts, Spot
@@ -20,33 +21,6 @@ from anabranch.planner.toolkit.prices import Mode
 from anabranch.planner.toolkit.problem import SHORT, Problem
 from anabranch.plans.slices import priced
 from anabranch.plans.stages import StageGraph
-
-MOST_STAGES = 48
-MOST_DEVICES = 128
-"""Stages and devices of a plan that is improved: pricing one takes a millisecond, not ten."""
-
-CLOSE = 1.06
-"""Changes whose estimate is within this factor of the plan's own are worth a simulation."""
-
-MOST_SIMULATED = 120
-LEAST_SIMULATED = 6
-"""Neighbours that are worth a simulation: so many over the number of stages, but at least a few."""
-
-APART = 0.02
-"""What an edge between unequal slices may cost, as a share of the step: a rule of thumb."""
-
-GAIN = 1e-3
-"""A change is an improvement if it shortens the estimated step by this share of it."""
-
-EFFORT = 1_500
-LOOK_ROUND = 400
-"""Stages that may be priced for the neighbours of one stage graph, and after a change that is an
-improvement, to see whether another is a better one."""
-
-WHOLE = 6_000
-LONGER = 18_000
-"""Stages that may be priced for all stage graphs, one after the other, and how many more where one
-change led to the next."""
 
 
 class Polisher:
@@ -68,7 +42,7 @@ class Polisher:
         self._fixed_size = microbatch_size
         self._simulated = simulated
         self._effort = 0
-        self._left = WHOLE
+        self._left = POLISH.whole
         self._proposed: set[StageGraph] = set()
         self._recut = Recut(problem.cost, problem.batch_size, problem.order)
         self._known: dict[tuple[int, frozenset[Part]], Candidate | None] = {}
@@ -77,25 +51,25 @@ class Polisher:
         """Stage graphs near this one, the least estimated step first.
 
         None for a graph whose stages differ in micro-batch size or k, nor for one with more than
-        ``MOST_STAGES`` or ``MOST_DEVICES``, where one change makes little difference.
+        ``POLISH.stages`` or ``POLISH.devices``, where one change makes little difference.
         """
         sizes = {stage.microbatch_size for stage in graph.stages}
         uneven = len(sizes) > 1 or any(stage.k > 1 for stage in graph.stages)
-        large = len(graph) > MOST_STAGES or self._cost.cluster.num_devices > MOST_DEVICES
+        large = len(graph) > POLISH.stages or self._cost.cluster.num_devices > POLISH.devices
         # Whoever comes back with one of these has found it better than where it came from.
-        left = self._left + (LONGER if graph in self._proposed else 0)
+        left = self._left + (POLISH.longer if graph in self._proposed else 0)
         if uneven or large or left <= 0:
             return []
         size = sizes.pop()
         parts = self._parts(graph)
-        found = self._climb(size, parts, min(EFFORT, left))
+        found = self._climb(size, parts, min(POLISH.effort, left))
         here = self._assembled(size, parts)
-        limit = CLOSE * (score(here) if here else min(map(score, found), default=0.0))
+        limit = POLISH.close * (score(here) if here else min(map(score, found), default=0.0))
         found += self._swapped(graph, size, parts)
         ranked = sorted((each for each in found if score(each) <= limit), key=score)
         # Branches that are alike make many changes that are the same but for the branch.
         unique = {self._likeness(each): each.graph for each in reversed(ranked)}
-        most = self._simulated or max(LEAST_SIMULATED, MOST_SIMULATED // len(parts))
+        most = self._simulated or max(POLISH.least_simulated, POLISH.most_simulated // len(parts))
         chosen = list(reversed(unique.values()))[:most]
         self._proposed.update(chosen)
         return chosen
@@ -131,11 +105,11 @@ class Polisher:
         improved = True
         while improved:
             improved = False
-            best_s, enough = least * (1 - GAIN), 0
+            best_s, enough = least * (1 - POLISH.gain), 0
             for other_size, changed in self._changes(size, parts):
                 if self._effort <= enough:
                     break
-                if self._least_step_s(other_size, changed) > CLOSE * best_s:
+                if self._least_step_s(other_size, changed) > POLISH.close * best_s:
                     continue
                 candidate = self._assembled(other_size, changed)
                 if candidate is None:
@@ -144,7 +118,7 @@ class Polisher:
                 # Data parallelism is a proposal of its own; here it would end the climb.
                 if score(candidate) < best_s and (len(changed) > 1 or len(parts) == 1):
                     if not improved:
-                        enough = max(0, self._effort - LOOK_ROUND)
+                        enough = max(0, self._effort - POLISH.look_round)
                     improved = True
                     best_s, best = score(candidate), (other_size, changed)
             if improved:
@@ -242,4 +216,4 @@ def score(candidate: Candidate) -> float:
     graph = candidate.graph
     counts = [stage.replicas for stage in graph.stages]
     apart = sum(counts[x] % counts[y] > 0 < counts[y] % counts[x] for x, y in graph.edges)
-    return candidate.step_s * (1 + APART * apart)
+    return candidate.step_s * (1 + POLISH.apart * apart)
