@@ -18,10 +18,10 @@ from anabranch.graph.series_parallel import decompose
 from anabranch.planner.exhaustive import best_replicas
 from anabranch.planner.graphpipe import GraphPipe
 from anabranch.planner.partitioner import block_stage as beside
+from anabranch.planner.partitioner.branch_shares import BranchShares
 from anabranch.planner.partitioner.chains import build, count
 from anabranch.planner.partitioner.limits import SEARCH
-from anabranch.planner.partitioner.search import Search
-from anabranch.planner.partitioner.sharing import Sharing
+from anabranch.planner.partitioner.period_search import PeriodSearch
 from anabranch.planner.partitions import partitions
 from anabranch.planner.sequential import Sequential
 from anabranch.planner.toolkit.parts import Part, PartPrices
@@ -41,7 +41,7 @@ def found_period(
 ) -> tuple[float, list[Part]]:
     """The least period that the search finds for one micro-batch size, and its stages."""
     problem = GraphPipe(recompute=recompute).problem(cost, batch_size)
-    return Search(problem, build(cost, problem.tree), [size]).least(1e-9)
+    return PeriodSearch(problem, build(cost, problem.tree), [size]).least(1e-9)
 
 
 def least_period(
@@ -312,18 +312,18 @@ def test_search_grows_no_worse_than_quadratically(monkeypatch):
     """From 4 to 256 devices the entries of all tables grow by less than the square of 64."""
     entries = []
 
-    class Counted(Sharing):
+    class Counted(BranchShares):
         def __init__(self, *args: object) -> None:
             super().__init__(*args)
             entries.append(sum(t.size for each in self._sums for t in each.values()))
 
-    monkeypatch.setattr(beside, "Sharing", Counted)
+    monkeypatch.setattr(beside, "BranchShares", Counted)
     profile = shapes.mmt(parts=1)
     work = {}
     for nodes in (1, 64):
         entries.clear()
         cost = CostModel(profile, Cluster.preset(f"summit:{nodes}x4"))
         problem = GraphPipe().problem(cost, 4 * 256)
-        Search(problem, build(cost, problem.tree), [16]).least(0.01)
+        PeriodSearch(problem, build(cost, problem.tree), [16]).least(0.01)
         work[nodes] = sum(entries)
     assert work[64] < 64**2 * work[1]

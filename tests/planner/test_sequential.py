@@ -14,7 +14,7 @@ from anabranch.cost import CostModel
 from anabranch.errors import InfeasiblePlanError
 from anabranch.planner.exhaustive import best_replicas
 from anabranch.planner.partitioner.chains import line
-from anabranch.planner.partitioner.search import Search
+from anabranch.planner.partitioner.period_search import PeriodSearch
 from anabranch.planner.sequential import Sequential
 from anabranch.planner.toolkit.parts import Part, PartPrices, fits
 from anabranch.plans.check import check
@@ -38,7 +38,7 @@ def test_equals_the_best_contiguous_cut(profile, devices, size, count, memory):
     """Every cut of the order, with heights as in a chain: the same least period."""
     cost = cost_model(profile, devices, memory=memory, bandwidth=9.0)
     problem = Sequential(recompute=False).problem(cost, size * count)
-    found, _ = Search(problem, line(cost, problem.order), [size]).least(1e-9)
+    found, _ = PeriodSearch(problem, line(cost, problem.order), [size]).least(1e-9)
     prices = PartPrices(problem.prices(size))
     n = len(problem.order)
     least = math.inf

@@ -4,10 +4,10 @@ All partitions of up to ``MOST_OPERATORS`` operators into stages with an acyclic
 (4,140 partitions of 8 operators before that condition), and every micro-batch size. For each,
 
 - by default, the numbers of replicas, in powers of two, that give the least longest period within
-  the devices and their memory; devices that are left go where they help (``partitioner.assemble``);
+  the devices and their memory; devices that are left go where they help (``toolkit.assemble``);
 - with ``every``, all numbers of replicas that add up to the devices: 1 + 3 + 3 + 1 ways for 4
   devices and 1 to 4 stages. The best of these, simulated, is the best plan there is on one level of
-  links. On several, devices are numbered in the two orders of ``partitioner.assemble`` only.
+  links. On several, devices are numbered in the two orders of ``toolkit.assemble`` only.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ from anabranch.cost import CostModel
 from anabranch.planner.base import require_options
 from anabranch.planner.data_parallel import data_parallel
 from anabranch.planner.partitioner.chains import line
+from anabranch.planner.partitioner.period_search import best, thoroughly
 from anabranch.planner.partitioner.polish.polisher import Polisher
-from anabranch.planner.partitioner.search import best, thoroughly
 from anabranch.planner.toolkit.assemble import Candidate
 from anabranch.planner.toolkit.infeasible import explain, require_sizes
 from anabranch.planner.toolkit.problem import Problem
@@ -37,7 +37,7 @@ from anabranch.plans.stages import StageGraph
 class Sequential:
     """Dynamic programme over runs of the model in one order, branch after branch.
 
-    Optimal over such runs with power-of-two replicas in the period of ``partitioner.prices``, for
+    Optimal over such runs with power-of-two replicas in the period of ``toolkit.prices``, for
     every micro-batch size that is not hopeless. Data parallelism is among the candidates where it
     fits.
 

@@ -13,7 +13,7 @@ from anabranch.graph.opgraph import Op, OpGraph, Parameter, Value
 from anabranch.graph.series_parallel import decompose, operators
 from anabranch.planner import PLANNERS
 from anabranch.planner.partitioner.polish.operators import slides
-from anabranch.planner.partitioner.polish.plan_view import Spot
+from anabranch.planner.partitioner.polish.plan_view import PlanView
 from anabranch.planner.partitioner.polish.polisher import Polisher
 from anabranch.planner.toolkit.assemble import Assembler
 from anabranch.planner.toolkit.parts import Part, PartPrices
@@ -173,7 +173,7 @@ def test_recomputes_only_where_memory_is_short():
 def test_cuts_of_a_row_move_far():
     """Twelve equal operators cut after the first: half of them are more than two steps away."""
     cost = cost_model(chain([1] * 12), 2)
-    row = Spot(assembler(cost), (Part(0b1, 1), Part(0b111111111110, 1)))
+    row = PlanView(assembler(cost), (Part(0b1, 1), Part(0b111111111110, 1)))
     assert (Part(0b11111, 1), Part(0b111111100000, 1)) in list(slides(row))
 
 

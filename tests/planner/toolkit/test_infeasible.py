@@ -14,8 +14,8 @@ from anabranch.cost import CostModel
 from anabranch.errors import InfeasiblePlanError
 from anabranch.planner.exhaustive import Exhaustive
 from anabranch.planner.graphpipe import GraphPipe
+from anabranch.planner.partitioner.chain_programme import on_fewest_devices
 from anabranch.planner.partitioner.chains import build
-from anabranch.planner.partitioner.reach import on_fewest_devices
 from anabranch.planner.sequential import Sequential
 from anabranch.planner.toolkit.infeasible import explain
 from tests.planner import shapes

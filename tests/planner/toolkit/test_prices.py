@@ -14,7 +14,7 @@ from anabranch.cost import CostModel
 from anabranch.graph.opgraph import Op, OpGraph, Parameter, Value
 from anabranch.graph.series_parallel import decompose, operators
 from anabranch.planner.partitioner.chains import line
-from anabranch.planner.partitioner.ranges import INFINITE, Ranges, Sizes
+from anabranch.planner.partitioner.range_prices import INFINITE, RangePrices, Sizes
 from anabranch.planner.toolkit.parts import Part, PartPrices
 from anabranch.planner.toolkit.prices import UNBOUNDED, Bound, Prices, degrees, microbatch_sizes
 from anabranch.profile.profile import OpCost, Profile
@@ -129,7 +129,7 @@ def test_ranges_agree_with_parts(profile, size, count, memory, tensor, recompute
     )
     parts = PartPrices(common)
     chain = line(cost, operators(decompose(cost.graph)))
-    ranges = Ranges(chain.row, Sizes([common]))
+    ranges = RangePrices(chain.row, Sizes([common]))
     n = chain.row.size
     for bound in (Bound(6.0), Bound(40.0), Bound(40.0, spread=False, reduce_s=2.0)):
         need = np.broadcast_to(ranges.need([bound], 4)[0], (4, n + 1, n + 1))
@@ -168,7 +168,7 @@ def test_bound_is_inclusive(bound):
     """Exactly the bound is within it: 2 samples of a take 6 s."""
     fast = Cluster("fast", "cpu", 10**5, (Level("node", 4, 1e9, 0.0),))
     chain = line(CostModel(PROFILE, fast), range(2))
-    need = Ranges(chain.row, Sizes([prices(2, cluster=fast).prices])).need([Bound(bound)], 1)
+    need = RangePrices(chain.row, Sizes([prices(2, cluster=fast).prices])).need([Bound(bound)], 1)
     assert need[0, 0, 1, 0] == (1 if bound == 6.0 else 2)
 
 
@@ -196,8 +196,10 @@ def test_several_sizes_and_bounds_at_once():
     chain = line(CostModel(PROFILE, fast), range(2))
     each = [prices(size, cluster=fast).prices for size in (2, 8)]
     bounds = [Bound(6.0, at=0), Bound(12.1, at=1), Bound(24.0, at=1)]
-    together = Ranges(chain.row, Sizes(each)).need(bounds, 1)
-    alone = [Ranges(chain.row, Sizes([each[b.at]])).need([replace(b, at=0)], 1) for b in bounds]
+    together = RangePrices(chain.row, Sizes(each)).need(bounds, 1)
+    alone = [
+        RangePrices(chain.row, Sizes([each[b.at]])).need([replace(b, at=0)], 1) for b in bounds
+    ]
     assert (together == np.concatenate(alone)).all()
     # a takes 3 s per sample: 2 samples on one device, 8 samples on two and on one.
     assert together[:, 0, 1, 0].tolist() == [1, 2, 1]
@@ -207,7 +209,7 @@ def test_the_last_height_may_stand_for_greater_ones():
     """Memory for three micro-batches in flight: height 2 but not 5."""
     chain = line(CostModel(PROFILE, NODES, optimizer_factor=1.0), range(2))
     limited = Prices(CostModel(PROFILE, NODES, 1.0), 16, 1, (1,), 2830.0)
-    ranges = Ranges(chain.row, Sizes([limited]))
+    ranges = RangePrices(chain.row, Sizes([limited]))
     # 900 bytes three times and 100 to receive; 10 per micro-batch in flight.
     assert int(ranges.headroom[0, 0, 0]) == 2
     assert ranges.need([Bound(1e9)], 3)[0, :, 1, 0].tolist() == [1]

@@ -1,7 +1,7 @@
 """Stages next to a block that take a part of its branches: which part, and the fewest devices.
 
-``Sharing`` knows the lightest shares for every number of devices outside the stage. Here are the
-stages: runs of operators behind the block (or before it), each at some cap and height. Where all
+``BranchShares`` knows the lightest shares for every number of devices outside the stage. Here are
+the stages: runs of operators behind the block (or before it), each at some cap and height. Where all
 that a block needs is the same for several caps and heights, they are one state, looked at once.
 
 Arrays are [bound t, cap w, height h], [bound t, state m] or [range q, ...].
@@ -16,26 +16,26 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from anabranch.planner.partitioner.chains import Block
-from anabranch.planner.partitioner.limits import SEARCH
-from anabranch.planner.partitioner.ranges import (
-    INFINITE,
-    Bools,
-    Floats,
-    Ints,
-    Ranges,
-    Shares,
-    Sizes,
-)
-from anabranch.planner.partitioner.sharing import (
+from anabranch.planner.partitioner.branch_shares import (
     COMPUTE,
     MEMORY,
     REDUCE,
     TRAFFIC,
+    BranchShares,
     Groups,
     Options,
-    Sharing,
     largest_groups,
+)
+from anabranch.planner.partitioner.chains import Block
+from anabranch.planner.partitioner.limits import SEARCH
+from anabranch.planner.partitioner.range_prices import (
+    INFINITE,
+    Bools,
+    Floats,
+    Ints,
+    RangePrices,
+    Shares,
+    Sizes,
 )
 from anabranch.planner.toolkit.prices import Bound
 
@@ -86,7 +86,7 @@ class Stages:
     per_microbatch: Floats
 
     @staticmethod
-    def of(ranges: Ranges, runs: Sequence[tuple[int, int]], limits: Limits) -> Stages:
+    def of(ranges: RangePrices, runs: Sequence[tuple[int, int]], limits: Limits) -> Stages:
         """Those of some ranges (start, stop)."""
         at = tuple(np.array(runs).T)
         seconds = limits.per_bound(ranges.compute_s(at), ranges.traffic_s(at), ranges.reduce_s(at))
@@ -125,7 +125,7 @@ class Weights:
 
 
 @dataclass(frozen=True)
-class Shared:
+class SharedStages:
     """What stages next to a block take of it.
 
     Attributes:
@@ -136,7 +136,7 @@ class Shared:
         total: and the devices of the branches' remainders: [q, t, w, h].
     """
 
-    sharing: Sharing
+    sharing: BranchShares
     place: NDArray[np.intp]
     needs: Ints
     mode: Ints
@@ -144,7 +144,7 @@ class Shared:
 
 
 @dataclass(frozen=True)
-class Beside:
+class BlockNeighbour:
     """A block as the stages next to it see it.
 
     Attributes:
@@ -163,7 +163,7 @@ class Beside:
     allowed: Bools
     heights: Ints
 
-    def share(self, stages: Stages, limits: Limits, limit: int) -> Shared:
+    def share(self, stages: Stages, limits: Limits, limit: int) -> SharedStages:
         """What the stages take.
 
         Args:
@@ -188,11 +188,11 @@ class Beside:
         most += (len(self.block.classes) // 2) * max(
             (amount for each in groups.largest for amount, _ in each), default=0
         )
-        sharing = Sharing(
+        sharing = BranchShares(
             [options[k] for k in self.block.classes], groups, min(limit, most), carried
         )
         needs, mode, total = (t[..., place] for t in _fewest(sharing, stages, limits, held))
-        return Shared(sharing, place, needs, mode, total)
+        return SharedStages(sharing, place, needs, mode, total)
 
     def _carried(
         self,
@@ -262,9 +262,9 @@ class Beside:
 
 
 def _fewest(
-    sharing: Sharing, stages: Stages, limits: Limits, held: Floats
+    sharing: BranchShares, stages: Stages, limits: Limits, held: Floats
 ) -> tuple[Ints, Ints, Ints]:
-    """The best shares to go with each of some ranges, as ``Beside.share`` returns it: [q, t, m]."""
+    """The best shares to go with each of some ranges, as ``share`` returns it: [q, t, m]."""
     count = stages.fixed.shape[-1]
     step = max(1, SEARCH.ranges_at_once // sharing.sums[COMPUTE].size)
     parts = [
@@ -275,7 +275,7 @@ def _fewest(
 
 
 def _fewest_of(
-    sharing: Sharing, stages: Stages, some: slice, limits: Limits, held: Floats
+    sharing: BranchShares, stages: Stages, some: slice, limits: Limits, held: Floats
 ) -> tuple[Ints, Ints, Ints]:
     def of(table: Floats) -> Floats:
         """[t, k, q] as [q, t, 1, k, 1]."""

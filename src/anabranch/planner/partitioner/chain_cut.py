@@ -5,7 +5,7 @@
 First the least longest period, then, among cuts within a factor ``slack`` of it, the shortest way
 through the pipeline and back: what a step is made of where there are M micro-batches is ``M - 1``
 periods and that way once. Both are short dynamic programmes over the cuts, for stages that lie in
-nodes of their own and for stages that are spread over all nodes (``partitioner.assemble``).
+nodes of their own and for stages that are spread over all nodes (``toolkit.assemble``).
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import numpy as np
 
 from anabranch.cost import CostModel
 from anabranch.planner.partitioner.limits import SEARCH
-from anabranch.planner.partitioner.ranges import Floats, Ints
+from anabranch.planner.partitioner.range_prices import Floats, Ints
 from anabranch.planner.partitioner.rows import Row
 from anabranch.planner.toolkit.parts import Part
 from anabranch.planner.toolkit.prices import Mode, Prices
 
 
-class Recut:
+class ChainCutter:
     """Cuts one model's operators in one order.
 
     Args:

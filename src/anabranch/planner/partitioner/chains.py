@@ -6,7 +6,7 @@ A chain is a row of items, each an operator or a block; a block is a set of chai
                     | chain [ a ][ b ][ c ]|
                     | chain [ d ][ e ]     |
 
-``partitioner.rows`` weighs contiguous ranges of items. Branches of a block that ``cuts.signature``
+``partitioner.rows`` weighs contiguous ranges of items. Branches of a block that ``series_parallel.signature``
 calls the same are of one class, and only its first is searched.
 
 A model of more than ``SEARCH.items`` operators is made coarser, to about so many items: neighbours

@@ -1,6 +1,6 @@
 """From the parts of a line to a stage graph on all devices.
 
-``partitioner.assemble`` gives devices that are left to the slowest parts. Two things are done
+``toolkit.assemble`` gives devices that are left to the slowest parts. Two things are done
 after it: a stage that now has room keeps its insides after all, and the devices of a replica under
 tensor parallelism are put inside one node::
 

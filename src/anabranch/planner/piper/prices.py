@@ -8,9 +8,9 @@ replica, M micro-batches:
           + (in + out) * share(d * t)   all that crosses its border: values and gradients, both ways
           + allreduce(d) / M            of its trainable parameters, once per step
 
-Nothing is taken to overlap: a load is a sum, as in Piper, where ``partitioner.prices`` takes the
+Nothing is taken to overlap: a load is a sum, as in Piper, where ``toolkit.prices`` takes the
 larger of compute and communication. ``share`` and ``allreduce`` are those of
-``partitioner.prices``, which knows that devices of a node share its network card; Piper's own
+``toolkit.prices``, which knows that devices of a node share its network card; Piper's own
 formula has one bandwidth. Memory is ``CostModel.device_bytes``.
 
 For every pair of downsets a bound from below is taken first, which costs one subtraction and knows

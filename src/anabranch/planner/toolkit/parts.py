@@ -1,6 +1,6 @@
 """Parts: stages to be, before they have devices, and their prices, whatever operators they hold.
 
-The same formulas as ``partitioner.ranges``, for any set of operators; ``partitioner.prices`` states
+The same formulas as ``partitioner.range_prices``, for any set of operators; ``toolkit.prices`` states
 them.
 """
 

@@ -20,7 +20,7 @@ the period without it, and the all-reduce apart (``Bound``).
 A value counts once in each direction however many stages read it. All that crosses the border of
 a stage is taken to leave its node, unless the whole cluster is one, and its card to be shared
 with nobody else's: true of a join that is spread over a node, pessimistic for neighbours inside
-one, optimistic for several joins in one. ``partitioner.estimate`` knows where the devices are and
+one, optimistic for several joins in one. ``toolkit.estimate`` knows where the devices are and
 corrects both.
 
 Memory is that of ``CostModel.device_bytes`` with min(h + 1, M) micro-batches in flight, h the

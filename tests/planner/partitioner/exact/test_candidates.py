@@ -14,11 +14,11 @@ from anabranch.cost import CostModel
 from anabranch.graph.opgraph import Op, OpGraph, Value
 from anabranch.planner.exhaustive import best_replicas
 from anabranch.planner.partitioner.chains import build
-from anabranch.planner.partitioner.exact.candidates import Exact, with_exact
+from anabranch.planner.partitioner.exact.candidates import AllPartitions, with_exact
 from anabranch.planner.partitioner.exact.lattice import Lattice
 from anabranch.planner.partitioner.exact.prices import Weights
-from anabranch.planner.partitioner.exact.search import ExactSearch
-from anabranch.planner.partitioner.search import candidates
+from anabranch.planner.partitioner.exact.size_candidates import SizeCandidates
+from anabranch.planner.partitioner.period_search import candidates
 from anabranch.planner.partitions import partitions
 from anabranch.planner.toolkit.parts import Part, PartPrices, edges, heights
 from anabranch.planner.toolkit.prices import Bound
@@ -45,16 +45,16 @@ def fronts(cost: CostModel, batch_size: int, size: int) -> list[tuple[int, float
     problem = problem_of(cost, batch_size)
     prices = PartPrices(problem.prices(size))
     found = []
-    for parts in ExactSearch(problem, exact_of(problem).weights, size).front(UNBOUNDED):
+    for parts in SizeCandidates(problem, exact_of(problem).weights, size).front(UNBOUNDED):
         found.append((depth(prices, parts), max(prices.period_s(part) for part in parts)))
     return found
 
 
-def exact_of(problem: Problem) -> Exact:
+def exact_of(problem: Problem) -> AllPartitions:
     """The search for a graph of any structure."""
     groups = tuple(1 << i for i in range(len(problem.cost.graph)))
     lattice = Lattice(problem.cost.graph, budget=1000, ways=100_000)
-    return Exact(problem, Weights(problem.cost, lattice, groups), alone=True)
+    return AllPartitions(problem, Weights(problem.cost, lattice, groups), alone=True)
 
 
 def depth(prices: PartPrices, parts: list[Part]) -> int:
@@ -103,7 +103,7 @@ def test_finds_the_front_of_all_partitions(profile, devices, size, count, limit,
 
 def test_leaves_large_models_to_others():
     """The papers' models have too many downsets."""
-    assert Exact.of(problem_of(cost_model(shapes.mmt(), 4), 64)) is None
+    assert AllPartitions.of(problem_of(cost_model(shapes.mmt(), 4), 64)) is None
 
 
 def ladder(rungs: int) -> Profile:
@@ -119,7 +119,7 @@ def ladder(rungs: int) -> Profile:
 
 def test_puts_operators_together_where_there_are_too_many():
     """A ladder of 15 rungs has 136 downsets, one of 40 has 861: 8 are left per device."""
-    few, many = (Exact.of(problem_of(cost_model(ladder(n), 16), 64)) for n in (15, 40))
+    few, many = (AllPartitions.of(problem_of(cost_model(ladder(n), 16), 64)) for n in (15, 40))
     assert len(few.weights.lattice.downsets) == 136
     assert len(few.weights.atoms) == 30
     assert len(many.weights.lattice.downsets) <= 128
@@ -141,7 +141,7 @@ def test_a_coarse_search_is_not_alone():
     graph = OpGraph(ops, tuple(Value(a, (b,), 0) for a, b in (*wide, *across)))
     costs = tuple(OpCost((1.0,), (2.0,), 1) for _ in ops)
     profile = Profile(graph, (1,), costs, "cpu", "measured", proportional=True)
-    many, few = (Exact.of(problem_of(cost_model(profile, d), 16)) for d in (14, 2))
+    many, few = (AllPartitions.of(problem_of(cost_model(profile, d), 16)) for d in (14, 2))
     assert (many.alone, few.alone) == (False, True)
     chain = build(many.problem.cost, many.problem.tree)
     found = {c.graph for c in with_exact(many.problem, chain, 4)}
@@ -161,7 +161,7 @@ def test_published_profiles(name, downsets):
     """Graphs that are not series-parallel lose nothing; the reader leaves one that is."""
     profile = next(read_profile(path) for path in SHARED.rglob("*") if str(path).endswith(name))
     problem = problem_of(CostModel(profile, Cluster.preset("summit:2x4")), 64)
-    exact = Exact.of(problem)
+    exact = AllPartitions.of(problem)
     assert (exact and len(exact.weights.lattice.downsets)) == downsets
     if exact is not None:
         ours = min(candidate.period_s for candidate in exact.candidates(8))

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from anabranch.cost import CostModel
+from anabranch.planner.partitioner.exact.partition_programme import PartitionProgramme
 from anabranch.planner.partitioner.exact.paths import ShortestPath
-from anabranch.planner.partitioner.exact.prices import Priced
-from anabranch.planner.partitioner.exact.reach import ExactReach
+from anabranch.planner.partitioner.exact.prices import PricedStages
 from anabranch.planner.partitions import partitions
 from anabranch.planner.toolkit.parts import Part, edges, fits
 from anabranch.planner.toolkit.prices import Bound
@@ -35,8 +35,8 @@ class Case:
         self.prices = problem.assembler(SIZE).prices
         weights = exact_of(problem).weights
         heights = min(self.devices, len(cost.graph))
-        self.priced = Priced.of(weights, self.prices.prices, heights)
-        self.reach = ExactReach(weights, self.priced, heights=heights)
+        self.priced = PricedStages.of(weights, self.prices.prices, heights)
+        self.reach = PartitionProgramme(weights, self.priced, heights=heights)
         self._pair = {weights.mask(pair): pair for pair in range(len(weights.lattice.below))}
         self._degrees = [mode.replicas for mode in self.priced.modes]
 

@@ -1,20 +1,20 @@
 """Plans from all partitions of a graph, where it has few downsets or can be made to have few.
 
-``partitioner.reach`` is fast because it looks at four kinds of stages in a series-parallel graph. A
+``partitioner.chain_programme`` is fast because it looks at four kinds of stages in a series-parallel graph. A
 stage may be more than that (two short pieces from the middles of two branches), and not every graph
 is series-parallel (GNMT, where the decoder has its own embedding and reads the encoder at every
-layer). Where the downsets are few, all partitions can be searched at once: ``exact.reach``. The
-period that this finds is the least of all, for the prices of ``partitioner.prices``.
+layer). Where the downsets are few, all partitions can be searched at once: ``exact.partition_programme``. The
+period that this finds is the least of all, for the prices of ``toolkit.prices``.
 
 What is searched in this way:
 
 - a series-parallel graph with few downsets or operators; others pay a millisecond for the question;
 - any graph that is not series-parallel. Operators that cost nothing go to their neighbours
-  (``exact.atoms``), which leaves PipeDream's GNMT with 35 downsets and Piper's with 75. If there
+  (``exact.contraction``), which leaves PipeDream's GNMT with 35 downsets and Piper's with 75. If there
   are more than ``EXACT.most_downsets`` all the same (NASNet), neighbours become one until there are
   no more than ``EXACT.per_device`` per device.
 
-The first are searched by ``partitioner.search`` as well, which takes little time, and of plans with
+The first are searched by ``partitioner.period_search`` as well, which takes little time, and of plans with
 the same period may find the better one. The second are not, unless what was put to the heaviest
 operator of a group computes for more than what falls to each device: with order added
 (``graph.series_parallel``) that search takes long for them and finds less. NASNet on 32 devices:
@@ -22,7 +22,7 @@ operator of a group computes for more than what falls to each device: with order
 
 The downsets of parts in series add up, those of parts side by side multiply.
 
-``exact.search`` says what the candidates of one micro-batch size are.
+``exact.size_candidates`` says what the candidates of one micro-batch size are.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from anabranch.planner.partitioner.chains import Chain
 from anabranch.planner.partitioner.exact.contraction import atoms, merged, quotient
 from anabranch.planner.partitioner.exact.lattice import Lattice
 from anabranch.planner.partitioner.exact.prices import Weights
-from anabranch.planner.partitioner.exact.search import ExactSearch
+from anabranch.planner.partitioner.exact.size_candidates import SizeCandidates
 from anabranch.planner.partitioner.limits import EXACT
-from anabranch.planner.partitioner.search import candidates
+from anabranch.planner.partitioner.period_search import candidates
 from anabranch.planner.toolkit.assemble import Candidate
 from anabranch.planner.toolkit.problem import Problem
 
@@ -48,7 +48,7 @@ from anabranch.planner.toolkit.problem import Problem
 def with_exact(
     problem: Problem, chain: Chain, microbatch_size: int | None, *, known_s: float = float("inf")
 ) -> Iterator[Candidate]:
-    """Candidates of this search where it suits the problem, and of ``partitioner.search``.
+    """Candidates of this search where it suits the problem, and of ``partitioner.period_search``.
 
     Args:
         problem: what is to be planned.
@@ -56,7 +56,7 @@ def with_exact(
         microbatch_size: only this size; None for all.
         known_s: a step that is known to be possible, so that worse sizes can be left out.
     """
-    exact = Exact.of(problem)
+    exact = AllPartitions.of(problem)
     found = False
     if exact is not None:
         for candidate in exact.candidates(microbatch_size, known_s=known_s):
@@ -67,13 +67,13 @@ def with_exact(
 
 
 @dataclass(frozen=True)
-class Exact:
+class AllPartitions:
     """All partitions of a problem's graph, or of a coarser one.
 
     Attributes:
         problem: what is to be planned.
         weights: of all stages.
-        alone: nothing is gained by ``partitioner.search``.
+        alone: nothing is gained by ``partitioner.period_search``.
     """
 
     problem: Problem
@@ -81,7 +81,7 @@ class Exact:
     alone: bool
 
     @staticmethod
-    def of(problem: Problem) -> Exact | None:
+    def of(problem: Problem) -> AllPartitions | None:
         """The search for a problem that is one for it; None for others, in a millisecond."""
         graph = problem.cost.graph
         if not is_series_parallel(problem.tree):
@@ -91,7 +91,7 @@ class Exact:
         lattice = _lattice(problem.cost, groups, budget)
         if lattice is None:
             return None
-        return Exact(problem, Weights(problem.cost, lattice, groups), alone=False)
+        return AllPartitions(problem, Weights(problem.cost, lattice, groups), alone=False)
 
     def candidates(
         self, microbatch_size: int | None, *, known_s: float = float("inf")
@@ -104,7 +104,7 @@ class Exact:
         """
         problem = self.problem
         sizes = (b for b in problem.sizes(microbatch_size) if problem.prices(b).degrees)
-        searches = [ExactSearch(problem, self.weights, size) for size in sizes]
+        searches = [SizeCandidates(problem, self.weights, size) for size in sizes]
         searches.sort(key=lambda each: each.least_step_s)
         least = known_s
         best: list[tuple[float, int]] = []
@@ -121,19 +121,21 @@ class Exact:
                 yield candidate
 
 
-def _of_any(problem: Problem) -> Exact:
+def _of_any(problem: Problem) -> AllPartitions:
     cost = problem.cost
     groups = _atoms(cost)
     lattice = _lattice(cost, groups, EXACT.most_downsets)
     if lattice is not None:
-        return Exact(problem, Weights(cost, lattice, groups), alone=True)
+        return AllPartitions(problem, Weights(cost, lattice, groups), alone=True)
     budget = max(
         EXACT.merged, min(EXACT.most_downsets, EXACT.per_device * cost.cluster.num_devices)
     )
     fewer = merged(cost, groups, lambda some: _lattice(cost, some, budget) is not None)
     lattice = _lattice(cost, fewer, budget)
     assert lattice is not None, "merging ends where there are few downsets"
-    return Exact(problem, Weights(cost, lattice, fewer), alone=_is_fine(cost, groups, fewer))
+    return AllPartitions(
+        problem, Weights(cost, lattice, fewer), alone=_is_fine(cost, groups, fewer)
+    )
 
 
 def _atoms(cost: CostModel) -> tuple[int, ...]:

@@ -1,6 +1,6 @@
 """The shortest way through a plan within a bound and a number of devices.
 
-A step is about ``(M - 1) * period + path``. ``exact.reach`` finds the least period; with few
+A step is about ``(M - 1) * period + path``. ``exact.partition_programme`` finds the least period; with few
 micro-batches the path matters as much, and the quickest plan has some longer period and a shorter
 path. So for any bound on the period, over the same layers::
 
@@ -26,8 +26,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from anabranch.planner.partitioner.exact.partition_programme import PartitionProgramme
 from anabranch.planner.partitioner.exact.prices import Bools, Floats
-from anabranch.planner.partitioner.exact.reach import ExactReach
 from anabranch.planner.partitioner.limits import EXACT
 from anabranch.planner.toolkit.parts import Part
 from anabranch.planner.toolkit.prices import Bound
@@ -46,7 +46,7 @@ class ShortestPath:
         period_s: its longest period; known once its parts have been asked for.
     """
 
-    def __init__(self, reach: ExactReach, bound: Bound, devices: int) -> None:
+    def __init__(self, reach: PartitionProgramme, bound: Bound, devices: int) -> None:
         self._reach = reach
         self._lattice = reach.weights.lattice
         self._within = reach.priced.within(bound)

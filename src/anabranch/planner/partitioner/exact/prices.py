@@ -1,4 +1,4 @@
-"""Periods and memory of every stage of a lattice at once: ``partitioner.prices`` has the formulas.
+"""Periods and memory of every stage of a lattice at once: ``toolkit.prices`` has the formulas.
 
 What adds up over operators is the difference of two downsets' sums. What does not is a value that
 several operators read, or a parameter that several share. Per value, with the producer p and the
@@ -133,7 +133,7 @@ class Weights:
 
 
 @dataclass(frozen=True)
-class Priced:
+class PricedStages:
     """The stages of a lattice at one micro-batch size; arrays are [mode, pair].
 
     Attributes:
@@ -155,7 +155,7 @@ class Priced:
     headroom: Ints
 
     @staticmethod
-    def of(weights: Weights, prices: Prices, heights: int) -> Priced:
+    def of(weights: Weights, prices: Prices, heights: int) -> PricedStages:
         """Price all stages, with recomputation where one does not fit at all heights without."""
         columns = []
         modes: list[Mode] = []
@@ -169,7 +169,7 @@ class Priced:
                 roomy.add((mode.replicas, mode.tensor))
         slowest, path, reduce_s, room = (np.stack(each) for each in zip(*columns, strict=True))
         path = path + reduce_s / prices.num_microbatches
-        return Priced(
+        return PricedStages(
             tuple(modes),
             slowest_s=slowest,
             path_share=path / (2 * len(weights.atoms) * path.max(initial=1e-300)),

@@ -2,7 +2,7 @@
 
 A search under a bound knows the longest period, but a step is more: the way in and out, transfers
 that meet at a card, all-reduces that nothing hides. So the best candidates are changed a little,
-and what the estimate (``partitioner.estimate``) likes is simulated.
+and what the estimate (``toolkit.estimate``) likes is simulated.
 
 operators      parts of stages go to neighbours; stages become one, or one becomes two
 devices        devices go from one stage to another, and stages in a row are cut again

@@ -1,4 +1,4 @@
-"""Devices change stages; stages that lie in a row are then cut again (``partitioner.recut``).
+"""Devices change stages; stages that lie in a row are then cut again (``partitioner.chain_cut``).
 
 In a row any numbers of devices have cuts that are best for them, so devices may go from any stage
 to any other, two neighbours become one, one become two, or all be halved or doubled in number.
@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from anabranch.planner.partitioner.limits import POLISH
-from anabranch.planner.partitioner.polish.plan_view import Parts, Spot, some_of
+from anabranch.planner.partitioner.polish.plan_view import Parts, PlanView, some_of
 from anabranch.planner.toolkit.parts import Part
 from anabranch.planner.toolkit.prices import Mode
 
 
-def moved_devices(spot: Spot) -> Iterator[Parts]:
+def moved_devices(spot: PlanView) -> Iterator[Parts]:
     """Devices go from one stage to another, first to those with the longest period."""
     parts, prices = spot.parts, spot.prices
     ranked = sorted(spot.focus, key=lambda s: -prices.period_s(parts[s]))
@@ -30,7 +30,7 @@ def moved_devices(spot: Spot) -> Iterator[Parts]:
                 yield spot.changed({source: given, to: taken})
 
 
-def other_modes(row: Spot) -> Iterator[list[Mode]]:
+def other_modes(row: PlanView) -> Iterator[list[Mode]]:
     """How the stages of a row, its parts in order, may use the devices instead."""
     modes = [mode_of(part) for part in row.parts]
     yield from rescaled(row)
@@ -54,7 +54,7 @@ def other_modes(row: Spot) -> Iterator[list[Mode]]:
             yield [*modes[:s], first, second, *modes[s + 1 :]]
 
 
-def rescaled(row: Spot) -> Iterator[list[Mode]]:
+def rescaled(row: PlanView) -> Iterator[list[Mode]]:
     """A row of stages as it is, with every two made one, and with every one made two; of one stage
     also the last part of it again and again: 8 devices as 4 + 4, 4 + 2 + 2, 4 + 2 + 1 + 1.
     """

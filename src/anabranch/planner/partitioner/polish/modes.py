@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from anabranch.planner.partitioner.polish.plan_view import Parts, Spot
+from anabranch.planner.partitioner.polish.plan_view import Parts, PlanView
 from anabranch.planner.toolkit.parts import Part
 
 
-def modes(spot: Spot, *, recompute: bool) -> Iterator[Parts]:
+def modes(spot: PlanView, *, recompute: bool) -> Iterator[Parts]:
     """The same stages, run otherwise.
 
     Args:

@@ -13,11 +13,11 @@ from itertools import accumulate, pairwise, permutations
 
 from anabranch.graph.opgraph import bits
 from anabranch.planner.partitioner.limits import POLISH
-from anabranch.planner.partitioner.polish.plan_view import Parts, Spot, some_of, union
+from anabranch.planner.partitioner.polish.plan_view import Parts, PlanView, some_of, union
 from anabranch.planner.toolkit.parts import Part
 
 
-def shifts(spot: Spot) -> Iterator[Parts]:
+def shifts(spot: PlanView) -> Iterator[Parts]:
     """Operators cross the border between two neighbours."""
     graph, parts = spot.cost.graph, spot.parts
     for x, y in spot.borders:
@@ -27,7 +27,7 @@ def shifts(spot: Spot) -> Iterator[Parts]:
             yield from _shift(spot, y, x, chunk)
 
 
-def _chunks(spot: Spot, inside: int, outside: int, closure: Sequence[int]) -> list[int]:
+def _chunks(spot: PlanView, inside: int, outside: int, closure: Sequence[int]) -> list[int]:
     """Parts of ``inside`` that can go over: an operator with its closure, smallest first."""
     graph = spot.cost.graph
     found = {closure[op] & inside | 1 << op for op in bits(inside)} - {inside}
@@ -45,14 +45,14 @@ def _chunks(spot: Spot, inside: int, outside: int, closure: Sequence[int]) -> li
     )
 
 
-def _shift(spot: Spot, source: int, target: int, chunk: int) -> Iterator[Parts]:
+def _shift(spot: PlanView, source: int, target: int, chunk: int) -> Iterator[Parts]:
     parts = spot.parts
     given = replace(parts[source], mask=parts[source].mask & ~chunk)
     taken = replace(parts[target], mask=parts[target].mask | chunk)
     yield from spot.valid(spot.changed({source: given, target: taken}))
 
 
-def slides(row: Spot) -> Iterator[Parts]:
+def slides(row: PlanView) -> Iterator[Parts]:
     """One cut of a row or several neighbouring ones, all a little earlier or later, or much."""
     parts = row.parts
     most = max(part.mask.bit_count() for part in parts)
@@ -74,13 +74,13 @@ def slides(row: Spot) -> Iterator[Parts]:
                     )
 
 
-def merges(spot: Spot) -> Iterator[Parts]:
+def merges(spot: PlanView) -> Iterator[Parts]:
     """Two neighbours become one stage."""
     for pair in spot.borders:
         yield from _merged(spot, pair)
 
 
-def _merged(spot: Spot, chosen: Sequence[int]) -> Iterator[Parts]:
+def _merged(spot: PlanView, chosen: Sequence[int]) -> Iterator[Parts]:
     """Some parts made one, on the devices of all."""
     some = [spot.parts[s] for s in chosen]
     if len({part.tensor for part in some}) == 1:
@@ -89,7 +89,7 @@ def _merged(spot: Spot, chosen: Sequence[int]) -> Iterator[Parts]:
         yield from spot.valid(spot.changed({**dict.fromkeys(chosen), chosen[0]: both}))
 
 
-def gathers(spot: Spot) -> Iterator[Parts]:
+def gathers(spot: PlanView) -> Iterator[Parts]:
     """What is tied to one parameter comes together: an all-reduce less, or a smaller one."""
     graph, parts = spot.cost.graph, spot.parts
     spread = []
@@ -113,7 +113,7 @@ def gathers(spot: Spot) -> Iterator[Parts]:
                 yield from _shift(spot, x, y, chunk)
 
 
-def splits(spot: Spot) -> Iterator[Parts]:
+def splits(spot: PlanView) -> Iterator[Parts]:
     """A stage becomes two, one after the other or side by side."""
     for s in spot.focus:
         part = spot.parts[s]
@@ -125,7 +125,7 @@ def splits(spot: Spot) -> Iterator[Parts]:
                 yield from spot.valid((*spot.changed({s: None}), head, tail))
 
 
-def split_off(spot: Spot) -> Iterator[Parts]:
+def split_off(spot: PlanView) -> Iterator[Parts]:
     """A stage of a small plan gives operators to a new one, another stage some devices."""
     if len(spot.parts) > POLISH.focus:
         return
@@ -143,7 +143,7 @@ def split_off(spot: Spot) -> Iterator[Parts]:
                     yield from spot.valid((*spot.changed({s: None, x: given}), head, tail))
 
 
-def _heads(spot: Spot, part: Part, share: float) -> list[int]:
+def _heads(spot: PlanView, part: Part, share: float) -> list[int]:
     """The first operators of a part with about this share of its work: two cuts, no more."""
     ops = sorted(bits(part.mask), key=spot.assembler.position.__getitem__)
     seconds = spot.prices.seconds(replace(part, recompute=False))

@@ -21,7 +21,7 @@ Parts = tuple[Part, ...]
 
 
 @dataclass(frozen=True)
-class Spot:
+class PlanView:
     """A plan at one micro-batch size.
 
     Attributes:

@@ -1,7 +1,7 @@
 """The changes of ``partitioner.polish`` in turn, from the best of them on, within a budget.
 
-What the estimate likes is proposed. Beside the changes of stages there is one of the whole plan,
-another micro-batch size for all. Of changes that do not fit memory there is no stage graph.
+What the estimate likes is proposed. Beside the changes of stages there are two of the
+whole plan: another micro-batch size for all, and two stages on each other's devices. Of changes that do not fit memory there is no stage graph.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator
 from dataclasses import replace
 
-from anabranch.planner.partitioner.chain_cut import Recut
+from anabranch.planner.partitioner.chain_cut import ChainCutter
 from anabranch.planner.partitioner.limits import POLISH
 from anabranch.planner.partitioner.polish import devices, operators
 from anabranch.planner.partitioner.polish.modes import modes
-from anabranch.planner.partitioner.polish.plan_view import Parts, Spot
+from anabranch.planner.partitioner.polish.plan_view import Parts, PlanView
 from anabranch.planner.toolkit.assemble import Candidate
 from anabranch.planner.toolkit.estimate import step_s
 from anabranch.planner.toolkit.parts import Part
@@ -44,7 +44,7 @@ class Polisher:
         self._effort = 0
         self._left = POLISH.whole
         self._proposed: set[StageGraph] = set()
-        self._recut = Recut(problem.cost, problem.batch_size, problem.order)
+        self._recut = ChainCutter(problem.cost, problem.batch_size, problem.order)
         self._known: dict[tuple[int, frozenset[Part]], Candidate | None] = {}
 
     def __call__(self, graph: StageGraph) -> list[StageGraph]:
@@ -139,9 +139,9 @@ class Polisher:
         return self._known[key]
 
     def _changes(self, size: int, parts: Parts) -> Iterator[tuple[int, Parts]]:
-        spot = Spot(self._problem.assembler(size), parts)
+        spot = PlanView(self._problem.assembler(size), parts)
         ordered = self._recut.row_of(parts)
-        row = Spot(spot.assembler, tuple(ordered)) if ordered and spot.is_chain else None
+        row = PlanView(spot.assembler, tuple(ordered)) if ordered and spot.is_chain else None
         for kind in (
             self._recuts(size, row) if row else (),
             operators.slides(row) if row else (),
@@ -171,7 +171,7 @@ class Polisher:
         sizes = [way for i in range(1, far + 1) for way in (size >> i, size << i)]
         return [other for other in sizes if 1 <= other <= self._problem.batch_size]
 
-    def _recuts(self, size: int, row: Spot) -> Iterator[Parts]:
+    def _recuts(self, size: int, row: PlanView) -> Iterator[Parts]:
         """Stages in a row with other devices, cut again as is best for these."""
         return self._cut(size, devices.other_modes(row))
 
@@ -192,7 +192,10 @@ class Polisher:
 
     def _swapped(self, graph: StageGraph, size: int, parts: Parts) -> Iterator[Candidate]:
         """The same stages, two of them on each other's devices, in another node."""
-        spot, node = Spot(self._problem.assembler(size), parts), self._cost.cluster.group_sizes[0]
+        spot, node = (
+            PlanView(self._problem.assembler(size), parts),
+            self._cost.cluster.group_sizes[0],
+        )
         where = [stage.devices for stage in graph.stages]
         for x in spot.focus:
             for y in range(len(parts)):

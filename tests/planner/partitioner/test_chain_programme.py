@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from anabranch.planner.graphpipe import GraphPipe
+from anabranch.planner.partitioner.chain_programme import ChainProgramme
 from anabranch.planner.partitioner.chains import build
 from anabranch.planner.partitioner.limits import SEARCH
-from anabranch.planner.partitioner.ranges import INFINITE
-from anabranch.planner.partitioner.reach import Reach
+from anabranch.planner.partitioner.range_prices import INFINITE
 from anabranch.planner.partitions import partitions
 from anabranch.planner.toolkit.parts import Part, PartPrices, edges, heights
 from anabranch.planner.toolkit.prices import Bound
@@ -55,7 +55,7 @@ def test_fewest_devices(profile, size, count, memory, recompute, periods):
     everything = {tuple(sorted(masks)): masks for masks, _ in partitions(cost)}
     chain = build(cost, problem.tree)
     plans = [everything[tuple(sorted(masks))] for masks in set(expressible(chain))]
-    reach = Reach(chain, [prices], limit=8)
+    reach = ChainProgramme(chain, [prices], limit=8)
     caps = list(range(reach.heights))
     bounds = [Bound(float(period) + 1e-6) for period in sorted(periods)]
     found = reach.solve(bounds, caps)
@@ -82,7 +82,7 @@ def test_bounds_do_not_mix(profile, periods):
     cost = cost_model(profile, 6, bandwidth=9.0)
     problem = GraphPipe().problem(cost, 8)
     prices = [problem.prices(size) for size in (2, 4)]
-    reach = Reach(build(cost, problem.tree), prices, limit=6)
+    reach = ChainProgramme(build(cost, problem.tree), prices, limit=6)
     bounds = [Bound(float(p), at=i % 2) for i, p in enumerate(sorted(periods))]
     for solve in (reach.lightly, reach.solve):
         together = solve(bounds)
@@ -94,13 +94,13 @@ def test_bounds_do_not_mix(profile, periods):
 @pytest.mark.parametrize("heights", [2, 3])
 def test_many_heights_are_taken_for_the_greatest(monkeypatch, heights):
     """A row of ten that is ten deep: memory is then that of the greatest height, never less."""
-    from anabranch.planner.partitioner import reach as module
+    from anabranch.planner.partitioner import chain_programme as module
     from tests.planner import shapes
 
     profile = shapes.towers("row", 1, 0, layers=8, top=0)
     cost = cost_model(profile, 10, memory=2 * 10**9)
     problem = GraphPipe(max_replicas=1, recompute=False).problem(cost, 4096)
-    exact = Reach(build(cost, problem.tree), [problem.prices(64)], limit=10)
+    exact = ChainProgramme(build(cost, problem.tree), [problem.prices(64)], limit=10)
     monkeypatch.setattr(module, "SEARCH", replace(SEARCH, most_heights=heights))
     bounds = [Bound(float("inf"))]
     limited = exact.solve(bounds)

@@ -113,7 +113,7 @@ class Shares:
         )
 
 
-class Ranges:
+class RangePrices:
     """One row at several micro-batch sizes; tables are [s, k, p] for the p-th range not empty.
 
     Args:

@@ -23,12 +23,19 @@ from collections.abc import Iterator
 import numpy as np
 
 from anabranch.planner.partitioner.exact.lattice import Lattice
-from anabranch.planner.partitioner.exact.prices import NEVER, Bools, Floats, Ints, Priced, Weights
+from anabranch.planner.partitioner.exact.prices import (
+    NEVER,
+    Bools,
+    Floats,
+    Ints,
+    PricedStages,
+    Weights,
+)
 from anabranch.planner.toolkit.parts import Part
 from anabranch.planner.toolkit.prices import Bound, Mode
 
 
-class ExactReach:
+class PartitionProgramme:
     """Solves one lattice at one micro-batch size for any bound.
 
     Args:
@@ -37,7 +44,7 @@ class ExactReach:
         heights: number of heights; no plan has more stages in a row.
     """
 
-    def __init__(self, weights: Weights, priced: Priced, *, heights: int) -> None:
+    def __init__(self, weights: Weights, priced: PricedStages, *, heights: int) -> None:
         self.weights = weights
         self.priced = priced
         self.heights = heights
@@ -46,7 +53,7 @@ class ExactReach:
         """A stage of the model."""
         return Part(self.weights.mask(pair), mode.replicas, mode.recompute, mode.tensor)
 
-    def solve(self, bound: Bound) -> ExactFound:
+    def solve(self, bound: Bound) -> PartitionSolution:
         """Fewest devices within a bound, for every cap on the height."""
         lattice = self.weights.lattice
         within = self.priced.within(bound)
@@ -67,10 +74,10 @@ class ExactReach:
             if len(layer) == 1 and (devices[h + 1] == devices[h]).all():
                 devices[h + 1 :] = devices[h]
                 break
-        return ExactFound(self, within, need, layer, devices)
+        return PartitionSolution(self, within, need, layer, devices)
 
 
-class ExactFound:
+class PartitionSolution:
     """The answer for one bound.
 
     Attributes:
@@ -78,7 +85,7 @@ class ExactFound:
     """
 
     def __init__(
-        self, reach: ExactReach, within: Bools, need: Floats, layer: Floats, devices: Floats
+        self, reach: PartitionProgramme, within: Bools, need: Floats, layer: Floats, devices: Floats
     ) -> None:
         self._reach = reach
         self._lattice: Lattice = reach.weights.lattice

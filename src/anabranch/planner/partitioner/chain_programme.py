@@ -16,7 +16,7 @@ A block adds to its chain, in front of it the least devices of what came before 
 
 - boundaries at both sides: every branch is a chain of its own; the devices add up and the height
   is the largest. Runs of whole branches (in the order of the block) may form one stage;
-- a stage after the block that also takes the last operators of some branches (``Beside``);
+- a stage after the block that also takes the last operators of some branches (``BlockNeighbour``);
 - a stage before the block that also takes the first operators of some branches, likewise. To save
   time no more than ``SEARCH.heads`` cuts per branch are tried, and such a block has a boundary on
   its other side.
@@ -36,18 +36,24 @@ from itertools import takewhile
 
 import numpy as np
 
-from anabranch.planner.partitioner.block_stage import Beside, Limits, Shared, Stages
+from anabranch.planner.partitioner.block_stage import BlockNeighbour, Limits, SharedStages, Stages
+from anabranch.planner.partitioner.branch_shares import largest_groups, whole
 from anabranch.planner.partitioner.chains import Block, Chain, count, span
 from anabranch.planner.partitioner.limits import SEARCH
-from anabranch.planner.partitioner.ranges import INFINITE, Bools, Ints, Ranges, Sizes
-from anabranch.planner.partitioner.sharing import largest_groups, whole
-from anabranch.planner.partitioner.solved import Between, Fork, Found, Join, Solved
+from anabranch.planner.partitioner.programme_tables import (
+    BlockTables,
+    ChainSolution,
+    ChainTables,
+    Fork,
+    Join,
+)
+from anabranch.planner.partitioner.range_prices import INFINITE, Bools, Ints, RangePrices, Sizes
 from anabranch.planner.toolkit.infeasible import Fewest
 from anabranch.planner.toolkit.parts import Part
 from anabranch.planner.toolkit.prices import Bound, Prices
 
 
-class Reach:
+class ChainProgramme:
     """Solves one model at some micro-batch sizes for any bounds.
 
     Args:
@@ -66,16 +72,16 @@ class Reach:
         self.limit = limit
         self.heights = min(limit, span(chain))
         self.heads = SEARCH.heads if count(chain) <= SEARCH.items else SEARCH.heads_in_large
-        self._ranges: dict[int, Ranges] = {}
+        self._ranges: dict[int, RangePrices] = {}
 
-    def ranges(self, chain: Chain | Block) -> Ranges:
+    def ranges(self, chain: Chain | Block) -> RangePrices:
         """Prices of the ranges of a chain, or of the groups of a block."""
         key = id(chain)
         if key not in self._ranges:
-            self._ranges[key] = Ranges(chain.row, self.sizes)
+            self._ranges[key] = RangePrices(chain.row, self.sizes)
         return self._ranges[key]
 
-    def lightly(self, bounds: Sequence[Bound]) -> Found:
+    def lightly(self, bounds: Sequence[Bound]) -> ChainSolution:
         """Fewest devices within bounds as if every stage were at the sink: a lower limit.
 
         Args:
@@ -83,7 +89,7 @@ class Reach:
         """
         return self._run(bounds, [0], heights=1, most=0, beyond=True)
 
-    def solve(self, bounds: Sequence[Bound], caps: Sequence[int] | None = None) -> Found:
+    def solve(self, bounds: Sequence[Bound], caps: Sequence[int] | None = None) -> ChainSolution:
         """Fewest devices within bounds, for several caps on the height.
 
         Args:
@@ -100,10 +106,10 @@ class Reach:
 
     def _run(
         self, bounds: Sequence[Bound], caps: Sequence[int], *, heights: int, most: int, beyond: bool
-    ) -> Found:
+    ) -> ChainSolution:
         run = _Run(self, bounds, heights, most, beyond)
         solved = run.solve(self.chain, np.array(caps, dtype=np.int32))
-        return Found(self.chain, self.ranges, run.limits.bounds, heights, most, solved)
+        return ChainSolution(self.chain, self.ranges, run.limits.bounds, heights, most, solved)
 
 
 class _Run:
@@ -111,14 +117,14 @@ class _Run:
 
     Args:
         reach: the model.
-        bounds: as for ``Reach.solve``.
+        bounds: as for ``ChainProgramme.solve``.
         heights: number of heights.
         most: the height for which the last of them stands where memory is concerned.
         beyond: the last height stands for all greater ones too.
     """
 
     def __init__(
-        self, reach: Reach, bounds: Sequence[Bound], heights: int, most: int, beyond: bool
+        self, reach: ChainProgramme, bounds: Sequence[Bound], heights: int, most: int, beyond: bool
     ) -> None:
         self.limits = Limits(reach.sizes, bounds)
         self._reach = reach
@@ -126,8 +132,8 @@ class _Run:
         self._most = most
         self._beyond = beyond
         self._needs: dict[int, Ints] = {}
-        self._solved: dict[tuple[int, int, bytes], Solved] = {}
-        self._shared: dict[tuple[int, int, bytes], Shared] = {}
+        self._solved: dict[tuple[int, int, bytes], ChainTables] = {}
+        self._shared: dict[tuple[int, int, bytes], SharedStages] = {}
 
     def _need(self, chain: Chain | Block) -> Ints:
         if id(chain) not in self._needs:
@@ -136,20 +142,20 @@ class _Run:
             self._needs[id(chain)] = need
         return self._needs[id(chain)]
 
-    def solve(self, chain: Chain, caps: Ints, start: int = 0) -> Solved:
+    def solve(self, chain: Chain, caps: Ints, start: int = 0) -> ChainTables:
         """The tables of a chain from one cut on."""
         key = id(chain), start, caps.tobytes()
         if key not in self._solved:
             self._solved[key] = self._solve(chain, caps, start)
         return self._solved[key]
 
-    def _solve(self, chain: Chain, caps: Ints, start: int) -> Solved:
+    def _solve(self, chain: Chain, caps: Ints, start: int) -> ChainTables:
         heights, n = self._heights, len(chain.items)
         need = self._need(chain)
         shape = len(self.limits.bounds), len(caps), heights + 1, n + 1
         devices = np.full(shape, INFINITE, dtype=np.int32)
         devices[..., start] = np.where(np.arange(heights + 1) <= caps[:, None] + 1, 0, INFINITE)
-        solved = Solved(caps, start, devices, need)
+        solved = ChainTables(caps, start, devices, need)
         for i, j in _stretches(chain, start):
             self._extend(chain, solved, i, j + 1)
             item = chain.items[j - 1]
@@ -162,7 +168,7 @@ class _Run:
         if self._beyond and reached == self._heights:
             devices[:, :, reached] = devices[:, :, reached - 1]
 
-    def _extend(self, chain: Chain, solved: Solved, i: int, j: int) -> None:
+    def _extend(self, chain: Chain, solved: ChainTables, i: int, j: int) -> None:
         """Stages that end at the cuts i .. j - 1, when all cuts before i are done."""
         devices, need, start = solved.devices, solved.need, solved.start
         reached = min(self._heights, chain.below[i] + 1)
@@ -180,7 +186,7 @@ class _Run:
             now = devices[:, :, h, i:j]
             np.minimum(now, best, out=now)
 
-    def _pass(self, chain: Chain, block: Block, p: int, solved: Solved) -> None:
+    def _pass(self, chain: Chain, block: Block, p: int, solved: ChainTables) -> None:
         """Add to ``solved`` what leads through the block at position p."""
         exits = min(self._heights, chain.below[p + 1] + 1)
         before = solved.devices[..., p]
@@ -191,7 +197,7 @@ class _Run:
         alone = {k: each.devices[:, :, :exits, -1] for k, each in branches.items()}
         groups = _by_group(self._need(block), exits)
         totals = self._whole([alone[k] for k in block.classes], groups, caps)
-        between = Between(caps, branches, groups, alone, totals)
+        between = BlockTables(caps, branches, groups, alone, totals)
         solved.between[p] = between
         _improve(solved.devices[:, :, :exits, p + 1], before[..., caps + 1], totals[-1])
         if p > solved.start:
@@ -209,7 +215,9 @@ class _Run:
         some = np.repeat(groups[..., None, :], len(caps), axis=-2).reshape(*groups.shape[:3], -1)
         return whole(flat, largest_groups(flat, some, allowed.reshape(-1))).reshape(-1, *shape)
 
-    def _joins(self, chain: Chain, block: Block, p: int, solved: Solved, between: Between) -> None:
+    def _joins(
+        self, chain: Chain, block: Block, p: int, solved: ChainTables, between: BlockTables
+    ) -> None:
         """Stages that begin in the block's branches and end at a later cut of the chain."""
         exits = between.groups.shape[-1]
         # A stage at height h leaves what is one higher to the branches.
@@ -220,7 +228,7 @@ class _Run:
             return
         key = id(block), 1, between.caps.tobytes()
         if key not in self._shared:
-            beside = Beside(
+            beside = BlockNeighbour(
                 block,
                 {k: branch.devices[:, :, above] for k, branch in between.branches.items()},
                 {k: self._reach.ranges(block.branches[k]).tails for k in between.branches},
@@ -236,7 +244,9 @@ class _Run:
             _improve(solved.devices[:, :, : len(above), q], before, need)
         self._close(solved.devices[..., p + 2 : p + 2 + len(stops)], len(above))
 
-    def _share(self, beside: Beside, chain: Chain, runs: Sequence[tuple[int, int]]) -> Shared:
+    def _share(
+        self, beside: BlockNeighbour, chain: Chain, runs: Sequence[tuple[int, int]]
+    ) -> SharedStages:
         stages = Stages.of(self._reach.ranges(chain), runs, self.limits)
         return beside.share(stages, self.limits, self._reach.limit)
 
@@ -244,7 +254,9 @@ class _Run:
         """Whether so many heights include one that stands for all greater ones."""
         return self._beyond and reached == self._heights
 
-    def _forks(self, chain: Chain, block: Block, p: int, solved: Solved, between: Between) -> None:
+    def _forks(
+        self, chain: Chain, block: Block, p: int, solved: ChainTables, between: BlockTables
+    ) -> None:
         """Stages that begin at an earlier cut of the chain and end in the block's branches."""
         starts = self._while_short(chain, [(i, p) for i in reversed(range(p))])
         count = min(len(starts), p - solved.start)
@@ -263,7 +275,7 @@ class _Run:
             exits = between.groups.shape[-1]
             height = self._held(np.minimum(caps + 1, self._heights - 1))
             ends = {at: each.devices[:, :, :exits, -1] for at, each in suffixes.items()}
-            beside = Beside(
+            beside = BlockNeighbour(
                 block,
                 {k: np.stack([ends[k, c] for c in cuts[k]], axis=-1) for k in cuts},
                 {k: self._reach.ranges(block.branches[k]).heads.take(cuts[k]) for k in cuts},
@@ -299,7 +311,7 @@ def on_fewest_devices(chain: Chain) -> Fewest:
 
     def fewest(prices: Prices) -> list[Part]:
         limit = prices.max_devices
-        found = Reach(chain, [prices], limit=limit).solve([Bound(float("inf"))])
+        found = ChainProgramme(chain, [prices], limit=limit).solve([Bound(float("inf"))])
         return found.parts(0) if found.devices[0, 0] <= limit else []
 
     return fewest

@@ -18,9 +18,9 @@ from functools import partial
 
 import numpy as np
 
+from anabranch.planner.partitioner.chain_programme import ChainProgramme
 from anabranch.planner.partitioner.chains import Block, Chain
 from anabranch.planner.partitioner.limits import SEARCH
-from anabranch.planner.partitioner.reach import Reach
 from anabranch.planner.toolkit.assemble import Candidate
 from anabranch.planner.toolkit.parts import Part, fits
 from anabranch.planner.toolkit.prices import Bound, Prices
@@ -106,7 +106,7 @@ class Table:
         return (self.size.count + 3) * self.bounds[self.first].period_s
 
 
-class Ladder:
+class PeriodBounds:
     """Makes the tables of one problem.
 
     Args:
@@ -132,9 +132,9 @@ class Ladder:
         for pool, some in enumerate(self.pools):
             for at, size in enumerate(some):
                 size.pool, size.at = pool, at
-        self._reaches: dict[tuple[int, bool], Reach] = {}
+        self._reaches: dict[tuple[int, bool], ChainProgramme] = {}
 
-    def _reach(self, size: Size) -> Reach:
+    def _reach(self, size: Size) -> ChainProgramme:
         key = size.pool, size.recompute
         if key not in self._reaches:
             if self.is_large:
@@ -142,7 +142,7 @@ class Ladder:
             prices = [
                 replace(each.prices, recompute=size.recompute) for each in self.pools[size.pool]
             ]
-            self._reaches[key] = Reach(self._chain, prices, limit=self._devices)
+            self._reaches[key] = ChainProgramme(self._chain, prices, limit=self._devices)
         return self._reaches[key]
 
     def lightly(self, jobs: Sequence[Job]) -> list[Table]:

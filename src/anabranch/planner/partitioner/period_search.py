@@ -1,7 +1,7 @@
 """The search that graphpipe and sequential share: micro-batch sizes, bounds, depths.
 
-For every micro-batch size the least bound on the period is found, ``partitioner.reach`` asked for
-the fewest devices under many bounds at once (``partitioner.ladder``). The bottleneck is not the
+For every micro-batch size the least bound on the period is found, ``partitioner.chain_programme`` asked for
+the fewest devices under many bounds at once (``partitioner.period_bounds``). The bottleneck is not the
 step, though: a step takes about ``(M - 1) * period + critical path``, and a plan that is a little
 slower but half as deep may win. So three things are done:
 
@@ -12,7 +12,7 @@ slower but half as deep may win. So three things are done:
   slowest and then reduces for longer;
 - for these, at looser bounds, the smallest depths that the devices allow.
 
-All of these become candidates, ranked by ``partitioner.estimate``. Sizes that cannot come near the
+All of these become candidates, ranked by ``toolkit.estimate``. Sizes that cannot come near the
 best estimate are left early. A plan of several stages is taken to be two deep at least: one that is
 not (data parallelism, branches that never meet) is found if its size is worth a look for others.
 """
@@ -24,15 +24,15 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from anabranch.planner.partitioner.chains import Chain, line
-from anabranch.planner.partitioner.ladder import Job, Ladder, Size, least_period
 from anabranch.planner.partitioner.limits import BRIEF, QUICK, SEARCH, THOROUGH, Effort
+from anabranch.planner.partitioner.period_bounds import Job, PeriodBounds, Size, least_period
 from anabranch.planner.toolkit.assemble import Assembler, Candidate
 from anabranch.planner.toolkit.parts import Part, heights
 from anabranch.planner.toolkit.prices import Bound
 from anabranch.planner.toolkit.problem import SHORT, Problem
 
 
-class Search:
+class PeriodSearch:
     """The search for one problem.
 
     Args:
@@ -66,7 +66,7 @@ class Search:
                 found.append(Size(prices, least_s, low=least_s))
         found.sort(key=lambda size: size.outline_s)
         self._sizes = [size for size in found if self._promising(size, self._effort.hopeless)]
-        self._ladder = Ladder(problem, chain, self._sizes)
+        self._ladder = PeriodBounds(problem, chain, self._sizes)
 
     def run(self) -> Iterator[Candidate]:
         """Candidates as they are found; none if nothing fits."""
@@ -276,7 +276,7 @@ def candidates(
     """
     sizes = problem.sizes(microbatch_size)
     if len(problem.order) > SHORT:
-        yield from Search(problem, chain, sizes, known_s).run()
+        yield from PeriodSearch(problem, chain, sizes, known_s).run()
     else:
         yield from thoroughly(problem, chain, sizes, known_s)
 
@@ -286,7 +286,7 @@ def thoroughly(
 ) -> Iterator[Candidate]:
     """Candidates for all of these sizes, also with uneven numbers of replicas if that is quick."""
     for uneven in (False, True)[: 1 + problem.affords_uneven]:
-        yield from Search(problem, chain, sizes, known_s, THOROUGH, uneven=uneven).run()
+        yield from PeriodSearch(problem, chain, sizes, known_s, THOROUGH, uneven=uneven).run()
 
 
 def in_a_row(
@@ -306,7 +306,7 @@ def in_a_row(
     known_s = min((candidate.step_s for candidate in found), default=float("inf"))
     chain = line(problem.cost, problem.order, coarse=True)
     if len(problem.order) > SHORT:
-        yield from Search(problem, chain, sizes, known_s, uneven=False).run()
+        yield from PeriodSearch(problem, chain, sizes, known_s, uneven=False).run()
     else:
         yield from thoroughly(problem, chain, sizes)
 

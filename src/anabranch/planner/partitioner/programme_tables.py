@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from anabranch.planner.partitioner.block_stage import Shared
+from anabranch.planner.partitioner.block_stage import SharedStages
+from anabranch.planner.partitioner.branch_shares import Taken
 from anabranch.planner.partitioner.chains import Block, Chain
-from anabranch.planner.partitioner.ranges import Ints, Ranges
-from anabranch.planner.partitioner.sharing import Taken
+from anabranch.planner.partitioner.range_prices import Ints, RangePrices
 from anabranch.planner.toolkit.parts import Part
 from anabranch.planner.toolkit.prices import Bound
 
@@ -28,7 +28,7 @@ class Join:
         first: the first cut.
     """
 
-    shared: Shared
+    shared: SharedStages
     first: int
 
 
@@ -45,15 +45,15 @@ class Fork:
         cuts: class -> cut of each option.
     """
 
-    shared: Shared
+    shared: SharedStages
     count: int
     before: Ints
-    suffixes: dict[tuple[int, int], Solved]
+    suffixes: dict[tuple[int, int], ChainTables]
     cuts: dict[int, list[int]]
 
 
 @dataclass
-class Between:
+class BlockTables:
     """A block in its chain.
 
     Attributes:
@@ -67,7 +67,7 @@ class Between:
     """
 
     caps: Ints
-    branches: dict[int, Solved]
+    branches: dict[int, ChainTables]
     groups: Ints
     alone: dict[int, Ints]
     whole: Ints
@@ -76,7 +76,7 @@ class Between:
 
 
 @dataclass
-class Solved:
+class ChainTables:
     """One chain, from one cut on, for several caps.
 
     Attributes:
@@ -92,10 +92,10 @@ class Solved:
     start: int
     devices: Ints
     need: Ints
-    between: dict[int, Between] = field(default_factory=dict)
+    between: dict[int, BlockTables] = field(default_factory=dict)
 
 
-class Found:
+class ChainSolution:
     """The answer for some bounds: fewest devices per bound and cap, and the stages behind them.
 
     Args:
@@ -114,11 +114,11 @@ class Found:
     def __init__(
         self,
         chain: Chain,
-        ranges: Callable[[Chain | Block], Ranges],
+        ranges: Callable[[Chain | Block], RangePrices],
         bounds: Sequence[Bound],
         heights: int,
         most: int,
-        solved: Solved,
+        solved: ChainTables,
     ) -> None:
         self.bounds = bounds
         self.devices = solved.devices[:, :, 0, -1]
@@ -138,13 +138,13 @@ class Found:
 class _Reader:
     """Reads the stages for one bound, the last ones first."""
 
-    ranges: Callable[[Chain | Block], Ranges]
+    ranges: Callable[[Chain | Block], RangePrices]
     bound: Bound
     t: int
     heights: int
     most: int
 
-    def walk(self, chain: Chain, solved: Solved, u: int, j: int, h: int) -> Iterator[Part]:
+    def walk(self, chain: Chain, solved: ChainTables, u: int, j: int, h: int) -> Iterator[Part]:
         """Stages of the chain from where it was solved to cut j, the last of them at height h."""
         while j > solved.start:
             stage = self._last_stage(solved, u, j, h)
@@ -164,14 +164,14 @@ class _Reader:
         mode = self.ranges(within).mode(self.bound, i, j, height, devices)
         return Part(within.row.mask(i, j), mode.replicas, mode.recompute, mode.tensor)
 
-    def _last_stage(self, solved: Solved, u: int, j: int, h: int) -> tuple[int, int] | None:
+    def _last_stage(self, solved: ChainTables, u: int, j: int, h: int) -> tuple[int, int] | None:
         start, devices = solved.start, solved.devices[self.t, u]
         column = solved.need[self.t, min(h, solved.need.shape[1] - 1), j, start:j]
         found = np.flatnonzero(column + devices[self._above(h), start:j] == devices[h, j])
         return (start + int(found[0]), int(column[found[0]])) if len(found) else None
 
     def _through_block(
-        self, chain: Chain, solved: Solved, u: int, j: int, h: int
+        self, chain: Chain, solved: ChainTables, u: int, j: int, h: int
     ) -> tuple[int, int, list[Part]]:
         """The cut and height before the block that leads to cut j, and the stages in between."""
         for p, between in solved.between.items():
@@ -186,7 +186,7 @@ class _Reader:
         raise AssertionError("every entry of the table was made by a stage or a block")
 
     def _plainly(
-        self, chain: Chain, solved: Solved, p: int, between: Between, goal: tuple[int, int]
+        self, chain: Chain, solved: ChainTables, p: int, between: BlockTables, goal: tuple[int, int]
     ) -> tuple[int, int, list[Part]] | None:
         u, h = goal
         e = min(h, between.whole.shape[-1] - 1)
@@ -197,7 +197,7 @@ class _Reader:
         return None
 
     def _from_fork(
-        self, chain: Chain, solved: Solved, p: int, between: Between, goal: tuple[int, int]
+        self, chain: Chain, solved: ChainTables, p: int, between: BlockTables, goal: tuple[int, int]
     ) -> tuple[int, int, list[Part]] | None:
         u, h = goal
         fork = between.fork
@@ -214,7 +214,12 @@ class _Reader:
         return None
 
     def _into_join(
-        self, chain: Chain, solved: Solved, p: int, between: Between, goal: tuple[int, int, int]
+        self,
+        chain: Chain,
+        solved: ChainTables,
+        p: int,
+        between: BlockTables,
+        goal: tuple[int, int, int],
     ) -> tuple[int, int, list[Part]] | None:
         u, h, j = goal
         join = between.join
@@ -231,7 +236,9 @@ class _Reader:
                 return p, int(cap) + 1, parts
         return None
 
-    def _branches(self, chain: Chain, p: int, between: Between, w: int, e: int) -> Iterator[Part]:
+    def _branches(
+        self, chain: Chain, p: int, between: BlockTables, w: int, e: int
+    ) -> Iterator[Part]:
         block = chain.items[p]
         assert isinstance(block, Block)
         whole = between.whole[:, self.t, w, e]
@@ -249,11 +256,11 @@ class _Reader:
             yield self._part(block, i, j, e, self._group(between, i, j, e))
             j = i
 
-    def _group(self, between: Between, i: int, j: int, e: int) -> int:
+    def _group(self, between: BlockTables, i: int, j: int, e: int) -> int:
         return int(between.groups[j, i, self.t, e])
 
     def _join(
-        self, chain: Chain, p: int, between: Between, join: Join, at: tuple[int, int, int]
+        self, chain: Chain, p: int, between: BlockTables, join: Join, at: tuple[int, int, int]
     ) -> Iterator[Part]:
         block = chain.items[p]
         assert isinstance(block, Block)
@@ -273,7 +280,7 @@ class _Reader:
         yield from self._groups(block, between, taken, e)
 
     def _fork(
-        self, chain: Chain, p: int, between: Between, fork: Fork, at: tuple[int, int, int]
+        self, chain: Chain, p: int, between: BlockTables, fork: Fork, at: tuple[int, int, int]
     ) -> Iterator[Part]:
         block = chain.items[p]
         assert isinstance(block, Block)
@@ -296,6 +303,6 @@ class _Reader:
         mode = self.ranges(chain).sizes.modes[k]
         return Part(mask, mode.replicas, mode.recompute, mode.tensor)
 
-    def _groups(self, block: Block, between: Between, taken: Taken, e: int) -> Iterator[Part]:
+    def _groups(self, block: Block, between: BlockTables, taken: Taken, e: int) -> Iterator[Part]:
         for i, j in taken.groups:
             yield self._part(block, i, j, e, self._group(between, i, j, e))

@@ -15,7 +15,7 @@ need more than the first few more do. So of all groups that end at a branch and 
 number of devices only the largest is tried.
 
 All arrays are [bound t, state m, mode k, devices v], where a state is a pair of cap and height of
-``partitioner.reach``.
+``partitioner.chain_programme``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anabranch.planner.partitioner.limits import SEARCH
-from anabranch.planner.partitioner.ranges import INFINITE, Bools, Floats, Ints
+from anabranch.planner.partitioner.range_prices import INFINITE, Bools, Floats, Ints
 
 COMPUTE, TRAFFIC, REDUCE, MEMORY = range(4)
 
@@ -68,7 +68,7 @@ class Taken:
     groups: tuple[tuple[int, int], ...]
 
 
-class Sharing:
+class BranchShares:
     """The lightest shares of all branches for every total of devices outside the stage.
 
     Args:

@@ -19,9 +19,12 @@ from itertools import chain
 
 import numpy as np
 
+from anabranch.planner.partitioner.exact.partition_programme import (
+    PartitionProgramme,
+    PartitionSolution,
+)
 from anabranch.planner.partitioner.exact.paths import ShortestPath
-from anabranch.planner.partitioner.exact.prices import Priced, Weights
-from anabranch.planner.partitioner.exact.reach import ExactFound, ExactReach
+from anabranch.planner.partitioner.exact.prices import PricedStages, Weights
 from anabranch.planner.partitioner.limits import EXACT, SEARCH
 from anabranch.planner.toolkit.assemble import Candidate
 from anabranch.planner.toolkit.parts import Part, edges
@@ -29,7 +32,7 @@ from anabranch.planner.toolkit.prices import Bound
 from anabranch.planner.toolkit.problem import Problem
 
 
-class ExactSearch:
+class SizeCandidates:
     """One micro-batch size.
 
     Args:
@@ -47,10 +50,10 @@ class ExactSearch:
         self._spread: list[list[Part]] = []
 
     @cached_property
-    def _reach(self) -> ExactReach:
+    def _reach(self) -> PartitionProgramme:
         heights = min(self._devices, len(self._weights.atoms))
-        priced = Priced.of(self._weights, self._prices, heights)
-        return ExactReach(self._weights, priced, heights=heights)
+        priced = PricedStages.of(self._weights, self._prices, heights)
+        return PartitionProgramme(self._weights, priced, heights=heights)
 
     @cached_property
     def least_step_s(self) -> float:
@@ -131,7 +134,7 @@ class ExactSearch:
                 shown = high[cap]
                 yield found[cap].parts(self._shallowest(found[cap]))
 
-    def _shallowest(self, found: ExactFound) -> int:
+    def _shallowest(self, found: PartitionSolution) -> int:
         return int(np.flatnonzero(found.devices <= self._devices)[0])
 
     @cached_property
