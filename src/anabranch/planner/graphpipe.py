@@ -8,17 +8,18 @@ over the series-parallel structure for each bound.
 
 Where we differ, or the paper is silent:
 
-- The dynamic programme of ``partitioner.chain_programme`` asks for the fewest devices per (cut, height)
-  instead of enumerating device splits and schedule configurations; with one micro-batch size and
-  k = 1 a configuration is a height (Table 2: one micro-batch more per stage down to the sink).
+- The dynamic programme of ``partitioner.chain_programme`` asks for the fewest devices per (cut,
+  height) instead of enumerating device splits and schedule configurations; with one micro-batch
+  size and k = 1 a configuration is a height (Table 2: one micro-batch more per stage down to the
+  sink).
 - Small graphs and those that are not series-parallel are searched exactly, over all partitions
   (``partitioner.exact``); only what is too large for that gets some order added
   (``graph.series_parallel``).
 - Transfers and all-reduces are part of the period: ``toolkit.prices`` has the formula.
 - The least period does not give the least step, so shallower plans at looser bounds are candidates
-  too (``partitioner.period_search``), and so are stages that are runs of the model in one order. They wait
-  only for those whose values they read; where devices share processor cores, stages that wait for
-  the one before them, as ``Sequential`` has them, are candidates as well.
+  too (``partitioner.period_search``), and so are stages that are runs of the model in one order.
+  They wait only for those whose values they read; where devices share processor cores, stages that
+  wait for the one before them, as ``Sequential`` has them, are candidates as well.
 - A stage recomputes if it does not fit otherwise, or if it lacks the memory for a deep warm-up and
   the simulated step is shorter with recomputation; of equal steps the one that recomputes less is
   kept (``simulator.judge``).

@@ -1,8 +1,8 @@
 """Stages next to a block that take a part of its branches: which part, and the fewest devices.
 
 ``BranchShares`` knows the lightest shares for every number of devices outside the stage. Here are
-the stages: runs of operators behind the block (or before it), each at some cap and height. Where all
-that a block needs is the same for several caps and heights, they are one state, looked at once.
+the stages: runs of operators behind the block (or before it), each at some cap and height. Where
+all that a block needs is the same for several caps and heights, they are one state, looked at once.
 
 Arrays are [bound t, cap w, height h], [bound t, state m] or [range q, ...].
 """

@@ -6,8 +6,8 @@ A chain is a row of items, each an operator or a block; a block is a set of chai
                     | chain [ a ][ b ][ c ]|
                     | chain [ d ][ e ]     |
 
-``partitioner.rows`` weighs contiguous ranges of items. Branches of a block that ``series_parallel.signature``
-calls the same are of one class, and only its first is searched.
+``partitioner.rows`` weighs contiguous ranges of items. Branches of a block that
+``series_parallel.signature`` calls the same are of one class, and only its first is searched.
 
 A model of more than ``SEARCH.items`` operators is made coarser, to about so many items: neighbours
 in a chain, whole blocks and neighbouring branches become one item as long as together they are no

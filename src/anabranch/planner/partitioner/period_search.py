@@ -1,9 +1,9 @@
 """The search that graphpipe and sequential share: micro-batch sizes, bounds, depths.
 
-For every micro-batch size the least bound on the period is found, ``partitioner.chain_programme`` asked for
-the fewest devices under many bounds at once (``partitioner.period_bounds``). The bottleneck is not the
-step, though: a step takes about ``(M - 1) * period + critical path``, and a plan that is a little
-slower but half as deep may win. So three things are done:
+For every micro-batch size the least bound on the period is found, ``partitioner.chain_programme``
+asked for the fewest devices under many bounds at once (``partitioner.period_bounds``). The
+bottleneck is not the step, though: a step takes about ``(M - 1) * period + critical path``, and a
+plan that is a little slower but half as deep may win. So three things are done:
 
 - coarsely for every size, on a ladder of bounds, the least period with the all-reduce spread over
   the micro-batches;

@@ -1,7 +1,7 @@
 """Parts: stages to be, before they have devices, and their prices, whatever operators they hold.
 
-The same formulas as ``partitioner.range_prices``, for any set of operators; ``toolkit.prices`` states
-them.
+The same formulas as ``partitioner.range_prices``, for any set of operators; ``toolkit.prices``
+states them.
 """
 
 from __future__ import annotations

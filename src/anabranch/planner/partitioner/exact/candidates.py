@@ -1,24 +1,25 @@
 """Plans from all partitions of a graph, where it has few downsets or can be made to have few.
 
-``partitioner.chain_programme`` is fast because it looks at four kinds of stages in a series-parallel graph. A
-stage may be more than that (two short pieces from the middles of two branches), and not every graph
-is series-parallel (GNMT, where the decoder has its own embedding and reads the encoder at every
-layer). Where the downsets are few, all partitions can be searched at once: ``exact.partition_programme``. The
-period that this finds is the least of all, for the prices of ``toolkit.prices``.
+``partitioner.chain_programme`` is fast because it looks at four kinds of stages in a
+series-parallel graph. A stage may be more than that (two short pieces from the middles of two
+branches), and not every graph is series-parallel (GNMT, where the decoder has its own embedding and
+reads the encoder at every layer). Where the downsets are few, all partitions can be searched at
+once: ``exact.partition_programme``. The period that this finds is the least of all, for the prices
+of ``toolkit.prices``.
 
 What is searched in this way:
 
 - a series-parallel graph with few downsets or operators; others pay a millisecond for the question;
 - any graph that is not series-parallel. Operators that cost nothing go to their neighbours
-  (``exact.contraction``), which leaves PipeDream's GNMT with 35 downsets and Piper's with 75. If there
-  are more than ``EXACT.most_downsets`` all the same (NASNet), neighbours become one until there are
-  no more than ``EXACT.per_device`` per device.
+  (``exact.contraction``), which leaves PipeDream's GNMT with 35 downsets and Piper's with 75. If
+  there are more than ``EXACT.most_downsets`` all the same (NASNet), neighbours become one until
+  there are no more than ``EXACT.per_device`` per device.
 
-The first are searched by ``partitioner.period_search`` as well, which takes little time, and of plans with
-the same period may find the better one. The second are not, unless what was put to the heaviest
-operator of a group computes for more than what falls to each device: with order added
-(``graph.series_parallel``) that search takes long for them and finds less. NASNet on 32 devices:
-2 s and an estimated step of 222 ms, against 12 s and 289 ms.
+The first are searched by ``partitioner.period_search`` as well, which takes little time, and of
+plans with the same period may find the better one. The second are not, unless what was put to the
+heaviest operator of a group computes for more than what falls to each device: with order added
+(``graph.series_parallel``) that search takes long for them and finds less. NASNet on 32 devices: 2
+s and an estimated step of 222 ms, against 12 s and 289 ms.
 
 The downsets of parts in series add up, those of parts side by side multiply.
 

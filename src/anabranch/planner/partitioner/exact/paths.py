@@ -1,8 +1,8 @@
 """The shortest way through a plan within a bound and a number of devices.
 
-A step is about ``(M - 1) * period + path``. ``exact.partition_programme`` finds the least period; with few
-micro-batches the path matters as much, and the quickest plan has some longer period and a shorter
-path. So for any bound on the period, over the same layers::
+A step is about ``(M - 1) * period + path``. ``exact.partition_programme`` finds the least period;
+with few micro-batches the path matters as much, and the quickest plan has some longer period and a
+shorter path. So for any bound on the period, over the same layers::
 
     layer[h, k, I, J]  =  min over stages that use up to k devices of their longest time
     path[h, k, I]      =  min over J and k1 of  layer[h, k1, I, J] + path[h - 1, k - k1, J]

@@ -1,7 +1,8 @@
 """The changes of ``partitioner.polish`` in turn, from the best of them on, within a budget.
 
-What the estimate likes is proposed. Beside the changes of stages there are two of the
-whole plan: another micro-batch size for all, and two stages on each other's devices. Of changes that do not fit memory there is no stage graph.
+What the estimate likes is proposed. Beside the changes of stages there are two of the whole plan:
+another micro-batch size for all, and two stages on each other's devices. Of changes that do not fit
+memory there is no stage graph.
 """
 
 from __future__ import annotations
