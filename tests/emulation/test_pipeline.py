@@ -96,9 +96,8 @@ def test_an_all_reduce_follows_the_last_backward() -> None:
     """
     on = machines(2, bandwidth=1e8, latency_s=0.0)
     plan, profile = job((), [(0, 1)], on, batch_size=4, parameter_bytes=2_000_000)
-    timeline, _, device_step_s, _ = emulate(Emulation(plan, profile, on))[0]
+    device_step_s = emulate(Emulation(plan, profile, on))[0][2]
     assert device_step_s >= 4 / 2 * 3e-3 + 0.02
-    assert timeline.step_s - timeline.makespan_s >= 0.018
 
 
 def test_time_can_be_scaled() -> None:

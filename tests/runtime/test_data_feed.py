@@ -118,7 +118,7 @@ def test_a_function_that_raises_before_its_first_batch_is_named_with_its_line() 
     feed = a_feed(_broken, told)
     for read in (lambda: next(feed.batches(1)), feed.held_out):
         with pytest.raises(
-            LoaderError, match=r"test_feed\.py:\d+, in _broken: KeyError: 'user_id'"
+            LoaderError, match=r"test_data_feed\.py:\d+, in _broken: KeyError: 'user_id'"
         ):
             read()
     assert len(told) == 2
