@@ -6,7 +6,7 @@ import os
 import signal
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -21,30 +21,22 @@ from anabranch.errors import (
     InvalidPlanError,
     NonFiniteError,
     StageFailedError,
-    TrainingError,
 )
 from anabranch.plans.plan import Plan
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.verification import verify
-from anabranch.workload import NamedParameters, Workload
+from anabranch.workload import NamedParameters
 from tests.runtime.small import (
     Batch,
     Built,
     batch,
     built,
-    num_ranks,
     plan,
-    train_alone,
     with_options,
 )
+from tests.runtime.training import BATCHES, alone, run, sgd, train
 
 pytestmark = pytest.mark.dist
-
-LIMIT_S = 60.0
-
-
-def sgd(parameters: NamedParameters) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=1e-2)
 
 
 def adam(parameters: NamedParameters) -> torch.optim.Optimizer:
@@ -61,53 +53,6 @@ def adamw(parameters: NamedParameters) -> torch.optim.Optimizer:
 
 def decay(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
     return torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
-
-
-def run(
-    model: Built,
-    chosen: Plan,
-    work: Callable[[Pipeline], Any],
-    *,
-    workload: Workload | None = None,
-    **options: Any,
-) -> list[Any]:
-    """Call a function with the pipeline of every rank."""
-    options = {"check_gradients": False, "timeout": 20.0} | options
-
-    def rank() -> Any:
-        pipeline = Pipeline(workload or model.workload, chosen, captured=model.captured, **options)
-        return work(pipeline)
-
-    return launch.run(rank, num_ranks(chosen), timeout=LIMIT_S)
-
-
-def train(
-    model: Built, chosen: Plan, workload: Workload, batches: Sequence[Batch], **options: Any
-) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses, the same on every rank, and all parameters after the last step."""
-
-    def work(pipeline: Pipeline) -> tuple[list[float], dict[str, Tensor]]:
-        losses = [pipeline.step(each) for each in batches]
-        return losses, {n: p.detach() for n, p in pipeline._state.parameters.items()}
-
-    results = run(model, chosen, work, workload=workload, **options)
-    assert all(losses == results[0][0] for losses, _ in results)
-    parameters: dict[str, Tensor] = {}
-    for _, held in results:
-        for name, value in held.items():
-            # Copies on several ranks stay equal.
-            assert torch.equal(parameters.setdefault(name, value), value)
-    return results[0][0], parameters
-
-
-def alone(
-    workload: Workload, batches: Sequence[Batch], microbatch_size: int = 4
-) -> tuple[list[float], dict[str, Tensor]]:
-    """In a process of its own, so that the model here stays as it is."""
-    return launch.run(train_alone, 1, workload, batches, microbatch_size, timeout=LIMIT_S)[0]
-
-
-BATCHES = [batch(16, seed) for seed in range(4)]
 
 
 @pytest.mark.parametrize("optimizer", [sgd, adam, adamw])
@@ -164,21 +109,6 @@ def test_loss_and_metrics_are_those_of_the_module() -> None:
     assert results[0] == pytest.approx((out["loss"].item(), out["accuracy"].item()))
 
 
-def test_evaluation_is_in_evaluation_mode() -> None:
-    """Dropout does nothing and running means are used; batches of any size, weighted by samples."""
-    for name in ("Dropout", "Norm"):
-        model = built(name)
-        held_out = [batch(16, 8), batch(7, 9)]
-        chosen = plan(model, 2, replicas=[1, 2])
-        results = run(model, chosen, lambda p, held=held_out: p.evaluate(held))
-        model.module.eval()
-        with torch.no_grad():
-            losses = [model.module(**each).item() for each in held_out]
-        model.module.train()
-        expected = (16 * losses[0] + 7 * losses[1]) / 23
-        assert [r["loss"] for r in results] == pytest.approx([expected] * 3, rel=1e-6)
-
-
 def test_running_means_advance_once_per_microbatch() -> None:
     model = built("Norm")
 
@@ -190,48 +120,6 @@ def test_running_means_advance_once_per_microbatch() -> None:
     assert buffers["norm.num_batches_tracked"] == 4
     assert buffers["body.1.num_batches_tracked"] == 4
     assert not torch.equal(buffers["norm.running_mean"], torch.zeros(8))
-
-
-def test_the_check_before_the_first_step_changes_nothing() -> None:
-    """With it and without it, training is the same: buffers, gradients and random numbers are put
-    back.
-    """
-    for name in ("Norm", "Tied"):
-        model = built(name)
-        chosen = plan(model, 2)
-        runs = [
-            train(model, chosen, model.workload, BATCHES[:2], check_gradients=check, exact=True)
-            for check in (True, False)
-        ]
-        assert runs[0][0] == runs[1][0]
-        assert all(torch.equal(value, runs[1][1][n]) for n, value in runs[0][1].items())
-
-
-def test_the_check_finds_a_gradient_that_is_not_the_modules() -> None:
-    """A hook on a parameter is Python that tracing does not see."""
-    model = built("TwoBranch")
-
-    def work(pipeline: Pipeline) -> str:
-        if dist.get_rank() == 0:
-            handle = pipeline._session.captured.module.head.register_forward_hook(
-                lambda *a: 2 * a[2]
-            )
-        with pytest.raises(TrainingError) as caught:
-            pipeline.step(BATCHES[0])
-        if dist.get_rank() == 0:
-            handle.remove()
-        return str(caught.value)
-
-    texts = run(model, plan(model, 2), work, check_gradients=True)
-    assert texts[0] == texts[1]
-    assert "is not the model's" in texts[0]
-
-
-def test_random_models_are_not_compared() -> None:
-    """Dropout differs between the pipeline and one process, and is no fault."""
-    model = built("Dropout")
-    losses, _ = train(model, plan(model, 2), model.workload, BATCHES[:1], check_gradients=True)
-    assert losses[0] > 0
 
 
 def test_a_parameter_without_gradient_is_named_once_and_left_alone() -> None:
@@ -256,39 +144,6 @@ def test_a_parameter_without_gradient_is_named_once_and_left_alone() -> None:
     assert all(untouched for _, untouched in results)
     assert len(texts) == 1
     assert all(name in texts[0] for name in ("idle", "cut.weight", "cut.bias"))
-
-
-def test_a_rank_keeps_only_its_own_parameters() -> None:
-    """The others have their shape and no memory; reading them gives NaN, not stale weights."""
-    model = built("Chain")
-
-    def work(pipeline: Pipeline) -> tuple[int, int]:
-        pipeline.step(BATCHES[0])
-        module = pipeline._session.captured.module
-        lost = [p for n, p in module.named_parameters() if n not in pipeline._state.parameters]
-        assert all(bool(p.isnan().all()) and p.untyped_storage().size() == 4 for p in lost)
-        return len(lost), len(pipeline._state.parameters)
-
-    total = len(list(model.module.parameters()))
-    assert [sum(counts) for counts in run(model, plan(model, 2), work)] == [total, total]
-
-
-def test_a_recorded_step_is_a_timeline_of_all_ranks() -> None:
-    """Each rank has the whole of it: forwards and backwards of all devices, and the messages."""
-    model = built("Chain")
-
-    def work(pipeline: Pipeline) -> Any:
-        pipeline.step(BATCHES[0])
-        assert pipeline.timeline is None
-        pipeline.step(BATCHES[1], record=True)
-        return pipeline.timeline
-
-    first, second = run(model, plan(model, 2), work)
-    assert first == second
-    assert first.source == "measured"
-    compute = [str(s.action) for s in first.spans if s.action.kind.is_compute and s.device == 1]
-    assert compute == ["1F0", "1B0", "1F1", "1B1", "1F2", "1B2", "1F3", "1B3"]
-    assert 0 < max(first.busy_s.values()) < first.makespan_s <= first.step_s
 
 
 def test_a_loss_that_is_not_finite_stops_before_the_update() -> None:
@@ -410,19 +265,6 @@ def test_batches_that_raise_leave_the_others_their_messages() -> None:
     run(model, plan(model, 2), work, workload=workload)
 
 
-def test_a_module_without_its_weights_is_refused() -> None:
-    """A second pipeline on a module of which the first has kept one stage per rank."""
-    model = built("Chain")
-
-    def work(pipeline: Pipeline) -> str:
-        pipeline.step(BATCHES[0])
-        with pytest.raises(TrainingError, match="has no values: an earlier pipeline") as caught:
-            Pipeline(pipeline.workload, pipeline.plan, captured=model.captured)
-        return str(caught.value)
-
-    assert len(set(run(model, plan(model, 2), work))) == 2
-
-
 def test_data_that_raises_on_one_rank_ends_the_others() -> None:
     """They wait for it, and get to know."""
     model = built("Chain")
@@ -477,13 +319,6 @@ def test_a_batch_of_another_make_is_refused() -> None:
     assert "label 3" in second
 
 
-def test_a_plan_for_another_model_is_refused() -> None:
-    """With the operators that are too many and too few."""
-    chain, branches = built("Chain"), built("TwoBranch")
-    with pytest.raises(InvalidPlanError, match=r"lacks operators of the model.*left"):
-        Pipeline(branches.workload, plan(chain, 1), captured=branches.captured)
-
-
 def sharded_plan(model: Built) -> Plan:
     """Stage 1 of two holds its one replica on devices 1 and 2 together."""
     whole = plan(model, 2)
@@ -509,47 +344,6 @@ def test_tensor_parallelism_is_refused_on_every_rank() -> None:
         verify(model.workload, sharded, captured=model.captured)
 
 
-def test_a_plan_without_an_edge_that_the_model_needs_is_refused() -> None:
-    model = built("Chain")
-    whole = plan(model, 3)
-    cut = replace(whole, stage_graph=replace(whole.stage_graph, edges=((0, 1),)))
-    with pytest.raises(InvalidPlanError, match="no edge 1 -> 2"):
-        Pipeline(model.workload, cut, captured=model.captured)
-
-
-def test_exact_gradients_need_one_replica() -> None:
-    model = built("Chain")
-    with pytest.raises(ValueError, match="one replica"):
-        Pipeline(
-            model.workload, plan(model, 2, replicas=[2, 1]), captured=model.captured, exact=True
-        )
-
-
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "1f1b-deep"])
-def test_a_batch_may_be_larger_than_the_plans(schedule: str) -> None:
-    """The plan's in-flight counts were made for fewer micro-batches."""
-    model = built("Chain")
-    workload = with_options(model, optimizer=sgd)
-    chosen = plan(model, 2, batch_size=8, schedule=schedule)
-    losses, parameters = train(model, chosen, workload, [batch(24)], exact=True)
-    expected, state = alone(workload, [batch(24)])
-    assert losses == expected
-    assert all(torch.equal(parameters[name], state[name]) for name in state)
-
-
-def test_the_check_leaves_a_loss_that_is_not_finite_to_the_step() -> None:
-    """Both sides are NaN, which is not a difference between them."""
-    model = built("Chain")
-    poisoned = batch(16)
-    poisoned["x"][0] = float("nan")
-
-    def work(pipeline: Pipeline) -> None:
-        with pytest.raises(NonFiniteError, match="micro-batch 0"):
-            pipeline.step(poisoned)
-
-    run(model, plan(model, 2), work, check_gradients=True)
-
-
 def test_exact_mode_updates_copies_that_have_no_gradient() -> None:
     """A later stage reads the weight of an earlier one without a gradient; its copy must not stay
     behind.
@@ -560,12 +354,3 @@ def test_exact_mode_updates_copies_that_have_no_gradient() -> None:
     expected, state = alone(workload, BATCHES)
     assert losses == expected
     assert all(torch.equal(parameters[name], state[name]) for name in state)
-
-
-def test_a_scheduler_that_needs_a_metric_is_refused() -> None:
-    """Rather than failing in the first step."""
-    model = built("Chain")
-    recipe = torch.optim.lr_scheduler.ReduceLROnPlateau
-    workload = with_options(model, optimizer=sgd, scheduler=recipe)
-    with pytest.raises(TrainingError, match="needs a metric at every step"):
-        Pipeline(workload, plan(model, 1), captured=model.captured)

@@ -6,81 +6,21 @@ over replicas and over the stages of a tied parameter.
 
 from __future__ import annotations
 
-import threading
 from dataclasses import replace
 from itertools import pairwise
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from anabranch.plans.plan import Plan
 from anabranch.plans.stages import split_evenly
-from anabranch.runtime.compute.programs import is_random
-from anabranch.runtime.compute.stage_compute import Outcome, seeded
-from anabranch.runtime.plan_parts import parts_of
 from anabranch.runtime.reference import reference
-from anabranch.runtime.worker import Worker
-from anabranch.runtime.worker_cache import WorkerCache
 from anabranch.schedule import SCHEDULES
 from anabranch.schedule.schedule import Kind
-from tests.runtime.small import Built, batch, built, on_devices, plan, slices
-from tests.runtime.transport.local import Hub, LocalTransport
-
-CPU = torch.device("cpu")
-
-
-def workers(model: Built, chosen: Plan, samples: int, *, seed: int = 0) -> list[Worker]:
-    """One per device; the programs are made before any thread starts."""
-    parts = parts_of(model.captured, chosen, exact=False)
-    devices = chosen.stage_graph.devices
-    hub = Hub(timeout=20.0)
-    result = []
-    for rank, device in enumerate(devices):
-        mesh: Any = SimpleNamespace(device=device)
-        steps = WorkerCache(
-            model.captured, parts, chosen, mesh, LocalTransport(hub, rank), place=CPU, seed=seed
-        )
-        result.append(steps.worker(samples))
-    for worker in result:
-        for action in worker.actions:
-            worker.layout.program(action.stage, action.microbatch)
-    return result
-
-
-def run(
-    model: Built, chosen: Plan, leaves: dict[str, Tensor], *, train: bool = True, **options: int
-) -> list[Outcome]:
-    """One step of all devices; gradients are then in the model's parameters."""
-    model.module.zero_grad()
-    outcomes: dict[int, Outcome] = {}
-    errors: list[BaseException] = []
-
-    def work(rank: int, worker: Worker) -> None:
-        try:
-            outcomes[rank] = worker.run(leaves, 0, train=train)
-        except BaseException as error:
-            errors.append(error)
-            assert worker._transport is not None
-            worker._transport.close()
-
-    made = workers(model, chosen, len(leaves["x"]), **options)
-    threads = [threading.Thread(target=work, args=each) for each in enumerate(made)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    if errors:
-        raise errors[0]
-    return [outcomes[rank] for rank in range(len(made))]
-
-
-def gradients(model: Built) -> dict[str, Tensor]:
-    return {n: p.grad for n, p in model.module.named_parameters() if p.grad is not None}
+from tests.runtime.small import Built, batch, built, on_devices, plan
+from tests.runtime.threads import gradients, run, workers
 
 
 @st.composite
@@ -163,67 +103,6 @@ def test_without_training_there_are_no_gradients() -> None:
     assert accuracy == expected.metrics["accuracy"]
 
 
-def test_recomputation_leaves_running_means_as_one_forward_does() -> None:
-    """The second forward of a micro-batch must not count the samples again."""
-    model = built("Norm")
-    before = {n: b.clone() for n, b in model.module.named_buffers()}
-    after = []
-    for recompute in (False, True):
-        run(model, plan(model, 2, recompute=recompute), batch(16))
-        after.append({n: b.clone() for n, b in model.module.named_buffers()})
-        for name, buffer in model.module.named_buffers():
-            buffer.copy_(before[name])
-    plain, recomputed = after
-    assert plain["norm.num_batches_tracked"] == 4
-    assert all(torch.equal(plain[name], recomputed[name]) for name in plain)
-
-
-def test_random_numbers_follow_seed_and_samples_and_nothing_else() -> None:
-    """Dropout repeats with the seed, and a recomputed forward draws what the first one drew. The
-    user's own generator, from which data loaders shuffle on every rank, stays where it was.
-    """
-    model = built("Dropout")
-    leaves = batch(16)
-    state = torch.get_rng_state()
-
-    def step(seed: int, recompute: bool = False) -> tuple[float, Tensor]:
-        # On one device: threads share a generator, which ranks do not.
-        outcomes = run(model, plan(model, 1, recompute=recompute), leaves, seed=seed)
-        return sum(o.loss for o in outcomes), gradients(model)["head.weight"].clone()
-
-    loss, gradient = step(1)
-    again, same = step(1)
-    assert (again, True) == (loss, torch.equal(same, gradient))
-    recomputed, equal = step(1, recompute=True)
-    assert (recomputed, True) == (loss, torch.equal(equal, gradient))
-    assert step(2)[0] != loss
-    assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_each_microbatch_draws_for_itself() -> None:
-    with seeded(1, CPU):
-        first = torch.rand(3)
-    with seeded(2, CPU):
-        assert not torch.equal(first, torch.rand(3))
-
-
-def test_only_stages_that_draw_are_seeded() -> None:
-    """Seeding costs some ten microseconds and a stage without dropout need not pay them."""
-    for name, expected in (("Dropout", True), ("Chain", False)):
-        model = built(name)
-        parts = parts_of(model.captured, plan(model, 1), exact=False)
-        assert is_random(parts.program(0, 4).module) is expected
-
-
-def test_the_first_bad_loss_is_noted() -> None:
-    """Sample 9 is in micro-batch 2 of the last stage."""
-    model = built("TwoBranch")
-    leaves = batch(16)
-    leaves["x"][9] = float("nan")
-    bad = [outcome.bad for outcome in run(model, plan(model, 3), leaves)]
-    assert bad == [None, None, (2, 2)]
-
-
 def test_actions_on_an_empty_slice_fall_away() -> None:
     """One sample on two replicas: [0:0] and [0:1]. The first replica has nothing to do."""
     assert split_evenly(0, 1, 2) == [(0, 0), (0, 1)]
@@ -243,10 +122,6 @@ def test_every_action_is_timed() -> None:
         times = [moment for pair in outcome.times for moment in pair]
         assert times == sorted(times)
         assert len(outcome.times) == 4 * 4
-
-
-def test_slices_of_the_reference_tile_the_batch() -> None:
-    assert slices(10, 4) == [(0, 4), (4, 8), (8, 10)]
 
 
 def test_an_edge_without_values_makes_its_stages_wait() -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from anabranch import launch
-from anabranch.errors import NonFiniteError
+from anabranch.errors import AnabranchError, NonFiniteError
 from anabranch.plans.plan import Plan, Prediction
 from anabranch.plans.stages import Stage, StageGraph
 from anabranch.runtime.asynchronous.pipeline import AsyncPipeline
@@ -124,3 +124,18 @@ def until_not_finite(
     with pytest.raises(NonFiniteError) as caught:
         loop()
     return losses, str(caught.value)
+
+
+def in_turn(model: Cut, chosen: Plan, policy: Any = "stash", **options: Any) -> AsyncPipeline:
+    return pipeline(model, chosen, policy, round_robin=True, **options)
+
+
+def refusal(
+    model: Cut, chosen: Plan, kind: type[AnabranchError], policy: Any = "stash", **options: Any
+) -> str:
+    def work() -> str:
+        with pytest.raises(kind) as caught:
+            in_turn(model, chosen, policy, **options)
+        return str(caught.value)
+
+    return str(on_ranks(chosen, work)[0])

@@ -5,12 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import time
-import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,25 +18,23 @@ from torch import Tensor
 
 from anabranch import launch
 from anabranch.errors import (
-    AnabranchError,
     DataError,
-    FileFormatError,
     InvalidPlanError,
     NonFiniteError,
     StageFailedError,
     TrainingError,
 )
-from anabranch.plans.plan import Plan
 from anabranch.runtime.asynchronous.pipeline import AsyncPipeline
 from anabranch.runtime.asynchronous.replay import Replay
 from anabranch.runtime.asynchronous.requirements import endless
 from anabranch.runtime.compute.options import ComputeOptions
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.schedule import SCHEDULES
-from anabranch.weights import PipeOptim, PredictStash, units_in_flight
+from anabranch.weights import PipeOptim, units_in_flight
 from anabranch.workload import Batch
 from tests.runtime import small
-from tests.runtime.asynchronous.models import Cut, batches, cut, halving
+from tests.runtime.asynchronous.models import batches, cut, halving
+from tests.runtime.asynchronous.plans import async_plan, built_pipeline
 from tests.runtime.asynchronous.reference import train
 from tests.runtime.asynchronous.running import (
     assert_same,
@@ -52,19 +48,9 @@ from tests.runtime.asynchronous.running import (
     until_not_finite,
     whole,
 )
+from tests.runtime.small import batch, built, num_ranks, plan, with_options
 
 pytestmark = pytest.mark.dist
-
-
-def async_plan(model: small.Built, num_stages: int, **options: Any) -> Plan:
-    """For the models of the synchronous tests."""
-    chosen = small.plan(model, num_stages, batch_size=8, microbatch_size=8, **options)
-    return replace(chosen, stage_graph=endless(chosen), mode="async", policy="stash")
-
-
-def built_pipeline(model: small.Built, chosen: Plan, policy: Any = "stash", **o: Any) -> Any:
-    options = {"captured": model.captured, "check_gradients": False, "timeout": 20.0} | o
-    return AsyncPipeline(options.pop("workload", model.workload), chosen, policy=policy, **options)
 
 
 # Losses and draining
@@ -456,88 +442,6 @@ def test_metrics_are_those_of_the_loss() -> None:
 # Checkpoints
 
 
-@pytest.mark.parametrize("optimizer", ["momentum", "adam", "rmsprop"])
-def test_resumed_training_is_as_if_it_had_drained(tmp_path: Path, optimizer: str) -> None:
-    """Bit for bit, with a prediction by the momentum, by the moments, and by the last update."""
-    model = cut("chain 3", optimizer, scheduler=halving)
-    data, chosen = batches(9), plan_of(model)
-
-    def work() -> tuple[list[float], dict[str, Tensor]]:
-        pipe = pipeline(model, chosen, "pipeoptim")
-        losses = []
-        for loss in pipe.steps(data[:4]):
-            losses.append(loss)
-            if len(losses) == 1:  # in the middle of the loop
-                pipe.save(tmp_path / "four")
-        assert pipe.step_number == 4
-        return losses, held(pipe)
-
-    def again() -> tuple[list[float], dict[str, Tensor], int]:
-        pipe = AsyncPipeline.resume(
-            tmp_path / "four",
-            model.workload,
-            chosen,
-            captured=model.captured,
-            policy="pipeoptim",
-            timeout=20.0,
-        )
-        number = pipe.step_number
-        return list(pipe.steps(data[4:])), held(pipe), number
-
-    before, after = on_ranks(chosen, work), on_ranks(chosen, again)
-    twin = cut("chain 3", optimizer, scheduler=halving)
-    losses = train(twin.by_hand, "pipeoptim", data, fills=(0, 4))
-    assert before[0][0] + after[0][0] == losses
-    assert after[0][2] == 4
-    assert_same(whole([rank[1] for rank in after]), by_hand(twin))
-
-
-def test_checkpoints_pass_between_the_modes(tmp_path: Path) -> None:
-    """Synchronous to asynchronous and back, under other stages; one leaves what the other needs."""
-    model = cut("chain 3", "nadam")
-    data, start, chosen = batches(4), start_of(model), plan_of(model)
-    options = {"captured": model.captured, "check_gradients": False, "timeout": 20.0}
-
-    def work() -> tuple[list[float], int]:
-        flushed = Pipeline(model.workload, chosen, **options)
-        flushed.step(data[0])
-        flushed.save(tmp_path / "sync")
-        fresh(model, start)
-        pipe = AsyncPipeline.resume(
-            tmp_path / "sync", model.workload, chosen, policy="pipeoptim", **options
-        )
-        losses = list(pipe.steps(data[1:3]))
-        pipe.save(tmp_path / "async")
-        fresh(model, start)
-        flushed = Pipeline.resume(tmp_path / "async", model.workload, chosen, **options)
-        number = flushed.step_number
-        return [*losses, flushed.step(data[3])], number
-
-    (losses, number), *_ = on_ranks(chosen, work)
-    assert number == 3
-    twin = cut("chain 3", "nadam")
-    # One flushed step, then a fill without a prediction: nothing was known of the last update.
-    first = train(twin.by_hand, "stash", data[:1])
-    assert len(first) == 1
-    for stage in twin.by_hand:
-        stage.last = None
-    # The second of two mini-batches reads in its forward what was there at the fill.
-    expected = train(twin.by_hand, "naive", data[1:3])
-    assert losses[0] == expected[0]
-    assert losses[1] == expected[1]
-    assert losses[2] == train(twin.by_hand, "stash", data[3:])[0]
-
-
-def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
-    model = cut("chain 2")
-
-    def work() -> None:
-        AsyncPipeline.resume(tmp_path / "none", model.workload, plan_of(model), timeout=20.0)
-
-    with pytest.raises(FileFormatError, match="no such folder"):
-        on_ranks(plan_of(model), work)
-
-
 # Failures
 
 
@@ -639,36 +543,7 @@ def test_a_gradient_that_overflows_is_named() -> None:
     assert "gradient of parameter parts.0.0.weight is not finite in mini-batch 2: stage 0" in first
 
 
-def test_a_loss_that_climbs_is_told_once() -> None:
-    """With how stale the stages are and the rate; by one rank."""
-    model = cut("chain 3", "momentum")
-    wild = replace(model.workload, optimizer=partial(torch.optim.SGD, lr=1.0, momentum=0.99))
-
-    def work() -> list[str]:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            list(pipeline(model, plan_of(model), "naive", workload=wild).steps(batches(24)))
-        return [str(w.message) for w in caught]
-
-    first, *others = on_ranks(plan_of(model), work)
-    assert others == [[], []]
-    assert len(first) == 1
-    assert "times the smallest such mean" in first[0]
-    assert "stage 0: 2, stage 1: 1, stage 2: 0; the learning rate is 1:" in first[0]
-
-
 # What is refused
-
-
-def refusal(model: Cut, chosen: Plan, policy: Any = "stash", **options: Any) -> str:
-    def work() -> str:
-        with pytest.raises((AnabranchError, ValueError)) as caught:
-            pipeline(model, chosen, policy, **options).step(batches(1, 8)[0])
-        return f"{type(caught.value).__name__}: {caught.value}"
-
-    texts = on_ranks(chosen, work)
-    assert all(text.split(":")[0] == texts[0].split(":")[0] for text in texts)
-    return str(texts[0])
 
 
 def test_ranks_that_would_not_all_compare_their_memory() -> None:
@@ -687,85 +562,6 @@ def test_ranks_that_would_not_all_compare_their_memory() -> None:
     assert "check_memory False" in first
 
 
-def test_plans_that_cannot_run_without_a_flush() -> None:
-    """Each with its reason and a way on."""
-    model = cut("chain 3")
-    chosen = plan_of(model)
-    graph = chosen.stage_graph
-    shared = [replace(s, devices=(0,)) if i == 2 else s for i, s in enumerate(graph.stages)]
-    together = replace(chosen, stage_graph=replace(graph, stages=tuple(shared)))
-    text = refusal(model, together)
-    assert text.startswith("InvalidPlanError: device 0 has stages 0 and 2")
-    assert "devices of its own" in text
-    gpipe = replace(chosen, schedule="gpipe")
-    assert "schedule is gpipe" in refusal(model, gpipe)
-    rising = [replace(s, in_flight=k) for s, k in zip(graph.stages, (2, 3, 1), strict=True)]
-    stuck = replace(chosen, stage_graph=replace(graph, stages=tuple(rising)))
-    assert "the warm-up rises along stage edge 0 -> 1" in refusal(model, stuck)
-    uneven = [replace(s, microbatch_size=2) if i == 1 else s for i, s in enumerate(graph.stages)]
-    mixed = replace(chosen, stage_graph=replace(graph, stages=tuple(uneven)), mode="sync")
-    assert "micro-batches of 4, 2, 4 samples" in refusal(model, mixed)
-    halves = plan_of(model, microbatches=2)
-    assert refusal(model, halves).startswith("PolicyError: stash")
-    assert refusal(model, halves, "2bw").startswith("PolicyError: 2bw")
-    deep = replace(plan_of(model, 3, microbatches=3), mode="sync", schedule="1f1b-deep", policy="")
-    assert "5 micro-batches in flight and 3 per" in refusal(model, deep, "2bw")
-    assert "the plan is for 4" in refusal(model, chosen)
-
-
-def test_workloads_that_need_all_stages_at_once() -> None:
-    model = cut("chain 2")
-    clipped = replace(model.workload, clip_norm=1.0)
-    text = refusal(model, plan_of(model), workload=clipped)
-    assert text.startswith("PolicyError: clip_norm 1")
-    assert "clip_stage_norm" in text
-    half = ComputeOptions(precision="fp16")
-    assert "bf16" in refusal(model, plan_of(model), compute=half)
-    assert "unknown policy 'none'" in refusal(model, plan_of(model), "none")
-    assert "a norm, more than 0" in refusal(model, plan_of(model), clip_stage_norm=0.0)
-    assert "spectrain predicts with the momentum" in refusal(
-        cut("chain 2", "adam"), plan_of(model), "spectrain"
-    )
-
-
-def test_tied_parameters_are_refused_unless_frozen() -> None:
-    model = small.built("Tied")
-    chosen = async_plan(model, 2)
-
-    def work() -> str:
-        with pytest.raises(InvalidPlanError) as caught:
-            built_pipeline(model, chosen)
-        return str(caught.value)
-
-    assert "stages 0 and 1 share parameter words.weight" in on_ranks(chosen, work)[0]
-
-    def frozen() -> float:
-        model.module.get_parameter("words.weight").requires_grad_(False)
-        return float(built_pipeline(model, chosen).step(small.batch(8)))
-
-    first, second = on_ranks(chosen, frozen)
-    assert first == second > 0
-
-
-def test_what_diverges_by_itself_gets_the_advice_for_that() -> None:
-    """How stale the stages are, and what helps; the data is not to blame."""
-    model = cut("chain 3")
-    wild = replace(model.workload, optimizer=partial(torch.optim.SGD, lr=1e30))
-
-    def work() -> str:
-        fresh(model, start_of(model))
-        pipe = AsyncPipeline(wild, plan_of(model), policy="stash", captured=model.captured)
-        warnings.simplefilter("ignore")  # of this rank, which is a process of its own
-        with pytest.raises(NonFiniteError) as caught:
-            list(pipe.steps(batches(9)))
-        return str(caught.value)
-
-    text = on_ranks(plan_of(model), work)[0]
-    assert "stage 0: 2, stage 1: 1, stage 2: 0" in text
-    assert "the learning rate is 1e+30: lower it" in text
-    assert "fix the data" not in text
-
-
 def test_a_batch_of_another_make_is_refused() -> None:
     model = cut("chain 2")
 
@@ -778,27 +574,6 @@ def test_a_batch_of_another_make_is_refused() -> None:
 
 
 # The policy and the counts in flight
-
-
-def test_auto_follows_the_recommendation_and_says_why() -> None:
-    model = cut("chain 3", "adam")
-
-    def work() -> list[tuple[str, str]]:
-        plans = [plan_of(model), plan_of(model, microbatches=4)]
-        start, found = start_of(model), []
-        for chosen in plans:
-            fresh(model, start)
-            pipe = pipeline(model, chosen, "auto")
-            found.append((pipe.policy.name, pipe.reason))
-            fresh(model, start)
-        named = pipeline(model, plan_of(model), PredictStash(clip=4.0))
-        return [*found, (repr(named.policy), named.reason)]
-
-    (name, reason), (several, _), (mine, none) = on_ranks(plan_of(model), work)[0]
-    assert name == "pipeoptim"
-    assert "Adam" in reason
-    assert several == "2bw"
-    assert (mine, none) == ("PredictStash(ramp=0, clip=4.0)", "")
 
 
 def test_in_flight_counts_of_a_synchronous_plan() -> None:
@@ -832,3 +607,45 @@ def test_a_deep_warm_up_is_as_stale_as_it_is_deep() -> None:
         return pipe.version_difference
 
     assert on_ranks(chosen, work)[0] == (4, 2, 0)
+
+
+class Late(torch.optim.SGD):
+    """Rank 1 takes its time, so that the others have left before it comes to the bad batch."""
+
+    def step(self, closure: Any = None) -> Any:
+        """See ``Optimizer``."""
+        if dist.get_rank() == 1:
+            time.sleep(0.1)
+        return super().step(closure)
+
+
+@pytest.mark.dist
+def test_a_bad_batch_in_the_stream_is_the_same_error_on_all_ranks() -> None:
+    """All leave behind the same mini-batch, and part from each other as those do who leave a loop:
+    one that is late needs the messages of those that have left.
+    """
+    model = built("TwoBranch")
+    chosen = plan(model, 3, microbatch_size=16)
+    workload, parted = with_options(model, optimizer=partial(Late, lr=0.1)), []
+
+    def rank() -> tuple[list[float], str, list[int]]:
+        pipe = AsyncPipeline(
+            workload, chosen, policy="stash", captured=model.captured, check_gradients=False
+        )
+        leave = pipe._leave
+
+        def noted() -> None:
+            parted.append(pipe.step_number)
+            leave()
+
+        pipe._leave = noted  # type: ignore[method-assign]
+        good = [batch(16, i) for i in range(6)]
+        losses: list[float] = []
+        with pytest.raises(DataError) as caught:
+            losses.extend(pipe.steps([*good, batch(16) | {"x": torch.zeros(16, 9)}]))
+        return losses, str(caught.value), parted
+
+    first, *others = launch.run(rank, num_ranks(chosen), timeout=60.0)
+    assert "x is [samples, 9]" in first[1]
+    assert first[2] == [6]
+    assert others == [first, first]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 from dataclasses import replace
 from functools import partial
@@ -10,14 +9,29 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from anabranch import launch
-from anabranch.errors import DataError, InvalidPlanError, PolicyError
+from anabranch.errors import (
+    AnabranchError,
+    InvalidPlanError,
+    PolicyError,
+)
+from anabranch.plans.plan import Plan
 from anabranch.runtime.asynchronous.pipeline import AsyncPipeline
 from anabranch.runtime.asynchronous.requirements import choose, endless, require_recipes
 from anabranch.runtime.compute.options import PLAIN, ComputeOptions
-from tests.runtime.small import batch, built, num_ranks, plan, with_options
+from anabranch.weights import PredictStash
+from tests.runtime import small
+from tests.runtime.asynchronous.models import Cut, batches, cut
+from tests.runtime.asynchronous.plans import async_plan, built_pipeline
+from tests.runtime.asynchronous.running import (
+    fresh,
+    on_ranks,
+    pipeline,
+    plan_of,
+    start_of,
+)
+from tests.runtime.small import built, num_ranks, plan, with_options
 
 plain_sgd = partial(torch.optim.SGD, lr=0.1)
 
@@ -78,48 +92,6 @@ def test_an_optimizer_without_momentum_is_told_of_by_rank_0_alone() -> None:
     assert second == []
 
 
-class Late(torch.optim.SGD):
-    """Rank 1 takes its time, so that the others have left before it comes to the bad batch."""
-
-    def step(self, closure: Any = None) -> Any:
-        """See ``Optimizer``."""
-        if dist.get_rank() == 1:
-            time.sleep(0.1)
-        return super().step(closure)
-
-
-@pytest.mark.dist
-def test_a_bad_batch_in_the_stream_is_the_same_error_on_all_ranks() -> None:
-    """All leave behind the same mini-batch, and part from each other as those do who leave a loop:
-    one that is late needs the messages of those that have left.
-    """
-    model = built("TwoBranch")
-    chosen = plan(model, 3, microbatch_size=16)
-    workload, parted = with_options(model, optimizer=partial(Late, lr=0.1)), []
-
-    def rank() -> tuple[list[float], str, list[int]]:
-        pipe = AsyncPipeline(
-            workload, chosen, policy="stash", captured=model.captured, check_gradients=False
-        )
-        leave = pipe._leave
-
-        def noted() -> None:
-            parted.append(pipe.step_number)
-            leave()
-
-        pipe._leave = noted  # type: ignore[method-assign]
-        good = [batch(16, i) for i in range(6)]
-        losses: list[float] = []
-        with pytest.raises(DataError) as caught:
-            losses.extend(pipe.steps([*good, batch(16) | {"x": torch.zeros(16, 9)}]))
-        return losses, str(caught.value), parted
-
-    first, *others = launch.run(rank, num_ranks(chosen), timeout=60.0)
-    assert "x is [samples, 9]" in first[1]
-    assert first[2] == [6]
-    assert others == [first, first]
-
-
 def test_micro_batches_of_several_sizes_are_named():
     """In a plan made by hand, whose counts in flight nobody could decide."""
     chosen = plan(built("TwoBranch"), 3, batch_size=4, microbatch_size=4)
@@ -138,3 +110,99 @@ def test_auto_knows_of_the_update_that_is_kept():
     assert policy.name == "pipeoptim"
     assert "the last update of RMSprop, which is kept," in reason
     assert "at most 3 copies" in reason
+
+
+def refusal(model: Cut, chosen: Plan, policy: Any = "stash", **options: Any) -> str:
+    def work() -> str:
+        with pytest.raises((AnabranchError, ValueError)) as caught:
+            pipeline(model, chosen, policy, **options).step(batches(1, 8)[0])
+        return f"{type(caught.value).__name__}: {caught.value}"
+
+    texts = on_ranks(chosen, work)
+    assert all(text.split(":")[0] == texts[0].split(":")[0] for text in texts)
+    return str(texts[0])
+
+
+@pytest.mark.dist
+def test_plans_that_cannot_run_without_a_flush() -> None:
+    """Each with its reason and a way on."""
+    model = cut("chain 3")
+    chosen = plan_of(model)
+    graph = chosen.stage_graph
+    shared = [replace(s, devices=(0,)) if i == 2 else s for i, s in enumerate(graph.stages)]
+    together = replace(chosen, stage_graph=replace(graph, stages=tuple(shared)))
+    text = refusal(model, together)
+    assert text.startswith("InvalidPlanError: device 0 has stages 0 and 2")
+    assert "devices of its own" in text
+    gpipe = replace(chosen, schedule="gpipe")
+    assert "schedule is gpipe" in refusal(model, gpipe)
+    rising = [replace(s, in_flight=k) for s, k in zip(graph.stages, (2, 3, 1), strict=True)]
+    stuck = replace(chosen, stage_graph=replace(graph, stages=tuple(rising)))
+    assert "the warm-up rises along stage edge 0 -> 1" in refusal(model, stuck)
+    uneven = [replace(s, microbatch_size=2) if i == 1 else s for i, s in enumerate(graph.stages)]
+    mixed = replace(chosen, stage_graph=replace(graph, stages=tuple(uneven)), mode="sync")
+    assert "micro-batches of 4, 2, 4 samples" in refusal(model, mixed)
+    halves = plan_of(model, microbatches=2)
+    assert refusal(model, halves).startswith("PolicyError: stash")
+    assert refusal(model, halves, "2bw").startswith("PolicyError: 2bw")
+    deep = replace(plan_of(model, 3, microbatches=3), mode="sync", schedule="1f1b-deep", policy="")
+    assert "5 micro-batches in flight and 3 per" in refusal(model, deep, "2bw")
+    assert "the plan is for 4" in refusal(model, chosen)
+
+
+@pytest.mark.dist
+def test_workloads_that_need_all_stages_at_once() -> None:
+    model = cut("chain 2")
+    clipped = replace(model.workload, clip_norm=1.0)
+    text = refusal(model, plan_of(model), workload=clipped)
+    assert text.startswith("PolicyError: clip_norm 1")
+    assert "clip_stage_norm" in text
+    half = ComputeOptions(precision="fp16")
+    assert "bf16" in refusal(model, plan_of(model), compute=half)
+    assert "unknown policy 'none'" in refusal(model, plan_of(model), "none")
+    assert "a norm, more than 0" in refusal(model, plan_of(model), clip_stage_norm=0.0)
+    assert "spectrain predicts with the momentum" in refusal(
+        cut("chain 2", "adam"), plan_of(model), "spectrain"
+    )
+
+
+@pytest.mark.dist
+def test_tied_parameters_are_refused_unless_frozen() -> None:
+    model = small.built("Tied")
+    chosen = async_plan(model, 2)
+
+    def work() -> str:
+        with pytest.raises(InvalidPlanError) as caught:
+            built_pipeline(model, chosen)
+        return str(caught.value)
+
+    assert "stages 0 and 1 share parameter words.weight" in on_ranks(chosen, work)[0]
+
+    def frozen() -> float:
+        model.module.get_parameter("words.weight").requires_grad_(False)
+        return float(built_pipeline(model, chosen).step(small.batch(8)))
+
+    first, second = on_ranks(chosen, frozen)
+    assert first == second > 0
+
+
+@pytest.mark.dist
+def test_auto_follows_the_recommendation_and_says_why() -> None:
+    model = cut("chain 3", "adam")
+
+    def work() -> list[tuple[str, str]]:
+        plans = [plan_of(model), plan_of(model, microbatches=4)]
+        start, found = start_of(model), []
+        for chosen in plans:
+            fresh(model, start)
+            pipe = pipeline(model, chosen, "auto")
+            found.append((pipe.policy.name, pipe.reason))
+            fresh(model, start)
+        named = pipeline(model, plan_of(model), PredictStash(clip=4.0))
+        return [*found, (repr(named.policy), named.reason)]
+
+    (name, reason), (several, _), (mine, none) = on_ranks(plan_of(model), work)[0]
+    assert name == "pipeoptim"
+    assert "Adam" in reason
+    assert several == "2bw"
+    assert (mine, none) == ("PredictStash(ramp=0, clip=4.0)", "")

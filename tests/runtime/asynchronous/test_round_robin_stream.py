@@ -15,22 +15,17 @@ from torch import Tensor
 from torch.optim import SGD
 
 from anabranch.errors import (
-    AnabranchError,
-    InfeasiblePlanError,
     InvalidPlanError,
     NonFiniteError,
     PolicyError,
     StageFailedError,
 )
-from anabranch.plans.plan import Plan, Prediction
 from anabranch.runtime.asynchronous import stream as module
 from anabranch.runtime.asynchronous.pipeline import AsyncPipeline
-from anabranch.runtime.asynchronous.requirements import round_robin_of
-from anabranch.runtime.asynchronous.round_robin_memory import budgeted
 from anabranch.runtime.worker import Flight
-from anabranch.weights import PredictStash, Stash
+from anabranch.weights import PredictStash
 from anabranch.workload import Batch
-from tests.runtime.asynchronous.models import Cut, batches, cut, halving
+from tests.runtime.asynchronous.models import batches, cut, halving
 from tests.runtime.asynchronous.reference import train
 from tests.runtime.asynchronous.reference_rounds import in_flight, train_in_turns
 from tests.runtime.asynchronous.running import (
@@ -38,19 +33,17 @@ from tests.runtime.asynchronous.running import (
     by_hand,
     fresh,
     held,
+    in_turn,
     on_ranks,
     pipeline,
     plan_of,
+    refusal,
     start_of,
     until_not_finite,
     whole,
 )
 
 pytestmark = pytest.mark.dist
-
-
-def in_turn(model: Cut, chosen: Plan, policy: Any = "stash", **options: Any) -> AsyncPipeline:
-    return pipeline(model, chosen, policy, round_robin=True, **options)
 
 
 # Order
@@ -471,17 +464,6 @@ def test_a_replica_that_dies_ends_the_others() -> None:
 # What is refused
 
 
-def refusal(
-    model: Cut, chosen: Plan, kind: type[AnabranchError], policy: Any = "stash", **options: Any
-) -> str:
-    def work() -> str:
-        with pytest.raises(kind) as caught:
-            in_turn(model, chosen, policy, **options)
-        return str(caught.value)
-
-    return str(on_ranks(chosen, work)[0])
-
-
 def test_policies_without_rounds() -> None:
     """Each with its reason and a way on."""
     model = cut("chain 2")
@@ -521,27 +503,6 @@ def test_ranks_have_to_agree() -> None:
         return str(caught.value)
 
     assert "round_robin" in on_ranks(chosen, work)[0]
-
-
-def test_memory_is_that_of_whole_minibatches() -> None:
-    """The plan's own prediction is for halves of them; memory for the wholes is asked for first."""
-    model = cut("chain 2")
-
-    def expected(samples: int) -> Plan:
-        chosen = plan_of(model, samples, replicas=(2, 1))
-        known = replace(chosen, predicted=Prediction(1.0, 1.0, 0.0, (1, 1, 1)))
-        rounds = round_robin_of(known)
-        assert rounds is not None
-        return budgeted(known, rounds, model.captured, Stash())
-
-    peaks, twice = (expected(n).predicted.device_peak_bytes for n in (1 << 12, 1 << 13))
-    assert peaks[0] == peaks[1] > peaks[2]
-    # Of two mini-batches in flight: what enters the layer norm and what leaves tanh is one tensor,
-    # which leaves the linear layer another; 6 numbers of 4 bytes for each of 4096 samples.
-    assert twice[0] - peaks[0] > 2 * (1 << 12) * 6 * 4
-    assert twice[0] < 2 * peaks[0]  # weights do not grow
-    text = refusal(model, expected(1 << 40), InfeasiblePlanError)
-    assert "by the plan's prediction" in text
 
 
 def test_batches_are_any_users() -> None:

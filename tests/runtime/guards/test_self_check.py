@@ -1,0 +1,76 @@
+"""The comparison with the user's module before the first step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from anabranch.errors import (
+    NonFiniteError,
+    TrainingError,
+)
+from anabranch.runtime.pipeline import Pipeline
+from tests.runtime.small import (
+    batch,
+    built,
+    plan,
+)
+from tests.runtime.training import BATCHES, run, train
+
+pytestmark = pytest.mark.dist
+
+
+def test_the_check_before_the_first_step_changes_nothing() -> None:
+    """With it and without it, training is the same: buffers, gradients and random numbers are put
+    back.
+    """
+    for name in ("Norm", "Tied"):
+        model = built(name)
+        chosen = plan(model, 2)
+        runs = [
+            train(model, chosen, model.workload, BATCHES[:2], check_gradients=check, exact=True)
+            for check in (True, False)
+        ]
+        assert runs[0][0] == runs[1][0]
+        assert all(torch.equal(value, runs[1][1][n]) for n, value in runs[0][1].items())
+
+
+def test_the_check_finds_a_gradient_that_is_not_the_modules() -> None:
+    """A hook on a parameter is Python that tracing does not see."""
+    model = built("TwoBranch")
+
+    def work(pipeline: Pipeline) -> str:
+        if dist.get_rank() == 0:
+            handle = pipeline._session.captured.module.head.register_forward_hook(
+                lambda *a: 2 * a[2]
+            )
+        with pytest.raises(TrainingError) as caught:
+            pipeline.step(BATCHES[0])
+        if dist.get_rank() == 0:
+            handle.remove()
+        return str(caught.value)
+
+    texts = run(model, plan(model, 2), work, check_gradients=True)
+    assert texts[0] == texts[1]
+    assert "is not the model's" in texts[0]
+
+
+def test_random_models_are_not_compared() -> None:
+    """Dropout differs between the pipeline and one process, and is no fault."""
+    model = built("Dropout")
+    losses, _ = train(model, plan(model, 2), model.workload, BATCHES[:1], check_gradients=True)
+    assert losses[0] > 0
+
+
+def test_the_check_leaves_a_loss_that_is_not_finite_to_the_step() -> None:
+    """Both sides are NaN, which is not a difference between them."""
+    model = built("Chain")
+    poisoned = batch(16)
+    poisoned["x"][0] = float("nan")
+
+    def work(pipeline: Pipeline) -> None:
+        with pytest.raises(NonFiniteError, match="micro-batch 0"):
+            pipeline.step(poisoned)
+
+    run(model, plan(model, 2), work, check_gradients=True)

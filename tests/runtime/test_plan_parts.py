@@ -1,0 +1,41 @@
+"""Plans that do not fit a model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from anabranch.errors import (
+    InvalidPlanError,
+)
+from anabranch.runtime.pipeline import Pipeline
+from tests.runtime.small import (
+    built,
+    plan,
+)
+
+pytestmark = pytest.mark.dist
+
+
+def test_a_plan_for_another_model_is_refused() -> None:
+    """With the operators that are too many and too few."""
+    chain, branches = built("Chain"), built("TwoBranch")
+    with pytest.raises(InvalidPlanError, match=r"lacks operators of the model.*left"):
+        Pipeline(branches.workload, plan(chain, 1), captured=branches.captured)
+
+
+def test_a_plan_without_an_edge_that_the_model_needs_is_refused() -> None:
+    model = built("Chain")
+    whole = plan(model, 3)
+    cut = replace(whole, stage_graph=replace(whole.stage_graph, edges=((0, 1),)))
+    with pytest.raises(InvalidPlanError, match="no edge 1 -> 2"):
+        Pipeline(model.workload, cut, captured=model.captured)
+
+
+def test_exact_gradients_need_one_replica() -> None:
+    model = built("Chain")
+    with pytest.raises(ValueError, match="one replica"):
+        Pipeline(
+            model.workload, plan(model, 2, replicas=[2, 1]), captured=model.captured, exact=True
+        )

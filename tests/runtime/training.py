@@ -1,0 +1,74 @@
+"""Pipelines that train on local ranks, and one process that does the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anabranch import launch
+from anabranch.plans.plan import Plan
+from anabranch.runtime.pipeline import Pipeline
+from anabranch.workload import NamedParameters, Workload
+from tests.runtime.small import (
+    Batch,
+    Built,
+    batch,
+    num_ranks,
+    train_alone,
+)
+
+LIMIT_S = 60.0
+
+
+def sgd(parameters: NamedParameters) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=1e-2)
+
+
+def run(
+    model: Built,
+    chosen: Plan,
+    work: Callable[[Pipeline], Any],
+    *,
+    workload: Workload | None = None,
+    **options: Any,
+) -> list[Any]:
+    """Call a function with the pipeline of every rank."""
+    options = {"check_gradients": False, "timeout": 20.0} | options
+
+    def rank() -> Any:
+        pipeline = Pipeline(workload or model.workload, chosen, captured=model.captured, **options)
+        return work(pipeline)
+
+    return launch.run(rank, num_ranks(chosen), timeout=LIMIT_S)
+
+
+def train(
+    model: Built, chosen: Plan, workload: Workload, batches: Sequence[Batch], **options: Any
+) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses, the same on every rank, and all parameters after the last step."""
+
+    def work(pipeline: Pipeline) -> tuple[list[float], dict[str, Tensor]]:
+        losses = [pipeline.step(each) for each in batches]
+        return losses, {n: p.detach() for n, p in pipeline._state.parameters.items()}
+
+    results = run(model, chosen, work, workload=workload, **options)
+    assert all(losses == results[0][0] for losses, _ in results)
+    parameters: dict[str, Tensor] = {}
+    for _, held in results:
+        for name, value in held.items():
+            # Copies on several ranks stay equal.
+            assert torch.equal(parameters.setdefault(name, value), value)
+    return results[0][0], parameters
+
+
+def alone(
+    workload: Workload, batches: Sequence[Batch], microbatch_size: int = 4
+) -> tuple[list[float], dict[str, Tensor]]:
+    """In a process of its own, so that the model here stays as it is."""
+    return launch.run(train_alone, 1, workload, batches, microbatch_size, timeout=LIMIT_S)[0]
+
+
+BATCHES = [batch(16, seed) for seed in range(4)]
