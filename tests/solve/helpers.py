@@ -1,11 +1,20 @@
-"""A chain of equal operators, and its plans without a flush."""
+"""Small models, planners and plans."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
 from anabranch import solve
 from anabranch.cost import CostModel
-from anabranch.plans.plan import Plan
-from tests.simulator.helpers import chain, cluster, cost_model
+from anabranch.plans.plan import Plan, Prediction
+from anabranch.plans.stages import Stage, StageGraph
+from anabranch.schedule import SCHEDULES
+from anabranch.solve import (
+    plan,
+)
+from tests.simulator.helpers import chain, cluster, cost_model, stage_graph
 
 
 def on_chain(count: int = 4, **options) -> CostModel:
@@ -18,3 +27,65 @@ def on_chain(count: int = 4, **options) -> CostModel:
 def asynchronous(cost: CostModel, batch_size: int, **options) -> Plan:
     """A plan without a flush."""
     return solve.plan(cost.profile, cost.cluster, batch_size, mode="async", **options)
+
+
+def two_stages(num_microbatches: int, **options) -> tuple[CostModel, StageGraph]:
+    """Two equal stages, 1 s forward and 1 s backward per sample, and the plan without replicas."""
+    cost = cost_model(chain(2), [1, 1], [1, 1], cluster(2, **options), value_bytes=8)
+    return cost, stage_graph(chain(2), [(0,), (1,)], num_microbatches)
+
+
+def with_size(graph: StageGraph, size: int) -> StageGraph:
+    """Another micro-batch size for all stages."""
+    stages = tuple(replace(stage, microbatch_size=size) for stage in graph.stages)
+    return replace(graph, stages=stages)
+
+
+def found(cost: CostModel, batch_size: int, **options) -> Plan:
+    """The plan of the registered planner."""
+    return plan(cost.profile, cost.cluster, batch_size, planner="test", **options)
+
+
+def a_plan(graph: StageGraph, schedule: str = "1f1b") -> Plan:
+    """A plan as a file would hold it."""
+    predicted = Prediction(1.0, 1.0, 0.0, (0,) * len(graph.devices))
+    warm = SCHEDULES[schedule]().warm_up(graph)
+    return Plan(warm, schedule, "test", "m", "test", "p", 0.0, 0.0, predicted)
+
+
+@dataclass(frozen=True)
+class Limited:
+    """A planner with a limit on replicas: two independent operators in one stage or in two."""
+
+    max_replicas: int | None = None
+
+    def __call__(
+        self, cost: CostModel, *, batch_size: int, microbatch_size: int | None = None
+    ) -> Iterator[StageGraph]:
+        size = microbatch_size or batch_size
+        if self.max_replicas is None:
+            yield StageGraph((Stage(("op0", "op1"), (0, 1, 2, 3), size),), (), batch_size)
+        else:
+            yield stage_graph((), [(0, 1), (2, 3)], batch_size, [size, size])
+
+
+@dataclass(frozen=True)
+class Published:
+    """A planner whose paper fills the pipeline first."""
+
+    graph: StageGraph
+    times: int = 1
+    schedules: ClassVar[tuple[str, ...]] = ("gpipe",)
+
+    def __call__(self, cost: CostModel, *, batch_size: int, microbatch_size: int | None = None):
+        return [self.graph] * self.times
+
+
+@dataclass(frozen=True)
+class Proposals:
+    """A planner that proposes what it was given."""
+
+    graphs: tuple[StageGraph, ...]
+
+    def __call__(self, cost: CostModel, *, batch_size: int, microbatch_size: int | None = None):
+        return self.graphs

@@ -1,17 +1,122 @@
-"""Any plan without a flush: its figures and timeline, and what is wrong with it."""
-
-from __future__ import annotations
+"""Plans simulated, with a flush and without: figures, timelines, and what is wrong with them."""
 
 from dataclasses import replace
 
 import pytest
 
 from anabranch import solve
-from anabranch.errors import InvalidPlanError, PolicyError
-from anabranch.plans.plan import Plan
+from anabranch.errors import (
+    InvalidPlanError,
+    PolicyError,
+)
+from anabranch.graph.opgraph import Op, OpGraph, Value
+from anabranch.plans.plan import Plan, Prediction
+from anabranch.plans.stages import Stage, StageGraph
+from anabranch.profile.profile import OpCost, Profile
+from anabranch.schedule import SCHEDULES
+from anabranch.solve import (
+    check_plan,
+    ideal_step_s,
+    simulate,
+)
 from anabranch.weights import OPTIMIZERS
-from tests.simulator.helpers import chain, cluster, cost_model
-from tests.solve.helpers import asynchronous, on_chain
+from tests.simulator.helpers import chain, cluster, cost_model, stage_graph
+from tests.solve.helpers import a_plan, asynchronous, on_chain, two_stages
+
+
+def test_simulating_another_schedule_uses_its_own_counts():
+    """GPipe holds all 8 micro-batches, whatever the plan was made for."""
+    cost = cost_model(chain(2), [1, 1], [1, 1], cluster(2), kept_bytes=100)
+    graph = stage_graph(chain(2), [(0,), (1,)], 8)
+    timeline = simulate(a_plan(graph), cost.profile, cost.cluster, schedule="gpipe")
+    assert timeline.peak_bytes == {0: 800, 1: 800}
+    assert simulate(a_plan(graph), cost.profile, cost.cluster).peak_bytes == {0: 200, 1: 100}
+
+
+def test_simulating_auto_is_the_faster_one():
+    """As plan would choose for this stage graph."""
+    cost, graph = two_stages(8, bandwidth=8)
+    deep = simulate(a_plan(graph), cost.profile, cost.cluster, schedule="1f1b-deep")
+    assert simulate(a_plan(graph), cost.profile, cost.cluster, schedule="auto") == deep
+
+
+def test_simulating_an_invalid_plan():
+    """Every problem is in the message."""
+    cost, graph = two_stages(8)
+    other = replace(graph, stages=(replace(graph.stages[0], operators=("opX",)), graph.stages[1]))
+    with pytest.raises(InvalidPlanError, match=r"opX.*op0"):
+        simulate(a_plan(other), cost.profile, cost.cluster)
+
+
+def test_simulating_on_a_smaller_cluster():
+    """A plan is for at least as many devices as it names."""
+    cost, graph = two_stages(8)
+    with pytest.raises(InvalidPlanError, match="devices"):
+        simulate(a_plan(graph), cost.profile, cluster(1))
+
+
+def test_check_plan_without_a_model():
+    """Structure and schedule can be judged from the file alone."""
+    graph = stage_graph(chain(2), [(0,), (1,)], 8)
+    assert check_plan(a_plan(graph)) == []
+    rising = replace(
+        a_plan(graph),
+        stage_graph=replace(
+            graph, stages=tuple(replace(s, in_flight=1 + i) for i, s in enumerate(graph.stages))
+        ),
+    )
+    assert "rises along stage edge 0 -> 1" in check_plan(rising)[0]
+    assert "unknown schedule" in check_plan(replace(a_plan(graph), schedule="none"))[0]
+
+
+def test_check_plan_with_a_model():
+    """C1-C4 and memory; one of profile and cluster alone is a mistake."""
+    cost, graph = two_stages(8)
+    assert check_plan(a_plan(graph), cost.profile, cost.cluster) == []
+    problems = check_plan(a_plan(graph), cost.profile, cluster(2, memory_bytes=1))
+    assert len(problems) == 2
+    assert "GiB on each device" in problems[0]
+    with pytest.raises(ValueError, match="both"):
+        check_plan(a_plan(graph), cost.profile)
+
+
+def test_the_ideal_step_has_free_links():
+    """(M + S - 1)(F + B) for the plan's schedule and given stage times."""
+    graph = stage_graph(chain(3), [(0,), (1,), (2,)], 4)
+    assert ideal_step_s(a_plan(graph), [{1: 1.0}] * 3, [{1: 2.0}] * 3) == (4 + 2) * 3
+
+
+def test_the_ideal_step_waits_along_edges_without_data():
+    """An edge that only orders two stages makes them a chain, as in a sequential pipeline."""
+    model = cost_model((), [1, 1], [1, 1], cluster(2)).graph
+    times = [{1: 1.0}] * 2
+    in_a_row = a_plan(stage_graph(((0, 1),), [(0,), (1,)], 1))
+    assert ideal_step_s(in_a_row, times, times, model=model) == 4
+    side_by_side = a_plan(stage_graph((), [(0,), (1,)], 1))
+    assert ideal_step_s(side_by_side, times, times, model=model) == 2
+
+
+def test_several_stages_on_a_device_are_simulated():
+    """A plan made by hand: four stages of 1 s each way on two devices, 8 micro-batches; by turns
+    (0 1 0 1) the second device begins after 1 s, in halves (0 0 1 1) after 2 s.
+    """
+    names = ("op0", "op1", "op2", "op3")
+    graph = OpGraph(
+        tuple(Op(name) for name in names), tuple(Value(i, (i + 1,), 1) for i in range(3)), ()
+    )
+    profile = Profile(graph, (1,), (OpCost((1.0,), (1.0,), 0),) * 4, "cpu", "measured")
+
+    two = cluster(2)
+
+    def step_s(devices: tuple[int, ...]) -> float:
+        stages = tuple(Stage((n,), (d,), 1) for n, d in zip(names, devices, strict=True))
+        ready = SCHEDULES["1f1b"]().warm_up(StageGraph(stages, ((0, 1), (1, 2), (2, 3)), 8))
+        nothing = Prediction(0.0, 0.0, 0.0, (0, 0))
+        plan = Plan(ready, "1f1b", "by hand", "", "", "", 0.0, 0.0, nothing)
+        assert solve.check_plan(plan, profile, two) == []
+        return solve.simulate(plan, profile, two).step_s
+
+    assert step_s((0, 1, 0, 1)) < step_s((0, 0, 1, 1)) == pytest.approx(36, abs=1e-6)
 
 
 def test_a_simulated_plan_is_the_plan():

@@ -1,4 +1,4 @@
-"""The weight policies, one small frozen class each.
+"""The weight policies, one small frozen class each; ``WeightPolicy`` says what the methods are.
 
 For unit n at a stage with lag d, K the unit of the last fill, D the depth, v = n - d the version
 that is there at the forward; ``+ s`` extrapolates by s updates::
@@ -35,11 +35,9 @@ class Naive:
     microbatches: ClassVar[bool] = False
 
     def forward(self, unit: Unit) -> Reading:
-        """See ``WeightPolicy``."""
         return Reading(unit.seen)
 
     def backward(self, unit: Unit) -> Reading:
-        """See ``WeightPolicy``."""
         return Reading(unit.number)
 
 
@@ -51,11 +49,9 @@ class Stash:
     microbatches: ClassVar[bool] = False
 
     def forward(self, unit: Unit) -> Reading:
-        """See ``WeightPolicy``."""
         return Reading(unit.seen)
 
     def backward(self, unit: Unit) -> Reading:
-        """See ``WeightPolicy``."""
         return Reading(unit.seen)
 
 
@@ -67,11 +63,9 @@ class VerticalSync:
     microbatches: ClassVar[bool] = False
 
     def forward(self, unit: Unit) -> Reading:
-        """See ``WeightPolicy``."""
         return Reading(max(unit.filled, unit.number - (unit.depth - 1)))
 
     def backward(self, unit: Unit) -> Reading:
-        """See ``WeightPolicy``."""
         return self.forward(unit)
 
 
@@ -83,11 +77,9 @@ class TwoBuffers:
     microbatches: ClassVar[bool] = True
 
     def forward(self, unit: Unit) -> Reading:
-        """See ``WeightPolicy``."""
         return Reading(max(unit.filled, unit.number - 1))
 
     def backward(self, unit: Unit) -> Reading:
-        """See ``WeightPolicy``."""
         return self.forward(unit)
 
 
@@ -99,11 +91,9 @@ class SpecTrain:
     microbatches: ClassVar[bool] = False
 
     def forward(self, unit: Unit) -> Reading:
-        """See ``WeightPolicy``."""
         return Reading(unit.seen, unit.lag + _halfway(unit))
 
     def backward(self, unit: Unit) -> Reading:
-        """See ``WeightPolicy``."""
         return Reading(unit.number, _halfway(unit))
 
 
@@ -119,11 +109,9 @@ class PipeOptim:
     microbatches: ClassVar[bool] = False
 
     def forward(self, unit: Unit) -> Reading:
-        """See ``WeightPolicy``."""
         return Reading(unit.seen, unit.lag)
 
     def backward(self, unit: Unit) -> Reading:
-        """See ``WeightPolicy``."""
         return Reading(unit.number)
 
 
@@ -155,11 +143,9 @@ class PredictStash:
             )
 
     def forward(self, unit: Unit) -> Reading:
-        """See ``WeightPolicy``."""
         return Reading(unit.seen, unit.lag)
 
     def backward(self, unit: Unit) -> Reading:
-        """See ``WeightPolicy``."""
         return self.forward(unit)
 
     def rate(self, lag: int, updates: int) -> float:

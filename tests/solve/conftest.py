@@ -1,0 +1,20 @@
+"""A planner that proposes what a test wants."""
+
+from __future__ import annotations
+
+import pytest
+
+from anabranch import planner as planners
+from anabranch.plans.stages import StageGraph
+from tests.solve.helpers import Proposals
+
+
+@pytest.fixture
+def propose(monkeypatch):
+    """Register proposals under the name ``test``."""
+
+    def register(*graphs: StageGraph, planner=None) -> None:
+        table = {"test": planner or (lambda: Proposals(graphs))}
+        monkeypatch.setattr(planners, "PLANNERS", table, raising=False)
+
+    return register
