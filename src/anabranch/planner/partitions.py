@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from anabranch.cost import CostModel
+from anabranch.graph.digraph import topological_order
 
 
 def partitions(cost: CostModel) -> Iterator[tuple[tuple[int, ...], set[tuple[int, int]]]]:
@@ -27,19 +28,8 @@ def partitions(cost: CostModel) -> Iterator[tuple[tuple[int, ...], set[tuple[int
     for masks in extend(0, []):
         home = {op: s for s, mask in enumerate(masks) for op in range(n) if mask >> op & 1}
         pairs = {(home[a], home[b]) for a, b in cost.graph.edges if home[a] != home[b]}
-        order = _topological(len(masks), pairs)
-        if order is not None:
+        after = {s: [y for x, y in pairs if x == s] for s in range(len(masks))}
+        order = topological_order(after, int)
+        if len(order) == len(masks):
             at = {s: k for k, s in enumerate(order)}
             yield tuple(masks[s] for s in order), {(at[x], at[y]) for x, y in pairs}
-
-
-def _topological(count: int, pairs: set[tuple[int, int]]) -> list[int] | None:
-    order: list[int] = []
-    waiting = set(range(count))
-    while waiting:
-        ready = [s for s in sorted(waiting) if not any(y == s and x in waiting for x, y in pairs)]
-        if not ready:
-            return None
-        order.append(ready[0])
-        waiting.remove(ready[0])
-    return order

@@ -26,8 +26,9 @@ from functools import cached_property
 
 import numpy as np
 
+from anabranch.graph.digraph import topological_order
 from anabranch.planner.toolkit.estimate import step_s
-from anabranch.planner.toolkit.parts import Part, PartPrices, edges, fits, heights
+from anabranch.planner.toolkit.parts import Part, PartPrices, edges, fits, heights, successors
 from anabranch.planner.toolkit.place import place, scatter
 from anabranch.plans.stages import Stage, StageGraph
 
@@ -258,21 +259,7 @@ class Assembler:
         place, ops = self.position, self.prices.facts.ops
         key = [min(place[op] for op in ops(part.mask).tolist()) for part in parts]
         pairs = edges(self.prices, parts)
-        waits = [0] * len(parts)
-        following: list[list[int]] = [[] for _ in parts]
-        for x, y in pairs:
-            waits[y] += 1
-            following[x].append(y)
-        ready = [(key[s], s) for s in range(len(parts)) if not waits[s]]
-        heapq.heapify(ready)
-        ordered: list[int] = []
-        while ready:
-            _, s = heapq.heappop(ready)
-            ordered.append(s)
-            for y in following[s]:
-                waits[y] -= 1
-                if not waits[y]:
-                    heapq.heappush(ready, (key[y], y))
+        ordered = topological_order(successors(len(parts), pairs), key.__getitem__)
         assert len(ordered) == len(parts), "convex stages along a series-parallel order are acyclic"
         at = {s: position for position, s in enumerate(ordered)}
         moved = {(at[x], at[y]) for x, y in pairs}

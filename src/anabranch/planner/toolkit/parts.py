@@ -329,6 +329,14 @@ def edges(prices: PartPrices, parts: Iterable[Part]) -> set[tuple[int, int]]:
     return {(home[a], home[b]) for a, b in prices.cost.graph.edges if home[a] != home[b]}
 
 
+def successors(count: int, pairs: Iterable[tuple[int, int]]) -> dict[int, list[int]]:
+    """Per part, those to which an edge leads from it."""
+    result: dict[int, list[int]] = {s: [] for s in range(count)}
+    for x, y in pairs:
+        result[x].append(y)
+    return result
+
+
 def heights(count: int, pairs: set[tuple[int, int]]) -> list[int]:
     """Longest distance of each part to a sink; ``pairs`` run from lower to higher indices."""
     result = [0] * count

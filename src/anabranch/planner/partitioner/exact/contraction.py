@@ -28,6 +28,7 @@ import heapq
 from collections.abc import Callable, Iterable, Sequence
 
 from anabranch.cost import CostModel
+from anabranch.graph.digraph import topological_order
 from anabranch.graph.opgraph import BATCH, Op, OpGraph, Value, bits
 
 _Bytes = tuple[float, float, float, float]
@@ -95,25 +96,13 @@ def ordered(graph: OpGraph, groups: Iterable[int]) -> tuple[int, ...]:
     """Groups in topological order; there must be one."""
     left = list(groups)
     home = _home(left)
-    readers: list[set[int]] = [set() for _ in left]
+    readers: dict[int, set[int]] = {g: set() for g in range(len(left))}
     for a, b in graph.edges:
         if home[a] != home[b]:
             readers[home[a]].add(home[b])
-    waits = [0] * len(left)
-    for b in (b for each in readers for b in each):
-        waits[b] += 1
-    ready = [(mask & -mask, g) for g, mask in enumerate(left) if not waits[g]]
-    heapq.heapify(ready)
-    order = []
-    while ready:
-        g = heapq.heappop(ready)[1]
-        order.append(left[g])
-        for b in readers[g]:
-            waits[b] -= 1
-            if not waits[b]:
-                heapq.heappush(ready, (left[b] & -left[b], b))
+    order = topological_order(readers, lambda g: left[g] & -left[g])
     assert len(order) == len(left), "groups wait for each other in a circle"
-    return tuple(order)
+    return tuple(left[g] for g in order)
 
 
 def _home(groups: Sequence[int]) -> dict[int, int]:

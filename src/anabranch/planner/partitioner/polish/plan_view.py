@@ -12,10 +12,10 @@ from functools import cached_property, reduce
 from operator import or_
 
 from anabranch.cost import CostModel
-from anabranch.graph.opgraph import bits
+from anabranch.graph.digraph import topological_order
 from anabranch.planner.partitioner.limits import POLISH
 from anabranch.planner.toolkit.assemble import Assembler
-from anabranch.planner.toolkit.parts import Part, PartPrices, edges, heights
+from anabranch.planner.toolkit.parts import Part, PartPrices, edges, heights, successors
 
 Parts = tuple[Part, ...]
 
@@ -87,35 +87,14 @@ class PlanView:
 
     def valid(self, parts: Parts) -> Iterator[Parts]:
         """The parts if each has operators and none waits for itself."""
-        if all(part.mask for part in parts) and is_acyclic(self.cost, parts):
+        after = successors(len(parts), edges(self.prices, parts))
+        if all(part.mask for part in parts) and len(topological_order(after, int)) == len(parts):
             yield parts
 
 
 def some_of(count: int) -> list[int]:
     """Numbers of replicas that may leave a stage of so many: one, half, all but one."""
     return sorted({1, count // 2, count - 1} - {0, count})
-
-
-def is_acyclic(cost: CostModel, parts: Sequence[Part]) -> bool:
-    """Whether no part waits for itself."""
-    graph = cost.graph
-    home = {op: s for s, part in enumerate(parts) for op in bits(part.mask)}
-    after: list[set[int]] = [set() for _ in parts]
-    waits = [0] * len(parts)
-    for a, b in graph.edges:
-        x, y = home[a], home[b]
-        if x != y and y not in after[x]:
-            after[x].add(y)
-            waits[y] += 1
-    ready = [s for s, count in enumerate(waits) if not count]
-    done = 0
-    while ready:
-        done += 1
-        for y in after[ready.pop()]:
-            waits[y] -= 1
-            if not waits[y]:
-                ready.append(y)
-    return done == len(parts)
 
 
 def union(masks: Sequence[int]) -> int:
