@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from anabranch.plans.plan import Plan
 from anabranch.runtime.compute.stage_compute import Outcome
 from anabranch.runtime.plan_parts import parts_of
+from anabranch.runtime.transport import Transport
 from anabranch.runtime.worker import Worker
 from anabranch.runtime.worker_cache import WorkerCache
 from tests.runtime.small import Built
@@ -20,7 +22,14 @@ from tests.runtime.transport.local import Hub, LocalTransport
 CPU = torch.device("cpu")
 
 
-def workers(model: Built, chosen: Plan, samples: int, *, seed: int = 0) -> list[Worker]:
+def workers(
+    model: Built,
+    chosen: Plan,
+    samples: int,
+    *,
+    seed: int = 0,
+    transport: Callable[[Hub, int], Transport] = LocalTransport,
+) -> list[Worker]:
     """One per device; the programs are made before any thread starts."""
     parts = parts_of(model.captured, chosen, exact=False)
     devices = chosen.stage_graph.devices
@@ -29,7 +38,7 @@ def workers(model: Built, chosen: Plan, samples: int, *, seed: int = 0) -> list[
     for rank, device in enumerate(devices):
         mesh: Any = SimpleNamespace(device=device)
         steps = WorkerCache(
-            model.captured, parts, chosen, mesh, LocalTransport(hub, rank), place=CPU, seed=seed
+            model.captured, parts, chosen, mesh, transport(hub, rank), place=CPU, seed=seed
         )
         result.append(steps.worker(samples))
     for worker in result:
@@ -39,7 +48,7 @@ def workers(model: Built, chosen: Plan, samples: int, *, seed: int = 0) -> list[
 
 
 def run(
-    model: Built, chosen: Plan, leaves: dict[str, Tensor], *, train: bool = True, **options: int
+    model: Built, chosen: Plan, leaves: dict[str, Tensor], *, train: bool = True, **options: Any
 ) -> list[Outcome]:
     """One step of all devices; gradients are then in the model's parameters."""
     model.module.zero_grad()

@@ -35,6 +35,7 @@ from anabranch.runtime.transport import (
     guarded,
     meet,
 )
+from anabranch.runtime.transport.copies import GpuCopies
 
 _FAILURE_KEY = "anabranch/failure"
 _GRACE_S = 1.0
@@ -206,7 +207,7 @@ class Mesh:
             return None
         if place.type != "cuda":
             return self._host_transport()
-        staged = StagedTransport(self._host_transport(), place)
+        staged = StagedTransport(self._host_transport(), GpuCopies(place))
         if not channels or not self._has_own_gpu(place):
             return staged
         transport = NcclTransport(self.rank, channels, place, self._timeout, staged)

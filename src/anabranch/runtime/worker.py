@@ -183,6 +183,7 @@ class Flight:
             start = perf_counter()
             task.do(self._run, task)
             self.spans.append((task.action, start, perf_counter()))
+        self._run.push()
 
     @property
     def made(self) -> Mapping[int, Tensor]:
@@ -306,8 +307,14 @@ class _Run:
             start = perf_counter()
             task.do(self, task)
             times.append((start, perf_counter()))
+        self.push()
         POSITION.begin(step)
         return outcome
+
+    def push(self) -> None:
+        """After the last action: the host may wait for others elsewhere, who need what was sent."""
+        if self.transport is not None:
+            self.transport.push()
 
     def post(self, channel: int) -> None:
         """Post the receives of a channel's next micro-batch, which may come in several messages."""

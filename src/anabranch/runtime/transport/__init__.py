@@ -12,7 +12,7 @@ host             through shared memory, between ranks of one host: memory, log, 
 process_group    through torch.distributed (Gloo)
 packing, pool    a message as one piece of memory, and such memory
 nccl             between ranks with a GPU each
-staged           GPUs without NCCL, through the host
+staged, copies   GPUs without NCCL, through the host
 router           several transports as one
 """
 

@@ -47,6 +47,10 @@ class Transport(Protocol):
         """Post a receive for the next message of a rank and tag, whose specs both ends know."""
         ...
 
+    def push(self) -> None:
+        """Hand over everything that was sent; called before this rank waits for anything else."""
+        ...
+
     def flush(self) -> None:
         """Wait until what was sent arrives even if this rank ends."""
         ...
@@ -61,12 +65,37 @@ def listed(specs: Iterable[Spec]) -> str:
     return ", ".join(f"{dtype}{list(shape)}" for shape, dtype in specs)
 
 
+_OWN_ERRORS = (
+    "CUDA error",
+    "CUDA out of memory",
+    "CUDA failure",
+    "unhandled cuda error",
+    "device-side assert",
+    "invalid usage",
+)
+"""What torch and NCCL say when this rank's own GPU fails, in any case."""
+
+
 def guarded(call: Callable[[], T]) -> T:
-    """Call into torch.distributed; what breaks there is the consequence of a failure elsewhere."""
+    """Call into torch.distributed; a connection that breaks there is the consequence of a failure
+    elsewhere, an error of this rank's own GPU is not.
+
+    Raises:
+        PeerLostError: where a connection broke.
+    """
     try:
         return call()
     except RuntimeError as error:
+        if _is_own(error):
+            raise
         raise lost(error) from error
+
+
+def _is_own(error: RuntimeError) -> bool:
+    text = str(error).lower()
+    return isinstance(error, torch.OutOfMemoryError | torch.AcceleratorError) or any(
+        sign.lower() in text for sign in _OWN_ERRORS
+    )
 
 
 def lost(error: BaseException) -> PeerLostError:

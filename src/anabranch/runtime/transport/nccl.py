@@ -112,6 +112,9 @@ class NcclTransport:
         operations = [dist.P2POp(operation, tensor, rank, group) for tensor in tensors]
         return guarded(lambda: dist.batch_isend_irecv(operations))
 
+    def push(self) -> None:
+        self._otherwise.push()
+
     def flush(self) -> None:
         self._otherwise.flush()
         deadline = time.monotonic() + self._timeout
