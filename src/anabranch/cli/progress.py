@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import sys
 import time
 from collections import deque
@@ -72,7 +71,7 @@ class TrainingProgress:
         of = f"/{progress.total}" if progress.total else ""
         metrics = "".join(f", {name} {value:.3f}" for name, value in progress.metrics.items())
         what = "mini-batch" if self._is_async else "step"
-        loss = statistics.fmean(self._losses)
+        loss = sum(self._losses) / len(self._losses)
         line = f"{what} {progress.step}{of}, {now - self._started:.0f} s: loss {loss:.4f}{metrics}"
         if taken := self._taken():
             line += f", {self._most / taken:.0f} samples/s, {what} {taken * 1e3:.2f} ms"
@@ -87,6 +86,8 @@ class TrainingProgress:
         if not self._seconds:
             return 0.0
         if self._is_async:
-            return statistics.fmean(self._seconds)
+            return sum(self._seconds) / len(self._seconds)
+        from statistics import median
+
         # The first step sets things up.
-        return statistics.median(self._seconds[-50:])
+        return median(self._seconds[-50:])

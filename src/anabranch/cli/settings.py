@@ -5,8 +5,7 @@ ranges as it reads an option, so the settings are plain dataclasses: pydantic wo
 time of ``--help``.
 """
 
-from __future__ import annotations
-
+# Annotations are not left as text: spread would evaluate each of them for --help.
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -144,15 +143,15 @@ class PlannedModelSettings:
     ] = None
     optimizer: Optimizer = None
 
-    def source(self, plan: Plan, model: str | None) -> Source:
+    def source(self, plan: "Plan", model: str | None) -> Source:
         """The model that the user names, or the plan's."""
         return Source.of_plan(plan, model, self.preset, split_output(self.output)[0])
 
-    def cluster_of(self, plan: Plan, file: Path) -> Cluster:
+    def cluster_of(self, plan: "Plan", file: Path) -> "Cluster":
         """The cluster that the user names, or the plan's."""
         return cluster_of(plan, file, self.cluster)
 
-    def device_of(self, plan: Plan, cluster: Cluster) -> str:
+    def device_of(self, plan: "Plan", cluster: "Cluster") -> str:
         """The device whose times count."""
         return self.device or plan.device or cluster.device
 
@@ -275,7 +274,7 @@ class ComputeSettings:
         typer.Option(min=1, help="Batches that make one update.", rich_help_panel=_COMPUTING),
     ] = 1
 
-    def options(self) -> ComputeOptions:
+    def options(self) -> "ComputeOptions":
         """As the runtime takes it.
 
         Raises:
@@ -328,15 +327,15 @@ class FlushSettings:
         ),
     ] = None
 
-    def is_async(self, plan: Plan | None) -> bool:
+    def is_async(self, plan: "Plan | None") -> bool:
         """Whether there is no flush, by the user or by the plan file."""
         return (self.mode or (plan.mode if plan is not None else "sync")) == "async"
 
-    def with_options(self, name: str) -> WeightPolicy:
+    def with_options(self, name: str) -> "WeightPolicy":
         """The policy of that name, with the user's options."""
         return usage(policy_named, name, named_values(self.policy_option, "--policy-option"))
 
-    def other_policy(self, plan: Plan, *, is_file: bool) -> WeightPolicy | str | None:
+    def other_policy(self, plan: "Plan", *, is_file: bool) -> "WeightPolicy | str | None":
         """The policy of a run, where that is not just the plan's.
 
         A plan of the search has the policy already, also where the search was to choose one.
@@ -389,7 +388,7 @@ class EmulationSettings:
         ),
     ] = None
 
-    def with_links(self, cluster: Cluster) -> Cluster:
+    def with_links(self, cluster: "Cluster") -> "Cluster":
         """The cluster with the links that the user asks for."""
         changed: dict[str, Any] = {}
         if self.bandwidth is not None:

@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import MISSING, Field, fields, is_dataclass
 from enum import StrEnum
-from functools import reduce, wraps
+from functools import cache, reduce, wraps
 from inspect import Parameter
 from operator import or_
 from types import UnionType
@@ -76,10 +76,10 @@ def _parameter(field: Field[Any], type_: Any) -> Parameter:
 
 
 def _with_enums(type_: Any) -> Any:
-    """A type with enumerations in place of literals, of which typer takes no lists."""
+    """A type with enumerations in place of literals, which typer takes in lists, too."""
     origin, arguments = get_origin(type_), get_args(type_)
     if origin is Literal:
-        return StrEnum("Choice", list(arguments))
+        return _enumeration(arguments)
     if origin is Annotated:
         return Annotated[(_with_enums(arguments[0]), *arguments[1:])]
     if origin is list:
@@ -87,6 +87,11 @@ def _with_enums(type_: Any) -> Any:
     if origin in (Union, UnionType):
         return reduce(or_, map(_with_enums, arguments))
     return type_
+
+
+@cache
+def _enumeration(names: tuple[str, ...]) -> Any:
+    return StrEnum("Choice", list(names))
 
 
 def _without_enums(value: Any) -> Any:
