@@ -18,7 +18,7 @@ from operator import or_
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from typer.models import OptionInfo
+from typer.models import OptionInfo, ParameterInfo
 
 
 def spread(verb: Callable[..., None]) -> Callable[..., None]:
@@ -55,9 +55,9 @@ def given(settings: Any) -> dict[str, Any]:
     values = {}
     for field, type_ in _options(type(settings)):
         value = getattr(settings, field.name)
-        (option,) = (part for part in get_args(type_)[1:] if isinstance(part, OptionInfo))
-        name = option.default if isinstance(option.default, str) else None
-        if value not in (field.default, [], ()):
+        (info,) = (part for part in get_args(type_)[1:] if isinstance(part, ParameterInfo))
+        if isinstance(info, OptionInfo) and value not in (field.default, [], ()):
+            name = info.default if isinstance(info.default, str) else None
             values[name or "--" + field.name.replace("_", "-")] = value
     return values
 

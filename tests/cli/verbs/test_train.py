@@ -16,7 +16,7 @@ PIPELINE = ("train", TOWERS, "--devices", "2", "--batch-size", "8", "--max-repli
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("policy", ["auto", "stash", "2bw"])
+@pytest.mark.parametrize("policy", ["auto", "2bw"])
 def test_a_run_says_how_stale_its_stages_were(run, document, policy, tmp_path):
     """Figures, and a plan in its folder that trains the same way again."""
     found = document(*PIPELINE, "--steps", "12", "--mode", "async", "--policy", policy)

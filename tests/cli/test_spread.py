@@ -1,0 +1,78 @@
+"""Settings become options, and options settings again, with plain words for choices."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import typer
+from typer.testing import CliRunner
+
+from anabranch.cli.settings import FlushSettings, PlanningSettings
+from anabranch.cli.spread import given, spread
+from anabranch.planner import PLANNERS
+from anabranch.schedule import SCHEDULES
+from anabranch.weights import OPTIMIZERS, POLICIES
+
+
+@dataclass(frozen=True)
+class Paint:
+    """Settings of one subject."""
+
+    name: Annotated[str, typer.Argument()]
+    colour: Annotated[Literal["red", "blue"], typer.Option("--color")] = "red"
+    layers: Annotated[list[Literal["thin", "thick"]] | None, typer.Option()] = None
+    coats: Annotated[int, typer.Option(min=1)] = 1
+
+
+@spread
+def paint(paint: Paint, dry: Annotated[bool, typer.Option("--dry")] = False) -> None:
+    """Paint something."""
+    typer.echo(f"{paint} {dry}")
+
+
+def call(*arguments: str) -> str:
+    """What the verb says."""
+    app = typer.Typer()
+    app.command()(paint)
+    return CliRunner().invoke(app, arguments).output
+
+
+def test_every_field_is_an_option():
+    """Named and typed as in the settings, which the verb gets whole."""
+    said = call("fence", "--color", "blue", "--layers", "thin", "--layers", "thick", "--dry")
+    layers = ["thin", "thick"]
+    assert said == f"{Paint('fence', 'blue', layers, 1)} True\n"
+    assert "Paint(name='fence', colour='red'" in call("fence")
+
+
+def test_a_choice_that_does_not_exist_is_refused():
+    """With those that do."""
+    said = " ".join(call("fence", "--color", "green").replace("│", " ").split())
+    assert "'green' is not one of 'red', 'blue'" in said
+
+
+def test_given_is_what_differs_from_the_defaults():
+    """By the names that the user writes."""
+    assert given(Paint("fence", colour="blue", coats=2)) == {"--color": "blue", "--coats": 2}
+    assert given(FlushSettings(round_robin=True, policy_option=[])) == {"--round-robin": True}
+
+
+def test_choices_are_those_of_the_tables():
+    """A new planner, schedule, policy or optimizer is an option without another word."""
+    from anabranch.cli.verbs.plan import plan
+
+    options = inspect.signature(plan).parameters
+
+    def choices(name: str) -> set[str]:
+        types = typer.main.get_params_from_function(plan)[name].annotation
+        kinds = [kind for kind in getattr(types, "__args__", (types,)) if kind is not type(None)]
+        return {choice.value for choice in kinds[0]}
+
+    assert options["planner"].default == "graphpipe"
+    assert choices("planner") == set(PLANNERS)
+    assert choices("schedule") == {"auto", "published", *SCHEDULES}
+    assert choices("policy") == {"auto", *POLICIES}
+    assert choices("optimizer") == set(OPTIMIZERS)
+    assert PlanningSettings("local:2", 8).mode == "sync"

@@ -1,0 +1,52 @@
+"""Cluster files: what is written comes back; presets by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+
+from anabranch.cluster import Cluster
+from anabranch.errors import FileFormatError
+from anabranch.files import (
+    load_cluster,
+    save_cluster,
+)
+from tests.files.documents import (
+    CLUSTER,
+    same_folder,
+)
+from tests.strategies import clusters
+
+
+def test_cluster_by_eye(tmp_path: Path) -> None:
+    """The document above is two Summit nodes under another name."""
+    (tmp_path / "c.json").write_text(json.dumps(CLUSTER))
+    cluster = load_cluster(tmp_path / "c.json")
+    assert cluster.name == "two boxes"
+    assert cluster.levels == Cluster.preset("summit:2x4").levels
+    assert cluster.memory_bytes == 16 * 2**30
+
+
+@same_folder
+@given(cluster=clusters())
+def test_cluster_comes_back(cluster: Cluster, tmp_path: Path) -> None:
+    """What is saved loads as an equal cluster."""
+    save_cluster(cluster, tmp_path / "c.json")
+    assert load_cluster(str(tmp_path / "c.json")) == cluster
+
+
+def test_cluster_by_name_or_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A preset's name, a path, or a file in the working folder; else the presets are listed."""
+    monkeypatch.chdir(tmp_path)
+    assert load_cluster("summit:2x4") == Cluster.preset("summit:2x4")
+    Path("boxes").write_text(json.dumps(CLUSTER))
+    assert load_cluster("boxes").name == "two boxes"
+    with pytest.raises(FileFormatError, match=r"boxes\.json does not exist"):
+        load_cluster("boxes.json")
+    with pytest.raises(ValueError, match=r"unknown cluster 'summit'; write a JSON file or one of"):
+        load_cluster("summit")
+    with pytest.raises(ValueError, match="unknown cluster"):
+        load_cluster("x\0")

@@ -1,0 +1,170 @@
+"""Plan files: what is written comes back; modes, clusters and the contract of the document."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from anabranch.cluster import Cluster
+from anabranch.errors import FileFormatError
+from anabranch.files import (
+    load_plan,
+    plan_to_dict,
+    save_cluster,
+    save_plan,
+)
+from anabranch.plans.plan import Plan, Prediction
+from anabranch.plans.stages import Stage, StageGraph
+from tests.files.documents import (
+    CLUSTER,
+    PLAN,
+    edited,
+    refusal,
+    same_folder,
+)
+from tests.strategies import clusters, plans
+
+
+def test_plan_by_eye(tmp_path: Path) -> None:
+    """The document above is this plan."""
+    (tmp_path / "plan.json").write_text(json.dumps(PLAN))
+    assert load_plan(tmp_path / "plan.json") == Plan(
+        stage_graph=StageGraph(
+            stages=(
+                Stage(("left",), (0,), 2, in_flight=2),
+                Stage(("right",), (1,), 2, in_flight=2, recompute=True),
+                Stage(("join", "loss"), (2, 3), 2, in_flight=1, tensor=2),
+            ),
+            edges=((0, 2), (1, 2)),
+            batch_size=8,
+        ),
+        schedule="1f1b",
+        planner="graphpipe",
+        model="two-branch",
+        cluster="local:4",
+        profile="measured, cpu, at 1, 2 samples",
+        search_s=0.25,
+        simulate_s=0.5,
+        predicted=Prediction(0.5, 0.05, 0.25, (100, 100, 300, 300)),
+        device="cpu",
+        options=(("preset", "small"),),
+    )
+
+
+@same_folder
+@given(plan=plans(), grouped=st.booleans())
+def test_plan_comes_back(plan: Plan, grouped: bool, tmp_path: Path) -> None:
+    """What is saved loads as an equal plan, and the file is what the command line prints."""
+    if grouped:  # all devices of a stage hold one replica together
+        graph = plan.stage_graph
+        stages = tuple(dataclasses.replace(s, tensor=len(s.devices)) for s in graph.stages)
+        plan = dataclasses.replace(plan, stage_graph=dataclasses.replace(graph, stages=stages))
+    save_plan(plan, tmp_path / "plan.json")
+    assert load_plan(tmp_path / "plan.json") == plan
+    assert json.loads((tmp_path / "plan.json").read_text()) == plan_to_dict(plan)
+
+
+@same_folder
+@given(plan=plans(), cluster=clusters())
+def test_a_plan_keeps_its_cluster(plan: Plan, cluster: Cluster, tmp_path: Path) -> None:
+    """All of it, as a cluster file would hold it; where only its name is known, nothing."""
+    assert "machines" not in plan_to_dict(plan)
+    plan = dataclasses.replace(plan, cluster=cluster.name, machines=cluster)
+    save_plan(plan, tmp_path / "plan.json")
+    assert load_plan(tmp_path / "plan.json") == plan
+    save_cluster(cluster, tmp_path / "c.json")
+    document = json.loads((tmp_path / "plan.json").read_text())
+    assert document["machines"] == json.loads((tmp_path / "c.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (("machines", "name"), "others", "cluster is 'local:4', but machines describes 'others'"),
+        (("machines", "memory_bytes"), 0, "machines.memory_bytes is 0"),
+        (("machines", "schema"), "anabranch.cluster/2", "machines.schema is"),
+        (("machines", "levels", 0, "size"), 10**6 + 1, "machines.levels[0].size is"),
+    ],
+)
+def test_a_plans_cluster_is_read_with_suspicion(
+    path: tuple[int | str, ...], value: object, message: str, tmp_path: Path
+) -> None:
+    """As a cluster file is; and it is the one that the plan names."""
+    document = PLAN | {"machines": CLUSTER | {"name": "local:4"}}
+    (tmp_path / "plan.json").write_text(edited(document, path, value))
+    with pytest.raises(FileFormatError) as refused:
+        load_plan(tmp_path / "plan.json")
+    assert message in str(refused.value)
+
+
+def test_bytes_are_a_function_of_the_plan(tmp_path: Path) -> None:
+    """Saving twice, or after loading, gives the same bytes; they end with a line break."""
+    (tmp_path / "in.json").write_text(json.dumps(PLAN))
+    save_plan(load_plan(tmp_path / "in.json"), tmp_path / "a.json")
+    save_plan(load_plan(tmp_path / "a.json"), tmp_path / "b.json")
+    data = (tmp_path / "a.json").read_bytes()
+    assert data == (tmp_path / "b.json").read_bytes()
+    assert data.endswith(b"}\n")
+
+
+def test_modes_in_plan_files(tmp_path: Path) -> None:
+    """Files without them are synchronous, and synchronous plans are still written so."""
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(PLAN))
+    plan = load_plan(path)
+    assert (plan.mode, plan.policy) == ("sync", "")
+    assert not {"mode", "policy"} & plan_to_dict(plan).keys()
+    path.write_text(json.dumps(PLAN | {"mode": "async", "policy": "stash"}))
+    plan = load_plan(path)
+    assert (plan.mode, plan.policy) == ("async", "stash")
+    document = plan_to_dict(plan)
+    assert (document["mode"], document["policy"]) == ("async", "stash")
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"mode": "asynchronous"}, "mode is"),
+        ({"mode": "async", "policy": "hoard"}, "policy is"),
+        ({"mode": "async"}, "mode is 'async', but policy is empty; it takes one of naive, stash"),
+        ({"policy": "stash"}, "policy is 'stash', but mode is 'sync'"),
+        ({"mode": None}, "mode is null"),
+    ],
+)
+def test_modes_that_do_not_exist(keys: dict[str, Any], message: str, tmp_path: Path) -> None:
+    """Unknown names, and a policy where there is nothing for it to do."""
+    text = json.dumps(PLAN | keys)
+    assert refusal(tmp_path / "plan.json", load_plan, text).startswith(message)
+
+
+def test_contract_of_the_plan_document() -> None:
+    """What other programs may rely on."""
+    assert {"planner", "stages", "edges", "depth", "search_s", "predicted"} <= PLAN.keys()
+    plan = Plan(
+        StageGraph((Stage(("a", "b"), (0,), 2, in_flight=1),), (), 8),
+        schedule="1f1b",
+        planner="even",
+        model="m",
+        cluster="local:1",
+        profile="measured",
+        search_s=0.0,
+        simulate_s=0.0,
+        predicted=Prediction(0.5, 0.0625, 0.0, (7,)),
+    )
+    document = plan_to_dict(plan)
+    assert document.keys() == PLAN.keys()
+    assert document["stages"][0].keys() == PLAN["stages"][0].keys()
+    assert document["predicted"] == {
+        "step_s": 0.5,
+        "samples_per_s": 16.0,
+        "bottleneck_s_per_sample": 0.0625,
+        "bubble": 0.0,
+        "device_peak_bytes": [7],
+    }
+    assert (document["depth"], document["batch_size"]) == (1, 8)
