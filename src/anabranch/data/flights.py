@@ -45,16 +45,8 @@ _MISSING = ("", "NA")
 
 FLIGHT_COLUMNS = (
     *SPARSE,
-    *(
-        "year",
-        "month",
-        "day",
-        "sched_dep_time",
-        "sched_arr_time",
-        "distance",
-        "time_hour",
-        "arr_delay",
-    ),
+    *("year", "month", "day", "sched_dep_time", "sched_arr_time"),
+    *("distance", "time_hour", "arr_delay"),
 )
 
 Columns = Mapping[str, NDArray[Any]]

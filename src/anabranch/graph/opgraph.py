@@ -15,7 +15,7 @@ at the edge.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
@@ -148,20 +148,12 @@ class OpGraph:
     @cached_property
     def descendants(self) -> tuple[int, ...]:
         """Per operator, the bit mask of everything that depends on it, itself left out."""
-        masks = [0] * len(self.ops)
-        for i in reversed(range(len(self.ops))):
-            for j in bits(self.successors[i]):
-                masks[i] |= masks[j] | 1 << j
-        return tuple(masks)
+        return _reached(self.successors, reversed(range(len(self.ops))))
 
     @cached_property
     def ancestors(self) -> tuple[int, ...]:
         """Per operator, the bit mask of everything that it depends on, itself left out."""
-        masks = [0] * len(self.ops)
-        for i in range(len(self.ops)):
-            for j in bits(self.predecessors[i]):
-                masks[i] |= masks[j] | 1 << j
-        return tuple(masks)
+        return _reached(self.predecessors, range(len(self.ops)))
 
     @cached_property
     def parameter_bytes(self) -> dict[str, int]:
@@ -190,6 +182,15 @@ class OpGraph:
             below |= self.descendants[i]
             above |= self.ancestors[i]
         return not below & above & ~mask
+
+
+def _reached(next_to: Sequence[int], order: Iterable[int]) -> tuple[int, ...]:
+    """Per operator, the mask of all that steps to ``next_to`` lead to, itself left out."""
+    masks = [0] * len(next_to)
+    for i in order:
+        for j in bits(next_to[i]):
+            masks[i] |= masks[j] | 1 << j
+    return tuple(masks)
 
 
 def bits(mask: int) -> Iterator[int]:

@@ -48,8 +48,6 @@ def build(
         ValueError: for an unknown model, preset or option; the message names those that exist.
         DataError: where a model on real data can neither find nor download it.
     """
-    if name not in MODELS:
-        raise ValueError(f"there is no built-in model {name}; there are {', '.join(MODELS)}")
     home = _home(name)
     if preset not in home.PRESETS:
         raise ValueError(f"{name} has no preset {preset}; it has {', '.join(home.PRESETS)}")
@@ -64,8 +62,6 @@ def options_of(name: str) -> dict[str, dict[str, str]]:
     Raises:
         ValueError: for an unknown model.
     """
-    if name not in MODELS:
-        raise ValueError(f"there is no built-in model {name}; there are {', '.join(MODELS)}")
     presets: Mapping[str, Any] = _home(name).PRESETS
     names = [field.name for field in fields(next(iter(presets.values())))]
     return {n: {preset: str(getattr(sizes, n)) for preset, sizes in presets.items()} for n in names}
@@ -73,4 +69,6 @@ def options_of(name: str) -> dict[str, dict[str, str]]:
 
 def _home(name: str) -> ModuleType:
     """The module of a model; loaded on use, as those on real data need more than torch."""
+    if name not in MODELS:
+        raise ValueError(f"there is no built-in model {name}; there are {', '.join(MODELS)}")
     return import_module(f"anabranch.models.{name.replace('-', '_')}")

@@ -1,9 +1,8 @@
 """Kernels that an operator would launch on a GPU, forward and backward, without having one.
 
-The operator runs on meta tensors, which have shapes but no numbers, while a dispatch mode writes
-down every tensor operation that reaches the device: autograd itself supplies the backward, so no
-rule has to be repeated here. What a GPU would do differently from the meta device is put in by
-hand: attention and dropout run as the fused kernels that PyTorch has for GPUs.
+The operator runs on meta tensors, which have shapes but no numbers. A dispatch mode writes down
+every tensor operation that reaches the device, also those of autograd's backward. Attention and
+dropout are replaced by the fused kernels that PyTorch has for GPUs.
 """
 
 from __future__ import annotations

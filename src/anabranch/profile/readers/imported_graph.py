@@ -1,9 +1,8 @@
 """A graph as some file draws it, on its way to a profile.
 
-The readers differ in how they come to nodes and edges; what follows is the same for all. Nodes that
-are data (an ``Input``) become part of the batch, which is at hand on every device and never sent:
-PipeDream's own optimizer takes them out of the graph as well. The other nodes become operators, in
-topological order and, where that leaves a choice, in the order of their ids:
+The readers come to nodes and edges in their own ways; the rest is the same for all. Nodes that are
+data (an ``Input``) become part of the batch, which is at hand on every device and never sent, as in
+PipeDream's optimizer. The others become operators, in topological order, then in that of their ids:
 
     node1 (Input) --> node2 --> node4            batch . . > node2 --> node4
                   \\-> node3 --/                  batch . . > node3 --/
