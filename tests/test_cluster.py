@@ -44,12 +44,6 @@ def test_link_is_the_slowest_on_the_way(a: int, b: int, expected: Link) -> None:
     assert RACKS.link(a, b) == RACKS.link(b, a) == expected
 
 
-def test_seconds_of_a_transfer() -> None:
-    """1 GB at 10 GB/s after 10 us: 0.1 s and 10 us."""
-    assert RACKS.link(0, 4).seconds(GB) == pytest.approx(0.10001)
-    assert RACKS.link(0, 4).seconds(0) == 10e-6
-
-
 def test_slowest_link_of_a_set() -> None:
     """A set is as slow as its two most distant members, in whatever order they are given."""
     assert RACKS.slowest_link([2, 0, 3]).level == 0

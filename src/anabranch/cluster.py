@@ -30,10 +30,6 @@ class Link:
     latency_s: float
     level: int = 0
 
-    def seconds(self, nbytes: float) -> float:
-        """Time of one transfer that has the link to itself."""
-        return self.latency_s + nbytes / self.bandwidth
-
 
 @dataclass(frozen=True, slots=True)
 class Level:

@@ -25,7 +25,7 @@ class LinkPrices:
     def price(self, source: int, target: int, nbytes: int) -> Price:
         """Price of so many bytes from one rank to another."""
         route = self._costs.route(self._devices[source], self._devices[target])
-        return Price(nbytes / route.bandwidth, route.latency_s, self.indices(route.ports))
+        return Price(nbytes * route.per_byte_s, route.latency_s, self.indices(route.ports))
 
     def indices(self, ports: Sequence[tuple[str, int, int]]) -> tuple[int, ...]:
         """Indices of ports."""

@@ -62,7 +62,7 @@ class DataParallel:
             )
         need = cost.device_bytes(
             range(len(cost.graph)),
-            microbatch_size=-(-sizes[0] // total) * total,
+            microbatch_size=sizes[0],
             replicas=total,
             in_flight=1,
         )

@@ -19,7 +19,12 @@ operations on bit masks for N downsets.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
+import numpy as np
+from numpy.typing import NDArray
+
+from anabranch.cost.nested_weights import Pairs
 from anabranch.errors import BudgetError
 from anabranch.graph.opgraph import OpGraph, bits
 
@@ -68,6 +73,47 @@ def prefixes(order: Sequence[int]) -> list[int]:
     for op in order:
         result.append(result[-1] | 1 << op)
     return result
+
+
+def nested_pairs(graph: OpGraph, masks: Sequence[int], budget: int) -> Pairs:
+    """All pairs of downsets, ascending by size, of which one holds the other.
+
+    Raises:
+        BudgetError: if there are more than ``budget``.
+    """
+    width = -(-len(graph) // 64) * 8
+    raw = b"".join(mask.to_bytes(width, "little") for mask in masks)
+    words = np.frombuffer(raw, dtype=np.uint64).reshape(len(masks), -1)
+    columns = [np.ascontiguousarray(column) for column in words.T]
+    above: list[NDArray[np.int32]] = []
+    count = 0
+    for start, stop in pairwise([*size_starts(masks).tolist(), len(masks)]):
+        for lower in range(start, stop):
+            above.append(_supersets(columns, lower, stop))
+            count += len(above[-1])
+            if count > budget:
+                raise BudgetError(
+                    f"{graph.name or 'the model'} has {len(masks):,} downsets and at least "
+                    f"{count:,} nested pairs of them, more than the budget of {budget:,} pairs; "
+                    "capture it in coarser operators, take planner graphpipe, put the operators "
+                    "in a row (linear=True), or allow more pairs"
+                )
+    lengths = [len(upper) for upper in above]
+    return Pairs(np.repeat(np.arange(len(masks), dtype=np.int32), lengths), np.concatenate(above))
+
+
+def size_starts(masks: Sequence[int]) -> NDArray[np.int64]:
+    """Index of the first downset of each size, of downsets ascending by size."""
+    sizes = np.array([mask.bit_count() for mask in masks])
+    return np.flatnonzero(np.diff(sizes, prepend=-1))
+
+
+def _supersets(columns: Sequence[NDArray[np.uint64]], lower: int, first: int) -> NDArray[np.int32]:
+    """Indices from ``first`` on of the downsets that hold another."""
+    found = np.flatnonzero(columns[0][first:] & columns[0][lower] == columns[0][lower])
+    for column in columns[1:]:
+        found = found[column[first:][found] & column[lower] == column[lower]]
+    return (found + first).astype(np.int32)
 
 
 def _children(graph: OpGraph, level: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:

@@ -230,10 +230,9 @@ def stage_bytes(
 ) -> float:
     """Peak bytes on the fullest device of a stage."""
     stage = graph.stages[s]
-    largest_slice = -(-stage.microbatch_size // stage.replicas)
     return cost.device_bytes(
         [cost.graph.index[name] for name in stage.operators],
-        microbatch_size=largest_slice * stage.replicas,
+        microbatch_size=stage.microbatch_size,
         replicas=stage.replicas,
         in_flight=in_flight,
         recompute=stage.recompute,

@@ -1,33 +1,24 @@
-"""What the simulator asks about a stage graph: seconds of compute, bytes of messages, memory.
+"""Prices of one stage graph for the simulator: compute, messages, all-reduces, memory.
 
-Two answers: ``ModelCosts`` prices the stages with a profile on a cluster, ``StageTimes`` has fixed
-seconds per stage and links that cost nothing, which makes a step the schedule's ideal for stage
-times that were measured.
+``ModelCosts`` prices the stages with a profile on a cluster. ``StageTimes`` has fixed seconds per
+stage and links that cost nothing: a step is then the schedule's ideal for measured stage times.
 """
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import NamedTuple, Protocol
 
-from anabranch.cluster import Cluster
 from anabranch.cost import CostModel
+from anabranch.cost.communication import Port, Route
+from anabranch.cost.stage_weights import StageWeights
 from anabranch.errors import InvalidPlanError
 from anabranch.plans.edges import EVERY_EDGE, MessageEdges, edge_values, message_edges
 from anabranch.plans.rings import Holder, rings
 from anabranch.plans.stages import StageGraph
-
-
-class Route(NamedTuple):
-    """The way between two devices: bytes per second, seconds of latency, ports it occupies."""
-
-    bandwidth: float
-    latency_s: float
-    ports: tuple[tuple[str, int, int], ...]
 
 
 class AllReduce(NamedTuple):
@@ -37,7 +28,7 @@ class AllReduce(NamedTuple):
     devices: tuple[int, ...]
     nbytes: int
     seconds: float
-    ports: tuple[tuple[str, int, int], ...]
+    ports: tuple[Port, ...]
 
 
 class StepCosts(Protocol):
@@ -137,10 +128,12 @@ class ModelCosts:
     def compute_s(self, stage: int, samples: int) -> tuple[float, float]:
         """From the profile, with recomputation where the stage asks for it."""
         if (stage, samples) not in self._seconds:
-            ops, of = self._ops[stage], self.graph.stages[stage]
+            ops, planned = self._ops[stage], self.graph.stages[stage]
             self._seconds[stage, samples] = (
-                self.cost.forward_s(ops, samples, tensor=of.tensor),
-                self.cost.backward_s(ops, samples, recompute=of.recompute, tensor=of.tensor),
+                self.cost.forward_s(ops, samples, tensor=planned.tensor),
+                self.cost.backward_s(
+                    ops, samples, recompute=planned.recompute, tensor=planned.tensor
+                ),
             )
         return self._seconds[stage, samples]
 
@@ -151,16 +144,7 @@ class ModelCosts:
 
     def route(self, a: int, b: int) -> Route:
         """The slowest link on the way, and every port."""
-        if (a, b) not in self._routes:
-            link = self.cost.cluster.link(a, b)
-            self._routes[a, b] = Route(
-                link.bandwidth, link.latency_s, self.cost.cluster.ports(a, b)
-            )
-        return self._routes[a, b]
-
-    @cached_property
-    def _routes(self) -> dict[tuple[int, int], Route]:
-        return _routes_of(self.cost.cluster)
+        return self.cost.route(a, b)
 
     def all_reduces(self) -> Sequence[AllReduce]:
         """One per set of stages that read the same parameters: replicas, and holders of tied
@@ -200,36 +184,35 @@ class ModelCosts:
         part = self.cost.parameter_bytes(ops, trainable=True, tensor=tensor)
         return part / whole if whole else 0.0
 
-    def _ring_ports(self, devices: tuple[int, ...]) -> tuple[tuple[str, int, int], ...]:
+    def _ring_ports(self, devices: tuple[int, ...]) -> tuple[Port, ...]:
         after = devices[1:] + devices[:1]
         ports = (p for a, b in zip(devices, after, strict=True) for p in self.route(a, b).ports)
         return tuple(dict.fromkeys(ports))
 
+    @cached_property
+    def _weights(self) -> tuple[StageWeights, ...]:
+        graph = self.cost.graph
+        return tuple(
+            self.cost.weights(graph.mask(stage.operators), stage.tensor)
+            for stage in self.graph.stages
+        )
+
     def base_bytes(self, stage: int) -> float:
         """Weights, gradients, optimizer state and receive buffers."""
-        of = self.graph.stages[stage]
-        return self.cost.device_bytes(
-            self._ops[stage],
-            microbatch_size=-(-of.microbatch_size // of.replicas),  # the largest slice
-            replicas=1,
-            in_flight=0,
+        planned = self.graph.stages[stage]
+        held = self.cost.memory(
+            self._weights[stage],
+            planned.microbatch_size,
+            planned.replicas,
             versions=self.versions[stage] if self.versions else 1,
-            tensor=of.tensor,
         )
+        return float(held.resident)
 
     def flight_bytes(self, stage: int, samples: int) -> tuple[float, float]:
         """What entered and what the operators keep, if recomputed only during the backward."""
-        ops, of = self._ops[stage], self.graph.stages[stage]
-        entering = self.cost.boundary_bytes(ops, samples)[0]
-        costs = self.cost.costs(of.tensor)
-        kept = sum(costs[i].kept_bytes for i in ops) * samples
-        return (entering, kept) if of.recompute else (entering + kept, 0.0)
-
-
-@lru_cache(maxsize=8)
-def _routes_of(cluster: Cluster) -> dict[tuple[int, int], Route]:
-    """Routes that were asked for, shared by all stage graphs on one cluster."""
-    return {}
+        recompute = self.graph.stages[stage].recompute
+        held = self.cost.memory(self._weights[stage], samples, 1, recompute=recompute)
+        return float(held.flight), float(held.backward)
 
 
 @dataclass(frozen=True)
@@ -265,7 +248,7 @@ class StageTimes:
 
     def route(self, a: int, b: int) -> Route:
         """Free."""
-        return Route(math.inf, 0.0, ())
+        return Route(0.0, 0.0, ())
 
     def all_reduces(self) -> Sequence[AllReduce]:
         """None."""

@@ -202,12 +202,12 @@ class MessagePrices:
         if way is None:
             route = self._costs.route(a, b)
             indices = tuple(self.ports.setdefault(port, len(self.ports)) for port in route.ports)
-            way = self._ways[a, b] = route.bandwidth, route.latency_s, indices
-        bandwidth, latency_s, indices = way
+            way = self._ways[a, b] = route.per_byte_s, route.latency_s, indices
+        per_byte_s, latency_s, indices = way
         edge = (source, target, samples) if forward else (target, source, samples)
         if edge not in self._bytes:
             self._bytes[edge] = self._costs.message_bytes(*edge)
-        return Price(self._bytes[edge][not forward] / bandwidth, latency_s, indices)
+        return Price(self._bytes[edge][not forward] * per_byte_s, latency_s, indices)
 
 
 class ComputeUnits:

@@ -19,7 +19,7 @@ from tests.strategies import planning_profiles
 def leaves(chain: Chain) -> list[int]:
     """Masks of all items that are no blocks."""
     found = []
-    for item, mask in zip(chain.items, chain.row.masks, strict=True):
+    for item, mask in zip(chain.items, chain.row.parts, strict=True):
         if isinstance(item, Block):
             for branch in item.branches:
                 found += leaves(branch)
@@ -51,7 +51,7 @@ def test_coarse_items(profile, items):
         row = line(cost, operators(decompose(cost.graph)), coarse=True)
     finally:
         chains.SEARCH = before
-    for masks in (leaves(chain), list(row.row.masks)):
+    for masks in (leaves(chain), list(row.row.parts)):
         together = [op for mask in masks for op in bits(mask)]
         assert sorted(together) == list(range(len(cost.graph)))
         assert all(cost.graph.is_convex(mask) for mask in masks)
@@ -61,7 +61,7 @@ def test_coarse_items(profile, items):
                 assert mask.bit_count() == 1 or share <= 1 / items + 1e-9
     if len(cost.graph) > items:
         # Neighbours in a row that could be one item are.
-        assert row.row.size <= 2 * items + 1
+        assert len(row.row.parts) <= 2 * items + 1
 
 
 def test_branches_that_matter_stay_apart():
@@ -70,4 +70,4 @@ def test_branches_that_matter_stay_apart():
     assert len(cost.graph) > chains.SEARCH.items
     block = build(cost, decompose(cost.graph)).blocks[0]
     assert len(block.branches) == 3
-    assert [branch.row.size > 1 for branch in block.branches] == [True, True, False]
+    assert [len(branch.row.parts) > 1 for branch in block.branches] == [True, True, False]

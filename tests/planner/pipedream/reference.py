@@ -9,9 +9,9 @@ from functools import cache
 
 from anabranch.cluster import Cluster, Level
 from anabranch.cost import CostModel
+from anabranch.cost.nested_weights import NestedSets
 from anabranch.graph.opgraph import BATCH, bits
 from anabranch.planner.downsets import prefixes
-from anabranch.planner.pipedream.spans import Spans
 from anabranch.planner.pipedream.terms import Piece, Terms, tiers
 from anabranch.planner.toolkit.prices import Prices
 from anabranch.profile.profile import Profile
@@ -43,7 +43,7 @@ def terms_for(
     cost = CostModel(profile, cluster, optimizer_factor=1.0)
     prices = Prices(cost, batch_size, microbatch_size, (), cluster.memory_bytes)
     row = states or prefixes(range(len(profile.graph)))
-    return Terms(Spans(cost, row), prices, tiers(cluster), max_replicas, accumulate)
+    return Terms(NestedSets(cost, row), prices, tiers(cluster), max_replicas, accumulate)
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Reference:
     def least_s(self) -> float:
         """A^L from the empty state to the whole model on all components."""
         top = len(self.terms.tiers) - 1
-        return self.memoised()(top, 1, 0, len(self.terms.spans) - 1, self.terms.tiers[top].size)
+        return self.memoised()(top, 1, 0, len(self.terms.states) - 1, self.terms.tiers[top].size)
 
     def memoised(self):
         """A(level, copies, u, v, m), each worked out once."""
@@ -83,14 +83,14 @@ class Reference:
 
     def between(self, u: int, v: int) -> Iterator[int]:
         """States inside a span."""
-        masks = self.terms.spans.states
+        masks = self.terms.states.sets
         for s in range(u + 1, v):
             if masks[u] & ~masks[s] == 0 and masks[s] & ~masks[v] == 0:
                 yield s
 
     def ops(self, u: int, v: int) -> list[int]:
         """Operators of a span."""
-        masks = self.terms.spans.states
+        masks = self.terms.states.sets
         return list(bits(masks[v] & ~masks[u]))
 
     def compute_s(self, replicas: int, u: int, v: int) -> float:
@@ -111,7 +111,7 @@ class Reference:
 
     def cut_s(self, level: int, copies: int, s: int) -> float:
         """What crosses a state and its gradients."""
-        graph, done = self.terms.prices.cost.graph, self.terms.spans.states[s]
+        graph, done = self.terms.prices.cost.graph, self.terms.states.sets[s]
         samples = -(-self.terms.prices.microbatch_size // copies)
         total = 0.0
         for value in graph.values:
@@ -123,7 +123,7 @@ class Reference:
     def plans(self) -> Iterator[tuple[Piece, ...]]:
         """Every plan on all components."""
         top = len(self.terms.tiers) - 1
-        last = len(self.terms.spans) - 1
+        last = len(self.terms.states) - 1
         yield from self._plans(top, 0, last, self.terms.tiers[top].size)
 
     def _plans(self, level: int, u: int, v: int, m: int) -> Iterator[tuple[Piece, ...]]:

@@ -22,7 +22,7 @@ MANY = 10**9
 
 def fit(terms: Terms, pieces) -> bool:
     """Whether the stages fit as a row of stages holds them, by the prices of single stages."""
-    masks = terms.spans.states
+    masks = terms.states.sets
     parts = [
         Part(masks[v] & ~masks[u], len(devices))
         for u, v, devices in stages(pieces, [tier.size for tier in terms.tiers])

@@ -26,7 +26,7 @@ def test_every_term_equals_its_formula(profile, size, accumulate, copies):
         profile, nodes(3, 2), microbatch_size=size, batch_size=3 * size, accumulate=accumulate
     )
     reference = Reference(terms)
-    count = len(terms.spans)
+    count = len(terms.states)
     compute = terms.compute_s(copies)
     for level in (0, 1):
         cut = terms.cut_s(level, copies)

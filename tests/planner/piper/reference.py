@@ -9,10 +9,10 @@ from functools import cached_property
 from hypothesis import strategies as st
 
 from anabranch.cost import CostModel
+from anabranch.cost.communication import transfer_s
 from anabranch.graph.opgraph import BATCH, Op, OpGraph, Value, bits
 from anabranch.planner.downsets import downsets
-from anabranch.planner.piper.prices import Choice
-from anabranch.planner.toolkit.prices import Prices
+from anabranch.planner.toolkit.prices import Mode, Prices
 from anabranch.profile.profile import OpCost, Profile, Sharded
 from tests.strategies import planning_profiles
 
@@ -26,7 +26,7 @@ class Reference:
     cost: CostModel
     batch_size: int
     size: int
-    choices: Sequence[Choice]
+    modes: Sequence[Mode]
 
     @cached_property
     def prices(self) -> Prices:
@@ -39,11 +39,11 @@ class Reference:
         """All of them."""
         return downsets(self.cost.graph)
 
-    def load_s(self, mask: int, choice: Choice) -> float:
+    def load_s(self, mask: int, mode: Mode) -> float:
         """Compute, all that crosses the border either way, and a share of the all-reduce."""
-        n, ops = self.prices.samples(choice.replicas), list(bits(mask))
-        seconds = self.cost.forward_s(ops, n, tensor=choice.tensor)
-        seconds += self.cost.backward_s(ops, n, recompute=choice.recompute, tensor=choice.tensor)
+        n, ops = self.prices.samples(mode.replicas), list(bits(mask))
+        seconds = self.cost.forward_s(ops, n, tensor=mode.tensor)
+        seconds += self.cost.backward_s(ops, n, recompute=mode.recompute, tensor=mode.tensor)
         nbytes = 0.0
         for value in self.cost.graph.values:
             made = value.producer != BATCH and mask >> value.producer & 1
@@ -51,20 +51,20 @@ class Reference:
             leaves = made and len(inside) < len(value.consumers)
             enters = not made and value.producer != BATCH and inside
             nbytes += value.size(n) * (1 + value.grad) * bool(leaves or enters)
-        seconds += nbytes * self.prices.share(choice.devices)
-        reduced = self.cost.parameter_bytes(ops, trainable=True, tensor=choice.tensor)
-        reduce_s = self.prices.allreduce_s(float(reduced), choice.replicas, choice.tensor)
+        seconds += nbytes * self.cost.border_price(mode.devices)
+        reduced = self.cost.parameter_bytes(ops, trainable=True, tensor=mode.tensor)
+        reduce_s = transfer_s(reduced, *self.prices.ring(mode.replicas, mode.tensor))
         return seconds + float(reduce_s) / self.prices.num_microbatches
 
-    def fits(self, mask: int, choice: Choice, behind: int) -> bool:
+    def fits(self, mask: int, mode: Mode, behind: int) -> bool:
         """Whether a stage with so many stages behind it fits."""
         need = self.cost.device_bytes(
             bits(mask),
-            microbatch_size=self.prices.samples(choice.replicas) * choice.replicas,
-            replicas=choice.replicas,
+            microbatch_size=self.size,
+            replicas=mode.replicas,
             in_flight=min(behind + 1, self.prices.num_microbatches),
-            recompute=choice.recompute,
-            tensor=choice.tensor,
+            recompute=mode.recompute,
+            tensor=mode.tensor,
         )
         return need <= self.cost.cluster.memory_bytes
 
@@ -78,11 +78,11 @@ class Reference:
             for hi in self.downsets:
                 if hi == lo or hi & lo != lo:
                     continue
-                for choice in self.choices:
-                    load = self.load_s(hi & ~lo, choice)
+                for mode in self.modes:
+                    load = self.load_s(hi & ~lo, mode)
                     for (devices, stages), known in best[hi].items():
-                        key = devices + choice.devices, stages + 1
-                        if key[0] <= total and self.fits(hi & ~lo, choice, stages):
+                        key = devices + mode.devices, stages + 1
+                        if key[0] <= total and self.fits(hi & ~lo, mode, stages):
                             here[key] = min(here.get(key, NEVER), max(load, known))
         return best[0]
 

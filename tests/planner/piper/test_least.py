@@ -7,13 +7,10 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from anabranch.cost import CostModel
-from anabranch.graph.opgraph import Op, OpGraph, Value, bits
 from anabranch.planner.piper.planner import least
-from anabranch.planner.piper.prices import Choice, StagePrices
+from anabranch.planner.piper.prices import Space, StagePrices
 from anabranch.planner.piper.search import ROUNDING, Found
-from anabranch.planner.piper.states import Pairs, Space, States
-from anabranch.planner.toolkit.prices import Prices
-from anabranch.profile.profile import OpCost, Profile
+from anabranch.planner.toolkit.prices import Mode, Prices
 from tests.planner.helpers import cluster, cost_model
 from tests.planner.piper.reference import Reference, rich_profiles, row
 from tests.strategies import planning_profiles
@@ -28,7 +25,7 @@ def searched(
     cost, size = reference.cost, reference.size
     prices = Prices(cost, reference.batch_size, size, (), cost.cluster.memory_bytes)
     space = Space.of(cost, reference.downsets, EVERYTHING)
-    stages = StagePrices(prices, space.states, reference.choices)
+    stages = StagePrices(prices, space.downsets, reference.modes)
     return stages, least(stages, space, tolerance, exact=exact)
 
 
@@ -45,14 +42,14 @@ def drawn_reference(
         latency_s=0.25,
     )
     cost = CostModel(profile, machines, optimizer_factor=1.0)
-    choices = [
-        Choice(replicas, tensor, recompute)
+    modes = [
+        Mode(replicas, recompute, tensor)
         for tensor in cost.tensor_degrees
         for replicas in (1, 2, 4)
         for recompute in (False, True)
         if replicas * tensor <= devices
     ]
-    return Reference(cost, batch_size, 4, choices)
+    return Reference(cost, batch_size, 4, modes)
 
 
 @pytest.mark.parametrize("exact", [False, True])
@@ -98,9 +95,9 @@ def test_prices_what_it_says(profile, devices, memory):
     assert sum(options.devices[chain]) <= devices
     for place, i in enumerate(chain):
         mask = reference.downsets[options.hi[i]] & ~reference.downsets[options.lo[i]]
-        choice = stages.choices[options.choice[i]]
-        assert options.load_s[i] == pytest.approx(reference.load_s(mask, choice), abs=1e-12)
-        assert reference.fits(mask, choice, len(chain) - 1 - place)
+        mode = stages.modes[options.mode[i]]
+        assert options.load_s[i] == pytest.approx(reference.load_s(mask, mode), abs=1e-12)
+        assert reference.fits(mask, mode, len(chain) - 1 - place)
 
 
 @settings(max_examples=50, deadline=None)
@@ -146,53 +143,12 @@ def test_memory_follows_the_place_in_the_line(memory, recompute):
     recomputation 12, 13, 14 and 10.
     """
     cost = cost_model(row(4, 10), 4, memory=memory)
-    choices = [Choice(1), Choice(1, recompute=True)]
-    reference = Reference(cost, 64, 1, choices)
+    modes = [Mode(1), Mode(1, recompute=True)]
+    reference = Reference(cost, 64, 1, modes)
     stages, found = searched(reference)
     assert found is not None
     assert found.load_s == 3.0 + any(recompute)
     needs = [[10, 40], [14, 34], [13, 23], [12, 12]]
-    chosen = [stages.choices[found.options.choice[i]] for i in found.chain(exact=False)]
-    assert [choice.recompute for choice in chosen] == recompute
+    chosen = [stages.modes[found.options.mode[i]] for i in found.chain(exact=False)]
+    assert [mode.recompute for mode in chosen] == recompute
     assert all(plain <= memory or again for (_, plain), again in zip(needs, recompute, strict=True))
-
-
-def test_pairs_are_all_nested_pairs():
-    """A diamond's 6 downsets: 14 pairs of which one holds the other."""
-    profile = diamond()
-    states = States(cost_model(profile, 1), [0b0, 0b1, 0b11, 0b101, 0b111, 0b1111])
-    pairs = states.nested(EVERYTHING)
-    assert isinstance(pairs, Pairs)
-    assert len(pairs) == 14
-    masks = states.masks
-    assert all(masks[a] & ~masks[b] == 0 for a, b in zip(pairs.lo, pairs.hi, strict=True))
-
-
-def diamond():
-    """a, then b and c, then d; each reads 1 byte per sample from each of those before."""
-    values = (Value(0, (1, 2), 1), Value(1, (3,), 1), Value(2, (3,), 1))
-    graph = OpGraph(tuple(Op(name) for name in "abcd"), values)
-    costs = (OpCost((1.0,), (2.0,), 1),) * 4
-    return Profile(graph, (1,), costs, "cpu", "measured", proportional=True)
-
-
-@settings(max_examples=60, deadline=None)
-@given(profile=rich_profiles())
-def test_borders_follow_the_values(profile):
-    """Between any two downsets: what enters, what comes back, what is held, counted by hand."""
-    cost = cost_model(profile, 1)
-    reference = Reference(cost, 8, 4, [])
-    states = States(cost, reference.downsets)
-    pairs = states.nested(EVERYTHING)
-    borders, traffic = states.borders(pairs), states.traffic(pairs)
-    own = [states.sums(each) for each in states.own_bytes]
-    for at, (a, b) in enumerate(zip(pairs.lo.tolist(), pairs.hi.tolist(), strict=True)):
-        ops = list(bits(states.masks[b] & ~states.masks[a]))
-        enter, leave, gradients = cost.boundary_bytes(ops, 3)
-        assert borders.enter[at] * 3 + borders.enter_fixed[at] == enter
-        assert borders.gradients[at] * 3 + borders.gradients_fixed[at] == gradients
-        assert borders.traffic[at] * 3 + borders.traffic_fixed[at] >= enter + leave
-        assert borders.traffic[at] * (1 - 2e-6) <= traffic[at] <= borders.traffic[at]
-        assert own[0][b] - own[0][a] + borders.tied[at] == cost.parameter_bytes(ops)
-        trainable = cost.parameter_bytes(ops, trainable=True)
-        assert own[1][b] - own[1][a] + borders.tied_trainable[at] == trainable

@@ -15,7 +15,7 @@ from anabranch.errors import BudgetError, InfeasiblePlanError
 from anabranch.graph.opgraph import Op, OpGraph, Value
 from anabranch.planner.piper import Piper
 from anabranch.planner.piper.assemble import inside_nodes
-from anabranch.planner.piper.prices import Choice
+from anabranch.planner.toolkit.prices import Mode
 from anabranch.plans.check import check
 from anabranch.plans.stages import Stage, StageGraph
 from anabranch.profile.profile import OpCost, Profile, Sharded
@@ -33,7 +33,7 @@ def loads(graph: StageGraph, cost: CostModel) -> list[float]:
     return [
         reference.load_s(
             cost.graph.mask(stage.operators),
-            Choice(stage.replicas, stage.tensor, stage.recompute),
+            Mode(stage.replicas, stage.recompute, stage.tensor),
         )
         for stage in graph.stages
     ]
@@ -81,13 +81,13 @@ def test_proposes_the_least_load_on_all_devices(profile, devices):
     """Nothing on exactly all devices has a smaller load than the best proposal."""
     cost = cost_model(profile, devices, memory=10**9, bandwidth=8.0)
     proposals = list(Piper(tolerance=0.0)(cost, batch_size=16, microbatch_size=4))
-    choices = [
-        Choice(replicas, tensor, recompute)
+    modes = [
+        Mode(replicas, recompute, tensor)
         for tensor in cost.tensor_degrees
         for replicas in (1, 2, 4)
         for recompute in (False, True)
     ]
-    best = Reference(cost, 16, 4, choices).best()
+    best = Reference(cost, 16, 4, modes).best()
     least = min(load for (used, _), load in best.items() if used == devices)
     assert min(max(loads(graph, cost)) for graph in proposals) <= least * (1 + 2e-9) + 1e-12
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from anabranch.cluster import Cluster, Level
 from anabranch.cost import CostModel
+from anabranch.cost.memory import DeviceMemory
 from anabranch.graph.opgraph import Op, OpGraph, Parameter, Value
 from anabranch.graph.series_parallel import decompose, operators
 from anabranch.planner.partitioner.chains import line
@@ -83,9 +84,9 @@ def test_headroom():
     base = prices().prices
     for size, expected in ((2, 3), (4, UNBOUNDED), (8, UNBOUNDED)):
         some = Prices(base.cost, 16, size, (1,), 1000.0)
-        assert int(some.headroom(np.float64(100), np.float64(200))) == expected
-    assert int(base.headroom(np.float64(2e5), np.float64(1))) == -1
-    assert int(base.headroom(np.float64(10), np.float64(0))) == UNBOUNDED
+        assert some.headroom(DeviceMemory(100, 200, 0)) == expected
+    assert base.headroom(DeviceMemory(2e5, 1, 0)) == -1
+    assert base.headroom(DeviceMemory(10, 0, 0)) == UNBOUNDED
 
 
 def test_degrees():
@@ -130,7 +131,7 @@ def test_ranges_agree_with_parts(profile, size, count, memory, tensor, recompute
     parts = PartPrices(common)
     chain = line(cost, operators(decompose(cost.graph)))
     ranges = RangePrices(chain.row, Sizes([common]))
-    n = chain.row.size
+    n = len(chain.row.parts)
     for bound in (Bound(6.0), Bound(40.0), Bound(40.0, spread=False, reduce_s=2.0)):
         need = np.broadcast_to(ranges.need([bound], 4)[0], (4, n + 1, n + 1))
         for i in range(n):
@@ -158,7 +159,7 @@ def test_tied_parameters_count_once_in_a_range():
     graph = OpGraph(ops, (Value(0, (1,), 1), Value(1, (2,), 1)), (Parameter("w", 900),))
     costs = tuple(OpCost((1.0,), (1.0,), 0) for _ in ops)
     cost = CostModel(Profile(graph, (1,), costs, device="cpu", source="measured"), NODES)
-    reduced = line(cost, range(3)).row.reduced_bytes
+    reduced = line(cost, range(3)).row.matrices().trainable
     assert [reduced[0, 1], reduced[1, 2], reduced[2, 3]] == [900, 0, 900]
     assert [reduced[0, 2], reduced[0, 3], reduced[1, 3]] == [900, 900, 900]
 

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anabranch.cluster import Cluster
+from anabranch.cost import CostModel
 
 Place = tuple[int, ...]
 """Devices of one stage on every machine."""
@@ -61,13 +62,8 @@ def hop_prices(cluster: Cluster, sources: Array, targets: Array) -> tuple[Floats
     return per_byte, latency_s
 
 
-def ring_price(cluster: Cluster, place: Place) -> tuple[float, float]:
-    """Seconds per byte and of latency of a ring all-reduce, as ``CostModel.allreduce_s``."""
-    d = sum(place)
-    if d == 1:
-        return 0.0, 0.0
-    size = cluster.group_sizes[0]
-    used = [m for m, count in enumerate(place) if count]
-    first, last = used[0] * size, used[-1] * size
-    link = cluster.link(first, last)
-    return 2 * (d - 1) / d / link.bandwidth, 2 * (d - 1) * link.latency_s
+def ring_price(cost: CostModel, place: Place) -> tuple[float, float]:
+    """Seconds per byte and of latency of a ring all-reduce."""
+    size = cost.cluster.group_sizes[0]
+    used = [machine for machine, count in enumerate(place) if count]
+    return cost.ring_price((used[0] * size, used[-1] * size), sum(place))

@@ -67,8 +67,7 @@ class Moves:
 
     def ring(self, move: int) -> Floats:
         """Seconds of the all-reduce of every run of operators as the stage: [i, j]."""
-        degree = self._tables.degrees[self.degree[move]]
-        return self._tables.reduce_s(degree, *self._machines.ring(self.steps[move].taken))
+        return self._tables.reduce_s(self.steps[move].taken)
 
     @cached_property
     def closing(self) -> Index:
@@ -88,6 +87,5 @@ class Moves:
         rings = np.zeros((len(self), len(self._tables.work_s)))
         for k, step in enumerate(self.steps):
             if self.closing[k] >= 0:
-                price = self._machines.ring(self._machines.rest(step.used))
-                rings[k] = self._tables.reduce_s(int(self.free[k]), *price)[0]
+                rings[k] = self._tables.reduce_s(self._machines.rest(step.used))[0]
         return rings

@@ -44,6 +44,7 @@ from typing import Any
 import numpy as np
 
 from anabranch.cost import CostModel
+from anabranch.cost.communication import transfer_s
 from anabranch.graph.series_parallel import decompose, operators
 from anabranch.planner.dapple.links import counts, hop_price, ring_price
 from anabranch.plans.stages import Stage, StageGraph
@@ -191,7 +192,7 @@ def latency(
         if s:
             per_byte, latency_s = hop_price(cost.cluster, priced[s - 1].place, stage.place)
             for row, nbytes in ((forward, stage.entering), (backward, stage.gradients)):
-                row.append(nbytes * per_byte + latency_s if nbytes else 0.0)
+                row.append(transfer_s(nbytes, per_byte, latency_s))
             reduce.append(0.0)
         forward.append(stage.forward_s)
         backward.append(stage.backward_s)
@@ -219,28 +220,26 @@ class _Priced:
         self.backward_s = cost.backward_s(
             ops, samples, recompute=stage.recompute, tensor=stage.tensor
         )
-        mask = cost.graph.mask(stage.operators)
-        read = {i for op in ops for i in cost.read[op]}
-        entering = {i for i in read if not mask >> cost.graph.values[i].producer & 1}
-        self.entering = cost.forward_bytes(entering, size)
-        self.gradients = cost.backward_bytes(entering, size)
+        border = cost.border(cost.graph.mask(stage.operators))
+        self.entering = border.entering.at(size)
+        self.gradients = border.leaving_gradients.at(size)
         self.reduce_s = self._reduce_s(stage, cost, ops, samples if overlap else None)
 
     @staticmethod
     def _reduce_s(stage: Stage, cost: CostModel, ops: list[int], overlap: float | None) -> float:
         """Seconds of the all-reduce; with samples, what sticks out of their backward."""
 
-        def ring_s(count: int) -> float:
-            return per_byte * cost.parameter_bytes(ops[:count], trainable=True, tensor=stage.tensor)
+        def reduced(count: int) -> float:
+            return cost.parameter_bytes(ops[:count], trainable=True, tensor=stage.tensor)
 
         ranks = stage.devices[:: stage.tensor]
-        per_byte, latency_s = ring_price(cost.cluster, counts(cost.cluster, ranks))
-        if not ring_s(len(ops)):
+        per_byte, latency_s = ring_price(cost, counts(cost.cluster, ranks))
+        if not reduced(len(ops)):
             return 0.0
         if overlap is None:
-            return ring_s(len(ops)) + latency_s
+            return float(transfer_s(reduced(len(ops)), per_byte, latency_s))
         late, after = 0.0, 0.0
         for k, op in enumerate(ops):
-            late = max(late, ring_s(k + 1) - after)
+            late = max(late, reduced(k + 1) * per_byte - after)
             after += cost.backward_s([op], overlap, recompute=stage.recompute, tensor=stage.tensor)
         return late + latency_s

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from anabranch.cluster import Cluster
-from anabranch.planner.dapple.links import Place, ring_price
+from anabranch.planner.dapple.links import Place
 
 Policy = Callable[[Place, int, int], Place]
 """Devices per machine for a stage, by those in use, devices of a machine, and devices wanted."""
@@ -104,9 +104,6 @@ class Machines:
     _steps: dict[tuple[Place, int], tuple[Step, ...]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-    _rings: dict[Place, tuple[float, float]] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
 
     @cached_property
     def size(self) -> int:
@@ -128,12 +125,6 @@ class Machines:
             taken = dict.fromkeys(policy(used, self.size, wanted) for policy in self.policies)
             self._steps[used, wanted] = tuple(self._step(used, each) for each in taken)
         return self._steps[used, wanted]
-
-    def ring(self, place: Place) -> tuple[float, float]:
-        """Seconds per byte and of latency of an all-reduce."""
-        if place not in self._rings:
-            self._rings[place] = ring_price(self.cluster, place)
-        return self._rings[place]
 
     def devices(self, steps: Sequence[Step]) -> list[tuple[int, ...]]:
         """Devices of the stages that were placed one after the other, and of one on all others.

@@ -29,6 +29,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from anabranch.cost.communication import transfer_s
 from anabranch.planner.dapple.budget import Budget
 from anabranch.planner.dapple.labels import Floats, Index, Labels, best_of_groups, pick
 from anabranch.planner.dapple.moves import Moves, Numbers
@@ -87,7 +88,7 @@ class Search:
         self._tables = tables
         self._machines = machines
         self._width = width
-        self._max_stages = max_stages or tables.terms.row.size
+        self._max_stages = max_stages or len(tables.terms.order)
         self._budget = budget
         self._limit_s = limit_s
         self._states = Numbers(machines.empty)
@@ -99,7 +100,7 @@ class Search:
 
     def run(self) -> list[Chain]:
         """The best plan and the best of other numbers of stages that came up, least L first."""
-        start = Labels.no_stages(self._tables.terms.row.size)
+        start = Labels.no_stages(len(self._tables.terms.order))
         self._consider(replace(start, closed_s=np.array([self._data_parallel_s()])))
         self._pending[0].append(start)
         for in_use in range(self._machines.cluster.num_devices):
@@ -187,7 +188,7 @@ class Search:
         added = added.take(added.least_s <= self._limit_s * EXACT)
         target = moves.target[added.move]
         if self._width is not None and len(added):
-            group = target * (self._tables.terms.row.size + 1) + added.start
+            group = target * len(self._tables.terms.row) + added.start
             kept = best_of_groups(added, group, self._width)
             added, target = added.take(kept), target[kept]
         for number in np.unique(target):
@@ -205,8 +206,8 @@ class Search:
             reduce_s[part] = moves.ring(k)[start[part], stop[part]]
         per_byte, latency_s = self._hops(labels, moves)
         price = per_byte[move, parent], latency_s[move, parent]
-        there = _transfer_s(labels.entering[parent], *price)
-        back = _transfer_s(labels.gradients[parent], *price)
+        there = transfer_s(labels.entering[parent], *price)
+        back = transfer_s(labels.gradients[parent], *price)
         suffix = pick(labels.suffix, parent).prepend(there, back, 0.0, tables.num_microbatches)
         suffix = suffix.prepend(forward, backward, reduce_s, tables.num_microbatches)
         peak = np.maximum(np.maximum(labels.peak_s[parent], there + back), forward + backward)
@@ -263,8 +264,8 @@ class Search:
         degree = moves.closing[move]
         per_byte, latency_s = (price[move] for price in moves.closing_hop)
         suffix = added.suffix.prepend(
-            _transfer_s(added.entering, per_byte, latency_s),
-            _transfer_s(added.gradients, per_byte, latency_s),
+            transfer_s(added.entering, per_byte, latency_s),
+            transfer_s(added.gradients, per_byte, latency_s),
             0.0,
             tables.num_microbatches,
         )
@@ -283,9 +284,7 @@ class Search:
         k = int(tables.index[devices])
         if k < 0 or tables.headroom[k, 0, -1] < 0:
             return float("inf")
-        ring = tables.reduce_s(
-            devices, *self._machines.ring(self._machines.rest(self._machines.empty))
-        )
+        ring = tables.reduce_s(self._machines.rest(self._machines.empty))
         whole = NOTHING.prepend(
             tables.forward_s[k, -1], tables.backward_s[k, -1], ring[0, -1], tables.num_microbatches
         )
@@ -311,9 +310,4 @@ class Search:
             steps.append(self._moves[source].steps[int(label.move[0])])
             label = self._settled[source].take(label.parent)
         devices = self._machines.devices(steps[::-1])[::-1]
-        return Chain(latency_s, (0, *starts, self._tables.terms.row.size), tuple(devices))
-
-
-def _transfer_s(nbytes: Floats, per_byte: Floats, latency_s: Floats) -> Floats:
-    """Seconds of a hop; none where no byte flows."""
-    return np.where(nbytes > 0, nbytes * per_byte + latency_s, 0.0)
+        return Chain(latency_s, (0, *starts, len(self._tables.terms.order)), tuple(devices))

@@ -1,7 +1,6 @@
-"""What every run of operators costs at one micro-batch size, for every number of replicas.
+"""Prices of every run of operators at one micro-batch size, for every number of replicas.
 
-Runs are [i, j) of the model in one order; arrays are [degree, i, j] or sums up to a cut. Replicas
-hold ``ceil(b / d)`` samples, the fullest one, or with ``even_slices`` exactly ``b / d``.
+Runs are [i, j) of the model in one order; arrays are [degree, i, j] or sums up to a cut.
 """
 
 from __future__ import annotations
@@ -13,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anabranch.cost import CostModel
-from anabranch.planner.partitioner.rows import Row
+from anabranch.cost.nested_weights import NestedSets
+from anabranch.planner.dapple.links import Place, ring_price
 from anabranch.planner.toolkit.prices import Prices
 from anabranch.plans.slices import priced
 
@@ -31,8 +31,6 @@ class Terms:
         order: operators in the order of the pipeline.
         max_replicas: most devices of one stage.
         overlap_allreduce: count of an all-reduce only what sticks out of the backward.
-        even_slices: replicas have exactly b / d samples.
-        check_memory: refuse stages that do not fit a device.
     """
 
     cost: CostModel
@@ -40,28 +38,17 @@ class Terms:
     order: tuple[int, ...]
     max_replicas: int
     overlap_allreduce: bool = False
-    even_slices: bool = False
-    check_memory: bool = True
 
     @cached_property
-    def row(self) -> Row:
-        """Bytes of every run."""
-        return Row(self.cost, [1 << op for op in self.order])
-
-    def samples(self, microbatch_size: int, degree: int) -> float:
-        """Samples on a replica."""
-        if self.even_slices:
-            return microbatch_size / degree
-        return -(-microbatch_size // degree)
+    def row(self) -> NestedSets:
+        """The operators in a row: bytes and seconds of every run."""
+        return NestedSets.row(self.cost, [1 << op for op in self.order])
 
     def degrees(self, microbatch_size: int) -> tuple[int, ...]:
         """Numbers of replicas that a micro-batch can be split over, ascending."""
         limit = min(self.cost.cluster.num_devices, self.max_replicas)
-        cost, size = self.cost, microbatch_size
-        if self.even_slices:
-            return tuple(d for d in range(1, limit + 1) if cost.covers(size / d))
-        most = min(limit, size)
-        return tuple(d for d in range(1, most + 1) if priced(cost, self.batch_size, size, d))
+        size, most = microbatch_size, min(limit, microbatch_size)
+        return tuple(d for d in range(1, most + 1) if priced(self.cost, self.batch_size, size, d))
 
 
 class Tables:
@@ -91,9 +78,11 @@ class Tables:
         self.index = np.full(terms.cost.cluster.num_devices + 1, -1)
         self.index[list(self.degrees)] = range(len(self.degrees))
         self._time()
-        self.entering = terms.row.entering.at(microbatch_size)
-        self.gradients = terms.row.leaving_gradients.at(microbatch_size)
+        border = terms.row.matrices().border
+        self.entering = border.entering.at(microbatch_size)
+        self.gradients = border.leaving_gradients.at(microbatch_size)
         self.headroom = self._headroom()
+        self._ring_prices: dict[Place, tuple[float, float]] = {}
         self._rings: dict[tuple[int, float], Floats] = {}
 
     @property
@@ -103,14 +92,11 @@ class Tables:
         return float(self.num_microbatches * self.work_s[-1] / devices)
 
     def _time(self) -> None:
-        order = list(self.terms.order)
-        forward, backward = [], []
-        for degree in self.degrees:
-            samples = self.terms.samples(self.microbatch_size, degree)
-            there, back = self.terms.cost.op_seconds(samples)
-            forward.append(_sums(there[order]))
-            backward.append(_sums(back[order]))
-        self.forward_s, self.backward_s = np.stack(forward), np.stack(backward)
+        seconds = [
+            self.terms.row.seconds(-(-self.microbatch_size // degree)) for degree in self.degrees
+        ]
+        self.forward_s = np.stack([forward for forward, _ in seconds])
+        self.backward_s = np.stack([backward for _, backward in seconds])
         self.both_s = self.forward_s + self.backward_s
         each = np.diff(self.both_s)
         self.work_s = _sums((each * np.array(self.degrees)[:, None]).min(axis=0))
@@ -125,30 +111,25 @@ class Tables:
         return sums[np.maximum(at, 0)]
 
     def _headroom(self) -> Ints:
-        row, cost = self.terms.row, self.terms.cost
-        result = np.empty((len(self.degrees), row.size + 1, row.size + 1), dtype=np.int32)
-        memory = cost.cluster.memory_bytes if self.terms.check_memory else np.inf
-        prices = Prices(
-            cost, self.terms.batch_size, self.microbatch_size, self.degrees, float(memory)
+        cost, size = self.terms.cost, self.microbatch_size
+        memory_bytes = float(cost.cluster.memory_bytes)
+        prices = Prices(cost, self.terms.batch_size, size, self.degrees, memory_bytes)
+        replicas = np.array(self.degrees)[:, None, None]
+        return np.asarray(
+            prices.headroom(cost.memory(self.terms.row.matrices(), size, replicas)), dtype=np.int32
         )
-        for k, degree in enumerate(self.degrees):
-            n = self.terms.samples(self.microbatch_size, degree)
-            kept = row.kept_bytes() * n
-            result[k] = prices.headroom(
-                row.state_bytes() + cost.receive_slots * row.comes.at(n),
-                kept[None, :] - kept[:, None] + row.entering.at(n),
-            )
-        return result
 
-    def reduce_s(self, degree: int, per_byte: float, latency_s: float) -> Floats:
-        """Seconds of the all-reduce of every run on a ring with this price, [i, j]."""
-        key = degree, per_byte
-        if key not in self._rings:
-            self._rings[key] = self._ring(degree, per_byte, latency_s)
-        return self._rings[key]
+    def reduce_s(self, place: Place) -> Floats:
+        """Seconds of the all-reduce of every run on these devices, [i, j]."""
+        if place not in self._ring_prices:
+            self._ring_prices[place] = ring_price(self.terms.cost, place)
+        degree, (per_byte, latency_s) = sum(place), self._ring_prices[place]
+        if (degree, per_byte) not in self._rings:
+            self._rings[degree, per_byte] = self._ring(degree, per_byte, latency_s)
+        return self._rings[degree, per_byte]
 
     def _ring(self, degree: int, per_byte: float, latency_s: float) -> Floats:
-        reduced = self.terms.row.reduced_bytes
+        reduced = self.terms.row.matrices().trainable
         ring = reduced * per_byte
         if self.terms.overlap_allreduce:
             # Column j: the gradients of the operators before cut j, which are complete when the

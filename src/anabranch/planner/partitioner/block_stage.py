@@ -91,10 +91,10 @@ class Stages:
         at = tuple(np.array(runs).T)
         seconds = limits.per_bound(ranges.compute_s(at), ranges.traffic_s(at), ranges.reduce_s(at))
         seconds[COMPUTE][~limits.sizes.valid[limits.at]] = np.inf
-        fixed, per_microbatch = ranges.memory(at)
-        fixed = np.array(fixed[limits.at])
+        memory = ranges.memory(at)
+        fixed = np.array(memory.fixed[limits.at])
         fixed[~limits.sizes.valid[limits.at]] = np.inf
-        return Stages(seconds, fixed, per_microbatch[limits.at])
+        return Stages(seconds, fixed, memory.flight[limits.at])
 
 
 @dataclass(frozen=True)

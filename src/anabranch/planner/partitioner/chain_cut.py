@@ -15,9 +15,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from anabranch.cost import CostModel
+from anabranch.cost.communication import transfer_s
+from anabranch.cost.nested_weights import NestedSets
+from anabranch.cost.period import period_s, traffic_s, work_s
 from anabranch.planner.partitioner.limits import SEARCH
 from anabranch.planner.partitioner.range_prices import Floats, Ints
-from anabranch.planner.partitioner.rows import Row
 from anabranch.planner.toolkit.parts import Part
 from anabranch.planner.toolkit.prices import Mode, Prices
 
@@ -36,7 +38,7 @@ class ChainCutter:
         self._batch_size = batch_size
         step = -(-len(order) // SEARCH.most_cuts)
         groups = [order[i : i + step] for i in range(0, len(order), step)]
-        self._row = Row(cost, [sum(1 << op for op in group) for group in groups])
+        self._row = NestedSets.row(cost, [sum(1 << op for op in group) for group in groups])
         self._place = {op: i for i, op in enumerate(order)}
         self._tables: dict[tuple[int, Mode, bool], tuple[Floats, Floats, Ints]] = {}
         self._links = (False, True) if len(cost.cluster.levels) > 1 else (False,)
@@ -58,7 +60,7 @@ class ChainCutter:
             size: samples of a micro-batch.
             modes: of the stages in order, at most as many as cuts are considered.
         """
-        if not 0 < len(modes) <= self._row.size:
+        if not 0 < len(modes) <= len(self._row.parts):
             return []
         found: list[tuple[int, ...]] = []
         for inside in self._links:
@@ -124,21 +126,15 @@ class ChainCutter:
 
     def _price(self, prices: Prices, mode: Mode, inside: bool) -> tuple[Floats, Floats, Ints]:
         row, n = self._row, prices.samples(mode.replicas)
+        weights = row.matrices(mode.tensor)
         running = row.compute_s(n, mode.tensor, recompute=mode.recompute)
         compute = running[None, :] - running[:, None]
-        comes = row.comes.at(n)
         link = self._cost.cluster.levels[0]
-        share = 1 / link.bandwidth if inside else prices.share(mode.devices)
-        traffic = np.maximum(comes, row.goes.at(n)) * share
-        reduce_s = prices.allreduce_s(row.reduced(mode.tensor), mode.replicas, mode.tensor)
-        period = np.maximum(compute, traffic) + reduce_s / prices.num_microbatches
+        price = 1 / link.bandwidth if inside else self._cost.border_price(mode.devices)
+        traffic = traffic_s(weights.border.comes, weights.border.goes, n, price)
+        reduce_s = transfer_s(weights.trainable, *prices.ring(mode.replicas, mode.tensor))
+        period = period_s(work_s(compute, traffic), reduce_s, prices.num_microbatches)
         period[np.tril_indices(len(period))] = np.inf
-        kept = row.kept_bytes(mode.tensor) * n
-        contents = kept[None, :] - kept[:, None]
-        fixed = row.state_bytes(mode.tensor) + self._cost.receive_slots * comes
-        held = row.entering.at(n)
-        if mode.recompute:
-            fixed = fixed + contents
-        else:
-            held = held + contents
-        return period, compute + traffic, prices.headroom(fixed, held)
+        size = prices.microbatch_size
+        memory = self._cost.memory(weights, size, mode.replicas, recompute=mode.recompute)
+        return period, compute + traffic, prices.headroom(memory)

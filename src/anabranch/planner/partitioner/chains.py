@@ -6,7 +6,7 @@ A chain is a row of items, each an operator or a block; a block is a set of chai
                     | chain [ a ][ b ][ c ]|
                     | chain [ d ][ e ]     |
 
-``partitioner.rows`` weighs contiguous ranges of items. Branches of a block that
+``cost.nested_weights`` weighs contiguous ranges of items. Branches of a block that
 ``series_parallel.signature`` calls the same are of one class, and only its first is searched.
 
 A model of more than ``SEARCH.items`` operators is made coarser, to about so many items: neighbours
@@ -24,9 +24,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from anabranch.cost import CostModel
+from anabranch.cost.nested_weights import NestedSets
 from anabranch.graph.series_parallel import Leaf, Node, Parallel, Series, operators, signature
 from anabranch.planner.partitioner.limits import SEARCH
-from anabranch.planner.partitioner.rows import Row
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Block:
 
     branches: tuple[Chain, ...]
     classes: tuple[int, ...]
-    row: Row
+    row: NestedSets
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Chain:
     """
 
     items: tuple[int | Block, ...]
-    row: Row
+    row: NestedSets
     below: tuple[int, ...]
 
     @property
@@ -82,7 +82,7 @@ def line(cost: CostModel, order: Iterable[int], *, coarse: bool = False) -> Chai
     parts = list(_Builder(cost).runs(ops)) if coarse else [[op] for op in ops]
     masks = [sum(_mask(op) for op in part) for part in parts]
     firsts = tuple(next(operators(part[0])) for part in parts)
-    return Chain(firsts, Row(cost, masks), tuple(range(len(firsts), -1, -1)))
+    return Chain(firsts, NestedSets.row(cost, masks), tuple(range(len(firsts), -1, -1)))
 
 
 def span(chain: Chain) -> int:
@@ -133,7 +133,7 @@ class _Builder:
                 items.append(next(operators(only)))
                 cuts.append(cuts[-1] + 1)
             masks.append(sum(_mask(each) for each in run))
-        row = Row(self._cost, masks[::-1])
+        row = NestedSets.row(self._cost, masks[::-1])
         return Chain(tuple(reversed(items)), row, tuple(reversed(cuts)))
 
     def runs(self, nodes: Iterable[Node]) -> Iterator[list[Node]]:
@@ -165,7 +165,7 @@ class _Builder:
         return Block(
             tuple(self.chain(child, below) for child in ordered),
             tuple(classes),
-            Row(self._cost, [_mask(child) for child in ordered]),
+            NestedSets.row(self._cost, [_mask(child) for child in ordered]),
         )
 
     def _alike(self, branches: Sequence[Node]) -> list[list[Node]]:

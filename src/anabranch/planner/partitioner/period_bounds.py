@@ -302,15 +302,15 @@ def entries(chain: Chain, modes: int, devices: float) -> tuple[float, float]:
     Returns:
         Those of ranges, and those of shares.
     """
-    ranges, sharing = (chain.row.size + 1) ** 2.0, 0.0
-    weight = sum(mask.bit_count() for mask in chain.row.masks)
-    for item, mask in zip(chain.items, chain.row.masks, strict=True):
+    ranges, sharing = len(chain.row) ** 2.0, 0.0
+    weight = sum(mask.bit_count() for mask in chain.row.parts)
+    for item, mask in zip(chain.items, chain.row.parts, strict=True):
         if isinstance(item, Block):
             some = devices * mask.bit_count() / weight
-            ranges += (item.row.size + 1) ** 2
-            sharing += (item.row.size + 1) * modes * (some + 1)
+            ranges += len(item.row) ** 2
+            sharing += len(item.row) * modes * (some + 1)
             for k in set(item.classes):
-                part = some * item.row.masks[k].bit_count() / mask.bit_count()
+                part = some * item.row.parts[k].bit_count() / mask.bit_count()
                 inner = entries(item.branches[k], modes, part)
                 ranges, sharing = ranges + inner[0], sharing + inner[1]
     return ranges, sharing

@@ -10,14 +10,18 @@ Arrays are [size s, mode k, ...]; a bound names its size, so what depends on bou
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from anabranch.planner.partitioner.rows import Row, Traffic
+from anabranch.cost.communication import transfer_s
+from anabranch.cost.memory import DeviceMemory
+from anabranch.cost.nested_weights import NestedSets
+from anabranch.cost.period import period_s, traffic_s, work_s
+from anabranch.cost.stage_weights import Border, StageWeights, Traffic
 from anabranch.planner.toolkit.prices import Bound, Mode, Prices
 
 INFINITE = 1 << 28
@@ -52,18 +56,20 @@ class Sizes:
             )
         )
         first = self.prices[0]
+        self.cost = first.cost
         self.devices = np.array([mode.devices for mode in self.modes], dtype=np.int32)
         self.valid: Bools = np.array([[m in each.modes for m in self.modes] for each in prices])
         samples = [[each.samples(mode.replicas) for mode in self.modes] for each in prices]
         self.samples: Floats = np.where(self.valid, np.array(samples, dtype=np.float64), 0.0)
         self.count: Floats = np.array([each.num_microbatches for each in prices], dtype=np.float64)
-        self.share: Floats = np.array([first.share(mode.devices) for mode in self.modes])
+        self.microbatch_size = np.array([each.microbatch_size for each in prices])
+        self.replicas = np.array([mode.replicas for mode in self.modes])
+        self.share: Floats = np.array([self.cost.border_price(mode.devices) for mode in self.modes])
         self.memory_bytes = float(first.memory_bytes)
-        self.slots = first.cost.receive_slots
         self.recompute: Bools = np.array([mode.recompute for mode in self.modes])
         rings = [first.ring(mode.replicas, mode.tensor) for mode in self.modes]
         self.ring_per_byte: Floats = np.array([each[0] for each in rings])
-        self.ring_fixed: Floats = np.array([each[1] for each in rings])
+        self.ring_latency_s: Floats = np.array([each[1] for each in rings])
         tensors = sorted({mode.tensor for mode in self.modes})
         self.tensors = tuple(tensors)
         self.tensor: NDArray[np.intp] = np.array([tensors.index(m.tensor) for m in self.modes])
@@ -121,23 +127,23 @@ class RangePrices:
         sizes: prices them.
     """
 
-    def __init__(self, row: Row, sizes: Sizes) -> None:
+    def __init__(self, row: NestedSets, sizes: Sizes) -> None:
         self.row = row
         self.sizes = sizes
         # Row after row of the upper triangle.
-        self._all: tuple[NDArray[np.intp], NDArray[np.intp]] = np.triu_indices(row.size + 1, 1)
-        self._slowest_s = np.maximum(self.compute_s(self._all), self.traffic_s(self._all))
+        self._all: tuple[NDArray[np.intp], NDArray[np.intp]] = np.triu_indices(len(row), 1)
+        self._slowest_s = work_s(self.compute_s(self._all), self.traffic_s(self._all))
         # A size that may not use a mode never has it within a bound.
         self._slowest_s[~sizes.valid] = np.inf
 
     def _place(self, start: int, stop: int) -> int:
-        return start * self.row.size - start * (start - 1) // 2 + stop - start - 1
+        return start * len(self.row.parts) - start * (start - 1) // 2 + stop - start - 1
 
     @cached_property
     def _running(self) -> Floats:
         """Seconds of the first j parts: [s, k, j]."""
         sizes = self.sizes
-        result = np.zeros((len(sizes), len(sizes.modes), self.row.size + 1))
+        result = np.zeros((len(sizes), len(sizes.modes), len(self.row)))
         for s in range(len(sizes)):
             for k, mode in enumerate(sizes.modes):
                 if sizes.valid[s, k]:
@@ -146,11 +152,19 @@ class RangePrices:
                     )
         return result
 
-    @cached_property
-    def _kept(self) -> Floats:
-        """Bytes kept per sample by the first j parts: [k, j]."""
-        per_tensor = np.stack([self.row.kept_bytes(tensor) for tensor in self.sizes.tensors])
-        return per_tensor[self.sizes.tensor]
+    def _weights(self, at: Places) -> StageWeights:
+        """Bytes of some ranges (start, stop): parameters and what is kept by mode, [k, ...]."""
+        per_tensor = [self.row.matrices(tensor) for tensor in self.sizes.tensors]
+
+        def by_mode(matrices: Sequence[Floats]) -> Floats:
+            return np.asarray(np.stack([matrix[at] for matrix in matrices])[self.sizes.tensor])
+
+        return StageWeights(
+            by_mode([weights.parameters for weights in per_tensor]),
+            by_mode([weights.trainable for weights in per_tensor]),
+            by_mode([weights.kept for weights in per_tensor]),
+            per_tensor[0].border[at],
+        )
 
     def compute_s(self, at: Places) -> Floats:
         """Seconds of compute per micro-batch of some ranges (start, stop): [s, k, ...]."""
@@ -159,66 +173,37 @@ class RangePrices:
 
     def traffic_s(self, at: Places) -> Floats:
         """Seconds of transfers per micro-batch of some ranges (start, stop): [s, k, ...]."""
-        comes, goes = self.row.comes, self.row.goes
-        scale = self.sizes.share
-        if comes.has_fixed or goes.has_fixed:
-            there, back = (self._at(each[at]) for each in (comes, goes))
-            largest = np.maximum(there, back)
-            return largest * scale.reshape(-1, *(1,) * (largest.ndim - 2))
-        most = np.maximum(comes.per_sample[at], goes.per_sample[at])
-        samples = self.sizes.samples * scale
-        return most * samples.reshape(*samples.shape, *(1,) * most.ndim)
-
-    def _at(self, traffic: Traffic) -> Floats:
-        """Bytes at the samples of every size and mode: [s, k, ...]."""
-        samples = self.sizes.samples
-        return traffic.at(samples.reshape(*samples.shape, *(1,) * traffic.per_sample.ndim))
+        border, samples = self.row.matrices().border, self.sizes.samples
+        comes, goes = border.comes[at], border.goes[at]
+        wide = (1,) * comes.per_sample.ndim
+        samples, price = samples.reshape(*samples.shape, *wide), self.sizes.share.reshape(-1, *wide)
+        return np.asarray(traffic_s(comes, goes, samples, price))
 
     def reduce_s(self, at: Places) -> Floats:
         """Seconds of all-reduce per step of some ranges (start, stop): [k, ...]."""
-        return self._reduced(at, latency=True)
-
-    def _reduced(self, at: Places, *, latency: bool) -> Floats:
-        sizes = self.sizes
-        nbytes = np.stack([self.row.reduced(tensor)[at] for tensor in sizes.tensors])[sizes.tensor]
+        nbytes = self._weights(at).trainable
         wide = (-1, *(1,) * (nbytes.ndim - 1))
-        seconds = nbytes * sizes.ring_per_byte.reshape(wide)
-        if latency:
-            seconds += (nbytes > 0) * sizes.ring_fixed.reshape(wide)
-        return np.asarray(seconds)
+        per_byte, latency = self.sizes.ring_per_byte, self.sizes.ring_latency_s
+        return np.asarray(transfer_s(nbytes, per_byte.reshape(wide), latency.reshape(wide)))
 
-    def memory(self, at: Places) -> tuple[Floats, Floats]:
-        """Bytes whatever is in flight, and per micro-batch in flight: [s, k, ...]."""
-        start, stop = at
-        return self._memory(
-            np.stack([self.row.state_bytes(tensor)[at] for tensor in self.sizes.tensors]),
-            self._kept[:, stop] - self._kept[:, start],
-            self.row.comes[at],
-            self.row.entering[at],
+    def memory(self, at: Places) -> DeviceMemory:
+        """Bytes of some ranges (start, stop): [s, k, ...]."""
+        return self._memory(self._weights(at))
+
+    def _memory(self, weights: StageWeights) -> DeviceMemory:
+        sizes, wide = self.sizes, (1,) * (weights.kept.ndim - 1)
+        return sizes.cost.memory(
+            weights,
+            sizes.microbatch_size.reshape(-1, 1, *wide),
+            sizes.replicas.reshape(-1, *wide),
+            recompute=sizes.recompute.reshape(-1, *wide),
         )
-
-    def _memory(
-        self, state: Floats, kept: Floats, comes: Traffic, entering: Traffic
-    ) -> tuple[Floats, Floats]:
-        sizes = self.sizes
-        wide = (len(sizes), len(sizes.modes), *(1,) * (kept.ndim - 1))
-        inside = kept * sizes.samples.reshape(wide)
-        fixed = state[sizes.tensor] + sizes.slots * self._at(comes)
-        per_microbatch = self._at(entering)
-        again = sizes.recompute
-        fixed[:, again] += inside[:, again]
-        per_microbatch[:, ~again] += inside[:, ~again]
-        return fixed, per_microbatch
 
     @cached_property
     def headroom(self) -> Ints:
         """The largest height at which a range fits, -1 for none: [s, k, p]."""
-        fixed, per_microbatch = self.memory(self._all)
-        free = self.sizes.memory_bytes - fixed
         count = self.sizes.count[:, None, None]
-        with np.errstate(divide="ignore", invalid="ignore"):
-            held = np.clip(free / per_microbatch, 0, count)
-        held = np.where(per_microbatch > 0, held, count * (free >= 0)).astype(np.int32)
+        held = self.memory(self._all).most_in_flight(self.sizes.memory_bytes, count)
         # More than all micro-batches are never in flight.
         return np.where(held == count, INFINITE, held - 1).astype(np.int32)
 
@@ -228,7 +213,8 @@ class RangePrices:
 
     @cached_property
     def _spread_s(self) -> Floats:
-        return self._slowest_s + self._reduce_s / self.sizes.count[:, None, None]
+        count = self.sizes.count[:, None, None]
+        return np.asarray(period_s(self._slowest_s, self._reduce_s, count))
 
     @cached_property
     def _at_sink(self) -> dict[bool, Floats]:
@@ -282,7 +268,7 @@ class RangePrices:
                 within &= headroom >= most
             np.copyto(always, self.sizes.devices[k], where=within)
         table = self._graded(always, graded, heights) if graded else always[:, None]
-        size = self.row.size + 1
+        size = len(self.row)
         start, stop = self._all
         result = np.full((*table.shape[:2], size, size), INFINITE, dtype=np.int32)
         result[:, :, stop, start] = table
@@ -322,36 +308,38 @@ class RangePrices:
 
     @property
     def _cuts(self) -> NDArray[np.intp]:
-        return np.arange(self.row.size + 1)
+        return np.arange(len(self.row))
 
     @cached_property
     def tails(self) -> Shares:
         """For a stage after this row's end that also takes the parts from cut c on."""
-        row, end = self.row, (self._cuts, np.full(self.row.size + 1, self.row.size))
+        last = len(self.row.parts)
+        at = self._cuts, np.full(last + 1, last)
+        border = self.row.matrices().border[at]
         # What the tail sends on no longer enters the stage; what the tail reads does.
-        enter = row.entering[end].minus(row.leaving[end])
-        leave = row.leaving_gradients[end].minus(row.entering_gradients[end])
-        return self._shares(end, enter, leave, enter)
+        enter = border.entering - border.leaving
+        leave = border.leaving_gradients - border.entering_gradients
+        return self._shares(at, enter, leave, enter)
 
     @cached_property
     def heads(self) -> Shares:
         """For a stage before this row's start that also takes the parts up to cut c."""
-        row, start = self.row, (np.zeros(self.row.size + 1, dtype=np.intp), self._cuts)
+        at = np.zeros(len(self.row), dtype=np.intp), self._cuts
+        border = self.row.matrices().border[at]
         # What only the head reads no longer leaves the stage; what the head makes does.
-        enter = row.entering_gradients[start].minus(row.sole_gradients)
-        leave = row.leaving[start].minus(row.sole_reads)
-        return self._shares(start, enter, leave, enter.minus(enter))
+        enter = border.entering_gradients - self.row.done(gradients=True)
+        leave = border.leaving - self.row.done(gradients=False)
+        return self._shares(at, enter, leave, enter - enter)
 
     def _shares(self, at: Places, enter: Traffic, leave: Traffic, held: Traffic) -> Shares:
-        start, stop = at
-        state = np.stack([self.row.state_bytes(tensor)[at] for tensor in self.sizes.tensors])
-        fixed, per_microbatch = self._memory(
-            state, self._kept[:, stop] - self._kept[:, start], enter, held
-        )
+        sizes, weights = self.sizes, self._weights(at)
+        nothing = held - held
+        memory = self._memory(replace(weights, border=Border(held, nothing, enter - held, nothing)))
+        samples = sizes.samples[..., None]
         return Shares(
             self.compute_s(at),
-            np.maximum(self._at(enter), self._at(leave)) * self.sizes.share[:, None],
-            self._reduced(at, latency=False),
-            fixed,
-            per_microbatch,
+            np.maximum(enter.at(samples), leave.at(samples)) * sizes.share[:, None],
+            weights.trainable * sizes.ring_per_byte[:, None],
+            memory.fixed,
+            memory.flight,
         )

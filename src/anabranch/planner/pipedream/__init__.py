@@ -1,6 +1,5 @@
 """PipeDream's planner.
 
-spans       what lies between two states of the model, in a row or as antichains of the graph
 terms       the terms of the recurrence: compute, all-reduce, transfers; what a plan is
 recurrence  the recurrence, memory apart
 memory      the same under a bound, with the number of stages that may follow

@@ -91,7 +91,7 @@ class Fitting:
         top = len(self._terms.tiers) - 1
         stage = [self._stage(top, 1, m) for m in range(1, self._terms.tiers[top].size + 1)]
         closed = self._closed(top, 1)
-        last = len(self._terms.spans) - 1
+        last = len(self._terms.states) - 1
         none = np.full(last + 1, LASTING, dtype=np.int16)
         fewest = [np.where(np.arange(last + 1) == last, np.int16(0), none)]
         for m in range(1, len(stage) + 1):
@@ -187,13 +187,13 @@ class Fitting:
     def _most(self, level: int, m: int) -> int:
         """Stages on m components of a level at most."""
         inside = int(np.prod([tier.size for tier in self._terms.tiers[:level]]))
-        return min(m * inside, len(self._terms.spans) - 1)
+        return min(m * inside, len(self._terms.states) - 1)
 
     def _series(
         self, stage: Choices, best: Choices, closed: NDArray[np.bool_], wanted: tuple[int, int]
     ) -> Counts:
         m, q = wanted
-        count = len(self._terms.spans)
+        count = len(self._terms.states)
         result = np.full((count, count), ABSENT, dtype=np.int16)
         if q <= len(stage[m - 1]):
             result = stage[m - 1][q - 1].copy()

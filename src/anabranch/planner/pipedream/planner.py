@@ -14,12 +14,12 @@ from typing import ClassVar
 
 from anabranch.cluster import GIB
 from anabranch.cost import CostModel
+from anabranch.cost.nested_weights import NestedSets
 from anabranch.errors import BudgetError
 from anabranch.graph.series_parallel import decompose, operators
 from anabranch.planner.base import require_options
 from anabranch.planner.downsets import downsets, prefixes
 from anabranch.planner.pipedream import memory, recurrence
-from anabranch.planner.pipedream.spans import Spans
 from anabranch.planner.pipedream.terms import Meter, Piece, Terms, flat, stages, tiers
 from anabranch.planner.toolkit.infeasible import explain, require_sizes
 from anabranch.planner.toolkit.parts import Part, PartPrices, edges, fits
@@ -77,13 +77,13 @@ class PipeDream:
         limit = self.max_replicas or cost.cluster.num_devices
         require_sizes(cost, batch_size, microbatch_size, limit)
         order = tuple(operators(decompose(cost.graph)))
-        states = downsets(cost.graph, self.budget) if self.antichains else prefixes(order)
-        _require_tables(cost, len(states))
-        spans = Spans(cost, states)
+        masks = downsets(cost.graph, self.budget) if self.antichains else prefixes(order)
+        _require_tables(cost, len(masks))
+        states = NestedSets(cost, masks)
         sizes = [microbatch_size] if microbatch_size else microbatch_sizes(batch_size)
         seen: set[StageGraph] = set()
         try:
-            for graph in self._search(spans, batch_size, sizes[::-1], limit):
+            for graph in self._search(states, batch_size, sizes[::-1], limit):
                 if graph not in seen:
                     seen.add(graph)
                     yield graph
@@ -95,14 +95,14 @@ class PipeDream:
             raise explain(problem, microbatch_size)
 
     def _search(
-        self, spans: Spans, batch_size: int, sizes: Sequence[int], limit: int
+        self, states: NestedSets, batch_size: int, sizes: Sequence[int], limit: int
     ) -> Iterator[StageGraph]:
         meter = Meter(self.steps)
-        cost = spans.cost
+        cost = states.cost
         for size in sizes:
             prices = Prices(cost, batch_size, size, (), cost.cluster.memory_bytes)
             for accumulate in (False, True) if self.accumulate else (False,):
-                terms = Terms(spans, prices, tiers(cost.cluster), limit, accumulate)
+                terms = Terms(states, prices, tiers(cost.cluster), limit, accumulate)
                 graph = self._best(terms, meter)
                 if graph is not None:
                     yield graph
@@ -125,10 +125,10 @@ class PipeDream:
 
     def _stage_graph(self, terms: Terms, pieces: Sequence[Piece]) -> StageGraph | None:
         """The stages of a plan on their devices; None if they do not fit."""
-        cost, states = terms.prices.cost, terms.spans.states
+        cost, states = terms.prices.cost, terms.states
         sizes = [tier.size for tier in terms.tiers]
         placed = list(stages(pieces, sizes))
-        parts = [Part(states[v] & ~states[u], len(devices)) for u, v, devices in placed]
+        parts = [Part(states.mask(u, v), len(devices)) for u, v, devices in placed]
         prices = PartPrices(terms.prices)
         pairs = edges(prices, parts)
         if not self.antichains:

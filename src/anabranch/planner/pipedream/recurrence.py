@@ -17,8 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anabranch.planner.pipedream.product import least_longest
-from anabranch.planner.pipedream.spans import Matrix
-from anabranch.planner.pipedream.terms import INFINITE, Meter, Piece, Terms
+from anabranch.planner.pipedream.terms import INFINITE, Matrix, Meter, Piece, Terms
 
 FIRST = 1.15
 """The first bound, in multiples of what no plan can beat."""
@@ -66,14 +65,14 @@ class Bounded:
         value = float(table.best[-1][0, -1])
         if value == INFINITE:
             return None
-        return value, self._pieces(table, top, 1, (0, len(self._terms.spans) - 1))
+        return value, self._pieces(table, top, 1, (0, len(self._terms.states) - 1))
 
     def _component(self, level: int, copies: int) -> Matrix:
         """A^level on a whole component, of which there are so many copies; level -1: a device."""
         if level < 0:
             return self._within(self._terms.compute_s(copies))
         if (level, copies) not in self._whole:
-            count = len(self._terms.spans)
+            count = len(self._terms.states)
             whole = np.full((count, count), INFINITE)
             best = self._table(level, copies).best[-1]
             whole[: len(best)] = best
@@ -104,7 +103,7 @@ class Bounded:
 
     def _stage(self, level: int, copies: int, m: int) -> Matrix:
         if not self._terms.possible(copies * m):
-            count = len(self._terms.spans)
+            count = len(self._terms.states)
             return np.full((count, count), INFINITE)
         inside = self._component(level - 1, copies * m)
         return self._within(np.maximum(inside, self._terms.reduce_s(level, copies, m)))

@@ -1,4 +1,4 @@
-"""The terms of PipeDream's recurrence at one micro-batch size, and what a plan of it is.
+"""Terms of PipeDream's recurrence at one micro-batch size, and the pieces of its plans.
 
     T^k(u->v, m) = max( A^(k-1)(u->v, m_(k-1)) on micro-batches shared by m times as many,
                         2 (m-1) * w(u->v) / (B_k * R) )
@@ -28,9 +28,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anabranch.cluster import Cluster
+from anabranch.cost.nested_weights import NestedSets
 from anabranch.errors import BudgetError
-from anabranch.planner.pipedream.spans import Matrix, Spans
 from anabranch.planner.toolkit.prices import Prices
+
+Matrix = NDArray[np.float64]
 
 INFINITE = float("inf")
 LASTING = 1 << 14
@@ -88,14 +90,15 @@ class Terms:
     """Everything the recurrence adds up, at one micro-batch size.
 
     Attributes:
-        spans: the model.
+        states: sets of operators that are done, from none to all; a span (u, v) with u inside v is
+            the stage that takes the model from state u to state v.
         prices: batch, micro-batch and memory.
         tiers: the levels, innermost first.
         max_replicas: replicas per stage at most.
         accumulate: replicas reduce once per step (R = M), not once per r * m micro-batches.
     """
 
-    spans: Spans
+    states: NestedSets
     prices: Prices
     tiers: tuple[Tier, ...]
     max_replicas: int
@@ -114,17 +117,18 @@ class Terms:
 
     def compute_s(self, replicas: int) -> Matrix:
         """Seconds of every span on so many replicas; infinite where it may not have them."""
-        count = len(self.spans)
+        count = len(self.states)
         if not self.allowed(replicas):
             return np.full((count, count), INFINITE)
-        done = self.spans.seconds(self.prices.samples(replicas))
-        return np.where(self.spans.nested, done[None, :] - done[:, None], INFINITE)
+        done = self.states.compute_s(self.prices.samples(replicas))
+        return np.where(self.states.nested, done[None, :] - done[:, None], INFINITE)
 
     def reduce_s(self, level: int, copies: int, m: int) -> Matrix | float:
         """Seconds per micro-batch of the all-reduce among m components."""
         if m == 1:
             return 0.0
-        return self.spans.reduced_bytes * self.reduce_s_per_byte(level, copies, m)
+        reduced: Matrix = self.states.matrices().trainable
+        return reduced * self.reduce_s_per_byte(level, copies, m)
 
     def reduce_s_per_byte(self, level: int, copies: int, m: int) -> float:
         """The same for one byte of parameters."""
@@ -133,15 +137,17 @@ class Terms:
 
     def cut_s(self, level: int, copies: int) -> NDArray[np.float64]:
         """Seconds for what crosses each state and its gradients."""
-        samples = self.prices.samples(copies)
-        return self.spans.crossing_bytes(samples) / self.tiers[level].bandwidth
+        per_sample, fixed, back_per_sample, back_fixed = self.states.open_bytes.T
+        crossing = (per_sample + back_per_sample) * self.prices.samples(copies) + fixed + back_fixed
+        return np.asarray(crossing / self.tiers[level].bandwidth)
 
     def headroom(self, replicas: int) -> NDArray[np.int16]:
         """Stages that may follow a span in memory; -1 where it fits nowhere or is none."""
         if replicas not in self._headrooms:
-            fixed, each = self.spans.memory(self.prices.samples(replicas))
-            height = np.minimum(self.prices.headroom(fixed, each), LASTING)
-            found = np.where(self.spans.nested, height, -1).astype(np.int16)
+            size = self.prices.microbatch_size
+            memory = self.prices.cost.memory(self.states.matrices(), size, replicas)
+            height = np.minimum(self.prices.headroom(memory), LASTING)
+            found = np.where(self.states.nested, height, -1).astype(np.int16)
             self._headrooms[replicas] = found
         return self._headrooms[replicas]
 
@@ -156,8 +162,9 @@ class Terms:
         } or {self.prices.microbatch_size}
         samples = sorted(n for n in counts if self.prices.cost.covers(n))
         if not samples:
-            return np.zeros(len(self.spans))
-        return self.spans.least_work_s(samples) * self.prices.microbatch_size
+            return np.zeros(len(self.states))
+        per_sample = [np.add(*self.prices.cost.op_seconds(n)) / n for n in samples]
+        return self.states.sums(np.min(per_sample, axis=0)) * self.prices.microbatch_size
 
     @property
     def devices(self) -> int:
@@ -179,7 +186,7 @@ class Terms:
                 inside = self.period_s(piece.inside, level - 1, copies * m)
             else:
                 inside = float(self.compute_s(copies * m)[piece.start, piece.stop])
-            reduced = float(self.spans.reduced_bytes[piece.start, piece.stop])
+            reduced = float(self.states.matrices().trainable[piece.start, piece.stop])
             reduce_s = reduced * self.reduce_s_per_byte(level, copies, m)
             longest = max(longest, inside, reduce_s)
         return longest

@@ -14,7 +14,6 @@ for s stages behind D on k devices. They are counted from the end, as the memory
 on what follows it. Only the largest load counts, not the depth of the pipeline and not the number
 of its branches.
 
-states      downsets, nested pairs of them, and sums over both
 prices      the load of a stage, and how much it can keep in flight
 walk        passes over the stages that a plan may have
 search      the recurrence, in an order that is quick

@@ -12,14 +12,13 @@ from anabranch.cost import CostModel
 from anabranch.errors import InfeasiblePlanError
 from anabranch.graph.series_parallel import decompose, operators
 from anabranch.planner.base import require_options
-from anabranch.planner.downsets import downsets, prefixes
+from anabranch.planner.downsets import downsets, prefixes, size_starts
 from anabranch.planner.piper.assemble import assemble
-from anabranch.planner.piper.prices import Choice, StagePrices
+from anabranch.planner.piper.prices import Space, StagePrices
 from anabranch.planner.piper.search import ROUNDING, Found, Search
-from anabranch.planner.piper.states import Space
 from anabranch.planner.toolkit.infeasible import require_sizes
 from anabranch.planner.toolkit.parts import Part
-from anabranch.planner.toolkit.prices import Prices, degrees, microbatch_sizes
+from anabranch.planner.toolkit.prices import Mode, Prices, degrees, microbatch_sizes
 from anabranch.plans.slices import priced
 from anabranch.plans.stages import StageGraph
 
@@ -87,12 +86,12 @@ class Piper:
         row = _row(cost)
         nested = None if self.linear else self._nested(cost)
         for size in [microbatch_size] if microbatch_size else microbatch_sizes(batch_size):
-            prices, choices = self._at(cost, batch_size, size, cost.cluster.memory_bytes)
-            if not choices:
+            prices, modes = self._at(cost, batch_size, size, cost.cluster.memory_bytes)
+            if not modes:
                 continue
             spaces = [row] if nested is None else [row, nested]
             yield from self._graphs(
-                [(StagePrices(prices, space.states, choices), space) for space in spaces]
+                [(StagePrices(prices, space.downsets, modes), space) for space in spaces]
             )
 
     def _nested(self, cost: CostModel) -> Space:
@@ -100,19 +99,19 @@ class Piper:
 
     def _at(
         self, cost: CostModel, batch_size: int, size: int, memory: float
-    ) -> tuple[Prices, list[Choice]]:
+    ) -> tuple[Prices, list[Mode]]:
         """Prices at a micro-batch size, and how a stage may run there."""
         total = cost.cluster.num_devices
         most = self.max_replicas or total
-        choices = [
-            Choice(replicas, tensor, recompute)
+        modes = [
+            Mode(replicas, recompute, tensor)
             for tensor in _tensor_degrees(cost)
             for replicas in self._degrees(cost, batch_size, size, min(most, total // tensor))
             for recompute in (False, True)
             if self.recompute or not recompute
         ]
-        used = tuple(sorted({choice.replicas for choice in choices}))
-        return Prices(cost, batch_size, size, used, memory), choices
+        used = tuple(sorted({mode.replicas for mode in modes}))
+        return Prices(cost, batch_size, size, used, memory), modes
 
     def _degrees(self, cost: CostModel, batch_size: int, size: int, limit: int) -> tuple[int, ...]:
         if not self.any_degree:
@@ -157,8 +156,8 @@ class Piper:
         row = _row(cost)
 
         def enough(memory: float) -> bool:
-            prices, choices = self._at(cost, batch_size, size, memory)
-            stages = StagePrices(prices, row.states, choices)
+            prices, modes = self._at(cost, batch_size, size, memory)
+            stages = StagePrices(prices, row.downsets, modes)
             return least(stages, row, 1.0, bound_s=stages.most_s) is not None
 
         low, high = 0.0, float(cluster.memory_bytes)
@@ -193,12 +192,12 @@ def _row(cost: CostModel) -> Space:
 
 
 def _parts(stages: StagePrices, found: Found, *, exact: bool) -> list[Part]:
-    masks, options = stages.states.masks, found.options
+    options = found.options
     result = []
     for i in found.chain(exact=exact):
-        choice = stages.choices[int(options.choice[i])]
-        mask = masks[int(options.hi[i])] & ~masks[int(options.lo[i])]
-        result.append(Part(mask, choice.replicas, choice.recompute, choice.tensor))
+        mode = stages.modes[int(options.mode[i])]
+        mask = stages.downsets.mask(int(options.lo[i]), int(options.hi[i]))
+        result.append(Part(mask, mode.replicas, mode.recompute, mode.tensor))
     return result
 
 
@@ -222,14 +221,16 @@ def least(
     limit = stages.prices.cost.cluster.num_devices
     # The search comes so near twice, to a lower bound and from there to the least.
     near = (1 + tolerance) ** 0.5 - 1
-    search = Search(stages.states.starts, len(stages.states), limit, near, stages.floor_s)
+    search = Search(
+        size_starts(stages.downsets.sets), len(stages.downsets), limit, near, stages.floor_s
+    )
     # Without a bound: upwards from a load that could hardly be less.
     bound = 2 * stages.least_s if bound_s is None else bound_s
     last = stages.most_s if bound_s is None else bound_s
     while True:
         bound = min(bound, last) if bound > 0 else last
         near = stages.possible(space.pairs, space.traffic, bound)
-        pairs = space.pairs.take(near)
+        pairs = space.pairs[near]
         devices = stages.fewest_devices(pairs, space.traffic[near], bound)
         kept = search.useful(pairs, devices)
         if kept is not None:

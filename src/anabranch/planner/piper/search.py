@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from anabranch.planner.piper.states import Floats, Ints, Pairs
+from anabranch.cost.nested_weights import Floats, Ints, Pairs
 from anabranch.planner.piper.walk import NEVER, Options, Walk
 
 ROUNDING = 1 + 1e-9
@@ -158,9 +158,9 @@ class Search:
             pairs: nested pairs of downsets.
             devices: per pair, those that its stage takes at least; ``NEVER`` if there is none.
         """
-        walk = Walk(pairs.lo, pairs.hi, self.starts, self.states)
+        walk = Walk(pairs.lower, pairs.upper, self.starts, self.states)
         room = walk.room(devices, self.limit)
-        return None if room is None else (pairs.take(room >= devices), room[room >= devices])
+        return None if room is None else (pairs[room >= devices], room[room >= devices])
 
     def _lower_bound(self, options: Options, bound_s: float) -> float | None:
         """The least load, but for what follows a stage making it keep more in flight."""

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from anabranch.planner.piper.states import Floats, Ints, runs
+from anabranch.cost.nested_weights import Floats, Ints, run_starts
 
 NEVER = 1 << 24
 """More devices or stages than there are."""
@@ -38,7 +38,7 @@ class Options:
         devices: how many it takes.
         load_s: seconds per micro-batch.
         held: micro-batches that it can keep in flight.
-        choice: which number of replicas, tensor degree and recomputation it stands for.
+        mode: place of its mode: replicas, tensor degree and recomputation.
     """
 
     lo: Ints
@@ -46,7 +46,7 @@ class Options:
     devices: Ints
     load_s: Floats
     held: Ints
-    choice: Ints
+    mode: Ints
 
     def __len__(self) -> int:
         return len(self.lo)
@@ -78,7 +78,7 @@ class Walk:
 
     def __init__(self, lo: Ints, hi: Ints, starts: NDArray[np.int64], states: int) -> None:
         self.lo, self.hi, self.states = lo, hi, states
-        self._first = runs(lo)
+        self._first = run_starts(lo)
         self._row = lo[self._first]
         cuts = np.searchsorted(lo, [*starts.tolist(), states])
         rows = np.searchsorted(self._row, [*starts.tolist(), states])

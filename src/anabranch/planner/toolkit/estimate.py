@@ -30,7 +30,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
-from anabranch.cost import Port
+from anabranch.cost.communication import Port
 from anabranch.planner.toolkit.parts import Part, PartPrices, Ways, heights
 from anabranch.plans.stages import split_evenly
 
@@ -140,7 +140,7 @@ def _transfers(
     waits = 0.0 if prices.facts.waits_back(ends[0].mask, ends[1].mask) else float("-inf")
     per_sample, fixed, grad_per_sample, grad_fixed = prices.flow(ends[0].mask, ends[1].mask)
     if per_sample + fixed == 0:
-        delay = prices.cost.way(devices[0][0], devices[1][0])[3]
+        delay = prices.cost.route(devices[0][0], devices[1][0]).latency_s
         return delay, delay + waits, set()
     shape = ends[0].replicas, ends[0].tensor, ends[1].replicas, ends[1].tensor
     key = shape, tuple(devices[0]), tuple(devices[1])
@@ -171,12 +171,16 @@ def _ways(
     back: dict[Port, tuple[float, float]] = {}
     latency = 0.0
     for i, j, samples in _overlapping_devices(prices.prices.microbatch_size, *shape):
-        way, home, per_byte, delay = prices.cost.way(devices[0][i], devices[1][j])
-        latency = max(latency, delay)
-        for ports, sums in ((way, there), (home, back)):
-            for port in ports:
+        forward = prices.cost.route(devices[0][i], devices[1][j])
+        latency = max(latency, forward.latency_s)
+        for route, sums in (
+            (forward, there),
+            (prices.cost.route(devices[1][j], devices[0][i]), back),
+        ):
+            for port in route.ports:
                 before = sums.get(port, (0.0, 0.0))
-                sums[port] = before[0] + samples * per_byte, before[1] + per_byte
+                per_byte_s = route.per_byte_s
+                sums[port] = before[0] + samples * per_byte_s, before[1] + per_byte_s
     return Ways(
         latency,
         tuple((port, *sums) for port, sums in there.items()),

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from anabranch.cluster import GIB
 from anabranch.cost import CostModel
+from anabranch.cost.nested_weights import NestedSets
 from anabranch.errors import InfeasiblePlanError
-from anabranch.planner.partitioner.rows import Row
 from anabranch.planner.toolkit.parts import Part
 from anabranch.planner.toolkit.prices import Mode, Prices, degrees, microbatch_sizes
 from anabranch.planner.toolkit.problem import Problem
@@ -157,15 +157,24 @@ def runs_on_fewest_devices(problem: Problem) -> Fewest:
 
         devices[h, j]  =  min over i < j of  need[h, i, j] + devices[h + 1, i]
     """
-    row = Row(problem.cost, [1 << op for op in problem.order])
+    row = NestedSets.row(problem.cost, [1 << op for op in problem.order])
+    size = len(problem.order)
+
+    def headroom_in(prices: Prices, mode: Mode) -> NDArray[np.int32]:
+        """The largest height at which each run fits: [start, stop]."""
+        weights = row.matrices(mode.tensor)
+        memory = problem.cost.memory(
+            weights, prices.microbatch_size, mode.replicas, recompute=mode.recompute
+        )
+        return np.asarray(prices.headroom(memory), dtype=np.int32)
 
     def fewest(prices: Prices) -> list[Part]:
         modes = prices.modes
-        headroom = [_headroom(row, prices, mode) for mode in modes]
-        top = min(row.size, prices.num_microbatches, prices.max_devices)
+        headroom = [headroom_in(prices, mode) for mode in modes]
+        top = min(size, prices.num_microbatches, prices.max_devices)
         # The last height stands for all greater ones.
         levels = [*range(min(top, _MOST_HEIGHTS) - 1), top - 1]
-        devices = np.full((len(levels), row.size + 1), np.inf)
+        devices = np.full((len(levels), size + 1), np.inf)
         devices[:, 0] = 0.0
         starts = np.zeros(devices.shape, dtype=np.intp)
         for h, level in reversed(list(enumerate(levels))):
@@ -173,13 +182,13 @@ def runs_on_fewest_devices(problem: Problem) -> Fewest:
             for mode, room in zip(reversed(modes), reversed(headroom), strict=True):
                 need[room >= level] = mode.devices
             above = devices[min(h + 1, len(levels) - 1)]
-            for cut in range(1, row.size + 1):
+            for cut in range(1, size + 1):
                 totals = need[:cut, cut] + above[:cut]
                 starts[h, cut] = totals.argmin()
                 devices[h, cut] = totals[starts[h, cut]]
         if devices[0, -1] > prices.max_devices:
             return []
-        parts, cut, h = [], row.size, 0
+        parts, cut, h = [], size, 0
         while cut:
             start, above_h = int(starts[h, cut]), min(h + 1, len(levels) - 1)
             mode = next(
@@ -194,18 +203,3 @@ def runs_on_fewest_devices(problem: Problem) -> Fewest:
         return parts
 
     return fewest
-
-
-def _headroom(row: Row, prices: Prices, mode: Mode) -> NDArray[np.int32]:
-    """The largest height at which each run of a row fits in a mode: [start, stop]."""
-    n = prices.samples(mode.replicas)
-    kept = row.kept_bytes(mode.tensor) * n
-    inside = kept[None, :] - kept[:, None]
-    fixed = row.state_bytes(mode.tensor) + prices.cost.receive_slots * row.comes.at(n)
-    held = row.entering.at(n)
-    found: NDArray[np.int32] = (
-        prices.headroom(fixed + inside, held)
-        if mode.recompute
-        else prices.headroom(fixed, held + inside)
-    )
-    return found

@@ -14,7 +14,11 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from anabranch.cost import CostModel, Port
+from anabranch.cost import CostModel
+from anabranch.cost.communication import Port, transfer_s
+from anabranch.cost.memory import DeviceMemory
+from anabranch.cost.period import period_s, traffic_s, work_s
+from anabranch.cost.stage_weights import StageWeights
 from anabranch.graph.opgraph import bits
 from anabranch.planner.toolkit.prices import Prices
 from anabranch.plans.rings import Holder, rings
@@ -43,23 +47,6 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Border:
-    """Bytes that cross the border of a set of operators, as (per sample, whatever the samples).
-
-    Attributes:
-        enters: what is read from outside.
-        leaves: what is made for others.
-        enters_back: gradients of what leaves.
-        leaves_back: gradients of what enters.
-    """
-
-    enters: tuple[float, float]
-    leaves: tuple[float, float]
-    enters_back: tuple[float, float]
-    leaves_back: tuple[float, float]
-
-
-@dataclass(frozen=True, slots=True)
 class Ways:
     """The ports that messages between two stages use, forward and back.
 
@@ -82,12 +69,9 @@ class Facts:
     def __init__(self, cost: CostModel) -> None:
         self.cost = cost
         self._ops: dict[int, NDArray[np.intp]] = {}
-        self._border: dict[int, Border] = {}
+        self._weights: dict[tuple[int, int], StageWeights] = {}
         self._flow: dict[tuple[int, int], tuple[float, float, float, float]] = {}
         self._waits_back: dict[tuple[int, int], bool] = {}
-        self._parameters: dict[tuple[int, int], tuple[int, int]] = {}
-        self._kept: dict[tuple[int, int], float] = {}
-        self._sharded = {t: cost.sharded_kept_bytes(t) for t in cost.tensor_degrees}
 
     def ops(self, mask: int) -> NDArray[np.intp]:
         """The operators of a set, ascending."""
@@ -95,79 +79,20 @@ class Facts:
             self._ops[mask] = np.fromiter(bits(mask), dtype=np.intp)
         return self._ops[mask]
 
-    def kept_bytes(self, mask: int, tensor: int) -> float:
-        """Bytes kept for the backward per sample."""
-        if (mask, tensor) not in self._kept:
-            self._kept[mask, tensor] = float(self._sharded[tensor][self.ops(mask)].sum())
-        return self._kept[mask, tensor]
-
-    def parameter_bytes(self, mask: int, tensor: int) -> tuple[int, int]:
-        """Bytes of all parameters and of those that are trained."""
-        if (mask, tensor) not in self._parameters:
-            self._parameters[mask, tensor] = self._count(mask, tensor)
-        return self._parameters[mask, tensor]
-
-    def _count(self, mask: int, tensor: int) -> tuple[int, int]:
-        if tensor > 1:
-            held = self.cost.parameter_bytes(self.ops(mask).tolist(), tensor=tensor)
-            return held, held
-        if self._untied is not None:
-            everything, trained = self._untied[self.ops(mask)].sum(axis=0).tolist()
-            return everything, trained
-        ops = self.ops(mask).tolist()
-        return self.cost.parameter_bytes(ops), self.cost.parameter_bytes(ops, trainable=True)
-
-    @cached_property
-    def _untied(self) -> NDArray[np.int64] | None:
-        """Per operator its parameters' bytes and those trained; None if operators share any."""
-        named, ops = self.cost.parameters, self.cost.graph.ops
-        names = [name for op in ops for name in set(op.parameters)]
-        if len(names) != len(set(names)):
-            return None
-        rows = []
-        for op in ops:
-            own = [named[name] for name in set(op.parameters)]
-            rows.append((sum(p.nbytes for p in own), sum(p.nbytes for p in own if p.trainable)))
-        return np.array(rows, dtype=np.int64)
+    def weights(self, mask: int, tensor: int = 1) -> StageWeights:
+        """Bytes of the stage with these operators."""
+        if (mask, tensor) not in self._weights:
+            self._weights[mask, tensor] = self.cost.weights(mask, tensor)
+        return self._weights[mask, tensor]
 
     @cached_property
     def tied(self) -> tuple[tuple[int, int], ...]:
         """Per trainable parameter that several operators read, their mask and its bytes."""
-        readers: dict[str, int] = {}
-        for i, op in enumerate(self.cost.graph.ops):
-            for name in op.parameters:
-                readers[name] = readers.get(name, 0) | 1 << i
-        named = self.cost.parameters
         return tuple(
-            (mask, named[name].nbytes)
-            for name, mask in readers.items()
-            if mask & (mask - 1) and named[name].trainable and named[name].nbytes
+            (mask, parameter.nbytes)
+            for mask, parameter in self.cost.tied
+            if parameter.trainable and parameter.nbytes
         )
-
-    def border(self, mask: int) -> Border:
-        """What crosses the border."""
-        if mask not in self._border:
-            self._border[mask] = self._cross(mask)
-        return self._border[mask]
-
-    def _cross(self, mask: int) -> Border:
-        cost = self.cost
-        values, ops = cost.graph.values, self.ops(mask).tolist()
-        sums = [[0.0, 0.0] for _ in range(4)]
-        enters, leaves, enters_back, leaves_back = sums
-        for i in {i for op in ops for i in cost.read[op]}:
-            value = values[i]
-            if not mask >> value.producer & 1:
-                enters[not value.batched] += value.nbytes
-                leaves_back[not value.batched] += value.nbytes * value.grad
-        for op in ops:
-            for i in cost.made[op]:
-                if cost.readers[i] & ~mask:
-                    value = values[i]
-                    leaves[not value.batched] += value.nbytes
-                    enters_back[not value.batched] += value.nbytes * value.grad
-        a, b, c, d = ((each[0], each[1]) for each in sums)
-        return Border(a, b, c, d)
 
     def flow(self, source: int, target: int) -> tuple[float, float, float, float]:
         """Bytes from one set of operators to another: forward per sample, fixed; back likewise."""
@@ -239,31 +164,30 @@ class PartPrices:
     def period_s(self, part: Part) -> float:
         """Seconds from one micro-batch to the next."""
         if part not in self._period_s:
-            border, n = self.facts.border(part.mask), self.prices.samples(part.replicas)
-            enter = _size(border.enters, n) + _size(border.enters_back, n)
-            leave = _size(border.leaves, n) + _size(border.leaves_back, n)
-            traffic = max(enter, leave) * self.prices.share(part.devices)
-            spread = self.reduce_s(part) / self.prices.num_microbatches
-            self._period_s[part] = max(sum(self.compute_s(part)), traffic) + spread
+            border = self.facts.weights(part.mask, part.tensor).border
+            price = self.cost.border_price(part.devices)
+            traffic = traffic_s(
+                border.comes, border.goes, self.prices.samples(part.replicas), price
+            )
+            work = work_s(sum(self.compute_s(part)), traffic)
+            count = self.prices.num_microbatches
+            self._period_s[part] = float(period_s(work, self.reduce_s(part), count))
         return self._period_s[part]
 
     def headroom(self, part: Part) -> int:
         """The largest height at which the part fits; -1 if none."""
         if part not in self._headroom:
-            none, one = (self._bytes(part, in_flight) for in_flight in (0, 1))
-            self._headroom[part] = self.prices.most_height(none, one - none)
+            self._headroom[part] = int(self.prices.headroom(self.memory(part)))
         return self._headroom[part]
 
-    def _bytes(self, part: Part, in_flight: int) -> float:
-        # As CostModel.device_bytes, from what is remembered.
-        n = self.prices.samples(part.replicas)
-        weights, trainable = self.facts.parameter_bytes(part.mask, part.tensor)
-        state = weights + trainable * (1 + self.cost.optimizer_factor)
-        kept = self.facts.kept_bytes(part.mask, part.tensor) * n
-        border = self.facts.border(part.mask)
-        enters, back = _size(border.enters, n), _size(border.enters_back, n)
-        inside = kept if part.recompute else in_flight * kept
-        return state + inside + in_flight * enters + self.cost.receive_slots * (enters + back)
+    def memory(self, part: Part) -> DeviceMemory:
+        """Bytes on each device."""
+        return self.cost.memory(
+            self.facts.weights(part.mask, part.tensor),
+            self.prices.microbatch_size,
+            part.replicas,
+            recompute=part.recompute,
+        )
 
     def flow(self, source: int, target: int) -> tuple[float, float, float, float]:
         """Bytes from one set of operators to another: forward per sample, fixed; back likewise."""
@@ -271,11 +195,11 @@ class PartPrices:
 
     def reduce_s(self, part: Part) -> float:
         """Seconds of the all-reduce of a part on devices in a row."""
-        reduced = self._reduced_bytes(part)
-        return float(self.prices.allreduce_s(reduced, part.replicas, part.tensor))
+        price = self.prices.ring(part.replicas, part.tensor)
+        return float(transfer_s(self._reduced_bytes(part), *price))
 
-    def _reduced_bytes(self, part: Part) -> int:
-        return self.facts.parameter_bytes(part.mask, part.tensor)[1]
+    def _reduced_bytes(self, part: Part) -> float:
+        return float(self.facts.weights(part.mask, part.tensor).trainable)
 
     def all_reduces(
         self, parts: Sequence[Part], devices: Sequence[Sequence[int]]
@@ -312,12 +236,8 @@ class PartPrices:
         """Share of its trainable parameters that each device of a part holds."""
         if part.tensor == 1:
             return 1.0
-        whole = self.facts.parameter_bytes(part.mask, 1)[1]
+        whole = self.facts.weights(part.mask).trainable
         return self._reduced_bytes(part) / whole if whole else 0.0
-
-
-def _size(nbytes: tuple[float, float], samples: int) -> float:
-    return nbytes[0] * samples + nbytes[1]
 
 
 def edges(prices: PartPrices, parts: Iterable[Part]) -> set[tuple[int, int]]:

@@ -40,6 +40,7 @@ from typing import Any
 import numpy as np
 
 from anabranch.cost import CostModel
+from anabranch.cost.memory import DeviceMemory
 from anabranch.plans.slices import priced
 
 UNBOUNDED = 1 << 20
@@ -119,83 +120,21 @@ class Prices:
         size = self.microbatch_size
         return 1 <= replicas <= size and priced(self.cost, self.batch_size, size, replicas)
 
-    def share(self, devices: int) -> float:
-        """Seconds per byte that each of so many devices of a stage sends or receives."""
-        if devices not in self._shares:
-            self._shares[devices] = seconds_per_byte(self.cost, devices)
-        return self._shares[devices]
-
-    @cached_property
-    def _shares(self) -> dict[int, float]:
-        return {}
-
-    @cached_property
-    def _rings(self) -> dict[tuple[int, int], tuple[float, float]]:
-        return {}
-
     def ring(self, degree: int, tensor: int = 1) -> tuple[float, float]:
-        """Seconds per byte and seconds whatever the size of an all-reduce over replicas in a row.
+        """Seconds per byte and of latency of an all-reduce over replicas in a row, once per step.
 
         Args:
             degree: number of replicas.
             tensor: devices of each.
         """
-        if (degree, tensor) not in self._rings:
-            last = min(degree * tensor, self.cost.cluster.num_devices) - 1
-            link = self.cost.cluster.slowest_link((0, last))
-            times = self.cost.updates
-            per_byte = 2 * (degree - 1) / degree / link.bandwidth * times
-            self._rings[degree, tensor] = per_byte, 2 * (degree - 1) * link.latency_s * times
-        return self._rings[degree, tensor]
+        last = min(degree * tensor, self.cost.cluster.num_devices) - 1
+        return self.cost.ring_price((0, last), degree)
 
-    def allreduce_s(
-        self, nbytes: Number, degree: int, tensor: int = 1, *, latency: bool = True
-    ) -> Number:
-        """Seconds of the all-reduce over ``degree`` groups of devices in a row, once per step."""
-        per_byte, fixed = self.ring(degree, tensor)
-        return nbytes * per_byte + (nbytes > 0) * fixed if latency else nbytes * per_byte
-
-    def period_s(
-        self,
-        compute_s: Number,
-        bytes_in: Number,
-        bytes_out: Number,
-        reduced: Number,
-        degree: int,
-        tensor: int = 1,
-    ) -> Number:
-        """Seconds from one micro-batch to the next; the formula at the head of this file."""
-        traffic = np.maximum(bytes_in, bytes_out) * self.share(degree * tensor)
-        reduce_s = self.allreduce_s(reduced, degree, tensor)
-        return np.maximum(compute_s, traffic) + reduce_s / self.num_microbatches
-
-    def headroom(self, fixed: Number, per_microbatch: Number) -> Number:
-        """The largest height at which a stage fits; -1 where it fits at none.
-
-        Args:
-            fixed: bytes that do not depend on what is in flight.
-            per_microbatch: bytes of each micro-batch in flight.
-        """
-        free = self.memory_bytes - fixed
-        with np.errstate(divide="ignore", invalid="ignore"):
-            held = np.clip(free / per_microbatch, 0, self.num_microbatches)
-        held = np.where(per_microbatch > 0, held, self.num_microbatches * (free >= 0))
-        height = held.astype(np.int32) - 1
+    def headroom(self, memory: DeviceMemory) -> Number:
+        """The largest height at which a stage fits; -1 where it fits at none."""
+        held = memory.most_in_flight(self.memory_bytes, self.num_microbatches)
         # More than all micro-batches are never in flight.
-        return np.where(height == self.num_microbatches - 1, UNBOUNDED, height)
-
-    def most_height(self, fixed: float, per_microbatch: float) -> int:
-        """``headroom`` of one stage."""
-        count, free = self.num_microbatches, self.memory_bytes - fixed
-        if per_microbatch > 0:
-            held = int(min(max(free / per_microbatch, 0), count))
-        else:
-            held = count * (free >= 0)
-        return UNBOUNDED if held == count else held - 1
-
-    def in_flight(self, height: Number) -> Number:
-        """Micro-batches between forward and backward at least."""
-        return np.minimum(height + 1, self.num_microbatches)
+        return np.where(held == self.num_microbatches, UNBOUNDED, held - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,17 +152,6 @@ class Bound:
     spread: bool = True
     reduce_s: float = float("inf")
     at: int = 0
-
-
-def seconds_per_byte(cost: CostModel, degree: int) -> float:
-    """What one of ``degree`` replicas pays per byte that crosses the border of their stage."""
-    cluster = cost.cluster
-    worst = 1 / cluster.levels[0].bandwidth
-    for level in range(1, len(cluster.levels)):
-        group = cluster.group_sizes[level - 1]
-        if cluster.num_devices > group:
-            worst = max(worst, min(degree, group) / cluster.levels[level].bandwidth)
-    return worst
 
 
 def degrees(

@@ -1,16 +1,8 @@
-"""Periods and memory of every stage of a lattice at once: ``toolkit.prices`` has the formulas.
-
-What adds up over operators is the difference of two downsets' sums. What does not is a value that
-several operators read, or a parameter that several share. Per value, with the producer p and the
-readers R, the stage between the downsets I and J
-
-    reads it from outside    if p is in I, and more of R are in J than in I
-    makes it for others      if p is in J but not in I, and not all of R are in J
-"""
+"""Periods and memory of every stage of a lattice at once."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -18,7 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anabranch.cost import CostModel
-from anabranch.graph.opgraph import BATCH, bits
+from anabranch.cost.communication import transfer_s
+from anabranch.cost.nested_weights import NestedSets, Pairs
+from anabranch.cost.period import traffic_s, work_s
+from anabranch.cost.stage_weights import Border, StageWeights
+from anabranch.graph.opgraph import bits
 from anabranch.planner.partitioner.exact.lattice import Lattice
 from anabranch.planner.toolkit.prices import Bound, Mode, Prices
 
@@ -43,93 +39,29 @@ class Weights:
         self.cost = cost
         self.lattice = lattice
         self.atoms = tuple(atoms)
-        self._home = {op: atom for atom, mask in enumerate(atoms) for op in bits(mask)}
-        self._holds = np.zeros((len(lattice.downsets), len(atoms)))
-        for k, downset in enumerate(lattice.downsets):
-            self._holds[k, list(bits(downset))] = 1
+        self.sets = NestedSets(cost, [self._expanded(downset) for downset in lattice.downsets])
+        self.pairs = Pairs(lattice.below, lattice.above)
+
+    def _expanded(self, atoms: int) -> int:
+        return sum(self.atoms[atom] for atom in bits(atoms))
 
     def mask(self, pair: int) -> int:
         """Operators of ``cost.graph`` in a stage."""
-        return sum(self.atoms[atom] for atom in bits(self.lattice.mask(pair)))
+        return self._expanded(self.lattice.mask(pair))
 
-    def total(self, per_op: Floats) -> Floats:
-        """What adds up over operators, per stage."""
-        return self._difference(
-            self._holds @ np.array([per_op[list(bits(mask))].sum() for mask in self.atoms])
-        )
-
-    def _difference(self, per_downset: Floats) -> Floats:
-        return np.asarray(per_downset[self.lattice.above] - per_downset[self.lattice.below])
-
-    def parameter_bytes(self, tensor: int, *, trainable: bool) -> Floats:
-        """Bytes of parameters on each device, per stage."""
-        if (tensor, trainable) not in self._parameters:
-            self._parameters[tensor, trainable] = self._parameter_bytes(tensor, trainable)
-        return self._parameters[tensor, trainable]
+    def of_stages(self, tensor: int) -> StageWeights:
+        """Bytes of every stage."""
+        if tensor not in self._known:
+            self._known[tensor] = self.sets.between(self.pairs, tensor, self._border)
+        return self._known[tensor]
 
     @cached_property
-    def _parameters(self) -> dict[tuple[int, bool], Floats]:
+    def _known(self) -> dict[int, StageWeights]:
         return {}
 
-    def _parameter_bytes(self, tensor: int, trainable: bool) -> Floats:
-        ops = range(len(self.cost.graph))
-        if tensor > 1:
-            each = [
-                self.cost.parameter_bytes([op], trainable=trainable, tensor=tensor) for op in ops
-            ]
-            return self.total(np.array(each, dtype=np.float64))
-        readers: dict[str, set[int]] = {}
-        for op in ops:
-            for name in self.cost.graph.ops[op].parameters:
-                readers.setdefault(name, set()).add(self._home[op])
-        alone = np.zeros(len(self.atoms))
-        shared = np.zeros(len(self.lattice.below))
-        for name, who in readers.items():
-            parameter = self.cost.parameters[name]
-            if trainable and not parameter.trainable:
-                continue
-            if len(who) == 1:
-                alone[min(who)] += parameter.nbytes
-            else:
-                shared += parameter.nbytes * (self._difference(self._count(who)) > 0)
-        return self._difference(self._holds @ alone) + shared
-
-    def _count(self, atoms: Iterable[int]) -> Floats:
-        """How many of these atoms each downset holds."""
-        return np.asarray(self._holds[:, sorted(atoms)].sum(axis=1))
-
     @cached_property
-    def _traffic(self) -> Floats:
-        """Bytes that enter and leave, their gradients likewise, per sample and fixed: [4, 2, p]."""
-        flows: dict[tuple[int, frozenset[int]], Floats] = {}
-        for value in self.cost.graph.values:
-            made = self._home.get(value.producer, BATCH)
-            read = frozenset(self._home[c] for c in value.consumers) - {made}
-            if made != BATCH and read:
-                flow = flows.setdefault((made, read), np.zeros((2, 2)))
-                flow[0, 0 if value.batched else 1] += value.nbytes
-                flow[1, 0 if value.batched else 1] += value.nbytes * value.grad
-        sums = np.zeros((4, 2, len(self.lattice.below)))
-        below, above = self.lattice.below, self.lattice.above
-        for (made, read), flow in flows.items():
-            has, count = self._holds[:, made] > 0, self._count(read)
-            before = has[below]
-            enters = before & (count[above] > count[below])
-            leaves = has[above] & ~before & (count < len(read))[above]
-            for way, kind in zip(*np.nonzero(flow), strict=True):
-                sums[2 * way, kind] += flow[way, kind] * enters
-                sums[2 * way + 1, kind] += flow[way, kind] * leaves
-        return sums
-
-    def traffic(self, samples: int) -> tuple[Floats, Floats, Floats]:
-        """Bytes per micro-batch: what enters; and with gradients, what comes in and goes out."""
-        enter, leave, enter_back, leave_back = self._traffic[:, 0] * samples + self._traffic[:, 1]
-        return enter, enter + leave_back, leave + enter_back
-
-    def read_bytes(self, samples: int) -> Floats:
-        """Bytes per micro-batch of what enters and of its gradients."""
-        enter, back = self._traffic[0], self._traffic[2]
-        return np.asarray((enter + back)[0] * samples + (enter + back)[1])
+    def _border(self) -> Border:
+        return self.sets.border(self.pairs)
 
 
 @dataclass(frozen=True)
@@ -218,18 +150,16 @@ class PricedStages:
 
 def _price(weights: Weights, prices: Prices, mode: Mode) -> tuple[Floats, Floats, Floats, Ints]:
     """Slowest and path seconds, those of the all-reduce, and the headroom of every stage."""
-    n, share = prices.samples(mode.replicas), prices.share(mode.devices)
-    forward, backward = weights.cost.op_seconds(n, mode.tensor)
-    compute = weights.total(forward * (1 + mode.recompute) + backward)
-    enter, comes, goes = weights.traffic(n)
-    trainable = weights.parameter_bytes(mode.tensor, trainable=True)
-    state = weights.parameter_bytes(mode.tensor, trainable=False)
-    state = state + trainable * (1 + prices.cost.optimizer_factor)
-    kept = weights.total(weights.cost.sharded_kept_bytes(mode.tensor)) * n
-    fixed = state + prices.cost.receive_slots * comes + kept * mode.recompute
+    n, price = prices.samples(mode.replicas), prices.cost.border_price(mode.devices)
+    running = weights.sets.compute_s(n, mode.tensor, recompute=mode.recompute)
+    compute = weights.pairs.difference(running)
+    stages = weights.of_stages(mode.tensor)
+    border, size = stages.border, prices.microbatch_size
+    memory = prices.cost.memory(stages, size, mode.replicas, recompute=mode.recompute)
+    read = (border.entering + border.leaving_gradients).at(n)
     return (
-        np.maximum(compute, np.maximum(comes, goes) * share),
-        compute + weights.read_bytes(n) * share,
-        prices.allreduce_s(trainable, mode.replicas, mode.tensor),
-        prices.headroom(fixed, enter + kept * (not mode.recompute)),
+        work_s(compute, traffic_s(border.comes, border.goes, n, price)),
+        compute + read * price,
+        transfer_s(stages.trainable, *prices.ring(mode.replicas, mode.tensor)),
+        prices.headroom(memory),
     )

@@ -1,0 +1,22 @@
+"""Prices of stages: seconds of compute, of transfers and all-reduces, and memory of a device.
+
+Each formula stands once and takes numbers or NumPy arrays of them, so what a planner computes for a
+million stages at once is, to the last bit, what the simulator computes for one of them. Everything
+is in seconds, bytes and samples. A stage on d replicas with micro-batches of b samples has
+n = ceil(b / d) samples on its fullest replica:
+
+    forward    sum over operators of forward_s(n)           (linear between measured sample counts)
+    backward   sum over operators of backward_s(n)          (+ the forward again with recomputation)
+    transfer   latency + bytes / bandwidth                  of the slowest link on the way
+    allreduce  2 (d-1)/d * bytes / bandwidth + 2 (d-1) * latency        (ring)
+    memory     parameters + trainable parameters * (versions + optimizer)
+               + in flight * n * kept bytes + what enters, for as long as it is held
+
+``model`` knows one profile on one cluster. ``stage_weights`` has bytes of stages whatever the
+micro-batch, ``nested_weights`` those of all stages between nested sets of operators. ``memory``,
+``communication`` and ``period`` have the formulas.
+"""
+
+from anabranch.cost.model import CostModel
+
+__all__ = ["CostModel"]

@@ -1,0 +1,50 @@
+"""Seconds of messages and all-reduces on the links of a cluster."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from anabranch.cluster import Cluster, Link
+from anabranch.cost.stage_weights import Number
+
+Port = tuple[str, int, int]
+"""What a transfer occupies; ``Cluster.ports`` says how it is written."""
+
+
+class Route(NamedTuple):
+    """The way from one device to another: seconds per byte, of latency, and ports on the way."""
+
+    per_byte_s: float
+    latency_s: float
+    ports: tuple[Port, ...]
+
+
+def transfer_s(nbytes: Number, per_byte_s: Number, latency_s: Number) -> Number:
+    """Seconds until bytes are there; none for no bytes."""
+    return nbytes * per_byte_s + (nbytes > 0) * latency_s
+
+
+def ring_price(link: Link, ranks: int, updates: int = 1) -> tuple[float, float]:
+    """Seconds per byte and of latency of ring all-reduces, for ``transfer_s``.
+
+    Args:
+        link: the slowest among the ranks.
+        ranks: how many sum their gradients.
+        updates: how often.
+    """
+    steps = 2 * (ranks - 1)
+    return steps / ranks / link.bandwidth * updates, steps * link.latency_s * updates
+
+
+def border_price(cluster: Cluster, devices: int) -> float:
+    """Seconds per byte that each of so many devices of a stage pays for what crosses its border.
+
+    At level 0 a device has its own link; from level 1 on the devices of a group share its network
+    card. All is taken to leave the node, unless the whole cluster is one.
+    """
+    worst = 1 / cluster.levels[0].bandwidth
+    for level in range(1, len(cluster.levels)):
+        group = cluster.group_sizes[level - 1]
+        if cluster.num_devices > group:
+            worst = max(worst, min(devices, group) / cluster.levels[level].bandwidth)
+    return worst

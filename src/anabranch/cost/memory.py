@@ -1,0 +1,82 @@
+"""Memory of a device of a stage.
+
+    n        samples on the fullest replica: micro-batch size / replicas, rounded up
+    fixed    parameters + trainable * (versions + optimizer factor)
+             + receive slots * (entering + gradients of what leaves)
+             + kept * n                     with recomputation: the inside of one micro-batch
+    each     entering + kept * n            without; with recomputation only what entered
+    peak     fixed + in flight * each
+
+The versions of the trainable weights include the current one, whose place on top is taken by the
+gradients. What enters is held until the backward; receives of each kind are posted ahead.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from anabranch.cost.stage_weights import Number, StageWeights
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """Bytes on a device of a stage; numbers, or arrays with an entry per stage.
+
+    Attributes:
+        resident: whatever is in flight.
+        flight: of each micro-batch between its forward and its backward.
+        backward: on top during a backward.
+    """
+
+    resident: Number
+    flight: Number
+    backward: Number
+
+    @property
+    def fixed(self) -> Number:
+        """What does not depend on how many micro-batches are in flight."""
+        return self.resident + self.backward
+
+    def peak(self, in_flight: Number) -> Number:
+        """Most bytes with so many micro-batches in flight."""
+        return self.fixed + in_flight * self.flight
+
+    def most_in_flight(self, capacity: Number, num_microbatches: Number) -> Number:
+        """Micro-batches that fit into so many bytes: 0 if none, ``num_microbatches`` at most."""
+        free = capacity - self.fixed
+        # Where a micro-batch takes nothing, all of them fit or none.
+        share = free / np.where(self.flight > 0, self.flight, 1.0)
+        count = np.where(self.flight > 0, share, (free >= 0) * num_microbatches)
+        return np.minimum(np.maximum(count, 0), num_microbatches).astype(np.int32)
+
+
+def device_memory(
+    weights: StageWeights,
+    microbatch_size: Number,
+    replicas: Number,
+    *,
+    optimizer_factor: float,
+    receive_slots: int,
+    recompute: Number = False,
+    versions: int = 1,
+) -> DeviceMemory:
+    """The formula at the head of this file, for one stage or many.
+
+    Args:
+        weights: of the stages.
+        microbatch_size: samples of one micro-batch, over all replicas.
+        replicas: slices of each micro-batch.
+        optimizer_factor: optimizer state in bytes per byte of trainable parameter.
+        receive_slots: receives posted ahead per channel.
+        recompute: whether a stage runs its forward again in the backward.
+        versions: of the trainable weights.
+    """
+    samples = -(-microbatch_size // replicas)
+    state = weights.parameters + weights.trainable * (versions + optimizer_factor)
+    entering = weights.border.entering.at(samples)
+    ahead = receive_slots * (entering + weights.border.entering_gradients.at(samples))
+    kept = weights.kept * samples
+    inside = kept * recompute
+    return DeviceMemory(state + ahead, entering + (kept - inside), inside)

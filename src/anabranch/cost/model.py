@@ -1,0 +1,373 @@
+"""CostModel: the prices of one profiled model on one cluster. The package states the formulas.
+
+Seconds of operators are multiples of a power of two, the same for all operators of a table, so
+small that the rounding is some 2^-52 of their sum, and so large that the sum of all has less than
+53 bits. Then float64 adds them without rounding, and prefix sums, matrix products and loops, in
+whatever order, agree to the last bit. Bytes agree as they are whole numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from anabranch.cluster import Cluster
+from anabranch.cost.communication import Route, border_price, ring_price, transfer_s
+from anabranch.cost.memory import DeviceMemory, device_memory
+from anabranch.cost.stage_weights import Border, Number, StageWeights, Traffic
+from anabranch.errors import ProfileError
+from anabranch.graph.opgraph import BATCH, OpGraph, Parameter, bits
+from anabranch.profile.profile import OpCost, Profile, Sharded
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Prices stages of one model on one cluster.
+
+    Attributes:
+        profile: seconds and bytes of the operators.
+        cluster: links and memory.
+        optimizer_factor: optimizer state in bytes per byte of trainable parameter (Adam 2, SGD with
+            momentum 1).
+        receive_slots: receives posted ahead per channel, beyond the micro-batches in flight.
+        updates: of the weights in one batch, each with its all-reduce; more than 1 where a planner
+            is asked for a row of mini-batches without a flush.
+    """
+
+    profile: Profile
+    cluster: Cluster
+    optimizer_factor: float = 2.0
+    receive_slots: int = 1
+    updates: int = 1
+    _tables: dict[tuple[float, int], tuple[Floats, Floats]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    _routes: dict[tuple[int, int], Route] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    @property
+    def graph(self) -> OpGraph:
+        """The operators that are priced."""
+        return self.profile.graph
+
+    def covers(self, samples: float) -> bool:
+        """Whether the profile can price this sample count (a proportional one prices any)."""
+        measured = self.profile.samples
+        return samples > 0 and (self.profile.proportional or measured[0] <= samples <= measured[-1])
+
+    @cached_property
+    def tensor_degrees(self) -> tuple[int, ...]:
+        """Devices that may hold one replica of a stage together; 1 alone for most profiles."""
+        return (1, *self._sharded)
+
+    @cached_property
+    def _sharded(self) -> dict[int, Sharded]:
+        return {sharded.degree: sharded for sharded in self.profile.sharded}
+
+    def costs(self, tensor: int = 1) -> tuple[OpCost, ...]:
+        """Costs of the operators under tensor parallelism over so many devices.
+
+        Raises:
+            ProfileError: if the profile does not have them.
+        """
+        if tensor == 1:
+            return self.profile.costs
+        if tensor not in self._sharded:
+            raise ProfileError(
+                f"the profile ({self.profile.origin}) has no costs for tensor parallelism over "
+                f"{tensor} devices, only over {', '.join(map(str, self.tensor_degrees))}"
+            )
+        return self._sharded[tensor].costs
+
+    def op_seconds(self, samples: float, tensor: int = 1) -> tuple[Floats, Floats]:
+        """Forward and backward seconds of every operator for this many samples on one device.
+
+        Sums of any of them, of the forward twice, are exact in any order.
+
+        Args:
+            samples: in the slice of a micro-batch.
+            tensor: devices that work on this slice together.
+
+        Raises:
+            ProfileError: outside the measured range.
+        """
+        if (samples, tensor) not in self._tables:
+            self._tables[samples, tensor] = _on_grid(*self._interpolate(samples, tensor))
+        return self._tables[samples, tensor]
+
+    def _interpolate(self, samples: float, tensor: int) -> tuple[Floats, Floats]:
+        measured = self.profile.samples
+        if not self.covers(samples):
+            raise ProfileError(
+                f"the profile ({self.profile.origin}) says nothing about {samples:g} samples on "
+                f"one device; profile again with a range that includes it, or choose a micro-batch "
+                f"size and a number of replicas that give between {measured[0]} and "
+                f"{measured[-1]} samples"
+            )
+        forward, backward = self._measured_s(tensor)
+        if self.profile.proportional:
+            scale = samples / measured[0]
+            return forward[:, 0] * scale, backward[:, 0] * scale
+        right = bisect_left(measured, samples)
+        if measured[right] == samples:
+            return forward[:, right], backward[:, right]
+        low, high = measured[right - 1], measured[right]
+        t = (samples - low) / (high - low)
+        return (
+            forward[:, right - 1] * (1 - t) + forward[:, right] * t,
+            backward[:, right - 1] * (1 - t) + backward[:, right] * t,
+        )
+
+    def forward_s(self, ops: Iterable[int], samples: float, *, tensor: int = 1) -> float:
+        """Forward seconds of a set of operators for ``samples`` on one device; 0 for no samples."""
+        return float(self.op_seconds(samples, tensor)[0][list(ops)].sum()) if samples else 0.0
+
+    def backward_s(
+        self, ops: Iterable[int], samples: float, *, recompute: bool = False, tensor: int = 1
+    ) -> float:
+        """Backward seconds, likewise; recomputation adds the forward once more."""
+        if not samples:
+            return 0.0
+        chosen = list(ops)
+        seconds = float(self.op_seconds(samples, tensor)[1][chosen].sum())
+        return seconds + self.forward_s(chosen, samples, tensor=tensor) if recompute else seconds
+
+    def _measured_s(self, tensor: int) -> tuple[Floats, Floats]:
+        forward = np.array([cost.forward_s for cost in self.costs(tensor)])
+        backward = np.array([cost.backward_s for cost in self.costs(tensor)])
+        return forward, backward
+
+    def kept_bytes(self, tensor: int = 1) -> Floats:
+        """Bytes that each operator keeps for its backward, per sample, on each of its devices."""
+        if tensor not in self._kept:
+            kept = [cost.kept_bytes for cost in self.costs(tensor)]
+            self._kept[tensor] = np.array(kept, dtype=np.float64)
+        return self._kept[tensor]
+
+    @cached_property
+    def _kept(self) -> dict[int, Floats]:
+        return {}
+
+    @cached_property
+    def readers(self) -> tuple[int, ...]:
+        """Per value, the bit mask of the operators that read it."""
+        return tuple(sum(1 << consumer for consumer in v.consumers) for v in self.graph.values)
+
+    @cached_property
+    def made(self) -> tuple[tuple[int, ...], ...]:
+        """Per operator, the values that it makes and another reads."""
+        result: list[list[int]] = [[] for _ in self.graph.ops]
+        for i, value in enumerate(self.graph.values):
+            if value.producer != BATCH and value.consumers:
+                result[value.producer].append(i)
+        return tuple(map(tuple, result))
+
+    @cached_property
+    def read(self) -> tuple[tuple[int, ...], ...]:
+        """Per operator, the values that it reads from another; the batch is at hand everywhere."""
+        result: list[list[int]] = [[] for _ in self.graph.ops]
+        for i, value in enumerate(self.graph.values):
+            if value.producer != BATCH:
+                for consumer in value.consumers:
+                    result[consumer].append(i)
+        return tuple(map(tuple, result))
+
+    def forward_bytes(self, values: Iterable[int], samples: float) -> float:
+        """Bytes that flow forward for this many samples."""
+        return sum(self.graph.values[i].size(samples) for i in values)
+
+    def backward_bytes(self, values: Iterable[int], samples: float) -> float:
+        """Bytes of gradient that flow back for this many samples."""
+        return sum(self.graph.values[i].size(samples) for i in values if self.graph.values[i].grad)
+
+    def route(self, source: int, target: int) -> Route:
+        """The way of a message from one device to another: the slowest link on it, every port."""
+        if (source, target) not in self._routes:
+            link = self.cluster.link(source, target)
+            self._routes[source, target] = Route(
+                1 / link.bandwidth, link.latency_s, self.cluster.ports(source, target)
+            )
+        return self._routes[source, target]
+
+    def border_price(self, devices: int) -> float:
+        """Seconds per byte that each of so many devices of a stage pays for its border."""
+        if devices not in self._border_prices:
+            self._border_prices[devices] = border_price(self.cluster, devices)
+        return self._border_prices[devices]
+
+    @cached_property
+    def _border_prices(self) -> dict[int, float]:
+        return {}
+
+    def ring_price(self, devices: Sequence[int], ranks: int) -> tuple[float, float]:
+        """Seconds per byte and of latency of the all-reduces of a batch.
+
+        Args:
+            devices: the first and the last on the way of the ring, at least.
+            ranks: how many sum their gradients.
+        """
+        return ring_price(self.cluster.slowest_link(devices), ranks, self.updates)
+
+    def allreduce_s(self, nbytes: float, devices: Sequence[int]) -> float:
+        """Seconds of a ring all-reduce over these devices, on the slowest link among them, as often
+        as the weights are updated.
+        """
+        return float(transfer_s(nbytes, *self.ring_price(devices, len(devices))))
+
+    @cached_property
+    def parameters(self) -> dict[str, Parameter]:
+        """The parameters by name."""
+        return {parameter.name: parameter for parameter in self.graph.parameters}
+
+    @cached_property
+    def tied(self) -> tuple[tuple[int, Parameter], ...]:
+        """Parameters that several operators read, with the bit masks of these."""
+        return tuple(
+            (mask, self.parameters[name]) for name, mask in self._users.items() if mask & (mask - 1)
+        )
+
+    @cached_property
+    def _users(self) -> dict[str, int]:
+        """Per parameter the bit mask of the operators that read it."""
+        users: dict[str, int] = {}
+        for i, op in enumerate(self.graph.ops):
+            for name in op.parameters:
+                users[name] = users.get(name, 0) | 1 << i
+        return users
+
+    def own_parameter_bytes(self, tensor: int = 1) -> tuple[Floats, Floats]:
+        """Per operator, bytes of the parameters that it alone reads, on each of its devices; and of
+        the trainable ones.
+
+        Under tensor parallelism all parameters count as trainable, and as its own.
+        """
+        if tensor not in self._own:
+            self._own[tensor] = self._own_bytes(tensor)
+        return self._own[tensor]
+
+    @cached_property
+    def _own(self) -> dict[int, tuple[Floats, Floats]]:
+        return {}
+
+    def _own_bytes(self, tensor: int) -> tuple[Floats, Floats]:
+        if tensor > 1:
+            self.costs(tensor)
+            held = np.array(self._sharded[tensor].parameter_bytes, dtype=np.float64)
+            return held, held
+        total, trainable = np.zeros(len(self.graph)), np.zeros(len(self.graph))
+        for name, mask in self._users.items():
+            if not mask & (mask - 1):
+                op, parameter = mask.bit_length() - 1, self.parameters[name]
+                total[op] += parameter.nbytes
+                trainable[op] += parameter.nbytes * parameter.trainable
+        return total, trainable
+
+    def parameter_bytes(
+        self, ops: Iterable[int], *, trainable: bool = False, tensor: int = 1
+    ) -> int:
+        """Bytes of the parameters that a set of operators reads, each counted once.
+
+        Under tensor parallelism what each device holds; all of it counts as trainable there.
+        """
+        chosen = list(ops)
+        total = int(self.own_parameter_bytes(tensor)[trainable][chosen].sum())
+        if tensor == 1 and self.tied:
+            mask = sum(1 << op for op in set(chosen))
+            total += sum(
+                parameter.nbytes
+                for users, parameter in self.tied
+                if users & mask and (parameter.trainable or not trainable)
+            )
+        return total
+
+    def border(self, mask: int) -> Border:
+        """What crosses the border of a set of operators."""
+        values, ops = self.graph.values, list(bits(mask))
+        sums = [[0.0, 0.0] for _ in range(4)]
+        enters, leaves, enters_back, leaves_back = sums
+        for i in {i for op in ops for i in self.read[op]}:
+            value = values[i]
+            if not mask >> value.producer & 1:
+                enters[not value.batched] += value.nbytes
+                leaves_back[not value.batched] += value.nbytes * value.grad
+        for op in ops:
+            for i in self.made[op]:
+                if self.readers[i] & ~mask:
+                    value = values[i]
+                    leaves[not value.batched] += value.nbytes
+                    enters_back[not value.batched] += value.nbytes * value.grad
+        return Border(*(Traffic(per_sample, fixed) for per_sample, fixed in sums))
+
+    def weights(self, mask: int, tensor: int = 1) -> StageWeights:
+        """Bytes of the stage with these operators."""
+        ops = list(bits(mask))
+        return StageWeights(
+            float(self.parameter_bytes(ops, tensor=tensor)),
+            float(self.parameter_bytes(ops, trainable=True, tensor=tensor)),
+            float(self.kept_bytes(tensor)[ops].sum()),
+            self.border(mask),
+        )
+
+    def memory(
+        self,
+        weights: StageWeights,
+        microbatch_size: Number,
+        replicas: Number,
+        *,
+        recompute: Number = False,
+        versions: int = 1,
+    ) -> DeviceMemory:
+        """Bytes on each device of a stage, or of many stages at once; see ``cost.memory``."""
+        return device_memory(
+            weights,
+            microbatch_size,
+            replicas,
+            optimizer_factor=self.optimizer_factor,
+            receive_slots=self.receive_slots,
+            recompute=recompute,
+            versions=versions,
+        )
+
+    def device_bytes(
+        self,
+        ops: Iterable[int],
+        *,
+        microbatch_size: int,
+        replicas: int,
+        in_flight: int,
+        recompute: bool = False,
+        versions: int = 1,
+        tensor: int = 1,
+    ) -> float:
+        """Peak bytes on the fullest device of a stage.
+
+        Args:
+            ops: the stage's operators.
+            microbatch_size: samples of one micro-batch, over all replicas.
+            replicas: slices of each micro-batch.
+            in_flight: micro-batches between their forward and their backward.
+            recompute: keep only what enters the stage, and the inside of one micro-batch at a time.
+            versions: of the trainable weights, that the policy keeps; the gradients come on top.
+            tensor: devices of each replica.
+        """
+        weights = self.weights(sum(1 << op for op in set(ops)), tensor)
+        held = self.memory(
+            weights, microbatch_size, replicas, recompute=recompute, versions=versions
+        )
+        return float(held.peak(in_flight))
+
+
+def _on_grid(forward: Floats, backward: Floats) -> tuple[Floats, Floats]:
+    """Seconds rounded so that sums of them, of the forward twice, are exact."""
+    exponent = math.frexp(2 * float(forward.sum()) + float(backward.sum()))[1]
+    unit = max(math.ldexp(1.0, exponent - 52), math.ulp(0.0))
+    return np.rint(forward / unit) * unit, np.rint(backward / unit) * unit

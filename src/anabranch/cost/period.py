@@ -1,0 +1,31 @@
+"""Period of a stage: seconds from one micro-batch to the next.
+
+    work     max(forward + backward,  price per byte * max(bytes in, bytes out))
+    period   work + all-reduce / micro-batches of a step
+
+Compute hides transfers, and the all-reduce of a step is spread over its micro-batches. ``planner``
+has other objectives, as published: PipeDream's takes the larger of all three, Piper's the sum.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from anabranch.cost.stage_weights import Number, Traffic
+
+
+def traffic_s(comes: Traffic, goes: Traffic, samples: Number, per_byte_s: Number) -> Number:
+    """Seconds of transfers per micro-batch, in the direction that takes longer."""
+    if comes.has_fixed or goes.has_fixed:
+        return np.maximum(comes.at(samples), goes.at(samples)) * per_byte_s
+    return np.maximum(comes.per_sample, goes.per_sample) * samples * per_byte_s
+
+
+def work_s(compute_s: Number, traffic_s: Number) -> Number:
+    """Seconds of compute or of transfers, whichever is more."""
+    return np.maximum(compute_s, traffic_s)
+
+
+def period_s(work_s: Number, reduce_s: Number, num_microbatches: Number) -> Number:
+    """The formula at the head of this file."""
+    return work_s + reduce_s / num_microbatches

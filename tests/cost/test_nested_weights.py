@@ -1,0 +1,130 @@
+"""Weights of the stages between nested sets, against those of single stages."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from anabranch.cluster import Cluster
+from anabranch.cost import CostModel
+from anabranch.cost.nested_weights import NestedSets, Pairs
+from anabranch.cost.stage_weights import Border, StageWeights
+from anabranch.graph.opgraph import Op, OpGraph, Parameter, Value, bits
+from anabranch.planner.downsets import downsets, nested_pairs, prefixes
+from anabranch.profile.profile import OpCost, Profile
+from tests.planner.helpers import sharded
+from tests.planner.piper.reference import rich_profiles
+from tests.strategies import op_graphs
+
+MACHINES = Cluster.preset("summit:1x2")
+
+
+def cost_of(graph: OpGraph) -> CostModel:
+    costs = tuple(OpCost((0.1 + i,), (0.7,), 3 * i) for i in range(len(graph)))
+    return CostModel(Profile(graph, (1,), costs, "cpu", "imported", proportional=True), MACHINES)
+
+
+def at(weights: StageWeights, place: object) -> list[float]:
+    """All numbers of one stage."""
+    border = [getattr(weights.border, kind.name) for kind in fields(Border)]
+    rows = [weights.parameters, weights.trainable, weights.kept]
+    rows += [column for traffic in border for column in (traffic.per_sample, traffic.fixed)]
+    return [float(row[place]) if isinstance(row, np.ndarray) else float(row) for row in rows]
+
+
+@settings(max_examples=80, deadline=None)
+@given(rich_profiles(), st.booleans())
+def test_every_stage_weighs_as_the_cost_model_says(profile, tensor):
+    """Any graph and all pairs of its downsets, a row of its operators: tied and frozen parameters,
+    values without a batch or a gradient, several readers, shards.
+    """
+    cost = CostModel(sharded(profile) if tensor else profile, MACHINES)
+    for masks in (downsets(cost.graph), prefixes(range(len(cost.graph)))):
+        sets, pairs = NestedSets(cost, masks), nested_pairs(cost.graph, masks, 10**6)
+        for degree in cost.tensor_degrees[:2]:
+            listed, matrices = sets.between(pairs, degree), sets.matrices(degree)
+            seconds = sets.compute_s(3, degree, recompute=True)
+            for i, (u, v) in enumerate(zip(pairs.lower, pairs.upper, strict=True)):
+                mask = sets.mask(u, v)
+                assert mask == masks[v] & ~masks[u]
+                expected = at(cost.weights(mask, degree), ())
+                assert at(listed, i) == at(matrices, (u, v)) == expected
+                backward = cost.backward_s(bits(mask), 3, recompute=True, tensor=degree)
+                forward = cost.forward_s(bits(mask), 3, tensor=degree)
+                assert seconds[v] - seconds[u] == forward + backward
+
+
+@settings(max_examples=40, deadline=None)
+@given(op_graphs(), st.data())
+def test_a_row_may_be_a_part_of_the_model(graph, data):
+    """What comes from outside is there before the row; what is read outside is read after it."""
+    cost = cost_of(graph)
+    first = data.draw(st.integers(0, len(graph) - 1))
+    last = data.draw(st.integers(first + 1, len(graph)))
+    row = NestedSets.row(cost, [1 << op for op in range(first, last)])
+    assert row.parts == tuple(1 << op for op in range(first, last))
+    for i in range(len(row)):
+        for j in range(i + 1, len(row)):
+            assert at(row.matrices(), (i, j)) == at(cost.weights(row.mask(i, j)), ())
+
+
+@settings(max_examples=40, deadline=None)
+@given(op_graphs())
+def test_nested_is_what_lies_inside(graph):
+    """The listed pairs and the matrix are the same, and those of which one holds the other."""
+    masks = downsets(graph)
+    sets, pairs = NestedSets(cost_of(graph), masks), nested_pairs(graph, masks, 10**6)
+    expected = {
+        (u, v) for u, a in enumerate(masks) for v, b in enumerate(masks) if a & ~b == 0 < b & ~a
+    }
+    assert set(zip(*np.nonzero(sets.nested), strict=True)) == expected
+    assert list(zip(pairs.lower, pairs.upper, strict=True)) == sorted(expected)
+
+
+@settings(max_examples=40, deadline=None)
+@given(op_graphs())
+def test_least_traffic_is_just_below_what_crosses(graph):
+    """All that crosses the border per sample, rounded downwards."""
+    masks = downsets(graph)
+    sets, pairs = NestedSets(cost_of(graph), masks), nested_pairs(graph, masks, 10**6)
+    border = sets.border(pairs)
+    crossing = border.comes.per_sample + border.goes.per_sample
+    least = sets.least_traffic(pairs)
+    assert (least <= crossing).all()
+    assert least == pytest.approx(crossing, rel=2e-6)
+
+
+def test_open_values():
+    """A value that two read is open once; its gradient comes back, that of a mask does not."""
+    ops = tuple(Op(name) for name in "abcd")
+    values = (
+        Value(0, (1, 3), 10),
+        Value(0, (2,), 7, batched=False, grad=False),
+        Value(1, (2,), 5),
+        Value(2, (3,), 1),
+    )
+    sets = NestedSets(cost_of(OpGraph(ops, values)), prefixes(range(4)))
+    assert sets.open_bytes.tolist() == [
+        [0, 0, 0, 0],
+        [10, 7, 10, 0],
+        [15, 7, 15, 0],
+        [11, 0, 11, 0],
+        [0, 0, 0, 0],
+    ]
+
+
+def test_tied_parameters_count_once():
+    """An embedding that the first and the last operator read: 100 bytes with either or both."""
+    graph = OpGraph(
+        ops=(Op("a", ("w",)), Op("b", ("own",)), Op("c", ("w",))),
+        values=(Value(0, (1,), 1), Value(1, (2,), 1)),
+        parameters=(Parameter("w", 100), Parameter("own", 1)),
+    )
+    sets = NestedSets(cost_of(graph), prefixes(range(3)))
+    assert sets.matrices().trainable[0].tolist() == [0, 100, 101, 101]
+    pairs = Pairs(np.array([0, 0, 1]), np.array([1, 3, 3]))
+    assert sets.between(pairs).trainable.tolist() == [100, 101, 101]
