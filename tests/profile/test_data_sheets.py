@@ -98,7 +98,9 @@ def test_newer_is_faster() -> None:
     for older, newer in ((v100, a100), (a100, h100)):
         assert older.bandwidth < newer.bandwidth
         assert older.launch_s > newer.launch_s
-        assert all(older.flops[each] < newer.flops[each] for each in older.flops)
+        assert all(
+            older.flops[number_format] < newer.flops[number_format] for number_format in older.flops
+        )
 
 
 def test_nothing_to_multiply() -> None:

@@ -127,8 +127,8 @@ def test_layer_graph_by_eye(tmp_path: Path) -> None:
 def test_gradients_drawn_backwards_are_the_same_graph(tmp_path: Path) -> None:
     """Only the last node's output is told by the published, forward way of drawing them."""
     document = copy.deepcopy(LAYERS)
-    for each in document["edges"][4:]:
-        each["sourceId"], each["destId"] = each["destId"], each["sourceId"]
+    for entry in document["edges"][4:]:
+        entry["sourceId"], entry["destId"] = entry["destId"], entry["sourceId"]
     turned, drawn = read(tmp_path, document), read(tmp_path, LAYERS)
     assert turned.graph.ops == drawn.graph.ops
     assert turned.graph.values == drawn.graph.values
@@ -139,8 +139,8 @@ def test_gradients_drawn_backwards_are_the_same_graph(tmp_path: Path) -> None:
 def test_gradients_are_joined_by_name_without_colors(tmp_path: Path) -> None:
     """colorClass is optional; node2grad is of node2 all the same."""
     document = copy.deepcopy(LAYERS)
-    for each in document["nodes"]:
-        del each["colorClass"]
+    for entry in document["nodes"]:
+        del entry["colorClass"]
     assert read(tmp_path, document) == read(tmp_path, LAYERS)
 
 
@@ -281,13 +281,13 @@ def test_a_forward_node_after_a_backward_one(tmp_path: Path) -> None:
 def test_two_models_in_one_file(tmp_path: Path) -> None:
     """They share nothing, not even a loss."""
     document = copy.deepcopy(OPERATORS)
-    for each in OPERATORS["nodes"]:
-        color = each.get("colorClass")
-        moved = each | {"id": each["id"] + 20, "name": "x" + each["name"]}
+    for entry in OPERATORS["nodes"]:
+        color = entry.get("colorClass")
+        moved = entry | {"id": entry["id"] + 20, "name": "x" + entry["name"]}
         document["nodes"].append(moved | ({} if color is None else {"colorClass": color + 20}))
-    for each in OPERATORS["edges"]:
-        moved = {"sourceId": each["sourceId"] + 20, "destId": each["destId"] + 20}
-        document["edges"].append(each | moved)
+    for entry in OPERATORS["edges"]:
+        moved = {"sourceId": entry["sourceId"] + 20, "destId": entry["destId"] + 20}
+        document["edges"].append(entry | moved)
     with pytest.raises(FileFormatError, match=r"falls apart: nothing but the batch connects 1, 2"):
         read(tmp_path, document)
 
@@ -354,7 +354,7 @@ def test_published_operator_graphs(name: str, nodes: int, edges: int, operators:
     ):
         ms = sum(n["fpgaLatency"] for n in raw["nodes"] if n["isBackwardNode"] is backward)
         assert seconds == pytest.approx(ms / 1000, rel=1e-12)
-    targets = {each["destId"] for each in raw["edges"]}
+    targets = {entry["destId"] for entry in raw["edges"]}
     weights = [
         n["size"]
         for n in raw["nodes"]

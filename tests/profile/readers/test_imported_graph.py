@@ -75,7 +75,7 @@ def test_parts_become_tensor_parallelism() -> None:
         plain("i", data=True, shards={2: Shard(0.0, 0.0, 0.0, 0.0), 4: Shard(0.0, 0.0, 0.0, 0.0)}),
     ]
     found = draft(nodes, [Edge("i", "b", 1.0, "")], samples=8).profile()
-    assert [each.degree for each in found.sharded] == [2, 4]
+    assert [shard.degree for shard in found.sharded] == [2, 4]
     assert found.sharded[0].costs[0].kept_bytes == 8  # 60 / 8, rounded up
     assert found.sharded[1].parameter_bytes == (5,)
 

@@ -147,8 +147,8 @@ def test_seconds_or_milliseconds(tmp_path: Path) -> None:
     """Ten seconds for one micro-batch is the line."""
     document = copy.deepcopy(GNMT)
     for node in document["nodes"]:
-        for each in node["TMPCs"]["1"]:
-            each["timePerSample"] /= 4  # 34 -> 8.5
+        for variant in node["TMPCs"]["1"]:
+            variant["timePerSample"] /= 4  # 34 -> 8.5
     assert read(tmp_path, document).costs[0].forward_s == (0.75,)
     assert read(tmp_path, GNMT).costs[0].forward_s == (0.003,)
 
@@ -254,7 +254,7 @@ def test_published_profiles(
     seconds = sum(cost.forward_s[0] + cost.backward_s[0] for cost in found.costs)
     assert seconds == pytest.approx(total_s - loading_s, abs=5e-4 if name[0] == "b" else 1e-9)
     assert sum(found.graph.parameter_bytes.values()) / 1e6 == pytest.approx(parameters, abs=0.06)
-    assert tuple(each.degree for each in found.sharded) == degrees
+    assert tuple(shard.degree for shard in found.sharded) == degrees
 
 
 @needs_shared

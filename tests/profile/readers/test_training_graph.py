@@ -88,7 +88,7 @@ def test_a_name_places_a_class() -> None:
 def test_a_loss_of_one_colour_stays_together() -> None:
     """Two heads a and b, whose losses share a class with their sum: one of the heads gets it."""
     operators, between = grouped("x a b l':9 m':9 a':1 b':2", "x>a x>b a>l' b>m' l'>a' m'>b'")
-    assert any({"l'", "m'"} <= each for each in operators)
+    assert any({"l'", "m'"} <= members for members in operators)
     assert len(between) >= 2
 
 
