@@ -4,7 +4,8 @@ All partitions of up to ``MOST_OPERATORS`` operators into stages with an acyclic
 (4,140 partitions of 8 operators before that condition), and every micro-batch size. For each,
 
 - by default, the numbers of replicas, in powers of two, that give the least longest period within
-  the devices and their memory; devices that are left go where they help (``toolkit.assemble``);
+  the devices and their memory; devices that are left go where they help
+  (``planner.toolkit.assemble``);
 - with ``every``, all numbers of replicas that add up to the devices: 1 + 3 + 3 + 1 ways for 4
   devices and 1 to 4 stages. The best of these, simulated, is the best plan there is on one level of
   links. On several, devices are numbered in the two orders of ``toolkit.assemble`` only.
@@ -147,7 +148,7 @@ class Exhaustive:
             if parts is not None:
                 period = max(prices.period_s(part) for part in parts)
                 ranked.append(((count - 1) * period + _longest_path(prices, parts), parts))
-        ranked.sort(key=lambda each: each[0])
+        ranked.sort(key=lambda entry: entry[0])
         return (parts for _, parts in ranked[: self.candidates])
 
 
@@ -175,11 +176,11 @@ def best_replicas(prices: PartPrices, masks: Sequence[int], devices: int) -> lis
     ]
     if not all(options):
         return None
-    least = max(min(period for _, period, _ in each) for each in options)
-    for bound in sorted({period for each in options for _, period, _ in each if period >= least}):
+    least = max(min(period for _, period, _ in stage) for stage in options)
+    for bound in sorted({period for stage in options for _, period, _ in stage if period >= least}):
         chosen = [
-            min((option for option in each if option[1] <= bound), key=lambda option: option[:2])
-            for each in options
+            min((option for option in stage if option[1] <= bound), key=lambda option: option[:2])
+            for stage in options
         ]
         if sum(count for count, _, _ in chosen) <= devices:
             return [part for _, _, part in chosen]
@@ -232,11 +233,11 @@ def _assignments(
 
 def _modes(prices: PartPrices, mask: int, most: int, limit: int) -> Iterator[Part]:
     """All ways to run a stage on up to so many devices, as any number of replicas in the limit."""
-    of = prices.prices
-    for tensor in of.tensors:
-        for replicas in range(1, min(most // tensor, of.microbatch_size, limit) + 1):
-            if of.may(replicas):
-                for recompute in (False, True)[: 1 + of.recompute]:
+    formulas = prices.prices
+    for tensor in formulas.tensors:
+        for replicas in range(1, min(most // tensor, formulas.microbatch_size, limit) + 1):
+            if formulas.may(replicas):
+                for recompute in (False, True)[: 1 + formulas.recompute]:
                     yield Part(mask, replicas, recompute, tensor)
 
 

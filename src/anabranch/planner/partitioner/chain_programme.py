@@ -194,7 +194,7 @@ class _Run:
         if not len(caps):
             return
         branches = {k: self.solve(block.branches[k], caps) for k in sorted(set(block.classes))}
-        alone = {k: each.devices[:, :, :exits, -1] for k, each in branches.items()}
+        alone = {k: branch.devices[:, :, :exits, -1] for k, branch in branches.items()}
         groups = _by_group(self._need(block), exits)
         totals = self._whole([alone[k] for k in block.classes], groups, caps)
         between = BlockTables(caps, branches, groups, alone, totals)
@@ -210,7 +210,7 @@ class _Run:
     def _whole(alone: Sequence[Ints], groups: Ints, caps: Ints) -> Ints:
         """Fewest devices for the first j branches, no stage leaving the block: [j, t, u, e]."""
         shape = alone[0].shape
-        flat = [each.reshape(shape[0], -1) for each in alone]
+        flat = [table.reshape(shape[0], -1) for table in alone]
         allowed = np.arange(shape[2]) <= caps[:, None]
         some = np.repeat(groups[..., None, :], len(caps), axis=-2).reshape(*groups.shape[:3], -1)
         return whole(flat, largest_groups(flat, some, allowed.reshape(-1))).reshape(-1, *shape)
@@ -274,7 +274,7 @@ class _Run:
         if key not in self._shared:
             exits = between.groups.shape[-1]
             height = self._held(np.minimum(caps + 1, self._heights - 1))
-            ends = {at: each.devices[:, :, :exits, -1] for at, each in suffixes.items()}
+            ends = {at: suffix.devices[:, :, :exits, -1] for at, suffix in suffixes.items()}
             beside = BlockNeighbour(
                 block,
                 {k: np.stack([ends[k, c] for c in cuts[k]], axis=-1) for k in cuts},
@@ -286,9 +286,9 @@ class _Run:
             self._shared[key] = self._share(beside, chain, starts)
         shared = self._shared[key]
         between.fork = Fork(shared, count, above[caps], suffixes, cuts)
-        for each, need in zip(before, shared.needs, strict=False):
+        for devices, need in zip(before, shared.needs, strict=False):
             exits = need.shape[-1]
-            _improve(solved.devices[:, :, :exits, p + 1], each[..., caps], need)
+            _improve(solved.devices[:, :, :exits, p + 1], devices[..., caps], need)
 
     def _held(self, heights: Ints) -> Ints:
         """Heights as far as memory is concerned."""
@@ -303,7 +303,7 @@ class _Run:
         compute = self._reach.ranges(chain).compute_s((start, stop))
         least = np.where(sizes.valid[..., None], compute, np.inf).min(axis=1)
         short: Bools = (least[self.limits.at] <= self.limits.period_s[:, None]).any(axis=0)
-        return [run for run, _ in takewhile(lambda each: each[1], zip(runs, short, strict=True))]
+        return [run for run, _ in takewhile(lambda entry: entry[1], zip(runs, short, strict=True))]
 
 
 def on_fewest_devices(chain: Chain) -> Fewest:

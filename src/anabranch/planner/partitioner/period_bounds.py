@@ -67,7 +67,7 @@ class Size:
     @property
     def best_s(self) -> float:
         """The least estimated step so far."""
-        return min((each.step_s for each in self.found), default=float("inf"))
+        return min((candidate.step_s for candidate in self.found), default=float("inf"))
 
     def between(self, steps: int) -> list[float]:
         """Periods from above low to high, evenly spaced in ratio."""
@@ -77,7 +77,7 @@ class Size:
 
     def bounds(self, periods: Iterable[float], template: Bound) -> list[Bound]:
         """Bounds for this size."""
-        return [replace(template, period_s=each, at=self.at) for each in periods]
+        return [replace(template, period_s=period, at=self.at) for period in periods]
 
 
 Job = tuple[Size, Sequence[Bound]]
@@ -140,7 +140,7 @@ class PeriodBounds:
             if self.is_large:
                 self._reaches.clear()
             prices = [
-                replace(each.prices, recompute=size.recompute) for each in self.pools[size.pool]
+                replace(pooled.prices, recompute=size.recompute) for pooled in self.pools[size.pool]
             ]
             self._reaches[key] = ChainProgramme(self._chain, prices, limit=self._devices)
         return self._reaches[key]
@@ -168,11 +168,11 @@ class PeriodBounds:
         return list(groups.values())
 
     def _at_a_time(self, jobs: Sequence[Job]) -> Iterator[Table]:
-        found = self._reach(jobs[0][0]).lightly([bound for _, each in jobs for bound in each])
+        found = self._reach(jobs[0][0]).lightly([bound for _, some in jobs for bound in some])
         start = 0
         for size, bounds in jobs:
             devices = found.devices[start : start + len(bounds), 0]
-            first = next((i for i, each in enumerate(devices) if each <= self._devices), None)
+            first = next((i for i, count in enumerate(devices) if count <= self._devices), None)
             self._note(size, bounds, first)
             if first is not None:
                 yield Table(size, bounds, first, partial(found.parts, start + first))
@@ -263,14 +263,14 @@ class PeriodBounds:
         """
         step = max(1, self.room(caps))
         for together in self._together(jobs):
-            bounds = [bound for _, each in together for bound in each]
-            of = [size for size, each in together for _ in each]
-            least = {id(size): len(caps) for size in of}
-            fewest = {id(size): self._devices + 1 for size in of}
+            bounds = [bound for _, some in together for bound in some]
+            owners = [size for size, some in together for _ in some]
+            least = {id(size): len(caps) for size in owners}
+            fewest = {id(size): self._devices + 1 for size in owners}
             for start in range(0, len(bounds), step):
-                found = self._reach(of[0]).solve(bounds[start : start + step], caps)
+                found = self._reach(owners[0]).solve(bounds[start : start + step], caps)
                 for t, devices in enumerate(found.devices):
-                    size = of[start + t]
+                    size = owners[start + t]
                     if fewest[id(size)] > devices[-1]:
                         # Whatever the depth, with fewer devices than before.
                         fewest[id(size)] = int(devices[-1])

@@ -193,7 +193,7 @@ class PeriodSearch:
 
     def _apart(self, size: Size) -> tuple[Bound, float]:
         """A bound like the best candidate's, the all-reduce apart, and the candidate's period."""
-        best = min(size.found, key=lambda each: each.step_s)
+        best = min(size.found, key=lambda candidate: candidate.step_s)
         prices = self._assembler(size).prices
         parts = [
             Part(
@@ -207,8 +207,8 @@ class PeriodSearch:
         reduce_s = [prices.reduce_s(part) for part in parts]
         allowed = max(SEARCH.reduce_factor * max(reduce_s), SEARCH.reduce_share * best.step_s)
         likely = max(
-            prices.period_s(part) - each / size.count
-            for part, each in zip(parts, reduce_s, strict=True)
+            prices.period_s(part) - reduce / size.count
+            for part, reduce in zip(parts, reduce_s, strict=True)
         )
         return Bound(np.inf, spread=False, reduce_s=allowed), likely * (1 + 1e-9)
 
@@ -323,11 +323,11 @@ def best(
         count: how many to keep.
         always: candidates of which the best is kept whatever its estimate.
     """
-    ranked = sorted([*found, *always], key=lambda each: each.step_s)
-    unique = list({each.graph: each for each in reversed(ranked)}.values())[::-1]
-    alone = [each for each in unique if len(each.graph) == 1]
-    kept = [each for each in unique if each not in alone[SEARCH.alone :]][:count]
-    spared = min(always, key=lambda each: each.step_s, default=None)
-    if spared is not None and all(each.graph != spared.graph for each in kept):
+    ranked = sorted([*found, *always], key=lambda candidate: candidate.step_s)
+    unique = list({candidate.graph: candidate for candidate in reversed(ranked)}.values())[::-1]
+    alone = [candidate for candidate in unique if len(candidate.graph) == 1]
+    kept = [candidate for candidate in unique if candidate not in alone[SEARCH.alone :]][:count]
+    spared = min(always, key=lambda candidate: candidate.step_s, default=None)
+    if spared is not None and all(candidate.graph != spared.graph for candidate in kept):
         kept[count - 1 :] = [spared]
     return kept

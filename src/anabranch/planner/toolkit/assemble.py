@@ -77,7 +77,7 @@ class Assembler:
 
     def assemble(self, parts: Sequence[Part]) -> Candidate | None:
         """A stage graph of these parts on all devices; None if there is none in memory."""
-        return min(self.assemblies(parts), key=lambda each: each.step_s, default=None)
+        return min(self.assemblies(parts), key=lambda candidate: candidate.step_s, default=None)
 
     def assemblies(self, parts: Sequence[Part]) -> Iterator[Candidate]:
         """Stage graphs of these parts, one per way to give out the devices that are left."""
@@ -148,10 +148,10 @@ class Assembler:
                     return None
                 part, after = min(harmless, key=lambda change: self._longest(change[1]))
                 settled.remove(part)
-            for each in after:
-                heapq.heappush(waiting, (-rank(each), each.mask, each))
-            left -= sum(each.devices for each in after) - part.devices
-        return [*settled, *(each[-1] for each in waiting)] if left == 0 else None
+            for changed in after:
+                heapq.heappush(waiting, (-rank(changed), changed.mask, changed))
+            left -= sum(changed.devices for changed in after) - part.devices
+        return [*settled, *(entry[-1] for entry in waiting)] if left == 0 else None
 
     def _by_period(self, part: Part) -> float:
         return self.prices.period_s(part)

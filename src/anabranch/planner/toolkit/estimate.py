@@ -125,7 +125,7 @@ class _Pipeline:
             end[s] = max(own, *others, 0.0)
         # Few cores are slow from the first micro-batch on, and for all stages alike.
         slower = count * self._least
-        return [each * max(1.0, slower / max(end)) for each in end] if slower else end
+        return [seconds * max(1.0, slower / max(end)) for seconds in end] if slower else end
 
 
 def _transfers(
@@ -198,9 +198,9 @@ def _overlapping_devices(
     Each device of the target's replicas gets its whole slice, from one device of the source's.
     """
     return tuple(
-        (i * source_tensor + each % source_tensor, j * target_tensor + each, samples)
+        (i * source_tensor + shard % source_tensor, j * target_tensor + shard, samples)
         for i, j, samples in _overlaps(size, sources, targets)
-        for each in range(target_tensor)
+        for shard in range(target_tensor)
     )
 
 

@@ -36,15 +36,15 @@ def place(
 
     for s in sorted(range(len(devices)), key=rank):
         wanted, taken = devices[s], []
-        for each in _room(free, wanted, groups[s], sizes):
-            some = min(wanted, len(each) // groups[s] * groups[s])
-            taken.append(each[:some])
-            each[:] = each[some:]
+        for left in _room(free, wanted, groups[s], sizes):
+            some = min(wanted, len(left) // groups[s] * groups[s])
+            taken.append(left[:some])
+            left[:] = left[some:]
             wanted -= some
         if wanted:
             return []
-        free = [each for each in free if each]
-        result[s] = [device for each in sorted(taken) for device in each]
+        free = [left for left in free if left]
+        result[s] = [device for left in sorted(taken) for device in left]
     return result
 
 
@@ -62,9 +62,9 @@ def _room(
     for level, size in enumerate(sizes):
         if wanted > size:
             continue
-        for _, members in groupby(free, key=lambda each: each[0] // size):
+        for _, members in groupby(free, key=lambda left: left[0] // size):
             nodes = list(members)
-            if sum(len(each) // group * group for each in nodes) >= wanted:
+            if sum(len(left) // group * group for left in nodes) >= wanted:
                 return _fullest_first(nodes, sizes[:level])
     return []
 
@@ -73,9 +73,9 @@ def _fullest_first(nodes: list[list[int]], sizes: Sequence[int]) -> list[list[in
     """The nodes, subgroup after subgroup of the levels below, those with most left first."""
     if not sizes:
         return nodes
-    below = [list(each) for _, each in groupby(nodes, key=lambda each: each[0] // sizes[-1])]
+    below = [list(left) for _, left in groupby(nodes, key=lambda left: left[0] // sizes[-1])]
     below.sort(key=lambda members: -sum(map(len, members)))
-    return [each for members in below for each in _fullest_first(members, sizes[:-1])]
+    return [left for members in below for left in _fullest_first(members, sizes[:-1])]
 
 
 def scatter(replicas: Sequence[int], node: int) -> list[list[int]]:

@@ -106,7 +106,7 @@ class AllPartitions:
         problem = self.problem
         sizes = (b for b in problem.sizes(microbatch_size) if problem.prices(b).degrees)
         searches = [SizeCandidates(problem, self.weights, size) for size in sizes]
-        searches.sort(key=lambda each: each.least_step_s)
+        searches.sort(key=lambda search: search.least_step_s)
         least = known_s
         best: list[tuple[float, int]] = []
         for at, search in enumerate(searches):

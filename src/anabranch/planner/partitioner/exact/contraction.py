@@ -135,7 +135,7 @@ def _moves(graph: OpGraph, free: Sequence[bool]) -> list[tuple[int, int]]:
     for value in graph.values:
         readers = value.consumers
         if all(free[g] and len(reads[g]) == 1 for g in readers) and _at_most(
-            _sum(each for g in readers for each in makes[g]), _sum([value])
+            _sum(made for g in readers for made in makes[g]), _sum([value])
         ):
             return [(g, value.producer) for g in readers]
     return []

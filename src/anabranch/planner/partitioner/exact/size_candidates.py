@@ -118,18 +118,18 @@ class SizeCandidates:
         low = np.full(self._reach.heights, -1)
         high = np.full(self._reach.heights, len(periods) - 1)
         found = dict.fromkeys(caps.tolist(), top)
-        for cap in (each for each in reversed(caps.tolist()) if each in self._steps):
+        for cap in (cap for cap in reversed(caps.tolist()) if cap in self._steps):
             while high[cap] - low[cap] > 1:
                 middle = int(low[cap] + high[cap]) // 2
                 answer = self._reach.solve(replace(bound, period_s=float(periods[middle])))
                 enough = answer.devices <= self._devices
                 low[~enough] = np.maximum(low[~enough], middle)
-                for each in np.flatnonzero(enough & (middle < high)).tolist():
-                    high[each], found[each] = middle, answer
+                for place in np.flatnonzero(enough & (middle < high)).tolist():
+                    high[place], found[place] = middle, answer
             if cap == caps[-1]:
                 yield found[cap].parts(self._shallowest(found[cap]))
         shown = high[caps[-1]]
-        for cap in (each for each in reversed(caps.tolist()) if each in self._steps):
+        for cap in (cap for cap in reversed(caps.tolist()) if cap in self._steps):
             if high[cap] > shown:
                 shown = high[cap]
                 yield found[cap].parts(self._shallowest(found[cap]))

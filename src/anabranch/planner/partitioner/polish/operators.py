@@ -154,5 +154,5 @@ def _heads(spot: PlanView, part: Part, share: float) -> list[int]:
         done += float(seconds[op])
         if done >= total or i == len(ops) - 2:
             before = mask & ~(1 << op)
-            return [each for each in (before, mask) if each]
+            return [head for head in (before, mask) if head]
     return []

@@ -67,9 +67,9 @@ class Polisher:
         here = self._assembled(size, parts)
         limit = POLISH.close * (score(here) if here else min(map(score, found), default=0.0))
         found += self._swapped(graph, size, parts)
-        ranked = sorted((each for each in found if score(each) <= limit), key=score)
+        ranked = sorted((candidate for candidate in found if score(candidate) <= limit), key=score)
         # Branches that are alike make many changes that are the same but for the branch.
-        unique = {self._likeness(each): each.graph for each in reversed(ranked)}
+        unique = {self._likeness(candidate): candidate.graph for candidate in reversed(ranked)}
         most = self._simulated or max(POLISH.least_simulated, POLISH.most_simulated // len(parts))
         chosen = list(reversed(unique.values()))[:most]
         self._proposed.update(chosen)
