@@ -234,7 +234,7 @@ def test_stages_that_share_a_parameter_are_refused():
     """Each would have versions of its own; the message names parameter and stages."""
     module, example = Shared(), batches(1)[0]
     operators = [op.name for op in capture(module, example).graph.ops]
-    with pytest.raises(InvalidPlanError, match=r"stages 0, 1 share parameter first.weight"):
+    with pytest.raises(InvalidPlanError, match=r"stages 0 and 1 share parameter first.weight"):
         Replay(
             Workload(module, example),
             [operators[:1], operators[1:]],

@@ -75,10 +75,8 @@ class AsyncPipeline:
         policy: which weights passes read.
         reason: why this policy, where it was chosen for the user.
         version_difference: per stage, updates between the forward and the backward of a mini-batch
-            at most, as counted until the pipeline was drained last; with ``round_robin`` an update
-            is that of a round, and a stage with more replicas has fewer of them.
-        peak_versions: per rank, copies of its stage's weights that were alive at once at most,
-            likewise.
+            at most, until the last drain; with ``round_robin`` updates are those of rounds.
+        peak_versions: per rank, most copies of its stage's weights alive at once, likewise.
         weight_bytes: per rank, bytes of these copies.
         timeline: of the mini-batches that were recorded last, the same on every rank.
 
@@ -88,25 +86,20 @@ class AsyncPipeline:
             mini-batch; with several micro-batches per mini-batch, all of one size, for ``2bw``.
         policy: a weight policy or its name; ``auto`` asks ``weights.recommend``. By default the
             plan's, or ``auto``.
-        captured: the captured module, where the caller has it; captured anew otherwise.
-        evaluation: what ``captured.evaluation()`` gave, likewise.
+        captured: see ``Pipeline``; so are ``evaluation``, ``check_gradients`` and ``timeout``.
         round_robin: the replicas of a stage take mini-batches in turn, each of them whole, instead
             of splitting every one (PipeDream's 1F1B-RR). A stage with R replicas makes one update
             for R mini-batches, with the mean of their gradients. Not with ``vertical-sync`` and
             ``2bw``. A drain ends a round early, and running means (BatchNorm) are those of the
             first replica's mini-batches.
         compute: see ``ComputeOptions``; not ``fp16``. Under ``bf16`` products in a backward read
-            the half-precision copies that their forward made, so that ``naive`` and ``pipeoptim``
-            read there what their forward read. A stage with recomputation runs its forward again
-            under the weights of the backward, with ``naive``, ``pipeoptim`` and ``spectrain`` other
-            ones than at first, so that its gradients are other numbers than without recomputation;
-            with the other policies they are the same.
+            the half-precision copies that their forward made, under any policy. A stage with
+            recomputation runs its forward again under the weights of the backward, which with
+            ``naive``, ``pipeoptim`` and ``spectrain`` are other ones than at first.
         clip_stage_norm: largest norm of a stage's own gradients, instead of ``clip_norm`` of the
             workload, which is over all stages.
-        check_gradients: see ``Pipeline``.
         check_memory: see ``Pipeline``; only for plans of mode ``async``, whose prediction knows of
             versions, and with ``round_robin``, for which the need is computed.
-        timeout: seconds until a silent rank counts as lost.
 
     Raises:
         InvalidPlanError: see ``Pipeline``; also if the plan cannot run without a flush, a device
@@ -114,8 +107,7 @@ class AsyncPipeline:
         InvalidScheduleError: if the plan's in-flight counts rise along a stage edge.
         PolicyError: if the policy does not fit the plan or the optimizer, or the workload clips the
             norm over all stages.
-        InfeasiblePlanError: if a rank would take more memory than there is.
-        CaptureError: if the module cannot be captured.
+        InfeasiblePlanError, CaptureError: see ``Pipeline``.
     """
 
     def __init__(

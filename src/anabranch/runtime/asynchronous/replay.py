@@ -23,6 +23,7 @@ from anabranch.graph.capture import Captured, capture
 from anabranch.graph.opgraph import Granularity
 from anabranch.graph.split import Port, Split, split
 from anabranch.plans.stages import Stage, StageGraph
+from anabranch.runtime.asynchronous.requirements import require_untied
 from anabranch.runtime.asynchronous.versions import StageWeights
 from anabranch.runtime.compute.options import PLAIN, ComputeOptions
 from anabranch.runtime.compute.programs import StagePrograms
@@ -175,13 +176,7 @@ def _parts(captured: Captured, stages: Sequence[Sequence[str]]) -> Split:
         parts = split(captured, stages)
     except ValueError as error:
         raise InvalidPlanError(f"the stages do not cut this model: {error}") from error
-    trainable = {name for name, p in captured.module.named_parameters() if p.requires_grad}
-    for name, holders in parts.tied.items():
-        if name in trainable:
-            raise InvalidPlanError(
-                f"stages {', '.join(map(str, holders))} share parameter {name}, but each stage "
-                "makes versions of its own; gather the operators that read it in one stage"
-            )
+    require_untied(parts, captured.module)
     return parts
 
 

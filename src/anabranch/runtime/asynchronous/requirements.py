@@ -114,7 +114,7 @@ def require_asynchronous(
             all ranks together know.
     """
     _require_one_stage_each(graph)
-    _require_untied(parts, workload.module)
+    require_untied(parts, workload.module)
     microbatches = num_microbatches(graph)
     if round_robin and (microbatches > 1 or policy.microbatches):
         raise PolicyError(
@@ -182,7 +182,8 @@ def _require_one_stage_each(graph: StageGraph) -> None:
         )
 
 
-def _require_untied(parts: Split, module: nn.Module) -> None:
+def require_untied(parts: Split, module: nn.Module) -> None:
+    """Refuse stages that share a trainable parameter."""
     trainable = {name for name, p in module.named_parameters() if p.requires_grad}
     tied = {name: stages for name, stages in parts.tied.items() if name in trainable}
     if tied:

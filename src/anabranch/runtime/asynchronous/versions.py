@@ -34,7 +34,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from anabranch.runtime.asynchronous.optimizer_facts import require_rule
 from anabranch.runtime.asynchronous.prediction import Prediction
 from anabranch.runtime.data_parallel.buckets import dense
-from anabranch.weights import PredictStash, VersionTracker, WeightPolicy
+from anabranch.weights import PredictStash, Reading, VersionTracker, WeightPolicy
 
 Storage = list[Tensor]
 """One tensor per trainable parameter of the stage."""
@@ -118,14 +118,13 @@ class StageWeights:
 
         With several micro-batches a mini-batch has several forwards.
         """
-        reading = self._tracker.forward(number)
-        if not self._tracker.keeps:
-            return self._ahead(reading.ahead)
-        return self._pointing(self._kept(number, reading.version, reading.ahead))
+        return self._reading(number, self._tracker.forward(number))
 
     def backward(self, number: int) -> AbstractContextManager[None]:
         """Parameters are what the backward of a mini-batch reads, inside the context."""
-        reading = self._tracker.backward(number)
+        return self._reading(number, self._tracker.backward(number))
+
+    def _reading(self, number: int, reading: Reading) -> AbstractContextManager[None]:
         if not self._tracker.keeps:
             return self._ahead(reading.ahead)
         return self._pointing(self._kept(number, reading.version, reading.ahead))

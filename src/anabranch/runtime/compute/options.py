@@ -34,26 +34,22 @@ class ComputeOptions:
             parameters: one process adds such gradients in half precision.
         compile: False, True for ``torch.compile`` with its own default backend (inductor, which
             needs a C++ compiler, on a GPU Triton), or the name of another backend. Each stage is
-            compiled for every number of samples that it meets, when it first meets it: seconds to
-            minutes, on every rank and in every new process, so short runs lose. Results equal
-            uncompiled ones up to rounding. A recomputed stage runs its first forward as the one
-            that is differentiated, which for its duration holds the activations of one micro-batch.
+            compiled for every number of samples when it first meets it: seconds to minutes, on
+            every rank and in every new process. Results equal uncompiled ones up to rounding. A
+            recomputed stage holds one micro-batch's activations during its first forward.
         offload: keep what backward needs on the host between forward and backward, except
             parameters and what arrived from other stages. Device memory of a stage falls to about
-            one micro-batch's activations; each byte crosses the bus twice, on a stream of its own,
-            and host memory is pinned. Pays where forward and backward of a micro-batch take longer
-            than these copies, and not for stages with recomputation, which keep nothing. On the
-            CPU, where both are one memory, it does nothing.
+            one micro-batch's activations; each byte crosses the bus twice, into pinned memory. Pays
+            where a micro-batch takes longer than these copies, not for stages with recomputation,
+            which keep nothing, and not on the CPU.
         dropout: where random numbers come from. ``stage``: each micro-batch of a stage draws from a
             generator of its own; fast, repeatable, but another plan draws other numbers.
             ``sample``: each number is a hash of seed, step, operation in the model, sample of the
             batch and place within the sample, so that any plan, replica count and micro-batch size
-            draws the same, as one process with a plan of one stage does. On a CPU a large mask
-            costs about as much as usual, a small one some 50 us; on a GPU it takes some fifteen
-            element-wise kernels instead of one, which ``compile`` joins again; attention with
-            dropout does without fused kernels, so its weights take memory quadratic in the length.
-            Operations that draw in another way (multinomial, randperm, dropout within nn.LSTM) are
-            refused.
+            draws the same. On a CPU a small mask costs some 50 us more; on a GPU some fifteen
+            element-wise kernels, which ``compile`` joins; attention with dropout does without fused
+            kernels, so its weights take memory quadratic in the length. Operations that draw in
+            another way (multinomial, randperm, dropout within nn.LSTM) are refused.
 
     Raises:
         ValueError: for a value that is not listed.
