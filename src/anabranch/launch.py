@@ -77,7 +77,6 @@ def run(
     Args:
         function: called as ``function(*args)`` in every rank; it may be a closure, because nothing
             is pickled on the way there.
-        num_ranks: number of processes.
         args: for the function; inherited, not copied.
         timeout: seconds for the whole call; by default there is no limit.
         on_interrupt: for functions that end early when ``runtime.guards.interrupt`` says so, such

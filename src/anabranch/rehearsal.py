@@ -43,9 +43,7 @@ class Rehearsal:
         device_step_s: steps by the devices' own clocks.
         late_s: per step, by how much a rank was late at worst.
         time_scale: wall seconds per second of the devices.
-        links: ``modelled`` or ``host``.
-        message_bytes: what the messages of one step have.
-        num_messages: how many there are.
+        message_bytes: of all messages of one step.
     """
 
     run: Run
@@ -105,7 +103,6 @@ def rehearse(
 
     Args:
         plan: of any planner; without tensor parallelism.
-        profile: of its model.
         cluster: where it shall run; by default the plan's.
         steps: to measure, beside those that set things up.
         links: ``modelled`` or ``host``, see ``Emulation``.
@@ -116,7 +113,6 @@ def rehearse(
     Raises:
         InvalidPlanError: if the plan does not suit model and cluster, or cannot be run.
         ProfileError: if the profile has no times for its micro-batches.
-        StageFailedError: if a rank ended.
         ValueError: for a number of steps below 1 or a wrong time scale.
     """
     if steps < 1:

@@ -85,11 +85,7 @@ class Pending(Protocol):
         ...
 
     def wait(self) -> Tensor:
-        """The sum, once it is there.
-
-        Raises:
-            PeerLostError: if another rank is gone.
-        """
+        """The sum, once it is there; PeerLostError if another rank is gone."""
         ...
 
 

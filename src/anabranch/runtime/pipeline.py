@@ -58,7 +58,6 @@ class Pipeline:
     get at all of them.
 
     Attributes:
-        plan: what is executed.
         optimizer: of this rank's parameters; None where there is nothing to train.
         scheduler: of the learning rate.
         metrics: of the step whose loss was returned last, means over the batch, the same on every

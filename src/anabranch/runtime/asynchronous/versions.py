@@ -48,7 +48,6 @@ class StageWeights:
 
     Args:
         parameters: of the stage, by name; those that need no gradient are left alone.
-        optimizer: of the trainable ones; None where there are none.
         in_flight: mini-batches that the stage has between forward and backward at most.
         distance: longest distance of the stage to the sink, in stage edges.
         scheduler: of the learning rate, stepped after every update; with the update that follows

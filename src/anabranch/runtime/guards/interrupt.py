@@ -59,9 +59,7 @@ INTERRUPT = Interrupt()
 
 @contextmanager
 def listening() -> Iterator[None]:
-    """Inside, SIGINT and SIGTERM to this process ask training to end, for ranks that torchrun or
-    another launcher has started; a later one ends the process at once.
-    """
+    """Inside, SIGINT and SIGTERM ask training to end, under torchrun say; a later one ends it."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

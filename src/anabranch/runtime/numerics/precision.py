@@ -69,15 +69,9 @@ class LossScale:
     """The factor on the loss under fp16, by the rules and defaults of ``torch.amp.GradScaler``.
 
     Gradients of half-precision activations underflow below 6e-8, so the loss is scaled before the
-    backwards and the parameters' gradients are divided after them. After an overflow the scale is
-    halved and the step left out; after ``interval`` steps in a row without one it is doubled.
-
-    Every rank holds the same scale, because all hear of an overflow anywhere.
-
-    Attributes:
-        streak: steps in a row without overflow since the scale last changed.
-        growth: factor after a streak of ``interval`` steps.
-        backoff: factor after an overflow.
+    backwards and the parameters' gradients are divided after them. An overflow anywhere multiplies
+    it by ``backoff`` on all ranks, and the step is left out; a ``streak`` of ``interval`` steps in a
+    row without one multiplies it by ``growth``.
     """
 
     scale: float = 2.0**16

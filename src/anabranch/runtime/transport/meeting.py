@@ -110,9 +110,7 @@ def _opened() -> tuple[socket.socket | None, Segment | None]:
 
 
 def _host() -> bytes:
-    """What ranks have in common that can share memory: a boot, a network namespace (the abstract
-    names belong to it), a user. Zeros where the system does not tell.
-    """
+    """Boot, network namespace and user of ranks that can share memory; zeros if not known."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()
         namespace = os.stat("/proc/self/ns/net").st_ino

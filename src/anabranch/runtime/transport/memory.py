@@ -101,9 +101,7 @@ class Chunk:
         return view
 
     def disown(self) -> None:
-        """Change nothing for the other end any more: this is a fork of the process that owns the
-        blocks.
-        """
+        """In a fork of the process that has the blocks: change nothing for the other end."""
         self._flags = memoryview(bytearray(_FLAGS_BYTES))
 
 
@@ -179,7 +177,6 @@ class Window:
         return chunk
 
     def disown(self) -> None:
-        """See ``Chunk``."""
         for chunk in self._chunks.values():
             chunk.disown()
 
