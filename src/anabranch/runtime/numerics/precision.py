@@ -70,8 +70,8 @@ class LossScale:
 
     Gradients of half-precision activations underflow below 6e-8, so the loss is scaled before the
     backwards and the parameters' gradients are divided after them. An overflow anywhere multiplies
-    it by ``backoff`` on all ranks, and the step is left out; a ``streak`` of ``interval`` steps in a
-    row without one multiplies it by ``growth``.
+    it by ``backoff`` on all ranks, and the step is left out; a ``streak`` of ``interval`` steps
+    without one multiplies it by ``growth``.
     """
 
     scale: float = 2.0**16
