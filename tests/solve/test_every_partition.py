@@ -160,8 +160,8 @@ def test_a_large_model_is_brought_down():
     assert max(each.forward_s[0] for each in fewer.profile.costs) <= 4.0
     small = CostModel(fewer.profile, on_chain(4).cluster)
     found = EveryPartition(small, policy_named("stash"), 4, 1, recompute=True).propose([4])
-    assert max(len(fewer.apart(graph).stages[0].operators) for graph in found) < 20
-    assert not check(fewer.apart(found[0]), CostModel(cost.profile, small.cluster))
+    assert max(len(fewer.expand(graph).stages[0].operators) for graph in found) < 20
+    assert not check(fewer.expand(found[0]), CostModel(cost.profile, small.cluster))
 
 
 def test_branches_without_a_join_are_brought_down():

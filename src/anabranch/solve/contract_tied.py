@@ -17,12 +17,12 @@ be asked, and nothing is lost.
 
 from __future__ import annotations
 
-import heapq
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from anabranch.graph.digraph import strongly_connected, topological_order
 from anabranch.graph.opgraph import BATCH, Op, OpGraph, Value, bits
 from anabranch.plans.stages import StageGraph
 from anabranch.profile.profile import OpCost, Profile, Sharded
@@ -92,8 +92,7 @@ def contract_tied(profile: Profile) -> Contracted:
 def contract(profile: Profile, sets: Sequence[int]) -> Contracted:
     """The profile with every set of operators, a bit mask, as one operator.
 
-    Sets that overlap become one, and so do those between which paths run both ways; time O(n^2) set
-    operations for n operators, if there is anything to do.
+    Sets that overlap become one, and so do those between which paths run both ways.
     """
     graph = profile.graph
     if not any(mask.bit_count() > 1 for mask in sets):
@@ -107,61 +106,33 @@ def _disjoint(count: int, sets: Sequence[int]) -> list[int]:
     parts = [1 << i for i in range(count)]
     for mask in sets:
         touched = [part for part in parts if part & mask]
-        union = 0
-        for part in touched:
-            union |= part
-        parts = [part for part in parts if not part & mask] + [union]
+        parts = [part for part in parts if not part & mask] + [sum(touched)]
     return parts
 
 
 def _acyclic(graph: OpGraph, parts: Sequence[int]) -> list[int]:
-    """The parts with those on a circle as one: Warshall's closure over the parts, row by row."""
-    home = _home(parts)
-    reach = [0] * len(parts)
-    for a, b in graph.edges:
-        if home[a] != home[b]:
-            reach[home[a]] |= 1 << home[b]
-    for via in range(len(parts)):
-        for start in range(len(parts)):
-            if reach[start] >> via & 1:
-                reach[start] |= reach[via]
-    joined: dict[int, int] = defaultdict(int)
-    for i, part in enumerate(parts):
-        circle = [j for j in bits(reach[i]) if reach[j] >> i & 1]
-        joined[min([i, *circle])] |= part
-    return list(joined.values())
+    """The parts with those on a circle as one."""
+    return [sum(circle) for circle in strongly_connected(_after(graph, parts))]
 
 
 def in_order(graph: OpGraph, parts: Sequence[int]) -> list[int]:
     """The parts in topological order, of those that may come next the first of the model."""
-    home = _home(parts)
-    before: list[set[int]] = [set() for _ in parts]
-    after: list[set[int]] = [set() for _ in parts]
+    return topological_order(_after(graph, parts), rank=lambda part: part & -part)
+
+
+def _after(graph: OpGraph, parts: Sequence[int]) -> dict[int, set[int]]:
+    """Part -> the parts that read from it."""
+    home = {op: part for part in parts for op in bits(part)}
+    after: dict[int, set[int]] = {part: set() for part in parts}
     for a, b in graph.edges:
         if home[a] != home[b]:
-            before[home[b]].add(home[a])
             after[home[a]].add(home[b])
-    waiting = [len(parts_before) for parts_before in before]
-    ready = [(part & -part, i) for i, part in enumerate(parts) if not waiting[i]]
-    heapq.heapify(ready)
-    order = []
-    while ready:
-        _, i = heapq.heappop(ready)
-        order.append(parts[i])
-        for j in after[i]:
-            waiting[j] -= 1
-            if not waiting[j]:
-                heapq.heappush(ready, (parts[j] & -parts[j], j))
-    return order
-
-
-def _home(parts: Sequence[int]) -> dict[int, int]:
-    return {op: i for i, part in enumerate(parts) for op in bits(part)}
+    return after
 
 
 def _joined(profile: Profile, masks: Sequence[int]) -> Profile:
     graph = profile.graph
-    home = _home(masks)
+    home = {op: i for i, mask in enumerate(masks) for op in bits(mask)}
     values: list[Value] = []
     for value in graph.values:
         producer = BATCH if value.producer == BATCH else home[value.producer]
