@@ -81,7 +81,7 @@ def series_parallel(r: random.Random, n: int) -> list[tuple[int, int]]:
 def test_longest_period():
     """Under GraphPipe's objective as good as every partition in 95%, within 2% always."""
     losses = []
-    for seed in range(80):
+    for seed in range(40):
         cost, batch_size, size = drawn(seed, most=7), 32, (2, 4, 8)[seed % 3]
         problem = GraphPipe().problem(cost, batch_size)
         prices = problem.assembler(size).prices
@@ -100,7 +100,7 @@ def test_longest_period():
                 list(GraphPipe()(cost, **given))
             continue
         losses.append(min(map(period_s, GraphPipe()(cost, **given))) / least - 1)
-    assert len(losses) > 70
+    assert len(losses) > 34
     assert sum(loss < 1e-9 for loss in losses) >= 0.95 * len(losses)
     assert max(losses) < 0.02
 
@@ -108,7 +108,7 @@ def test_longest_period():
 def test_simulated_step():
     """The plan against the best of all stage graphs: nothing lost at the median, 5% at worst."""
     losses = []
-    for seed in range(28):
+    for seed in range(18):
         cost, batch_size = drawn(seed, most=6), 16
         tight = cost.cluster.memory_bytes < 1 << 40
         oracle = Judge(ShortestStep(cost, solve.AUTO))
@@ -119,6 +119,6 @@ def test_simulated_step():
             continue
         plan = solve.plan(cost.profile, cost.cluster, batch_size)
         losses.append(plan.predicted.step_s / oracle.best_s - 1)
-    assert len(losses) > 24
+    assert len(losses) > 14
     assert statistics.median(losses) < 1e-9
     assert max(losses) < 0.05

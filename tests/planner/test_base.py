@@ -21,7 +21,6 @@ WRONG = [
         if field.name == "tolerance"
         else ()
     )
-    if name != "graphpipe"
 ]
 
 
