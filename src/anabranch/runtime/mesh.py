@@ -23,6 +23,15 @@ from torch._C._distributed_c10d import Store
 from anabranch.errors import InvalidPlanError, NonFiniteError, StageFailedError
 from anabranch.plans.stages import StageGraph
 from anabranch.runtime.guards.failure import Failure, PeerLostError, located
+from anabranch.runtime.process_groups import (
+    RankDevice,
+    abort,
+    choose_backend,
+    connect,
+    destroy,
+    join,
+    new_group,
+)
 from anabranch.runtime.transport import (
     Channel,
     HostTransport,
@@ -36,6 +45,7 @@ from anabranch.runtime.transport import (
     meet,
 )
 from anabranch.runtime.transport.copies import GpuCopies
+from anabranch.runtime.transport.nccl import GpuWire, require_streams
 
 _FAILURE_KEY = "anabranch/failure"
 _GRACE_S = 1.0
@@ -67,13 +77,6 @@ def require_whole_replicas(graph: StageGraph) -> None:
             f"{len(graph)} stages), which can be planned and simulated but not run; plan with a "
             "profile that has no costs for tensor parallelism"
         )
-
-
-def join(device_type: str, timeout: float) -> None:
-    """Find the other processes, where torchrun says that there are some and nobody has yet."""
-    if not dist.is_initialized() and "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
 
 
 class Pending(Protocol):
@@ -148,11 +151,11 @@ class Mesh:
         devices: Sequence[int],
         sets: Collection[tuple[int, ...]] = (),
         *,
-        device_type: str = "cpu",
+        place: torch.device = _CPU,
         timeout: float = 600.0,
     ) -> None:
         self.devices = tuple(devices)
-        join(device_type, timeout)
+        join(timeout)
         self.size = dist.get_world_size() if dist.is_initialized() else 1
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         if self.size != len(self.devices):
@@ -166,26 +169,30 @@ class Mesh:
         self._near: Transport | None = None  # to all ranks, where they share a host
         self._everyone = tuple(range(self.size))
         self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+        self._made: list[dist.ProcessGroup] = []
+        self._on_gpus: list[dist.ProcessGroup] = []
         if self.size > 1:
-            self._groups[_ALL] = self._new_group(self._everyone, device_type)
+            self._groups[_ALL] = self._new_group(self._everyone, "gloo")
+            seen = self._exchange(RankDevice.here(place).packed)
+            self.backend = choose_backend([RankDevice.unpacked(device) for device in seen])
             for ranks in sorted(set(sets)):
                 if len(ranks) > 1:
-                    self._groups[ranks] = self._new_group(ranks, device_type)
+                    self._groups[ranks] = self._new_group(ranks, self.backend)
+            for group in self._on_gpus:
+                connect(group, place)
             self.barrier()
         self.is_closed = False
 
     # A barrier follows whatever makes connections: a rank that fails, and leaves, as soon as its
     # own are made would disturb those who are still connecting to each other.
-    def _new_group(self, ranks: tuple[int, ...], device_type: str) -> dist.ProcessGroup | None:
-        # Only a group with a GPU per rank can use NCCL; Gloo stages GPU tensors itself.
-        enough = device_type == "cuda" and torch.cuda.device_count() >= self.size
-        group: dist.ProcessGroup | None = guarded(
-            lambda: dist.new_group(
-                list(ranks),
-                timeout=timedelta(seconds=self._timeout),
-                backend="cpu:gloo,cuda:nccl" if enough else "gloo",
-            )
-        )
+    def _new_group(
+        self, ranks: tuple[int, ...], backend: str, *, prior: bool = False
+    ) -> dist.ProcessGroup | None:
+        group = new_group(ranks, self._timeout, backend, prior=prior)
+        if group is not None:
+            self._made.append(group)
+            if backend == "nccl":
+                self._on_gpus.append(group)
         return group
 
     def transport(
@@ -204,17 +211,18 @@ class Mesh:
         if place.type != "cuda":
             return self._host_transport()
         staged = StagedTransport(self._host_transport(), GpuCopies(place))
-        if not channels or not self._has_own_gpu(place):
+        if not channels or self.backend != "nccl":
             return staged
-        transport = NcclTransport(self.rank, channels, place, self._timeout, staged)
+        require_streams(channels)
+        mine = {}
+        for channel in sorted(channels):
+            group = self._new_group((channel.sender, channel.receiver), "nccl", prior=True)
+            if group is not None:
+                mine[channel] = group
+        wire = GpuWire(mine, self.rank, place)
+        wire.connect()
         self.barrier()
-        return transport
-
-    def _has_own_gpu(self, place: torch.device) -> bool:
-        """Whether all ranks have a GPU each, and NCCL is there; the same answer on every rank."""
-        gpu = str(torch.cuda.get_device_properties(place).uuid).encode()
-        seen = self._exchange(gpu + bytes([dist.is_nccl_available()]))
-        return len(set(seen)) == self.size and all(card[-1] for card in seen)
+        return NcclTransport(self.rank, mine, wire, place, self._timeout, staged)
 
     def _host_transport(self) -> Transport:
         meeting = meet(self.rank, self._exchange)
@@ -375,11 +383,16 @@ class Mesh:
         return store
 
     def close(self) -> None:
-        """Break the connections of this rank's groups."""
+        """Break the connections of this rank's groups, after what they have under way."""
         if self.is_closed:
             return
         self.is_closed, self._near = True, None
-        for group in self._groups.values():
-            if group is not None and dist.is_initialized():
-                dist.destroy_process_group(group)
+        destroy(self._made)
         self._groups.clear()
+
+    def abort(self) -> None:
+        """As ``close``, without waiting for kernels that wait for a rank which is gone."""
+        if not self.is_closed:
+            abort(self._on_gpus)
+            self._made = [group for group in self._made if group not in self._on_gpus]
+            self.close()

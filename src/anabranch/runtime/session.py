@@ -28,11 +28,12 @@ from anabranch.runtime.evaluation import Evaluation
 from anabranch.runtime.guards.agreement import facts_of, require_agreement
 from anabranch.runtime.guards.memory_budget import require_memory
 from anabranch.runtime.guards.self_check import compare_with_eager
-from anabranch.runtime.mesh import Mesh, join, require_whole_replicas
+from anabranch.runtime.mesh import Mesh, require_whole_replicas
 from anabranch.runtime.messages import channels
 from anabranch.runtime.model_state import ModelState
 from anabranch.runtime.numerics.nonfinite import Trace
 from anabranch.runtime.plan_parts import captured_for, parts_of
+from anabranch.runtime.process_groups import join
 from anabranch.runtime.transport import Channel, Transport
 from anabranch.runtime.worker_cache import WorkerCache
 from anabranch.workload import Batch, Workload
@@ -80,13 +81,13 @@ class Session:
         self.captured = captured or captured_for(workload, plan)
         module = self.captured.module
         self.place = place = _place_of(self.captured)
-        join(place.type, timeout)
+        join(timeout)
         require_agreement(facts_of(self.captured, plan, {**facts, **asdict(compute)}))
         self.parts = parts_of(self.captured, plan, exact=exact)
         if exact:
             require_exact(compute, self.parts)
         self.holders = Holders.of(self.parts, graph)
-        self.mesh = Mesh(graph.devices, self.holders.sets, device_type=place.type, timeout=timeout)
+        self.mesh = Mesh(graph.devices, self.holders.sets, place=place, timeout=timeout)
         self.transport: Transport | None = None
         with self.failing():
             if check_memory:
@@ -185,7 +186,7 @@ class Session:
 
     def failing(self) -> AbstractContextManager[None]:
         """Inside, a failure here reaches the other ranks, and one of theirs is explained."""
-        return self.mesh.failing(self.close, self._plan.stage_graph)
+        return self.mesh.failing(self.abort, self._plan.stage_graph)
 
     def given(self, batches: Iterable[Batch], leave: Callable[[], None]) -> Iterator[Batch]:
         """The same batches; if their source raises on this rank alone, it has to ``leave``."""
@@ -197,6 +198,11 @@ class Session:
 
     def _fail(self, error: BaseException) -> None:
         self.mesh.publish(error)
+        self.abort()
+
+    def abort(self) -> None:
+        """As ``close``, after a failure: nothing that is under way is waited for."""
+        self.mesh.abort()
         self.close()
 
     def close(self) -> None:

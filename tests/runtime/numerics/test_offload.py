@@ -110,3 +110,10 @@ def test_the_option_gives_the_same_results(recompute: bool) -> None:
     assert loss == expected
     # Threads add to what they share in any order; here no parameter is shared.
     assert all(torch.equal(found[name], gradient) for name, gradient in reference.items())
+
+
+def test_a_stream_is_taken_when_it_is_needed() -> None:
+    """PyTorch's pool of streams is small, and stages without offloading take none of it: not even
+    the device is asked here, which this machine may lack.
+    """
+    Offload([], torch.device("cuda"))

@@ -55,7 +55,7 @@ def main(kind: str) -> None:
     rank = int(os.environ["RANK"])
     place = torch.device("cuda", rank if kind == "nccl" else 0)
     torch.cuda.set_device(place)
-    mesh = Mesh(range(2), device_type="cuda", timeout=60.0)
+    mesh = Mesh(range(2), place=place, timeout=60.0)
     transport = mesh.transport(place, CHANNELS if kind == "nccl" else ())
     assert type(transport) is {"nccl": NcclTransport, "staged": StagedTransport}[kind]
     exchange_tensors(transport, rank, place)

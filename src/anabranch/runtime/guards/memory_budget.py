@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import socket
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from anabranch.cluster import GIB
 from anabranch.errors import InfeasiblePlanError
 from anabranch.plans.plan import Plan
 from anabranch.runtime.mesh import Mesh
+from anabranch.runtime.process_groups import host_name
 
 MARGIN = 1.1
 """What is free has to be exceeded by this factor; predictions are within 10% or so."""
@@ -128,16 +128,11 @@ def _memory(place: torch.device) -> tuple[int, int]:
         free += torch.cuda.memory_reserved(place) - torch.cuda.memory_allocated(place)
         return _number(str(torch.cuda.get_device_properties(place).uuid)), free
     limits = [limit for limit in (_host_free(), _container_free()) if limit is not None]
-    return _number(f"{socket.gethostname()} {_boot()}"), min(limits, default=-1)
+    return _number(host_name()), min(limits, default=-1)
 
 
 def _number(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
-
-
-def _boot() -> str:
-    path = Path("/proc/sys/kernel/random/boot_id")
-    return path.read_text() if path.exists() else ""
 
 
 def _host_free(path: Path = Path("/proc/meminfo")) -> int | None:

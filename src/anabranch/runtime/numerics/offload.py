@@ -31,14 +31,16 @@ class Offload:
 
     def __init__(self, parameters: Iterable[Tensor], place: torch.device) -> None:
         self._parameters = list(parameters)
+        self._place = place
         self._stream: torch.cuda.Stream | None = None
-        if place.type == "cuda":
-            self._stream = torch.cuda.Stream(place)  # type: ignore[no-untyped-call]
 
     def __call__(self) -> AbstractContextManager[Any]:
         """Around the forward of one micro-batch."""
-        if self._stream is None:
+        if self._place.type != "cuda":
             return nullcontext()
+        if self._stream is None:
+            # The pool of streams is small, and NCCL takes from it as well.
+            self._stream = torch.cuda.Stream(self._place)  # type: ignore[no-untyped-call]
         saved = Saved(self._parameters, self._stream)
         return torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack)
 

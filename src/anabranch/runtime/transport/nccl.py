@@ -10,12 +10,21 @@ the order is the same at both ends. The tensors of one message are one NCCL grou
 All of them are made and used once at the start, in one order for the whole run: the first use of a
 communicator waits for the other end, which must not happen in line.
 
-The host waits for nothing: streams of the GPU do. A send starts when the compute stream has made
+Streams of the GPU wait, the host hardly ever does. A send starts when the compute stream has made
 its tensors. A receive starts when it is posted, from a stream of its own, because it must not wait
-for computation; the compute stream waits for it where its tensors are first used. A kernel that
-waits for its peer occupies a part of the GPU and a queue of the driver: set
-``CUDA_DEVICE_MAX_CONNECTIONS`` to at least the number of channels of a rank plus 2 (up to 32, by
-default 8), or a waiting kernel may stand before the computation that its peer needs.
+for computation; the compute stream waits for it where its tensors are first used. The host runs
+ahead of the GPU, but not with receives, which take memory: one is posted when the GPU has taken the
+last message that the host had taken before it asked::
+
+    slots 2   host   take 0, ask for 2    take 1, ask for 3    take 2 ...
+              GPU                         takes 0: 2 is posted          takes 1: 3 is posted
+
+The kernels of a channel run on a stream of PyTorch's pool of high priority, which hands its streams
+out again when there are no more. Channels that share one would wait for each other, so a rank with
+more channels than streams is refused. A kernel that waits for its peer occupies a part of the GPU
+and a queue of the driver: set ``CUDA_DEVICE_MAX_CONNECTIONS`` to at least the number of channels of
+a rank plus 2 (up to 32, by default 8), or a waiting kernel may stand before the computation that
+its peer needs.
 
 A lost rank cannot be noticed by the host while a stream waits for it. NCCL's watchdog in
 torch.distributed ends the process after the timeout, and the launcher ends it earlier when it sees
@@ -25,27 +34,131 @@ the other one fail.
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable, Collection, Sequence
-from datetime import timedelta
+from collections import Counter, deque
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from anabranch.errors import InvalidPlanError
 from anabranch.runtime.guards.failure import PeerLostError
 from anabranch.runtime.transport.base import Channel, Receipt, Spec, Transport, guarded
+
+NUM_STREAMS = 32
+"""Streams in PyTorch's pool of high priority."""
 
 _POLL_S = 1e-4
 
 
+def require_streams(channels: Collection[Channel]) -> None:
+    """Accept channels for which every rank has streams.
+
+    Raises:
+        InvalidPlanError: naming the rank with most channels.
+    """
+    counts = Counter(rank for channel in channels for rank in (channel.sender, channel.receiver))
+    rank, most = max(counts.items(), key=lambda item: (item[1], -item[0]), default=(0, 0))
+    if most > NUM_STREAMS:
+        raise InvalidPlanError(
+            f"rank {rank} has {most} channels to other ranks (one per stage edge, direction and "
+            f"rank at the other end), but a GPU has {NUM_STREAMS} streams for them; plan with "
+            "fewer stages or fewer replicas"
+        )
+
+
+class Fence(Protocol):
+    """A place in the compute stream: ``torch.cuda.Event``."""
+
+    def query(self) -> bool:
+        """Whether the GPU has come there."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait until it has."""
+        ...
+
+
+class Wire(Protocol):
+    """The channels of one rank, and its compute stream."""
+
+    def send(self, channel: Channel, tensors: Sequence[Tensor]) -> list[dist.Work]:
+        """Start to send when the compute stream has made the tensors."""
+        ...
+
+    def receive(
+        self, channel: Channel, specs: Sequence[Spec], device: torch.device
+    ) -> tuple[list[dist.Work], list[Tensor]]:
+        """Start to receive, whatever the compute stream does."""
+        ...
+
+    def fence(self) -> Fence:
+        """Behind all that the compute stream has been given so far."""
+        ...
+
+
+class GpuWire:
+    """A ``Wire`` of one GPU."""
+
+    def __init__(
+        self, groups: Mapping[Channel, dist.ProcessGroup], rank: int, place: torch.device
+    ) -> None:
+        self._groups, self._rank, self._place = groups, rank, place
+        self._ahead = torch.cuda.Stream(place)  # type: ignore[no-untyped-call]
+
+    def connect(self) -> None:
+        """Use each channel once. One after the other in one order: no two ranks can wait for each
+        other.
+        """
+        for channel in sorted(self._groups):
+            tensor = torch.zeros(1, device=self._place)
+            self._start(channel, [tensor])
+            torch.cuda.synchronize(self._place)
+
+    def send(self, channel: Channel, tensors: Sequence[Tensor]) -> list[dist.Work]:
+        return self._start(channel, tensors)
+
+    def receive(
+        self, channel: Channel, specs: Sequence[Spec], device: torch.device
+    ) -> tuple[list[dist.Work], list[Tensor]]:
+        with torch.cuda.stream(self._ahead):
+            tensors = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in specs]
+            filled = [tensor for tensor in tensors if tensor.numel()]
+            return (self._start(channel, filled) if filled else []), tensors
+
+    def _start(self, channel: Channel, tensors: Sequence[Tensor]) -> list[dist.Work]:
+        sends = channel.sender == self._rank
+        operation: Any = dist.isend if sends else dist.irecv
+        other = channel.receiver if sends else channel.sender
+        group = self._groups[channel]
+        operations = [dist.P2POp(operation, tensor, other, group) for tensor in tensors]
+        return guarded(lambda: dist.batch_isend_irecv(operations))
+
+    def fence(self) -> Fence:
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._place))
+        return event
+
+
+@dataclass(slots=True)
+class _Line:
+    """The receives of one channel: those to be posted, and where the GPU takes the last message
+    that the host has taken.
+    """
+
+    waiting: deque[_Receive] = field(default_factory=deque)
+    taken: Fence | None = None
+
+
 class NcclTransport:
-    """Messages through NCCL; all ranks of the run make one together.
+    """Messages through NCCL.
 
     Args:
-        channels: all of the run, the same on every rank.
+        channels: of this rank.
+        place: this rank's GPU.
         otherwise: for messages on other channels, such as those of an edge that only an
             evaluation has; closed with this one.
     """
@@ -54,65 +167,53 @@ class NcclTransport:
         self,
         rank: int,
         channels: Collection[Channel],
+        wire: Wire,
         place: torch.device,
         timeout: float,
         otherwise: Transport,
     ) -> None:
-        self._rank, self._place, self._timeout = rank, place, timeout
+        self._rank, self.wire, self._place, self._timeout = rank, wire, place, timeout
         self._otherwise = otherwise
-        self._groups: dict[Channel, dist.ProcessGroup] = {}
+        self._channels = frozenset(channels)
+        self._lines = {channel: _Line() for channel in channels if channel.receiver == rank}
         self._sends: deque[tuple[list[dist.Work], list[Tensor]]] = deque()
-        self._ahead = torch.cuda.Stream(place)  # type: ignore[no-untyped-call]
-        for channel in sorted(channels):
-            group = guarded(partial(_new_group, channel, timeout))
-            if group is not None and rank in (channel.sender, channel.receiver):
-                self._groups[channel] = group
-        self._connect()
-
-    def _connect(self) -> None:
-        """Use each channel once, in one order, so that no two ranks can wait for each other."""
-        for channel in self._groups:
-            tensor = torch.zeros(1, device=self._place)
-            if channel.sender == self._rank:
-                self._start(dist.isend, [tensor], channel, channel.receiver)
-            else:
-                self._start(dist.irecv, [tensor], channel, channel.sender)
-            torch.cuda.synchronize(self._place)
 
     def send(self, tensors: Sequence[Tensor], rank: int, tag: int) -> None:
-        if Channel(self._rank, rank, tag) not in self._groups:
+        channel = Channel(self._rank, rank, tag)
+        if channel not in self._channels:
             self._otherwise.send(tensors, rank, tag)
             return
         self._let_go()
+        self._post_due()
         moved = [
-            tensor.detach().to(self._place).contiguous().resolve_conj().resolve_neg()
+            tensor.detach()
+            .to(self._place, non_blocking=True)
+            .contiguous()
+            .resolve_conj()
+            .resolve_neg()
             for tensor in tensors
             if tensor.numel()
         ]
         if moved:
-            works = self._start(dist.isend, moved, Channel(self._rank, rank, tag), rank)
             # The caching allocator does not know of NCCL's stream.
-            self._sends.append((works, moved))
+            self._sends.append((self.wire.send(channel, moved), moved))
 
     def receive(self, specs: Sequence[Spec], device: torch.device, rank: int, tag: int) -> Receipt:
-        if Channel(rank, self._rank, tag) not in self._groups:
+        line = self._lines.get(Channel(rank, self._rank, tag))
+        if line is None:
             return self._otherwise.receive(specs, device, rank, tag)
-        with torch.cuda.stream(self._ahead):
-            tensors = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in specs]
-            filled = [tensor for tensor in tensors if tensor.numel()]
-            works: list[dist.Work] = []
-            if filled:
-                works = self._start(dist.irecv, filled, Channel(rank, self._rank, tag), rank)
-        return _Posted(works, tensors)
+        receive = _Receive(self, line, Channel(rank, self._rank, tag), tuple(specs), device)
+        line.waiting.append(receive)
+        self._post_due()
+        return receive
 
-    def _start(
-        self, operation: Callable[..., Any], tensors: list[Tensor], channel: Channel, rank: int
-    ) -> list[dist.Work]:
-        group = self._groups[channel]
-        operations = [dist.P2POp(operation, tensor, rank, group) for tensor in tensors]
-        return guarded(lambda: dist.batch_isend_irecv(operations))
+    def _post_due(self) -> None:
+        for line in self._lines.values():
+            while line.waiting and line.waiting[0].is_due:
+                line.waiting.popleft().post()
 
     def push(self) -> None:
+        self._post_due()
         self._otherwise.push()
 
     def flush(self) -> None:
@@ -133,31 +234,49 @@ class NcclTransport:
     def close(self) -> None:
         self._otherwise.close()
         self._sends.clear()
-        for group in self._groups.values():
-            dist.destroy_process_group(group)
-        self._groups.clear()
-
-
-def _new_group(channel: Channel, timeout: float) -> dist.ProcessGroup | None:
-    pair = [channel.sender, channel.receiver]
-    group = dist.new_group(pair, timeout=timedelta(seconds=timeout), backend="nccl")
-    return group if isinstance(group, dist.ProcessGroup) else None
 
 
 def _is_completed(work: dist.Work) -> bool:
     return bool(work.is_completed())
 
 
-class _Posted:
-    __slots__ = ("_tensors", "_works")
+class _Receive:
+    """A receive that is posted when the GPU is far enough, at the latest when it is waited for."""
 
-    def __init__(self, works: list[dist.Work], tensors: list[Tensor]) -> None:
-        self._works, self._tensors = works, tensors
+    __slots__ = ("_after", "_channel", "_device", "_line", "_posted", "_specs", "_transport")
+    _posted: tuple[list[dist.Work], list[Tensor]]
+
+    def __init__(
+        self,
+        transport: NcclTransport,
+        line: _Line,
+        channel: Channel,
+        specs: tuple[Spec, ...],
+        device: torch.device,
+    ) -> None:
+        self._transport, self._line, self._channel = transport, line, channel
+        self._specs, self._device, self._after = specs, device, line.taken
+
+    @property
+    def is_due(self) -> bool:
+        return self._after is None or self._after.query()
+
+    def post(self) -> None:
+        self._posted = self._transport.wire.receive(self._channel, self._specs, self._device)
+        self._after = None
 
     def wait(self) -> list[Tensor]:
-        for work in self._works:
+        waiting = self._line.waiting
+        while self in waiting:
+            first = waiting.popleft()
+            if first._after is not None:
+                first._after.synchronize()
+            first.post()
+        works, tensors = self._posted
+        for work in works:
             guarded(work.wait)  # the compute stream waits, not the host
-        for tensor in self._tensors:
+        for tensor in tensors:
             if tensor.is_cuda:
                 tensor.record_stream(torch.cuda.current_stream(tensor.device))
-        return self._tensors
+        self._line.taken = self._transport.wire.fence()
+        return tensors

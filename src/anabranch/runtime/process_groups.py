@@ -1,0 +1,129 @@
+"""Process groups of a run: the backend that sums on GPUs, and the groups' first use and end.
+
+NCCL serves ranks with a GPU each. Two of its groups that begin to connect in different orders on
+two ranks wait for each other for ever, and so does a rank that destroys a group whose kernels wait
+for a rank that is gone. So groups connect at the start, in one order, and are aborted after a
+failure.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+from collections.abc import Collection, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from anabranch.runtime.transport.base import guarded
+
+_DIGEST_BYTES = 16
+
+
+class RankDevice(NamedTuple):
+    """Where one rank computes.
+
+    Attributes:
+        host: digest of the machine.
+        gpu: digest of the GPU; zeros on a CPU.
+    """
+
+    host: bytes
+    gpu: bytes
+    has_nccl: bool
+
+    @staticmethod
+    def here(place: torch.device) -> RankDevice:
+        """Of this rank."""
+        gpu = bytes(_DIGEST_BYTES)
+        if place.type == "cuda":
+            gpu = _digest(str(torch.cuda.get_device_properties(place).uuid))
+        return RankDevice(_digest(host_name()), gpu, dist.is_nccl_available())
+
+    @staticmethod
+    def unpacked(data: bytes) -> RankDevice:
+        """What ``packed`` gave on another rank."""
+        return RankDevice(data[:_DIGEST_BYTES], data[_DIGEST_BYTES:-1], bool(data[-1]))
+
+    @property
+    def packed(self) -> bytes:
+        """Of one length on all ranks."""
+        return self.host + self.gpu + bytes([self.has_nccl])
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.sha256(text.encode()).digest()[:_DIGEST_BYTES]
+
+
+def host_name() -> str:
+    """What tells this machine from others, and from itself after another boot."""
+    path = Path("/proc/sys/kernel/random/boot_id")
+    return f"{socket.gethostname()} {path.read_text() if path.exists() else ''}"
+
+
+def choose_backend(seen: Sequence[RankDevice]) -> str:
+    """``nccl`` if and only if every rank has a GPU of its own, and NCCL; otherwise ``gloo``."""
+    gpus = {(device.host, device.gpu) for device in seen}
+    alone = len(gpus) == len(seen)
+    return "nccl" if alone and all(any(d.gpu) and d.has_nccl for d in seen) else "gloo"
+
+
+def join(timeout: float) -> None:
+    """Find the other processes, where torchrun says that there are some and nobody has yet."""
+    if not dist.is_initialized() and "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
+
+
+def new_group(
+    ranks: Sequence[int], timeout: float, backend: str = "gloo", *, prior: bool = False
+) -> dist.ProcessGroup | None:
+    """A group of some ranks, which all ranks of the run make together; None where this is not one.
+
+    Args:
+        prior: NCCL's kernels run on a stream of the pool of high priority.
+    """
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True) if prior else None
+    group = guarded(
+        lambda: dist.new_group(
+            list(ranks),
+            timeout=timedelta(seconds=timeout),
+            backend=backend,
+            pg_options=options,
+        )
+    )
+    return group if isinstance(group, dist.ProcessGroup) else None
+
+
+def connect(group: dist.ProcessGroup, place: torch.device) -> None:
+    """Use a group once, and wait for it."""
+    element = torch.zeros(1, device=place)
+    guarded(lambda: dist.all_reduce(element, group=group))
+    element.item()
+
+
+def destroy(groups: Collection[dist.ProcessGroup]) -> None:
+    """End groups after what they have under way."""
+    for group in groups:
+        if dist.is_initialized():
+            dist.destroy_process_group(group)
+
+
+def abort(groups: Collection[dist.ProcessGroup]) -> None:
+    """End NCCL's groups at once, all together: one may wait for the kernels of another."""
+    if not groups or not dist.is_initialized():
+        return
+    backend: Any = next(iter(groups))._get_backend(torch.device("cuda"))
+    backend._group_start()
+    try:
+        for group in groups:
+            # Another failure must not hide the first, nor keep other groups alive.
+            with suppress(RuntimeError, ValueError):
+                distributed_c10d._abort_process_group(group)
+    finally:
+        backend._group_end()

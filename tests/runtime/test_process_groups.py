@@ -1,0 +1,134 @@
+"""Process groups: the backend that all ranks choose alike, their first use and their end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from anabranch import launch
+from anabranch.errors import StageFailedError
+from anabranch.runtime import mesh as meshes
+from anabranch.runtime import process_groups
+from anabranch.runtime.mesh import Mesh
+from anabranch.runtime.pipeline import Pipeline
+from anabranch.runtime.process_groups import RankDevice, abort, choose_backend
+from anabranch.workload import Workload
+from tests.runtime.small import batch, built, plan
+
+NO_GPU = bytes(16)
+
+
+@st.composite
+def ranks(draw: st.DrawFn) -> list[RankDevice]:
+    """Ranks on a few hosts with a few GPUs each, some of them shared, some missing."""
+    hosts = [bytes([h]) * 16 for h in range(1, draw(st.integers(1, 3)) + 1)]
+    gpus = [bytes([g]) * 16 for g in range(1, draw(st.integers(1, 8)) + 1)]
+    one = st.builds(
+        RankDevice,
+        st.sampled_from(hosts),
+        st.sampled_from(gpus) | st.just(NO_GPU) if draw(st.booleans()) else st.sampled_from(gpus),
+        st.booleans() if draw(st.booleans()) else st.just(True),
+    )
+    return draw(st.lists(one, min_size=1, max_size=12))
+
+
+@given(seen=ranks())
+def test_nccl_needs_a_gpu_of_its_own_for_every_rank(seen: list[RankDevice]) -> None:
+    """However many GPUs a host shows to a rank: two ranks on one GPU of many would fail under NCCL,
+    and one visible GPU per rank is enough for it. All ranks see the same, so they choose the same.
+    """
+    own = all(
+        a.gpu != NO_GPU and a.has_nccl and all(a[:2] != b[:2] for b in seen[i + 1 :])
+        for i, a in enumerate(seen)
+    )
+    told = [RankDevice.unpacked(device.packed) for device in seen]
+    assert told == seen
+    assert choose_backend(told) == ("nccl" if own else "gloo")
+    assert choose_backend(told[::-1]) == choose_backend(told)
+
+
+@pytest.mark.dist
+def test_groups_on_gpus_connect_at_the_start_in_one_order() -> None:
+    """NCCL connects a group when it is first used and blocks the host meanwhile. Inside of a
+    backward of one rank, that may be before it has sent what another member needs to come there.
+    """
+    sets = [(0, 1), (0, 2), (1, 2), (0, 1, 2)]
+
+    def rank() -> list[tuple[int, ...]]:
+        used: list[tuple[int, ...]] = []
+        all_reduce, new_group = dist.all_reduce, dist.new_group
+
+        def noted(tensor: torch.Tensor, *, group: Any, **options: Any) -> Any:
+            used.append(tuple(dist.get_process_group_ranks(group)))
+            return all_reduce(tensor, group=group, **options)
+
+        def on_gloo(members: Sequence[int], **options: Any) -> Any:
+            return new_group(members, **{**options, "backend": "gloo"})
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(meshes, "choose_backend", lambda seen: "nccl")
+            patch.setattr(dist, "new_group", on_gloo)
+            patch.setattr(dist, "all_reduce", noted)
+            Mesh(range(3), sets, timeout=20.0)
+        return used[:-1]  # the last is the barrier
+
+    expected = sorted(sets)
+    for number, used in enumerate(launch.run(rank, 3, timeout=60.0)):
+        assert used == [members for members in expected if number in members]
+
+
+def test_groups_are_aborted_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To destroy a group waits for its kernels, which wait for a rank that is gone; to abort one
+    may wait for the kernels of another, unless both are aborted as one.
+    """
+    told: list[str] = []
+
+    class Backend:
+        def _group_start(self) -> None:
+            told.append("begin")
+
+        def _group_end(self) -> None:
+            told.append("end")
+
+    class Group:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def _get_backend(self, device: torch.device) -> Backend:
+            return Backend()
+
+    def aborted(group: Group) -> None:
+        told.append(group.name)
+        if group.name == "a":
+            raise RuntimeError("NCCL error")
+
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(process_groups.distributed_c10d, "_abort_process_group", aborted)
+    groups: Any = [Group("a"), Group("b")]
+    abort(groups)
+    assert told == ["begin", "a", "b", "end"]
+
+
+@pytest.mark.dist
+def test_a_failure_aborts_and_a_clean_end_does_not() -> None:
+    """Only who ends after a failure may leave kernels behind."""
+
+    def rank() -> list[str]:
+        told: list[str] = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(meshes, "abort", lambda groups: told.append("abort"))
+            patch.setattr(meshes, "destroy", lambda groups: told.append("destroy"))
+            Mesh(range(2), timeout=20.0).close()
+            chain = built("Chain")
+            pipeline = Pipeline(Workload(chain.module, batch(4)), plan(chain, 2, batch_size=4))
+            with pytest.raises(StageFailedError), pipeline._session.failing():
+                raise ValueError("of this rank")
+        return told
+
+    assert launch.run(rank, 2, timeout=60.0) == [["destroy", "abort", "destroy"]] * 2
