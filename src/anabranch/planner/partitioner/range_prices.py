@@ -212,7 +212,8 @@ class RangePrices:
         return self.reduce_s(self._all)
 
     @cached_property
-    def _spread_s(self) -> Floats:
+    def spread_s(self) -> Floats:
+        """Periods, the all-reduce spread over the micro-batches: [s, k, p]."""
         count = self.sizes.count[:, None, None]
         return np.asarray(period_s(self._slowest_s, self._reduce_s, count))
 
@@ -222,7 +223,7 @@ class RangePrices:
         none = self.headroom < 0
         return {
             spread: np.where(none, np.inf, seconds)
-            for spread, seconds in ((False, self._slowest_s), (True, self._spread_s))
+            for spread, seconds in ((False, self._slowest_s), (True, self.spread_s))
         }
 
     def mode(self, bound: Bound, start: int, stop: int, height: int, devices: int) -> Mode:
@@ -231,7 +232,7 @@ class RangePrices:
         if len(alike) == 1:
             return self.sizes.modes[alike[0]]
         p = self._place(start, stop)
-        seconds = self._spread_s if bound.spread else self._slowest_s
+        seconds = self.spread_s if bound.spread else self._slowest_s
         at = self.sizes.devices == devices
         at &= self.headroom[bound.at, :, p] >= height
         at &= seconds[bound.at, :, p] <= bound.period_s

@@ -1,0 +1,217 @@
+"""Every planner's prices of a stage are those of the cost model and the simulator, bit by bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from anabranch.cost import CostModel
+from anabranch.cost.nested_weights import NestedSets, Pairs
+from anabranch.graph.opgraph import bits
+from anabranch.planner.dapple.tables import Tables
+from anabranch.planner.dapple.tables import Terms as DappleTerms
+from anabranch.planner.downsets import prefixes
+from anabranch.planner.partitioner.chains import line
+from anabranch.planner.partitioner.exact.lattice import Lattice
+from anabranch.planner.partitioner.exact.prices import PricedStages, Weights
+from anabranch.planner.partitioner.range_prices import RangePrices, Sizes
+from anabranch.planner.pipedream.terms import Terms, tiers
+from anabranch.planner.piper.prices import StagePrices
+from anabranch.planner.toolkit.parts import Part, PartPrices
+from anabranch.planner.toolkit.prices import UNBOUNDED, Mode, Prices
+from anabranch.plans.stages import Stage, StageGraph
+from anabranch.profile.profile import OpCost, Profile
+from anabranch.simulator.costs import ModelCosts
+from tests.planner.helpers import cost_model, sharded
+from tests.planner.piper.reference import rich_profiles
+
+DEVICES, COUNT = 8, 50
+PLENTY = 1e9
+
+
+@dataclass(frozen=True)
+class Case:
+    """The operators from ``start`` to ``stop`` as a stage with this mode."""
+
+    profile: Profile
+    start: int
+    stop: int
+    size: int
+    mode: Mode
+
+    def cost(self, memory: float = PLENTY) -> CostModel:
+        """Nodes of 4 devices, links so slow that they matter."""
+        machines = {"node": 4, "memory": int(memory), "bandwidth": 7.0, "card": 3.0}
+        return cost_model(self.profile, DEVICES, latency_s=0.3, **machines)
+
+    @property
+    def mask(self) -> int:
+        return (1 << self.stop) - (1 << self.start)
+
+    @property
+    def part(self) -> Part:
+        return Part(self.mask, self.mode.replicas, self.mode.recompute, self.mode.tensor)
+
+    def prices(self, cost: CostModel) -> Prices:
+        return Prices(
+            cost,
+            self.size * COUNT,
+            self.size,
+            (self.mode.replicas,),
+            cost.cluster.memory_bytes,
+            (self.mode.tensor,),
+            self.mode.recompute,
+            DEVICES,
+        )
+
+    def simulated(self, cost: CostModel, versions: int = 1) -> tuple[ModelCosts, int]:
+        """The prices of a plan with this stage, on the first devices, and its place in it."""
+        graph, runs = cost.graph, [(0, self.start), (self.start, self.stop)]
+        stages, free = [], self.mode.devices
+        for first, last in [*runs, (self.stop, len(graph))]:
+            names = tuple(op.name for op in graph.ops[first:last])
+            if (first, last) == (self.start, self.stop):
+                mine, devices = len(stages), tuple(range(self.mode.devices))
+                tensor, recompute = self.mode.tensor, self.mode.recompute
+                stages.append(Stage(names, devices, self.size, recompute=recompute, tensor=tensor))
+            elif names:
+                stages.append(Stage(names, (free,), self.size))
+                free += 1
+        pairs = tuple((x, y) for y in range(len(stages)) for x in range(y))
+        planned = StageGraph(tuple(stages), tuple(sorted(pairs)), self.size * COUNT)
+        return ModelCosts(planned, cost, (versions,) * len(stages)), mine
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    """Any run of the operators of any graph; seconds that no float has exactly."""
+    profile = draw(rich_profiles())
+    factors = st.floats(1e-3, 3, exclude_min=True)
+
+    def scaled(cost: OpCost) -> OpCost:
+        by = draw(factors)
+        forward, backward = cost.forward_s, cost.backward_s
+        return replace(
+            cost,
+            forward_s=tuple(by * seconds for seconds in forward),
+            backward_s=tuple(by * seconds for seconds in backward),
+        )
+
+    profile = replace(profile, costs=tuple(map(scaled, profile.costs)), sharded=())
+    profile = sharded(profile)
+    start = draw(st.integers(0, len(profile.graph) - 1))
+    stop = draw(st.integers(start + 1, len(profile.graph)))
+    tensor = draw(st.sampled_from([1, 1, 2]))
+    replicas = draw(st.integers(1, 4 // tensor))
+    mode = Mode(replicas, draw(st.booleans()), tensor)
+    return Case(profile, start, stop, draw(st.integers(replicas, 8)), mode)
+
+
+def listed(case: Case, cost: CostModel) -> Iterator[tuple[str, float, int]]:
+    """Per planner that knows the mode, its period or load and the largest height in memory."""
+    order, mode, prices = range(len(cost.graph)), case.mode, case.prices(cost)
+    parts = PartPrices(prices)
+    yield "parts", parts.period_s(case.part), parts.headroom(case.part)
+    sizes, ranges = Sizes([prices]), RangePrices(line(cost, order).row, Sizes([prices]))
+    k = sizes.modes.index(mode)
+    at = list(zip(*np.triu_indices(len(order) + 1, 1), strict=True)).index((case.start, case.stop))
+    height = int(ranges.headroom[0, k, at])
+    yield "ranges", ranges.spread_s[0, k, at], min(height, UNBOUNDED)
+    lattice = Lattice(cost.graph, budget=10_000, ways=1_000_000)
+    weights = Weights(cost, lattice, [1 << op for op in order])
+    priced = PricedStages.of(weights, prices, 10**6)
+    for pair in range(len(lattice.below)):
+        # Recomputation is not priced where everything fits without.
+        if weights.mask(pair) == case.mask and mode in priced.modes:
+            k = priced.modes.index(mode)
+            yield "exact", priced.spread_s[k, pair], int(priced.headroom[k, pair])
+    if not mode.recompute and mode.tensor == 1:
+        states = NestedSets(cost, prefixes(order))
+        terms = Terms(states, prices, tiers(cost.cluster), DEVICES, accumulate=True)
+        height = int(terms.headroom(mode.replicas)[case.start, case.stop])
+        yield "pipedream", float("nan"), UNBOUNDED if height >= COUNT else height
+        tables = Tables(DappleTerms(cost, case.size * COUNT, tuple(order), DEVICES), case.size)
+        degree = int(tables.index[mode.replicas])
+        yield "dapple", float("nan"), int(tables.headroom[degree, case.start, case.stop])
+
+
+def piper(case: Case, cost: CostModel) -> tuple[float, int]:
+    """Piper's load and the largest height; -1 if the stage fits at none."""
+    states = NestedSets(cost, prefixes(range(len(cost.graph))))
+    modes = [replace(case.mode, recompute=False), case.mode][: 1 + case.mode.recompute]
+    found = StagePrices(case.prices(cost), states, modes).options(
+        Pairs(np.array([case.start]), np.array([case.stop])),
+        np.array([DEVICES], dtype=np.int32),
+        float("inf"),
+    )
+    mine = np.flatnonzero(found.mode == len(modes) - 1)
+    return (found.load_s[mine[0]], int(found.held[mine[0]]) - 1) if len(mine) else (np.nan, -1)
+
+
+@settings(max_examples=80, deadline=None)
+@given(cases())
+def test_periods_are_made_of_the_simulators_seconds(case):
+    """Compute of the simulator, what crosses the border at the common price, and an all-reduce over
+    devices in a row: no planner has its own.
+    """
+    cost = case.cost()
+    costs, stage = case.simulated(cost)
+    n, mode = -(-case.size // case.mode.replicas), case.mode
+    compute = sum(costs.compute_s(stage, n))
+    border, price = cost.border(case.mask), cost.border_price(mode.devices)
+    comes, goes = border.comes.at(n), border.goes.at(n)
+    nbytes = cost.parameter_bytes(bits(case.mask), trainable=True, tensor=mode.tensor)
+    devices = range(mode.devices)
+    reduce_s = cost.allreduce_s(nbytes, devices) if mode.tensor == 1 else None
+    if reduce_s is None:
+        per_byte, latency_s = cost.ring_price(devices, mode.replicas)
+        reduce_s = nbytes * per_byte + (nbytes > 0) * latency_s
+    elif not cost.tied and mode.replicas > 1 and nbytes:
+        (ring,) = (ring for ring in costs.all_reduces() if ring.stages == (stage,))
+        assert ring.seconds == reduce_s
+    expected = max(compute, max(comes, goes) * price) + reduce_s / COUNT
+    for name, period_s, _ in listed(case, cost):
+        assert np.isnan(period_s) or period_s == expected, name
+    load_s, _ = piper(case, cost)
+    assert np.isnan(load_s) or load_s == compute + (comes + goes) * price + reduce_s / COUNT
+    if not mode.recompute and mode.tensor == 1:
+        states = NestedSets(cost, prefixes(range(len(cost.graph))))
+        terms = Terms(states, case.prices(cost), tiers(cost.cluster), DEVICES, accumulate=True)
+        assert terms.compute_s(mode.replicas)[case.start, case.stop] == compute
+        order = tuple(range(len(cost.graph)))
+        tables = Tables(DappleTerms(cost, case.size * COUNT, order, DEVICES), case.size)
+        both = tables.both_s[int(tables.index[mode.replicas])]
+        assert both[case.stop] - both[case.start] == compute
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases(), st.integers(1, 6), st.integers(1, 4))
+def test_memory_is_the_same_to_the_last_byte(case, in_flight, versions):
+    """With just the memory that the cost model says every planner fits the stage, with a byte less
+    it keeps one micro-batch fewer; the simulator's terms add up to the same.
+    """
+    shape = {"microbatch_size": case.size, "replicas": case.mode.replicas}
+    shape |= {"recompute": case.mode.recompute, "tensor": case.mode.tensor}
+    ops, roomy = list(bits(case.mask)), case.cost()
+    need = roomy.device_bytes(ops, in_flight=in_flight, **shape)
+    costs, stage = case.simulated(roomy, versions)
+    flight, backward = costs.flight_bytes(stage, -(-case.size // case.mode.replicas))
+    assert costs.base_bytes(stage) + in_flight * flight + backward == roomy.device_bytes(
+        ops, in_flight=in_flight, versions=versions, **shape
+    )
+    fewer = in_flight - 1 if flight else 0
+    for memory, held in ((need, in_flight if flight else COUNT), (need - 1, fewer)):
+        if memory < 1:
+            continue
+        height = UNBOUNDED if held == COUNT else held - 1
+        cost = case.cost(memory)
+        for name, _, found in listed(case, cost):
+            assert found == height, name
+        # Piper drops what keeps one micro-batch alone, unless it is the last stage, and does not
+        # recompute where everything fits without.
+        if held >= 2 and not (case.mode.recompute and held == COUNT):
+            assert piper(case, cost)[1] == height
