@@ -18,7 +18,7 @@ from anabranch.planner.dapple.links import Place
 from anabranch.planner.dapple.objective import latency
 from anabranch.planner.dapple.placement import Machines, Step
 from anabranch.planner.dapple.planner import stage_graph
-from anabranch.planner.dapple.search import Chain, Search
+from anabranch.planner.dapple.search import Chain, PlacementSearch
 from anabranch.planner.dapple.tables import Tables, Terms
 from anabranch.plans.check import check
 from anabranch.plans.stages import StageGraph
@@ -37,7 +37,7 @@ def terms(cost: CostModel, batch_size: int, **options: object) -> Terms:
 def search(term: Terms, size: int, *, width: int | None = None, **options: object) -> list[Chain]:
     machines = Machines(term.cost.cluster)
     options = {"max_stages": None, "budget": Budget(PLENTY), **options}
-    return Search(Tables(term, size), machines, width=width, **options).run()
+    return PlacementSearch(Tables(term, size), machines, width=width, **options).run()
 
 
 def chain_profile(count: int, weights: int = 4) -> Profile:

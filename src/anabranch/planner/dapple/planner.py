@@ -13,7 +13,7 @@ from anabranch.graph.series_parallel import decompose, operators
 from anabranch.planner.base import require_options
 from anabranch.planner.dapple.budget import Budget
 from anabranch.planner.dapple.placement import Machines, append_first
-from anabranch.planner.dapple.search import Chain, Search
+from anabranch.planner.dapple.search import Chain, PlacementSearch
 from anabranch.planner.dapple.tables import Tables, Terms
 from anabranch.planner.toolkit.infeasible import explain, require_sizes
 from anabranch.planner.toolkit.prices import microbatch_sizes
@@ -125,7 +125,7 @@ class Dapple:
     def _search(
         self, tables: Tables, machines: Machines, budget: Budget, limit_s: float
     ) -> list[Chain]:
-        search = Search(
+        search = PlacementSearch(
             tables,
             machines,
             width=self.width,

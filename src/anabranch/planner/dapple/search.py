@@ -63,7 +63,7 @@ class Chain:
     devices: tuple[tuple[int, ...], ...]
 
 
-class Search:
+class PlacementSearch:
     """The recursion for one micro-batch size.
 
     Args:

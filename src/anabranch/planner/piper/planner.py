@@ -15,7 +15,7 @@ from anabranch.planner.base import require_options
 from anabranch.planner.downsets import downsets, prefixes, size_starts
 from anabranch.planner.piper.assemble import assemble
 from anabranch.planner.piper.prices import Space, StagePrices
-from anabranch.planner.piper.search import ROUNDING, Found, Search
+from anabranch.planner.piper.search import ROUNDING, Found, LoadSearch
 from anabranch.planner.toolkit.infeasible import require_sizes
 from anabranch.planner.toolkit.parts import Part
 from anabranch.planner.toolkit.prices import Mode, Prices, degrees, microbatch_sizes
@@ -221,7 +221,7 @@ def least(
     limit = stages.prices.cost.cluster.num_devices
     # The search comes so near twice, to a lower bound and from there to the least.
     near = (1 + tolerance) ** 0.5 - 1
-    search = Search(
+    search = LoadSearch(
         size_starts(stages.downsets.sets), len(stages.downsets), limit, near, stages.floor_s
     )
     # Without a bound: upwards from a load that could hardly be less.

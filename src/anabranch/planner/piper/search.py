@@ -101,7 +101,7 @@ class Found:
 
 
 @dataclass(frozen=True)
-class Search:
+class LoadSearch:
     """Looks for the least load.
 
     Attributes:

@@ -1,17 +1,7 @@
-"""What a planner minimises: the period of a stage, and whether it fits.
+"""Prices of stages at one micro-batch size, and the modes in which a stage may use its devices.
 
-For a stage on d replicas with micro-batches of b samples, n = ceil(b / d) samples on each device,
-M = ceil(B / b) of them in a batch of B:
-
-    compute    forward and backward of its operators at n samples
-    in         bytes of what enters and of the gradients of what leaves, at n samples
-    out        bytes of what leaves and of the gradients of what enters, at n samples
-    share(d)   seconds per byte on a device's way: at level 0 its own link; from level 1 on,
-               min(d, g) replicas share the network card of their group of g devices, so it is the
-               largest over the levels of min(d, g) / bandwidth
-    allreduce  ring over d devices that are numbered in a row, of the trainable parameters
-
-    period  =  max(compute, in * share(d), out * share(d))  +  allreduce / M
+The period is that of ``cost.period`` on ceil(b / d) samples, with the all-reduce over d devices
+that are numbered in a row, and a byte across the border at ``border_price``.
 
 The last term makes the all-reduce part of a bound on the period. It is a lower bound on what that
 costs: a stage that waits for a slower one still reduces at the end. So a search may also bound
