@@ -72,7 +72,8 @@ def run(
 ) -> list[Result]:
     """Call a function on local ranks, each a process with one thread for computing.
 
-    In each rank ``torch.distributed`` is initialised (Gloo), so ``Pipeline`` works in it.
+    In each rank ``torch.distributed`` is initialised (Gloo), so ``Pipeline`` works in it, and
+    ``LOCAL_RANK`` says which GPU is its own.
 
     Args:
         function: called as ``function(*args)`` in every rank; it may be a closure, because nothing
@@ -264,6 +265,7 @@ def _main(
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     torch.set_num_threads(1)
+    os.environ["LOCAL_RANK"] = str(rank)
     POSITION.share(position)
     INTERRUPT.share(flag)
     try:

@@ -2,8 +2,39 @@
 
 from __future__ import annotations
 
-from tests.runtime.small import slices
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anabranch.runtime.reference import reference
+from tests.runtime.small import batch, built, slices
 
 
 def test_slices_of_the_reference_tile_the_batch() -> None:
     assert slices(10, 4) == [(0, 4), (4, 8), (8, 10)]
+
+
+class Elsewhere(Tensor):
+    """A tensor on another device than the model: it can be cut and moved, not computed with."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_function__(func, types, args, kwargs or {})
+        if func is Tensor.to:
+            return result.as_subclass(Tensor)
+        if func in (Tensor.__getitem__, Tensor.shape.__get__):  # type: ignore[attr-defined]
+            return result
+        raise RuntimeError(f"expected all tensors to be on one device, in {func}")
+
+
+def test_the_batch_comes_to_the_model() -> None:
+    """Data loaders yield tensors of the CPU; the model may be on a GPU."""
+    model = built("TwoBranch")
+    here = batch(6)
+    expected = reference(model.module, here, [(0, 4), (4, 6)])
+    there = {name: leaf.as_subclass(Elsewhere) for name, leaf in here.items()}
+    found = reference(model.module, there, [(0, 4), (4, 6)])
+    assert found.loss == expected.loss
+    for name, gradient in expected.gradients.items():
+        assert torch.equal(found.gradients[name], gradient)

@@ -14,6 +14,8 @@ operations have to be the same ones each time.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -109,7 +111,8 @@ class Captured:
         training: bool,
         like: Captured | None = None,
     ) -> Captured:
-        exporter = _Exporter(module, layout, training)
+        device = _device(module) if like is None else like.capture_device
+        exporter = _Exporter(module, layout, training, device)
         samples = max(2, layout.samples)
         program, other = exporter.at(samples), exporter.at(2 * samples)
         if other.signature() != program.signature():
@@ -246,11 +249,13 @@ def _device(module: nn.Module) -> torch.device:
 class _Exporter:
     """Programs of one module for any number of samples."""
 
-    def __init__(self, module: nn.Module, layout: BatchLayout, training: bool) -> None:
+    def __init__(
+        self, module: nn.Module, layout: BatchLayout, training: bool, device: torch.device
+    ) -> None:
         self.module = module
         self.layout = layout
         self.training = training
-        self.device = _device(module)
+        self.device = device
         self.wrapped = ReturnsLoss(module, layout.rebuild)
         self.names = _first_names(module)
         self.tensors = {
@@ -278,7 +283,8 @@ class _Exporter:
             if self.module.training != self.training:
                 self.module.train(self.training)
             leaves = self.layout.resized(samples, self.device)
-            return export(self.wrapped, leaves, dynamic=dynamic)
+            with on_one_device(self.module, self.device):
+                return export(self.wrapped, leaves, dynamic=dynamic)
         finally:
             for part, mode in modes.items():
                 part.training = mode
@@ -336,6 +342,20 @@ def _is_fixed(exported: torch.export.ExportedProgram) -> bool:
         if spec.kind is torch.export.graph_signature.InputKind.USER_INPUT
     ]
     return any(isinstance(size, int) or size.node.expr.is_number for size in leaves)
+
+
+@contextmanager
+def on_one_device(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """Inside, what of a module is elsewhere is copied to one device, as its forward needs it."""
+    tensors = itertools.chain(module.parameters(), module.buffers())
+    away = [(tensor, tensor.data) for tensor in tensors if tensor.device != device]
+    for tensor, data in away:
+        tensor.data = data.to(device)
+    try:
+        yield
+    finally:
+        for tensor, data in away:
+            tensor.data = data
 
 
 def _first_names(module: nn.Module) -> dict[str, str]:

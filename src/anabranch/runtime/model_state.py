@@ -18,16 +18,20 @@ from anabranch import checkpoint as disk
 from anabranch.errors import FileFormatError, TrainingError
 from anabranch.runtime.data_parallel.gradients import Holders, same_start, share_first
 from anabranch.runtime.mesh import Mesh
+from anabranch.runtime.placement import move
 from anabranch.workload import Workload
 
 
 class ModelState:
     """A rank's parameters, buffers, optimizer and scheduler; None where there is nothing to train.
 
-    Ranks that built the module from another seed get the tensors of rank 0.
+    Ranks that built the module from another seed get the tensors of rank 0. Those of this rank's
+    stages are moved to its device.
     """
 
-    def __init__(self, workload: Workload, holders: Holders, mesh: Mesh) -> None:
+    def __init__(
+        self, workload: Workload, holders: Holders, mesh: Mesh, place: torch.device
+    ) -> None:
         module = workload.module
         self._module, self._holders, self._mesh = module, holders, mesh
         _refuse_forgotten(module)
@@ -42,6 +46,8 @@ class ModelState:
             for name, buffer in module.named_buffers()
             if mesh.rank in holders.buffers.get(name, ())
         }
+        # Before there is an optimizer, which may look where they are.
+        move((*self.parameters.values(), *self.buffers.values()), place)
         trainable = [(name, p) for name, p in self.parameters.items() if p.requires_grad]
         self.optimizer = workload.optimizer(trainable) if trainable else None
         recipe = workload.scheduler

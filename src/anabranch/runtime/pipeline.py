@@ -80,6 +80,9 @@ class Pipeline:
         check_memory: before anything is allocated, compare the predicted peaks of all ranks with
             the memory of the plan's cluster and with what is free here.
         timeout: seconds until a silent rank counts as lost; more than the longest step takes.
+        device: where this rank's stages are computed, by default where the model is. They are moved
+            there, the rest of the model stays. ``cuda`` is the GPU of the number ``LOCAL_RANK``, in
+            turn where ranks outnumber GPUs.
 
     Raises:
         InvalidPlanError: if the plan is for another model or another number of ranks, ranks
@@ -102,6 +105,7 @@ class Pipeline:
         check_gradients: bool = True,
         check_memory: bool = True,
         timeout: float = 600.0,
+        device: torch.device | str | None = None,
     ) -> None:
         if accumulate < 1:
             raise ValueError(f"accumulate is {accumulate}; an update takes at least one batch")
@@ -123,6 +127,7 @@ class Pipeline:
             check_gradients=check_gradients,
             check_memory=check_memory,
             timeout=timeout,
+            device=device,
         )
         self._mesh, self._state, self._workers = session.mesh, session.state, session.workers
         self.optimizer, self.scheduler = session.state.optimizer, session.state.scheduler

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from anabranch.graph.export import scalars
 from anabranch.runtime.compute.stage_compute import unchanged_buffers
+from anabranch.runtime.placement import place_of
 from anabranch.workload import Batch
 
 
@@ -41,6 +42,10 @@ def take(batch: Batch, start: int, stop: int) -> Batch:
     )
 
 
+def _moved(batch: Batch, place: torch.device) -> Batch:
+    return pytree.tree_map(lambda leaf: leaf.to(place) if isinstance(leaf, Tensor) else leaf, batch)
+
+
 def call(module: nn.Module, batch: Batch) -> dict[str, Tensor]:
     """The loss and the metrics of a module on a batch."""
     if isinstance(batch, Mapping):
@@ -49,14 +54,14 @@ def call(module: nn.Module, batch: Batch) -> dict[str, Tensor]:
 
 
 def reference(module: nn.Module, batch: Batch, slices: Sequence[tuple[int, int]]) -> Reference:
-    """Run the module in training mode over slices [start, stop) that tile a batch.
+    """Run the module, where it is, in training mode over slices [start, stop) that tile a batch.
 
     Buffers, ``.grad`` and the mode of the module are afterwards as before.
     """
     parameters = {n: p for n, p in module.named_parameters() if p.requires_grad}
     kept = {name: p.grad for name, p in parameters.items()}
     modes = [(part, part.training) for part in module.modules()]
-    size = num_samples(batch)
+    size, place = num_samples(batch), place_of(module)
     loss, metrics = 0.0, dict[str, float]()
     with unchanged_buffers(module):
         try:
@@ -66,7 +71,7 @@ def reference(module: nn.Module, batch: Batch, slices: Sequence[tuple[int, int]]
                 parameter.grad = None
             for start, stop in slices:
                 weight = (stop - start) / size
-                results = call(module, take(batch, start, stop))
+                results = call(module, _moved(take(batch, start, stop), place))
                 value = results.pop("loss")
                 torch.autograd.backward(value, torch.full_like(value, weight))
                 loss += value.item() * weight

@@ -8,6 +8,7 @@ updates is the pipelines' own.
 
 from __future__ import annotations
 
+import multiprocessing
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -18,7 +19,6 @@ import torch
 from torch import Tensor
 
 from anabranch import checkpoint as disk
-from anabranch.errors import TrainingError
 from anabranch.graph.capture import Captured
 from anabranch.plans.plan import Plan
 from anabranch.runtime.compute.options import ComputeOptions, require_exact
@@ -32,6 +32,7 @@ from anabranch.runtime.mesh import Mesh, require_whole_replicas
 from anabranch.runtime.messages import channels
 from anabranch.runtime.model_state import ModelState
 from anabranch.runtime.numerics.nonfinite import Trace
+from anabranch.runtime.placement import claim, own_device, place_of
 from anabranch.runtime.plan_parts import captured_for, parts_of
 from anabranch.runtime.process_groups import join
 from anabranch.runtime.transport import Channel, Transport
@@ -51,6 +52,7 @@ class Session:
         check_gradients: compare one micro-batch with the user's own module first.
         check_memory: compare predicted peaks with the memory that there is.
         timeout: seconds until a silent rank counts as lost.
+        device: where this rank computes; by default where the model is.
         further: channels that are used besides those of the plan's schedule.
 
     Raises:
@@ -73,6 +75,7 @@ class Session:
         check_gradients: bool,
         check_memory: bool,
         timeout: float,
+        device: torch.device | str | None,
         further: Collection[Channel] = (),
     ) -> None:
         graph = plan.stage_graph
@@ -80,9 +83,13 @@ class Session:
         self._plan = plan
         self.captured = captured or captured_for(workload, plan)
         module = self.captured.module
-        self.place = place = _place_of(self.captured)
+        self._home = place_of(module)
+        self.place = place = self._home if device is None else own_device(device)
+        claim(place)
         join(timeout)
-        require_agreement(facts_of(self.captured, plan, {**facts, **asdict(compute)}))
+        require_agreement(
+            facts_of(self.captured, plan, {**facts, **asdict(compute), "device": place.type})
+        )
         self.parts = parts_of(self.captured, plan, exact=exact)
         if exact:
             require_exact(compute, self.parts)
@@ -94,7 +101,9 @@ class Session:
                 self.require_memory(plan)
             wanted = sorted({*channels(graph), *further})
             self.transport = self.mesh.transport(place, wanted)
-            self.state = ModelState(replace(workload, module=module), self.holders, self.mesh)
+            self.state = ModelState(
+                replace(workload, module=module), self.holders, self.mesh, place
+            )
             seed = torch.tensor([torch.initial_seed() % 2**62])
             self.mesh.broadcast(seed, 0)
         self.workers = WorkerCache(
@@ -115,8 +124,10 @@ class Session:
 
     def require_memory(self, plan: Plan) -> None:
         """Refuse a plan whose predicted peaks exceed the memory that there is."""
-        held = self.holders.bytes_of(self.captured.module, self.mesh.rank)
-        require_memory(plan, self.mesh, held, self.place)
+        own, others = self.holders.resident_bytes(self.captured.module, self.mesh.rank, self.place)
+        # A forked rank shares the memory of the CPU with its parent, which gives nothing back.
+        shares = self.place.type == "cpu" and multiprocessing.parent_process() is not None
+        require_memory(plan, self.mesh, own, 0 if shares else others, self.place)
 
     def leaves(self, batch: Batch) -> dict[str, Tensor]:
         """The tensors of a batch by their names; DataError if it is not built as the example."""
@@ -128,7 +139,7 @@ class Session:
             return
         self._is_prepared = True
         if self._check_gradients:
-            compare_with_eager(self.workers, self.holders, self.mesh, batch, leaves)
+            compare_with_eager(self.workers, self.holders, self.mesh, batch, leaves, self._home)
         self.state.forget_others()
 
     def count(self) -> None:
@@ -210,14 +221,3 @@ class Session:
         if self.transport is not None:
             self.transport.close()
         self.mesh.close()
-
-
-def _place_of(captured: Captured) -> torch.device:
-    """Where the model is; TrainingError if it has no weights."""
-    place = next((p.device for p in captured.module.parameters()), torch.device("cpu"))
-    if place.type == "meta":
-        raise TrainingError(
-            "the model is on the meta device: it has sizes but no weights; build it on the CPU to "
-            "train it"
-        )
-    return place

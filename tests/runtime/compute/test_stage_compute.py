@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -71,3 +72,19 @@ def test_the_first_bad_loss_is_noted() -> None:
     leaves["x"][9] = float("nan")
     bad = [outcome.bad for outcome in run(model, plan(model, 3), leaves)]
     assert bad == [None, None, (2, 2)]
+
+
+def test_the_generator_of_the_place_is_seeded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of cuda:1 for a stage on cuda:1, whatever the current device is: recomputation has to
+    draw the same masks again. All generators are afterwards as before.
+    """
+    generators = tuple(torch.Generator().manual_seed(device) for device in range(2))
+    monkeypatch.setattr(torch.cuda, "default_generators", generators)
+    before = [generator.get_state() for generator in generators]
+    drawn = []
+    for _ in range(2):
+        with seeded(7, torch.device("cuda", 1)):
+            assert torch.equal(generators[0].get_state(), before[0])
+            drawn.append(torch.rand(3, generator=generators[1]))
+    assert torch.equal(*drawn)
+    assert all(map(torch.equal, before, (generator.get_state() for generator in generators)))

@@ -6,11 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from anabranch import launch
 from anabranch.cluster import GIB, Cluster
 from anabranch.errors import InfeasiblePlanError
 from anabranch.plans.plan import Plan
+from anabranch.runtime.data_parallel.gradients import Holders
 from anabranch.runtime.guards.memory_budget import (
     Need,
     _beyond_cluster,
@@ -19,6 +21,7 @@ from anabranch.runtime.guards.memory_budget import (
     _host_free,
 )
 from anabranch.runtime.pipeline import Pipeline
+from anabranch.runtime.plan_parts import parts_of
 from tests.runtime.small import batch, built, plan
 
 
@@ -30,9 +33,10 @@ def predicted(chosen: Plan, *gib: float, machines: str | None = None) -> Plan:
     )
 
 
-def needs(*rows: tuple[float, float, float, int]) -> list[Need]:
+def needs(*rows: tuple[float, float, float, int], given: float = 0) -> list[Need]:
     return [
-        Need(int(p * GIB), int(r * GIB), int(f * GIB) if f >= 0 else -1, h) for p, r, f, h in rows
+        Need(int(p * GIB), int(r * GIB), int(given * GIB), int(f * GIB) if f >= 0 else -1, h)
+        for p, r, f, h in rows
     ]
 
 
@@ -59,6 +63,30 @@ def test_ranks_of_one_host_add_up() -> None:
     # Within the margin of a prediction, or with nothing known, it is tried.
     assert _beyond_host(needs((8.5, 0, 8, 1)), "cpu") == ""
     assert _beyond_host(needs((99, 0, -1, 1)), "cuda") == ""
+
+
+def test_what_training_gives_back_counts_as_free() -> None:
+    """A model of 12 GiB was built on a GPU of 16 GiB, and this rank's stage has 3 GiB of it: at its
+    peak of 12 GiB the other 9 GiB are gone, though only 4 GiB are free now.
+    """
+    assert "4.00 GiB free" in _beyond_host(needs((12, 3, 4, 1)), "cuda")
+    assert _beyond_host(needs((12, 3, 4, 1), given=9), "cuda") == ""
+    # Two ranks on one GPU, with the whole model each.
+    assert _beyond_host(needs((12, 3, 2, 1), (12, 3, 2, 1), given=8), "cuda") == ""
+    assert _beyond_host(needs((12, 3, 2, 1), (12, 3, 2, 1), given=6), "cuda") != ""
+
+
+def test_parameters_count_where_a_rank_computes() -> None:
+    """Chain on two ranks; what is still on the host takes nothing of a GPU, and gives nothing."""
+    model = built("Chain")
+    chosen = plan(model, 2)
+    holders = Holders.of(parts_of(model.captured, chosen, exact=False), chosen.stage_graph)
+    sizes = [p.numel() * p.element_size() for p in model.module.parameters()]
+    own, others = holders.resident_bytes(model.module, 0, torch.device("cpu"))
+    assert 0 < own < sum(sizes)
+    assert own + others == sum(sizes)
+    assert holders.resident_bytes(model.module, 1, torch.device("cpu")) == (others, own)
+    assert holders.resident_bytes(model.module, 0, torch.device("cuda", 0)) == (0, 0)
 
 
 def test_what_a_container_leaves(tmp_path: Path) -> None:

@@ -124,6 +124,7 @@ class AsyncPipeline:
         check_gradients: bool = True,
         check_memory: bool = True,
         timeout: float = 600.0,
+        device: torch.device | str | None = None,
     ) -> None:
         if clip_stage_norm is not None and not clip_stage_norm > 0:
             raise ValueError(f"clip_stage_norm is a norm, more than 0; not {clip_stage_norm}")
@@ -149,6 +150,7 @@ class AsyncPipeline:
             check_gradients=check_gradients,
             check_memory=check_memory and plan.mode == "async" and rounds is None,
             timeout=timeout,
+            device=device,
             further=rounds.channels() if rounds is not None else (),
         )
         self._mesh, self._state = session.mesh, session.state
@@ -167,8 +169,8 @@ class AsyncPipeline:
                 keeps = self.optimizer is not None and rule_of(self.optimizer) == "last update"
                 expected = budgeted(plan, rounds, session.captured, self.policy, last_update=keeps)
                 session.require_memory(expected)
-        device = self._mesh.device
-        self._stage = next(s for s, st in enumerate(graph.stages) if device in st.devices)
+        mine = self._mesh.device
+        self._stage = next(s for s, st in enumerate(graph.stages) if mine in st.devices)
         units = tuple(units_in_flight(stage.in_flight, microbatches) for stage in graph.stages)
         # After so many more mini-batches all stages have learned from one, and have told.
         self._late = max(units)

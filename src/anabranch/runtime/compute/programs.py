@@ -64,7 +64,7 @@ class StagePrograms:
     def program(self, stage: int, samples: int) -> StageProgram:
         """What a stage runs for a number of samples, with the types that its values have."""
         if (stage, samples) not in self._programs:
-            program = self._parts.program(stage, samples)
+            program = self._parts.program(stage, samples, device=self.place)
             shapes = {
                 value: (shape, self._types.get(value, dtype))
                 for value, (shape, dtype) in program.shapes.items()

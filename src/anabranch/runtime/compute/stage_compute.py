@@ -311,9 +311,14 @@ def unchanged_buffers(module: nn.Module) -> Iterator[None]:
 @contextmanager
 def seeded(seed: int, place: torch.device) -> Iterator[None]:
     """Draw from a generator of its own; data loaders draw from the user's on every rank."""
-    devices = [place] if place.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
-        torch.default_generator.manual_seed(seed)
-        if devices:
-            torch.cuda.manual_seed(seed)
+    generators = [torch.default_generator]
+    if place.type == "cuda":
+        generators.append(torch.cuda.default_generators[place.index])
+    before = [generator.get_state() for generator in generators]
+    for generator in generators:
+        generator.manual_seed(seed)
+    try:
         yield
+    finally:
+        for generator, state in zip(generators, before, strict=True):
+            generator.set_state(state)

@@ -58,13 +58,15 @@ class Holders:
         """Sets of ranks that share something."""
         return {r for r in (*self.parameters.values(), *self.buffers.values()) if len(r) > 1}
 
-    def bytes_of(self, module: nn.Module, rank: int) -> int:
-        """Bytes of a rank's parameters."""
-        return sum(
-            p.numel() * p.element_size()
-            for name, p in module.named_parameters()
-            if rank in self.parameters.get(name, ())
-        )
+    def resident_bytes(self, module: nn.Module, rank: int, place: torch.device) -> tuple[int, int]:
+        """Bytes of a rank's own parameters that are on its device, and of those of other stages."""
+        own = others = 0
+        for name, parameter in module.named_parameters():
+            if parameter.device == place and name in self.parameters:
+                nbytes = parameter.numel() * parameter.element_size()
+                is_own = rank in self.parameters[name]
+                own, others = own + nbytes * is_own, others + nbytes * (not is_own)
+        return own, others
 
     def owner(self, name: str) -> int:
         """The rank that speaks for a parameter or buffer where it must be counted or saved once."""

@@ -8,8 +8,9 @@ rank compares its plan's prediction with
 - on a CPU what its host can give (Linux): ranks of one host add up, and a container may have less
   than the host.
 
-Parameters are there already and what is free is without them, so there a rank's own do not count. A
-prediction is not exact; what is refused exceeds by more than ``MARGIN``.
+What is free is told apart from a rank's own parameters, which are there already, and grows by those
+of other stages, which are given back when training starts. A prediction is not exact; what is
+refused exceeds by more than ``MARGIN``.
 """
 
 from __future__ import annotations
@@ -43,17 +44,22 @@ class Need:
     """What one rank needs and has.
 
     Attributes:
+        resident_bytes: of its own parameters, as far as they are there already.
+        given_bytes: of parameters of other stages, which are given back when training starts.
         free_bytes: where this rank's tensors will be; negative if that is not known.
         home: of ranks that take from the same memory, the same number.
     """
 
     peak_bytes: int
     resident_bytes: int
+    given_bytes: int
     free_bytes: int
     home: int
 
 
-def require_memory(plan: Plan, mesh: Mesh, resident_bytes: int, place: torch.device) -> None:
+def require_memory(
+    plan: Plan, mesh: Mesh, resident_bytes: int, given_bytes: int, place: torch.device
+) -> None:
     """Check that every rank's predicted peak fits where it runs.
 
     Args:
@@ -66,7 +72,7 @@ def require_memory(plan: Plan, mesh: Mesh, resident_bytes: int, place: torch.dev
     if len(peaks) != mesh.size or not any(peaks):
         return
     home, free = _memory(place)
-    mine = torch.tensor([peaks[mesh.rank], resident_bytes, free, home])
+    mine = torch.tensor([peaks[mesh.rank], resident_bytes, given_bytes, free, home])
     needs = [Need(*map(int, row)) for row in mesh.all_gather(mine)]
     problem = _beyond_cluster(plan, needs) or _beyond_host(needs, place.type)
     if problem:
@@ -96,7 +102,7 @@ def _beyond_host(needs: Sequence[Need], kind: str) -> str:
             homes[need.home].append(rank)
     for ranks in homes.values():
         more = sum(max(needs[r].peak_bytes - needs[r].resident_bytes, 0) for r in ranks)
-        free = min(needs[r].free_bytes for r in ranks)
+        free = min(needs[r].free_bytes for r in ranks) + sum(needs[r].given_bytes for r in ranks)
         if more > free * MARGIN:
             who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {_ranks(ranks)} together"
             where = "the GPU" if kind == "cuda" else "the host or its container"

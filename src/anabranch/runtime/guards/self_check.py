@@ -11,13 +11,16 @@ as well.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from anabranch.errors import TrainingError
+from anabranch.graph.capture import on_one_device
 from anabranch.runtime.compute.programs import is_random
 from anabranch.runtime.compute.stage_compute import unchanged_buffers
 from anabranch.runtime.data_parallel.gradients import Holders, reduce_gradients
@@ -39,10 +42,18 @@ relative to.
 
 
 def compare_with_eager(
-    steps: WorkerCache, holders: Holders, mesh: Mesh, batch: Batch, leaves: Mapping[str, Tensor]
+    steps: WorkerCache,
+    holders: Holders,
+    mesh: Mesh,
+    batch: Batch,
+    leaves: Mapping[str, Tensor],
+    home: torch.device,
 ) -> None:
     """Compare loss and gradients of the first samples of a batch; a model that draws random numbers
     is not compared.
+
+    Args:
+        home: where the whole model was, and runs once more.
 
     Raises:
         TrainingError: on every rank, naming the parameter that differs most.
@@ -57,7 +68,7 @@ def compare_with_eager(
     }
     for parameter in parameters.values():
         parameter.grad = None
-    with unchanged_buffers(module):
+    with unchanged_buffers(module), _ieee():
         outcome = worker.run({name: leaf[:size] for name, leaf in leaves.items()}, 0)
     # There is one micro-batch; in exact mode uses of tied parameters come back one by one.
     for (name, _, _), gradient in sorted(outcome.tied.items(), key=lambda use: use[0]):
@@ -77,7 +88,8 @@ def compare_with_eager(
     mesh.all_reduce(mine)
     eager = torch.zeros_like(mine)
     if mesh.rank == 0:
-        result = reference(module, take(batch, 0, size), [(0, size)])
+        with on_one_device(module, home), _ieee():
+            result = reference(module, take(batch, 0, size), [(0, size)])
         for i, name in enumerate(names):
             eager[i] = _digest(result.gradients.get(name))
         eager[-1, 0] = result.loss
@@ -86,6 +98,24 @@ def compare_with_eager(
         return  # the model's own trouble, which the step will name
     types = {n: p.dtype for n, p in module.named_parameters()}
     _compare(names, types, mine, eager, size)
+
+
+@contextmanager
+def _ieee() -> Iterator[None]:
+    """Without TF32, whose rounding would look like an error where the model was on the CPU."""
+    switches: list[Any] = [
+        torch.backends.cuda.matmul,
+        torch.backends.cudnn.conv,  # type: ignore[attr-defined]
+        torch.backends.cudnn.rnn,
+    ]
+    before = [switch.fp32_precision for switch in switches]
+    for switch in switches:
+        switch.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        for switch, precision in zip(switches, before, strict=True):
+            switch.fp32_precision = precision
 
 
 def _size(steps: WorkerCache, leaves: Mapping[str, Tensor]) -> int:

@@ -1,0 +1,70 @@
+"""The device on which a rank computes, and the way of its stages to it.
+
+A model that was built on the CPU stays there but for the stages of this rank, so a GPU never holds
+more of it than the plan counts with. One that is on a GPU already gives the other stages back when
+training starts.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from anabranch.errors import TrainingError
+
+
+def place_of(module: nn.Module) -> torch.device:
+    """Where a model is; TrainingError if it has no weights."""
+    place = next((p.device for p in module.parameters()), torch.device("cpu"))
+    if place.type == "meta":
+        raise TrainingError(
+            "the model is on the meta device: it has sizes but no weights; build it on the CPU to "
+            "train it"
+        )
+    return place
+
+
+def own_device(wanted: torch.device | str) -> torch.device:
+    """The device that a name means for this rank.
+
+    ``cuda`` is the GPU of the number ``LOCAL_RANK``. Where a host has fewer GPUs than ranks, they
+    share them in turn.
+
+    Raises:
+        TrainingError: if there is no GPU.
+    """
+    device = torch.device(wanted)
+    if device.type != "cuda" or device.index is not None:
+        return device
+    count = torch.cuda.device_count()
+    if count == 0:
+        raise TrainingError("there is no CUDA device here; leave the device out to train on CPUs")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % count)
+
+
+def claim(place: torch.device) -> None:
+    """Make a GPU the current device of this process, for whatever names none.
+
+    Raises:
+        TrainingError: if the process was forked after its parent had used CUDA.
+    """
+    if place.type != "cuda":
+        return
+    if torch.cuda._is_in_bad_fork():
+        raise TrainingError(
+            "this rank was forked from a process that had used CUDA, after which it cannot use it "
+            'itself: leave the model on the CPU, pass device="cuda" to the pipeline, and set '
+            "PYTORCH_NVML_BASED_CUDA_CHECK=1 in the environment, so that torch looks for GPUs "
+            "without using them; or start the ranks with torchrun"
+        )
+    torch.cuda.set_device(place)
+
+
+def move(tensors: Iterable[Tensor], place: torch.device) -> None:
+    """Move parameters and buffers, which stay the same objects."""
+    for tensor in tensors:
+        if tensor.device != place:
+            tensor.data = tensor.data.to(place)

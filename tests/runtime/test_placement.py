@@ -1,0 +1,99 @@
+"""The device of a rank: which it is, and what of the model comes to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from anabranch import launch
+from anabranch.errors import TrainingError
+from anabranch.runtime import model_state, session
+from anabranch.runtime.pipeline import Pipeline
+from anabranch.runtime.placement import claim, own_device
+from tests.runtime.small import batch, built, plan
+
+
+@pytest.mark.parametrize(("local_rank", "gpus", "index"), [(0, 4, 0), (3, 4, 3), (3, 2, 1)])
+def test_a_rank_has_the_gpu_of_its_number(
+    local_rank: int, gpus: int, index: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where there are fewer GPUs than ranks of the host, they share them in turn."""
+    monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    assert own_device("cuda") == torch.device("cuda", index)
+    assert own_device("cuda:1") == torch.device("cuda", 1)
+    assert own_device("cpu") == torch.device("cpu")
+
+
+def test_a_missing_gpu_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what to do."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(TrainingError, match="no CUDA device here; leave the device out"):
+        own_device("cuda")
+
+
+def test_the_gpu_becomes_the_current_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL, generators and the user's own code ask for the current device."""
+    chosen: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    claim(torch.device("cuda", 1))
+    claim(torch.device("cpu"))
+    assert chosen == [torch.device("cuda", 1)]
+
+
+def test_a_fork_after_cuda_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA itself says only that it cannot be initialised, from somewhere in the model."""
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
+    with pytest.raises(TrainingError, match=r"forked from a process that had used CUDA.*torchrun"):
+        claim(torch.device("cuda", 0))
+
+
+@pytest.mark.dist
+def test_only_the_stages_of_a_rank_come_to_its_device() -> None:
+    """A GPU must not even for a moment hold the whole model, which may be larger than it; and the
+    rank has its device before anything else is done.
+    """
+    model = built("TwoBranch")
+    chosen = plan(model, 2)
+    names = {id(p): name for name, p in model.module.named_parameters()}
+
+    def rank() -> tuple[list[torch.device], set[str], set[str]]:
+        claimed: list[torch.device] = []
+        moved: set[str] = set()
+
+        def noted(tensors: Iterable[Tensor], place: torch.device) -> None:
+            moved.update(names[id(tensor)] for tensor in tensors)
+
+        def claim(place: torch.device) -> None:
+            assert not moved
+            claimed.append(place)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(model_state, "move", noted)
+            patch.setattr(session, "claim", claim)
+            pipe = Pipeline(model.workload, chosen, captured=model.captured, device="cpu")
+            pipe.step(batch(16))
+        return claimed, moved, set(pipe._state.parameters)
+
+    results = launch.run(rank, 2, timeout=60.0)
+    for claimed, moved, own in results:
+        assert claimed == [torch.device("cpu")]
+        assert moved == own
+    assert results[0][1] | results[1][1] == set(names.values())
+    assert not results[0][1] & results[1][1]
+
+
+@pytest.mark.dist
+def test_local_ranks_know_their_number() -> None:
+    """As under torchrun."""
+
+    def rank() -> bool:
+        import os
+
+        return os.environ["LOCAL_RANK"] == str(dist.get_rank())
+
+    assert launch.run(rank, 2, timeout=60.0) == [True, True]
