@@ -4,7 +4,7 @@ BIN := .venv/bin
 # One thread per rank: processes, not threads, are what runs in parallel here.
 export OMP_NUM_THREADS := 1
 
-.PHONY: install demo test check bench docs clean
+.PHONY: install demo test check bench gpu docs clean
 
 install: .venv/.installed
 
@@ -37,6 +37,13 @@ bench: install
 	$(BIN)/python -m benchmarks.planners
 	$(BIN)/python -m benchmarks.runtime
 	$(BIN)/python -m benchmarks.asynchronous
+
+# With a Python whose torch sees a GPU, as `make install` takes torch's CPU build; without one it says
+# what would run.
+gpu:
+	@if $(PYTHON) -c "import torch; assert torch.cuda.is_available()" 2>/dev/null; \
+	then PYTHONPATH=src $(PYTHON) -m benchmarks.gpu; \
+	else $(MAKE) install && $(BIN)/python -m benchmarks.gpu; fi
 
 docs: install
 	$(BIN)/python -m pip install --quiet --group docs

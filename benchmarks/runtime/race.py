@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch.distributed as dist
 
@@ -48,21 +48,42 @@ def race(
 
     def rank() -> dict[str, list[float]]:
         precise_sleep()
-        ready = {name: side() for name, side in sides.items()}
-        for step in ready.values():
-            for _ in range(warm):
-                _timed(step, clock)
-        times: dict[str, list[float]] = {name: [] for name in sides}
-        for _ in range(turns):
-            for name, step in ready.items():
-                times[name] += [_timed(step, clock) for _ in range(steps)]
-        dist.barrier()
-        return times
+        return rank_times(sides, turns=turns, steps=steps, warm=warm, clock=clock)
 
-    found = launch.run(rank, num_ranks, timeout=LIMIT_S)
+    return slowest(launch.run(rank, num_ranks, timeout=LIMIT_S))
+
+
+def rank_times(
+    sides: Mapping[str, Side],
+    *,
+    turns: int = 3,
+    steps: int = 3,
+    warm: int = 2,
+    clock: Callable[[], float] = time.perf_counter,
+    meet: Callable[[], object] = dist.barrier,
+) -> dict[str, list[float]]:
+    """What ``race`` does in each rank: seconds of every step of this one.
+
+    Args:
+        meet: waits for all ranks.
+    """
+    ready = {name: side() for name, side in sides.items()}
+    for step in ready.values():
+        for _ in range(warm):
+            _timed(step, clock, meet)
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    for _ in range(turns):
+        for name, step in ready.items():
+            times[name] += [_timed(step, clock, meet) for _ in range(steps)]
+    meet()
+    return times
+
+
+def slowest(ranks: Sequence[Mapping[str, list[float]]]) -> dict[str, list[float]]:
+    """Of every step of every side, the seconds of the rank that took longest."""
     return {
-        name: [max(each) for each in zip(*(of[name] for of in found), strict=True)]
-        for name in sides
+        name: [max(step) for step in zip(*(times[name] for times in ranks), strict=True)]
+        for name in ranks[0]
     }
 
 
@@ -71,8 +92,8 @@ def medians(times: Mapping[str, list[float]]) -> dict[str, float]:
     return {name: statistics.median(each) for name, each in times.items()}
 
 
-def _timed(step: Step, clock: Callable[[], float]) -> float:
-    dist.barrier()
+def _timed(step: Step, clock: Callable[[], float], meet: Callable[[], object]) -> float:
+    meet()
     start = clock()
     step()
     return clock() - start

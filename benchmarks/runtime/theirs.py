@@ -61,7 +61,7 @@ def their_side(
         parts: makes the modules of all stages, in their order.
         loss: (output of the last stage, target) -> scalar.
         batch: positional arguments of the first stage.
-        target: for the loss, as many samples.
+        target: for the loss, as many samples, where the modules are.
         microbatches: per step.
     """
     arguments = batch if isinstance(batch, tuple) else (batch,)
@@ -70,7 +70,7 @@ def their_side(
         rank = dist.get_rank()
         modules = parts()
         mine = stages_of(schedule, rank, num_ranks)
-        stages = [PipelineStage(modules[s], s, len(modules), torch.device("cpu")) for s in mine]
+        stages = [PipelineStage(modules[s], s, len(modules), target.device) for s in mine]
         runner = SCHEDULES[schedule](
             stages if schedule in SEVERAL else stages[0], microbatches, loss_fn=loss
         )

@@ -84,7 +84,8 @@ def rows() -> list[Row]:
     captured = ours.captured_model(model, workload.example)
     cluster = anabranch.Cluster.preset("local:2")
     profile = anabranch.measure(captured, (1, 2, 4, 8, 16), repeats=5)
-    plans = _plans(captured, profile, cluster)
+    plans = plans_by_hand(captured)
+    plans["ours planned"] = anabranch.plan(profile, cluster, BATCH, optimizer_factor=0.0)
     sides = {
         # Each has a model of its own, because a rank gives up what its plan has elsewhere.
         name: ours.our_side(
@@ -95,7 +96,7 @@ def rows() -> list[Row]:
         )
         for name, plan in plans.items()
     }
-    sides |= _torch_sides(workload.module, batch["tokens"], batch["target"])
+    sides |= torch_sides(workload.module, batch["tokens"], batch["target"])
     found = medians(race(sides, 2, turns=4, steps=2))
     result = []
     for side, seconds in found.items():
@@ -109,9 +110,8 @@ def rows() -> list[Row]:
     return result
 
 
-def _plans(
-    captured: Captured, profile: anabranch.Profile, cluster: anabranch.Cluster
-) -> dict[str, Plan]:
+def plans_by_hand(captured: Captured) -> dict[str, Plan]:
+    """A row of two stages under two schedules, and data parallelism."""
     size = BATCH // MICROBATCHES
     in_a_row = ours.plan_of(
         captured, _half, [[0], [1]], microbatches=MICROBATCHES, microbatch_size=size
@@ -121,7 +121,6 @@ def _plans(
         "ours 1f1b": in_a_row,
         "ours 1f1b-deep": ours.under(in_a_row, "1f1b-deep"),
         "ours data parallel": alike,
-        "ours planned": anabranch.plan(profile, cluster, BATCH, optimizer_factor=0.0),
     }
 
 
@@ -132,7 +131,9 @@ def _half(name: str) -> int:
     return int("embedding" not in name and "position" not in name and words[-1] != "add")
 
 
-def _torch_sides(model: nn.Module, tokens: Tensor, target: Tensor) -> dict[str, Side]:
+def torch_sides(model: nn.Module, tokens: Tensor, target: Tensor) -> dict[str, Side]:
+    """PyTorch's pipelines and its data parallelism, where model and batch are."""
+
     def parts(count: int) -> Callable[[], list[nn.Module]]:
         def make() -> list[nn.Module]:
             own, size = copy.deepcopy(model), LAYERS // count
