@@ -14,6 +14,7 @@ orders, and differ by rounding.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -29,6 +30,7 @@ from anabranch.plans.stages import Stage, StageGraph
 from anabranch.runtime import plan_parts as steps
 from anabranch.runtime.compute.programs import is_random
 from anabranch.runtime.pipeline import Pipeline
+from anabranch.runtime.placement import claim, own_device
 from anabranch.runtime.reference import Reference, num_samples, reference
 from anabranch.schedule import rule_named
 from anabranch.workload import Batch, Workload
@@ -85,6 +87,7 @@ def verify(
     captured: Captured | None = None,
     exact: bool = True,
     timeout: float = 300.0,
+    device: str | None = None,
 ) -> VerifyResult:
     """Compare one step of a pipeline on local ranks with one process.
 
@@ -99,6 +102,7 @@ def verify(
         exact: run in exact mode where the plan allows it: one replica per stage, one micro-batch
             size.
         timeout: seconds for each of the two runs.
+        device: where both run; see ``Pipeline``.
 
     Raises:
         CaptureError, InvalidPlanError, TrainingError: if a side cannot run.
@@ -118,12 +122,18 @@ def verify(
     programs = [parts.program(s, captured.samples) for s in range(len(plan.stage_graph))]
     slices = _slices(plan.stage_graph, [program.has_loss for program in programs].index(True))
     module = workload.module
-    expected: Reference = launch.run(lambda: reference(module, batch, slices), 1, timeout=timeout)[
-        0
-    ]
+
+    def one_process() -> Reference:
+        if device is not None:
+            claim(place := own_device(device))
+            module.to(place)
+        found = reference(module, batch, slices)
+        return replace(found, gradients=_on_cpu(found.gradients))
+
+    expected: Reference = launch.run(one_process, 1, timeout=timeout)[0]
     num_devices = len(plan.stage_graph.devices)
     results = launch.run(
-        _one_step, num_devices, workload, plan, captured, exact, batch, timeout=timeout
+        _one_step, num_devices, workload, plan, captured, exact, batch, device, timeout=timeout
     )
     gradients = {name: g for _, part in results for name, g in part.items()}
     result = _compare(results[0][0], gradients, expected, exact, num_devices)
@@ -154,10 +164,23 @@ def _workable(captured: Captured, plan: Plan) -> Plan:
 
 
 def _one_step(
-    workload: Workload, plan: Plan, captured: Captured, exact: bool, batch: Batch
+    workload: Workload,
+    plan: Plan,
+    captured: Captured,
+    exact: bool,
+    batch: Batch,
+    device: str | None,
 ) -> tuple[float, dict[str, Tensor]]:
-    pipeline = Pipeline(workload, plan, captured=captured, exact=exact, check_gradients=False)
-    return pipeline.gradients(batch)
+    pipeline = Pipeline(
+        workload, plan, captured=captured, exact=exact, check_gradients=False, device=device
+    )
+    loss, gradients = pipeline.gradients(batch)
+    return loss, _on_cpu(gradients)
+
+
+def _on_cpu(gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What crosses processes."""
+    return {name: gradient.cpu() for name, gradient in gradients.items()}
 
 
 def _batch(workload: Workload, plan: Plan) -> Batch:

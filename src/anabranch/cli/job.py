@@ -29,9 +29,17 @@ if TYPE_CHECKING:
 class Job:
     """A model that is about to run: workload, captured graph, measured profile, plan."""
 
-    def __init__(self, source: Source, plan: Plan | None) -> None:
+    def __init__(self, source: Source, plan: Plan | None, device: str = "cpu") -> None:
         self.source = source
         self.plan = plan
+        self.device = device
+        if device == "cuda":
+            # Ranks are forked, and cannot use a GPU that this process has used, if only to look
+            # whether there is one.
+            os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+            from anabranch.runtime.placement import own_device
+
+            own_device(device)
         self.workload: Workload = source.workload()
         self.profile: Profile | None = None
 
@@ -48,21 +56,27 @@ class Job:
     def of(source: Source, local: LocalPlanSettings) -> Job:
         """The job for a model, by a plan file if there is one; then nothing else is asked."""
         if local.plan_file is None:
-            return Job(source, None)
+            return Job(source, None, local.device)
         from anabranch.files import load_plan
 
         local.require_no_other()
         plan = load_plan(local.plan_file)
         require_own_devices(plan, local.plan_file)
-        return Job(replace(source, granularity=plan.granularity), plan)
+        return Job(replace(source, granularity=plan.granularity), plan, local.device)
 
     def measure(self, batch_size: int) -> Profile:
-        """Time the operators here, on one thread each, as ranks do."""
+        """Time the operators here, on one thread each, as ranks do, or on a GPU."""
+        from anabranch import launch
         from anabranch.profile.measure import measure
 
-        with progress_bar(f"measuring {self.source.model}") as progress:
-            self.profile = measure(self.captured, powers_of_two(batch_size), progress=progress)
-        return self.profile
+        counts = powers_of_two(batch_size)
+        if self.device == "cuda" and "RANK" not in os.environ:
+            found = launch.run(lambda: measure(self.captured, counts, device="cuda"), 1)[0]
+        else:
+            with progress_bar(f"measuring {self.source.model}") as progress:
+                found = measure(self.captured, counts, device=self.device, progress=progress)
+        self.profile = found
+        return found
 
     def search(
         self,
@@ -142,6 +156,7 @@ class Job:
                 save=training.save,
                 check_gradients=training.check_gradients,
                 watch=TrainingProgress(predicted_s, is_async=is_async),
+                device=self.device,
                 **options,
             )
 

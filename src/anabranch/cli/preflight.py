@@ -64,7 +64,7 @@ def refuse_emulation(
     asked = [*given(local), *given(training), *given(flush)]
     file = local.plan_file
     of_plan = () if file is None else ("--batch-size", "--microbatch-size", "--max-replicas")
-    useless = ("--devices", "--epochs", "--resume", "--save", *of_plan)
+    useless = ("--devices", "--device", "--epochs", "--resume", "--save", *of_plan)
     named = [option for option in useless if option in asked]
     if named:
         why = f"{file} decides" if file is not None else "nothing is trained"

@@ -47,6 +47,15 @@ Device = Annotated[
         help="cpu or cuda: measure here; v100, a100 or h100: estimate [default: the cluster's]."
     ),
 ]
+RunsOn = Annotated[
+    Literal["cpu", "cuda"],
+    typer.Option(
+        "--device",
+        help="Where stages are computed. With cuda each rank takes the GPU of its LOCAL_RANK "
+        "(torchrun sets it, local ranks have it too), in turn where ranks outnumber GPUs, and "
+        "moves only its own stages there; without --plan, operators are measured on a GPU.",
+    ),
+]
 Schedule = Annotated[
     ScheduleName,
     typer.Option(
@@ -193,6 +202,7 @@ class LocalPlanSettings:
     ] = None
     microbatch_size: MicrobatchSize = None
     schedule: Schedule = "auto"
+    device: RunsOn = "cpu"
 
     @property
     def num_devices(self) -> int:
@@ -201,7 +211,8 @@ class LocalPlanSettings:
 
     def require_no_other(self) -> None:
         """Refuse what a plan file has decided."""
-        named = [option for option in given(self) if option not in ("--plan", "--schedule")]
+        free = ("--plan", "--schedule", "--device")
+        named = [option for option in given(self) if option not in free]
         if self.plan_file is not None and named:
             raise typer.BadParameter(
                 f"{self.plan_file} decides what {', '.join(named)} would; leave out one of them"

@@ -14,3 +14,20 @@ def test_verify_is_bitwise(document):
     assert found["bitwise"]
     assert found["max_gradient_error"] == 0
     assert found["loss"] == found["reference_loss"]
+
+
+@pytest.mark.parametrize("verb", ["verify", "train"])
+def test_a_device_that_is_not_there_is_told_before_anything_runs(verb, run, monkeypatch):
+    """And nothing has used CUDA by then, or forked ranks could not."""
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    code, _, err = run(verb, TOWERS, "--device", "cuda")
+    assert code == 1
+    assert "there is no CUDA device here; leave the device out to train on CPUs" in err
+
+
+@pytest.mark.parametrize("verb", ["verify", "train"])
+def test_help_says_which_gpu_a_rank_takes(verb, run):
+    code, out, _ = run(verb, "--help")
+    assert code == 0
+    assert "LOCAL_RANK" in out

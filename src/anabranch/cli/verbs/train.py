@@ -67,6 +67,9 @@ def train(
     With --mode async there is no flush between mini-batches, and --policy says which weights
     forwards and backwards read: `anabranch train two-branch --devices 4 --mode async`
 
+    With --device cuda stages are computed on GPUs, one rank per GPU or several:
+    `torchrun --nproc-per-node 4 -m anabranch train mmt --device cuda`
+
     With --emulate a plan for any cluster runs here on emulated devices:
     `anabranch train mmt --plan plan.json --emulate`
 

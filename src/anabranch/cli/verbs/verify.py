@@ -24,7 +24,7 @@ def verify(model: TrainedModelSettings, local: LocalPlanSettings, as_json: AsJso
 
     job = Job.of(model.source, local)
     plan = job.plan or job.search(local, max_replicas=1)
-    result = compare(job.workload, plan, captured=job.captured)
+    result = compare(job.workload, plan, captured=job.captured, device=local.device)
     good = result.max_gradient_error < 1e-4
     if as_json:
         print_json(
