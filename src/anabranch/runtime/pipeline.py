@@ -207,11 +207,15 @@ class Pipeline:
         with self._session.failing():
             self._settle()
             self._session.prepare(batch, leaves)
-            start = self._now() if record else 0.0
+            start = 0.0
+            if record:
+                self._workers.clock.begin()
+                start = self._now()
             with self._weighed(leaves) if weigh else nullcontext():
                 worker, outcome = self._run(leaves)
                 loss = self._agree(outcome)
             if record:
+                self._workers.clock.end()
                 self.timeline = gather_timeline(worker, outcome, self._mesh, start, self._now())
             POSITION.leave()
         self._session.count()

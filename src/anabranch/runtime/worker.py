@@ -21,8 +21,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from time import perf_counter
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -31,6 +30,7 @@ from anabranch.graph.split import Port
 from anabranch.plans.stages import StageGraph
 from anabranch.runtime.compute.stage_compute import Compute, Key, Outcome
 from anabranch.runtime.guards.failure import POSITION
+from anabranch.runtime.measurement.clocks import Clock, HostClock
 from anabranch.runtime.messages import TOKEN, Item, Layout, assemble
 from anabranch.runtime.transport import Receipt, Spec, Transport
 from anabranch.schedule.lower import overlaps
@@ -85,8 +85,10 @@ class Worker:
         rank_of: Mapping[int, int],
         *,
         place: torch.device,
+        clock: Clock | None = None,
     ) -> None:
         self.layout, self.graph, self.schedule, self.device = layout, graph, schedule, device
+        self.clock = clock or HostClock()
         self.actions = executed(schedule, graph, device)
         self._compute, self._transport, self._place = compute, transport, place
         self._rank_of = rank_of
@@ -143,7 +145,8 @@ class Flight:
     Attributes:
         last_backwards: stages with a backward here, in the order of their last ones; none where
             this rank's slice is empty.
-        spans: actions so far, when they began and when they ended, by ``time.perf_counter``.
+        spans: actions so far, with marks of the clock when they began and when they ended.
+        clock: of the worker.
     """
 
     def __init__(
@@ -152,7 +155,8 @@ class Flight:
         # ``begin`` sets all of a compute that belongs to one batch, so a copy is another batch.
         mine = worker.through(copy.copy)
         self.number, self.leaves = number, leaves
-        self.spans: list[tuple[Action, float, float]] = []
+        self.spans: list[tuple[Action, Any, Any]] = []
+        self.clock = worker.clock
         self.outcome = mine._compute.begin(leaves, number, train=True)
         tasks, self._passes = worker._training, worker._passes
         self.last_backwards = tasks.last_backwards
@@ -180,9 +184,9 @@ class Flight:
     def _execute(self, which: tuple[Kind, int]) -> None:
         for task in self._passes.get(which, ()):
             POSITION.enter(self.number, task.action)
-            start = perf_counter()
+            start = self.clock.mark()
             task.do(self._run, task)
-            self.spans.append((task.action, start, perf_counter()))
+            self.spans.append((task.action, start, self.clock.mark()))
         self._run.push()
 
     @property
@@ -289,6 +293,7 @@ class _Run:
 
     def __init__(self, worker: Worker, tasks: _Tasks, watcher: Watcher | None) -> None:
         self.compute, self.transport, self.place = worker._compute, worker._transport, worker._place
+        self.clock = worker.clock
         self.tasks, self.slots, self.watcher = tasks, worker.schedule.slots, watcher
         self.receipts: dict[_Task, Receipt] = {}
         self.posted = [0] * len(tasks.channels)
@@ -301,12 +306,12 @@ class _Run:
         for channel in range(len(self.posted)):
             for _ in range(self.slots):
                 self.post(channel)
-        times = outcome.times
+        times, mark = outcome.times, self.clock.mark
         for task in self.tasks.tasks:
             POSITION.enter(step, task.action)
-            start = perf_counter()
+            start = mark()
             task.do(self, task)
-            times.append((start, perf_counter()))
+            times.append((start, mark()))
         self.push()
         POSITION.begin(step)
         return outcome

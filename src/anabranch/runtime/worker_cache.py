@@ -18,6 +18,7 @@ from anabranch.plans.stages import StageGraph
 from anabranch.runtime.compute.options import PLAIN, ComputeOptions
 from anabranch.runtime.compute.programs import StagePrograms
 from anabranch.runtime.compute.stage_compute import StageCompute
+from anabranch.runtime.measurement.clocks import clock_of
 from anabranch.runtime.mesh import Mesh
 from anabranch.runtime.messages import Layout
 from anabranch.runtime.numerics.precision import LossScale
@@ -44,7 +45,7 @@ class WorkerCache:
     ) -> None:
         self.captured, self.parts, self._plan = captured, parts, plan
         self.mesh, self._transport, self.place = mesh, transport, place
-        self.seed, self.options = seed, options
+        self.seed, self.options, self.clock = seed, options, clock_of(place)
         self.loss_scale = LossScale() if options.precision == "fp16" else None
         self._prepared: dict[ComputeOptions, StagePrograms] = {}
         self._data = {(port.source, port.target) for port in parts.ports}
@@ -117,4 +118,5 @@ class WorkerCache:
             self._transport,
             self._plan.stage_graph.rank_of,
             place=self.place,
+            clock=self.clock,
         )

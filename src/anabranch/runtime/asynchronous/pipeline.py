@@ -467,7 +467,9 @@ class AsyncPipeline:
         """
         first, size = self.step_number, self.plan.stage_graph.batch_size
         last = first + minibatches + 2 * self._late
-        self._recording = Recording(first, last, size, self._microbatches)
+        clock = self._session.workers.clock
+        clock.begin()
+        self._recording = Recording(first, last, size, self._microbatches, clock)
 
     def _measure(self) -> None:
         """Tell each other how many versions there were, and what was recorded."""
@@ -483,6 +485,7 @@ class AsyncPipeline:
             max(row[2] for row in rows if row[3] == s) for s in range(len(self._graph))
         )
         if self._recording is not None and self._recording.last < self.step_number:
+            self._session.workers.clock.end()
             self.timeline, self._recording = self._recording.timeline(self._mesh), None
 
     # Evaluation and state on disk

@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from typing import Any
 
 import torch
 
+from anabranch.runtime.measurement.clocks import Clock
 from anabranch.runtime.mesh import Mesh
 from anabranch.runtime.worker import Flight
 from anabranch.schedule.schedule import Action, Kind
@@ -36,10 +38,13 @@ class Recording:
     Messages of one mini-batch and the next are told apart by ``batch_size`` and ``microbatches``.
     """
 
-    def __init__(self, first: int, last: int, batch_size: int, microbatches: int) -> None:
+    def __init__(
+        self, first: int, last: int, batch_size: int, microbatches: int, clock: Clock
+    ) -> None:
         self.first, self.last = first, last
         self._batch_size, self._microbatches = batch_size, microbatches
-        self._rows: list[list[float]] = []
+        self._clock = clock
+        self._rows: list[list[Any]] = []
 
     def note(self, flight: Flight) -> None:
         """A mini-batch has been learned here."""
@@ -72,8 +77,9 @@ class Recording:
         mine = torch.full((most + 1, 9), -1.0, dtype=torch.float64)
         mine[0, 0], mine[0, 1] = len(self._rows), time.perf_counter()
         if self._rows:
-            mine[1 : len(self._rows) + 1] = torch.tensor(self._rows, dtype=torch.float64)
-        gathered = [rows.tolist() for rows in mesh.all_gather(mine)]
+            rows = [[*row[:7], *self._clock.seconds(row[7:])] for row in self._rows]
+            mine[1 : len(rows) + 1] = torch.tensor(rows, dtype=torch.float64)
+        gathered = [theirs.tolist() for theirs in mesh.all_gather(mine)]
         now = [rows[0][1] for rows in gathered]
         zero = now if max(now) - min(now) > _ONE_CLOCK_S else [0.0] * len(now)
         spans = [

@@ -17,7 +17,7 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -42,13 +42,13 @@ class Outcome:
     Losses and metrics are read when somebody asks: a look at a GPU waits for all before it.
 
     Attributes:
-        times: start and end of every action, in the clock of ``time.perf_counter``.
+        times: start and end of every action, as marks of the worker's clock.
         tied: exact mode: (parameter, micro-batch, order) -> gradient of one use.
         bad_parameters: names of parameters whose gradients are not finite.
     """
 
     def __init__(self) -> None:
-        self.times: list[tuple[float, float]] = []
+        self.times: list[tuple[Any, Any]] = []
         self.tied: dict[tuple[str, int, int], Tensor] = {}
         self.bad_parameters: list[str] = []
         self._loss, self._metrics = 0.0, dict[str, float]()

@@ -21,7 +21,8 @@ def gather_timeline(
     actions = {device: executed(worker.schedule, worker.graph, device) for device in mesh.devices}
     rows = max(len(mine) for mine in actions.values()) + 1
     mine = torch.zeros((rows, 2), dtype=torch.float64)
-    for i, (begun, done) in enumerate(outcome.times):
+    seconds = worker.clock.seconds([mark for pair in outcome.times for mark in pair])
+    for i, (begun, done) in enumerate(zip(seconds[::2], seconds[1::2], strict=True)):
         mine[i, 0], mine[i, 1] = begun - start, done - start
     mine[-1, 0] = end - start
     gathered = mesh.all_gather(mine)
