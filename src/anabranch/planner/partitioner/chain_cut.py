@@ -82,8 +82,11 @@ class ChainCutter:
             return []
         ways = [way for _, way, _ in tables]
         bounds = [least[-1] * slack for slack in SEARCH.slack]
-        found = [self._shortest(periods, ways, bound) for bound in bounds]
-        return [*found, self._shortest(periods, ways, bounds[0], early=True)]
+        return [
+            self._shortest(periods, ways, bound, early=early)
+            for bound in bounds
+            for early in (False, True)
+        ]
 
     @staticmethod
     def _shortest(
@@ -99,9 +102,11 @@ class ChainCutter:
         chosen = []
         for period, way in zip(periods[1:], ways[1:], strict=True):
             totals = sums[:, None] + np.where(period <= bound, way, np.inf)
-            last = len(totals) - 1
-            chosen.append(last - totals[::-1].argmin(axis=0) if early else totals.argmin(axis=0))
             sums = totals.min(axis=0)
+            # Equal up to rounding.
+            least = totals <= sums * (1 + 1e-9)
+            last = len(totals) - 1
+            chosen.append(last - least[::-1].argmax(axis=0) if early else least.argmax(axis=0))
         cuts = [len(sums) - 1]
         for before in reversed(chosen):
             cuts.append(int(before[cuts[-1]]))

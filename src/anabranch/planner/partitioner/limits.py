@@ -153,7 +153,7 @@ class PolishLimits:
     least_simulated: int = 6
     apart: float = 0.02
     gain: float = 1e-3
-    effort: int = 1_500
+    effort: int = 2_500
     look_round: int = 400
     whole: int = 6_000
     longer: int = 18_000
