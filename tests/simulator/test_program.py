@@ -11,7 +11,6 @@ from anabranch.schedule import SCHEDULES
 from anabranch.schedule.lower import lower
 from anabranch.schedule.schedule import Schedule
 from anabranch.simulator.costs import StageTimes
-from anabranch.simulator.direct import compile_order
 from anabranch.simulator.program import compile_schedule
 from anabranch.simulator.run import step_seconds
 
@@ -26,21 +25,17 @@ def test_receives_are_posted_for_whole_microbatches():
     rule = SCHEDULES["gpipe"]()
     warm = rule.warm_up(GRAPH)
 
-    def posted(slots: int, *, direct: bool) -> tuple[list[bool], list[tuple[int, ...]]]:
+    def posted(slots: int, *, lowered: bool) -> tuple[list[bool], list[tuple[int, ...]]]:
         order = Schedule(rule.order(warm).actions, slots)
         forward = replace(TIMES, message_edges=MessageEdges(back=()))
-        program = (
-            compile_order(order, warm, forward)
-            if direct
-            else compile_schedule(lower(order, warm, MessageEdges(back=())), warm, forward)
-        )
-        assert program is not None
+        given = lower(order, warm, forward.message_edges) if lowered else order
+        program = compile_schedule(given, warm, forward)
         return program.messages.is_posted, program.messages.releases
 
     one = [True, True] + [False] * 4, [(), (2, 3), (), (4, 5), (), ()]
-    assert posted(1, direct=False) == posted(1, direct=True) == one
+    assert posted(1, lowered=False) == posted(1, lowered=True) == one
     two = [True] * 4 + [False] * 2, [(), (4, 5), (), (), (), ()]
-    assert posted(2, direct=False) == posted(2, direct=True) == two
+    assert posted(2, lowered=False) == posted(2, lowered=True) == two
 
 
 def test_code_is_receives_sends_and_compute():
@@ -48,8 +43,7 @@ def test_code_is_receives_sends_and_compute():
     graph = StageGraph((Stage(("a",), (0,), 1), Stage(("b",), (1,), 1)), ((0, 1),), 2)
     rule = SCHEDULES["gpipe"]()
     warm = rule.warm_up(graph)
-    program = compile_order(rule.order(warm), warm, TIMES)
-    assert program is not None
+    program = compile_schedule(rule.order(warm), warm, TIMES)
     words = [[_word(x, 4) for x in code] for code in program.code]
     assert words == [
         ["unit 0", "send 0", "unit 0", "send 1", "take 2", "unit 1", "take 3", "unit 2"],
@@ -68,24 +62,15 @@ def test_halves_of_a_backward_take_half_of_it_each():
     """The weight gradient is the last of its stage, and releases what was held."""
     graph = StageGraph((Stage(("a",), (0,), 1),), (), 1)
     schedule = Schedule.parse("0: 0F0 0I0 0W0")
-    assert compile_order(schedule, graph, TIMES) is None
     program = compile_schedule(schedule, graph, TIMES)
     assert program.code == [[~0, ~1, ~2]]
     assert [(unit.seconds, unit.last) for unit in program.units] == [(1, -1), (1, -1), (1, 0)]
 
 
-@pytest.mark.parametrize("lines", ["0: 0F1 0F0 0B0 0B1", "0: 0F0 0F1 0B0", "0: 0F0 0B1 0F1 0B0"])
-def test_only_orders_of_all_microbatches_compile_directly(lines):
-    """Whatever else somebody writes by hand goes the long way."""
-    graph = StageGraph((Stage(("a",), (0,), 1),), (), 2)
-    assert compile_order(Schedule.parse(lines), graph, TIMES) is None
-
-
-def test_stages_that_share_a_device_go_the_long_way():
+def test_nothing_travels_between_stages_that_share_a_device():
     """What one of them sends to the other on that device is no message."""
     graph = StageGraph((Stage(("a",), (0,), 1), Stage(("b",), (0,), 1)), ((0, 1),), 1)
     schedule = Schedule.parse("0: 0F0 1F0 1B0 0B0")
-    assert compile_order(schedule, graph, TIMES) is None
     assert step_seconds(graph, schedule, TIMES) == 6
 
 

@@ -126,33 +126,14 @@ def device_pairs(
 
 def overlaps(graph: StageGraph, x: int, y: int) -> Iterator[Overlap]:
     """Slices of stage x cut by slices of stage y, ascending; they tile the batch."""
-    i, j = (graph.stages[s].microbatch_size for s in (x, y))
-    unit, pattern, whole, rest = pattern_of(graph, x, y)
-    for n in range(whole):
-        start = n * unit
-        for overlap in pattern:
-            yield _shifted(overlap, start // i, start // j, start)
-    start = whole * unit
-    for overlap in rest:
-        yield _shifted(overlap, start // i, start // j, start)
-
-
-def pattern_of(
-    graph: StageGraph, x: int, y: int
-) -> tuple[int, tuple[Overlap, ...], int, tuple[Overlap, ...]]:
-    """The overlaps of stages x and y repeat: period in samples, those of one period, how often
-    they occur, and those of what is left of the batch, both counted from their own beginning.
-    """
     source, target = graph.stages[x], graph.stages[y]
-    sizes = source.microbatch_size, source.replicas, target.microbatch_size, target.replicas
-    unit = math.lcm(source.microbatch_size, target.microbatch_size)
-    whole, left = divmod(graph.batch_size, unit)
-    return unit, _cut(*sizes, unit) if whole else (), whole, _cut(*sizes, left)
-
-
-def _shifted(overlap: Overlap, microbatches_x: int, microbatches_y: int, samples: int) -> Overlap:
-    i, r, j, q, start, stop = overlap
-    return Overlap(i + microbatches_x, r, j + microbatches_y, q, start + samples, stop + samples)
+    b_x, b_y = source.microbatch_size, target.microbatch_size
+    unit = math.lcm(b_x, b_y)  # the pattern repeats itself
+    for first in range(0, graph.batch_size, unit):
+        samples = min(unit, graph.batch_size - first)
+        before_x, before_y = first // b_x, first // b_y
+        for i, r, j, q, start, stop in _cut(b_x, source.replicas, b_y, target.replicas, samples):
+            yield Overlap(i + before_x, r, j + before_y, q, start + first, stop + first)
 
 
 @lru_cache(maxsize=256)

@@ -11,13 +11,15 @@ instead of comparing actions. A device's list, with 40 messages in all::
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from anabranch.errors import InvalidScheduleError
+from anabranch.plans.edges import MessageEdges
 from anabranch.plans.stages import StageGraph
 from anabranch.schedule.check import Channel, channel
+from anabranch.schedule.lower import device_pairs, overlaps
 from anabranch.schedule.schedule import Action, Kind, Schedule
 from anabranch.simulator.costs import StepCosts
 
@@ -46,12 +48,12 @@ class MessageTable:
     is_posted: list[bool] = field(default_factory=list)
     releases: list[tuple[int, ...]] = field(default_factory=list)
 
-    def add(self, prices: Sequence[Price], times: int = 1) -> int:
-        """Put in messages of these prices, in this order, so many times; the index of the first."""
-        first, count = len(self.price), len(prices) * times
-        self.price += [*prices] * times
-        self.is_posted += [True] * count
-        self.releases += [()] * count
+    def add(self, prices: Sequence[Price]) -> int:
+        """Put in messages of these prices, in this order; the index of the first."""
+        first = len(self.price)
+        self.price += prices
+        self.is_posted += [True] * len(prices)
+        self.releases += [()] * len(prices)
         return first
 
     def post(self, groups: Sequence[Sequence[int]], slots: int) -> None:
@@ -66,13 +68,6 @@ class MessageTable:
             self.releases[opener[-1]] = tuple(opened)
             for message in opened:
                 self.is_posted[message] = False
-
-    def post_singly(self, indices: range, slots: int) -> None:
-        """The same where each micro-batch is one message, at once for all."""
-        openers, opened = indices[: max(len(indices) - slots, 0)], indices[slots:]
-        if opened:
-            self.releases[openers.start : openers.stop : openers.step] = zip(opened, strict=True)
-            self.is_posted[opened.start : opened.stop : opened.step] = [False] * len(opened)
 
 
 class ComputeUnit(NamedTuple):
@@ -122,65 +117,128 @@ class Program:
 
 
 def compile_schedule(schedule: Schedule, graph: StageGraph, costs: StepCosts) -> Program:
-    """Price every action and pair up the messages of a lowered schedule.
+    """Price every action and number the messages.
+
+    A schedule without messages gets those of ``lower``, but not as actions, of which there are four
+    for each: a search needs only the seconds.
 
     Raises:
-        InvalidScheduleError: if a send has no receive, or a receive no send.
+        InvalidScheduleError: if a send has no receive.
     """
-    prices = MessagePrices(graph, costs, tuple(schedule.actions))
-    messages, received = _number_messages(schedule, prices)
+    prices, table = MessagePrices(graph, costs, tuple(schedule.actions)), MessageTable()
+    lowered = schedule.is_lowered
+    rows = {} if lowered else _put_in(schedule, graph, costs.message_edges, prices, table)
+    number = _numbering(schedule, prices, table) if lowered else None
     units = ComputeUnits(graph, costs, prices.index)
-    sent: dict[Channel, int] = defaultdict(int)
-    taken: dict[Channel, int] = defaultdict(int)
-    count = len(messages.price)
+    count = len(table.price)
     code = []
     for device, actions in schedule.actions.items():
         last = {a.stage: at for at, a in enumerate(actions) if a.kind.ends_backward}
-        mine = []
+        mine: list[int] = []
         for at, action in enumerate(actions):
-            if action.peer < 0:
-                mine.append(~(count + units.unit_of(action, device, last.get(action.stage) == at)))
+            if number is not None and action.peer >= 0:
+                mine.append(number(action, device))
                 continue
-            key = channel(action, device)
-            sends = action.kind.is_send
-            counts = sent if sends else taken
-            if counts[key] == len(received[key]):
-                raise InvalidScheduleError(f"device {device}: nobody receives {action}")
-            message = received[key][counts[key]]
-            counts[key] += 1
-            mine.append(~message if sends else message)
+            unit = ~(count + units.unit_of(action, device, last.get(action.stage) == at))
+            if lowered or not action.kind.has_messages:
+                mine.append(unit)
+                continue
+            row = rows[action.stage, device, action.kind.is_forward]
+            received, sent = row[action.microbatch]
+            mine += (*received, unit, *sent)
         code.append(mine)
     return Program(
-        prices.devices, code, units.known, messages, prices.ports, units.groups, units.finishes
+        prices.devices, code, units.known, table, prices.ports, units.groups, units.finishes
     )
 
 
-def _number_messages(
-    schedule: Schedule, prices: MessagePrices
-) -> tuple[MessageTable, dict[Channel, list[int]]]:
-    """Number the messages by their receives; also per channel, in the order of receiving."""
-    table = MessageTable()
+def _numbering(
+    schedule: Schedule, prices: MessagePrices, table: MessageTable
+) -> Callable[[Action, int], int]:
+    """Number the messages of a lowered schedule by their receives; the code of each action."""
     received: dict[Channel, list[int]] = defaultdict(list)
-    groups: dict[Channel, list[list[int]]] = defaultdict(list)
-    latest: dict[Channel, int] = {}
+    groups: dict[Channel, dict[int, list[int]]] = defaultdict(dict)
     for device, actions in schedule.actions.items():
         for action in actions:
-            if not action.kind.is_receive:
-                continue
-            key = channel(action, device)
-            message = table.add([prices.price(*key, action.stop - action.start)])
-            received[key].append(message)
-            if latest.get(key) != action.microbatch:
-                latest[key] = action.microbatch
-                groups[key].append([])
-            groups[key][-1].append(message)
+            if action.kind.is_receive:
+                key = channel(action, device)
+                message = table.add([prices.price(*key, action.stop - action.start)])
+                received[key].append(message)
+                groups[key].setdefault(action.microbatch, []).append(message)
     for microbatches in groups.values():
-        table.post(microbatches, schedule.slots)
-    return table, received
+        table.post(list(microbatches.values()), schedule.slots)
+    left: dict[tuple[Channel, bool], Iterator[int]] = {}
+
+    def code(action: Action, device: int) -> int:
+        key, sends = channel(action, device), action.kind.is_send
+        message = next(left.setdefault((key, sends), iter(received[key])), None)
+        if message is None:
+            raise InvalidScheduleError(f"device {device}: nobody receives {action}")
+        return ~message if sends else message
+
+    return code
+
+
+_Row = list[tuple[list[int], list[int]]]
+_Rows = dict[tuple[int, int, bool], _Row]
+"""(stage, device, whether forward) -> per micro-batch, the code before its compute and after it."""
+
+_Flow = tuple[Price, _Row, _Row, dict[int, list[int]]]
+"""Price, rows of the sender and the receiver, messages of the channel by receiving micro-batch."""
+
+
+def _put_in(
+    schedule: Schedule,
+    graph: StageGraph,
+    edges: MessageEdges,
+    prices: MessagePrices,
+    table: MessageTable,
+) -> _Rows:
+    """Number the messages that ``lower`` would put in, those of each stage edge in a row."""
+    rows: _Rows = {
+        (s, device, forward): [([], []) for _ in range(graph.num_microbatches(s))]
+        for s, stage in enumerate(graph.stages)
+        for device in stage.devices
+        for forward in (True, False)
+    }
+    for x, y in graph.edges:
+        for back in (False, True):
+            if not (edges.comes_back if back else edges.goes_forward)((x, y)):
+                continue
+            source, target, forward = *((y, x) if back else (x, y)), not back
+            first, found = len(table.price), list[Price]()
+            groups: dict[tuple[int, int], dict[int, list[int]]] = defaultdict(dict)
+            # Few pairs of slices meet again and again.
+            flows: dict[tuple[int, int, int], list[_Flow]] = {}
+            for i, r, j, q, start, stop in overlaps(graph, x, y):
+                key = r, q, stop - start
+                if key not in flows:
+                    pairs = device_pairs(graph.stages[x], r, graph.stages[y], q, back=back)
+                    flows[key] = [
+                        (
+                            prices.price(source, target, a, b, forward, stop - start),
+                            rows[source, a, forward],
+                            rows[target, b, forward],
+                            groups[a, b],
+                        )
+                        for a, b in (pair[::-1] if back else pair for pair in pairs)
+                        if a != b
+                    ]
+                made, needed = (j, i) if back else (i, j)
+                for price, senders, receivers, channel_groups in flows[key]:
+                    message = first + len(found)
+                    found.append(price)
+                    senders[made][1].append(~message)
+                    receivers[needed][0].append(message)
+                    channel_groups.setdefault(needed, []).append(message)
+            table.add(found)
+            for microbatches in groups.values():
+                table.post(list(microbatches.values()), schedule.slots)
+    return rows
 
 
 class MessagePrices:
-    """MessagePrices of messages; each is asked for once.
+    """Prices of messages; each is asked for once.
 
     Attributes:
         devices: of the schedule.

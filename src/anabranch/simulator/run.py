@@ -33,8 +33,7 @@ from anabranch.schedule.check import describe_deadlock
 from anabranch.schedule.lower import lower
 from anabranch.schedule.schedule import Schedule
 from anabranch.simulator.costs import ModelCosts, StepCosts
-from anabranch.simulator.direct import compile_order
-from anabranch.simulator.program import Program, compile_schedule
+from anabranch.simulator.program import compile_schedule
 from anabranch.simulator.step import Step
 from anabranch.timeline import Timeline
 
@@ -56,14 +55,9 @@ def run(graph: StageGraph, schedule: Schedule, costs: CostModel | StepCosts) -> 
             for.
     """
     with collector_paused():
-        return _record(graph, schedule, costs)
-
-
-def _record(graph: StageGraph, schedule: Schedule, costs: CostModel | StepCosts) -> Timeline:
-    prices = _prices(graph, costs)
-    lowered = with_messages(schedule, graph, prices)
-    step = _run(compile_schedule(lowered, graph, prices), graph, lowered, prices)
-    return timeline_of(step, lowered, graph, prices)
+        prices = _prices(graph, costs)
+        lowered = with_messages(schedule, graph, prices)
+        return timeline_of(simulate(graph, lowered, prices), lowered, graph, prices)
 
 
 def timeline_of(step: Step, lowered: Schedule, graph: StageGraph, costs: StepCosts) -> Timeline:
@@ -108,17 +102,9 @@ def simulate(graph: StageGraph, schedule: Schedule, costs: CostModel | StepCosts
         DeadlockError: as ``run``.
     """
     prices = _prices(graph, costs)
-    program, schedule = compiled(schedule, graph, prices)
-    return _run(program, graph, schedule, prices)
-
-
-def compiled(schedule: Schedule, graph: StageGraph, costs: StepCosts) -> tuple[Program, Schedule]:
-    """A schedule as numbers, and the schedule, with messages where it takes them to compile it."""
-    program = None if schedule.is_lowered else compile_order(schedule, graph, costs)
-    if program is None:
-        schedule = with_messages(schedule, graph, costs)
-        program = compile_schedule(schedule, graph, costs)
-    return program, schedule
+    step = Step(compile_schedule(schedule, graph, prices), prices)
+    execute(step, graph, schedule, prices)
+    return step
 
 
 def _prices(graph: StageGraph, costs: CostModel | StepCosts) -> StepCosts:
@@ -130,12 +116,6 @@ def with_messages(schedule: Schedule, graph: StageGraph, costs: StepCosts) -> Sc
     if schedule.is_lowered:
         return schedule
     return lower(schedule, graph, costs.message_edges)
-
-
-def _run(program: Program, graph: StageGraph, schedule: Schedule, costs: StepCosts) -> Step:
-    step = Step(program, costs)
-    execute(step, graph, schedule, costs)
-    return step
 
 
 def execute(step: Step, graph: StageGraph, schedule: Schedule, costs: StepCosts) -> None:

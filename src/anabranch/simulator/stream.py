@@ -33,10 +33,9 @@ from anabranch.schedule import compute_order, schedule_of
 from anabranch.schedule.endless import ENDLESS, repeated
 from anabranch.schedule.schedule import Schedule
 from anabranch.simulator.costs import AllReduce, StepCosts
-from anabranch.simulator.program import ComputeUnit, Program
+from anabranch.simulator.program import ComputeUnit, Program, compile_schedule
 from anabranch.simulator.run import (
     collector_paused,
-    compiled,
     execute,
     memory_of,
     timeline_of,
@@ -182,7 +181,7 @@ def shown(graph: StageGraph) -> int:
 
 
 def _simulate(graph: StageGraph, whole: StageGraph, schedule: Schedule, costs: StepCosts) -> Step:
-    program, schedule = compiled(schedule, whole, costs)
+    program = compile_schedule(schedule, whole, costs)
     step = Step(_with_sums(program, schedule, graph, costs), costs, sums_at_end=False)
     execute(step, whole, schedule, costs)
     return step
