@@ -38,7 +38,7 @@ SHOWN = 3000
 ALONE_S = 20.0
 """How long a rank may go on when another one has failed."""
 
-REHEARSAL = 5.0
+REHEARSAL = 4.0
 """How many times as long a case may take in a rehearsal, which may share two cores with others."""
 
 
@@ -58,7 +58,7 @@ class Case:
 
     name: str
     ranks: int = 1
-    limit_s: float = 60.0
+    limit_s: float = 75.0
     environment: Mapping[str, str] = field(default_factory=dict)
     loses_a_rank: bool = False
     left_out: str = ""

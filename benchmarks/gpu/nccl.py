@@ -14,8 +14,8 @@ from anabranch.runtime import mesh
 from benchmarks.gpu import shared_gpu
 from benchmarks.gpu.case import Case, Row, first_gpu
 
-SEVERAL_PER_GPU = 23000
-"""NCCL's number of the version from which several ranks may share a GPU."""
+SEVERAL_PER_GPU = (2, 30)
+"""The version from which several ranks may share a GPU."""
 
 
 def cases(device: str) -> list[Case]:
@@ -24,8 +24,8 @@ def cases(device: str) -> list[Case]:
         return shared_gpu.two_ranks({})
     version = _version()
     if version < SEVERAL_PER_GPU:
-        reason = f"needs two GPUs, or NCCL {SEVERAL_PER_GPU}; this is NCCL {version} with one"
-        return [Case("all", left_out=reason)]
+        here = ".".join(map(str, version)) or "none"
+        return [Case("all", left_out=f"needs two GPUs, or NCCL 2.30 on one; NCCL here: {here}")]
     # Few blocks per kernel: one that waits must leave room for the one that it waits for.
     several = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "2"}
     return shared_gpu.two_ranks(first_gpu() | several)
@@ -38,16 +38,15 @@ def measure(case: str, place: torch.device) -> Iterator[Row]:
     return shared_gpu.measure(case, place)
 
 
-def _version() -> int:
+def _version() -> tuple[int, ...]:
     """Of the library that is loaded, which may be newer than the one that PyTorch was built with;
-    0 if there is none.
+    empty if there is none.
     """
     if not dist.is_nccl_available():
-        return 0
+        return ()
     try:
         number = ctypes.c_int()
         ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(number))
-        return number.value
+        return number.value // 10000, number.value // 100 % 100
     except (OSError, AttributeError):
-        major, minor, patch = torch.cuda.nccl.version()[:3]
-        return 10000 * major + 100 * minor + patch
+        return tuple(torch.cuda.nccl.version()[:2])

@@ -62,6 +62,7 @@ def measure(case: str, place: torch.device) -> Iterator[Row]:
         pipeline.workload.module,
         [expected.step(batch) for batch in data],
         expected.workload.module,
+        subject.workload_on(torch.device("cpu"), place.type).module,
         options.precision,
     )
     row["step_s"] = subject.step_seconds(lambda: pipeline.step(data[0]), place)

@@ -58,13 +58,15 @@ def measure(case: str, place: torch.device) -> Iterator[Row]:
     )
     transport = type(pipeline._session.transport).__name__
     data = subject.batches(workload)
-    expected = subject.workload_on(torch.device("cpu"), place.type, tied=case == "tied")
+    start, expected = (
+        subject.workload_on(torch.device("cpu"), place.type, tied=case == "tied") for _ in range(2)
+    )
     if case == "steps":
         losses = list(pipeline.steps(data))
     else:
         losses = [pipeline.step(batch) for batch in data]
     their_losses = subject.trained_alone(expected, data)
-    row = subject.agreement(losses, workload.module, their_losses, expected.module)
+    row = subject.agreement(losses, workload.module, their_losses, expected.module, start.module)
     if case == "evaluation":
         row |= _evaluation(pipeline, expected)
     step_s = subject.step_seconds(lambda: pipeline.step(data[0]), place)
@@ -108,9 +110,10 @@ def _asynchronous(workload: Workload, captured: Captured, size: str) -> Row:
     )
     data = subject.batches(workload, 2 * subject.STEPS)
     losses = list(pipeline.steps(data))
-    expected = subject.workload_on(torch.device("cpu"), size)
+    start, expected = (subject.workload_on(torch.device("cpu"), size) for _ in range(2))
     replay = Replay(expected, stages, POLICIES["stash"](), batch_size=subject.BATCH)
-    row = subject.agreement(losses, workload.module, list(replay.train(data)), expected.module)
+    theirs = list(replay.train(data))
+    row = subject.agreement(losses, workload.module, theirs, expected.module, start.module)
     pipeline.close()
     return row
 
