@@ -194,9 +194,9 @@ def sketch_edges(sketch: Sketch) -> list[tuple[int, int]]:
         if part.kind == "op":
             return [first], [first]
         ends = []
-        for each in part.parts:
-            ends.append(walk(each, first))
-            first += each.size
+        for child in part.parts:
+            ends.append(walk(child, first))
+            first += child.size
         if part.kind == "parallel":
             return [i for e in ends for i in e[0]], [i for e in ends for i in e[1]]
         for (_, sinks), (sources, _) in pairwise(ends):
@@ -231,8 +231,8 @@ def planning_profiles(
     samples = (1, 2, 4, 8)
     costs = []
     for _ in range(n):
-        launch, each = draw(st.integers(0, 2)), draw(st.integers(1, 3))
-        times = tuple(float(launch + each * b) for b in samples)
+        launch, sample = draw(st.integers(0, 2)), draw(st.integers(1, 3))
+        times = tuple(float(launch + sample * b) for b in samples)
         costs.append(OpCost(times, tuple(2 * t for t in times), draw(sizes)))
     graph = OpGraph(ops, values, parameters, name="drawn")
     return Profile(graph, samples, tuple(costs), device="cpu", source="measured")

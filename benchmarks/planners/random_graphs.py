@@ -21,7 +21,7 @@ from anabranch.graph.series_parallel import decompose, is_series_parallel
 from anabranch.planner.exhaustive import Exhaustive
 from anabranch.planner.graphpipe import GraphPipe
 from anabranch.planner.toolkit.parts import Part, PartPrices
-from anabranch.planner.toolkit.prices import Prices, degrees
+from anabranch.planner.toolkit.prices import MicrobatchPrices, degrees
 from anabranch.plans.stages import StageGraph
 from anabranch.profile.profile import OpCost, Profile
 from anabranch.solve import plan
@@ -103,7 +103,7 @@ def least_period_s(cost: CostModel, graphs: object) -> float:
 def _period_s(cost: CostModel, graph: StageGraph) -> float:
     size = graph.stages[0].microbatch_size
     chosen = degrees(cost, size, cost.cluster.num_devices)
-    prices = PartPrices(Prices(cost, BATCH, size, chosen, cost.cluster.memory_bytes))
+    prices = PartPrices(MicrobatchPrices(cost, BATCH, size, chosen, cost.cluster.memory_bytes))
     parts = (
         Part(cost.graph.mask(s.operators), s.replicas, s.recompute, s.tensor) for s in graph.stages
     )

@@ -148,36 +148,6 @@ def test_memory_of_a_device():
     assert need == 4800 + 300 + 60 + 120
 
 
-def test_memory_options():
-    """Recomputation keeps one inside; versions add weights; SGD has no state; no receives ahead."""
-    cost = cost_model(optimizer_factor=0.0, receive_slots=0)
-    need = cost.device_bytes(
-        [1, 2], microbatch_size=4, replicas=2, in_flight=3, recompute=True, versions=2
-    )
-    assert need == 1200 * 2 + 1200 + 100 + 60
-
-
-def test_frozen_parameters_have_one_version():
-    """f: 70 bytes under any number of versions; w and v have 3, a gradient, 2 of optimizer."""
-    frozen, trained = (
-        [
-            cost_model().device_bytes(
-                ops, microbatch_size=1, replicas=1, in_flight=1, versions=versions
-            )
-            for versions in (1, 3)
-        ]
-        for ops in ([3], [1, 2])
-    )
-    assert frozen[0] == frozen[1]
-    assert trained[1] - trained[0] == 2 * 1200
-
-
-def test_frozen_parameters_need_no_gradient():
-    """f: 70 bytes and nothing else; entering y and z are held once and posted once, at 1 sample."""
-    need = cost_model().device_bytes([3], microbatch_size=1, replicas=1, in_flight=1)
-    assert need == 70 + 40 + 106 + 106
-
-
 @given(op_graphs(), st.data())
 def test_border_agrees_with_the_definition(graph, data):
     """Whatever the graph: summed value by value over all values."""

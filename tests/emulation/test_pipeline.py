@@ -46,7 +46,7 @@ def test_every_rank_has_the_same_step() -> None:
     on = machines(3)
     plan, profile = job(TOWERS, [(0,), (1,), (2,)], on)
     found = emulate(Emulation(plan, profile, on), steps=2)
-    assert all(each == found[0] for each in found)
+    assert all(times == found[0] for times in found)
     timeline, seconds, _, _ = found[0]
     assert timeline.step_s == pytest.approx(seconds)
     assert seconds >= timeline.makespan_s - 1e-3

@@ -70,7 +70,7 @@ def test_several_ports_are_taken_together():
 def test_first_come_first_served(asked):
     """Asked for in order of time, a port serves as a queue does, however much it has to forget."""
     made, free = shared_links(), 0.0
-    for at, seconds in sorted(asked, key=lambda each: each[0]):
+    for at, seconds in sorted(asked, key=lambda request: request[0]):
         free = max(free, at) + seconds
         assert made.occupy((0,), float(at), float(seconds)) == free
 

@@ -8,10 +8,28 @@ from itertools import product
 
 from anabranch.cluster import Cluster, Level
 from anabranch.cost import CostModel
+from anabranch.graph.opgraph import Op, OpGraph, Parameter, Value
 from anabranch.planner.partitioner.chains import Block, Chain
+from anabranch.planner.toolkit.parts import PartPrices
+from anabranch.planner.toolkit.prices import MicrobatchPrices
 from anabranch.profile.profile import OpCost, Profile, Sharded
 
 FAST = 1e18
+
+#  a --100 bytes per sample--> b;   1 s forward and 2 s backward per sample, 900 bytes of weights
+TWO_OPERATORS = OpGraph(
+    (Op("a", ("a.w",)), Op("b", ("b.w",))),
+    (Value(0, (1,), 100),),
+    (Parameter("a.w", 900), Parameter("b.w", 900)),
+)
+TWO_PROFILED = Profile(
+    TWO_OPERATORS,
+    (1, 2, 4, 8),
+    tuple(OpCost((1.0, 2.0, 4.0, 8.0), (2.0, 4.0, 8.0, 16.0), 10) for _ in range(2)),
+    device="cpu",
+    source="measured",
+)
+TWO_NODES = Cluster("2x2", "cpu", 10**5, (Level("node", 2, 100.0, 0.0), Level("net", 2, 50.0, 1.0)))
 
 
 def cluster(
@@ -36,15 +54,21 @@ def cost_model(profile: Profile, devices: int, **options: object) -> CostModel:
     return CostModel(profile, cluster(devices, **options), optimizer_factor=1.0)
 
 
+def two_priced(size: int = 4, *, cluster: Cluster = TWO_NODES, batch_size: int = 16) -> PartPrices:
+    """Prices of parts of the two operators at one micro-batch size."""
+    cost = CostModel(TWO_PROFILED, cluster, optimizer_factor=1.0)
+    return PartPrices(MicrobatchPrices(cost, batch_size, size, (1, 2, 4), cluster.memory_bytes))
+
+
 def sharded(profile: Profile, degree: int = 2) -> Profile:
     """The same with tensor parallelism: a launch more, the rest of everything split."""
     costs = tuple(
         OpCost(
-            tuple(0.5 + t / degree for t in each.forward_s),
-            tuple(0.5 + t / degree for t in each.backward_s),
-            each.kept_bytes // degree,
+            tuple(0.5 + t / degree for t in cost.forward_s),
+            tuple(0.5 + t / degree for t in cost.backward_s),
+            cost.kept_bytes // degree,
         )
-        for each in profile.costs
+        for cost in profile.costs
     )
     nbytes = {p.name: p.nbytes for p in profile.graph.parameters}
     held = tuple(sum(nbytes[n] for n in op.parameters) // degree for op in profile.graph.ops)

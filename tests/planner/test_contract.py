@@ -71,8 +71,8 @@ def odd_profiles(draw: st.DrawFn) -> Profile:
         graph=graph,
         samples=profile.samples[first:],
         costs=tuple(
-            replace(each, forward_s=each.forward_s[first:], backward_s=each.backward_s[first:])
-            for each in costs
+            replace(cost, forward_s=cost.forward_s[first:], backward_s=cost.backward_s[first:])
+            for cost in costs
         ),
     )
     return sharded(profile) if draw(st.booleans()) else profile
@@ -115,17 +115,17 @@ def test_models_that_cost_nothing(name, what):
     """No operator takes time, or weighs anything either: plans, and no division by zero."""
     profile = shapes.towers("small", 2, 1, layers=1, top=1)
     nothing = (0.0,) * len(profile.samples)
-    costs = [replace(each, forward_s=nothing, backward_s=nothing) for each in profile.costs]
+    costs = [replace(cost, forward_s=nothing, backward_s=nothing) for cost in profile.costs]
     graph = profile.graph
     if what == "nothing at all":
-        costs = [replace(each, kept_bytes=0) for each in costs]
+        costs = [replace(cost, kept_bytes=0) for cost in costs]
         values = tuple(replace(value, nbytes=0) for value in graph.values)
         parameters = tuple(replace(parameter, nbytes=0) for parameter in graph.parameters)
         graph = replace(graph, values=values, parameters=parameters)
     cost = cost_model(replace(profile, graph=graph, costs=tuple(costs)), 4, memory=2**40, node=2)
     with np.errstate(divide="raise", invalid="raise"):
         proposals = propose(name, cost, batch_size=8)
-    assert [check(each, cost) for each in proposals] == [[] for _ in proposals]
+    assert [check(graph, cost) for graph in proposals] == [[] for _ in proposals]
 
 
 @pytest.mark.parametrize("name", NAMES)

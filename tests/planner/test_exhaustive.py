@@ -97,7 +97,7 @@ def test_every_stage_may_recompute():
     least and 30 for a deep warm-up, the last one 10.
     """
     profile = model(2, [(0, 1)]).profile
-    kept = replace(profile, costs=tuple(replace(each, kept_bytes=5) for each in profile.costs))
+    kept = replace(profile, costs=tuple(replace(cost, kept_bytes=5) for cost in profile.costs))
     everything = Exhaustive(candidates=None, every=True, recompute=True)
     short, enough = CostModel(kept, cluster(2, memory=25)), CostModel(kept, cluster(2))
     assert shapes_of(short, everything, 2) == {"01x2", "0x1 1x1", "0x1r 1x1"}

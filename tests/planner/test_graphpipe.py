@@ -161,7 +161,7 @@ def test_data_parallelism_comes_first():
 def test_recomputes_where_memory_is_short():
     """Layers that keep more than a device holds: with recomputation there is a plan."""
     profile = shapes.mmt(branches=2, layers=4, parts=1)
-    kept = tuple(replace(each, kept_bytes=40 * each.kept_bytes) for each in profile.costs)
+    kept = tuple(replace(cost, kept_bytes=40 * cost.kept_bytes) for cost in profile.costs)
     cost = cost_model(replace(profile, costs=kept), 4, memory=25 * 10**8)
     with pytest.raises(InfeasiblePlanError, match=r"needs at least .* GiB"):
         list(GraphPipe(recompute=False)(cost, batch_size=64, microbatch_size=16))
@@ -315,7 +315,7 @@ def test_search_grows_no_worse_than_quadratically(monkeypatch):
     class Counted(BranchShares):
         def __init__(self, *args: object) -> None:
             super().__init__(*args)
-            entries.append(sum(t.size for each in self._sums for t in each.values()))
+            entries.append(sum(table.size for sums in self._sums for table in sums.values()))
 
     monkeypatch.setattr(beside, "BranchShares", Counted)
     profile = shapes.mmt(parts=1)

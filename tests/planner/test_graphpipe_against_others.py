@@ -142,8 +142,8 @@ def test_operators_that_take_no_time(profile, idle, devices, bandwidth):
     """Some of them or all: a plan with a finite step, and no division by zero on the way."""
     nothing = (0.0,) * len(profile.samples)
     costs = tuple(
-        OpCost(nothing, nothing, each.kept_bytes) if i in idle else each
-        for i, each in enumerate(profile.costs)
+        OpCost(nothing, nothing, cost.kept_bytes) if i in idle else cost
+        for i, cost in enumerate(profile.costs)
     )
     machines = cluster(devices, bandwidth=bandwidth)
     with np.errstate(all="raise", under="ignore"):

@@ -12,17 +12,16 @@ from hypothesis import strategies as st
 from anabranch.cost import CostModel
 from anabranch.cost.nested_weights import NestedSets, Pairs
 from anabranch.graph.opgraph import bits
-from anabranch.planner.dapple.tables import Tables
-from anabranch.planner.dapple.tables import Terms as DappleTerms
+from anabranch.planner.dapple.tables import ChainProblem, Tables
 from anabranch.planner.downsets import prefixes
 from anabranch.planner.partitioner.chains import line
 from anabranch.planner.partitioner.exact.lattice import Lattice
 from anabranch.planner.partitioner.exact.prices import PricedStages, Weights
 from anabranch.planner.partitioner.range_prices import RangePrices, Sizes
 from anabranch.planner.pipedream.terms import Terms, tiers
-from anabranch.planner.piper.prices import StagePrices
+from anabranch.planner.piper.prices import DownsetPrices
 from anabranch.planner.toolkit.parts import Part, PartPrices
-from anabranch.planner.toolkit.prices import UNBOUNDED, Mode, Prices
+from anabranch.planner.toolkit.prices import UNBOUNDED, MicrobatchPrices, Mode
 from anabranch.plans.stages import Stage, StageGraph
 from anabranch.profile.profile import OpCost, Profile
 from anabranch.simulator.costs import ModelCosts
@@ -56,8 +55,8 @@ class Case:
     def part(self) -> Part:
         return Part(self.mask, self.mode.replicas, self.mode.recompute, self.mode.tensor)
 
-    def prices(self, cost: CostModel) -> Prices:
-        return Prices(
+    def prices(self, cost: CostModel) -> MicrobatchPrices:
+        return MicrobatchPrices(
             cost,
             self.size * COUNT,
             self.size,
@@ -134,7 +133,7 @@ def listed(case: Case, cost: CostModel) -> Iterator[tuple[str, float, int]]:
         terms = Terms(states, prices, tiers(cost.cluster), DEVICES, accumulate=True)
         height = int(terms.headroom(mode.replicas)[case.start, case.stop])
         yield "pipedream", float("nan"), UNBOUNDED if height >= COUNT else height
-        tables = Tables(DappleTerms(cost, case.size * COUNT, tuple(order), DEVICES), case.size)
+        tables = Tables(ChainProblem(cost, case.size * COUNT, tuple(order), DEVICES), case.size)
         degree = int(tables.index[mode.replicas])
         yield "dapple", float("nan"), int(tables.headroom[degree, case.start, case.stop])
 
@@ -143,7 +142,7 @@ def piper(case: Case, cost: CostModel) -> tuple[float, int]:
     """Piper's load and the largest height; -1 if the stage fits at none."""
     states = NestedSets(cost, prefixes(range(len(cost.graph))))
     modes = [replace(case.mode, recompute=False), case.mode][: 1 + case.mode.recompute]
-    found = StagePrices(case.prices(cost), states, modes).options(
+    found = DownsetPrices(case.prices(cost), states, modes).options(
         Pairs(np.array([case.start]), np.array([case.stop])),
         np.array([DEVICES], dtype=np.int32),
         float("inf"),
@@ -183,7 +182,7 @@ def test_periods_are_made_of_the_simulators_seconds(case):
         terms = Terms(states, case.prices(cost), tiers(cost.cluster), DEVICES, accumulate=True)
         assert terms.compute_s(mode.replicas)[case.start, case.stop] == compute
         order = tuple(range(len(cost.graph)))
-        tables = Tables(DappleTerms(cost, case.size * COUNT, order, DEVICES), case.size)
+        tables = Tables(ChainProblem(cost, case.size * COUNT, order, DEVICES), case.size)
         both = tables.both_s[int(tables.index[mode.replicas])]
         assert both[case.stop] - both[case.start] == compute
 

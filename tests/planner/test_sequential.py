@@ -52,16 +52,16 @@ def test_equals_the_best_contiguous_cut(profile, devices, size, count, memory):
 
 def best_chain(prices: PartPrices, masks: list[int], devices: int) -> float:
     """The least period of these stages with any replicas, at the heights of a chain."""
-    options = [[Part(mask, degree) for degree in prices.prices.degrees] for mask in masks]
-    bounds = sorted({prices.period_s(part) for each in options for part in each})
+    options = [[Part(mask, degree) for degree in prices.microbatch.degrees] for mask in masks]
+    bounds = sorted({prices.period_s(part) for stage in options for part in stage})
     chain = {(s, s + 1) for s in range(len(masks) - 1)}
     for bound in bounds:
         chosen = []
-        for s, each in enumerate(options):
+        for s, stage in enumerate(options):
             height = len(masks) - 1 - s
             good = [
                 part
-                for part in each
+                for part in stage
                 if prices.period_s(part) <= bound and prices.headroom(part) >= height
             ]
             chosen += good[:1]
@@ -94,7 +94,7 @@ def test_what_lies_near_is_a_chain_as_well(profile, devices, batch_size, memory)
     except InfeasiblePlanError:
         return
     near = Sequential().neighbourhood(cost, batch_size, None)
-    for graph in (each for proposal in proposals[:3] for each in near(proposal)):
+    for graph in (changed for proposal in proposals[:3] for changed in near(proposal)):
         assert check(graph, cost) == []
         assert set(pairwise(range(len(graph)))) <= set(graph.edges)
 

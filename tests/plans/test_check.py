@@ -142,8 +142,8 @@ def test_names_replicas_without_samples():
 def measured_at(*samples: int) -> Profile:
     """The same model, a second per sample and operator, profiled at these counts."""
     seconds = tuple(map(float, samples))
-    each = OpCost(seconds, seconds, 5)
-    return Profile(GRAPH, samples, (each,) * 4, device="cpu", source="measured")
+    second = OpCost(seconds, seconds, 5)
+    return Profile(GRAPH, samples, (second,) * 4, device="cpu", source="measured")
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anabranch.plans.slices import priced, slice_sizes
+from anabranch.plans.slices import profile_covers, slice_sizes
 from anabranch.plans.stages import Stage, StageGraph
 from tests.planner import shapes
 from tests.planner.helpers import cost_model
@@ -30,5 +30,5 @@ def test_the_ends_of_all_slices(batch_size, microbatch_size, replicas):
 def test_priced_needs_both_ends():
     """Measured from 1 to 32,768 samples: 65,536 on one device are too many, on two they are not."""
     cost = cost_model(shapes.towers("small", 1, 0, layers=1, top=0), 2)
-    assert not priced(cost, 65536, 65536, 1)
-    assert priced(cost, 65536, 65536, 2)
+    assert not profile_covers(cost, 65536, 65536, 1)
+    assert profile_covers(cost, 65536, 65536, 2)

@@ -80,7 +80,7 @@ def test_stages_cost_what_they_cost_in_the_whole_model(data):
     fewer = CostModel(found.profile, devices_of(4))
     assert sum(found.masks) == everything
     for mask in sets:
-        assert any(mask & ~each == 0 for each in found.masks)
+        assert any(mask & ~group == 0 for group in found.masks)
     for masks, pairs in partitions(fewer):
         graph = StageGraph(
             tuple(Stage(fewer.graph.names(m), (s,), 2) for s, m in enumerate(masks)),

@@ -172,7 +172,7 @@ def test_compare_has_an_error_per_policy():
     rows = solve.compare_policies(
         cost.profile, cost.cluster, 8, ["graphpipe"], ["stash", "2bw"], microbatch_size=2
     )
-    found = {policy: each for _, policy, each in rows}
+    found = {policy: outcome for _, policy, outcome in rows}
     assert isinstance(found["stash"], PolicyError)
     assert "every mini-batch is one micro-batch" in str(found["stash"])
     assert isinstance(found["2bw"], Plan)
@@ -260,7 +260,7 @@ def test_the_reason_of_auto_is_true_of_the_plan():
     assert "the last update of RMSprop, which is kept," in why
     assert f"at depth {kept.stage_graph.depth}" in why
     held = staleness(kept.stage_graph, policy_named("pipeoptim"), last_update=True)
-    assert f"at most {max(each.versions for each in held)} copies" in why
+    assert f"at most {max(stage.versions for stage in held)} copies" in why
 
 
 def test_spectrain_is_refused_when_planning():

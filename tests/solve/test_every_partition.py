@@ -157,7 +157,7 @@ def test_a_large_model_is_brought_down():
     cost = on_chain(20)
     fewer = brought_down(cost.profile)
     assert len(fewer.profile.graph) == MOST_OPERATORS
-    assert max(each.forward_s[0] for each in fewer.profile.costs) <= 4.0
+    assert max(cost.forward_s[0] for cost in fewer.profile.costs) <= 4.0
     small = CostModel(fewer.profile, on_chain(4).cluster)
     found = EveryPartition(small, policy_named("stash"), 4, 1, recompute=True).propose([4])
     assert max(len(fewer.expand(graph).stages[0].operators) for graph in found) < 20

@@ -125,7 +125,7 @@ def test_a_simulated_plan_is_the_plan():
     plan = asynchronous(cost, 2, policy="stash", max_replicas=1)
     found = solve.simulate_async(plan, cost.profile, cost.cluster)
     assert found.plan.predicted == plan.predicted
-    assert [each.versions for each in found.staleness] == [4, 3, 2, 1]
+    assert [stage.versions for stage in found.staleness] == [4, 3, 2, 1]
     batches = found.graph.batch_size // 2
     assert found.timeline.step_s == pytest.approx(6.0 * (batches + 3))
     assert solve.simulate(plan, cost.profile, cost.cluster) == found.timeline

@@ -18,7 +18,7 @@ from anabranch.planner.toolkit.assemble import Candidate
 from anabranch.planner.toolkit.infeasible import require_sizes
 from anabranch.planner.toolkit.parts import Part
 from anabranch.planner.toolkit.problem import Problem
-from anabranch.plans.slices import priced
+from anabranch.plans.slices import profile_covers
 from anabranch.plans.stages import StageGraph
 
 
@@ -51,7 +51,7 @@ class DataParallel:
         sizes = [
             size
             for size in problem.sizes(microbatch_size)
-            if size >= total and priced(cost, batch_size, size, total)
+            if size >= total and profile_covers(cost, batch_size, size, total)
         ]
         if not sizes:
             return InfeasiblePlanError(
@@ -85,9 +85,9 @@ def data_parallel(problem: Problem, microbatch_size: int | None) -> Iterator[Can
     everything = (1 << len(cost.graph)) - 1
     for size in problem.sizes(microbatch_size):
         assembler = problem.assembler(size)
-        for tensor in (t for t in assembler.prices.prices.tensors if total % t == 0):
+        for tensor in (t for t in assembler.prices.microbatch.tensors if total % t == 0):
             replicas = total // tensor
-            if replicas <= problem.most_replicas and assembler.prices.prices.may(replicas):
+            if replicas <= problem.most_replicas and assembler.prices.microbatch.may(replicas):
                 candidate = assembler.assemble([Part(everything, replicas, tensor=tensor)])
                 if candidate is not None:
                     yield candidate

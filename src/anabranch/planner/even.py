@@ -24,7 +24,7 @@ from anabranch.planner.toolkit.infeasible import (
 )
 from anabranch.planner.toolkit.parts import Part
 from anabranch.planner.toolkit.problem import Problem
-from anabranch.plans.slices import priced
+from anabranch.plans.slices import profile_covers
 from anabranch.plans.stages import StageGraph
 
 
@@ -62,7 +62,7 @@ class Even:
     def _propose(problem: Problem, microbatch_size: int | None) -> Iterator[Candidate]:
         cost, order = problem.cost, problem.order
         for size in problem.sizes(microbatch_size):
-            if not priced(cost, problem.batch_size, size, 1):
+            if not profile_covers(cost, problem.batch_size, size, 1):
                 continue
             forward, backward = cost.op_seconds(size)
             seconds = (forward + backward)[list(order)].tolist()

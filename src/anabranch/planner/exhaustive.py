@@ -25,7 +25,7 @@ from anabranch.planner.partitions import partitions
 from anabranch.planner.toolkit.assemble import Candidate
 from anabranch.planner.toolkit.infeasible import Fewest, explain, require_sizes
 from anabranch.planner.toolkit.parts import Part, PartPrices, edges, heights
-from anabranch.planner.toolkit.prices import Prices
+from anabranch.planner.toolkit.prices import MicrobatchPrices
 from anabranch.planner.toolkit.problem import Problem
 from anabranch.plans.stages import StageGraph
 
@@ -117,7 +117,7 @@ class Exhaustive:
     def _at_size(self, problem: Problem, size: int, everything: _Partitions) -> Iterator[Candidate]:
         """Candidates of one micro-batch size: all, or as many as are asked for."""
         assembler = problem.assembler(size)
-        if not assembler.prices.prices.degrees:
+        if not assembler.prices.microbatch.degrees:
             return
         chosen = self._every(problem, assembler.prices, everything)
         if not self.every:
@@ -141,7 +141,7 @@ class Exhaustive:
     def _quickest(
         self, problem: Problem, prices: PartPrices, everything: _Partitions
     ) -> Iterator[list[Part]]:
-        count = prices.prices.num_microbatches
+        count = prices.microbatch.num_microbatches
         ranked: list[tuple[float, list[Part]]] = []
         for masks, _ in everything:
             parts = best_replicas(prices, masks, problem.devices)
@@ -169,7 +169,7 @@ def best_replicas(prices: PartPrices, masks: Sequence[int], devices: int) -> lis
     options = [
         [
             (part.devices, prices.period_s(part), part)
-            for mode in prices.prices.modes
+            for mode in prices.microbatch.modes
             if prices.headroom(part := Part(mask, mode.replicas, mode.recompute, mode.tensor)) >= h
         ]
         for mask, h in zip(masks, height, strict=True)
@@ -190,7 +190,7 @@ def best_replicas(prices: PartPrices, masks: Sequence[int], devices: int) -> lis
 def _on_fewest_devices(everything: _Partitions) -> Fewest:
     """The stages of any partition that need the fewest devices, however slow they are."""
 
-    def fewest(prices: Prices) -> list[Part]:
+    def fewest(prices: MicrobatchPrices) -> list[Part]:
         stages = PartPrices(prices)
         plain: dict[tuple[int, int], Part | None] = {}
         best: list[Part] = []
@@ -233,7 +233,7 @@ def _assignments(
 
 def _modes(prices: PartPrices, mask: int, most: int, limit: int) -> Iterator[Part]:
     """All ways to run a stage on up to so many devices, as any number of replicas in the limit."""
-    formulas = prices.prices
+    formulas = prices.microbatch
     for tensor in formulas.tensors:
         for replicas in range(1, min(most // tensor, formulas.microbatch_size, limit) + 1):
             if formulas.may(replicas):

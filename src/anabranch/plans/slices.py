@@ -19,7 +19,7 @@ def slice_sizes(microbatch_size: int, replicas: int) -> tuple[int, int]:
     return max(1, microbatch_size // replicas), -(-microbatch_size // replicas)
 
 
-def priced(cost: CostModel, batch_size: int, microbatch_size: int, replicas: int) -> bool:
+def profile_covers(cost: CostModel, batch_size: int, microbatch_size: int, replicas: int) -> bool:
     """Whether the profile covers every slice of a stage.
 
     Args:

@@ -28,7 +28,7 @@ from anabranch.errors import InvalidPlanError, PolicyError
 from anabranch.graph.opgraph import OpGraph, bits
 from anabranch.planner.partitions import partitions
 from anabranch.plans.check import stage_bytes
-from anabranch.plans.slices import priced
+from anabranch.plans.slices import profile_covers
 from anabranch.plans.stages import Stage, StageGraph
 from anabranch.profile.profile import Profile
 from anabranch.schedule import endless
@@ -182,7 +182,7 @@ class EveryPartition:
 
     def _mode(self, graph: StageGraph, s: int, versions: int, replicas: int) -> _Mode | None:
         stage, cost = graph.stages[s], self.cost
-        if not priced(cost, graph.batch_size, stage.microbatch_size, replicas):
+        if not profile_covers(cost, graph.batch_size, stage.microbatch_size, replicas):
             return None
         ops = [cost.graph.index[name] for name in stage.operators]
         for recompute in (False, True)[: 1 + self.recompute]:

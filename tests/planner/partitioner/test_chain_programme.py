@@ -29,7 +29,7 @@ def fewest(prices: PartPrices, masks: tuple[int, ...], period_s: float, cap: int
     for mask, h in zip(masks, height, strict=True):
         good = [
             part.devices
-            for mode in prices.prices.modes
+            for mode in prices.microbatch.modes
             for part in [Part(mask, mode.replicas, mode.recompute, mode.tensor)]
             if prices.period_s(part) <= period_s and prices.headroom(part) >= h
         ]

@@ -13,7 +13,7 @@ from anabranch.cost.nested_weights import NestedSets
 from anabranch.graph.opgraph import BATCH, bits
 from anabranch.planner.downsets import prefixes
 from anabranch.planner.pipedream.terms import Piece, Terms, tiers
-from anabranch.planner.toolkit.prices import Prices
+from anabranch.planner.toolkit.prices import MicrobatchPrices
 from anabranch.profile.profile import Profile
 
 INFINITE = math.inf
@@ -41,7 +41,7 @@ def terms_for(
 ) -> Terms:
     """The terms of the recurrence with the operators in the order of the graph."""
     cost = CostModel(profile, cluster, optimizer_factor=1.0)
-    prices = Prices(cost, batch_size, microbatch_size, (), cluster.memory_bytes)
+    prices = MicrobatchPrices(cost, batch_size, microbatch_size, (), cluster.memory_bytes)
     row = states or prefixes(range(len(profile.graph)))
     return Terms(NestedSets(cost, row), prices, tiers(cluster), max_replicas, accumulate)
 

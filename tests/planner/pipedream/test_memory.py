@@ -116,12 +116,12 @@ def test_more_memory_is_never_slower(profile, bytes_each, more):
     terms = terms_for(profile, nodes(2, 2), microbatch_size=4, batch_size=16)
     some, ample = (
         memory.solve(
-            replace(terms, prices=replace(terms.prices, memory_bytes=each)),
+            replace(terms, prices=replace(terms.prices, memory_bytes=memory_bytes)),
             Meter(MANY),
             terms.ideal_s(),
             1e-9,
         )
-        for each in (bytes_each, bytes_each + more)
+        for memory_bytes in (bytes_each, bytes_each + more)
     )
     if some is not None:
         assert ample is not None

@@ -56,7 +56,7 @@ def test_equals_the_recurrence(profile, sizes, size, count, accumulate, antichai
     # The plan is worth what the table says, and fills the cluster.
     assert terms.period_s(pieces) == pytest.approx(value)
     placed = [devices for _, _, devices in stages(pieces, [tier.size for tier in terms.tiers])]
-    assert sorted(d for each in placed for d in each) == list(range(terms.devices))
+    assert sorted(d for devices in placed for d in devices) == list(range(terms.devices))
 
 
 @settings(max_examples=60, deadline=None)

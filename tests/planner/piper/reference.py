@@ -12,7 +12,7 @@ from anabranch.cost import CostModel
 from anabranch.cost.communication import transfer_s
 from anabranch.graph.opgraph import BATCH, Op, OpGraph, Value, bits
 from anabranch.planner.downsets import downsets
-from anabranch.planner.toolkit.prices import Mode, Prices
+from anabranch.planner.toolkit.prices import MicrobatchPrices, Mode
 from anabranch.profile.profile import OpCost, Profile, Sharded
 from tests.strategies import planning_profiles
 
@@ -29,10 +29,10 @@ class Reference:
     modes: Sequence[Mode]
 
     @cached_property
-    def prices(self) -> Prices:
+    def prices(self) -> MicrobatchPrices:
         """For the links alone."""
         memory = self.cost.cluster.memory_bytes
-        return Prices(self.cost, self.batch_size, self.size, (), memory)
+        return MicrobatchPrices(self.cost, self.batch_size, self.size, (), memory)
 
     @cached_property
     def downsets(self) -> list[int]:
@@ -97,7 +97,9 @@ def rich_profiles(draw: st.DrawFn, max_ops: int = 5) -> Profile:
     shared = [draw(st.integers(0, i)) if draw(st.booleans()) else i for i in range(len(graph))]
     ops = tuple(Op(op.name, (f"p{shared[i]}",)) for i, op in enumerate(graph.ops))
     values = tuple(replace(value, batched=draw(st.booleans())) for value in graph.values)
-    parameters = tuple(replace(each, trainable=draw(st.booleans())) for each in graph.parameters)
+    parameters = tuple(
+        replace(weight, trainable=draw(st.booleans())) for weight in graph.parameters
+    )
     free = OpCost((0.0,) * 4, (0.0,) * 4, 0)
     costs = tuple(free if draw(st.booleans()) and i % 2 else c for i, c in enumerate(profile.costs))
     sharded = tuple(

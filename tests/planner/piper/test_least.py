@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from anabranch.cost import CostModel
 from anabranch.planner.piper.planner import least
-from anabranch.planner.piper.prices import Space, StagePrices
-from anabranch.planner.piper.search import ROUNDING, Found
-from anabranch.planner.toolkit.prices import Mode, Prices
+from anabranch.planner.piper.prices import DownsetPairs, DownsetPrices
+from anabranch.planner.piper.search import ROUNDING, BoundedPlans
+from anabranch.planner.toolkit.prices import MicrobatchPrices, Mode
 from tests.planner.helpers import cluster, cost_model
 from tests.planner.piper.reference import Reference, rich_profiles, row
 from tests.strategies import planning_profiles
@@ -20,12 +20,12 @@ EVERYTHING = 10**6
 
 def searched(
     reference: Reference, *, exact: bool = False, tolerance: float = 0.0
-) -> tuple[StagePrices, Found | None]:
+) -> tuple[DownsetPrices, BoundedPlans | None]:
     """What the search finds, and the prices it used."""
     cost, size = reference.cost, reference.size
-    prices = Prices(cost, reference.batch_size, size, (), cost.cluster.memory_bytes)
-    space = Space.of(cost, reference.downsets, EVERYTHING)
-    stages = StagePrices(prices, space.downsets, reference.modes)
+    prices = MicrobatchPrices(cost, reference.batch_size, size, (), cost.cluster.memory_bytes)
+    space = DownsetPairs.of(cost, reference.downsets, EVERYTHING)
+    stages = DownsetPrices(prices, space.downsets, reference.modes)
     return stages, least(stages, space, tolerance, exact=exact)
 
 
@@ -53,7 +53,7 @@ def drawn_reference(
 
 
 @pytest.mark.parametrize("exact", [False, True])
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     profile=rich_profiles(),
     devices=st.sampled_from([1, 2, 3, 4, 8]),
@@ -81,7 +81,7 @@ def test_finds_the_least_load(exact, profile, devices, memory, bandwidth, batch_
     assert len(chain) == min(stages for (_, stages), known in best.items() if known <= near)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(profile=rich_profiles(), devices=st.sampled_from([2, 4]), memory=st.sampled_from([40, 90]))
 def test_prices_what_it_says(profile, devices, memory):
     """Each stage of the plan has the load and fits the memory that the cost model says."""
@@ -120,7 +120,7 @@ def test_a_known_load_changes_nothing(profile, factor):
     reference = drawn_reference(profile, 4, 90, 8.0, 16)
     stages, found = searched(reference)
     if found is not None:
-        space = Space.of(reference.cost, reference.downsets, EVERYTHING)
+        space = DownsetPairs.of(reference.cost, reference.downsets, EVERYTHING)
         again = least(stages, space, 0.0, bound_s=found.load_s * factor)
         assert again is not None
         assert again.load_s == pytest.approx(found.load_s, rel=2e-9)

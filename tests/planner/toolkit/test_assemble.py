@@ -13,7 +13,7 @@ from anabranch.cost import CostModel
 from anabranch.graph.opgraph import Op, OpGraph, Value
 from anabranch.planner.toolkit.assemble import Assembler, Candidate
 from anabranch.planner.toolkit.parts import Part, PartPrices
-from anabranch.planner.toolkit.prices import Prices
+from anabranch.planner.toolkit.prices import MicrobatchPrices
 from anabranch.profile.profile import OpCost, Profile
 
 
@@ -28,7 +28,9 @@ def assembler(
     costs = tuple(OpCost((float(s),), (0.0,), 0) for s in seconds)
     profile = Profile(graph, (1,), costs, device="cpu", source="measured", proportional=True)
     cluster = Cluster("flat", "cpu", 10**9, (Level("node", devices, 1e9, 0.0),))
-    prices = Prices(CostModel(profile, cluster), 16, size, (1, 2, 4, 8), cluster.memory_bytes)
+    prices = MicrobatchPrices(
+        CostModel(profile, cluster), 16, size, (1, 2, 4, 8), cluster.memory_bytes
+    )
     return Assembler(PartPrices(prices), tuple(range(n)), max_replicas, chained)
 
 
@@ -99,7 +101,7 @@ def test_chained_stages_follow_one_another():
     costs = tuple(OpCost((1.0,), (0.0,), 0) for _ in range(2))
     profile = Profile(graph, (1,), costs, device="cpu", source="measured", proportional=True)
     cluster = Cluster("flat", "cpu", 10**9, (Level("node", 2, 1e9, 0.0),))
-    prices = PartPrices(Prices(CostModel(profile, cluster), 4, 1, (1,), 1e9))
+    prices = PartPrices(MicrobatchPrices(CostModel(profile, cluster), 4, 1, (1,), 1e9))
     for chained, edges in ((False, ()), (True, ((0, 1),))):
         found = Assembler(prices, (0, 1), 1, chained).assemble([Part(1, 1), Part(2, 1)])
         assert found is not None
@@ -115,7 +117,7 @@ def test_recomputes_what_does_not_fit_otherwise():
     cluster = Cluster("flat", "cpu", 150, (Level("node", 2, 1e9, 0.0),))
     for recompute in (False, True):
         cost = CostModel(profile, cluster)
-        prices = Prices(cost, 4, 1, (1, 2), 150, recompute=recompute)
+        prices = MicrobatchPrices(cost, 4, 1, (1, 2), 150, recompute=recompute)
         found = Assembler(PartPrices(prices), (0, 1), 2).assemble([Part(1, 1), Part(2, 1)])
         if recompute:
             assert found is not None

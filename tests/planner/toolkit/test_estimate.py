@@ -11,7 +11,7 @@ from anabranch.cost import CostModel
 from anabranch.graph.opgraph import Op, OpGraph, Parameter, Value
 from anabranch.planner.toolkit.estimate import step_s
 from anabranch.planner.toolkit.parts import Part, PartPrices
-from anabranch.planner.toolkit.prices import Prices
+from anabranch.planner.toolkit.prices import MicrobatchPrices
 from anabranch.profile.profile import OpCost, Profile
 
 
@@ -42,7 +42,7 @@ def parts_prices(
     profile = Profile(graph, (1,), costs, device="cpu", source="measured", proportional=True)
     levels = (Level("node", node, 1e12, latency_s), Level("net", 8 // node, bandwidth, latency_s))
     cost = CostModel(profile, Cluster("c", "cpu", memory, levels, cores), 0.0, 0)
-    return PartPrices(Prices(cost, batch_size, size, (1, 2, 4), memory))
+    return PartPrices(MicrobatchPrices(cost, batch_size, size, (1, 2, 4), memory))
 
 
 CHAIN = [(0, 1), (1, 2)]
@@ -136,7 +136,7 @@ def tied(bandwidth: float, *, weights: int) -> PartPrices:
     costs = tuple(OpCost((1.0,), (1.0,), 1) for _ in range(2))
     profile = Profile(graph, (1,), costs, device="cpu", source="measured", proportional=True)
     cluster = Cluster("c", "cpu", 10**9, (Level("node", 4, bandwidth, 0.0),))
-    return PartPrices(Prices(CostModel(profile, cluster, 0.0, 0), 4, 1, (1, 2), 10**9))
+    return PartPrices(MicrobatchPrices(CostModel(profile, cluster, 0.0, 0), 4, 1, (1, 2), 10**9))
 
 
 def test_tied_parameters_are_summed_over_all_holders():
@@ -165,7 +165,7 @@ def test_no_wait_for_a_gradient_that_does_not_come():
     values = tuple(Value(0, (1,), 0, grad=False) for _ in range(1))
     graph = OpGraph(prices.cost.graph.ops, values, prices.cost.graph.parameters)
     cost = CostModel(replace(prices.cost.profile, graph=graph), prices.cost.cluster, 0.0, 0)
-    free = PartPrices(Prices(cost, 4, 1, (1,), 10**9))
+    free = PartPrices(MicrobatchPrices(cost, 4, 1, (1,), 10**9))
     parts, pairs = CHAIN_PARTS[:2], {(0, 1)}
     assert step_s(prices, parts, [[0], [1]], pairs) == pytest.approx(10)
     assert step_s(free, parts, [[0], [1]], pairs) == pytest.approx(9)

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from anabranch.cost.nested_weights import Floats
 from anabranch.planner.dapple.objective import NOTHING, Suffix
 
-Floats = NDArray[np.float64]
 Index = NDArray[np.intp]
 
 
@@ -62,8 +62,8 @@ class Labels:
         """All of them, in this order."""
         arrays = {name: np.concatenate([getattr(p, name) for p in parts]) for name in ARRAYS}
         columns = (
-            np.concatenate([getattr(part.suffix, each.name) for part in parts])
-            for each in fields(Suffix)
+            np.concatenate([getattr(part.suffix, column.name) for part in parts])
+            for column in fields(Suffix)
         )
         return Labels(**arrays, suffix=Suffix(*columns))
 
@@ -73,21 +73,21 @@ class Labels:
         arrays = {name: np.zeros(1, dtype=kind) for name, kind in ARRAYS.items()}
         arrays["start"] += size
         arrays["source"] -= 1
-        nothing = (np.full(1, getattr(NOTHING, each.name)) for each in fields(Suffix))
+        nothing = (np.full(1, getattr(NOTHING, column.name)) for column in fields(Suffix))
         return Labels(**arrays, suffix=Suffix(*nothing))
 
 
 ARRAYS: dict[str, Any] = {
-    each.name: np.intp if each.type == "Index" else np.float64
-    for each in fields(Labels)
-    if each.name != "suffix"
+    column.name: np.intp if column.type == "Index" else np.float64
+    for column in fields(Labels)
+    if column.name != "suffix"
 }
 """The arrays of labels and what they hold."""
 
 
 def pick(suffix: Suffix, chosen: Index | NDArray[np.bool_]) -> Suffix:
     """Some entries of a suffix of arrays."""
-    return Suffix(*(getattr(suffix, each.name)[chosen] for each in fields(suffix)))
+    return Suffix(*(getattr(suffix, column.name)[chosen] for column in fields(suffix)))
 
 
 def best_of_groups(labels: Labels, group: Index, width: int) -> Index:

@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 
 from anabranch.cluster import Cluster
 from anabranch.cost import CostModel
+from anabranch.cost.nested_weights import Floats
 
 Place = tuple[int, ...]
 """Devices of one stage on every machine."""
 
 Array = NDArray[Any]
-Floats = NDArray[np.float64]
 
 
 def counts(cluster: Cluster, devices: Sequence[int]) -> Place:

@@ -6,13 +6,14 @@ from functools import cached_property
 
 import numpy as np
 
-from anabranch.planner.dapple.labels import Floats, Index
+from anabranch.cost.nested_weights import Floats
+from anabranch.planner.dapple.labels import Index
 from anabranch.planner.dapple.links import Place, hop_prices
-from anabranch.planner.dapple.placement import Machines, Step
+from anabranch.planner.dapple.placement import Machines, Placement
 from anabranch.planner.dapple.tables import Tables
 
 
-class Numbers:
+class PlaceNumbers:
     """Numbers for places, in the order in which they come up."""
 
     def __init__(self, first: Place) -> None:
@@ -40,7 +41,12 @@ class Moves:
     """
 
     def __init__(
-        self, used: Place, machines: Machines, tables: Tables, states: Numbers, places: Numbers
+        self,
+        used: Place,
+        machines: Machines,
+        tables: Tables,
+        states: PlaceNumbers,
+        places: PlaceNumbers,
     ) -> None:
         self._machines = machines
         self._tables = tables
@@ -51,7 +57,7 @@ class Moves:
             if left - degree >= tables.degrees[0]
             for step in machines.steps(used, degree)
         ]
-        self.steps: list[Step] = [step for _, step in ways]
+        self.steps: list[Placement] = [step for _, step in ways]
         self.degree: Index = np.array([k for k, _ in ways], dtype=np.intp)
         self.target: Index = np.array([states[step.used] for step in self.steps], dtype=np.intp)
         self.place: Index = np.array([places[step.place] for step in self.steps], dtype=np.intp)

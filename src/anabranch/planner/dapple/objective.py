@@ -39,18 +39,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from anabranch.cost import CostModel
 from anabranch.cost.communication import transfer_s
+from anabranch.cost.stage_weights import Number
 from anabranch.graph.series_parallel import decompose, operators
 from anabranch.planner.dapple.links import counts, hop_price, ring_price
 from anabranch.plans.stages import Stage, StageGraph
-
-Number = Any
-"""A float, or an array of them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,7 +76,7 @@ POLICIES: tuple[Policy, ...] = (fresh_first, append_first, scatter_first)
 
 
 @dataclass(frozen=True)
-class Step:
+class Placement:
     """One more stage in a state.
 
     Attributes:
@@ -101,7 +101,7 @@ class Machines:
 
     cluster: Cluster
     policies: tuple[Policy, ...] = POLICIES
-    _steps: dict[tuple[Place, int], tuple[Step, ...]] = field(
+    _steps: dict[tuple[Place, int], tuple[Placement, ...]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
@@ -119,14 +119,14 @@ class Machines:
         """All devices that are not in use."""
         return tuple(self.size - count for count in used)
 
-    def steps(self, used: Place, wanted: int) -> tuple[Step, ...]:
+    def steps(self, used: Place, wanted: int) -> tuple[Placement, ...]:
         """What the policies make of a request; each outcome once."""
         if (used, wanted) not in self._steps:
             taken = dict.fromkeys(policy(used, self.size, wanted) for policy in self.policies)
-            self._steps[used, wanted] = tuple(self._step(used, each) for each in taken)
+            self._steps[used, wanted] = tuple(self._step(used, place) for place in taken)
         return self._steps[used, wanted]
 
-    def devices(self, steps: Sequence[Step]) -> list[tuple[int, ...]]:
+    def devices(self, steps: Sequence[Placement]) -> list[tuple[int, ...]]:
         """Devices of the stages that were placed one after the other, and of one on all others.
 
         The first that is placed gets the last devices, so that a pipeline begins on device 0.
@@ -143,10 +143,10 @@ class Machines:
         result.append(tuple(sorted(device for rest in left for device in rest)))
         return result
 
-    def _step(self, used: Place, taken: Place) -> Step:
+    def _step(self, used: Place, taken: Place) -> Placement:
         keys = [(-u - t, -t) for u, t in zip(used, taken, strict=True)]
         order = self._sorted(keys)
-        return Step(
+        return Placement(
             taken,
             order,
             tuple(used[m] + taken[m] for m in order),

@@ -13,8 +13,8 @@ from anabranch.graph.series_parallel import decompose, operators
 from anabranch.planner.base import require_options
 from anabranch.planner.dapple.budget import Budget
 from anabranch.planner.dapple.placement import Machines, append_first
-from anabranch.planner.dapple.search import Chain, PlacementSearch
-from anabranch.planner.dapple.tables import Tables, Terms
+from anabranch.planner.dapple.search import ChainPlan, PlacementSearch
+from anabranch.planner.dapple.tables import ChainProblem, Tables
 from anabranch.planner.toolkit.infeasible import explain, require_sizes
 from anabranch.planner.toolkit.prices import microbatch_sizes
 from anabranch.planner.toolkit.problem import Problem
@@ -73,21 +73,23 @@ class Dapple:
         limit = self.max_replicas or cost.cluster.num_devices
         require_sizes(cost, batch_size, microbatch_size, limit)
         order = tuple(operators(decompose(cost.graph)))
-        terms = Terms(cost, batch_size, order, limit, self.overlap_allreduce)
-        proposals = self._proposals(terms, microbatch_size)
+        problem = ChainProblem(cost, batch_size, order, limit, self.overlap_allreduce)
+        proposals = self._proposals(problem, microbatch_size)
         first = next(proposals, None)
         if first is None:
             raise self._explain(cost, batch_size, microbatch_size)
         return chain([first], proposals)
 
-    def _proposals(self, terms: Terms, microbatch_size: int | None) -> Iterator[StageGraph]:
-        cluster = terms.cost.cluster
+    def _proposals(
+        self, problem: ChainProblem, microbatch_size: int | None
+    ) -> Iterator[StageGraph]:
+        cluster = problem.cost.cluster
         machines, in_rows = Machines(cluster), Machines(cluster, (append_first,))
         budget = Budget(self.budget)
-        found = self._in_rows(terms, microbatch_size, in_rows, budget)
+        found = self._in_rows(problem, microbatch_size, in_rows, budget)
         seen: set[StageGraph] = set()
         if found and 1 < machines.size < cluster.num_devices:
-            early = found[0].graph(terms)
+            early = found[0].graph(problem)
             seen.add(early)
             yield early
             best_s = found[0].chain.latency_s
@@ -97,23 +99,23 @@ class Dapple:
                 limit_s = min(known.latency_s, NEAR * best_s)
                 chains = self._search(table, machines, budget, limit_s)
                 found += [Planned(chain, table) for chain in chains]
-                best_s = min(each.chain.latency_s for each in found)
-        for each in _worthwhile(found)[: self.candidates]:
-            graph = each.graph(terms)
+                best_s = min(planned.chain.latency_s for planned in found)
+        for planned in _worthwhile(found)[: self.candidates]:
+            graph = planned.graph(problem)
             if graph not in seen:
                 seen.add(graph)
                 yield graph
 
     def _in_rows(
-        self, terms: Terms, microbatch_size: int | None, machines: Machines, budget: Budget
+        self, problem: ChainProblem, microbatch_size: int | None, machines: Machines, budget: Budget
     ) -> list[Planned]:
         """Plans of every micro-batch size that is not hopeless, machines filled up in turn.
 
         That is as good as composing the policies where machines have one device or there is one
         machine. Where not, it is quick, and knowing a good plan makes the other search quicker.
         """
-        sizes = [microbatch_size] if microbatch_size else microbatch_sizes(terms.batch_size)
-        tables = [Tables(terms, size) for size in sizes if terms.degrees(size)]
+        sizes = microbatch_sizes(problem.batch_size, microbatch_size)
+        tables = [Tables(problem, size) for size in sizes if problem.degrees(size)]
         found: list[Planned] = []
         best_s = float("inf")
         for table in sorted(tables, key=lambda table: table.least_s):
@@ -124,7 +126,7 @@ class Dapple:
 
     def _search(
         self, tables: Tables, machines: Machines, budget: Budget, limit_s: float
-    ) -> list[Chain]:
+    ) -> list[ChainPlan]:
         search = PlacementSearch(
             tables,
             machines,
@@ -144,46 +146,45 @@ class Dapple:
                 f"{cost.cluster.num_devices} devices of {cost.cluster.name} and fits their "
                 "memory; raise option max_stages"
             )
-        problem = Problem(cost, batch_size, self.max_replicas, chained=True)
-        return explain(problem, microbatch_size)
+        return explain(Problem(cost, batch_size, self.max_replicas, chained=True), microbatch_size)
 
 
 @dataclass(frozen=True)
 class Planned:
     """A plan and the tables of its micro-batch size."""
 
-    chain: Chain
+    chain: ChainPlan
     tables: Tables
 
-    def graph(self, terms: Terms) -> StageGraph:
+    def graph(self, problem: ChainProblem) -> StageGraph:
         """The plan as a stage graph."""
-        return stage_graph(terms, self.chain, self.tables.microbatch_size)
+        return stage_graph(problem, self.chain, self.tables.microbatch_size)
 
 
 def _worthwhile(found: list[Planned]) -> list[Planned]:
     """Those that are near the best and the best of their size, the least L first."""
-    ranked = sorted(found, key=lambda each: each.chain.latency_s)
+    ranked = sorted(found, key=lambda planned: planned.chain.latency_s)
     best = {table: chain.latency_s for table, chain in _by_size(ranked)}
     return [
-        each
-        for each in ranked
-        if each.chain.latency_s
-        <= min(RUNNER_UP * best[each.tables], NEAR * ranked[0].chain.latency_s)
+        planned
+        for planned in ranked
+        if planned.chain.latency_s
+        <= min(RUNNER_UP * best[planned.tables], NEAR * ranked[0].chain.latency_s)
     ]
 
 
-def _by_size(found: list[Planned]) -> list[tuple[Tables, Chain]]:
+def _by_size(found: list[Planned]) -> list[tuple[Tables, ChainPlan]]:
     """The best plan of every micro-batch size, the least L first."""
-    best: dict[Tables, Chain] = {}
-    for each in sorted(found, key=lambda each: each.chain.latency_s):
-        best.setdefault(each.tables, each.chain)
+    best: dict[Tables, ChainPlan] = {}
+    for planned in sorted(found, key=lambda planned: planned.chain.latency_s):
+        best.setdefault(planned.tables, planned.chain)
     return list(best.items())
 
 
-def stage_graph(terms: Terms, chain: Chain, microbatch_size: int) -> StageGraph:
+def stage_graph(problem: ChainProblem, chain: ChainPlan, microbatch_size: int) -> StageGraph:
     """The stage graph of a plan: a chain, with the edges along which values skip stages."""
-    graph = terms.cost.graph
-    runs = [terms.order[i:j] for i, j in pairwise(chain.cuts)]
+    graph = problem.cost.graph
+    runs = [problem.order[i:j] for i, j in pairwise(chain.cuts)]
     home = {op: s for s, run in enumerate(runs) for op in run}
     flows = {(home[a], home[b]) for a, b in graph.edges if home[a] != home[b]}
     stages = tuple(
@@ -191,5 +192,5 @@ def stage_graph(terms: Terms, chain: Chain, microbatch_size: int) -> StageGraph:
         for run, devices in zip(runs, chain.devices, strict=True)
     )
     return StageGraph(
-        stages, tuple(sorted(flows | set(pairwise(range(len(runs)))))), terms.batch_size
+        stages, tuple(sorted(flows | set(pairwise(range(len(runs)))))), problem.batch_size
     )

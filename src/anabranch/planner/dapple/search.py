@@ -30,9 +30,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from anabranch.cost.communication import transfer_s
+from anabranch.cost.nested_weights import Floats
 from anabranch.planner.dapple.budget import Budget
-from anabranch.planner.dapple.labels import Floats, Index, Labels, best_of_groups, pick
-from anabranch.planner.dapple.moves import Moves, Numbers
+from anabranch.planner.dapple.labels import Index, Labels, best_of_groups, pick
+from anabranch.planner.dapple.moves import Moves, PlaceNumbers
 from anabranch.planner.dapple.objective import NOTHING
 from anabranch.planner.dapple.placement import Machines
 from anabranch.planner.dapple.tables import Tables
@@ -49,7 +50,7 @@ CHUNK = 400_000
 
 
 @dataclass(frozen=True)
-class Chain:
+class ChainPlan:
     """A plan before it has operators' names.
 
     Attributes:
@@ -88,19 +89,19 @@ class PlacementSearch:
         self._tables = tables
         self._machines = machines
         self._width = width
-        self._max_stages = max_stages or len(tables.terms.order)
+        self._max_stages = max_stages or len(tables.problem.order)
         self._budget = budget
         self._limit_s = limit_s
-        self._states = Numbers(machines.empty)
-        self._places = Numbers(machines.empty)
+        self._states = PlaceNumbers(machines.empty)
+        self._places = PlaceNumbers(machines.empty)
         self._settled: dict[int, Labels] = {}
         self._moves: dict[int, Moves] = {}
         self._pending: dict[int, list[Labels]] = defaultdict(list)
         self._best: dict[int, Labels] = {}
 
-    def run(self) -> list[Chain]:
+    def run(self) -> list[ChainPlan]:
         """The best plan and the best of other numbers of stages that came up, least L first."""
-        start = Labels.no_stages(len(self._tables.terms.order))
+        start = Labels.no_stages(len(self._tables.problem.order))
         self._consider(replace(start, closed_s=np.array([self._data_parallel_s()])))
         self._pending[0].append(start)
         for in_use in range(self._machines.cluster.num_devices):
@@ -112,7 +113,7 @@ class PlacementSearch:
             for state in states:
                 self._extend(state)
         found = [label for label in self._best.values() if label.closed_s[0] < np.inf]
-        return [self._chain(label) for label in sorted(found, key=lambda each: each.closed_s[0])]
+        return [self._chain(label) for label in sorted(found, key=lambda label: label.closed_s[0])]
 
     def _settle(self, state: int) -> None:
         labels = Labels.join(self._pending.pop(state))
@@ -144,10 +145,10 @@ class PlacementSearch:
         )
         self._moves[state] = moves
         first, count = self._starts(labels, moves)
-        begin, each = 0, count.sum(axis=1)
+        begin, suffixes = 0, count.sum(axis=1)
         while begin < len(moves):
             end = begin + 1
-            while end < len(moves) and each[begin : end + 1].sum() <= CHUNK:
+            while end < len(moves) and suffixes[begin : end + 1].sum() <= CHUNK:
                 end += 1
             self._add(state, begin, first[begin:end], count[begin:end])
             begin = end
@@ -176,9 +177,10 @@ class PlacementSearch:
         if not total:
             return
         labels, moves = self._settled[state], self._moves[state]
-        each = count.ravel()
-        pair = np.repeat(np.arange(each.size), each)
-        start = first.ravel()[pair] + np.arange(total) - np.repeat(np.cumsum(each) - each, each)
+        starts = count.ravel()
+        pair = np.repeat(np.arange(starts.size), starts)
+        before = np.repeat(np.cumsum(starts) - starts, starts)
+        start = first.ravel()[pair] + np.arange(total) - before
         move, parent = np.divmod(pair, len(labels))
         move += begin
         room = self._tables.headroom[moves.degree[move], start, labels.start[parent]]
@@ -188,7 +190,7 @@ class PlacementSearch:
         added = added.take(added.least_s <= self._limit_s * EXACT)
         target = moves.target[added.move]
         if self._width is not None and len(added):
-            group = target * len(self._tables.terms.row) + added.start
+            group = target * len(self._tables.problem.row) + added.start
             kept = best_of_groups(added, group, self._width)
             added, target = added.take(kept), target[kept]
         for number in np.unique(target):
@@ -300,7 +302,7 @@ class PlacementSearch:
                 self._best[int(stages)] = best
                 self._limit_s = min(self._limit_s, float(best.closed_s[0]))
 
-    def _chain(self, first: Labels) -> Chain:
+    def _chain(self, first: Labels) -> ChainPlan:
         """The plan whose first stage takes what this suffix leaves."""
         starts, steps = [], []
         label, latency_s = first, float(first.closed_s[0])
@@ -310,4 +312,4 @@ class PlacementSearch:
             steps.append(self._moves[source].steps[int(label.move[0])])
             label = self._settled[source].take(label.parent)
         devices = self._machines.devices(steps[::-1])[::-1]
-        return Chain(latency_s, (0, *starts, len(self._tables.terms.order)), tuple(devices))
+        return ChainPlan(latency_s, (0, *starts, len(self._tables.problem.order)), tuple(devices))

@@ -9,20 +9,15 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
 from anabranch.cost import CostModel
-from anabranch.cost.nested_weights import NestedSets
+from anabranch.cost.nested_weights import Floats, Ints, NestedSets
 from anabranch.planner.dapple.links import Place, ring_price
-from anabranch.planner.toolkit.prices import Prices
-from anabranch.plans.slices import priced
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int32]
+from anabranch.planner.toolkit.prices import MicrobatchPrices, degrees
 
 
 @dataclass(frozen=True)
-class Terms:
+class ChainProblem:
     """What is the same for every micro-batch size of one search.
 
     Attributes:
@@ -47,8 +42,7 @@ class Terms:
     def degrees(self, microbatch_size: int) -> tuple[int, ...]:
         """Numbers of replicas that a micro-batch can be split over, ascending."""
         limit = min(self.cost.cluster.num_devices, self.max_replicas)
-        size, most = microbatch_size, min(limit, microbatch_size)
-        return tuple(d for d in range(1, most + 1) if priced(self.cost, self.batch_size, size, d))
+        return degrees(self.cost, microbatch_size, limit, batch_size=self.batch_size, every=True)
 
 
 class Tables:
@@ -70,15 +64,15 @@ class Tables:
             on so many devices.
     """
 
-    def __init__(self, terms: Terms, microbatch_size: int) -> None:
-        self.terms = terms
+    def __init__(self, problem: ChainProblem, microbatch_size: int) -> None:
+        self.problem = problem
         self.microbatch_size = microbatch_size
-        self.num_microbatches = -(-terms.batch_size // microbatch_size)
-        self.degrees = terms.degrees(microbatch_size)
-        self.index = np.full(terms.cost.cluster.num_devices + 1, -1)
+        self.num_microbatches = -(-problem.batch_size // microbatch_size)
+        self.degrees = problem.degrees(microbatch_size)
+        self.index = np.full(problem.cost.cluster.num_devices + 1, -1)
         self.index[list(self.degrees)] = range(len(self.degrees))
         self._time()
-        border = terms.row.matrices().border
+        border = problem.row.matrices().border
         self.entering = border.entering.at(microbatch_size)
         self.gradients = border.leaving_gradients.at(microbatch_size)
         self.headroom = self._headroom()
@@ -88,18 +82,18 @@ class Tables:
     @property
     def least_s(self) -> float:
         """A lower bound on every L: all work shared out evenly."""
-        devices = self.terms.cost.cluster.num_devices
+        devices = self.problem.cost.cluster.num_devices
         return float(self.num_microbatches * self.work_s[-1] / devices)
 
     def _time(self) -> None:
         seconds = [
-            self.terms.row.seconds(-(-self.microbatch_size // degree)) for degree in self.degrees
+            self.problem.row.seconds(-(-self.microbatch_size // degree)) for degree in self.degrees
         ]
         self.forward_s = np.stack([forward for forward, _ in seconds])
         self.backward_s = np.stack([backward for _, backward in seconds])
         self.both_s = self.forward_s + self.backward_s
-        each = np.diff(self.both_s)
-        self.work_s = _sums((each * np.array(self.degrees)[:, None]).min(axis=0))
+        device_s = np.diff(self.both_s) * np.array(self.degrees)[:, None]
+        self.work_s = _sums(device_s.min(axis=0))
         self.least_both_s = self._least(self.both_s)
         self.least_backward_s = self._least(self.backward_s)
 
@@ -111,27 +105,26 @@ class Tables:
         return sums[np.maximum(at, 0)]
 
     def _headroom(self) -> Ints:
-        cost, size = self.terms.cost, self.microbatch_size
+        cost, size = self.problem.cost, self.microbatch_size
         memory_bytes = float(cost.cluster.memory_bytes)
-        prices = Prices(cost, self.terms.batch_size, size, self.degrees, memory_bytes)
+        prices = MicrobatchPrices(cost, self.problem.batch_size, size, self.degrees, memory_bytes)
         replicas = np.array(self.degrees)[:, None, None]
-        return np.asarray(
-            prices.headroom(cost.memory(self.terms.row.matrices(), size, replicas)), dtype=np.int32
-        )
+        memory = cost.memory(self.problem.row.matrices(), size, replicas)
+        return np.asarray(prices.headroom(memory), dtype=np.int32)
 
     def reduce_s(self, place: Place) -> Floats:
         """Seconds of the all-reduce of every run on these devices, [i, j]."""
         if place not in self._ring_prices:
-            self._ring_prices[place] = ring_price(self.terms.cost, place)
+            self._ring_prices[place] = ring_price(self.problem.cost, place)
         degree, (per_byte, latency_s) = sum(place), self._ring_prices[place]
         if (degree, per_byte) not in self._rings:
             self._rings[degree, per_byte] = self._ring(degree, per_byte, latency_s)
         return self._rings[degree, per_byte]
 
     def _ring(self, degree: int, per_byte: float, latency_s: float) -> Floats:
-        reduced = self.terms.row.matrices().trainable
+        reduced = self.problem.row.matrices().trainable
         ring = reduced * per_byte
-        if self.terms.overlap_allreduce:
+        if self.problem.overlap_allreduce:
             # Column j: the gradients of the operators before cut j, which are complete when the
             # backward of operator j - 1 is; what sticks out of a run is the largest so far.
             done = self.backward_s[self.index[degree]]

@@ -21,7 +21,7 @@ from anabranch.cost.period import period_s, traffic_s, work_s
 from anabranch.planner.partitioner.limits import SEARCH
 from anabranch.planner.partitioner.range_prices import Floats, Ints
 from anabranch.planner.toolkit.parts import Part
-from anabranch.planner.toolkit.prices import Mode, Prices
+from anabranch.planner.toolkit.prices import MicrobatchPrices, Mode
 
 
 class ChainCutter:
@@ -125,11 +125,13 @@ class ChainCutter:
             self._tables[key] = self._price(self._prices(size), mode, inside)
         return self._tables[key]
 
-    def _prices(self, size: int) -> Prices:
+    def _prices(self, size: int) -> MicrobatchPrices:
         memory = self._cost.cluster.memory_bytes
-        return Prices(self._cost, self._batch_size, size, (), memory)
+        return MicrobatchPrices(self._cost, self._batch_size, size, (), memory)
 
-    def _price(self, prices: Prices, mode: Mode, inside: bool) -> tuple[Floats, Floats, Ints]:
+    def _price(
+        self, prices: MicrobatchPrices, mode: Mode, inside: bool
+    ) -> tuple[Floats, Floats, Ints]:
         row, n = self._row, prices.samples(mode.replicas)
         weights = row.matrices(mode.tensor)
         running = row.compute_s(n, mode.tensor, recompute=mode.recompute)

@@ -50,7 +50,7 @@ from anabranch.planner.partitioner.programme_tables import (
 from anabranch.planner.partitioner.range_prices import INFINITE, Bools, Ints, RangePrices, Sizes
 from anabranch.planner.toolkit.infeasible import Fewest
 from anabranch.planner.toolkit.parts import Part
-from anabranch.planner.toolkit.prices import Bound, Prices
+from anabranch.planner.toolkit.prices import Bound, MicrobatchPrices
 
 
 class ChainProgramme:
@@ -66,7 +66,7 @@ class ChainProgramme:
         heads: cuts per branch that a stage before a block may take, besides none and all of it.
     """
 
-    def __init__(self, chain: Chain, prices: Sequence[Prices], *, limit: int) -> None:
+    def __init__(self, chain: Chain, prices: Sequence[MicrobatchPrices], *, limit: int) -> None:
         self.chain = chain
         self.sizes = Sizes(prices)
         self.limit = limit
@@ -309,7 +309,7 @@ class _Run:
 def on_fewest_devices(chain: Chain) -> Fewest:
     """The stages of a model that need the fewest devices, however slow they are."""
 
-    def fewest(prices: Prices) -> list[Part]:
+    def fewest(prices: MicrobatchPrices) -> list[Part]:
         limit = prices.max_devices
         found = ChainProgramme(chain, [prices], limit=limit).solve([Bound(float("inf"))])
         return found.parts(0) if found.devices[0, 0] <= limit else []

@@ -23,7 +23,7 @@ from anabranch.planner.partitioner.chains import Block, Chain
 from anabranch.planner.partitioner.limits import SEARCH
 from anabranch.planner.toolkit.assemble import Candidate
 from anabranch.planner.toolkit.parts import Part, fits
-from anabranch.planner.toolkit.prices import Bound, Prices
+from anabranch.planner.toolkit.prices import Bound, MicrobatchPrices
 from anabranch.planner.toolkit.problem import Problem
 
 
@@ -43,7 +43,7 @@ class Size:
         seen: the stages that became candidates, or failed to.
     """
 
-    prices: Prices
+    prices: MicrobatchPrices
     least_s: float
     pool: int = 0
     at: int = 0
@@ -281,7 +281,7 @@ class PeriodBounds:
                         yield size, found.parts(t, int(enough[0]))
 
 
-def least_period(prices: Prices) -> float:
+def least_period(prices: MicrobatchPrices) -> float:
     """A lower limit: all work shared out evenly, and no less than the longest operator."""
     work = longest = float("inf")
     for mode in prices.modes:

@@ -22,7 +22,7 @@ from anabranch.cost.memory import DeviceMemory
 from anabranch.cost.nested_weights import NestedSets
 from anabranch.cost.period import period_s, traffic_s, work_s
 from anabranch.cost.stage_weights import Border, StageWeights, Traffic
-from anabranch.planner.toolkit.prices import Bound, Mode, Prices
+from anabranch.planner.toolkit.prices import Bound, MicrobatchPrices, Mode
 
 INFINITE = 1 << 28
 """More devices than there are."""
@@ -47,7 +47,7 @@ class Sizes:
         share: seconds per byte that crosses a border: [k].
     """
 
-    def __init__(self, prices: Sequence[Prices]) -> None:
+    def __init__(self, prices: Sequence[MicrobatchPrices]) -> None:
         self.prices = tuple(prices)
         self.modes = tuple(
             sorted(

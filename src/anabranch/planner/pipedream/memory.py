@@ -58,7 +58,7 @@ def solve(
     """
     low = least_s
     for bound in bounds(least_s):
-        best = Fitting(terms, bound, meter).solve()
+        best = FittingRecurrence(terms, bound, meter).solve()
         if best is not None:
             break
         low = bound
@@ -69,7 +69,7 @@ def solve(
         if high <= low * (1 + tolerance):
             break
         middle = (low + high) / 2
-        found = Fitting(terms, middle, meter).solve()
+        found = FittingRecurrence(terms, middle, meter).solve()
         if found is None:
             low = middle
         else:
@@ -77,7 +77,7 @@ def solve(
     return high, best
 
 
-class Fitting:
+class FittingRecurrence:
     """Plans within a bound on the period and within memory."""
 
     def __init__(self, terms: Terms, bound: float, meter: Meter) -> None:
@@ -170,7 +170,7 @@ class Fitting:
             return []
         within = self._terms.reduce_s(level, copies, m) <= self._bound
         inside = self._component(level - 1, copies * m)
-        return [np.where(within, each, np.int16(ABSENT)) for each in inside]
+        return [np.where(within, table, np.int16(ABSENT)) for table in inside]
 
     def _table(self, level: int, copies: int) -> tuple[Choices, Choices]:
         """T and A by number of components and stages."""

@@ -23,7 +23,7 @@ from anabranch.planner.pipedream import memory, recurrence
 from anabranch.planner.pipedream.terms import Meter, Piece, Terms, flat, stages, tiers
 from anabranch.planner.toolkit.infeasible import explain, require_sizes
 from anabranch.planner.toolkit.parts import Part, PartPrices, edges, fits
-from anabranch.planner.toolkit.prices import Prices, microbatch_sizes
+from anabranch.planner.toolkit.prices import MicrobatchPrices, microbatch_sizes
 from anabranch.planner.toolkit.problem import Problem
 from anabranch.plans.stages import Stage, StageGraph
 
@@ -80,7 +80,7 @@ class PipeDream:
         masks = downsets(cost.graph, self.budget) if self.antichains else prefixes(order)
         _require_tables(cost, len(masks))
         states = NestedSets(cost, masks)
-        sizes = [microbatch_size] if microbatch_size else microbatch_sizes(batch_size)
+        sizes = microbatch_sizes(batch_size, microbatch_size)
         seen: set[StageGraph] = set()
         try:
             for graph in self._search(states, batch_size, sizes[::-1], limit):
@@ -100,7 +100,7 @@ class PipeDream:
         meter = Meter(self.steps)
         cost = states.cost
         for size in sizes:
-            prices = Prices(cost, batch_size, size, (), cost.cluster.memory_bytes)
+            prices = MicrobatchPrices(cost, batch_size, size, (), cost.cluster.memory_bytes)
             for accumulate in (False, True) if self.accumulate else (False,):
                 terms = Terms(states, prices, tiers(cost.cluster), limit, accumulate)
                 graph = self._best(terms, meter)
@@ -115,12 +115,12 @@ class PipeDream:
             return graph
         level = replace(terms, tiers=flat(terms.prices.cost.cluster))
         # What does not fit on a single level, on which much more is possible, fits on no other.
-        if memory.Fitting(level, float("inf"), meter).solve() is None:
+        if memory.FittingRecurrence(level, float("inf"), meter).solve() is None:
             return None
-        for each, low in ((terms, found and found[0]), (level, level.ideal_s())):
-            within = None if low is None else memory.solve(each, meter, low, self.tolerance)
+        for levels, low in ((terms, found and found[0]), (level, level.ideal_s())):
+            within = None if low is None else memory.solve(levels, meter, low, self.tolerance)
             if within is not None:
-                return self._stage_graph(each, within[1])
+                return self._stage_graph(levels, within[1])
         return None
 
     def _stage_graph(self, terms: Terms, pieces: Sequence[Piece]) -> StageGraph | None:

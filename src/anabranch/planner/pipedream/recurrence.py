@@ -36,7 +36,7 @@ def solve(terms: Terms, meter: Meter) -> tuple[float, tuple[Piece, ...]] | None:
         BudgetError: if ``meter`` runs out.
     """
     for bound in bounds(terms.ideal_s() * FIRST):
-        found = Bounded(terms, bound, meter).solve()
+        found = BoundedRecurrence(terms, bound, meter).solve()
         if found is not None:
             return found
     return None
@@ -49,7 +49,7 @@ def bounds(first: float) -> Iterator[float]:
     yield INFINITE
 
 
-class Bounded:
+class BoundedRecurrence:
     """The recurrence without anything that exceeds a bound."""
 
     def __init__(self, terms: Terms, bound: float, meter: Meter) -> None:

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from anabranch.cluster import Cluster
 from anabranch.cost.nested_weights import NestedSets
 from anabranch.errors import BudgetError
-from anabranch.planner.toolkit.prices import Prices
+from anabranch.planner.toolkit.prices import MicrobatchPrices
 
 Matrix = NDArray[np.float64]
 
@@ -99,7 +99,7 @@ class Terms:
     """
 
     states: NestedSets
-    prices: Prices
+    prices: MicrobatchPrices
     tiers: tuple[Tier, ...]
     max_replicas: int
     accumulate: bool
@@ -221,10 +221,10 @@ def stages(
     Yields:
         First and last state, and devices: those of one position in every copy.
     """
-    each = int(np.prod(sizes[:-1]))
+    component = int(np.prod(sizes[:-1]))
     taken = 0
     for piece in pieces:
-        own = [first + (taken + c) * each for first in firsts for c in range(piece.copies)]
+        own = [first + (taken + c) * component for first in firsts for c in range(piece.copies)]
         if piece.inside:
             yield from stages(piece.inside, sizes[:-1], own)
         else:

@@ -16,12 +16,12 @@ from dataclasses import replace
 from anabranch.graph.opgraph import bits
 from anabranch.planner.toolkit.assemble import Assembler
 from anabranch.planner.toolkit.parts import Part, PartPrices
-from anabranch.planner.toolkit.prices import Prices
+from anabranch.planner.toolkit.prices import MicrobatchPrices
 from anabranch.plans.stages import Stage, StageGraph
 
 
 def assemble(
-    prices: Prices, parts: Sequence[Part], max_replicas: int | None = None
+    prices: MicrobatchPrices, parts: Sequence[Part], max_replicas: int | None = None
 ) -> StageGraph | None:
     """A stage graph of these parts.
 

@@ -14,19 +14,15 @@ from anabranch.graph.series_parallel import decompose, operators
 from anabranch.planner.base import require_options
 from anabranch.planner.downsets import downsets, prefixes, size_starts
 from anabranch.planner.piper.assemble import assemble
-from anabranch.planner.piper.prices import Space, StagePrices
-from anabranch.planner.piper.search import ROUNDING, Found, LoadSearch
-from anabranch.planner.toolkit.infeasible import require_sizes
+from anabranch.planner.piper.prices import DownsetPairs, DownsetPrices
+from anabranch.planner.piper.search import ROUNDING, BoundedPlans, LoadSearch
+from anabranch.planner.toolkit.infeasible import least_memory, require_sizes
 from anabranch.planner.toolkit.parts import Part
-from anabranch.planner.toolkit.prices import Mode, Prices, degrees, microbatch_sizes
-from anabranch.plans.slices import priced
+from anabranch.planner.toolkit.prices import MicrobatchPrices, Mode, degrees, microbatch_sizes
 from anabranch.plans.stages import StageGraph
 
 _ROW_PAIRS = 1 << 24
 """Nested pairs of the prefixes of a row; 5,700 operators have as many."""
-
-_CLOSE = 1.02
-"""How near to the least memory a message must come."""
 
 
 @dataclass(frozen=True)
@@ -85,58 +81,59 @@ class Piper:
     ) -> Iterator[StageGraph]:
         row = _row(cost)
         nested = None if self.linear else self._nested(cost)
-        for size in [microbatch_size] if microbatch_size else microbatch_sizes(batch_size):
+        for size in microbatch_sizes(batch_size, microbatch_size):
             prices, modes = self._at(cost, batch_size, size, cost.cluster.memory_bytes)
             if not modes:
                 continue
             spaces = [row] if nested is None else [row, nested]
             yield from self._graphs(
-                [(StagePrices(prices, space.downsets, modes), space) for space in spaces]
+                [(DownsetPrices(prices, space.downsets, modes), space) for space in spaces]
             )
 
-    def _nested(self, cost: CostModel) -> Space:
-        return Space.of(cost, downsets(cost.graph, self.budget), self.pairs)
+    def _nested(self, cost: CostModel) -> DownsetPairs:
+        return DownsetPairs.of(cost, downsets(cost.graph, self.budget), self.pairs)
 
     def _at(
         self, cost: CostModel, batch_size: int, size: int, memory: float
-    ) -> tuple[Prices, list[Mode]]:
+    ) -> tuple[MicrobatchPrices, list[Mode]]:
         """Prices at a micro-batch size, and how a stage may run there."""
         total = cost.cluster.num_devices
         most = self.max_replicas or total
         modes = [
             Mode(replicas, recompute, tensor)
             for tensor in _tensor_degrees(cost)
-            for replicas in self._degrees(cost, batch_size, size, min(most, total // tensor))
+            for replicas in degrees(
+                cost,
+                size,
+                min(most, total // tensor),
+                batch_size=batch_size,
+                every=self.any_degree,
+            )
             for recompute in (False, True)
             if self.recompute or not recompute
         ]
         used = tuple(sorted({mode.replicas for mode in modes}))
-        return Prices(cost, batch_size, size, used, memory), modes
+        return MicrobatchPrices(cost, batch_size, size, used, memory), modes
 
-    def _degrees(self, cost: CostModel, batch_size: int, size: int, limit: int) -> tuple[int, ...]:
-        if not self.any_degree:
-            return degrees(cost, size, limit, batch_size=batch_size)
-        return tuple(d for d in range(1, min(limit, size) + 1) if priced(cost, batch_size, size, d))
-
-    def _graphs(self, searched: list[tuple[StagePrices, Space]]) -> Iterator[StageGraph]:
+    def _graphs(self, searched: list[tuple[DownsetPrices, DownsetPairs]]) -> Iterator[StageGraph]:
         """Plans of the least load: with the fewest stages, and on exactly all devices.
 
         Args:
             searched: prices for a row of the operators, and for the space that holds it as well.
         """
         found, stages = None, searched[0][0]
-        for each, space in searched:
+        for prices, space in searched:
             # What a row achieves leaves few of the nested pairs that need a closer look.
             bound_s = found and found.load_s / max(1 + self.tolerance, ROUNDING)
-            better = least(each, space, self.tolerance, bound_s=bound_s)
+            better = least(prices, space, self.tolerance, bound_s=bound_s)
             if better is not None:
-                found, stages = better, each
+                found, stages = better, prices
         if found is None:
             return
         few = assemble(stages.prices, _parts(stages, found, exact=False), self.max_replicas)
         if few is not None:
             yield few
-        whole: Found | None = found
+        whole: BoundedPlans | None = found
         if not found.reached(exact=True):
             # The devices that are idle may be of no use to any of the stages.
             stages, space = searched[-1]
@@ -151,30 +148,25 @@ class Piper:
     ) -> InfeasiblePlanError:
         """Why there is no plan: the memory that a row of the operators would do with."""
         cluster, name = cost.cluster, cost.graph.name or "the model"
-        sizes = [microbatch_size] if microbatch_size else microbatch_sizes(batch_size)
+        sizes = microbatch_sizes(batch_size, microbatch_size)
         size = next(b for b in sizes if self._at(cost, batch_size, b, cluster.memory_bytes)[1])
         row = _row(cost)
 
         def enough(memory: float) -> bool:
             prices, modes = self._at(cost, batch_size, size, memory)
-            stages = StagePrices(prices, row.downsets, modes)
+            stages = DownsetPrices(prices, row.downsets, modes)
             return least(stages, row, 1.0, bound_s=stages.most_s) is not None
 
-        low, high = 0.0, float(cluster.memory_bytes)
-        while not enough(high):
-            low, high = high, high * 2
-        if high == cluster.memory_bytes:
+        need = least_memory(enough, float(cluster.memory_bytes))
+        if need <= cluster.memory_bytes:
             return InfeasiblePlanError(
                 f"{name} fits the memory of {cluster.name}, but planner piper found no plan that "
                 f"gives each of its {cluster.num_devices} devices work with micro-batches of up to "
                 f"{max(sizes)} samples; use fewer devices or larger micro-batches, or allow "
                 "any_degree"
             )
-        while high > low * _CLOSE and high > 1:
-            middle = (low + high) / 2
-            low, high = (low, middle) if enough(middle) else (middle, high)
         return InfeasiblePlanError(
-            f"{name} needs about {high / GIB:.1f} GiB per device on {cluster.num_devices} devices "
+            f"{name} needs about {need / GIB:.1f} GiB per device on {cluster.num_devices} devices "
             f"(micro-batch {size}, a line of stages); {cluster.name} has "
             f"{cluster.memory_bytes / GIB:.1f} GiB: take more devices or a smaller micro-batch"
         )
@@ -186,12 +178,12 @@ def _tensor_degrees(cost: CostModel) -> list[int]:
     return [degree for degree in cost.tensor_degrees if node % degree == 0]
 
 
-def _row(cost: CostModel) -> Space:
+def _row(cost: CostModel) -> DownsetPairs:
     """The operators in one order, branch after branch."""
-    return Space.of(cost, prefixes(tuple(operators(decompose(cost.graph)))), _ROW_PAIRS)
+    return DownsetPairs.of(cost, prefixes(tuple(operators(decompose(cost.graph)))), _ROW_PAIRS)
 
 
-def _parts(stages: StagePrices, found: Found, *, exact: bool) -> list[Part]:
+def _parts(stages: DownsetPrices, found: BoundedPlans, *, exact: bool) -> list[Part]:
     options = found.options
     result = []
     for i in found.chain(exact=exact):
@@ -202,13 +194,13 @@ def _parts(stages: StagePrices, found: Found, *, exact: bool) -> list[Part]:
 
 
 def least(
-    stages: StagePrices,
-    space: Space,
+    stages: DownsetPrices,
+    space: DownsetPairs,
     tolerance: float,
     *,
     bound_s: float | None = None,
     exact: bool = False,
-) -> Found | None:
+) -> BoundedPlans | None:
     """The plans of the least load; None if nothing fits.
 
     Args:

@@ -31,15 +31,15 @@ from anabranch.cost.nested_weights import Floats, Ints, NestedSets, Pairs
 from anabranch.cost.stage_weights import Border, StageWeights, Traffic
 from anabranch.planner.downsets import nested_pairs
 from anabranch.planner.piper.search import ROUNDING
-from anabranch.planner.piper.walk import NEVER, Options
-from anabranch.planner.toolkit.prices import UNBOUNDED, Mode, Prices
+from anabranch.planner.piper.walk import NEVER, StageOptions
+from anabranch.planner.toolkit.prices import UNBOUNDED, MicrobatchPrices, Mode
 
 _AT_ONCE = 1 << 20
 """Pairs that are priced at once."""
 
 
 @dataclass(frozen=True)
-class Space:
+class DownsetPairs:
     """What is searched: downsets, pairs of them, and bytes that at least cross between each."""
 
     downsets: NestedSets
@@ -47,20 +47,22 @@ class Space:
     traffic: NDArray[np.float32]
 
     @staticmethod
-    def of(cost: CostModel, masks: Sequence[int], budget: int) -> Space:
+    def of(cost: CostModel, masks: Sequence[int], budget: int) -> DownsetPairs:
         """All nested pairs of these downsets, ascending by size.
 
         Raises:
             BudgetError: if there are more than ``budget``.
         """
         downsets, pairs = NestedSets(cost, masks), nested_pairs(cost.graph, masks, budget)
-        return Space(downsets, pairs, downsets.least_traffic(pairs))
+        return DownsetPairs(downsets, pairs, downsets.least_traffic(pairs))
 
 
-class StagePrices:
+class DownsetPrices:
     """Prices the stages between nested downsets at one micro-batch size."""
 
-    def __init__(self, prices: Prices, downsets: NestedSets, modes: Sequence[Mode]) -> None:
+    def __init__(
+        self, prices: MicrobatchPrices, downsets: NestedSets, modes: Sequence[Mode]
+    ) -> None:
         self.prices = prices
         self.downsets = downsets
         self.modes = modes
@@ -178,7 +180,7 @@ class StagePrices:
             enough &= pairs.difference(nbytes) <= memory
         return np.asarray(enough)
 
-    def options(self, pairs: Pairs, room: Ints, bound_s: float) -> Options:
+    def options(self, pairs: Pairs, room: Ints, bound_s: float) -> StageOptions:
         """The stages between these pairs whose load is within a bound and that fit somewhere.
 
         Recomputation is an option only where memory might ask for it.
@@ -193,7 +195,7 @@ class StagePrices:
             some = slice(start, start + _AT_ONCE)
             block = pairs[some]
             kept.append(self._block(block, self._known_border(block), room[some], bound_s))
-        return Options.joined(kept)
+        return StageOptions.joined(kept)
 
     def _known_border(self, pairs: Pairs) -> Border:
         """What crosses the borders; the last pairs often come up again."""
@@ -201,8 +203,8 @@ class StagePrices:
             self._last = pairs, self.downsets.border(pairs)
         return self._last[1]
 
-    def _block(self, pairs: Pairs, border: Border, room: Ints, bound_s: float) -> Options:
-        kept: list[Options] = []
+    def _block(self, pairs: Pairs, border: Border, room: Ints, bound_s: float) -> StageOptions:
+        kept: list[StageOptions] = []
         for index, mode in enumerate(self.modes):
             if not mode.recompute:
                 some = np.flatnonzero(room >= mode.devices)
@@ -215,7 +217,7 @@ class StagePrices:
             # Whoever can hold all micro-batches is over UNBOUNDED, however few they are.
             keep = held >= np.where(chosen.upper == len(self.downsets) - 1, 1, 2)
             kept.append(
-                Options(
+                StageOptions(
                     chosen.lower[keep],
                     chosen.upper[keep],
                     np.full(keep.sum(), mode.devices, dtype=np.int32),
@@ -227,7 +229,7 @@ class StagePrices:
             # Recomputation follows: never quicker, of use only to what cannot hold everything.
             some = np.flatnonzero(held <= UNBOUNDED)
             chosen, crossing = chosen[some], weights.border[some]
-        return Options.joined(kept).sorted()
+        return StageOptions.joined(kept).sorted()
 
     def _load_s(self, pairs: Pairs, weights: StageWeights, mode: Mode) -> Floats:
         """Seconds per micro-batch."""

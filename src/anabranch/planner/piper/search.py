@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anabranch.cost.nested_weights import Floats, Ints, Pairs
-from anabranch.planner.piper.walk import NEVER, Options, Walk
+from anabranch.planner.piper.walk import NEVER, StageOptions, Walk
 
 ROUNDING = 1 + 1e-9
 """Loads that are summed in another order may differ by so much."""
@@ -39,7 +39,7 @@ _RISE = 0.05
 
 
 @dataclass(frozen=True)
-class Found:
+class BoundedPlans:
     """All plans within a bound on the load, and the fewest stages of each.
 
     Attributes:
@@ -49,7 +49,7 @@ class Found:
             start with as many that are never reached.
     """
 
-    options: Options
+    options: StageOptions
     after: Ints
     stages: Ints
 
@@ -118,7 +118,9 @@ class LoadSearch:
     tolerance: float
     floor_s: float = 0.0
 
-    def least(self, options: Options, bound_s: float, *, exact: bool = False) -> Found | None:
+    def least(
+        self, options: StageOptions, bound_s: float, *, exact: bool = False
+    ) -> BoundedPlans | None:
         """The plans of the least load, up to a bound; None if there are none.
 
         Args:
@@ -162,7 +164,7 @@ class LoadSearch:
         room = walk.room(devices, self.limit)
         return None if room is None else (pairs[room >= devices], room[room >= devices])
 
-    def _lower_bound(self, options: Options, bound_s: float) -> float | None:
+    def _lower_bound(self, options: StageOptions, bound_s: float) -> float | None:
         """The least load, but for what follows a stage making it keep more in flight."""
         # Just below the floor, which may itself be the least load, also where that is 0.
         low, high = self.floor_s / ROUNDING - float(np.finfo(float).tiny), bound_s
@@ -179,10 +181,10 @@ class LoadSearch:
                 high, kept = middle, less
         return None if kept is None else high
 
-    def _walk(self, options: Options) -> Walk:
+    def _walk(self, options: StageOptions) -> Walk:
         return Walk(options.lo, options.hi, self.starts, self.states)
 
-    def _within(self, options: Options, bound_s: float) -> Options | None:
+    def _within(self, options: StageOptions, bound_s: float) -> StageOptions | None:
         """The options of use under a bound."""
         near = np.flatnonzero(options.load_s <= bound_s)
         devices = options.devices[near]
@@ -190,7 +192,7 @@ class LoadSearch:
         room = walk.room(devices, self.limit)
         return None if room is None else options.take(near[room >= devices])
 
-    def _attempt(self, options: Options, bound_s: float, exact: bool) -> Options | None:
+    def _attempt(self, options: StageOptions, bound_s: float, exact: bool) -> StageOptions | None:
         """The options of use under a bound if it leaves a plan; None if not."""
         kept = self._within(options, bound_s)
         if kept is None:
@@ -199,10 +201,12 @@ class LoadSearch:
             return kept
         return kept if self._found(kept).reached(exact=exact) else None
 
-    def _found(self, kept: Options) -> Found:
+    def _found(self, kept: StageOptions) -> BoundedPlans:
         walk = self._walk(kept)
         after = walk.after(kept.devices)
-        return Found(kept, after, _fewest_stages(walk, kept, after, self.limit - int(after[0])))
+        return BoundedPlans(
+            kept, after, _fewest_stages(walk, kept, after, self.limit - int(after[0]))
+        )
 
 
 def _between(loads: Floats, low: float, high: float) -> float | None:
@@ -214,8 +218,8 @@ def _between(loads: Floats, low: float, high: float) -> float | None:
     return float(below.max() if len(below) else inside.min())
 
 
-def _fewest_stages(walk: Walk, options: Options, after: Ints, slack: int) -> Ints:
-    """The table of ``Found.stages``."""
+def _fewest_stages(walk: Walk, options: StageOptions, after: Ints, slack: int) -> Ints:
+    """The table of ``BoundedPlans.stages``."""
     width = 2 * slack + 1
     table = np.full((walk.states, width), NEVER, dtype=np.int32)
     table[-1, slack] = 0

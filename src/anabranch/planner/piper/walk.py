@@ -30,7 +30,7 @@ _NEVER = NEVER * _STAGES
 
 
 @dataclass(frozen=True)
-class Options:
+class StageOptions:
     """Stages that a plan may have, ascending by ``lo``.
 
     Attributes:
@@ -51,21 +51,21 @@ class Options:
     def __len__(self) -> int:
         return len(self.lo)
 
-    def take(self, keep: NDArray[Any]) -> Options:
+    def take(self, keep: NDArray[Any]) -> StageOptions:
         """Those that a mask or ascending indices name."""
-        return Options(*(getattr(self, each.name)[keep] for each in fields(self)))
+        return StageOptions(*(getattr(self, column.name)[keep] for column in fields(self)))
 
-    def sorted(self) -> Options:
+    def sorted(self) -> StageOptions:
         """The same, ascending by ``lo``."""
         return self.take(np.argsort(self.lo, kind="stable"))
 
     @staticmethod
-    def joined(several: Sequence[Options]) -> Options:
+    def joined(several: Sequence[StageOptions]) -> StageOptions:
         """All of these, in order; at least one."""
-        return Options(
+        return StageOptions(
             *(
-                np.concatenate([getattr(options, each.name) for options in several])
-                for each in fields(Options)
+                np.concatenate([getattr(options, column.name) for options in several])
+                for column in fields(StageOptions)
             )
         )
 
@@ -111,7 +111,7 @@ class Walk:
             np.minimum.at(result, self.hi[a:b], total)
         return result
 
-    def fits(self, options: Options, limit: int) -> bool:
+    def fits(self, options: StageOptions, limit: int) -> bool:
         """Whether the fewest devices, and of these the fewest stages, make a plan in memory.
 
         Some plan may fit where this one does not, as it takes more devices and fewer stages.

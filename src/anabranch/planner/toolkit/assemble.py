@@ -125,7 +125,7 @@ class Assembler:
             plain = replace(part, recompute=False)
             return plain if self.prices.headroom(plain) >= 2 * height else part
         fits_plainly = self.prices.headroom(part) >= height
-        return replace(part, recompute=self.prices.prices.recompute and not fits_plainly)
+        return replace(part, recompute=self.prices.microbatch.recompute and not fits_plainly)
 
     def _use_rest(
         self, parts: list[Part], left: int, rank: Callable[[Part], float]
@@ -177,7 +177,7 @@ class Assembler:
                 yield halves
 
     def _may(self, part: Part) -> bool:
-        return part.replicas <= self.max_replicas and self.prices.prices.may(part.replicas)
+        return part.replicas <= self.max_replicas and self.prices.microbatch.may(part.replicas)
 
     def _halves(self, part: Part) -> list[Part]:
         """The part cut in two, each with as many replicas, so that the slower is quickest."""
@@ -189,7 +189,7 @@ class Assembler:
 
     def _cuts(self, part: Part) -> Iterator[list[Part]]:
         """Ways to make two stages of a part, each run as the part is."""
-        ops = sorted(self.prices.facts.ops(part.mask).tolist(), key=self.position.__getitem__)
+        ops = sorted(self.prices.sets.ops(part.mask).tolist(), key=self.position.__getitem__)
         seconds = self.prices.seconds(part)[ops].cumsum()
         longer = np.maximum(seconds[:-1], seconds[-1] - seconds[:-1])
         for count in sorted((np.argsort(longer, kind="stable")[: LIMITS.cuts] + 1).tolist()):
@@ -218,7 +218,7 @@ class Assembler:
 
     def _ways(self, part: Part, height: int) -> list[Part]:
         """The part in every mode and number of replicas that fits at this height."""
-        prices, total = self.prices.prices, self.prices.cost.cluster.num_devices
+        prices, total = self.prices.microbatch, self.prices.cost.cluster.num_devices
         ways = [
             replace(part, replicas=replicas, recompute=recompute, tensor=tensor)
             for tensor in prices.tensors
@@ -256,7 +256,7 @@ class Assembler:
 
     def arrange(self, parts: Sequence[Part]) -> tuple[list[Part], set[tuple[int, int]]]:
         """Parts in topological order, branch after branch, and the stage edges."""
-        place, ops = self.position, self.prices.facts.ops
+        place, ops = self.position, self.prices.sets.ops
         key = [min(place[op] for op in ops(part.mask).tolist()) for part in parts]
         pairs = edges(self.prices, parts)
         ordered = topological_order(successors(len(parts), pairs), key.__getitem__)
@@ -303,14 +303,14 @@ class Assembler:
                 Stage(
                     graph.names(part.mask),
                     tuple(where),
-                    self.prices.prices.microbatch_size,
+                    self.prices.microbatch.microbatch_size,
                     recompute=part.recompute,
                     tensor=part.tensor,
                 )
                 for part, where in zip(parts, devices, strict=True)
             ),
             tuple(sorted(pairs)),
-            self.prices.prices.batch_size,
+            self.prices.microbatch.batch_size,
         )
 
 

@@ -31,7 +31,7 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 from anabranch.cost.communication import Port
-from anabranch.planner.toolkit.parts import Part, PartPrices, Ways, heights
+from anabranch.planner.toolkit.parts import MessagePorts, Part, PartPrices, heights
 from anabranch.plans.stages import split_evenly
 
 
@@ -84,7 +84,7 @@ class _Pipeline:
         height: Sequence[int],
         loads: Sequence[float],
     ) -> None:
-        self._count = prices.prices.num_microbatches
+        self._count = prices.microbatch.num_microbatches
         self._compute = compute
         self._successors = successors
         cluster = prices.cost.cluster
@@ -137,7 +137,7 @@ def _transfers(
     """Seconds of a micro-batch along an edge, forward and back, and the ports on the way; adds to
     ``load`` per port. Where no gradient comes back, nothing waits: minus infinity.
     """
-    waits = 0.0 if prices.facts.waits_back(ends[0].mask, ends[1].mask) else float("-inf")
+    waits = 0.0 if prices.sets.waits_back(ends[0].mask, ends[1].mask) else float("-inf")
     per_sample, fixed, grad_per_sample, grad_fixed = prices.flow(ends[0].mask, ends[1].mask)
     if per_sample + fixed == 0:
         delay = prices.cost.route(devices[0][0], devices[1][0]).latency_s
@@ -165,12 +165,12 @@ def _ways(
     prices: PartPrices,
     shape: tuple[int, int, int, int],
     devices: tuple[Sequence[int], Sequence[int]],
-) -> Ways:
+) -> MessagePorts:
     """The ports between two stages, whatever is sent."""
     there: dict[Port, tuple[float, float]] = {}
     back: dict[Port, tuple[float, float]] = {}
     latency = 0.0
-    for i, j, samples in _overlapping_devices(prices.prices.microbatch_size, *shape):
+    for i, j, samples in _overlapping_devices(prices.microbatch.microbatch_size, *shape):
         forward = prices.cost.route(devices[0][i], devices[1][j])
         latency = max(latency, forward.latency_s)
         for route, sums in (
@@ -181,7 +181,7 @@ def _ways(
                 before = sums.get(port, (0.0, 0.0))
                 per_byte_s = route.per_byte_s
                 sums[port] = before[0] + samples * per_byte_s, before[1] + per_byte_s
-    return Ways(
+    return MessagePorts(
         latency,
         tuple((port, *sums) for port, sums in there.items()),
         tuple((port, *sums) for port, sums in back.items()),

@@ -13,7 +13,7 @@ from anabranch.cost import CostModel
 from anabranch.cost.nested_weights import NestedSets
 from anabranch.errors import InfeasiblePlanError
 from anabranch.planner.toolkit.parts import Part
-from anabranch.planner.toolkit.prices import Mode, Prices, degrees, microbatch_sizes
+from anabranch.planner.toolkit.prices import MicrobatchPrices, Mode, degrees, microbatch_sizes
 from anabranch.planner.toolkit.problem import Problem
 
 _MORE_MEMORY = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 4.0)
@@ -25,7 +25,7 @@ _MOST_DEVICES = 1024
 _MOST_HEIGHTS = 64
 """Greater heights are taken for the greatest."""
 
-Fewest = Callable[[Prices], Sequence[Part]]
+Fewest = Callable[[MicrobatchPrices], Sequence[Part]]
 """Stages on as few devices as memory allows at these prices; none if all are too few."""
 
 
@@ -59,7 +59,7 @@ def require_sizes(
             f"a micro-batch of {microbatch_size} samples does not fit a batch of {batch_size}"
         )
     total = cost.cluster.num_devices
-    sizes = [microbatch_size] if microbatch_size else microbatch_sizes(batch_size)
+    sizes = microbatch_sizes(batch_size, microbatch_size)
     if not any(
         degrees(cost, size, min(total, max_replicas), batch_size=batch_size) for size in sizes
     ):
@@ -70,13 +70,13 @@ def require_sizes(
         )
     node = cost.cluster.group_sizes[0]
     tensor = tensor or max(t for t in cost.tensor_degrees if node % t == 0)
-    each = min(max_replicas, max(sizes))
-    usable = len(cost.graph) * each * tensor
+    replicas = min(max_replicas, max(sizes))
+    usable = len(cost.graph) * replicas * tensor
     if usable < total:
         wide = f" of {tensor} devices" if tensor > 1 else ""
         raise InfeasiblePlanError(
-            f"{cost.graph.name or 'the model'} has {len(cost.graph)} operators with at most {each} "
-            f"replicas{wide} each, so at most {usable} of the {total} devices of "
+            f"{cost.graph.name or 'the model'} has {len(cost.graph)} operators with at most "
+            f"{replicas} replicas{wide} each, so at most {usable} of the {total} devices of "
             f"{cost.cluster.name} can be used, and a plan leaves no device without a stage; use "
             f"{usable} devices or fewer, capture the model in finer operators, or allow more "
             "replicas or larger micro-batches"
@@ -160,7 +160,7 @@ def runs_on_fewest_devices(problem: Problem) -> Fewest:
     row = NestedSets.row(problem.cost, [1 << op for op in problem.order])
     size = len(problem.order)
 
-    def headroom_in(prices: Prices, mode: Mode) -> NDArray[np.int32]:
+    def headroom_in(prices: MicrobatchPrices, mode: Mode) -> NDArray[np.int32]:
         """The largest height at which each run fits: [start, stop]."""
         weights = row.matrices(mode.tensor)
         memory = problem.cost.memory(
@@ -168,7 +168,7 @@ def runs_on_fewest_devices(problem: Problem) -> Fewest:
         )
         return np.asarray(prices.headroom(memory), dtype=np.int32)
 
-    def fewest(prices: Prices) -> list[Part]:
+    def fewest(prices: MicrobatchPrices) -> list[Part]:
         modes = prices.modes
         headroom = [headroom_in(prices, mode) for mode in modes]
         top = min(size, prices.num_microbatches, prices.max_devices)

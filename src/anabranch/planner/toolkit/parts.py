@@ -20,7 +20,7 @@ from anabranch.cost.memory import DeviceMemory
 from anabranch.cost.period import period_s, traffic_s, work_s
 from anabranch.cost.stage_weights import StageWeights
 from anabranch.graph.opgraph import bits
-from anabranch.planner.toolkit.prices import Prices
+from anabranch.planner.toolkit.prices import MicrobatchPrices
 from anabranch.plans.rings import Holder, rings
 
 
@@ -47,7 +47,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Ways:
+class MessagePorts:
     """The ports that messages between two stages use, forward and back.
 
     Attributes:
@@ -63,7 +63,7 @@ class Ways:
     ports: set[Port]
 
 
-class Facts:
+class OperatorSets:
     """What sets of operators weigh, whatever the micro-batch size; remembered."""
 
     def __init__(self, cost: CostModel) -> None:
@@ -126,20 +126,20 @@ class PartPrices:
     """Prices parts at one micro-batch size and remembers them.
 
     Args:
-        prices: the formulas.
-        facts: what sets of operators weigh, if several sizes are to share that.
+        microbatch: prices whatever the operators.
+        sets: their bytes, if several sizes are to share them.
 
     Attributes:
         ways: what is remembered of messages, by replicas and tensor-parallel degrees of both stages
             and by the devices of each.
     """
 
-    def __init__(self, prices: Prices, facts: Facts | None = None) -> None:
-        self.prices = prices
-        self.cost = prices.cost
-        self.facts = facts or Facts(prices.cost)
+    def __init__(self, microbatch: MicrobatchPrices, sets: OperatorSets | None = None) -> None:
+        self.microbatch = microbatch
+        self.cost = microbatch.cost
+        self.sets = sets or OperatorSets(microbatch.cost)
         self.ways: dict[
-            tuple[tuple[int, int, int, int], tuple[int, ...], tuple[int, ...]], Ways
+            tuple[tuple[int, int, int, int], tuple[int, ...], tuple[int, ...]], MessagePorts
         ] = {}
         self._period_s: dict[Part, float] = {}
         self._compute_s: dict[Part, tuple[float, float]] = {}
@@ -148,8 +148,8 @@ class PartPrices:
     def compute_s(self, part: Part) -> tuple[float, float]:
         """Forward and backward seconds on the fullest replica, recomputation included."""
         if part not in self._compute_s:
-            ops = self.facts.ops(part.mask)
-            n = self.prices.samples(part.replicas)
+            ops = self.sets.ops(part.mask)
+            n = self.microbatch.samples(part.replicas)
             forward, backward = self.cost.op_seconds(n, part.tensor)
             there, back = float(forward[ops].sum()), float(backward[ops].sum())
             self._compute_s[part] = there, back + there * part.recompute
@@ -157,49 +157,49 @@ class PartPrices:
 
     def seconds(self, part: Part) -> NDArray[np.float64]:
         """Seconds of a micro-batch for every operator of the model, run as this part is."""
-        n = self.prices.samples(part.replicas)
+        n = self.microbatch.samples(part.replicas)
         forward, backward = self.cost.op_seconds(n, part.tensor)
         return forward * (1 + part.recompute) + backward
 
     def period_s(self, part: Part) -> float:
         """Seconds from one micro-batch to the next."""
         if part not in self._period_s:
-            border = self.facts.weights(part.mask, part.tensor).border
+            border = self.sets.weights(part.mask, part.tensor).border
             price = self.cost.border_price(part.devices)
             traffic = traffic_s(
-                border.comes, border.goes, self.prices.samples(part.replicas), price
+                border.comes, border.goes, self.microbatch.samples(part.replicas), price
             )
             work = work_s(sum(self.compute_s(part)), traffic)
-            count = self.prices.num_microbatches
+            count = self.microbatch.num_microbatches
             self._period_s[part] = float(period_s(work, self.reduce_s(part), count))
         return self._period_s[part]
 
     def headroom(self, part: Part) -> int:
         """The largest height at which the part fits; -1 if none."""
         if part not in self._headroom:
-            self._headroom[part] = int(self.prices.headroom(self.memory(part)))
+            self._headroom[part] = int(self.microbatch.headroom(self.memory(part)))
         return self._headroom[part]
 
     def memory(self, part: Part) -> DeviceMemory:
         """Bytes on each device."""
         return self.cost.memory(
-            self.facts.weights(part.mask, part.tensor),
-            self.prices.microbatch_size,
+            self.sets.weights(part.mask, part.tensor),
+            self.microbatch.microbatch_size,
             part.replicas,
             recompute=part.recompute,
         )
 
     def flow(self, source: int, target: int) -> tuple[float, float, float, float]:
         """Bytes from one set of operators to another: forward per sample, fixed; back likewise."""
-        return self.facts.flow(source, target)
+        return self.sets.flow(source, target)
 
     def reduce_s(self, part: Part) -> float:
         """Seconds of the all-reduce of a part on devices in a row."""
-        price = self.prices.ring(part.replicas, part.tensor)
+        price = self.microbatch.ring(part.replicas, part.tensor)
         return float(transfer_s(self._reduced_bytes(part), *price))
 
     def _reduced_bytes(self, part: Part) -> float:
-        return float(self.facts.weights(part.mask, part.tensor).trainable)
+        return float(self.sets.weights(part.mask, part.tensor).trainable)
 
     def all_reduces(
         self, parts: Sequence[Part], devices: Sequence[Sequence[int]]
@@ -212,7 +212,7 @@ class PartPrices:
         """
         across: dict[tuple[int, ...], int] = {}
         own = [self._reduced_bytes(part) for part in parts]
-        for mask, nbytes in self.facts.tied:
+        for mask, nbytes in self.sets.tied:
             holders = tuple(s for s, part in enumerate(parts) if part.mask & mask)
             if len(holders) > 1:
                 across[holders] = across.get(holders, 0) + nbytes
@@ -236,7 +236,7 @@ class PartPrices:
         """Share of its trainable parameters that each device of a part holds."""
         if part.tensor == 1:
             return 1.0
-        whole = self.facts.weights(part.mask).trainable
+        whole = self.sets.weights(part.mask).trainable
         return self._reduced_bytes(part) / whole if whole else 0.0
 
 
@@ -244,7 +244,7 @@ def edges(prices: PartPrices, parts: Iterable[Part]) -> set[tuple[int, int]]:
     """Pairs of parts between which values flow."""
     home = [-1] * len(prices.cost.graph)
     for s, part in enumerate(parts):
-        for op in prices.facts.ops(part.mask).tolist():
+        for op in prices.sets.ops(part.mask).tolist():
             home[op] = s
     return {(home[a], home[b]) for a, b in prices.cost.graph.edges if home[a] != home[b]}
 

@@ -25,19 +25,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
 from anabranch.cost import CostModel
 from anabranch.cost.memory import DeviceMemory
-from anabranch.plans.slices import priced
+from anabranch.cost.stage_weights import Number
+from anabranch.plans.slices import profile_covers
 
 UNBOUNDED = 1 << 20
 """A height that no stage reaches."""
-
-Number = Any
-"""A float or an array of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +58,7 @@ class Mode:
 
 
 @dataclass(frozen=True)
-class Prices:
+class MicrobatchPrices:
     """Periods and memory for one micro-batch size.
 
     Attributes:
@@ -108,7 +105,7 @@ class Prices:
     def may(self, replicas: int) -> bool:
         """Whether a stage may have so many replicas: each has samples, the profile prices them."""
         size = self.microbatch_size
-        return 1 <= replicas <= size and priced(self.cost, self.batch_size, size, replicas)
+        return 1 <= replicas <= size and profile_covers(self.cost, self.batch_size, size, replicas)
 
     def ring(self, degree: int, tensor: int = 1) -> tuple[float, float]:
         """Seconds per byte and of latency of an all-reduce over replicas in a row, once per step.
@@ -145,7 +142,13 @@ class Bound:
 
 
 def degrees(
-    cost: CostModel, microbatch_size: int, limit: int, *, batch_size: int = 0, uneven: bool = False
+    cost: CostModel,
+    microbatch_size: int,
+    limit: int,
+    *,
+    batch_size: int = 0,
+    uneven: bool = False,
+    every: bool = False,
 ) -> tuple[int, ...]:
     """Numbers of replicas up to ``limit`` that leave each a sample count in the profile.
 
@@ -156,18 +159,22 @@ def degrees(
         batch_size: samples of one step, if its last micro-batch may be a short one.
         uneven: besides the powers of two three times them, and what they leave of ``limit``: a
             stage of 15 beside one of 1.
+        every: all numbers.
     """
-    powers = [1 << i for i in range(limit.bit_length())]
-    found = {*powers, *(3 * p for p in powers), *(limit - p for p in powers)} if uneven else powers
+    found = set(range(1, limit + 1)) if every else {1 << i for i in range(limit.bit_length())}
+    if uneven:
+        found |= {3 * power for power in found} | {limit - power for power in found}
     return tuple(
         degree
         for degree in sorted(found)
         if 1 <= degree <= min(limit, microbatch_size)
-        and priced(cost, batch_size, microbatch_size, degree)
+        and profile_covers(cost, batch_size, microbatch_size, degree)
     )
 
 
-def microbatch_sizes(batch_size: int) -> tuple[int, ...]:
-    """Powers of two up to the batch, and the batch."""
+def microbatch_sizes(batch_size: int, only: int | None = None) -> tuple[int, ...]:
+    """Powers of two up to the batch, and the batch; or one size alone."""
+    if only:
+        return (only,)
     sizes = {1 << i for i in range(batch_size.bit_length())} | {batch_size}
     return tuple(sorted(size for size in sizes if size <= batch_size))

@@ -9,8 +9,8 @@ from functools import cached_property
 from anabranch.cost import CostModel
 from anabranch.graph.series_parallel import Leaf, Node, Series, decompose, operators
 from anabranch.planner.toolkit.assemble import Assembler
-from anabranch.planner.toolkit.parts import Facts, PartPrices
-from anabranch.planner.toolkit.prices import Prices, degrees, microbatch_sizes
+from anabranch.planner.toolkit.parts import OperatorSets, PartPrices
+from anabranch.planner.toolkit.prices import MicrobatchPrices, degrees, microbatch_sizes
 
 SHORT = 10
 """Models of up to so many operators are searched as closely as can be: that takes no time."""
@@ -60,9 +60,9 @@ class Problem:
         return tuple(operators(self.tree))
 
     @cached_property
-    def facts(self) -> Facts:
+    def sets(self) -> OperatorSets:
         """What sets of operators weigh."""
-        return Facts(self.cost)
+        return OperatorSets(self.cost)
 
     @property
     def affords_uneven(self) -> bool:
@@ -72,11 +72,11 @@ class Problem:
 
     def sizes(self, microbatch_size: int | None) -> Sequence[int]:
         """The micro-batch sizes to try: this one, or all for None."""
-        return [microbatch_size] if microbatch_size else microbatch_sizes(self.batch_size)
+        return microbatch_sizes(self.batch_size, microbatch_size)
 
     def prices(
         self, microbatch_size: int, devices: int | None = None, *, uneven: bool = True
-    ) -> Prices:
+    ) -> MicrobatchPrices:
         """Prices at one micro-batch size.
 
         Args:
@@ -87,7 +87,7 @@ class Problem:
         """
         devices = devices or self.devices
         node = self.cost.cluster.group_sizes[0]
-        return Prices(
+        return MicrobatchPrices(
             self.cost,
             self.batch_size,
             microbatch_size,
@@ -114,10 +114,10 @@ class Problem:
     def _assemblers(self) -> dict[int, Assembler]:
         return {}
 
-    def assembler_at(self, prices: Prices) -> Assembler:
+    def assembler_at(self, prices: MicrobatchPrices) -> Assembler:
         """What makes stage graphs of parts at these prices."""
         return Assembler(
-            PartPrices(prices, self.facts), self.order, self.most_replicas, self.chained
+            PartPrices(prices, self.sets), self.order, self.most_replicas, self.chained
         )
 
 

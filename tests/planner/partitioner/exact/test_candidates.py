@@ -124,11 +124,12 @@ def test_puts_operators_together_where_there_are_too_many():
     assert len(few.weights.atoms) == 30
     assert len(many.weights.lattice.downsets) <= 128
     assert few.alone
-    for each in (few, many):
-        found = min(each.candidates(4), key=lambda candidate: candidate.period_s)
-        assert check(found.graph, each.problem.cost) == []
+    for partitioned in (few, many):
+        found = min(partitioned.candidates(4), key=lambda candidate: candidate.period_s)
+        assert check(found.graph, partitioned.problem.cost) == []
         # all work shared out evenly
-        least = sum(sum(c.forward_s + c.backward_s) for c in each.problem.cost.profile.costs) / 16
+        costs = partitioned.problem.cost.profile.costs
+        least = sum(sum(c.forward_s + c.backward_s) for c in costs) / 16
         assert found.period_s <= 1.35 * 4 * least
 
 

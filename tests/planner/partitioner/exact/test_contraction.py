@@ -83,8 +83,8 @@ def test_parameters_are_not_free():
 def test_loses_nothing(profile, free, devices, bandwidth):
     """The least period of all partitions is that of those which leave the atoms whole."""
     costs = tuple(
-        OpCost((0.0,) * 4, (0.0,) * 4, 0) if i in free else each
-        for i, each in enumerate(profile.costs)
+        OpCost((0.0,) * 4, (0.0,) * 4, 0) if i in free else cost
+        for i, cost in enumerate(profile.costs)
     )
     ops = tuple(Op(op.name) if i in free else op for i, op in enumerate(profile.graph.ops))
     graph = OpGraph(ops, profile.graph.values, profile.graph.parameters)
@@ -97,7 +97,7 @@ def test_loses_nothing(profile, free, devices, bandwidth):
     whole = least_periods(
         cost, 8, 4, lambda masks: all(any(group & ~mask == 0 for mask in masks) for group in groups)
     )
-    assert prices.prices.degrees
+    assert prices.microbatch.degrees
     assert min(whole.values()) == pytest.approx(min(everything.values()))
 
 

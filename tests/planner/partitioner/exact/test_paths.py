@@ -35,7 +35,7 @@ class Case:
         self.prices = problem.assembler(SIZE).prices
         weights = exact_of(problem).weights
         heights = min(self.devices, len(cost.graph))
-        self.priced = PricedStages.of(weights, self.prices.prices, heights)
+        self.priced = PricedStages.of(weights, self.prices.microbatch, heights)
         self.reach = PartitionProgramme(weights, self.priced, heights=heights)
         self._pair = {weights.mask(pair): pair for pair in range(len(weights.lattice.below))}
         self._degrees = [mode.replicas for mode in self.priced.modes]

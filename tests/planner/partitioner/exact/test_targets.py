@@ -46,8 +46,8 @@ def drawn(seed: int, most: int) -> CostModel:
     samples = (1, 2, 4, 8, 16, 32)
     costs = []
     for _ in range(n):
-        launch, each = r.choice([0, 5e-5, 2e-4]), r.choice([1, 2, 3, 5]) * 1e-4
-        times = tuple(launch + each * b for b in samples)
+        launch, sample = r.choice([0, 5e-5, 2e-4]), r.choice([1, 2, 3, 5]) * 1e-4
+        times = tuple(launch + sample * b for b in samples)
         kept = r.choice([0, 1, 2]) * 10**6
         costs.append(OpCost(times, tuple(2 * t for t in times), kept))
     graph = OpGraph(ops, values, parameters, name=f"drawn {seed}")

@@ -17,7 +17,7 @@ from anabranch.planner.partitioner.polish.plan_view import PlanView
 from anabranch.planner.partitioner.polish.polisher import Polisher
 from anabranch.planner.toolkit.assemble import Assembler
 from anabranch.planner.toolkit.parts import Part, PartPrices
-from anabranch.planner.toolkit.prices import Prices
+from anabranch.planner.toolkit.prices import MicrobatchPrices
 from anabranch.planner.toolkit.problem import Problem
 from anabranch.plans.check import check
 from anabranch.plans.stages import Stage, StageGraph
@@ -49,7 +49,7 @@ def near(
 
 def assembler(cost: CostModel, size: int = 1, batch: int = 8) -> Assembler:
     """What makes stage graphs at one micro-batch size."""
-    prices = Prices(cost, batch, size, (1,), cost.cluster.memory_bytes)
+    prices = MicrobatchPrices(cost, batch, size, (1,), cost.cluster.memory_bytes)
     order = tuple(operators(decompose(cost.graph)))
     return Assembler(PartPrices(prices), order, cost.cluster.num_devices)
 

@@ -16,7 +16,7 @@ from anabranch.cost.period import traffic_s, work_s
 from anabranch.cost.stage_weights import Border, StageWeights
 from anabranch.graph.opgraph import bits
 from anabranch.planner.partitioner.exact.lattice import Lattice
-from anabranch.planner.toolkit.prices import Bound, Mode, Prices
+from anabranch.planner.toolkit.prices import Bound, MicrobatchPrices, Mode
 
 NEVER = float(1 << 28)
 """More devices than there are."""
@@ -87,7 +87,7 @@ class PricedStages:
     headroom: Ints
 
     @staticmethod
-    def of(weights: Weights, prices: Prices, heights: int) -> PricedStages:
+    def of(weights: Weights, prices: MicrobatchPrices, heights: int) -> PricedStages:
         """Price all stages, with recomputation where one does not fit at all heights without."""
         columns = []
         modes: list[Mode] = []
@@ -148,7 +148,9 @@ class PricedStages:
         return self.modes[min(chosen)[1]]
 
 
-def _price(weights: Weights, prices: Prices, mode: Mode) -> tuple[Floats, Floats, Floats, Ints]:
+def _price(
+    weights: Weights, prices: MicrobatchPrices, mode: Mode
+) -> tuple[Floats, Floats, Floats, Ints]:
     """Slowest and path seconds, those of the all-reduce, and the headroom of every stage."""
     n, price = prices.samples(mode.replicas), prices.cost.border_price(mode.devices)
     running = weights.sets.compute_s(n, mode.tensor, recompute=mode.recompute)

@@ -93,7 +93,7 @@ def gathers(spot: PlanView) -> Iterator[Parts]:
     """What is tied to one parameter comes together: an all-reduce less, or a smaller one."""
     graph, parts = spot.cost.graph, spot.parts
     spread = []
-    for mask, nbytes in spot.prices.facts.tied:
+    for mask, nbytes in spot.prices.sets.tied:
         holders = tuple(s for s, part in enumerate(parts) if part.mask & mask)
         if len(holders) > 1:
             spread.append((-nbytes, holders, mask))

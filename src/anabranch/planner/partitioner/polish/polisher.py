@@ -20,7 +20,7 @@ from anabranch.planner.toolkit.estimate import step_s
 from anabranch.planner.toolkit.parts import Part
 from anabranch.planner.toolkit.prices import Mode
 from anabranch.planner.toolkit.problem import SHORT, Problem
-from anabranch.plans.slices import priced
+from anabranch.plans.slices import profile_covers
 from anabranch.plans.stages import StageGraph
 
 
@@ -130,7 +130,7 @@ class Polisher:
     def _least_step_s(self, size: int, parts: Parts) -> float:
         """What the busiest stage computes in a step: no estimate is less."""
         prices = self._problem.assembler(size).prices
-        return prices.prices.num_microbatches * max(sum(prices.compute_s(p)) for p in parts)
+        return prices.microbatch.num_microbatches * max(sum(prices.compute_s(p)) for p in parts)
 
     def _assembled(self, size: int, parts: Parts) -> Candidate | None:
         key = size, frozenset(parts)
@@ -188,7 +188,7 @@ class Polisher:
         return (
             1 <= part.replicas <= min(size, self._problem.most_replicas)
             and node % part.tensor == 0
-            and priced(self._cost, self._problem.batch_size, size, part.replicas)
+            and profile_covers(self._cost, self._problem.batch_size, size, part.replicas)
         )
 
     def _swapped(self, graph: StageGraph, size: int, parts: Parts) -> Iterator[Candidate]:

@@ -83,7 +83,7 @@ def test_stages_get_the_devices_that_their_places_say(shape, data):
         steps.append(data.draw(st.sampled_from(cluster.steps(used, wanted))))
         used = steps[-1].used
     devices = cluster.devices(steps)
-    assert sorted(d for each in devices for d in each) == list(range(total))
+    assert sorted(d for stage in devices for d in stage) == list(range(total))
     for step, taken in zip(steps, devices, strict=False):
         per_machine = [sum(d // shape[1] == m for d in taken) for m in range(len(cluster.empty))]
         assert sorted(per_machine) == sorted(step.taken)

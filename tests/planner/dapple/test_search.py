@@ -16,10 +16,10 @@ from anabranch.graph.series_parallel import decompose, operators
 from anabranch.planner.dapple.budget import Budget
 from anabranch.planner.dapple.links import Place
 from anabranch.planner.dapple.objective import latency
-from anabranch.planner.dapple.placement import Machines, Step
+from anabranch.planner.dapple.placement import Machines, Placement
 from anabranch.planner.dapple.planner import stage_graph
-from anabranch.planner.dapple.search import Chain, PlacementSearch
-from anabranch.planner.dapple.tables import Tables, Terms
+from anabranch.planner.dapple.search import ChainPlan, PlacementSearch
+from anabranch.planner.dapple.tables import ChainProblem, Tables
 from anabranch.plans.check import check
 from anabranch.plans.stages import StageGraph
 from anabranch.profile.profile import OpCost, Profile
@@ -29,15 +29,17 @@ from tests.strategies import planning_profiles
 PLENTY = 10**7
 
 
-def terms(cost: CostModel, batch_size: int, **options: object) -> Terms:
+def chain_problem(cost: CostModel, batch_size: int, **options: object) -> ChainProblem:
     order = tuple(operators(decompose(cost.graph)))
-    return Terms(cost, batch_size, order, cost.cluster.num_devices, **options)
+    return ChainProblem(cost, batch_size, order, cost.cluster.num_devices, **options)
 
 
-def search(term: Terms, size: int, *, width: int | None = None, **options: object) -> list[Chain]:
-    machines = Machines(term.cost.cluster)
+def search(
+    problem: ChainProblem, size: int, *, width: int | None = None, **options: object
+) -> list[ChainPlan]:
+    machines = Machines(problem.cost.cluster)
     options = {"max_stages": None, "budget": Budget(PLENTY), **options}
-    return PlacementSearch(Tables(term, size), machines, width=width, **options).run()
+    return PlacementSearch(Tables(problem, size), machines, width=width, **options).run()
 
 
 def chain_profile(count: int, weights: int = 4) -> Profile:
@@ -51,13 +53,13 @@ def chain_profile(count: int, weights: int = 4) -> Profile:
     return Profile(graph, (1,), costs, "v100", "imported", proportional=True)
 
 
-def everything(term: Terms, size: int) -> Iterator[StageGraph]:
+def everything(problem: ChainProblem, size: int) -> Iterator[StageGraph]:
     """Every plan: all cuts, all numbers of replicas, all outcomes of the policies."""
-    machines = Machines(term.cost.cluster)
-    count = len(term.order)
+    machines = Machines(problem.cost.cluster)
+    count = len(problem.order)
 
-    def placed(used: Place, stages: int) -> Iterator[list[Step]]:
-        left = term.cost.cluster.num_devices - sum(used)
+    def placed(used: Place, stages: int) -> Iterator[list[Placement]]:
+        left = problem.cost.cluster.num_devices - sum(used)
         if stages == 1:
             yield []
             return
@@ -66,13 +68,13 @@ def everything(term: Terms, size: int) -> Iterator[StageGraph]:
                 for rest in placed(step.used, stages - 1):
                     yield [step, *rest]
 
-    for stages in range(1, min(count, term.cost.cluster.num_devices) + 1):
+    for stages in range(1, min(count, problem.cost.cluster.num_devices) + 1):
         for cuts in combinations(range(1, count), stages - 1):
             for steps in placed(machines.empty, stages):
                 devices = machines.devices(steps)[::-1]
-                chain = Chain(0.0, (0, *cuts, count), tuple(devices))
-                if all(len(each) in term.degrees(size) for each in devices):
-                    yield stage_graph(term, chain, size)
+                chain = ChainPlan(0.0, (0, *cuts, count), tuple(devices))
+                if all(len(stage) in problem.degrees(size) for stage in devices):
+                    yield stage_graph(problem, chain, size)
 
 
 @settings(max_examples=60, deadline=None)
@@ -90,16 +92,16 @@ def test_equals_the_best_of_all_plans(profile, shape, overlap, memory, card, siz
     cost = cost_model(
         profile, devices, node=node, bandwidth=40.0, card=card, latency_s=0.25, memory=memory
     )
-    term = terms(cost, 16, overlap_allreduce=overlap)
-    found = search(term, size)
-    plans = [graph for graph in everything(term, size) if not check(graph, cost)]
+    problem = chain_problem(cost, 16, overlap_allreduce=overlap)
+    found = search(problem, size)
+    plans = [graph for graph in everything(problem, size) if not check(graph, cost)]
     values = [latency(graph, cost, overlap_allreduce=overlap).total_s for graph in plans]
     if not plans:
         assert not found
         return
     assert found[0].latency_s == pytest.approx(min(values))
     for chain in found:
-        graph = stage_graph(term, chain, size)
+        graph = stage_graph(problem, chain, size)
         assert check(graph, cost) == []
         own = latency(graph, cost, overlap_allreduce=overlap).total_s
         assert chain.latency_s == pytest.approx(own)
@@ -117,8 +119,8 @@ def test_a_few_suffixes_do_nearly_as_well(profile, shape, memory):
     cost = cost_model(
         profile, devices, node=node, bandwidth=40.0, card=4.0, latency_s=0.25, memory=memory
     )
-    term = terms(cost, 16)
-    all_kept, few_kept = search(term, 8), search(term, 8, width=4)
+    problem = chain_problem(cost, 16)
+    all_kept, few_kept = search(problem, 8), search(problem, 8, width=4)
     assert bool(all_kept) == bool(few_kept)
     if all_kept:
         assert all_kept[0].latency_s <= few_kept[0].latency_s * (1 + 1e-9)
@@ -130,10 +132,12 @@ def test_a_few_suffixes_do_nearly_as_well(profile, shape, memory):
 def test_no_more_stages_than_allowed(profile, most):
     """The best plan of so many stages, or none."""
     cost = cost_model(profile, 4, bandwidth=40.0, latency_s=0.25)
-    term = terms(cost, 16)
-    found = search(term, 8, max_stages=most)
+    problem = chain_problem(cost, 16)
+    found = search(problem, 8, max_stages=most)
     assert all(len(chain.devices) <= most for chain in found)
-    values = [latency(graph, cost).total_s for graph in everything(term, 8) if len(graph) <= most]
+    values = [
+        latency(graph, cost).total_s for graph in everything(problem, 8) if len(graph) <= most
+    ]
     assert min(values) == pytest.approx(found[0].latency_s)
 
 
@@ -159,12 +163,12 @@ def test_heavy_weights_make_a_straight_pipeline():
     all-reduce of the rest covers up theirs.
     """
     cost = cost_model(chain_profile(6, weights=4000), 6, node=1, bandwidth=40.0, card=40.0)
-    best, *_ = search(terms(cost, 64), 8, width=1)
-    assert [len(each) for each in best.devices] == [1] * 6
+    best, *_ = search(chain_problem(cost, 64), 8, width=1)
+    assert [len(stage) for stage in best.devices] == [1] * 6
 
 
 def test_what_it_would_price_is_bounded():
     """A budget of 100: the message has both numbers and the options."""
     cost = cost_model(chain_profile(12, weights=4000), 8, node=1, bandwidth=40.0, card=40.0)
     with pytest.raises(BudgetError, match=r"priced [1-9]\d\d .*may price 100 .*budget"):
-        search(terms(cost, 64), 8, budget=Budget(100))
+        search(chain_problem(cost, 64), 8, budget=Budget(100))

@@ -179,5 +179,5 @@ def test_which_devices_of_a_machine_does_not_matter(devices, count):
         stages = (Stage(("a",), tuple(a), 8), Stage(("b", "c"), tuple(b), 8))
         return latency(StageGraph(stages, ((0, 1),), 16), cost).total_s
 
-    shifted = [[d // 4 * 4 + (d + 1) % 4 for d in each] for each in (first, second)]
+    shifted = [[d // 4 * 4 + (d + 1) % 4 for d in devices] for devices in (first, second)]
     assert priced(first, second) == priced(*shifted)

@@ -1,0 +1,54 @@
+"""Seconds of messages and all-reduces by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from anabranch.cluster import Cluster, Level, Link
+from anabranch.cost.communication import border_price, ring_price, transfer_s
+
+
+def test_a_message_takes_its_latency_and_its_bytes():
+    """50 bytes at 100 per second after half a second; nothing for no bytes."""
+    assert transfer_s(50, 0.01, 0.5) == 1.0
+    assert transfer_s(0, 0.01, 0.5) == 0.0
+    assert transfer_s(np.array([0, 50, 100]), 0.01, 0.5).tolist() == [0.0, 1.0, 1.5]
+
+
+def test_a_ring_sends_all_but_one_share_twice():
+    """4 ranks: 2 * 3 steps of a quarter each, so 1.5 times the bytes, and 6 latencies."""
+    link = Link(bandwidth=100.0, latency_s=0.5)
+    assert ring_price(link, 4) == (0.015, 3.0)
+    assert ring_price(link, 4, updates=3) == (pytest.approx(0.045), 9.0)
+    assert ring_price(link, 1) == (0.0, 0.0)
+
+
+def cluster(*levels: tuple[int, float]) -> Cluster:
+    found = tuple(Level(f"level {i}", *level, 0.0) for i, level in enumerate(levels))
+    return Cluster("levels", "cpu", 10**9, found)
+
+
+@pytest.mark.parametrize(
+    ("devices", "per_byte_s"),
+    [
+        (1, 1 / 50),  # the card is slower than the device's own link of 100
+        (2, 2 / 50),
+        (4, 4 / 50),
+        (6, 4 / 50),  # on two nodes: no card has more than four
+    ],
+)
+def test_devices_of_a_node_share_its_card(devices, per_byte_s):
+    """Two nodes of four."""
+    assert border_price(cluster((4, 100.0), (2, 50.0)), devices) == per_byte_s
+
+
+def test_the_only_node_has_no_card():
+    """All links are the devices' own."""
+    assert border_price(cluster((4, 100.0)), 4) == 1 / 100
+
+
+def test_a_rack_is_shared_by_all_of_its_nodes():
+    """Two racks of two nodes of four: 8 devices share an uplink of 10."""
+    racks = cluster((4, 100.0), (2, 50.0), (2, 10.0))
+    assert [border_price(racks, devices) for devices in (1, 8, 12)] == [0.1, 0.8, 0.8]

@@ -1,0 +1,88 @@
+"""Memory of a device by hand, for one stage and for many."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from anabranch.cost.memory import DeviceMemory, device_memory
+from anabranch.cost.stage_weights import Border, StageWeights, Traffic
+
+#              per sample
+#  parameters   1000, of which 800 are trained
+#  kept           10
+#  entering        4
+#  gradients       6 come back for what leaves, and 5 bytes whatever the samples
+WEIGHTS = StageWeights(
+    1000, 800, 10, Border(Traffic(4, 0), Traffic(6, 5), Traffic(6, 5), Traffic(4, 0))
+)
+
+
+def memory(weights: StageWeights = WEIGHTS, **options: Any) -> DeviceMemory:
+    """Micro-batches of 8 on 3 replicas, so 3 samples on the fullest; Adam, one receive ahead."""
+    options = {"optimizer_factor": 2.0, "receive_slots": 1, **options}
+    return device_memory(weights, 8, 3, **options)
+
+
+def test_the_formula():
+    """1000 + 800 * (1 version + 2 of Adam), 4 * 3 + (6 * 3 + 5) ahead; 12 + 30 per micro-batch."""
+    assert memory() == DeviceMemory(1000 + 2400 + 12 + 23, 12 + 30, 0)
+    assert memory().peak(5) == 3435 + 5 * 42
+
+
+def test_recomputation_keeps_one_inside():
+    """Of each micro-batch only what entered; the inside of the one whose backward runs."""
+    assert memory(recompute=True) == DeviceMemory(3435, 12, 30)
+    assert memory(recompute=True).peak(5) == 3435 + 30 + 5 * 12
+
+
+@pytest.mark.parametrize(
+    ("options", "more"),
+    [
+        ({"versions": 3}, 2 * 800),
+        ({"optimizer_factor": 0.0}, -2 * 800),
+        ({"receive_slots": 0}, -35),
+        ({"receive_slots": 4}, 3 * 35),
+    ],
+)
+def test_options(options, more):
+    """Each changes what is there whatever is in flight, and nothing else."""
+    assert memory(**options) == DeviceMemory(3435 + more, 42, 0)
+
+
+def test_frozen_parameters():
+    """No gradient, no optimizer state, one version."""
+    nothing = Border(*(Traffic(0, 0),) * 4)
+    assert memory(StageWeights(70, 0, 0, nothing), versions=3) == DeviceMemory(70, 0, 0)
+
+
+def test_what_fits_into_a_device():
+    """Resident 100, 20 on top in a backward, 30 per micro-batch: 3 take 210."""
+    held = DeviceMemory(100, 30, 20)
+    assert [held.most_in_flight(nbytes, 8) for nbytes in (149, 150, 209, 210)] == [0, 1, 2, 3]
+    assert held.most_in_flight(10**6, 8) == 8
+    assert held.most_in_flight(0, 8) == 0
+
+
+def test_micro_batches_that_take_nothing_fit_all_or_none():
+    """Without anything in flight only what is there decides."""
+    held = DeviceMemory(100, 0, 20)
+    assert (held.most_in_flight(120, 8), held.most_in_flight(119, 8)) == (8, 0)
+
+
+def test_many_stages_at_once():
+    """Arrays have the numbers of the stages one by one."""
+    sizes, replicas = np.array([8, 4]), np.array([3, 1])
+    many = device_memory(
+        WEIGHTS, sizes, replicas, optimizer_factor=2.0, receive_slots=1, recompute=True
+    )
+    for i in range(2):
+        one = device_memory(
+            WEIGHTS, sizes[i], replicas[i], optimizer_factor=2.0, receive_slots=1, recompute=True
+        )
+        assert (many.peak(2)[i], many.most_in_flight(3600, 9)[i]) == (
+            one.peak(2),
+            one.most_in_flight(3600, 9),
+        )
