@@ -20,8 +20,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -89,7 +90,6 @@ class Part:
         groups: parameter groups, with the names that this rank owns.
         kind: class of the optimizer, empty where the rank has none.
         scalars: parameter -> entries of its optimizer state that are no tensors.
-        scheduler: state of the learning-rate scheduler, if this rank has one.
     """
 
     tensors: Mapping[str, Tensor]
@@ -101,8 +101,8 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Where training is: steps done, epoch, batches of the epoch done, seed of random numbers, and
-    under fp16 the scale of the loss with its steps without overflow.
+    """Steps done, epoch, batches of the epoch done, seed of random numbers, and under fp16 the
+    scale of the loss with its steps without overflow.
     """
 
     step: int = 0
@@ -119,11 +119,7 @@ def partial_folder(folder: Path, token: int) -> Path:
 
 
 def begin(folder: Path, token: int) -> None:
-    """Make the new folder; called by one rank.
-
-    Raises:
-        TrainingError: if a file or folder with the final name exists.
-    """
+    """Make the new folder, on one rank; raises TrainingError if the final name exists."""
     if os.path.lexists(folder):
         raise TrainingError(
             f"{folder} exists, and a checkpoint is never written over another; choose a new folder"
@@ -162,7 +158,7 @@ def write_part(folder: Path, token: int, rank: int, part: Part) -> None:
     try:
         save_file(tensors, target)
         _sync(target)
-        _part_description(target).write_text(text)
+        target.with_suffix(".json").write_text(text)
     except (OSError, SafetensorError) as error:
         raise TrainingError(f"{target} cannot be written: {error}") from error
 
@@ -179,8 +175,9 @@ def finish(folder: Path, token: int, num_ranks: int, progress: Progress) -> None
         for rank in range(num_ranks):
             file = partial / f"rank-{rank}.safetensors"
             files[file.name] = file.stat().st_size
-            parts.append(json.loads(_part_description(file).read_text()))
-            _part_description(file).unlink()
+            description = file.with_suffix(".json")
+            parts.append(json.loads(description.read_text()))
+            description.unlink()
         write_document(partial / MANIFEST, _manifest(parts, files, progress))
         _sync(partial)
         if os.path.lexists(folder):
@@ -213,16 +210,11 @@ def _manifest(
         }
     return {
         "schema": SCHEMA,
-        "step": progress.step,
-        "epoch": progress.epoch,
-        "position": progress.position,
-        "seed": progress.seed,
+        **asdict(progress),
         "files": dict(files),
         "tensors": {key: entry for part in parts for key, entry in part["tensors"].items()},
         "optimizer": optimizer,
         "scheduler": scheduler,
-        "loss_scale": progress.loss_scale,
-        "loss_streak": progress.loss_streak,
     }
 
 
@@ -232,7 +224,7 @@ def _merged(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     for group in groups:
         twin = next((m for m in merged if m["options"] == group["options"]), None)
         if twin is None:
-            merged.append({"options": group["options"], "parameters": list(group["parameters"])})
+            merged.append(group)
         else:
             twin["parameters"] += group["parameters"]
     return merged
@@ -241,35 +233,34 @@ def _merged(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 class Checkpoint:
     """A checkpoint that is being read.
 
-    Args:
-        folder: a folder that ``Pipeline.save`` wrote.
-
     Raises:
-        FileFormatError: if it is none, or a file is missing or cut short.
+        FileFormatError: if the folder is none, or a file is missing or cut short.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
         if not self.folder.is_dir():
             raise FileFormatError(f"{self.folder} is no checkpoint: there is no such folder")
-        self.manifest = read_document(self.folder / MANIFEST, SCHEMA, Manifest)
+        self.manifest = read_document(self.where, SCHEMA, Manifest)
         for key, entry in self.manifest.tensors.items():
             if entry.file not in self.manifest.files:
                 raise FileFormatError(
-                    f"{self.folder / MANIFEST}: tensors.{key} is in {entry.file}, which files "
-                    "does not list"
+                    f"{self.where}: tensors.{key} is in {entry.file}, which files does not list"
                 )
         for name, size in self.manifest.files.items():
             self._check_size(name, size)
 
+    @property
+    def where(self) -> Path:
+        """The manifest, for messages."""
+        return self.folder / MANIFEST
+
     def _check_size(self, name: str, size: int) -> None:
         if Path(name).name != name:
-            raise FileFormatError(
-                f"{self.folder / MANIFEST}: {name!r} in files is no plain file name"
-            )
+            raise FileFormatError(f"{self.where}: {name!r} in files is no plain file name")
         path = self.folder / name
         if not path.is_file():
-            raise FileFormatError(f"{path} is missing; {self.folder / MANIFEST} lists it")
+            raise FileFormatError(f"{path} is missing; {self.where} lists it")
         actual = path.stat().st_size
         if actual != size:
             raise FileFormatError(
@@ -279,8 +270,7 @@ class Checkpoint:
     @property
     def progress(self) -> Progress:
         """Where training was."""
-        m = self.manifest
-        return Progress(m.step, m.epoch, m.position, m.seed, m.loss_scale, m.loss_streak)
+        return Progress(**{f.name: getattr(self.manifest, f.name) for f in fields(Progress)})
 
     def keys(self, prefix: str) -> list[str]:
         """The rest of every key that begins with ``prefix/``."""
@@ -288,26 +278,18 @@ class Checkpoint:
         return [key.removeprefix(start) for key in self.manifest.tensors if key.startswith(start)]
 
     def require(self, keys: Sequence[str]) -> None:
-        """Check that tensors exist.
-
-        Raises:
-            FileFormatError: naming those that do not.
-        """
+        """Check that tensors exist; raises FileFormatError, which names those that do not."""
         missing = [key for key in keys if key not in self.manifest.tensors]
         if missing:
             shown = ", ".join(missing[:5]) + (" ..." if len(missing) > 5 else "")
             raise FileFormatError(
-                f"{self.folder / MANIFEST} lacks {len(missing)} of the tensors that the model "
-                f"has: {shown}; the checkpoint is of another model, or of another configuration "
-                "of it"
+                f"{self.where} lacks {len(missing)} of the tensors that the model has: {shown}; "
+                "the checkpoint is of another model, or of another configuration of it"
             )
 
     def tensor(self, key: str, like: Tensor | None = None) -> Tensor:
-        """Read one tensor.
-
-        Args:
-            key: such as ``model/text.0.weight``.
-            like: what it has to match in shape and element type.
+        """Read one tensor, such as ``model/text.0.weight``, that has the shape and type of
+        ``like``.
 
         Raises:
             FileFormatError: naming file and key, if it is missing, damaged or of another shape.
@@ -349,14 +331,11 @@ def optimizer_part(
     scalars: dict[str, dict[str, Scalar]] = {}
     groups = []
     for group in optimizer.param_groups:
-        mine = [names[id(p)] for p in group["params"] if names[id(p)] in owned]
+        mine = {names[id(p)]: p for p in group["params"] if names[id(p)] in owned}
         options = {k: _option(v) for k, v in group.items() if k not in _NO_OPTIONS}
-        groups.append(Group(options=options, parameters=mine))
-        for parameter in group["params"]:
-            name = names[id(parameter)]
+        groups.append(Group(options=options, parameters=list(mine)))
+        for name, parameter in mine.items():
             for key, value in optimizer.state.get(parameter, {}).items():
-                if name not in owned:
-                    continue
                 if isinstance(value, Tensor):
                     tensors[f"optimizer/{key}/{name}"] = value
                 elif value is None or isinstance(value, bool | int | float | str):
@@ -387,7 +366,7 @@ def restore_optimizer(
         FileFormatError: if the checkpoint has none for them, or that of another kind of optimizer.
     """
     saved = checkpoint.manifest.optimizer
-    where = checkpoint.folder / MANIFEST
+    where = checkpoint.where
     kind = type(optimizer).__name__
     if saved is None or saved.kind != kind:
         found = "none" if saved is None else f"that of {saved.kind}"
@@ -396,10 +375,10 @@ def restore_optimizer(
             "resume with the optimizer that wrote it"
         )
     options = {name: group.options for group in saved.groups for name in group.parameters}
-    keys: dict[str, list[str]] = {}
+    keys: dict[str, list[str]] = defaultdict(list)
     for rest in checkpoint.keys("optimizer"):
         key, _, name = rest.partition("/")
-        keys.setdefault(name, []).append(key)
+        keys[name].append(key)
     document = optimizer.state_dict()
     state: dict[int, dict[str, Any]] = {}
     for group, described in zip(optimizer.param_groups, document["param_groups"], strict=True):
@@ -407,10 +386,8 @@ def restore_optimizer(
             name = names[id(parameter)]
             if name not in options:
                 raise FileFormatError(f"{where}: optimizer.groups lacks the parameter {name}")
-            entries: dict[str, Any] = dict(saved.scalars.get(name, {}))
-            for key in keys.get(name, ()):
-                entries[key] = checkpoint.tensor(f"optimizer/{key}/{name}")
-            if entries:
+            tensors = {key: checkpoint.tensor(f"optimizer/{key}/{name}") for key in keys[name]}
+            if entries := {**saved.scalars.get(name, {}), **tensors}:
                 state[index] = entries
         if group["params"]:
             described.update(_like(options[names[id(group["params"][0])]], described))
@@ -422,16 +399,14 @@ def restore_scheduler(
     optimizer: torch.optim.Optimizer,
     checkpoint: Checkpoint,
 ) -> None:
-    """Give a learning-rate scheduler its state; call it after ``restore_optimizer``.
-
-    Raises:
-        FileFormatError: if the checkpoint has none.
+    """Give a scheduler its state, after ``restore_optimizer``; raises FileFormatError if there is
+    none.
     """
     saved = checkpoint.manifest.scheduler
     if saved is None:
         raise FileFormatError(
-            f"{checkpoint.folder / MANIFEST}: the training resumes with a scheduler, but "
-            "scheduler is null; resume with the workload that wrote it"
+            f"{checkpoint.where}: the training resumes with a scheduler, but scheduler is null; "
+            "resume with the workload that wrote it"
         )
     # Lists with an entry per parameter group: this rank may have other groups than the one that
     # saved.
@@ -447,8 +422,7 @@ def _with_own_groups(
 ) -> dict[str, Any]:
     """A scheduler's state with this rank's lists, also in the schedulers that it is made of."""
     result = {**state, **{k: list(v) for k, v in per_group.items() if k in state}}
-    if isinstance(state.get("_schedulers"), list):
-        parts = state["_schedulers"]
+    if isinstance(parts := state.get("_schedulers"), list):
         result["_schedulers"] = [_with_own_groups(part, per_group) for part in parts]
     return result
 
@@ -479,10 +453,6 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 def _shown(tensor: Tensor) -> str:
     return f"{_dtype_name(tensor.dtype)}{list(tensor.shape)}"
-
-
-def _part_description(file: Path) -> Path:
-    return file.with_suffix(".json")
 
 
 def _sync(path: Path) -> None:

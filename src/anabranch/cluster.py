@@ -17,6 +17,8 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate, count
+from operator import mul
 
 GB = 10**9
 GIB = 2**30
@@ -89,25 +91,19 @@ class Cluster:
     @cached_property
     def group_sizes(self) -> tuple[int, ...]:
         """Devices in one group of each level, innermost first."""
-        return tuple(
-            math.prod(level.size for level in self.levels[: i + 1]) for i in range(len(self.levels))
-        )
+        return tuple(accumulate((level.size for level in self.levels), mul))
 
     def link(self, a: int, b: int) -> Link:
-        """The slowest link on the way between two devices.
-
-        Raises:
-            ValueError: if the cluster has no such device.
+        """The slowest link on the way between two devices; raises ValueError for a device that is
+        not there.
         """
         if not (0 <= a < self.num_devices and 0 <= b < self.num_devices):
             raise ValueError(
                 f"no link from device {a} to device {b}: cluster {self.name} has the devices "
                 f"0 to {self.num_devices - 1}"
             )
-        level = 0
-        while a // self.group_sizes[level] != b // self.group_sizes[level]:
-            level += 1
-        return self.level_link(level)
+        shared = (i for i, size in enumerate(self.group_sizes) if a // size == b // size)
+        return self.level_link(next(shared))
 
     def level_link(self, level: int) -> Link:
         """The slowest link on a way that climbs to this level."""
@@ -115,14 +111,9 @@ class Cluster:
 
     @cached_property
     def _level_links(self) -> tuple[Link, ...]:
-        return tuple(
-            Link(
-                bandwidth=min(below.bandwidth for below in self.levels[: level + 1]),
-                latency_s=max(below.latency_s for below in self.levels[: level + 1]),
-                level=level,
-            )
-            for level in range(len(self.levels))
-        )
+        bandwidths = accumulate((level.bandwidth for level in self.levels), min)
+        latencies = accumulate((level.latency_s for level in self.levels), max)
+        return tuple(map(Link, bandwidths, latencies, count()))
 
     def slowest_link(self, devices: Iterable[int]) -> Link:
         """The slowest link among a set of devices."""
@@ -184,11 +175,8 @@ class _Nodes:
     """Nodes of equal devices, with a network between them.
 
     Attributes:
-        device: kind of device.
-        memory_bytes: memory of each.
         node_bandwidth: between devices of a node.
         network_bandwidth: of a node's card.
-        network_latency_s: between nodes.
         usage: the numbers that follow the colon; without devices a node has one.
     """
 

@@ -12,6 +12,7 @@ import json
 import math
 import os
 import stat
+import textwrap
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -40,10 +41,7 @@ _Model = TypeVar("_Model", bound=BaseModel)
 def document_fields(core: object, model: type[BaseModel], **special: Any) -> dict[str, Any]:
     """The attributes of a core type that a document has as keys, with lists for its tuples.
 
-    Args:
-        core: the object.
-        model: of the document.
-        special: values of keys that differ.
+    ``special`` has the values of keys that differ.
     """
     return {
         key: special[key] if key in special else _listed(getattr(core, key))
@@ -65,12 +63,8 @@ def _listed(value: Any) -> Any:
 
 
 def read_document(path: str | os.PathLike[str], schema: str, model: type[_Model]) -> _Model:
-    """Read one file and validate it.
-
-    Args:
-        path: the file.
-        schema: what its key ``schema`` has to say, such as ``anabranch.plan/1``.
-        model: the pydantic model of the document.
+    """Read one file, whose key ``schema`` has to say what is expected (``anabranch.plan/1``), and
+    validate it.
 
     Raises:
         FileFormatError: if there is no such file, or it holds something else.
@@ -82,13 +76,7 @@ def read_document(path: str | os.PathLike[str], schema: str, model: type[_Model]
 
 
 def validate(document: Any, model: type[_Model], where: str, writer: str = "anabranch") -> _Model:
-    """A parsed document as its pydantic model.
-
-    Args:
-        document: what ``parse`` returned.
-        model: what it has to be.
-        where: the file, for messages.
-        writer: the program whose format it is, likewise.
+    """A parsed document as its pydantic model; the file and its ``writer`` are for messages.
 
     Raises:
         FileFormatError: naming file, key path and value.
@@ -100,11 +88,7 @@ def validate(document: Any, model: type[_Model], where: str, writer: str = "anab
 
 
 def write_document(path: str | os.PathLike[str], document: Mapping[str, Any]) -> None:
-    """Write one file: the same document gives the same bytes.
-
-    Raises:
-        FileFormatError: if the file system refuses.
-    """
+    """Write one file, equal bytes for equal documents; raises FileFormatError if that fails."""
     target = Path(os.path.realpath(path))
     data = (render(document) + "\n").encode()
     try:
@@ -124,16 +108,23 @@ def render(value: Any, indent: int = 0) -> str:
         return flat
     pad = " " * (indent + 2)
     if isinstance(value, dict):
-        items = [
-            f"{json.dumps(k, ensure_ascii=False)}: {render(v, indent + 2)}"
-            for k, v in value.items()
-        ]
-        return "{\n" + ",\n".join(pad + item for item in items) + "\n" + " " * indent + "}"
-    if all(isinstance(item, (int, float)) for item in value):
-        return "[\n" + _fill(value, pad) + "\n" + " " * indent + "]"
-    return (
-        "[\n" + ",\n".join(pad + render(v, indent + 2) for v in value) + "\n" + " " * indent + "]"
-    )
+        keys = [json.dumps(key, ensure_ascii=False) for key in value]
+        items = [f"{k}: {render(v, indent + 2)}" for k, v in zip(keys, value.values(), strict=True)]
+        begin, end = "{}"
+    else:
+        begin, end = "[]"
+        items = [render(item, indent + 2) for item in value]
+    if isinstance(value, list) and all(isinstance(item, (int, float)) for item in value):
+        lines = textwrap.fill(
+            ", ".join(items),
+            _WIDTH,
+            initial_indent=pad,
+            subsequent_indent=pad,
+            break_on_hyphens=False,
+        )
+    else:
+        lines = ",\n".join(pad + item for item in items)
+    return f"{begin}\n{lines}\n{' ' * indent}{end}"
 
 
 def explain(error: ValidationError, writer: str = "anabranch") -> str:
@@ -158,11 +149,7 @@ def key_path(parts: tuple[int | str, ...]) -> str:
 
 
 def read_text(path: Path) -> str:
-    """A file as text.
-
-    Raises:
-        FileFormatError: if there is no such file, it is absurdly large, or no text in UTF-8.
-    """
+    """A file as text; raises FileFormatError if there is none, it is too large, or not UTF-8."""
     try:
         with path.open("rb") as file:
             data = file.read(LARGEST_FILE + 1)
@@ -185,11 +172,7 @@ def read_text(path: Path) -> str:
 
 
 def parse(text: str, where: str) -> Any:
-    """Text as a JSON document.
-
-    Raises:
-        FileFormatError: if it is none, or has a key twice.
-    """
+    """Text as a JSON document; raises FileFormatError if it is none, or has a key twice."""
     if not text.strip():
         raise FileFormatError(f"{where} is empty; a JSON document was expected")
     try:
@@ -262,16 +245,6 @@ def shown(value: Any) -> str:
     except (RecursionError, ValueError):  # nested deeply, or thousands of digits
         text = f"a {type(value).__name__}"
     return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-def _fill(numbers: list[float], pad: str) -> str:
-    lines = [pad]
-    for i, number in enumerate(numbers):
-        word = json.dumps(number) + ("," if i < len(numbers) - 1 else "")
-        if len(lines[-1]) + len(word) > _WIDTH:
-            lines.append(pad)
-        lines[-1] += word if lines[-1] == pad else " " + word
-    return "\n".join(lines)
 
 
 def _replace(target: Path, data: bytes) -> None:

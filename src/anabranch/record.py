@@ -94,6 +94,11 @@ class Run:
         is_planned = self.plan.mode == self.mode and self.plan.policy == self.policy
         return self.plan.predicted if is_planned and not self.round_robin else None
 
+    @property
+    def metric_prefix(self) -> str:
+        """``held-out`` where metrics are so: those of training never include the loss."""
+        return "held-out " if "loss" in self.metrics else ""
+
     def figures(self) -> dict[str, Any]:
         """What the command line prints."""
         predicted = self.predicted
@@ -146,11 +151,7 @@ def save_run(run: Run, folder: Path) -> None:
 
 
 def load_run(folder: Path) -> Run:
-    """Read what ``save_run`` wrote.
-
-    Raises:
-        FileFormatError: naming file, key and value.
-    """
+    """Read what ``save_run`` wrote; raises FileFormatError, which names file, key and value."""
     path = folder / "run.json"
     file = read_document(path, RUN, _RunFile)
     try:
@@ -176,9 +177,7 @@ def write_report(run: Run, path: Path) -> None:
     metrics: dict[str, float | str] = {}
     for name, value in run.metrics.items():
         chance = f" (chance {run.chance[name]:.3g})" if name in run.chance else ""
-        # Training metrics never include the loss, which has a curve of its own.
-        held_out = "held-out " if "loss" in run.metrics else ""
-        metrics[held_out + name] = f"{value:.4g}{chance}"
+        metrics[run.metric_prefix + name] = f"{value:.4g}{chance}"
     if run.device_peak_bytes:
         metrics["measured peak memory"] = memory_text(max(run.device_peak_bytes))
     text = page(

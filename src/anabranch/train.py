@@ -42,11 +42,8 @@ class Progress:
     Attributes:
         step: steps done in this run, from 1.
         total: steps to do, None if that is not known.
-        loss: of this step.
-        metrics: of this step.
         seconds: wall time of this step, or since the loss before; without a flush 0 where that
             tells nothing of a mini-batch: while the pipeline fills, and when it is drained.
-        samples: in this step.
     """
 
     step: int
@@ -74,8 +71,6 @@ def train(
     every rank: what was learned is saved, but not evaluated.
 
     Args:
-        workload: with data.
-        plan: one stage per device.
         steps: steps to do; by default as many as ``epochs`` have.
         epochs: passes through the data in all; by default as many as ``steps`` need.
         resume: a checkpoint to go on from.
@@ -129,7 +124,8 @@ def train(
     if not log.losses:
         raise _nothing_done(resume, pipe.epoch, epochs)
     pipe.update()
-    timeline = _median(recorded)
+    recorded.sort(key=lambda timeline: timeline.step_s)
+    timeline = recorded[len(recorded) // 2] if recorded else None
     return _finished(
         pipe,
         workload,
@@ -245,11 +241,7 @@ def _require_length(steps: int | None, epochs: int | None) -> None:
 
 
 def require_new(folder: Path | None) -> None:
-    """Accept a folder for a checkpoint, if there is to be one.
-
-    Raises:
-        TrainingError: if it exists.
-    """
+    """Accept the folder of a checkpoint, if any; raises TrainingError if it exists."""
     if folder is not None and folder.exists():
         raise TrainingError(
             f"{folder} exists; checkpoints are never written over, name a new folder"
@@ -291,11 +283,6 @@ def _period(ends: list[float]) -> float:
     Losses come one step late: the first when two steps are done, the last without another step.
     """
     return (ends[-2] - ends[1]) / (len(ends) - 3) if len(ends) > 3 else 0.0
-
-
-def _median(recorded: list[Timeline]) -> Timeline | None:
-    ordered = sorted(recorded, key=lambda timeline: timeline.step_s)
-    return ordered[len(ordered) // 2] if ordered else None
 
 
 def _ideal(plan: Plan, timeline: Timeline) -> float:

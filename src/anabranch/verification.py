@@ -113,7 +113,9 @@ def verify(
             captured, even_plan(captured.graph, plan, num_samples(batch or workload.example))
         )
     captured = captured or steps.captured_for(workload, plan)
-    batch = _batch(workload, plan) if batch is None else batch
+    if batch is None and workload.data is not None:
+        batch = next(iter(workload.data(plan.stage_graph.batch_size, 0)))
+    batch = workload.example if batch is None else batch
     size = num_samples(batch)
     plan = replace(plan, stage_graph=replace(plan.stage_graph, batch_size=size))
     exact = exact and steps.can_be_exact(plan.stage_graph)
@@ -130,7 +132,7 @@ def verify(
         found = reference(module, batch, slices)
         return replace(found, gradients=_on_cpu(found.gradients))
 
-    expected: Reference = launch.run(one_process, 1, timeout=timeout)[0]
+    (expected,) = launch.run(one_process, 1, timeout=timeout)
     num_devices = len(plan.stage_graph.devices)
     results = launch.run(
         _one_step, num_devices, workload, plan, captured, exact, batch, device, timeout=timeout
@@ -141,10 +143,8 @@ def verify(
 
 
 def _workable(captured: Captured, plan: Plan) -> Plan:
-    """With larger micro-batches, if the model fails with some: batch normalisation with one sample.
-
-    Raises:
-        CaptureError: if it fails with any.
+    """With larger micro-batches, if the model fails with some (batch normalisation with one
+    sample).
     """
     graph, failure = plan.stage_graph, None
     size = graph.stages[0].microbatch_size
@@ -181,12 +181,6 @@ def _one_step(
 def _on_cpu(gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """What crosses processes."""
     return {name: gradient.cpu() for name, gradient in gradients.items()}
-
-
-def _batch(workload: Workload, plan: Plan) -> Batch:
-    if workload.data is not None:
-        return next(iter(workload.data(plan.stage_graph.batch_size, 0)))
-    return workload.example
 
 
 def _slices(graph: StageGraph, stage: int) -> list[tuple[int, int]]:

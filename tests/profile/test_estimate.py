@@ -131,7 +131,7 @@ def test_any_sample_count_from_two(towers: Captured) -> None:
     from anabranch.profile.estimate import _Trace
 
     trace = _Trace.of(towers, 6)
-    forward, backward = trace.seconds(trace.sizes, DATA_SHEETS["a100"], "float32")
+    forward, backward = trace.seconds(DATA_SHEETS["a100"], "float32")
     profile = estimate(towers, "a100", (6,))
     assert [c.forward_s[0] for c in profile.costs] == pytest.approx(list(forward))
     assert [c.backward_s[0] for c in profile.costs] == pytest.approx(list(backward))

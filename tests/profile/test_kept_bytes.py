@@ -16,7 +16,7 @@ def kept(at_hand: list[Tensor], *ops: Callable[[Tensor], Tensor], start: Tensor)
     result = KeptBytes(len(ops), at_hand)
     x = start
     for i, op in enumerate(ops):
-        with result.saving(i):
+        with result.forward(i):
             y = op(x)
         result.made(i, [y])
         x = y.detach().requires_grad_(y.requires_grad)

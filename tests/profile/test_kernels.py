@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from anabranch.profile.kernels import Kernel, Recorder, run
+from anabranch.profile.kernels import Kernel, MetaRun, Recorder
 
 aten = torch.ops.aten
 
@@ -129,7 +129,7 @@ def test_attention_is_one_fused_kernel(masked: bool) -> None:
     if masked:
         inputs.append(meta(2, 1, 16, 16, grad=False, dtype=torch.bool))
     with Recorder() as forward:
-        output = run(module, {}, inputs)
+        output = MetaRun(module, {}).run(*inputs)
     with Recorder() as backward:
         output.backward(torch.empty_like(output))
     product = 2 * 8 * 16 * 16 * 8  # per product: 8 heads in all, 16 x 16 scores, 8 wide
@@ -147,21 +147,21 @@ def test_attention_of_grouped_queries_and_of_three_dimensions() -> None:
     attention = aten.scaled_dot_product_attention.default
     graph.output(graph.call_function(attention, (q, k, v), {"enable_gqa": True}))
     module = fx.GraphModule(nn.Module(), graph)
-    output = run(module, {}, [meta(2, 4, 16, 8), meta(2, 2, 16, 8), meta(2, 2, 16, 8)])
+    output = MetaRun(module, {}).run(meta(2, 4, 16, 8), meta(2, 2, 16, 8), meta(2, 2, 16, 8))
     assert output.shape == (2, 4, 16, 8)
     module = traced(lambda g, x: g.call_function(attention, tuple(x)), 3)
-    assert run(module, {}, [meta(4, 16, 8) for _ in range(3)]).shape == (4, 16, 8)
+    assert MetaRun(module, {}).run(*(meta(4, 16, 8) for _ in range(3))).shape == (4, 16, 8)
 
 
 def test_dropout_keeps_one_byte_per_number() -> None:
     """As on a GPU: one kernel and a mask of bytes; nothing at all where nothing is dropped."""
     module = traced(lambda g, x: g.call_function(aten.dropout.default, (x[0], 0.5, True)), 1)
     with Recorder() as recorder:
-        run(module, {}, [meta(8, 8)])
+        MetaRun(module, {}).run(meta(8, 8))
     assert [(k.name, k.nbytes) for k in recorder.kernels] == [("native_dropout", 64 * (4 + 4 + 1))]
     module = traced(lambda g, x: g.call_function(aten.dropout.default, (x[0], 0.0, True)), 1)
     with Recorder() as recorder:
-        run(module, {}, [meta(8, 8)])
+        MetaRun(module, {}).run(meta(8, 8))
     assert recorder.kernels == []
 
 
@@ -172,5 +172,5 @@ def test_parameters_by_name() -> None:
     graph = fx.Graph()
     x = graph.placeholder("x")
     graph.output((graph.call_function(aten.mul.Tensor, (x, graph.get_attr("weight"))),))
-    (output,) = run(fx.GraphModule(root, graph), {"weight": meta(3)}, [meta(3)])
+    (output,) = MetaRun(fx.GraphModule(root, graph), {"weight": meta(3)}).run(meta(3))
     assert output.is_meta

@@ -5,7 +5,7 @@ from hypothesis import given
 
 from anabranch.plans.stages import Stage, StageGraph
 from anabranch.report.gantt import timeline_svg
-from anabranch.report.stagegraph import stage_graph_svg
+from anabranch.report.stagegraph import draw
 from anabranch.schedule import SCHEDULES
 from anabranch.simulator.costs import StageTimes
 from anabranch.simulator.run import run
@@ -15,7 +15,7 @@ from tests.strategies import plans
 
 def test_a_box_says_everything_about_its_stage():
     """Number, devices, operators, micro-batch, in flight."""
-    written = texts(parse(stage_graph_svg(plan())))
+    written = texts(parse(draw(plan().stage_graph).svg()))
     assert written[:5] == [
         "stage 0",
         "device 0",
@@ -30,7 +30,7 @@ def test_a_box_says_everything_about_its_stage():
 def test_rare_settings_are_shown_where_they_are_set():
     """Recomputation and groups of micro-batches."""
     stage = Stage(("a",), (0, 1), 4, k=2, in_flight=3, recompute=True)
-    written = texts(parse(stage_graph_svg(plan(StageGraph((stage,), (), 8)))))
+    written = texts(parse(draw(StageGraph((stage,), (), 8)).svg()))
     assert "3 in flight \u00b7 k 2 \u00b7 recompute" in written
     assert "devices 0-1" in written
 
@@ -38,14 +38,14 @@ def test_rare_settings_are_shown_where_they_are_set():
 def test_every_stage_has_a_box_and_every_edge_an_arrow():
     """Also where one edge passes three layers."""
     graph = StageGraph(chain(5).stages, ((0, 1), (0, 4), (1, 2), (2, 3), (3, 4)), 4)
-    root = parse(stage_graph_svg(plan(graph)))
+    root = parse(draw(graph).svg())
     assert len(of_class(root, "rect", "card")) == 5
     assert len(of_class(root, "path", "edge")) == len(of_class(root, "path", "tip")) == 5
 
 
 def test_towers_stand_side_by_side_and_the_join_to_their_right():
     """Same column, different rows; the join in the next column."""
-    root = parse(stage_graph_svg(plan(TWO_TOWERS)))
+    root = parse(draw(TWO_TOWERS).svg())
     places = [
         (float(r.get("x", "")), float(r.get("y", ""))) for r in of_class(root, "rect", "card")
     ]
@@ -57,22 +57,22 @@ def test_towers_stand_side_by_side_and_the_join_to_their_right():
 @pytest.mark.parametrize("stages", [1, 16, 64])
 def test_long_pipelines_can_be_drawn(stages):
     """One box per stage up to 64 and beyond."""
-    root = parse(stage_graph_svg(plan(chain(stages))))
+    root = parse(draw(chain(stages)).svg())
     assert len(of_class(root, "rect", "card")) == stages
 
 
 @given(plans())
 def test_any_plan_gives_a_picture(any_plan):
     """Well-formed, and the same each time."""
-    svg = stage_graph_svg(any_plan)
+    svg = draw(any_plan.stage_graph).svg()
     assert len(of_class(parse(svg), "rect", "card")) == len(any_plan.stage_graph)
-    assert svg == stage_graph_svg(any_plan)
+    assert svg == draw(any_plan.stage_graph).svg()
 
 
 def test_names_are_escaped():
     """Operators are named by the user's model."""
     stage = Stage(("a<b>&\"'", "]]>"), (0,), 1)
-    written = texts(parse(stage_graph_svg(plan(StageGraph((stage,), (), 1)))))
+    written = texts(parse(draw(StageGraph((stage,), (), 1)).svg()))
     assert "a<b>&\"'" in written
 
 
@@ -81,7 +81,7 @@ def test_devices_that_share_a_replica_are_several():
     stages = (Stage(("a",), (0,), 2), Stage(("b",), (1, 2), 2, tensor=2))
     rule = SCHEDULES["1f1b"]()
     graph = rule.warm_up(StageGraph(stages, ((0, 1),), 4))
-    assert "devices 1-2" in texts(parse(stage_graph_svg(plan(graph))))
+    assert "devices 1-2" in texts(parse(draw(graph).svg()))
     times = StageTimes([{2: 1.0}] * 2, [{2: 2.0}] * 2)
     root = parse(timeline_svg([("predicted", run(graph, rule.order(graph), times))], graph))
     assert sum(int(box.get("data-n", "0")) for box in of_class(root, "rect", "f", "b")) == 3 * 4

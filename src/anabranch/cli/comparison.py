@@ -67,12 +67,10 @@ def _columns(
     unit, size = ("GiB", 2**30) if peak > 2**29 else ("MiB", 2**20)
 
     def over_best(plan: Plan) -> str:
-        over = ratio(plan.figures.step_s, fastest)
-        return "-" if over is None else digits(over)
+        return digits(ratio(plan.figures.step_s, fastest))
 
     def samples_per_s(plan: Plan) -> str:
-        step_s = plan.figures.step_s
-        return digits(plan.stage_graph.batch_size / step_s) if step_s else "-"
+        return digits(ratio(plan.stage_graph.batch_size, plan.figures.step_s))
 
     def slowest_stage(plan: Plan) -> str:
         return digits(plan.figures.bottleneck_s_per_sample * plan.stage_graph.batch_size * 1e3)
@@ -117,16 +115,12 @@ def _seconds(seconds: float) -> str:
 
 
 def remarks(found: Found, costs: str) -> list[str]:
-    """The lines below the table: what holds for all, then how each plan runs.
-
-    Args:
-        found: the plans.
-        costs: the origin of the costs.
+    """The lines below the table: the origin of the costs, what holds for all, then how each plan
+    runs.
     """
     plans = _plans(found)
-    common = (
-        [text for text in plans[0].notes if all(text in p.notes for p in plans)] if plans else []
-    )
+    notes = plans[0].notes if plans else ()
+    common = [text for text in notes if all(text in p.notes for p in plans)]
     lines = [f"costs: {costs}"]
     if _is_async(found):
         lines.append(
@@ -239,12 +233,14 @@ def why_none(found: Found) -> AnabranchError | None:
 
 
 def ratio(step_s: float, ours_s: float) -> float | None:
-    """How many times as long a step is as ours; None where ours takes no time."""
+    """The first over the second, such as another step over ours; None where the second is 0."""
     return step_s / ours_s if ours_s else None
 
 
-def digits(value: float) -> str:
-    """At most six characters up to a million, and at least three digits."""
+def digits(value: float | None) -> str:
+    """At most six characters up to a million, and at least three digits; a dash for None."""
+    if value is None:
+        return "-"
     if value and value < 0.1:
         return f"{value:.1e}" if value < 0.001 else f"{value:.3f}"
     return f"{value:.{2 if value < 100 else 1 if value < 1000 else 0}f}"

@@ -31,8 +31,6 @@ def executed_plan(
         plan: as it was given.
         workload: its optimizer decides on a policy where nobody has.
         policy: that the user asks for, perhaps ``auto``; by default the plan's.
-        is_async: whether there is no flush.
-        round_robin: whether replicas take mini-batches in turn.
 
     Raises:
         InvalidPlanError, InvalidScheduleError, PolicyError: see ``AsyncPipeline``.

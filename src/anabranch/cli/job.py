@@ -16,6 +16,7 @@ from anabranch.cli.preflight import require_own_devices
 from anabranch.cli.progress import TrainingProgress, progress_bar
 from anabranch.cli.settings import LocalPlanSettings, TrainingSettings
 from anabranch.cli.source import Source
+from anabranch.cluster import Cluster
 from anabranch.errors import AnabranchError
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from anabranch.plans.plan import Plan
     from anabranch.profile.profile import Profile
     from anabranch.record import Run
+    from anabranch.timeline import Timeline
     from anabranch.workload import Workload
 
 
@@ -47,10 +49,6 @@ class Job:
     def captured(self) -> Captured:
         """The workload's module as a graph of operators, once it is needed."""
         return self.source.capture(self.workload)
-
-    def capture(self) -> None:
-        """Have it from now on; ranks do this at the same time."""
-        _ = self.captured
 
     @staticmethod
     def of(source: Source, local: LocalPlanSettings) -> Job:
@@ -89,7 +87,6 @@ class Job:
         policy: str = "",
     ) -> Plan:
         """Plan for local ranks; ``own_cores`` as if each had a core of its own."""
-        from anabranch.cluster import Cluster
         from anabranch.runtime.asynchronous.optimizer_facts import optimizer_of
         from anabranch.solve import plan
 
@@ -123,8 +120,6 @@ class Job:
         """Train on local ranks, or as this rank of torchrun.
 
         Args:
-            training: how long, and what to read and keep.
-            is_async: without a flush.
             predicted_s: seconds of a step, or mini-batch, to show beside the measured ones.
             on_interrupt: that of ``launch.run``.
             options: of ``Pipeline`` or ``AsyncPipeline``.
@@ -166,25 +161,25 @@ class Job:
         return launch.run(rank, len(plan.stage_graph.devices), on_interrupt=on_interrupt)[0]
 
     def keep(self, run: Run, folder: Path, plan: Plan | None = None) -> Run:
-        """Put the predicted timeline beside the measured one and write the run's folder.
-
-        Args:
-            run: what came of training.
-            folder: a new one.
-            plan: as it was executed, if otherwise than the run has it.
+        """Put the predicted timeline beside the measured one and write the run's new folder;
+        ``plan``: as it was executed, if otherwise than the run has it.
         """
-        from anabranch.cluster import Cluster
         from anabranch.record import save_run
+
+        run = replace(run, plan=plan or run.plan)
+        if self.profile is not None and run.predicted is not None:
+            run = replace(run, timelines=(("predicted", self.simulated()), *run.timelines))
+        save_run(run, folder)
+        return run
+
+    def simulated(self) -> Timeline:
+        """The step of the plan where the ranks share this machine's cores."""
         from anabranch.solve import simulate
 
         assert self.plan is not None
-        run = replace(run, plan=plan or run.plan)
-        if self.profile is not None and run.predicted is not None:
-            devices = len(self.plan.stage_graph.devices)
-            predicted = simulate(self.plan, self.profile, Cluster.preset(f"local:{devices}"))
-            run = replace(run, timelines=(("predicted", predicted), *run.timelines))
-        save_run(run, folder)
-        return run
+        assert self.profile is not None
+        devices = len(self.plan.stage_graph.devices)
+        return simulate(self.plan, self.profile, Cluster.preset(f"local:{devices}"))
 
 
 def agreed(search: Callable[[], Plan]) -> Plan:

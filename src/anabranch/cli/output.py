@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import Any, Literal
 
 import typer
 
@@ -42,15 +42,7 @@ class Warnings:
     def __init__(self) -> None:
         self._told: set[str] = set()
 
-    def __call__(
-        self,
-        message: Warning | str,
-        category: type[Warning],
-        filename: str,
-        lineno: int,
-        file: TextIO | None = None,
-        line: str | None = None,
-    ) -> None:
+    def __call__(self, message: Warning | str, *_: Any, **__: Any) -> None:
         """See ``warnings.showwarning``."""
         text = " ".join(str(message).split())
         if text in self._told:

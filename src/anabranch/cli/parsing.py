@@ -45,15 +45,13 @@ def named_values(values: list[str] | None, flag: str = "--planner-option") -> di
 def options_by_planner(
     values: list[str] | None, chosen: Sequence[str], known: Mapping[str, Mapping[str, str]]
 ) -> dict[str, dict[str, object]]:
-    """``planner.name=value`` for one planner, ``name=value`` for all that have such an option.
+    """{planner: {option: value}} of ``planner.name=value``, for one planner, and ``name=value``,
+    for all that have such an option; the former goes before.
 
     Args:
         values: what the user wrote.
         chosen: the planners that are compared.
         known: {planner: its options}, of these.
-
-    Returns:
-        {planner: {option: value}}; what is said of one planner goes before what is said of all.
     """
     found: dict[str, dict[str, object]] = {name: {} for name in chosen}
     given = [(*key.rpartition(".")[::2], value) for key, value in named_values(values).items()]

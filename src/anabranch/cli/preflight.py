@@ -13,6 +13,7 @@ import typer
 
 from anabranch.cli.settings import FlushSettings, TrainedPlanSettings, TrainingSettings
 from anabranch.cli.spread import given
+from anabranch.cluster import Cluster
 from anabranch.errors import DataError, InvalidPlanError, TrainingError
 
 if TYPE_CHECKING:
@@ -92,8 +93,6 @@ def require_own_devices(plan: Plan, file: Path) -> None:
     Raises:
         InvalidPlanError: names the devices, as ``check`` does.
     """
-    from anabranch.cluster import Cluster
-
     machines = plan.machines
     if machines is None:
         try:
@@ -119,16 +118,7 @@ def require_runs(
     is_async: bool,
     round_robin: bool,
 ) -> None:
-    """Accept a plan file for a model, as ranks will have to.
-
-    Args:
-        captured: the model by the plan's granularity.
-        plan: of the file.
-        workload: the model.
-        compute: how stages are computed.
-        policy: another one than the plan's.
-        is_async: whether it shall run without a flush.
-        round_robin: whether the replicas of a stage take mini-batches in turn.
+    """Accept a plan file for a model, captured by the plan's granularity, as ranks will have to.
 
     Raises:
         InvalidPlanError: if the plan does not cut the model, or cannot run in that mode.
@@ -191,10 +181,8 @@ def require_trainable(
 
 
 def require_new_run(run: Path | None) -> None:
-    """Accept a folder for figures and report, if the user has named one.
-
-    Raises:
-        TrainingError: if an earlier run is in it.
+    """Accept a folder for figures and report, if the user has named one; raises TrainingError if an
+    earlier run is in it.
     """
     if run is not None and (run / "run.json").exists():
         raise TrainingError(

@@ -42,8 +42,8 @@ class TrainingProgress:
 
     Args:
         predicted_step_s: what the plan says; 0 where it says nothing.
-        is_async: what is called a step is a mini-batch without a flush.
         every_s: seconds between lines where there is no terminal.
+        is_async: what is called a step is a mini-batch without a flush.
     """
 
     def __init__(
@@ -83,11 +83,9 @@ class TrainingProgress:
 
     def _taken(self) -> float:
         """Seconds of a step; 0 where that is not known yet."""
+        from statistics import fmean, median
+
         if not self._seconds:
             return 0.0
-        if self._is_async:
-            return sum(self._seconds) / len(self._seconds)
-        from statistics import median
-
-        # The first step sets things up.
-        return median(self._seconds[-50:])
+        # A flush has a first step that sets things up.
+        return fmean(self._seconds) if self._is_async else median(self._seconds[-50:])

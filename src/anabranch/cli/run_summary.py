@@ -11,9 +11,9 @@ import typer
 
 from anabranch.cli.output import note, print_json
 from anabranch.cli.settings import TrainingSettings
+from anabranch.plans.plan import NOT_PREDICTED, Prediction, memory_text
 
 if TYPE_CHECKING:
-    from anabranch.plans.plan import Prediction
     from anabranch.record import Run
 
 INTERRUPTED = 130
@@ -36,18 +36,15 @@ def say_run(run: Run, folder: Path, ended: str, *, as_json: bool) -> None:
 def _say_result(run: Run) -> None:
     first, last = run.losses[0], sum(run.losses[-10:]) / len(run.losses[-10:])
     rows = [["loss", f"{first:.4f} at first, {last:.4f} over the last steps"]]
-    held_out = "held-out " if "loss" in run.metrics else ""
     for name, value in run.metrics.items():
         chance = f" (chance {run.chance[name]:.4g})" if name in run.chance else ""
-        rows.append([held_out + name, f"{value:.4f}{chance}"])
+        rows.append([run.metric_prefix + name, f"{value:.4f}{chance}"])
     rows += _async_rows(run) if run.policy else step_rows(run)
     for name, text in rows:
         typer.echo(f"  {name:20s} {text}")
 
 
 def _async_rows(run: Run) -> list[list[str]]:
-    from anabranch.plans.plan import memory_text
-
     said = _beside(run.predicted)
     rows = [["policy", run.policy]]
     if run.period_s:
@@ -55,20 +52,14 @@ def _async_rows(run: Run) -> list[list[str]]:
     behind = ", ".join(map(str, run.version_difference))
     rows.append(["version difference", f"{behind} updates, by stage"])
     versions = ", ".join(map(str, run.peak_versions))
-    rows.append(
-        [
-            "versions of weights",
-            f"{versions}, by device; {memory_text(max(run.weight_bytes))} at most",
-        ]
-    )
+    most = memory_text(max(run.weight_bytes))
+    rows.append(["versions of weights", f"{versions}, by device; {most} at most"])
     if run.plan.mode == "async":
         rows.append(["peak memory", _unweighed(run)])
     return rows
 
 
 def step_rows(run: Run) -> list[list[str]]:
-    from anabranch.plans.plan import NOT_PREDICTED, memory_text
-
     predicted = run.predicted
     rows = [["step", f"{run.median_step_s * 1e3:.2f} ms{_beside(predicted)}"]]
     if run.period_s:
@@ -88,8 +79,6 @@ def step_rows(run: Run) -> list[list[str]]:
 
 def _unweighed(run: Run) -> str:
     """Where the peak is not measured: without a flush, when compiled, in a short run."""
-    from anabranch.plans.plan import NOT_PREDICTED, memory_text
-
     predicted = run.predicted
     if predicted is None or not predicted.device_peak_bytes:
         return f"not measured, {NOT_PREDICTED}"
@@ -98,8 +87,6 @@ def _unweighed(run: Run) -> str:
 
 def _beside(predicted: Prediction | None) -> str:
     """What follows a measured time."""
-    from anabranch.plans.plan import NOT_PREDICTED
-
     if predicted is None:
         return f", {NOT_PREDICTED}"
     return f", predicted {predicted.step_s * 1e3:.2f} ms"

@@ -8,6 +8,7 @@ time of ``--help``.
 # Annotations are not left as text: spread would evaluate each of them for --help.
 import os
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -38,7 +39,8 @@ else:
     PolicyName = Literal["auto", *POLICIES]
     OptimizerName = Literal[tuple(OPTIMIZERS)]
 
-_COMPUTING, _EMULATION = "Computing", "Emulated devices"
+_computing = partial(typer.Option, rich_help_panel="Computing")
+_emulated = partial(typer.Option, rich_help_panel="Emulated devices")
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
 Device = Annotated[
@@ -186,6 +188,15 @@ class PlanningSettings:
     ] = "sync"
     optimizer: Optimizer = None
 
+    @property
+    def search(self) -> dict[str, Any]:
+        """What every search takes of it."""
+        return {
+            "microbatch_size": self.microbatch_size,
+            "schedule": self.schedule,
+            "max_replicas": self.max_replicas,
+        }
+
 
 @dataclass(frozen=True)
 class LocalPlanSettings:
@@ -252,37 +263,29 @@ class ComputeSettings:
 
     precision: Annotated[
         Literal["fp32", "bf16", "fp16"],
-        typer.Option(
-            help="bf16 and fp16 run forwards under autocast; fp16 scales the loss.",
-            rich_help_panel=_COMPUTING,
-        ),
+        _computing(help="bf16 and fp16 run forwards under autocast; fp16 scales the loss."),
     ] = "fp32"
     backend: Annotated[
         str | None,
-        typer.Option(
+        _computing(
             "--compile",
             metavar="BACKEND",
             help="Compile each stage with torch.compile: inductor, aot_eager, ...",
-            rich_help_panel=_COMPUTING,
         ),
     ] = None
     offload: Annotated[
         bool,
-        typer.Option(
-            "--offload",
-            help="Keep activations on the host between forward and backward (GPUs).",
-            rich_help_panel=_COMPUTING,
+        _computing(
+            "--offload", help="Keep activations on the host between forward and backward (GPUs)."
         ),
     ] = False
     dropout: Annotated[
         Literal["stage", "sample"],
-        typer.Option(
-            help="sample: random numbers are the same under any plan.", rich_help_panel=_COMPUTING
-        ),
+        _computing(help="sample: random numbers are the same under any plan."),
     ] = "stage"
     accumulate: Annotated[
         int,
-        typer.Option(min=1, help="Batches that make one update.", rich_help_panel=_COMPUTING),
+        _computing(min=1, help="Batches that make one update."),
     ] = 1
 
     def options(self) -> "ComputeOptions":
@@ -361,41 +364,32 @@ class EmulationSettings:
 
     emulate: Annotated[
         bool,
-        typer.Option(
+        _emulated(
             "--emulate",
             help="No training: local ranks wait as long as the plan's devices compute, and "
             "messages take as long as on its cluster. MODEL may be a profile file.",
-            rich_help_panel=_EMULATION,
         ),
     ] = False
     cluster: Annotated[
         str | None,
-        typer.Option(
-            help="Emulate another cluster than the plan's, or plan for this one.",
-            rich_help_panel=_EMULATION,
-        ),
+        _emulated(help="Emulate another cluster than the plan's, or plan for this one."),
     ] = None
     links: Annotated[
         Literal["modelled", "host"],
-        typer.Option(
-            help="host: messages take as long as on this machine.", rich_help_panel=_EMULATION
-        ),
+        _emulated(help="host: messages take as long as on this machine."),
     ] = "modelled"
     bandwidth: Annotated[
         float | None,
-        typer.Option(
-            help="GB/s of every link, instead of the cluster's.", rich_help_panel=_EMULATION
-        ),
+        _emulated(help="GB/s of every link, instead of the cluster's."),
     ] = None
     latency: Annotated[
         float | None,
-        typer.Option(help="Microseconds of every link, likewise.", rich_help_panel=_EMULATION),
+        _emulated(help="Microseconds of every link, likewise."),
     ] = None
     time_scale: Annotated[
         float | None,
-        typer.Option(
-            help="Wall seconds per second of the devices [default: what this machine can do].",
-            rich_help_panel=_EMULATION,
+        _emulated(
+            help="Wall seconds per second of the devices [default: what this machine can do]."
         ),
     ] = None
 

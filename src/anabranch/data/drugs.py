@@ -126,10 +126,9 @@ def encode(
         mutations: cell line -> 0 or 1 per gene.
         copies: cell line -> copies gained or lost per gene.
         formulas: drug -> SMILES.
-        genes: see ``load_responses``.
-        bits: see ``load_responses``.
     """
-    mutations, copies = by_plain_name(mutations), by_plain_name(copies)
+    mutations = {plain_name(cell): features for cell, features in mutations.items()}
+    copies = {plain_name(cell): features for cell, features in copies.items()}
     known = [
         p for p in unambiguous(pairs) if p[0] in mutations and p[0] in copies and p[1] in formulas
     ]
@@ -160,11 +159,6 @@ def encode(
 def plain_name(cell: str) -> str:
     """``NCI-H1299`` and ``nciH1299`` are one cell line."""
     return re.sub("[^A-Z0-9]", "", cell.upper())
-
-
-def by_plain_name(table: Mapping[str, Sequence[int]]) -> dict[str, Sequence[int]]:
-    """The same table under plain names."""
-    return {plain_name(cell): features for cell, features in table.items()}
 
 
 def unambiguous(pairs: Iterable[Sequence[str]]) -> list[tuple[str, str, str]]:

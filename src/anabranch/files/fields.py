@@ -50,11 +50,7 @@ _Core = TypeVar("_Core")
 
 
 def save(path: FilePath, model: type[Strict], document: Mapping[str, Any]) -> None:
-    """Write a document, if it could be read again.
-
-    Raises:
-        FileFormatError: if it could not, or cannot be written.
-    """
+    """Write a document; raises FileFormatError if that fails or it could not be read again."""
     try:
         model.model_validate(document)
     except ValidationError as error:
@@ -65,10 +61,8 @@ def save(path: FilePath, model: type[Strict], document: Mapping[str, Any]) -> No
 
 
 def build(path: FilePath, construct: Callable[[_File], _Core], file: _File) -> _Core:
-    """From the validated document to the core type, whose own conditions come last.
-
-    Raises:
-        FileFormatError: if one of them does not hold.
+    """From the validated document to the core type; raises FileFormatError where one of its own
+    conditions does not hold.
     """
     try:
         return construct(file)

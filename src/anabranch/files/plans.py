@@ -38,30 +38,21 @@ def _check_policy(name: str) -> str:
 
 
 def save_plan(plan: Plan, path: FilePath) -> None:
-    """Write a plan file.
-
-    Raises:
-        FileFormatError: if it cannot be written, or could not be read again.
-    """
+    """Write a plan file; raises FileFormatError if that fails or it could not be read again."""
     save(path, _PlanFile, plan_to_dict(plan))
 
 
 def load_plan(path: FilePath) -> Plan:
-    """Read a plan file.
-
-    Raises:
-        FileFormatError: naming file, key and value.
-    """
+    """Read a plan file; raises FileFormatError, which names file, key and value."""
     return build(path, _to_plan, read_document(path, PLAN, _PlanFile))
 
 
 def plan_to_dict(plan: Plan) -> dict[str, Any]:
     """The document that ``save_plan`` writes, which is also what the command line prints.
 
-    The key ``machines`` holds the cluster as a cluster file does, so that a plan for a cluster of
-    the user's own can be checked and simulated without that file. It is left out where the plan
-    knows no more than the cluster's name. The keys ``mode`` and ``policy`` are those of an
-    asynchronous plan; a synchronous one is written as it was before there were others.
+    ``machines`` holds the cluster as a cluster file does, so that a plan for a cluster of the
+    user's own can be checked and simulated without that file; it is left out where the plan knows
+    the name alone. ``mode`` and ``policy`` are keys of asynchronous plans only.
     """
     graph = plan.stage_graph
     machines = {} if plan.machines is None else {"machines": cluster_to_dict(plan.machines)}
@@ -153,33 +144,19 @@ def _to_plan(file: _PlanFile) -> Plan:
             f"cluster is {file.cluster!r}, but machines describes {machines.name!r}; leave out "
             "machines, or write its name to cluster"
         )
-    return Plan(
-        stage_graph=graph,
-        schedule=file.schedule,
-        planner=file.planner,
-        model=file.model,
-        cluster=file.cluster,
-        profile=file.profile,
-        search_s=file.search_s,
-        simulate_s=file.simulate_s,
-        improve_s=file.improve_s,
-        predicted=_to_prediction(file.predicted, graph) if file.predicted is not None else None,
-        granularity=file.granularity,
-        device=file.device,
-        options=tuple(file.options.items()),
-        notes=tuple(file.notes),
-        machines=machines,
-        mode=file.mode,
-        policy=file.policy,
-    )
+    changed = {
+        "stage_graph": graph,
+        "predicted": _to_prediction(file.predicted, graph) if file.predicted is not None else None,
+        "options": tuple(file.options.items()),
+        "machines": machines,
+    }
+    not_of_plans = {"schema_", "batch_size", "depth", "stages", "edges"}
+    return Plan(**core_fields(file, leave_out=not_of_plans) | changed)
 
 
 def _to_graph(file: _PlanFile) -> StageGraph:
-    return StageGraph(
-        stages=tuple(_to_stage(i, stage) for i, stage in enumerate(file.stages)),
-        edges=tuple((a, b) for a, b in file.edges),
-        batch_size=file.batch_size,
-    )
+    stages = tuple(_to_stage(i, stage) for i, stage in enumerate(file.stages))
+    return StageGraph(stages, tuple((a, b) for a, b in file.edges), file.batch_size)
 
 
 def _in_flight(file: _PlanFile, graph: StageGraph) -> StageGraph:

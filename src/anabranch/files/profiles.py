@@ -27,20 +27,12 @@ PROFILE = "anabranch.profile/1"
 
 
 def save_profile(profile: Profile, path: FilePath) -> None:
-    """Write a profile file.
-
-    Raises:
-        FileFormatError: if it cannot be written, or could not be read again.
-    """
+    """Write a profile file; raises FileFormatError if that fails or it could not be read again."""
     save(path, _ProfileFile, profile_to_dict(profile))
 
 
 def load_profile(path: FilePath) -> Profile:
-    """Read a profile file.
-
-    Raises:
-        FileFormatError: naming file, key and value.
-    """
+    """Read a profile file; raises FileFormatError, which names file, key and value."""
     return build(path, _to_profile, read_document(path, PROFILE, _ProfileFile))
 
 

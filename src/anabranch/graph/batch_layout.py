@@ -34,10 +34,7 @@ class BatchLayout:
                 "the example batch holds no tensor; its tensors say what a batch looks like"
             )
         sizes = {name: tuple(leaves[i].shape) for name, i in zip(names, positions, strict=True)}
-        if (
-            any(not size for size in sizes.values())
-            or len({size[0] for size in sizes.values()}) > 1
-        ):
+        if not all(sizes.values()) or len({size[0] for size in sizes.values()}) > 1:
             listed = ", ".join(f"{name} {size}" for name, size in sizes.items())
             raise CaptureError(
                 "dimension 0 of every tensor in the batch has to be the samples, but the shapes "
@@ -71,16 +68,13 @@ class BatchLayout:
         for i in self.positions:
             leaf = self.leaves[i]
             if device is not None and device.type == "meta":
-                result.append(
-                    torch.empty((samples, *leaf.shape[1:]), dtype=leaf.dtype, device=device)
-                )
+                shape = samples, *leaf.shape[1:]
+                result.append(torch.empty(shape, dtype=leaf.dtype, device=device))
             else:
                 result.append(leaf.detach()[rows.to(leaf.device)].to(device))
         return result
 
 
 def leaf_name(path: tuple[Any, ...]) -> str:
-    parts = [
-        str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path
-    ]
-    return ".".join(parts) or "batch"
+    keys = [getattr(key, "key", getattr(key, "idx", getattr(key, "name", key))) for key in path]
+    return ".".join(map(str, keys)) or "batch"

@@ -31,12 +31,11 @@ class CallGroups:
         self.above: dict[int, int] = {}
         self.alias: dict[int, int] = {}
 
-    def merge(self, into: int, gone: int) -> None:
+    def merge(self, keep: int, gone: int) -> None:
         """Join two groups; the first keeps its path unless it is the lighter one."""
-        lighter = self.weight[into] < self.weight[gone]
-        if lighter or (self.weight[into] == self.weight[gone] and not self.path[into]):
-            self.path[into] = self.path[gone]
-        keep = into
+        lighter = self.weight[keep] < self.weight[gone]
+        if lighter or (self.weight[keep] == self.weight[gone] and not self.path[keep]):
+            self.path[keep] = self.path[gone]
         self.members[keep] += self.members.pop(gone)
         self.weight[keep] = max(self.weight[keep], self.weight.pop(gone))
         self.heavy[keep] += self.heavy.pop(gone)
@@ -101,22 +100,14 @@ def bind(groups: CallGroups, sets: Iterable[Sequence[int]]) -> None:
             groups.merge(keep, g)
 
 
-def components(groups: CallGroups, chosen: set[int]) -> list[set[int]]:
-    left, found = set(chosen), []
-    while left:
-        front = [left.pop()]
-        component = set(front)
-        while front:
-            g = front.pop()
-            near = (groups.succ[g] | groups.pred[g]) & left
-            left -= near
-            component |= near
-            front += near
-        found.append(component)
-    return found
+def components(groups: CallGroups, chosen: set[int]) -> list[list[int]]:
+    """Those of the chosen that are connected, in either direction and by the chosen alone."""
+    beside = {g: (groups.succ[g] | groups.pred[g]) & chosen for g in sorted(chosen)}
+    return strongly_connected(beside)
 
 
-def convex(groups: CallGroups, component: set[int]) -> bool:
+def convex(groups: CallGroups, component: Iterable[int]) -> bool:
+    """Whether no path leaves the groups and comes back."""
     inside = sum(1 << g for g in component)
     above = 0
     for g in component:

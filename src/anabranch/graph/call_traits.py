@@ -65,7 +65,6 @@ def batch_dim(small: torch.Tensor, large: torch.Tensor, sizes: tuple[int, int]) 
     Args:
         small: the value for ``sizes[0]`` samples.
         large: the value for ``sizes[1]`` samples.
-        sizes: two numbers of samples.
 
     Raises:
         ValueError: if samples are folded into a dimension, occur in several, or the size depends on
@@ -83,11 +82,8 @@ def batch_dim(small: torch.Tensor, large: torch.Tensor, sizes: tuple[int, int]) 
 
 
 class CallTraits:
-    """Traits of every call of a program.
-
-    Args:
-        program: propagated, for some number of samples.
-        other: the same for another number of samples.
+    """Traits of every call of a program that is propagated for some number of samples, and of
+    ``other``, the same for another number.
     """
 
     def __init__(self, program: FlatProgram, other: FlatProgram) -> None:

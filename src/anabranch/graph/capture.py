@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -33,6 +33,7 @@ from anabranch.graph.flat_program import (
     FlatProgram,
     RefusedError,
     Source,
+    batch_sizes,
     gradient_calls,
     lower,
     propagate,
@@ -77,11 +78,8 @@ class Captured:
     """A captured module.
 
     Attributes:
-        graph: its operators.
-        module: the user's module, whose parameters every program uses.
+        module: the user's, whose parameters every program uses.
         metrics: names of the scalars that the module returns besides the loss.
-        granularity: how coarse the operators are.
-        training: whether this is the training graph.
         samples: the example's number of samples (2 where it had one).
         value_calls: value of the graph -> position of the call that makes it, -1 for a leaf of the
             batch.
@@ -152,9 +150,7 @@ class Captured:
 
     @cached_property
     def leaf_types(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Leaf of a batch -> its shape without the samples, and its type: the example's, which the
-        programs are made for.
-        """
+        """Leaf of a batch -> the shape without the samples, and the type that programs take."""
         layout = self._layout
         leaves = [layout.leaves[i] for i in layout.positions]
         return {
@@ -170,15 +166,15 @@ class Captured:
         """
         paths, _ = pytree.tree_flatten_with_path(batch)
         chosen = {leaf_name(path): leaf for path, leaf in paths if isinstance(leaf, torch.Tensor)}
-        if len(paths) != len(self._layout.leaves) or tuple(chosen) != self._layout.names:
-            missing = [name for name in self._layout.names if name not in chosen]
-            extra = [name for name in chosen if name not in self._layout.names]
-            wrong = ([f"lacks {', '.join(missing)}"] if missing else []) + (
-                [f"has {', '.join(extra)} besides"] if extra else []
-            )
+        names = self._layout.names
+        if len(paths) != len(self._layout.leaves) or tuple(chosen) != names:
+            missing = [name for name in names if name not in chosen]
+            extra = [name for name in chosen if name not in names]
+            wrong = [f"lacks {', '.join(missing)}"] if missing else []
+            wrong += [f"has {', '.join(extra)} besides"] if extra else []
             raise ValueError(
                 f"the batch holds {', '.join(chosen) or 'no tensors'}, but the workload's example "
-                f"holds {', '.join(self._layout.names)}: it {' and '.join(wrong) or 'differs'}; "
+                f"holds {', '.join(names)}: it {' and '.join(wrong) or 'differs'}; "
                 "every batch has to be built as the example is"
             )
         return chosen
@@ -258,7 +254,7 @@ class _Exporter:
         self.device = device
         self.wrapped = ReturnsLoss(module, layout.rebuild)
         self.names = _first_names(module)
-        self.tensors = {
+        self.tensors: dict[Source, torch.Tensor] = {
             **{Source(PARAMETER, n): p for n, p in module.named_parameters()},
             **{Source(BUFFER, n): b for n, b in module.named_buffers()},
         }
@@ -291,17 +287,12 @@ class _Exporter:
 
     def at(self, samples: int, device: torch.device | None = None) -> FlatProgram:
         """A program with values; tensors are constructed on the device."""
-        program = None
         if self.dynamic is not None:
-            try:
-                program = self.lowered(self.dynamic, samples, device)
-            except RefusedError:
-                program = None
-        if program is None:
-            if samples not in self.fixed:
-                self.fixed[samples] = self.run(samples, dynamic=False)
-            program = self.lowered(self.fixed[samples], samples, device)
-        return program
+            with suppress(RefusedError):
+                return self.lowered(self.dynamic, samples, device)
+        if samples not in self.fixed:
+            self.fixed[samples] = self.run(samples, dynamic=False)
+        return self.lowered(self.fixed[samples], samples, device)
 
     def lowered(
         self, exported: torch.export.ExportedProgram, samples: int, device: torch.device | None
@@ -309,9 +300,8 @@ class _Exporter:
         program = lower(
             exported, samples, names=self.names, batch_names=list(self.layout.names), device=device
         )
-        leaves = dict(
-            zip(self.layout.names, self.layout.resized(1, torch.device("meta")), strict=True)
-        )
+        examples = self.layout.resized(1, torch.device("meta"))
+        leaves = dict(zip(self.layout.names, examples, strict=True))
 
         def find(source: Source) -> torch.Tensor:
             if source.kind == BATCH_LEAF:
@@ -319,9 +309,8 @@ class _Exporter:
                 return torch.empty(
                     (samples, *leaf.shape[1:]), dtype=leaf.dtype, device=device or self.device
                 )
-            return (
-                self.tensors[source] if source in self.tensors else program.constants[source.name]
-            )
+            known = self.tensors.get(source)
+            return program.constants[source.name] if known is None else known
 
         try:
             propagate(program, find, device)
@@ -334,14 +323,8 @@ class _Exporter:
 
 def _is_fixed(exported: torch.export.ExportedProgram) -> bool:
     """Whether the tracer met a line that needs the number of samples as a constant."""
-    leaves = [
-        node.meta["val"].shape[0]
-        for spec, node in zip(
-            exported.graph_signature.input_specs, exported.graph.nodes, strict=False
-        )
-        if spec.kind is torch.export.graph_signature.InputKind.USER_INPUT
-    ]
-    return any(isinstance(size, int) or size.node.expr.is_number for size in leaves)
+    sizes = batch_sizes(exported)
+    return any(isinstance(size, int) or size.node.expr.is_number for size in sizes)
 
 
 @contextmanager

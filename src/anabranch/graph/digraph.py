@@ -12,12 +12,8 @@ _T = TypeVar("_T", bound=Hashable)
 def topological_order(after: Mapping[_T, Iterable[_T]], rank: Callable[[_T], Any]) -> list[_T]:
     """The nodes in topological order, of those that may come next always the least by rank.
 
-    Args:
-        after: every node is a key.
-        rank: different for any two nodes.
-
-    Returns:
-        All nodes but those on a cycle and behind one.
+    Every node is a key of ``after``, and no two have the same rank. Nodes on a cycle, and behind
+    one, are left out.
     """
     waiting = dict.fromkeys(after, 0)
     for targets in after.values():
@@ -39,8 +35,7 @@ def topological_order(after: Mapping[_T, Iterable[_T]], rank: Callable[[_T], Any
 def strongly_connected(after: Mapping[_T, Iterable[_T]]) -> list[list[_T]]:
     """The strongly connected components, in topological order (Kosaraju's algorithm).
 
-    Args:
-        after: every node is a key.
+    Every node is a key of ``after``.
     """
     before: dict[_T, list[_T]] = {node: [] for node in after}
     for node, targets in after.items():

@@ -163,10 +163,7 @@ def _quiet() -> Iterator[None]:
 @contextlib.contextmanager
 def _watched(checkpoints: set[str]) -> Iterator[None]:
     """Refuse custom gradients and replace checkpoints by plain calls while a forward pass is
-    traced.
-
-    Args:
-        checkpoints: receives the places where torch.utils.checkpoint is called.
+    traced; the places of those calls are added to ``checkpoints``.
     """
     function = torch.autograd.Function
     before = function.__dict__["apply"]

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,20 +28,22 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.node import map_aggregate
+from torch.utils._pytree import tree_leaves
 
 from anabranch.errors import CaptureError
 
 PARAMETER, BUFFER, CONSTANT, BATCH_LEAF = "parameter", "buffer", "constant", "batch"
 
-# Change what their schema does not say, running mean and variance, if argument 5 (training) is
-# true.
-_HIDDEN_WRITES = {
-    "aten::batch_norm": (3, 4),
-    "aten::instance_norm": (3, 4),
-    "aten::native_batch_norm": (3, 4),
-    "aten::cudnn_batch_norm": (3, 4),
-    "aten::miopen_batch_norm": (3, 4),
+_NORMS = {
+    "aten::batch_norm",
+    "aten::instance_norm",
+    "aten::native_batch_norm",
+    "aten::cudnn_batch_norm",
+    "aten::miopen_batch_norm",
 }
+"""Change arguments 3 and 4 (running mean, variance) if 5 (training) is true; no schema says so."""
+
+_Symbolic = torch.SymInt | torch.SymFloat | torch.SymBool
 _CHECKS = {
     "aten::_assert_tensor_metadata",
     "aten::_assert_scalar",
@@ -63,7 +65,6 @@ class FlatProgram:
     """The flat program for one number of samples.
 
     Attributes:
-        samples: the size of dimension 0 of every batch leaf.
         graph: placeholders, calls in program order, and an output ``(loss, *metrics)``. After
             ``propagate`` each node has ``meta["val"]``, a fake tensor whose ``requires_grad`` is
             true to eager execution.
@@ -120,9 +121,8 @@ def written(node: fx.Node) -> list[fx.Node]:
     schema = getattr(node.target, "_schema", None)
     if schema is None or node.op != "call_function":
         return []
-    positions = set(
-        _HIDDEN_WRITES.get(schema.name, ()) if len(node.args) > 5 and node.args[5] else ()
-    )
+    trains = schema.name in _NORMS and len(node.args) > 5 and node.args[5]
+    positions = {3, 4} if trains else set()
     names = set()
     for i, argument in enumerate(schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -130,15 +130,7 @@ def written(node: fx.Node) -> list[fx.Node]:
             names.add(argument.name)
     chosen = [arg for i, arg in enumerate(node.args) if i in positions]
     chosen += [arg for name, arg in node.kwargs.items() if name in names]
-    return [leaf for leaf in _leaves(chosen) if isinstance(leaf, fx.Node)]
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _leaves(item)
-    else:
-        yield value
+    return [leaf for leaf in tree_leaves(chosen) if isinstance(leaf, fx.Node)]
 
 
 class RefusedError(Exception):
@@ -157,7 +149,6 @@ def lower(
 
     Args:
         exported: its forward takes the batch leaves and returns a dict, ``loss`` first.
-        samples: number of samples.
         names: every name of a parameter or buffer in the exported module -> its first name in the
             user's.
         batch_names: names of the batch leaves.
@@ -191,13 +182,9 @@ def lower(
 
 def _symbols(exported: torch.export.ExportedProgram, samples: int) -> dict[Any, int]:
     """Every symbol that stands for the number of samples -> that number."""
-    kinds = torch.export.graph_signature.InputKind
     known: dict[Any, int] = {}
     guards: list[Any] = []
-    for spec, node in zip(exported.graph_signature.input_specs, exported.graph.nodes, strict=False):
-        if spec.kind is not kinds.USER_INPUT:
-            continue
-        size = node.meta["val"].shape[0]
+    for size in batch_sizes(exported):
         if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
             known[size.node.expr] = samples
             scope = size.node.shape_env
@@ -211,6 +198,13 @@ def _symbols(exported: torch.export.ExportedProgram, samples: int) -> dict[Any, 
     if any(guard.xreplace(known) == sympy.false for guard in guards):
         raise RefusedError
     return known
+
+
+def batch_sizes(exported: torch.export.ExportedProgram) -> list[int | torch.SymInt]:
+    """Dimension 0 of every leaf of the batch."""
+    user_input = torch.export.graph_signature.InputKind.USER_INPUT
+    pairs = zip(exported.graph_signature.input_specs, exported.graph.nodes, strict=False)
+    return [node.meta["val"].shape[0] for spec, node in pairs if spec.kind is user_input]
 
 
 class _Builder:
@@ -259,13 +253,13 @@ class _Builder:
             return self.env[argument]
         if isinstance(argument, torch.device) and self.device is not None:
             return self.device
-        if isinstance(argument, torch.SymInt | torch.SymFloat | torch.SymBool):
-            return self.number(argument)
-        return argument
+        return self.number(argument)
 
     def number(self, symbolic: Any) -> Any:
-        """A symbolic number for this many samples, or None where it depends on the data."""
-        if not isinstance(symbolic, torch.SymInt | torch.SymFloat | torch.SymBool):
+        """A symbolic number for this many samples, None where it depends on the data; the rest as
+        it is.
+        """
+        if not isinstance(symbolic, _Symbolic):
             return symbolic
         expression = symbolic.node.expr.xreplace(self.symbols)
         if not getattr(expression, "free_symbols", None):
@@ -275,25 +269,21 @@ class _Builder:
 
     def call(self, owner: nn.Module, node: fx.Node) -> None:
         value = node.meta.get("val")
-        if isinstance(value, int | float | bool | torch.SymInt | torch.SymFloat | torch.SymBool):
+        if isinstance(value, int | float | bool | _Symbolic):
             known = self.number(value)
             if known is not None:
                 self.env[node] = known
                 return
         if schema_name(node) in _CHECKS:
             return
-        region = _region(node)
-        if region is not None:
-            self.inline(node, *region)
+        if node.target is torch.ops.higher_order.wrap_with_set_grad_enabled:
+            self.inline(node, bool(node.args[0]), node.args[1:])
             return
         args = map_aggregate(node.args, self.value)
         kwargs = map_aggregate(node.kwargs, self.value)
         if node.target is operator.getitem and not isinstance(args[0], fx.Node):
             self.env[node] = args[0][args[1]]  # type: ignore[index]
             return
-        self.emit(node, args, kwargs)
-
-    def emit(self, node: fx.Node, args: Any, kwargs: Any) -> None:
         args = map_aggregate(args, self.keep_region)
         new = self.graph.create_node("call_function", node.target, args, kwargs, name=node.name)
         for key in ("nn_module_stack", "stack_trace"):
@@ -347,12 +337,6 @@ class _Builder:
                 self.graph.erase_node(node)
 
 
-def _region(node: fx.Node) -> tuple[bool, tuple[Any, ...]] | None:
-    if node.target is torch.ops.higher_order.wrap_with_set_grad_enabled:
-        return bool(node.args[0]), node.args[1:]
-    return None
-
-
 def _to_front(graph: fx.Graph) -> None:
     first = next(node for node in graph.nodes if node.op != "placeholder")
     for node in list(graph.nodes):
@@ -365,12 +349,9 @@ def _follow_writes(graph: fx.Graph) -> None:
     position = {node: i for i, node in enumerate(graph.nodes)}
     for node in graph.nodes:
         schema = getattr(node.target, "_schema", None)
-        returned = (
-            schema.returns[0].alias_info
-            if schema is not None and len(schema.returns) == 1
-            else None
-        )
-        if returned is None or not returned.is_write:
+        returns = list(schema.returns) if schema is not None else []
+        alias = returns[0].alias_info if len(returns) == 1 else None
+        if alias is None or not alias.is_write:
             continue
         for target in written(node):
             if target.op != "placeholder":
@@ -383,11 +364,8 @@ def propagate(
 ) -> None:
     """Run the program on fake tensors: fills ``meta["val"]`` and ``meta["storage"]`` of every node.
 
-    Args:
-        program: a program without values.
-        find: source -> a tensor whose size, stride, dtype and need of a gradient are the
-            placeholder's.
-        device: where every placeholder is; by default where the found tensor is.
+    ``find`` gives for a source a tensor whose size, stride, dtype and need of a gradient are the
+    placeholder's; it is on the device, or else where the found tensor is.
     """
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     env: dict[fx.Node, Any] = {}
@@ -424,5 +402,5 @@ def gradient_calls(program: FlatProgram) -> set[fx.Node]:
 def requires_grad(node: fx.Node) -> bool:
     """Whether eager execution would track gradients of the node's value, or of a part of it."""
     return any(
-        isinstance(v, torch.Tensor) and v.requires_grad for v in _leaves(node.meta.get("val"))
+        isinstance(v, torch.Tensor) and v.requires_grad for v in tree_leaves(node.meta.get("val"))
     )

@@ -55,14 +55,11 @@ class _KeepLayout(torch.autograd.Function):
 
 
 def keep_layout(x: torch.Tensor, order: list[int]) -> torch.Tensor:
-    """The tensor itself, whose gradient is laid out in memory like the tensor was in one process.
+    """The tensor itself, whose gradient is laid out in memory like the tensor was in one process:
+    its dimensions from the largest stride to the smallest.
 
     Sums run in the order of memory, so a gradient that was sent and came back row by row would be
     summed differently.
-
-    Args:
-        x: a tensor.
-        order: its dimensions from the largest stride to the smallest.
     """
     result: torch.Tensor = _KeepLayout.apply(x, order)  # type: ignore[no-untyped-call]
     return result

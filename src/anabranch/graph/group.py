@@ -57,11 +57,8 @@ def group(
 ) -> Grouping:
     """Group the calls of a program into operators.
 
-    Args:
-        program: propagated, for some number of samples.
-        other: the same program for another number of samples, to see which dimensions are samples.
-        module: the user's module; the paths of the calls are paths in it.
-        granularity: how coarse.
+    ``other`` is the same program for another number of samples, which shows the dimensions that are
+    samples. The paths of the calls are paths in the user's module.
     """
     traits = CallTraits(program, other)
     groups = CallGroups(traits)
@@ -131,8 +128,7 @@ def _contract(groups: CallGroups, together: Callable[[int, int], bool], *, one_h
 
 
 def _contract_keys(groups: CallGroups, key: Callable[[str], str]) -> None:
-    keys = {g: key(path) for g, path in groups.path.items()}
-    groups.path = dict(keys)
+    groups.path = {g: key(path) for g, path in groups.path.items()}
     _contract(
         groups,
         lambda a, b: bool(groups.path[a]) and groups.path[a] == groups.path[b],
@@ -197,9 +193,8 @@ class Blocks:
         block = self.block(path)
         if not block or path == block:
             return path
-        rest = path[len(block) + 1 :].split(".")
         taken = block
-        for part in rest:
+        for part in path[len(block) + 1 :].split("."):
             taken = f"{taken}.{part}"
             if taken not in self.lists:
                 break
@@ -248,16 +243,11 @@ def _named(groups: CallGroups, module: nn.Module) -> Grouping:
 def group_like(
     program: FlatProgram, other: FlatProgram, train: FlatProgram, grouping: Grouping
 ) -> Grouping:
-    """Give the calls of an evaluation program to the operators of the training program.
+    """Give the calls of an evaluation program (for two numbers of samples) to the operators of the
+    training program.
 
     A call goes where the same call of the same module went, counted from the first one there;
     failing that to the operator of its latest input, and never before one of its inputs.
-
-    Args:
-        program: propagated evaluation program.
-        other: the same for another number of samples.
-        train: the training program.
-        grouping: its operators.
     """
     traits = CallTraits(program, other)
     homes: dict[tuple[str, str], list[int]] = defaultdict(list)

@@ -17,7 +17,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, reduce
+from operator import or_
 from typing import Literal
 
 Granularity = Literal["operator", "layer", "block"]
@@ -37,12 +38,8 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One operator.
-
-    Attributes:
-        name: unique in the graph.
-        parameters: names of the parameters that it reads.
-        kind: what to call it in a report, such as ``Linear``.
+    """One operator: its unique name, the names of the parameters that it reads, and what to call it
+    in a report, such as ``Linear``.
     """
 
     name: str
@@ -132,17 +129,17 @@ class OpGraph:
     @cached_property
     def successors(self) -> tuple[int, ...]:
         """Per operator, the bit mask of the operators that read a value of it."""
-        masks = [0] * len(self.ops)
-        for a, b in self.edges:
-            masks[a] |= 1 << b
-        return tuple(masks)
+        return self._neighbours(self.edges)
 
     @cached_property
     def predecessors(self) -> tuple[int, ...]:
         """Per operator, the bit mask of the operators whose values it reads."""
+        return self._neighbours((b, a) for a, b in self.edges)
+
+    def _neighbours(self, pairs: Iterable[tuple[int, int]]) -> tuple[int, ...]:
         masks = [0] * len(self.ops)
-        for a, b in self.edges:
-            masks[b] |= 1 << a
+        for a, b in pairs:
+            masks[a] |= 1 << b
         return tuple(masks)
 
     @cached_property
@@ -161,15 +158,8 @@ class OpGraph:
         return {parameter.name: parameter.nbytes for parameter in self.parameters}
 
     def mask(self, names: Iterable[str]) -> int:
-        """Bit mask of the named operators.
-
-        Raises:
-            KeyError: for a name that the graph does not have.
-        """
-        result = 0
-        for name in names:
-            result |= 1 << self.index[name]
-        return result
+        """Bit mask of the named operators; raises KeyError for a name that is not there."""
+        return reduce(or_, (1 << self.index[name] for name in names), 0)
 
     def names(self, mask: int) -> tuple[str, ...]:
         """Names of the operators in a bit mask, in topological order."""

@@ -23,9 +23,10 @@ def build(
     module: nn.Module, program: FlatProgram, other: FlatProgram, grouping: Grouping, training: bool
 ) -> tuple[OpGraph, tuple[int, ...], tuple[int | None, ...]]:
     """The graph of operators, with the call and the batch dimension of each value."""
-    owners = dict(zip(program.calls, grouping.owners, strict=True))
-    twins = dict(zip(program.calls, other.calls, strict=True))
-    position = {node: i for i, node in enumerate(program.calls)}
+    calls = program.calls
+    owners = dict(zip(calls, grouping.owners, strict=True))
+    twins = dict(zip(calls, other.calls, strict=True))
+    position = {node: i for i, node in enumerate(calls)}
     readers = _readers(program, owners)
     carriers = gradient_calls(program) if training else set()
     read: list[set[str]] = [set() for _ in grouping.names]

@@ -14,10 +14,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import fx
-from torch.fx.node import map_aggregate
 
 from anabranch.graph.capture import Captured
 from anabranch.graph.flat_program import (
@@ -57,10 +55,8 @@ class Port:
 class TiedUse:
     """A use of a parameter that several stages read; its gradient is collected on its own.
 
-    Attributes:
-        name: of the parameter.
-        order: position among the summands of the parameter's gradient in one micro-batch; 0 is
-            added first.
+    ``order`` is its position among the summands of the parameter's gradient in one micro-batch; 0
+    is added first.
     """
 
     name: str
@@ -100,11 +96,11 @@ class PortMap:
     def stage(self, call: int) -> int:
         return self.stage_of[self.owners[self.calls[call]]]
 
-    def of(self, node: fx.Node) -> tuple[list[Use], list[Use]]:
+    def uses(self, node: fx.Node) -> tuple[list[Use], list[Use]]:
         """Uses of a node: with a gradient, in the order in which autograd adds them; and others."""
-        after = (
-            self.last_write.get(node.meta.get("storage", 0), -1) if node.op != "placeholder" else -1
-        )
+        after = -1
+        if node.op != "placeholder":
+            after = self.last_write.get(node.meta.get("storage", 0), -1)
         with_grad: list[Use] = []
         without: list[Use] = []
         for user in node.users:
@@ -123,7 +119,7 @@ class PortMap:
         result: list[tuple[int, list[Use]]] = []
         for use in uses:
             stage = self.stage(use[0])
-            if result and len(result) == 1 and result[0][0] == stage:
+            if len(result) == 1 and result[0][0] == stage:
                 result[0][1].append(use)
             else:
                 result.append((stage, [use]))
@@ -132,7 +128,7 @@ class PortMap:
     def add_value(self, index: int, call: int) -> list[Port]:
         node = self.calls[call]
         home = self.stage(call)
-        with_grad, without = self.of(node)
+        with_grad, without = self.uses(node)
         ports: list[Port] = []
         if self.exact:
             runs = self.runs(with_grad)
@@ -167,7 +163,7 @@ class PortMap:
         for node, source in program.sources.items():
             if source.kind != PARAMETER or not requires_grad(node):
                 continue
-            runs = self.runs(self.of(node)[0])
+            runs = self.runs(self.uses(node)[0])
             if len({stage for stage, _ in runs}) < 2:
                 continue
             for order, (stage, uses) in enumerate(runs):
@@ -181,12 +177,5 @@ class PortMap:
 def arguments(node: fx.Node) -> list[fx.Node]:
     """Arguments that are nodes, in order, a node as often as it occurs."""
     found: list[fx.Node] = []
-
-    def note(argument: Any) -> Any:
-        if isinstance(argument, fx.Node):
-            found.append(argument)
-        return argument
-
-    map_aggregate(node.args, note)
-    map_aggregate(node.kwargs, note)
+    fx.map_arg((node.args, node.kwargs), found.append)
     return found

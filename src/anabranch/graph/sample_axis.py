@@ -50,13 +50,7 @@ class SampleAxis:
 def blocks(axis: SampleAxis, shape: Sequence[int], samples: int) -> tuple[int, int, int]:
     """A value as ``[before, samples, after]``; its elements keep their order.
 
-    Args:
-        axis: of the value, without trouble.
-        shape: of the value for that number of samples.
-        samples: how many.
-
-    Returns:
-        The three sizes; samples is 0 where the value has none.
+    ``samples`` is 0 where the value has none; its axis has no trouble.
     """
     if axis.dim < 0:
         return 1, 0, math.prod(shape)

@@ -47,11 +47,8 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Parts of which each precedes the next.
-
-    Attributes:
-        children: at least two.
-        forced: the order between the children was added, because the part is not series-parallel.
+    """At least two parts of which each precedes the next; ``forced``, that order was added, because
+    the part is not series-parallel.
     """
 
     children: tuple[Node, ...]
@@ -69,11 +66,9 @@ Node: TypeAlias = Leaf | Series | Parallel
 
 
 def decompose(graph: OpGraph) -> Node:
-    """Decompose a graph into series and parallel parts.
+    """Decompose a graph into a tree of series and parallel parts, whose leaves are all operators.
 
-    Returns:
-        A tree whose leaves are all operators, each once. No ``Series`` holds a ``Series`` that is
-        not forced, and no ``Parallel`` a ``Parallel``.
+    No ``Series`` holds a ``Series`` that is not forced, and no ``Parallel`` a ``Parallel``.
     """
     return _decompose(graph, (1 << len(graph)) - 1)
 
@@ -98,14 +93,9 @@ def is_series_parallel(node: Node) -> bool:
 def signature(graph: OpGraph, node: Node, keys: Sequence[Hashable]) -> Hashable:
     """What two parts have in common if and only if a planner may treat them as the same.
 
-    Args:
-        graph: the graph that was decomposed.
-        node: a part of it.
-        keys: per operator of the graph, what it costs.
-
-    Returns:
-        The shape of the part, the keys of its operators, and the sizes of the values that they
-        read and make with the places of both ends inside the part.
+    The shape of the part, the keys of its operators (``keys``: per operator of the graph, what it
+    costs), and the sizes of the values that they read and make, with the places of both ends inside
+    the part.
     """
     order = list(operators(node))
     place = {op: position for position, op in enumerate(order)}
@@ -209,11 +199,10 @@ def _orders(graph: OpGraph, mask: int) -> Iterator[list[int]]:
     """Topological orders: as given, by longest way from a source, by longest way to a sink."""
     chosen = list(bits(mask))
     yield chosen
-    early: dict[int, int] = {}
+    early, late = dict.fromkeys(chosen, 0), dict.fromkeys(chosen, 0)
     for i in chosen:
         early[i] = 1 + max((early[j] for j in bits(graph.predecessors[i] & mask)), default=0)
-    yield sorted(chosen, key=lambda i: (early[i], i))
-    late: dict[int, int] = {}
     for i in reversed(chosen):
         late[i] = 1 + max((late[j] for j in bits(graph.successors[i] & mask)), default=0)
+    yield sorted(chosen, key=lambda i: (early[i], i))
     yield sorted(chosen, key=lambda i: (-late[i], i))

@@ -74,12 +74,8 @@ class StageProgram:
 
 
 def split(captured: Captured, stages: Sequence[Sequence[str]], *, exact: bool = False) -> Split:
-    """Cut a captured module into stages.
-
-    Args:
-        captured: the module.
-        stages: names of operators per stage, the stages in topological order.
-        exact: make gradients bitwise those of one process.
+    """Cut a captured module into stages, given by the names of their operators, in topological
+    order; ``exact`` makes gradients bitwise those of one process.
 
     Raises:
         ValueError: if the stages do not hold every operator exactly once, or a value would flow to
@@ -116,14 +112,7 @@ def stages_like(evaluation: Captured, stages: Sequence[Sequence[str]]) -> list[l
 
 
 class Split:
-    """The stages of a captured module.
-
-    Attributes:
-        captured: the module.
-        stage_of: per operator, its stage.
-        num_stages: number of stages.
-        exact: whether gradients are bitwise those of one process.
-    """
+    """The stages of a captured module; ``stage_of`` has the stage of every operator."""
 
     def __init__(
         self, captured: Captured, stage_of: tuple[int, ...], num_stages: int, exact: bool
@@ -160,18 +149,15 @@ class Split:
         """The model's buffers that a stage reads or updates, in the model's order."""
         program = self.captured.at(self.captured.samples, device=self.captured.capture_device)
         needed = _needed(program, self.captured.owners(program), self.stage_of, stage)
-        read = {program.sources[n].name for n in needed if _kind(program, n) == BUFFER}
+        sources = [program.sources[n] for n in needed if n in program.sources]
+        read = {source.name for source in sources if source.kind == BUFFER}
         return {n: b for n, b in self.captured.module.named_buffers() if n in read}
 
     def program(
         self, stage: int, samples: int, *, device: torch.device | str | None = None
     ) -> StageProgram:
-        """What a stage runs for a number of samples.
-
-        Args:
-            stage: index of the stage.
-            samples: at least 1.
-            device: where tensors are constructed; by default where the module's parameters are now.
+        """What a stage runs for a number of samples, which constructs its tensors on the device (by
+        default where the module's parameters are now).
         """
         place = torch.device(device) if device is not None else self.captured.device
         key = (stage, samples, place)
@@ -179,10 +165,6 @@ class Split:
             program = self.captured.at(samples, device=place)
             self._cache[key] = _Cutter(self, program, stage).cut()
         return self._cache[key]
-
-
-def _kind(program: FlatProgram, node: fx.Node) -> str:
-    return program.sources[node].kind if node in program.sources else ""
 
 
 def _needed(
@@ -248,8 +230,12 @@ class _Cutter:
             self.graph.call_function(torch.ops.aten.detach.default, (self.env[n],)) for _, n in made
         ]
         self.graph.output(tuple(returned))
+        module = fx.GraphModule(self.attributes, self.graph, class_name=f"Stage{self.stage}")
+        for target in self.transient:
+            owner, _, name = target.rpartition(".")
+            module.get_submodule(owner)._non_persistent_buffers_set.add(name)
         return StageProgram(
-            module=self.assembled(),
+            module=module,
             inputs=inputs,
             tied=tied,
             batch=batch,
@@ -347,9 +333,8 @@ class _Cutter:
         if source.kind == CONSTANT:
             target = f"_constants.{source.name.replace('.', '_')}"
             value = self.program.constants[source.name]
-            self.attributes[target] = (
-                value.to(node.meta["val"].device) if not value.is_meta else value
-            )
+            at_home = value if value.is_meta else value.to(node.meta["val"].device)
+            self.attributes[target] = at_home
             self.transient.add(target)
         else:
             owner, _, name = source.name.rpartition(".")
@@ -363,13 +348,3 @@ class _Cutter:
         new = self.graph.get_attr(target)
         new.meta = dict(node.meta)
         return new
-
-    def assembled(self) -> fx.GraphModule:
-        root: dict[str, Any] = self.attributes
-        # A read tensor may be made late in the graph by ``attribute``: all of them are attributes,
-        # so order is no concern.
-        module = fx.GraphModule(root, self.graph, class_name=f"Stage{self.stage}")
-        for target in self.transient:
-            owner, _, name = target.rpartition(".")
-            module.get_submodule(owner)._non_persistent_buffers_set.add(name)
-        return module

@@ -49,19 +49,11 @@ class CandleUno(nn.Module):
 
     Args:
         features: width of each branch's input.
-        width: of every dense layer.
-        layers: dense layers in a branch.
-        top_layers: dense layers after the concatenation.
-        dropout: after every dense layer.
+        width: of every dense layer; ``layers`` in a branch, ``top_layers`` after the concatenation.
     """
 
     def __init__(
-        self,
-        features: Sequence[int],
-        width: int,
-        layers: int,
-        top_layers: int,
-        dropout: float = 0.0,
+        self, features: Sequence[int], width: int, layers: int, top_layers: int, dropout: float
     ):
         super().__init__()
         self.branches = nn.ModuleList(

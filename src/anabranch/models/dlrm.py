@@ -18,10 +18,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from anabranch.models.layers import FeedForward
+from anabranch.models.layers import FeedForward, of_answers
 from anabranch.models.sizes import Sizes
 from anabranch.models.synthetic_data import SIGNAL, Draw, prototypes, under_noise
 from anabranch.models.workload_builders import synthetic_workload
@@ -77,13 +76,9 @@ class DLRM(nn.Module):
     Args:
         features: width of each dense input.
         tables: rows of each sparse input's table.
-        width: of every dense layer.
-        layers: dense layers in a dense branch.
-        top_layers: dense layers after the concatenation.
+        width: of every dense layer; ``layers`` in a dense branch, ``top_layers`` after the join.
         embedding: width of a table.
-        bag: rows that a sample picks from each table.
-        pooling: ``concat``, ``sum`` or ``mean`` of the rows of a bag.
-        dropout: after every dense layer.
+        bag: rows that a sample picks from each table, pooled by ``concat``, ``sum`` or ``mean``.
     """
 
     def __init__(
@@ -120,12 +115,7 @@ class DLRM(nn.Module):
             + [table(x) for table, x in zip(self.sparse, sparse, strict=True)],
             dim=-1,
         )
-        logit = self.head(self.top(joined)).squeeze(-1)
-        right = (logit > 0) == (target > 0.5)
-        return {
-            "loss": F.binary_cross_entropy_with_logits(logit, target),
-            "accuracy": right.float().mean(),
-        }
+        return of_answers(self.head(self.top(joined)).squeeze(-1), target)
 
 
 def clicks(sizes: DLRMSizes) -> Draw:
@@ -142,9 +132,8 @@ def clicks(sizes: DLRMSizes) -> Draw:
         shape = (sizes.sparse_branches, samples, sizes.bag)
         rows = torch.randint(sizes.rows, shape, generator=generator)
         telling = torch.rand(shape, generator=generator) < SIGNAL
-        rows = torch.where(telling, rows - rows % 2 + target[:, None], rows).clamp(
-            max=sizes.rows - 1
-        )
+        rows = torch.where(telling, rows - rows % 2 + target[:, None], rows)
+        rows = rows.clamp(max=sizes.rows - 1)
         return {"dense": dense, "sparse": list(rows), "target": target.float()}
 
     return draw

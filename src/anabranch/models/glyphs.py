@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from anabranch.data.glyphs import SIDE, WORDS, load_glyphs, true_and_false_pairs
-from anabranch.models.layers import TransformerLayer
+from anabranch.models.layers import TransformerLayer, of_answers
 from anabranch.models.sizes import Sizes
 from anabranch.models.synthetic_data import seeded
 from anabranch.models.workload_builders import dataset_workload, warm_up_then_cosine
@@ -133,12 +133,7 @@ class GlyphNames(nn.Module):
     ) -> dict[str, torch.Tensor]:
         """``image``: [samples, 32, 32]; ``name``: [samples, words, pieces]; ``target``: 0 or 1."""
         cosine = (self.image(image) * self.text(name)).sum(-1, keepdim=True)
-        logit = self.head(cosine).squeeze(-1)
-        right = (logit > 0) == (target > 0.5)
-        return {
-            "loss": F.binary_cross_entropy_with_logits(logit, target),
-            "accuracy": right.float().mean(),
-        }
+        return of_answers(self.head(cosine).squeeze(-1), target)
 
 
 def workload(sizes: GlyphSizes, *, meta: bool = False) -> Workload:

@@ -11,13 +11,8 @@ from torch import nn
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention.
-
-    Args:
-        hidden: width of the sequence.
-        heads: must divide ``hidden``.
-        dropout: of the attention weights.
-        causal: whether a position sees only those before it.
+    """Multi-head self-attention with dropout of its weights; causal, a position sees only those
+    before it.
     """
 
     def __init__(self, hidden: int, heads: int, dropout: float = 0.0, *, causal: bool = False):
@@ -116,6 +111,35 @@ class FeedForward(Stack):
         )
 
 
-def accuracy(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Share of samples whose largest logit is the target; [samples, classes] and [samples]."""
-    return (logits.argmax(-1) == target).float().mean()
+class BranchClassifier(nn.Module):
+    """Branches over sequences, their concatenation, its mean over the sequence, classes.
+
+    The loss is the cross-entropy of the classes.
+    """
+
+    def __init__(self, branches: Iterable[nn.Module], width: int, classes: int, *, norm: bool):
+        super().__init__()
+        self.branches = nn.ModuleList(branches)
+        self.norm = nn.LayerNorm(width) if norm else nn.Identity()
+        self.head = nn.Linear(width, classes)
+
+    def forward(
+        self, inputs: Sequence[torch.Tensor], target: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        """``inputs``: per branch [samples, sequence, hidden]; ``target``: [samples], classes."""
+        joined = torch.cat([branch(x) for branch, x in zip(self.branches, inputs, strict=True)], -1)
+        return of_classes(self.head(self.norm(joined).mean(1)), target)
+
+
+def of_classes(logits: torch.Tensor, target: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Cross-entropy and accuracy; [..., classes] and [...], the right class of each."""
+    right = logits.argmax(-1) == target
+    loss = F.cross_entropy(logits.flatten(0, -2), target.flatten())
+    return {"loss": loss, "accuracy": right.float().mean()}
+
+
+def of_answers(logit: torch.Tensor, target: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Binary cross-entropy and accuracy; [samples] and [samples], 0 or 1."""
+    right = (logit > 0) == (target > 0.5)
+    loss = F.binary_cross_entropy_with_logits(logit, target)
+    return {"loss": loss, "accuracy": right.float().mean()}

@@ -12,14 +12,9 @@ follows the concatenation; here a classifier, small beside the branches.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-import torch.nn.functional as F
-from torch import nn
-
-from anabranch.models.layers import Stack, TransformerLayer, accuracy
+from anabranch.models.layers import BranchClassifier, Stack, TransformerLayer
 from anabranch.models.sizes import Sizes
 from anabranch.models.synthetic_data import class_patterns
 from anabranch.models.workload_builders import synthetic_workload
@@ -57,23 +52,12 @@ class Branch(Stack):
         )
 
 
-class MMT(nn.Module):
-    """The whole model; its loss is the cross-entropy of the classes."""
+class MMT(BranchClassifier):
+    """The whole model."""
 
     def __init__(self, sizes: MMTSizes):
-        super().__init__()
-        width = sizes.branches * sizes.hidden
-        self.branches = nn.ModuleList(Branch(sizes) for _ in range(sizes.branches))
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, sizes.classes)
-
-    def forward(
-        self, inputs: Sequence[torch.Tensor], target: torch.Tensor
-    ) -> dict[str, torch.Tensor]:
-        """``inputs``: per branch [samples, sequence, hidden]; ``target``: [samples], classes."""
-        joined = torch.cat([branch(x) for branch, x in zip(self.branches, inputs, strict=True)], -1)
-        logits = self.head(self.norm(joined).mean(1))
-        return {"loss": F.cross_entropy(logits, target), "accuracy": accuracy(logits, target)}
+        branches = [Branch(sizes) for _ in range(sizes.branches)]
+        super().__init__(branches, sizes.branches * sizes.hidden, sizes.classes, norm=True)
 
 
 def workload(sizes: MMTSizes, *, meta: bool = False) -> Workload:

@@ -25,12 +25,7 @@ class Sizes:
 
 
 def with_options(sizes: _T, options: Mapping[str, str], model: str) -> _T:
-    """The sizes with some fields replaced.
-
-    Args:
-        sizes: a dataclass instance with int, float, bool and str fields.
-        options: field -> its new value, as text.
-        model: for the message.
+    """The sizes, a dataclass, with some fields replaced by what texts say.
 
     Raises:
         ValueError: for a field that does not exist (the message names those that do) or a value

@@ -11,10 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from anabranch.models.layers import TransformerLayer
+from anabranch.models.layers import TransformerLayer, of_classes
 from anabranch.models.sizes import Sizes
 from anabranch.models.synthetic_data import Draw, seeded
 from anabranch.models.workload_builders import synthetic_workload
@@ -71,12 +70,7 @@ class Transformer(nn.Module):
         x = self.embedding(tokens) + self.position
         for layer in self.layers:
             x = layer(x)
-        logits = self.head(self.norm(x))
-        right = logits.argmax(-1) == target
-        return {
-            "loss": F.cross_entropy(logits.flatten(0, 1), target.flatten()),
-            "accuracy": right.float().mean(),
-        }
+        return of_classes(self.head(self.norm(x)), target)
 
 
 def random_language(sizes: TransformerSizes) -> Draw:

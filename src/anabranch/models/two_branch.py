@@ -10,14 +10,12 @@ published; they are MMT's here, both linear layers ``hidden`` wide. The mean is 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from anabranch.models.layers import Attention, DenseLayer, Stack, accuracy
+from anabranch.models.layers import Attention, BranchClassifier, DenseLayer, Stack
 from anabranch.models.sizes import Sizes
 from anabranch.models.synthetic_data import class_patterns
 from anabranch.models.workload_builders import synthetic_workload
@@ -66,21 +64,12 @@ class Branch(Stack):
         super().__init__(Block(sizes) for _ in range(sizes.layers))
 
 
-class TwoBranch(nn.Module):
-    """The whole model; its loss is the cross-entropy of the classes."""
+class TwoBranch(BranchClassifier):
+    """The whole model."""
 
     def __init__(self, sizes: TwoBranchSizes):
-        super().__init__()
-        self.branches = nn.ModuleList(Branch(sizes) for _ in range(sizes.branches))
-        self.head = nn.Linear(sizes.branches * sizes.hidden, sizes.classes)
-
-    def forward(
-        self, inputs: Sequence[torch.Tensor], target: torch.Tensor
-    ) -> dict[str, torch.Tensor]:
-        """``inputs``: per branch [samples, sequence, hidden]; ``target``: [samples], classes."""
-        joined = torch.cat([branch(x) for branch, x in zip(self.branches, inputs, strict=True)], -1)
-        logits = self.head(joined.mean(1))
-        return {"loss": F.cross_entropy(logits, target), "accuracy": accuracy(logits, target)}
+        branches = [Branch(sizes) for _ in range(sizes.branches)]
+        super().__init__(branches, sizes.branches * sizes.hidden, sizes.classes, norm=False)
 
 
 def workload(sizes: TwoBranchSizes, *, meta: bool = False) -> Workload:

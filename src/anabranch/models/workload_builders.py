@@ -27,15 +27,12 @@ def synthetic_workload(
     width: int,
     chance: dict[str, float],
 ) -> Workload:
-    """A workload on batches that are made up.
+    """A workload on batches that ``draw`` makes up; wide models (``width``) learn more slowly.
 
     Args:
-        name: of the model.
         make: calls the module's class.
-        draw: makes the batches.
         sizes: of the model, with a ``seed``.
         meta: on the meta device, without memory or values.
-        width: of the model's layers; wide ones learn more slowly.
         chance: metric -> what guessing would give.
     """
     example = draw(EXAMPLE_SAMPLES, seeded(sizes.seed))
@@ -65,7 +62,6 @@ def dataset_workload(
     """A workload on a data set in memory.
 
     Args:
-        name: of the model.
         make: calls the module's class.
         gather: rows of the data set -> their batch.
         epoch_rows: source of chance -> the training rows of one epoch in their order.

@@ -31,12 +31,10 @@ class DataSheet:
     """What a data sheet says about one kind of GPU.
 
     Attributes:
-        name: as in ``Cluster.device``.
         flops: operations per second (a multiplication and an addition are two) by number format:
             torch's names, and ``tf32`` for float32 tensors on tensor cores. What is not listed
             runs as float32.
         bandwidth: bytes per second of its memory.
-        memory_bytes: size of its memory.
         processors: streaming multiprocessors.
         launch_s: seconds that each kernel takes at least, on top of its work, in a full queue.
     """

@@ -12,16 +12,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from functools import cache
+from itertools import chain
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from anabranch.graph.capture import Captured
+from anabranch.graph.split import StageProgram
 from anabranch.profile.data_sheets import DATA_SHEETS, DataSheet, Floats
 from anabranch.profile.kept_bytes import KeptBytes, per_sample
-from anabranch.profile.kernels import Kernel, Recorder, run
+from anabranch.profile.kernels import Kernel, MetaRun, Recorder
 from anabranch.profile.operator_runner import (
     example_batch,
     operator_programs,
@@ -69,12 +72,10 @@ def estimate(
     few, many = _Trace.of(captured, _FEW), _Trace.of(captured, _MANY)
     sheet = DATA_SHEETS[device]
     if few.is_like(many):
-        sizes = [few.sizes.at(n, _FEW, many.sizes, _MANY) for n in counts]
-        layout = few
-        seconds = [layout.seconds(s, sheet, precision) for s in sizes]
+        traces = [few.towards(many, (n - _FEW) / (_MANY - _FEW)) for n in counts]
     else:  # the model does something else for other sample counts
         traces = [_Trace.of(captured, n) for n in counts]
-        seconds = [trace.seconds(trace.sizes, sheet, precision) for trace in traces]
+    seconds = [trace.seconds(sheet, precision) for trace in traces]
     kept = per_sample(few.kept, many.kept, (_FEW, _MANY))
     costs = tuple(
         OpCost(
@@ -90,56 +91,35 @@ def estimate(
 
 
 @dataclass(frozen=True)
-class _Sizes:
-    """The sizes of all kernels at one sample count.
-
-    Attributes:
-        nbytes: per kernel.
-        products: per matrix product m, n, k, batch; shape (products, 4).
-    """
-
-    nbytes: Floats
-    products: Floats
-
-    def at(self, samples: int, own: int, other: _Sizes, others: int) -> _Sizes:
-        """The line through this and another count, at a third one."""
-        t = (samples - own) / (others - own)
-        return _Sizes(
-            np.maximum(self.nbytes + t * (other.nbytes - self.nbytes), 0),
-            np.maximum(self.products + t * (other.products - self.products), 0),
-        )
-
-
-@dataclass(frozen=True)
 class _Trace:
-    """All kernels of a step, flat: which operator and pass each belongs to, and their sizes.
+    """All kernels of a step, in order: which operator and pass each belongs to, and their sizes.
 
     Attributes:
-        kernels: in the order of the step.
         passes: per kernel 0 (forward) or 1 (backward).
         ops: per kernel its operator.
-        sizes: of the kernels.
+        nbytes: per kernel.
+        products: per matrix product m, n, k, batch; shape (products, 4).
         kept: per operator, bytes kept for the backward.
     """
 
     kernels: tuple[Kernel, ...]
     passes: tuple[int, ...]
     ops: tuple[int, ...]
-    sizes: _Sizes
+    nbytes: Floats
+    products: Floats
     kept: tuple[int, ...]
 
     @staticmethod
     def of(captured: Captured, samples: int) -> _Trace:
         meta = torch.device("meta")
         program = operator_programs(captured, samples, meta)
-        state = _MetaState()
         batch = example_batch(captured, samples, meta)
-        tensors = [state.of(step.module) for step in program]
+        tensors = _meta_tensors(program)
         at_hand = [t for named in tensors for t in named.values()]
         watch = _Watch(KeptBytes(len(program), [*at_hand, *batch.values()]))
 
         def call(op: int, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-            result: Sequence[Tensor] = run(program[op].module, tensors[op], inputs)
+            result: Sequence[Tensor] = MetaRun(program[op].module, tensors[op]).run(*inputs)
             return result
 
         run_operators(program, batch, call, watch)
@@ -149,10 +129,8 @@ class _Trace:
             kernels,
             tuple(p for p, _, _ in watch.seen),
             tuple(op for _, op, _ in watch.seen),
-            _Sizes(
-                np.array([k.nbytes for k in kernels], dtype=np.float64),
-                np.array(products, dtype=np.float64).reshape(-1, 4),
-            ),
+            np.array([k.nbytes for k in kernels], dtype=np.float64),
+            np.array(products, dtype=np.float64).reshape(-1, 4),
             tuple(watch.kept.nbytes),
         )
 
@@ -164,18 +142,26 @@ class _Trace:
 
         return (self.ops, self.passes, kinds(self)) == (other.ops, other.passes, kinds(other))
 
-    def seconds(self, sizes: _Sizes, sheet: DataSheet, precision: Precision) -> Floats:
+    def towards(self, other: _Trace, t: float) -> _Trace:
+        """The line through the sizes of this trace (t = 0) and of one like it (t = 1)."""
+        return replace(
+            self,
+            nbytes=np.maximum(self.nbytes + t * (other.nbytes - self.nbytes), 0),
+            products=np.maximum(self.products + t * (other.products - self.products), 0),
+        )
+
+    def seconds(self, sheet: DataSheet, precision: Precision) -> Floats:
         """Forward and backward seconds per operator; shape (2, operators)."""
         owner = np.repeat(np.arange(len(self.kernels)), [len(k.products) for k in self.kernels])
         formats = np.array([_number_format(self.kernels[i], precision) for i in owner])
         compute = np.zeros(len(self.kernels))
         for number_format in set(formats.tolist()):
             chosen = formats == number_format
-            m, n, k, batch = sizes.products[chosen].T
+            m, n, k, batch = self.products[chosen].T
             np.add.at(compute, owner[chosen], sheet.matmul_s(m, n, k, batch, number_format))
         launches = np.array([k.launches for k in self.kernels], dtype=np.float64)
         result = np.zeros((2, len(self.kept)))
-        kernel_s = sheet.kernel_s(sizes.nbytes, compute, launches)
+        kernel_s = sheet.kernel_s(self.nbytes, compute, launches)
         np.add.at(result, (np.array(self.passes), np.array(self.ops)), kernel_s)
         return result
 
@@ -195,7 +181,7 @@ class _Watch:
 
     @contextmanager
     def forward(self, op: int) -> Iterator[None]:
-        with self.kept.saving(op), self._recorded(0, op):
+        with self.kept.forward(op), self._recorded(0, op):
             yield
 
     def made(self, op: int, outputs: Sequence[Tensor]) -> None:
@@ -205,31 +191,23 @@ class _Watch:
         return self._recorded(1, op)
 
 
-class _MetaState:
+def _meta_tensors(program: Sequence[StageProgram]) -> list[dict[str, Tensor]]:
     """Meta tensors in place of parameters and buffers, one for each however often it is read."""
 
-    def __init__(self) -> None:
-        self._twins: dict[int, tuple[Any, Tensor]] = {}
+    @cache
+    def twin(tensor: Tensor) -> Tensor:
+        meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        if tensor.requires_grad:
+            # Gradients are added to those of earlier micro-batches, which is a kernel too.
+            meta.requires_grad_().grad = torch.empty_like(meta)
+        return meta
 
-    def of(self, module: torch.nn.Module) -> dict[str, Tensor]:
-        named = [
-            *module.named_parameters(remove_duplicate=False),
-            *module.named_buffers(remove_duplicate=False),
-        ]
-        return {name: self._twin(tensor) for name, tensor in named}
-
-    def _twin(self, tensor: Tensor) -> Tensor:
-        if id(tensor) not in self._twins:
-            twin = _meta(tensor).requires_grad_(tensor.requires_grad)
-            if twin.requires_grad:
-                # Gradients are added to those of earlier micro-batches, which is a kernel too.
-                twin.grad = torch.empty_like(twin)
-            self._twins[id(tensor)] = tensor, twin  # keeps the tensor, and so its id
-        return self._twins[id(tensor)][1]
-
-
-def _meta(tensor: Tensor) -> Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    states = []
+    for module in (step.module for step in program):
+        parameters = module.named_parameters(remove_duplicate=False)
+        named = chain(parameters, module.named_buffers(remove_duplicate=False))
+        states.append({name: twin(tensor) for name, tensor in named})
+    return states
 
 
 def _number_format(kernel: Kernel, precision: Precision) -> str:

@@ -8,6 +8,7 @@ count.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -16,8 +17,7 @@ from torch import Tensor
 class KeptBytes:
     """Attributes saved storages to operators; see ``OpCost.kept_bytes`` for the rule.
 
-    Attributes:
-        nbytes: per operator, bytes kept so far.
+    An ``Observer`` of ``run_operators``; ``nbytes`` has what each operator has kept so far.
     """
 
     def __init__(self, num_ops: int, at_hand: Iterable[Tensor]) -> None:
@@ -29,8 +29,8 @@ class KeptBytes:
         for tensor in at_hand:
             self._claim(tensor, None)
 
-    def saving(self, op: int) -> torch.autograd.graph.saved_tensors_hooks:
-        """A context for the forward of one operator."""
+    def forward(self, op: int) -> torch.autograd.graph.saved_tensors_hooks:
+        """A context in which what is saved counts."""
 
         def pack(tensor: Tensor) -> Tensor:
             key = self._claim(tensor, op)
@@ -46,6 +46,10 @@ class KeptBytes:
         """The outputs of an operator are its own, unless they are views of something older."""
         for tensor in outputs:
             self._claim(tensor, op)
+
+    def backward(self, op: int) -> AbstractContextManager[None]:
+        """Nothing is saved there."""
+        return nullcontext()
 
     def _claim(self, tensor: Tensor, op: int | None) -> int:
         storage = tensor.untyped_storage()

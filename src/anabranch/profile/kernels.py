@@ -62,30 +62,27 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
-def run(module: fx.GraphModule, tensors: Mapping[str, Tensor], inputs: Sequence[Tensor]) -> Any:
-    """Run a traced module on meta tensors, its attention and dropout as a GPU would.
+class MetaRun(fx.Interpreter):
+    """Runs a traced module on meta tensors, its attention and dropout as a GPU would.
 
     Args:
         module: a flat graph of ATen operations, which constructs its tensors on the meta device.
         tensors: a meta tensor for each parameter and buffer that the graph reads, by its name
             there.
-        inputs: a meta tensor for each placeholder.
     """
-    env: dict[fx.Node, Any] = {}
-    given = iter(inputs)
-    for node in module.graph.nodes:
-        if node.op == "placeholder":
-            env[node] = next(given)
-        elif node.op == "get_attr":
-            # What is no tensor is a sub-graph, such as the body of an autocast region.
-            found = tensors.get(str(node.target))
-            env[node] = getattr(module, str(node.target)) if found is None else found
-        elif node.op == "output":
-            return fx.map_arg(node.args[0], env.__getitem__)
-        else:
-            args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
-            env[node] = _AS_ON_GPU.get(node.target, node.target)(*args, **kwargs)
-    raise AssertionError("a traced graph ends with its output")
+
+    def __init__(self, module: fx.GraphModule, tensors: Mapping[str, Tensor]) -> None:
+        super().__init__(module)
+        self.tensors = tensors
+
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """The meta tensor; what is no tensor is a sub-graph, such as that of an autocast region."""
+        found = self.tensors.get(target)
+        return super().get_attr(target, args, kwargs) if found is None else found
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """Call the operation that a GPU runs instead, if there is one."""
+        return _AS_ON_GPU.get(target, target)(*args, **kwargs)
 
 
 def _attention(
@@ -158,12 +155,9 @@ def _kernel(
     else:
         nbytes = written + sum(_nbytes(t) for t in inputs)
     products = _PRODUCTS[name](args, outputs) if name in _PRODUCTS else ()
-    return Kernel(name, nbytes, products, _dtype(inputs, outputs), _LAUNCHES.get(name, 1))
-
-
-def _dtype(inputs: list[Tensor], outputs: list[Tensor]) -> torch.dtype:
-    floats = [t.dtype for t in (*outputs, *inputs) if t.is_floating_point()]
-    return floats[0] if floats else torch.float32
+    floats = (t.dtype for t in (*outputs, *inputs) if t.is_floating_point())
+    dtype = next(floats, torch.float32)
+    return Kernel(name, nbytes, products, dtype, _LAUNCHES.get(name, 1))
 
 
 def _nbytes(tensor: Tensor) -> float:

@@ -19,9 +19,9 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor, fx, nn
@@ -59,7 +59,6 @@ def measure(
 
     Args:
         captured: the model; its example batch is repeated or cut to each sample count.
-        samples: sample counts to measure.
         device: ``cpu``, or ``cuda`` with an optional index; if the model is elsewhere, copies of
             the operators run there, which share one copy of the weights.
         repeats: timed steps per sample count, besides a first one.
@@ -68,9 +67,6 @@ def measure(
         threads: CPU threads, as many as each rank will have; ``None`` keeps PyTorch's setting.
         pool: whether operators with the same operations and shapes share their repeats.
         progress: called with (turns done, turns in all).
-
-    Sample counts with which the model itself fails are left out as ``workable_counts`` says, with a
-    warning.
 
     Raises:
         CaptureError: if that leaves less than two.
@@ -93,8 +89,11 @@ def measure(
         place = torch.device("cuda", torch.cuda.current_device())
     copies = _Copies(place, captured.module)
     with _left_as_it_was(captured.module, place), _threads(threads):
-        turns = _Turns(repeats, time.perf_counter() + budget_s, progress)
-        benches = turns.run(counts, lambda n: _Bench(captured, n, copies))
+        deadline = time.perf_counter() + budget_s
+        make = partial(_Bench, captured, copies=copies)
+        benches = _take_turns(
+            make, counts, repeats, deadline, progress or (lambda done, total: None)
+        )
     return _profile(captured, benches, device, pool)
 
 
@@ -103,11 +102,10 @@ class _Bench:
 
     def __init__(self, captured: Captured, samples: int, copies: _Copies) -> None:
         self.samples, self.device = samples, copies.device
-        device = copies.device
         self.programs = operator_programs(captured, samples)
-        self.batch = example_batch(captured, samples, device)
+        self.batch = example_batch(captured, samples, self.device)
         self.modules = [copies.of(program.module) for program in self.programs]
-        self.clock = _CudaClock(device) if device.type == "cuda" else _Clock()
+        self.clock = _CudaClock(self.device) if self.device.type == "cuda" else _Clock()
         self.forward_s: list[list[float]] = [[] for _ in self.programs]
         self.backward_s: list[list[float]] = [[] for _ in self.programs]
         self.entry_s: list[float] = []
@@ -116,9 +114,9 @@ class _Bench:
     def first(self) -> None:
         """The first step, which counts what autograd keeps."""
         tensors = [t for m in self.modules for t in m.state_dict(keep_vars=True).values()]
-        watch = _Watch(KeptBytes(len(self.programs), [*tensors, *self.batch.values()]))
+        watch = KeptBytes(len(self.programs), [*tensors, *self.batch.values()])
         run_operators(self.programs, self.batch, self._call, watch)
-        self.kept = watch.kept.nbytes
+        self.kept = watch.nbytes
 
     def turn(self, repeats: int) -> None:
         """One untimed step, then timed ones."""
@@ -150,62 +148,44 @@ class _Bench:
             torch.autograd.backward([root], [grad])
 
 
-class _Turns:
-    """Which sample count runs when, and when to stop."""
-
-    def __init__(self, repeats: int, deadline: float, progress: Progress | None) -> None:
-        self.repeats = repeats
-        self.deadline = deadline
-        self.progress = progress or (lambda done, total: None)
-
-    def run(self, counts: Sequence[int], make: Callable[[int], _Bench]) -> list[_Bench]:
-        """Measure as many sample counts as the time allows, the smallest at least."""
-        benches: list[_Bench] = []
-        turns = -(-self.repeats // _TURN)
-        step_s = 0.0
-        for n in counts:
-            # Three steps have to fit; each takes longer at most as the samples grow.
-            expected = 3 * step_s * n / benches[-1].samples if benches else 0.0
-            if benches and time.perf_counter() + expected > self.deadline:
-                warnings.warn(
-                    f"{', '.join(map(str, counts[len(benches) :]))} samples were not measured, for "
-                    "want of time; raise the time budget or ask for smaller sample counts",
-                    stacklevel=3,
-                )
-                break
-            benches.append(make(n))
-            benches[-1].first()
-            start = time.perf_counter()
-            benches[-1].turn(1)
-            step_s = (time.perf_counter() - start) / 2
-            self.progress(len(benches), len(counts) * (1 + turns))
-        for turn in range(turns):
-            for i, bench in enumerate(benches):
-                if time.perf_counter() > self.deadline:
-                    return benches
-                bench.turn(_TURN)
-                self.progress(len(benches) * (turn + 1) + i + 1, len(benches) * (1 + turns))
-        return benches
+def _take_turns(
+    make: Callable[[int], _Bench],
+    counts: Sequence[int],
+    repeats: int,
+    deadline: float,
+    progress: Progress,
+) -> list[_Bench]:
+    """Measure as many sample counts as the time allows, the smallest at least."""
+    benches: list[_Bench] = []
+    turns = -(-repeats // _TURN)
+    step_s = 0.0
+    for n in counts:
+        # Three steps have to fit; each takes longer at most as the samples grow.
+        expected = 3 * step_s * n / benches[-1].samples if benches else 0.0
+        if benches and time.perf_counter() + expected > deadline:
+            warnings.warn(
+                f"{', '.join(map(str, counts[len(benches) :]))} samples were not measured, for "
+                "want of time; raise the time budget or ask for smaller sample counts",
+                stacklevel=3,
+            )
+            break
+        benches.append(make(n))
+        benches[-1].first()
+        start = time.perf_counter()
+        benches[-1].turn(1)
+        step_s = (time.perf_counter() - start) / 2
+        progress(len(benches), len(counts) * (1 + turns))
+    for turn in range(turns):
+        for i, bench in enumerate(benches):
+            if time.perf_counter() > deadline:
+                return benches
+            bench.turn(_TURN)
+            progress(len(benches) * (turn + 1) + i + 1, len(benches) * (1 + turns))
+    return benches
 
 
 _TURN = 3
 """Timed steps in a row."""
-
-
-class _Watch:
-    """Observes what is kept."""
-
-    def __init__(self, kept: KeptBytes) -> None:
-        self.kept = kept
-
-    def forward(self, op: int) -> AbstractContextManager[Any]:
-        return self.kept.saving(op)
-
-    def made(self, op: int, outputs: Sequence[Tensor]) -> None:
-        self.kept.made(op, outputs)
-
-    def backward(self, op: int) -> AbstractContextManager[Any]:
-        return ExitStack()
 
 
 class _Clock:
@@ -234,10 +214,6 @@ class _Clock:
         return self.forward_s, self.backward_s
 
 
-def _event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-
-
 class _CudaClock(_Clock):
     """Observes seconds on a GPU: events in its queue, read when it has caught up."""
 
@@ -251,7 +227,8 @@ class _CudaClock(_Clock):
 
     @contextmanager
     def _between(self, seconds: list[float], op: int) -> Iterator[None]:
-        start, end = _event(), _event()
+        event = partial(torch.cuda.Event, enable_timing=True)
+        start, end = event(), event()
         stream = torch.cuda.current_stream(self.device)
         start.record(stream)
         yield
@@ -308,24 +285,21 @@ def _likeness(captured: Captured, step: StageProgram, batch: Mapping[str, Tensor
 class _Copies:
     """Operators' programs on a device, with one copy of each tensor for all of them.
 
-    Args:
-        device: with its index, if it is a GPU.
-        model: the operators' own; on the device already, nothing is copied.
+    Where the model is on the device already, nothing is copied.
     """
 
     def __init__(self, device: torch.device, model: nn.Module) -> None:
         self.device = device
         state = model.state_dict(keep_vars=True).values()
         self._needed = any(tensor.device != device for tensor in state)
-        self._tensors: dict[int, tuple[Tensor, Tensor]] = {}
+        self._twins: dict[Tensor, Tensor] = {}
 
     def of(self, module: fx.GraphModule) -> fx.GraphModule:
         """The program on the device."""
         if not self._needed:
             return module
         tensors = module.state_dict(keep_vars=True).values()
-        twins = {id(tensor): self._twin(tensor) for tensor in tensors}
-        copied = copy.deepcopy(module, twins)
+        copied = copy.deepcopy(module, {id(tensor): self._twin(tensor) for tensor in tensors})
         for node in copied.graph.nodes:
             # Tensors that the program constructs name their device: arange(..., device="cpu").
             node.args, node.kwargs = tree_map(
@@ -336,12 +310,12 @@ class _Copies:
         return copied
 
     def _twin(self, tensor: Tensor) -> Tensor:
-        if id(tensor) not in self._tensors:
+        if tensor not in self._twins:
             twin = tensor.detach().to(self.device, copy=True)
             if isinstance(tensor, nn.Parameter):
                 twin = nn.Parameter(twin, requires_grad=tensor.requires_grad)
-            self._tensors[id(tensor)] = tensor, twin  # keeps the tensor, and so its id
-        return self._tensors[id(tensor)][1]
+            self._twins[tensor] = twin
+        return self._twins[tensor]
 
 
 @contextmanager

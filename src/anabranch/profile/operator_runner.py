@@ -45,12 +45,8 @@ class Observer(Protocol):
 def operator_programs(
     captured: Captured, samples: int, device: torch.device | None = None
 ) -> list[StageProgram]:
-    """One program per operator, in the order of the graph.
-
-    Args:
-        captured: the model.
-        samples: how many the programs are for.
-        device: where they construct tensors; by default where the model's parameters are.
+    """One program per operator, in the order of the graph, which constructs tensors on ``device``
+    (by default where the model's parameters are).
     """
     cut = split(captured, [[op.name] for op in captured.graph.ops])
     return [cut.program(i, samples, device=device) for i in range(len(captured.graph))]
@@ -63,11 +59,7 @@ def workable_counts(
 
     Batch normalisation fails with one sample while it trains. Whoever plans takes the smallest
     count of a profile for the smallest slice of a micro-batch, so leaving a count out is enough.
-
-    Args:
-        captured: the model.
-        counts: ascending.
-        device: as for ``operator_programs``.
+    Counts ascend.
 
     Raises:
         CaptureError: if fewer than two of several counts would be left.
@@ -107,11 +99,7 @@ def run_operators(
 ) -> None:
     """Run all operators forward, then backward.
 
-    Args:
-        program: one per operator.
-        batch: the batch's tensors by name.
-        call: (operator, input tensors) -> what its program returns.
-        observer: told about everything.
+    ``call`` takes an operator and its input tensors, and returns what its program returns.
     """
     leaves: dict[int, Tensor] = {}
     to_do: list[tuple[list[Tensor], list[Tensor | None]]] = []

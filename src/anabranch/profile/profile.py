@@ -13,8 +13,7 @@ class OpCost:
     """What one operator costs.
 
     Attributes:
-        forward_s: seconds of the forward pass, one figure per sample count of the profile.
-        backward_s: seconds of the backward pass, likewise.
+        forward_s, backward_s: seconds, one figure per sample count of the profile.
         kept_bytes: bytes per sample that it keeps between its forward and its backward: what
             autograd saves inside it, and those of its own outputs that anyone saves. What it saves
             of another operator's output belongs to that operator.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate, groupby, pairwise
+from typing import TypeVar
 
 from anabranch.report.theme import (
     Drawing,
@@ -17,6 +18,8 @@ from anabranch.report.theme import (
     ticks,
 )
 from anabranch.timeline import Timeline
+
+_Y = TypeVar("_Y", int, float)
 
 MARGIN = 22.0
 TOP = 30.0
@@ -76,16 +79,18 @@ def _legend(drawing: Drawing, titles: Sequence[str], x: float) -> None:
 
 def thin(steps: Sequence[tuple[float, int]]) -> list[tuple[float, int]]:
     """Of a staircase in pixels, the highest step in each pixel, so none is lost, and the last."""
-    columns: dict[int, list[tuple[float, int]]] = {}
-    for x, level in steps:
-        columns.setdefault(math.floor(x), []).append((x, level))
     kept = []
-    for column in columns.values():
+    for column in _columns(steps):
         highest = max(column, key=lambda step: step[1])
         kept.append(highest)
         if column[-1][1] != highest[1]:
             kept.append(column[-1])
     return kept
+
+
+def _columns(points: Sequence[tuple[float, _Y]]) -> list[list[tuple[float, _Y]]]:
+    """Points by the pixel column that they are in; they ascend."""
+    return [list(column) for _, column in groupby(points, key=lambda point: math.floor(point[0]))]
 
 
 def _staircase(
@@ -149,11 +154,10 @@ def _step_ticks(steps: int, about: int) -> list[int]:
 
 def _running_mean(values: Sequence[float], reach: int) -> list[float]:
     """Mean over so many values on either side, fewer at the ends; NaN where none is finite."""
-    sums, counts = [0.0], [0]
-    for value in values:
-        finite = math.isfinite(value)
-        sums.append(sums[-1] + (value if finite else 0.0))
-        counts.append(counts[-1] + finite)
+    finite = [math.isfinite(value) for value in values]
+    counts = list(accumulate(finite, initial=0))
+    kept = (value if known else 0.0 for value, known in zip(values, finite, strict=True))
+    sums = list(accumulate(kept, initial=0.0))
     result = []
     for i in range(len(values)):
         # As far to the left as to the right, or the ends of a falling curve would be bent.
@@ -185,11 +189,8 @@ def _polyline(points: Sequence[tuple[float, float]], css: str, stroke: float) ->
 
 def _extremes(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     """Where points share a pixel column, the lowest and the highest of them, in their order."""
-    columns: dict[int, list[tuple[float, float]]] = {}
-    for point in points:
-        columns.setdefault(math.floor(point[0]), []).append(point)
     kept = []
-    for column in columns.values():
+    for column in _columns(points):
         real = [p for p in column if not math.isnan(p[1])]
         if len(column) <= 2 or not real:
             kept += column

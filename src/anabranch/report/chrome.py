@@ -22,12 +22,7 @@ FIRST_MESSAGE_THREAD = 2
 
 
 def trace(timeline: Timeline, graph: StageGraph) -> dict[str, Any]:
-    """The timeline as a trace, ready for ``json.dump``.
-
-    Args:
-        timeline: what happened; negative times are left as they are.
-        graph: the stages that it executed, for the names.
-    """
+    """The timeline as a trace, ready for ``json.dump``; the stage graph gives the names."""
     events: list[Event] = []
     placed: list[tuple[Span, int]] = []
     spans: dict[int, list[Span]] = {device: [] for device in timeline.devices}
@@ -92,11 +87,8 @@ def _slice(span: Span, thread: int, graph: StageGraph) -> Event:
 
 
 def _details(action: Action, graph: StageGraph) -> dict[str, Any]:
-    details: dict[str, Any] = {
-        "action": str(action),
-        "stage": action.stage,
-        "microbatch": action.microbatch,
-    }
+    details: dict[str, Any] = {"action": str(action)}
+    details |= {"stage": action.stage, "microbatch": action.microbatch}
     if not action.kind.is_compute:
         peer = {"peer_stage": action.peer_stage, "peer_device": action.peer}
         return details | peer | {"samples": [action.start, action.stop]}
@@ -122,13 +114,7 @@ def _flows(timeline: Timeline, threads: Mapping[Span, int]) -> list[Event]:
 
 def _memory(timeline: Timeline) -> list[Event]:
     return [
-        {
-            "ph": "C",
-            "pid": device,
-            "name": "memory",
-            "ts": t * 1e6,
-            "args": {"bytes": nbytes},
-        }
+        {"ph": "C", "pid": device, "name": "memory", "ts": t * 1e6, "args": {"bytes": nbytes}}
         for device, samples in sorted(timeline.memory.items())
         for t, nbytes in samples
     ]

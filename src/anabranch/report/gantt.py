@@ -13,6 +13,7 @@ The page's script redraws by the same rules what moves when the reader zooms.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 
 from anabranch.report import lanes
 from anabranch.report.theme import (
@@ -59,8 +60,7 @@ def timeline_svg(
     Args:
         timelines: headings and timelines, from top to bottom.
         graph: the stages that all of them executed, or one stage graph for each.
-        width: of the picture in pixels, at least 480; the height follows from the number of
-            devices.
+        width: in pixels, at least 480.
         is_endless: a stretch of several mini-batches without a flush is shown, not a step.
 
     Raises:
@@ -80,7 +80,8 @@ def paint(layout: Layout) -> Drawing:
     for i, panel in enumerate(layout.panels):
         _paint_frame(drawing, layout, panel)
         drawing.add(f'<g class="panel" data-panel="{i}">')
-        drawing.add(*_empty_rows(layout, panel), *_messages(layout, panel))
+        messages = _arrows(layout, panel) if panel.has_arrows else _marks(layout, panel)
+        drawing.add(*_empty_rows(layout, panel), *messages)
         spans = lanes.by_device(panel.timeline)
         sizes = _number_sizes(layout, panel)
         for row, top in zip(panel.rows, panel.tops, strict=True):
@@ -130,11 +131,8 @@ def _axis(layout: Layout) -> list[str]:
         )
         pieces.append(f'<path class="rule" d="{lines}"/>')
         pieces.append(text("muted num", x, layout.axis + 18, 11, significant(time)))
-    return [
-        *pieces,
-        "</g>",
-        text("muted right", layout.left - 12, layout.axis + 18, 11, "time in ms"),
-    ]
+    unit = text("muted right", layout.left - 12, layout.axis + 18, 11, "time in ms")
+    return [*pieces, "</g>", unit]
 
 
 def _paint_frame(drawing: Drawing, layout: Layout, panel: Panel) -> None:
@@ -166,22 +164,18 @@ def _empty_rows(layout: Layout, panel: Panel) -> list[str]:
 
 
 def _step_end(layout: Layout, panel: Panel) -> str:
-    path = (
-        f"M{num(layout.x(panel.timeline.step_s))} {num(panel.tops[0] - 5)}V{num(panel.bottom + 5)}"
-    )
+    x = layout.x(panel.timeline.step_s)
+    path = f"M{num(x)} {num(panel.tops[0] - 5)}V{num(panel.bottom + 5)}"
     return f'<path class="end" stroke-width="1.5" stroke-dasharray="4 3" d="{path}"/>'
 
 
 def _row_label(layout: Layout, panel: Panel, row: lanes.Row, top: float) -> list[str]:
     first, second = labels(panel, row)
-    room = layout.left - 12 - MARGIN
-    size = label_size(panel)
+    x, size, small = layout.left - 12, label_size(panel), LABEL - 1.5
+    room = x - MARGIN
     middle = top + panel.row_height / 2
     if panel.row_height < 30 or not second:
-        return [
-            text("right", layout.left - 12, middle + size * 0.36, size, shorten(first, size, room))
-        ]
-    x, small = layout.left - 12, LABEL - 1.5
+        return [text("right", x, middle + size * 0.36, size, shorten(first, size, room))]
     return [
         text("right", x, middle - 2, size, shorten(first, size, room)),
         text("muted right", x, middle + 12, small, shorten(second, small, room)),
@@ -190,13 +184,9 @@ def _row_label(layout: Layout, panel: Panel, row: lanes.Row, top: float) -> list
 
 def _branch_runs(panel: Panel) -> list[tuple[int, int]]:
     """First and last row of every branch, if there are several branches."""
-    runs: list[tuple[int, int]] = []
-    for i, row in enumerate(panel.rows):
-        if i and row.branch == panel.rows[i - 1].branch:
-            runs[-1] = (runs[-1][0], i)
-        else:
-            runs.append((i, i))
-    return runs if len(runs) > 1 else []
+    rows = enumerate(panel.rows)
+    runs = [[i for i, _ in run] for _, run in groupby(rows, key=lambda item: item[1].branch)]
+    return [(run[0], run[-1]) for run in runs] if len(runs) > 1 else []
 
 
 def _tail(layout: Layout, panel: Panel) -> float:
@@ -248,12 +238,6 @@ def _number_sizes(layout: Layout, panel: Panel) -> dict[Kind, float]:
         ]
         result[kind] = fitting[0] if fitting else 0.0
     return result
-
-
-def _messages(layout: Layout, panel: Panel) -> list[str]:
-    if panel.has_arrows:
-        return _arrows(layout, panel)
-    return _marks(layout, panel)
 
 
 def _arrows(layout: Layout, panel: Panel) -> list[str]:

@@ -38,7 +38,6 @@ class WeightVersions:
         version_difference: per stage, updates between forward and backward at most.
         peak_versions: per device of the plan, ascending, copies of its stage's weights.
         weight_bytes: likewise, bytes of these copies.
-        round_robin: replicas took mini-batches in turn.
     """
 
     version_difference: Sequence[int] = ()
@@ -83,14 +82,12 @@ def page(
     """Write the page.
 
     Args:
-        plan: what is shown; its predicted figures head the page.
-        timelines: headings and timelines, drawn from top to bottom.
+        plan: what is shown; its predicted figures come first.
+        timelines: headings and timelines, from top to bottom.
         losses: of the training steps, in order.
-        metrics: a number or a line of text becomes a headline figure, a sequence a curve over the
-            steps.
+        metrics: numbers and lines of text are figures, sequences curves over the steps.
         notes: remarks, one sentence each; those of the plan come first.
-        graphs: the stage graph of each timeline where they are not all the plan's, as when a page
-            compares two plans.
+        graphs: the stage graph of each timeline where they are not all the plan's.
         measured_s: seconds that are set against the prediction; by default those of the first
             timeline whose source is ``measured``. Without a flush, per mini-batch.
         weights: of a run without a flush.
@@ -109,15 +106,10 @@ def page(
             facts[name] = value
         else:
             curves[name] = value
+    figures = _headline(plan, measured, measured_s) + _of_weights(plan, weights)
     parts = [
         _header(plan, title, weights),
-        _figures(
-            [
-                *_headline(plan, measured, measured_s),
-                *_of_weights(plan, weights),
-                *_of_training(losses, facts, _unit(plan)),
-            ]
-        ),
+        _figures(figures + _of_training(losses, facts, _unit(plan))),
         _section("Stages", _picture(stagegraph.draw(plan.stage_graph), shrink=0.6)),
     ]
     script = ""
@@ -141,10 +133,8 @@ def page(
 
 def _document(title: str, parts: Iterable[str], script: str) -> str:
     def variables(palette: Mapping[str, str], ground: str) -> str:
-        return (
-            "".join(f"--{name}:{colour};" for name, colour in palette.items())
-            + f"--ground:{ground}"
-        )
+        colours = {**palette, "ground": ground}
+        return ";".join(f"--{name}:{colour}" for name, colour in colours.items())
 
     policy = (
         "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
@@ -236,11 +226,8 @@ def _headline(plan: Plan, measured: Timeline | None, measured_s: float) -> list[
 def _of_weights(plan: Plan, weights: WeightVersions) -> list[Figure]:
     if plan.mode != "async":
         return []
-    how = (
-        "replicas take mini-batches in turn"
-        if weights.round_robin
-        else "no flush between mini-batches"
-    )
+    in_turn = "replicas take mini-batches in turn"
+    how = in_turn if weights.round_robin else "no flush between mini-batches"
     figures: list[Figure] = [("weight policy", plan.policy, how)]
     if weights.version_difference:
         behind = ", ".join(map(str, weights.version_difference))
@@ -286,8 +273,11 @@ def _picture(drawing: Drawing, *, shrink: float | None = None) -> str:
     drawing.attributes += (
         f' style="width:{num(drawing.width)}px;max-width:100%;min-width:{num(least)}px"'
     )
-    svg = drawing.svg(standalone=False)
-    return f'<div class="panel-box"><div class="scroll">{svg}</div></div>'
+    return _scrolling(drawing.svg(standalone=False))
+
+
+def _scrolling(content: str) -> str:
+    return f'<div class="panel-box"><div class="scroll">{content}</div></div>'
 
 
 def _timeline_section(what: str, layout: timeline_layout.Layout) -> str:
@@ -355,10 +345,7 @@ def _table(
             f"<tr>{row}{_operators_cell(stage.operators, names.operators(stage, prefix))}</tr>"
         )
     body = "".join(rows)
-    return (
-        f'<div class="panel-box"><div class="scroll"><table><thead><tr>{head}</tr></thead>'
-        f"<tbody>{body}</tbody></table></div></div>"
-    )
+    return _scrolling(f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>")
 
 
 def _stage_times(
@@ -367,21 +354,20 @@ def _stage_times(
     timelines: Sequence[Timeline],
     times: Sequence[Mapping[tuple[int, Kind], float]],
 ) -> list[str]:
-    def joined(values: Iterable[str]) -> str:
-        return " / ".join(values)
+    """Forward and backward milliseconds of a micro-batch and the busy share, by timeline."""
 
-    backward = []
-    for of_timeline in times:
-        kinds = (Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)
-        backward.append(sum(of_timeline.get((s, kind), 0.0) for kind in kinds))
+    def seconds(*kinds: Kind) -> str:
+        sums = [sum(t.get((s, kind), 0.0) for kind in kinds) for t in times]
+        return " / ".join(significant(total * 1e3) for total in sums)
+
     busy = []
     for timeline in timelines:
-        share = [timeline.busy_s.get(d, 0.0) for d in devices]
-        busy.append(sum(share) / (len(share) * timeline.step_s) if timeline.step_s else 0.0)
+        total = sum(timeline.busy_s.get(d, 0.0) for d in devices)
+        busy.append(total / (len(devices) * timeline.step_s) if timeline.step_s else 0.0)
     return [
-        joined(significant(t.get((s, Kind.FORWARD), 0.0) * 1e3) for t in times),
-        joined(significant(seconds * 1e3) for seconds in backward),
-        joined(f"{share:.0%}" for share in busy),
+        seconds(Kind.FORWARD),
+        seconds(Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT),
+        " / ".join(f"{share:.0%}" for share in busy),
     ]
 
 

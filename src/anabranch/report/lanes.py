@@ -14,7 +14,7 @@ that areas stay true.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -48,11 +48,17 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """One action, or several that are too narrow to be seen apart."""
+    """One action, or several that are too narrow to be seen apart, by start."""
 
-    start: float
-    end: float
     spans: tuple[Span, ...]
+
+    @property
+    def start(self) -> float:
+        return self.spans[0].start
+
+    @property
+    def end(self) -> float:
+        return max(span.end for span in self.spans)
 
     def shares(self) -> dict[Kind, float]:
         """Kind -> share of the compute time in the box."""
@@ -119,12 +125,7 @@ def by_device(timeline: Timeline) -> dict[int, list[Span]]:
 
 
 def boxes(spans: Iterable[Span], pixel_s: float) -> Iterator[Box]:
-    """Boxes for the actions of one device, which are sorted by start.
-
-    Args:
-        spans: of one device.
-        pixel_s: seconds that one pixel is wide.
-    """
+    """Boxes for the actions of one device, sorted by start; a pixel is ``pixel_s`` wide."""
     run: list[Span] = []
     for span in spans:
         narrow = span.end - span.start < pixel_s
@@ -134,18 +135,14 @@ def boxes(spans: Iterable[Span], pixel_s: float) -> Iterator[Box]:
             and span.end - run[0].start < MERGED_PIXELS * pixel_s
         )
         if run and not (narrow and fits):
-            yield _box(run)
+            yield Box(tuple(run))
             run = []
         if narrow:
             run.append(span)
         else:
-            yield _box([span])
+            yield Box((span,))
     if run:
-        yield _box(run)
-
-
-def _box(spans: Sequence[Span]) -> Box:
-    return Box(spans[0].start, max(span.end for span in spans), tuple(spans))
+        yield Box(tuple(run))
 
 
 def messages(timeline: Timeline) -> list[Message]:

@@ -18,6 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from anabranch.graph.digraph import topological_order
+
 SWEEPS = 24
 ROUNDS = 30
 LANE = 8.0
@@ -32,8 +34,8 @@ class Layered:
     """The layout.
 
     Attributes:
-        layer: per node, its layer.
-        y: per node, the middle of its height, the topmost node's top being 0.
+        layer: of each node.
+        y: of each node, the middle of its height; the topmost node's top is 0.
         routes: edge -> per layer from source to target, the height at which it passes.
         height: of everything.
     """
@@ -70,9 +72,8 @@ def longest_distances(num_nodes: int, edges: Sequence[tuple[int, int]]) -> list[
 class _Expanded:
     """The graph with a further node in every layer that an edge passes.
 
-    So all edges join neighbouring layers.
-    Nodes below ``len(layer)`` are the given ones. ``before`` and ``after`` are the neighbours in
-    adjacent layers.
+    Nodes below ``len(layer)`` are the given ones. ``before`` and ``after`` are the neighbours, all
+    in adjacent layers.
     """
 
     def __init__(self, layer: Sequence[int], edges: Sequence[tuple[int, int]]) -> None:
@@ -153,9 +154,10 @@ def _heights(
     """Middles of all nodes; a chain without fork or join has one, so that it is drawn straight."""
     above = [(v, w, (sizes[v] + sizes[w]) / 2 + gap) for layer in order for v, w in pairwise(layer)]
     chain = _chains(graph)
-    if _ranks(chain, above) is None:
-        chain = list(range(graph.size))  # two chains that cross cannot both be straight
     ranks = _ranks(chain, above)
+    if ranks is None:
+        chain = list(range(graph.size))  # two chains that cross cannot both be straight
+        ranks = _ranks(chain, above)
     assert ranks is not None, "the order within the layers is not acyclic"
     apart: dict[tuple[int, int], float] = {}
     for v, w, distance in above:
@@ -187,21 +189,10 @@ def _chains(graph: _Expanded) -> list[int]:
 def _ranks(chain: Sequence[int], above: Sequence[tuple[int, int, float]]) -> dict[int, int] | None:
     """Chain -> its place from top to bottom; None if one had to be above and below another."""
     below: dict[int, set[int]] = {c: set() for c in chain}
-    waiting = dict.fromkeys(chain, 0)
     for v, w, _ in above:
-        if chain[w] not in below[chain[v]]:
-            below[chain[v]].add(chain[w])
-            waiting[chain[w]] += 1
-    ready = [c for c, count in waiting.items() if count == 0]
-    ranks: dict[int, int] = {}
-    while ready:
-        c = ready.pop()
-        ranks[c] = len(ranks)
-        for other in sorted(below[c]):
-            waiting[other] -= 1
-            if waiting[other] == 0:
-                ready.append(other)
-    return ranks if len(ranks) == len(waiting) else None
+        below[chain[v]].add(chain[w])
+    order = topological_order(below, lambda c: c)
+    return {c: i for i, c in enumerate(order)} if len(order) == len(below) else None
 
 
 def _neighbours(graph: _Expanded, chain: Sequence[int]) -> dict[int, dict[int, float]]:

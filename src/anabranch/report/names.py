@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import takewhile
 
 from anabranch.plans.plan import ranges
 from anabranch.plans.stages import Stage, StageGraph
@@ -25,13 +26,9 @@ def shared_prefix(names: Sequence[str]) -> str:
 
     At least one component of every name is left.
     """
-    split = [name.split(".") for name in names]
-    prefix = []
-    for parts in zip(*(parts[:-1] for parts in split), strict=False):
-        if len(set(parts)) > 1:
-            break
-        prefix.append(parts[0])
-    return "".join(f"{part}." for part in prefix)
+    columns = zip(*(name.split(".")[:-1] for name in names), strict=False)
+    shared = takewhile(lambda parts: len(set(parts)) == 1, columns)
+    return "".join(f"{parts[0]}." for parts in shared)
 
 
 def graph_prefix(graph: StageGraph) -> str:

@@ -66,13 +66,8 @@ def _panel(panel: timeline_layout.Panel) -> dict[str, Any]:
 def _action(span: Span) -> list[float]:
     """Start, end, kind, stage, micro-batch."""
     action = span.action
-    return [
-        _us(span.start),
-        _us(span.end),
-        KINDS.index(action.kind),
-        action.stage,
-        action.microbatch,
-    ]
+    times = [_us(span.start), _us(span.end)]
+    return [*times, KINDS.index(action.kind), action.stage, action.microbatch]
 
 
 def _messages(panel: timeline_layout.Panel) -> list[list[float]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
-from anabranch.plans.plan import Plan
 from anabranch.plans.stages import Stage, StageGraph
 from anabranch.report import names
 from anabranch.report.layered import layered
@@ -21,17 +20,8 @@ SMALL = 11.0
 Edge = tuple[int, int]
 
 
-def stage_graph_svg(plan: Plan) -> str:
-    """Draw the stages of a plan, as an SVG document.
-
-    From left to right by longest distance from a source. Its size in pixels follows from the
-    number of stages side by side and behind each other.
-    """
-    return draw(plan.stage_graph).svg()
-
-
 def draw(graph: StageGraph) -> Drawing:
-    """The picture of a stage graph."""
+    """The picture of a stage graph, from left to right by longest distance from a source."""
     place = layered(len(graph), graph.edges, node_height=BOX_HEIGHT, gap=ROW_GAP)
     columns = max(place.layer) + 1
     width = 2 * MARGIN + columns * BOX_WIDTH + (columns - 1) * COLUMN_GAP

@@ -10,48 +10,33 @@ from __future__ import annotations
 
 import html
 import math
+import re
 from dataclasses import dataclass, field
 
 FONT = 'system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif'
 
-LIGHT = {
-    "paper": "#ffffff",
-    "ink": "#1c2530",
-    "muted": "#566272",
-    "rule": "#dbe1e9",
-    "lane": "#e9eef4",
-    "card": "#f7f9fb",
-    "edge": "#8794a5",
-    "forward": "#2f6fd0",
-    "forward-ink": "#ffffff",
-    "backward": "#f2a23a",
-    "backward-ink": "#3a2000",
-    "weight": "#f4dc85",
-    "weight-ink": "#3d3000",
-    "wire-forward": "#7fa6e3",
-    "wire-backward": "#e0a55a",
-    "tail": "#c9bfe3",
-    "end": "#b3261e",
+_COLOURS = {
+    "paper": ("#ffffff", "#11161d"),
+    "ink": ("#1c2530", "#e6ecf3"),
+    "muted": ("#566272", "#9aa7b7"),
+    "rule": ("#dbe1e9", "#2a3441"),
+    "lane": ("#e9eef4", "#1e2732"),
+    "card": ("#f7f9fb", "#171e27"),
+    "edge": ("#8794a5", "#77869a"),
+    "forward": ("#2f6fd0", "#5c9cf5"),
+    "forward-ink": ("#ffffff", "#04142c"),
+    "backward": ("#f2a23a", "#eda644"),
+    "backward-ink": ("#3a2000", "#2b1700"),
+    "weight": ("#f4dc85", "#d8c672"),
+    "weight-ink": ("#3d3000", "#2a2200"),
+    "wire-forward": ("#7fa6e3", "#456fae"),
+    "wire-backward": ("#e0a55a", "#94703a"),
+    "tail": ("#c9bfe3", "#4a4369"),
+    "end": ("#b3261e", "#ff8a80"),
 }
-DARK = {
-    "paper": "#11161d",
-    "ink": "#e6ecf3",
-    "muted": "#9aa7b7",
-    "rule": "#2a3441",
-    "lane": "#1e2732",
-    "card": "#171e27",
-    "edge": "#77869a",
-    "forward": "#5c9cf5",
-    "forward-ink": "#04142c",
-    "backward": "#eda644",
-    "backward-ink": "#2b1700",
-    "weight": "#d8c672",
-    "weight-ink": "#2a2200",
-    "wire-forward": "#456fae",
-    "wire-backward": "#94703a",
-    "tail": "#4a4369",
-    "end": "#ff8a80",
-}
+"""Name -> on light ground, on dark ground."""
+
+LIGHT, DARK = ({name: pair[i] for name, pair in _COLOURS.items()} for i in (0, 1))
 
 _RULES = """\
 .ab text{{font-family:{font};fill:{ink}}}
@@ -95,12 +80,8 @@ def style() -> str:
 class Drawing:
     """One picture while it is drawn: pieces of SVG in painting order.
 
-    Attributes:
-        width: in pixels.
-        height: in pixels.
-        title: one sentence for a screen reader.
-        body: what has been painted.
-        attributes: further attributes of the svg element, already escaped.
+    ``title`` is a sentence for a screen reader; ``attributes`` are further ones of the svg element,
+    already escaped.
     """
 
     width: float
@@ -129,14 +110,10 @@ class Drawing:
 
 def escape(value: object) -> str:
     """Text for an element or a quoted attribute; characters that XML 1.0 forbids become U+FFFD."""
-    clean = "".join(c if _is_xml(c) else "\ufffd" for c in str(value))
-    return html.escape(clean, quote=True)
+    return html.escape(_NOT_XML.sub("\ufffd", str(value)), quote=True)
 
 
-def _is_xml(char: str) -> bool:
-    code = ord(char)
-    surrogate = 0xD800 <= code <= 0xDFFF
-    return char in "\t\n\r" or (code >= 0x20 and not surrogate and code not in (0xFFFE, 0xFFFF))
+_NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 def num(value: float) -> str:
@@ -171,9 +148,7 @@ def shorten(content: str, size: float, width: float) -> str:
     """Cut out the middle of a line that does not fit; both ends of an operator's name matter."""
     if text_width(content, size) <= width:
         return content
-    keep = len(content) - 1
-    while keep > 2:
-        keep -= 1
+    for keep in range(len(content) - 2, 1, -1):
         head = keep // 2
         short = f"{content[:head]}\u2026{content[len(content) - (keep - head) :]}"
         if text_width(short, size) <= width:

@@ -6,6 +6,7 @@ compared. The picture (``gantt``) and the page's script (``page_data``) draw by 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -30,10 +31,8 @@ class Panel:
 
     Attributes:
         title: what the caller calls it.
-        timeline: what is drawn.
-        graph: the stages that it executed.
-        rows: from top to bottom.
-        tops: top of each row.
+        graph: the stages that the timeline executed.
+        rows: from top to bottom, with the top of each in ``tops``.
         row_height: of each row, with the marks below the boxes.
         has_arrows: messages are arrows between rows; otherwise marks below the boxes.
         heading: baseline of the heading.
@@ -132,7 +131,7 @@ def _panel(
     top: float,
     longest: int,
 ) -> Panel:
-    height, gap, branch_gap = _row_sizes(longest)
+    height, gap, branch_gap = next(sizes for most, sizes in _ROW_SIZES if longest <= most)
     few = sum(not span.action.kind.is_compute for span in timeline.spans) <= 2 * MOST_ARROWS
     heading = top + 14
     y = heading + 14
@@ -146,29 +145,26 @@ def _panel(
     return Panel(title, timeline, graph, tuple(rows), tuple(tops), height, has_arrows, heading, y)
 
 
-def _row_sizes(rows: int) -> tuple[float, float, float]:
-    """Height of a row, gap to the next, gap to the next branch."""
-    for most, sizes in (
-        (8, (34.0, 8.0, 18.0)),
-        (16, (24.0, 6.0, 13.0)),
-        (32, (17.0, 3.0, 9.0)),
-        (64, (12.0, 2.0, 6.0)),
-        (128, (9.0, 1.0, 4.0)),
-    ):
-        if rows <= most:
-            return sizes
-    return 6.0, 1.0, 3.0
+_ROW_SIZES = (
+    (8, (34.0, 8.0, 18.0)),
+    (16, (24.0, 6.0, 13.0)),
+    (32, (17.0, 3.0, 9.0)),
+    (64, (12.0, 2.0, 6.0)),
+    (128, (9.0, 1.0, 4.0)),
+    (math.inf, (6.0, 1.0, 3.0)),
+)
+"""Rows at most, then height of a row, gap to the next, gap to the next branch."""
 
 
 def _label_width(panels: Sequence[Panel]) -> float:
-    widest = 100.0
+    widths = [100.0]
     for panel in panels:
         for row in panel.rows:
             first, second = labels(panel, row)
-            widest = max(widest, text_width(first, label_size(panel)))
+            widths.append(text_width(first, label_size(panel)))
             if panel.row_height >= 30:
-                widest = max(widest, text_width(second, LABEL - 1.5))
-    return widest
+                widths.append(text_width(second, LABEL - 1.5))
+    return max(widths)
 
 
 def label_size(panel: Panel) -> float:

@@ -12,20 +12,20 @@ from anabranch.graph.opgraph import BATCH, Parameter, Value
 from anabranch.profile.readers.imported_graph import (
     Edge,
     ImportedGraph,
-    Node,
+    ImportedNode,
     Shard,
     unique_names,
 )
 
 
-def draft(nodes: list[Node], edges: list[Edge], samples: int = 1) -> ImportedGraph:
+def draft(nodes: list[ImportedNode], edges: list[Edge], samples: int = 1) -> ImportedGraph:
     """A draft of these nodes and edges."""
     return ImportedGraph("file", "model", nodes, edges, samples, "a device")
 
 
-def plain(key: str, **fields: object) -> Node:
+def plain(key: str, **fields: object) -> ImportedNode:
     """A node that is trained."""
-    return Node(key, key, "here", **({"backward_s": 1.0} | fields))  # type: ignore[arg-type]
+    return ImportedNode(key, key, "here", **({"backward_s": 1.0} | fields))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def drafts(draw: st.DrawFn) -> ImportedGraph:
     edges = [Edge(a, b, float(draw(st.integers(0, 2))), "edge") for a, b in pairs]
     fed = {b for _, b in pairs}
     nodes = [
-        Node(
+        ImportedNode(
             key,
             draw(st.sampled_from(["A", "B(1)", key])),
             "node",

@@ -95,23 +95,22 @@ def compare(
     planners = list(dict.fromkeys(planner or ()))
     planners = planners or (["graphpipe"] if is_async else comparable(costs, cluster))
     known = {name: options_of(name) for name in planners}
-    options: dict[str, Any] = {
+    options = {
+        **planning.search,
         "planner_options": options_by_planner(planner_option, planners, known),
-        "microbatch_size": planning.microbatch_size,
-        "max_replicas": planning.max_replicas,
         "model": model.model,
     }
     where = costs, cluster, planning.batch_size
     results: Iterator[tuple[Any, ...]]
     if is_async:
-        usage(solve.check_mode, "async", "", planning.schedule)
+        usage(solve.check_mode, "async", "", options.pop("schedule"))
         policies = list(dict.fromkeys(policy or POLICIES))
         results = usage(
             solve.compare_policies, *where, planners, policies, optimizer=optimizer, **options
         )
         contenders = [Contender(name, policy) for name in planners for policy in policies]
     else:
-        results = usage(search, *where, planners, schedule=planning.schedule, **options)
+        results = usage(search, *where, planners, **options)
         contenders = [Contender(name) for name in planners]
     found = _search(contenders, results)
 

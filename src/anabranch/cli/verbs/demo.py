@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -41,14 +42,17 @@ def demo(
     story = _Story(sys.stderr if as_json else sys.stdout)
     with story.chapter(f"Capture {model} and its data"):
         job = Job(Source(model, "small"), None)
-        story.say(f"{len(job.captured.graph)} operators, {_parameters(job):,} parameters")
+        parameters = sum(p.numel() for p in job.workload.module.parameters())
+        story.say(f"{len(job.captured.graph)} operators, {parameters:,} parameters")
     with story.chapter("Measure its operators on one core"):
         profile = job.measure(batch_size)
         seconds = sum(c.forward_s[-1] + c.backward_s[-1] for c in profile.costs)
         story.say(f"{seconds * 1e3:.1f} ms for {batch_size} samples, forward and backward")
     with story.chapter(f"Plan a graph of stages for {devices} devices"):
-        sequential = _plan(job, local, "sequential")
-        job.plan = _plan(job, local, "graphpipe")
+        # A core for each device: the prediction that holds where there are enough cores. Without
+        # replicas, so that the stages are there to be seen; `anabranch train` allows them.
+        search = partial(job.search, local, max_replicas=1, own_cores=True)
+        sequential, job.plan = search(planner="sequential"), search(planner="graphpipe")
         story.say(job.plan.summary())
         story.say(against("the sequential pipeline", sequential, job.plan) + " predicted")
     with story.chapter("Verify: one step on local ranks against one process"):
@@ -57,7 +61,7 @@ def demo(
         verified = verify(job.workload, job.plan, captured=job.captured)
         story.say(verified.summary())
     with story.chapter(f"Train {steps} steps on {devices} local ranks"):
-        predicted = _on_this_machine(job, devices)
+        predicted = job.simulated().step_s
         result = job.train(TrainingSettings(steps=steps, check_gradients=False))
         story.say(_results(result))
     with story.chapter("Predicted against measured"):
@@ -84,28 +88,6 @@ def demo(
                 "report": str(folder / "report.html"),
             }
         )
-
-
-def _plan(job: Job, local: LocalPlanSettings, planner: str) -> Plan:
-    """Plan for devices with a core each: the prediction that holds where there are enough cores.
-
-    Without replicas, so that the stages are there to be seen; `anabranch train` allows them.
-    """
-    return job.search(local, max_replicas=1, planner=planner, own_cores=True)
-
-
-def _on_this_machine(job: Job, devices: int) -> float:
-    """The step that the simulator predicts where the ranks share this machine's cores."""
-    from anabranch.cluster import Cluster
-    from anabranch.solve import simulate
-
-    assert job.plan is not None
-    assert job.profile is not None
-    return simulate(job.plan, job.profile, Cluster.preset(f"local:{devices}")).step_s
-
-
-def _parameters(job: Job) -> int:
-    return sum(p.numel() for p in job.workload.module.parameters())
 
 
 def _results(run: Run) -> str:

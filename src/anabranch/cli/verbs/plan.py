@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -73,9 +74,7 @@ def plan(
             cluster,
             planning.batch_size,
             planner=planner,
-            microbatch_size=planning.microbatch_size,
-            schedule=planning.schedule,
-            max_replicas=planning.max_replicas,
+            **planning.search,
             planner_options=named_values(planner_option),
             model=model.model,
             mode=planning.mode,
@@ -136,25 +135,21 @@ def _baselines(
     """
     from anabranch.solve import plan
 
-    for name, most in (("sequential", planning.max_replicas), ("straight sequential", 1)):
+    search = partial(
+        plan,
+        costs,
+        cluster,
+        planning.batch_size,
+        planner="sequential",
+        model=found.model,
+        improve=False,
+        mode=found.mode,
+        policy=found.policy,
+        optimizer=optimizer,
+    )
+    for name, changed in (("sequential", {}), ("straight sequential", {"max_replicas": 1})):
         try:
-            yield (
-                name,
-                plan(
-                    costs,
-                    cluster,
-                    planning.batch_size,
-                    planner="sequential",
-                    microbatch_size=planning.microbatch_size,
-                    schedule=planning.schedule,
-                    max_replicas=most,
-                    model=found.model,
-                    improve=False,
-                    mode=found.mode,
-                    policy=found.policy,
-                    optimizer=optimizer,
-                ),
-            )
+            yield name, search(**planning.search | changed)
         except AnabranchError as error:
             yield name, error
 

@@ -14,10 +14,9 @@ from anabranch.cli.parsing import usage
 from anabranch.cli.settings import AsJson, PlanFile, PlannedModelSettings, Policy, ScheduleName
 from anabranch.cli.spread import spread
 from anabranch.cli.staleness_table import staleness_table
-from anabranch.plans.plan import Mode
+from anabranch.plans.plan import Mode, Plan, headline
 
 if TYPE_CHECKING:
-    from anabranch.plans.plan import Plan
     from anabranch.solve import Simulated
     from anabranch.timeline import Timeline
 
@@ -88,8 +87,6 @@ def _say(
     report: Path | None,
 ) -> None:
     """Print the figures of a step or, where there is no flush, of the full pipeline."""
-    from anabranch.plans.plan import headline
-
     batch_size = plan.stage_graph.batch_size
     step_s, bubble, peaks = timeline.step_s, timeline.bubble, [*timeline.peak_bytes.values()]
     more: dict[str, Any] = {}

@@ -145,7 +145,7 @@ def _plan(
         resume=training.resume,
         save=training.save,
     )
-    job.capture()
+    _ = job.captured  # ranks of torchrun do this at the same time
     search = partial(
         job.search,
         local,

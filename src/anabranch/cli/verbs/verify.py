@@ -27,17 +27,14 @@ def verify(model: TrainedModelSettings, local: LocalPlanSettings, as_json: AsJso
     result = compare(job.workload, plan, captured=job.captured, device=local.device)
     good = result.max_gradient_error < 1e-4
     if as_json:
+        names = ("max_gradient_error", "bitwise", "loss", "reference_loss", "worst", "exact")
+        graph = plan.stage_graph
         print_json(
             {
-                "max_gradient_error": result.max_gradient_error,
-                "bitwise": result.bitwise,
-                "loss": result.loss,
-                "reference_loss": result.reference_loss,
-                "worst": result.worst,
-                "exact": result.exact,
+                **{name: getattr(result, name) for name in names},
                 "devices": result.num_devices,
-                "stages": len(plan.stage_graph),
-                "edges": [list(edge) for edge in plan.stage_graph.edges],
+                "stages": len(graph),
+                "edges": [list(edge) for edge in graph.edges],
             }
         )
     else:

@@ -78,14 +78,13 @@ def is_foreign(path: str | os.PathLike[str]) -> bool:
 def _what(text: str) -> str:
     """What a text seems to be that is no profile."""
     lines = [line.split() for line in text.splitlines() if line.strip()]
-    if all(word.isascii() and word.isdigit() for line in lines for word in line):
-        counts = [len(word) for word in lines[0][:1]]
-        numbers = [int(line[0]) if counts[0] < 10 else -1 for line in lines]
-        if len(lines[0]) == numbers[0] + 1 and len(lines) <= 2:
-            return (
-                f"is a plan of GraphPipe's runtime ({numbers[0]} operators and the stage of each), "
-                "not a profile: it has no times to plan with"
-            )
+    first = lines[0][0]
+    is_plan = all(word.isascii() and word.isdigit() for line in lines for word in line)
+    if is_plan and len(lines) <= 2 and len(first) < 10 and len(lines[0]) == int(first) + 1:
+        return (
+            f"is a plan of GraphPipe's runtime ({int(first)} operators and the stage of each), "
+            "not a profile: it has no times to plan with"
+        )
     return f"is no profile: it starts with {shown(text.strip().partition(chr(10))[0])}"
 
 

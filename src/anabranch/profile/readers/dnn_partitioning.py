@@ -36,43 +36,46 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from anabranch.errors import FileFormatError
-from anabranch.jsonfile import LARGEST_SIZE, Strict, validate
+from anabranch.jsonfile import Strict, validate
 from anabranch.profile.profile import Profile
 from anabranch.profile.readers.imported_graph import (
     LONGEST_S,
+    Bytes,
     Edge,
+    Id,
     ImportedGraph,
-    Node,
+    ImportedNode,
+    NodeName,
+    any_node_has,
     check_edges,
+    neighbours,
     sources,
     unique_names,
 )
 from anabranch.profile.readers.pipedream import images
-from anabranch.profile.readers.training_graph import TrainingNode, group, neighbours
+from anabranch.profile.readers.training_graph import TrainingNode, group
 
-_Bytes = Annotated[float, Field(ge=0, le=LARGEST_SIZE)]
 _Milliseconds = Annotated[float, Field(ge=0, le=LONGEST_S * 1000)]
-_Id = Annotated[int, Field(ge=0, le=2**53)]
 _Flag = bool | Annotated[int, Field(ge=0, le=1)]
 
 
 class _Node(Strict):
-    id: _Id
-    name: Annotated[str, Field(max_length=1000)] = ""
+    id: Id
+    name: NodeName = ""
     supported: Annotated[_Flag, Field(alias="supportedOnFpga")] = True
     cpu_ms: Annotated[_Milliseconds, Field(alias="cpuLatency")] = 0.0
     ms: Annotated[_Milliseconds, Field(alias="fpgaLatency")]
     backward: Annotated[_Flag, Field(alias="isBackwardNode")]
     color: Annotated[int | None, Field(alias="colorClass")] = None
     layer: Annotated[int | None, Field(alias="layerId")] = None
-    size: _Bytes
+    size: Bytes
 
 
 class _Edge(Strict):
-    source: _Id = Field(alias="sourceId")
-    target: _Id = Field(alias="destId")
+    source: Id = Field(alias="sourceId")
+    target: Id = Field(alias="destId")
     cost: Annotated[float, Field(ge=0)] = 0.0
-    size: _Bytes
+    size: Bytes
 
 
 class _File(Strict):
@@ -85,20 +88,11 @@ class _File(Strict):
 
 def looks_like(document: Mapping[str, Any]) -> bool:
     """Whether any node has a latency on an accelerator."""
-    nodes = document.get("nodes")
-    known = ("fpgaLatency", "cpuLatency", "isBackwardNode")
-    return isinstance(nodes, list) and any(
-        key in node for node in nodes if isinstance(node, dict) for key in known
-    )
+    return any_node_has(document, "fpgaLatency", "cpuLatency", "isBackwardNode")
 
 
 def read(document: Mapping[str, Any], path: Path, samples: int | None = None) -> Profile:
-    """The profile in a document of this format.
-
-    Args:
-        document: the parsed JSON.
-        path: its name, for messages.
-        samples: of the mini-batch that was profiled.
+    """The profile in a document of this format; ``samples``: of the profiled mini-batch.
 
     Raises:
         FileFormatError: naming file, key path and value.
@@ -162,7 +156,7 @@ class _Graph:
         free = node.ms == node.cpu_ms == 0
         return not self.layers and not node.backward and free and key in self.first
 
-    def drafted(self) -> list[Node]:
+    def drafted(self) -> list[ImportedNode]:
         """One node per operator, and the data."""
         weights = self._weights()
         saved = {
@@ -178,7 +172,7 @@ class _Graph:
         keys: list[str],
         weights: Mapping[str, tuple[tuple[str, float], ...]],
         saved: set[str],
-    ) -> Node:
+    ) -> ImportedNode:
         forward = [key for key in keys if not self.nodes[key].backward]
         backward = [key for key in keys if self.nodes[key].backward]
         parameters = weights.get(op, ())
@@ -189,7 +183,7 @@ class _Graph:
         backward_s = sum(self.nodes[key].ms for key in backward) / 1000
         heaviest = max(forward, key=lambda key: self.nodes[key].ms)
         name = self.nodes[heaviest].name
-        return Node(
+        return ImportedNode(
             key=op,
             label=name,
             where=self.places[heaviest],

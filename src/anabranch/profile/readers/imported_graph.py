@@ -21,6 +21,9 @@ import math
 import re
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from anabranch.errors import FileFormatError
 from anabranch.graph import digraph
@@ -31,6 +34,11 @@ from anabranch.profile.profile import OpCost, Profile, Sharded
 LONGEST_S = 1e9
 """Seconds: thirty years. No operator takes longer."""
 MOST_SAMPLES = 2**40
+
+Bytes = Annotated[float, Field(ge=0, le=LARGEST_SIZE)]
+Id = Annotated[int, Field(ge=0, le=2**53)]
+NodeName = Annotated[str, Field(max_length=1000)]
+"""Fields of JSON formats."""
 
 _LONGEST_NAME = 40
 
@@ -46,21 +54,18 @@ class Shard:
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
-    """One node of the file.
+class ImportedNode:
+    """One node of the file; seconds and bytes are for the whole mini-batch.
 
     Attributes:
-        key: its id.
         label: what it is, for people.
         where: the place in the file, such as ``line 3``.
-        forward_s: seconds for the whole mini-batch.
-        backward_s: likewise.
-        kept_bytes: kept for the backward, likewise.
+        kept_bytes: kept for the backward.
         parameters: names and bytes; an empty name stands for the node's own. Nodes that name the
             same one share it.
         data: part of the batch; nothing leads to it.
         kind: what to call it in a report.
-        parts: per degree of tensor parallelism; every node has the same degrees.
+        shards: per degree of tensor parallelism; every node has the same degrees.
     """
 
     key: str
@@ -77,11 +82,9 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """One edge of the file.
+    """One edge of the file, from the producer's key to the consumer's.
 
     Attributes:
-        producer: key of the node that it leaves.
-        consumer: key of the node that it leads to.
         nbytes: what crosses for the whole mini-batch.
         where: the place in the file.
         output: tells several outputs of one size apart.
@@ -101,27 +104,21 @@ class ImportedGraph:
     Attributes:
         file: for messages.
         name: of the model.
-        nodes: in any order.
-        edges: likewise; one that occurs twice counts once.
+        edges: one that occurs twice counts once.
         samples: of the mini-batch that times and bytes are for.
         device: what the times were measured on, and what was decided where the file is silent.
-        granularity: ``layer`` or ``operator``.
     """
 
     file: str
     name: str
-    nodes: Sequence[Node]
+    nodes: Sequence[ImportedNode]
     edges: Sequence[Edge]
     samples: int
     device: str
     granularity: str = "layer"
 
     def profile(self) -> Profile:
-        """The profile.
-
-        Raises:
-            FileFormatError: if the nodes and edges are no connected graph without cycles.
-        """
+        """The profile; raises FileFormatError unless this is one connected graph without cycles."""
         by_key = _by_key(self.file, self.nodes)
         _check_sizes(self.file, self.nodes)
         order = [by_key[key] for key in topological_order(self.file, by_key, self.edges)]
@@ -138,7 +135,7 @@ class ImportedGraph:
             sharded=tuple(self._sharded(ops, degree) for degree in degrees),
         )
 
-    def _graph(self, order: Sequence[Node], ops: Sequence[Node]) -> OpGraph:
+    def _graph(self, order: Sequence[ImportedNode], ops: Sequence[ImportedNode]) -> OpGraph:
         names = unique_names({node.key: node.label for node in order})
         made = []
         for op in ops:
@@ -158,7 +155,7 @@ class ImportedGraph:
     def _per_sample(self, nbytes: float) -> int:
         return math.ceil(nbytes / self.samples)
 
-    def _sharded(self, ops: Sequence[Node], degree: int) -> Sharded:
+    def _sharded(self, ops: Sequence[ImportedNode], degree: int) -> Sharded:
         shards = [op.shards[degree] for op in ops if op.shards is not None]
         return Sharded(
             degree,
@@ -166,14 +163,16 @@ class ImportedGraph:
             tuple(math.ceil(p.parameter_bytes) for p in shards),
         )
 
-    def _parameters(self, ops: Sequence[Node], names: Mapping[str, str]) -> tuple[Parameter, ...]:
+    def _parameters(
+        self, ops: Sequence[ImportedNode], names: Mapping[str, str]
+    ) -> tuple[Parameter, ...]:
         nbytes: dict[str, int] = {}
         for op in ops:
             for name, size in op.parameters:
                 nbytes.setdefault(name or names[op.key], math.ceil(size))
         return tuple(Parameter(name, size) for name, size in nbytes.items())
 
-    def _values(self, order: Sequence[Node], names: Mapping[str, str]) -> tuple[Value, ...]:
+    def _values(self, order: Sequence[ImportedNode], names: Mapping[str, str]) -> tuple[Value, ...]:
         """One value per producer and size; those of the batch first."""
         position = {op.key: i for i, op in enumerate(op for op in order if not op.data)}
         readers: dict[tuple[str, float, str], set[int]] = {}
@@ -197,6 +196,14 @@ class ImportedGraph:
         return tuple(sorted(values, key=lambda value: value.producer))
 
 
+def any_node_has(document: Mapping[str, Any], *keys: str) -> bool:
+    """Whether a JSON document has a list of nodes, and one of the keys is in one of them."""
+    nodes = document.get("nodes")
+    return isinstance(nodes, list) and any(
+        key in node for node in nodes if isinstance(node, dict) for key in keys
+    )
+
+
 def unique_names(labels: Mapping[str, str]) -> dict[str, str]:
     """Key -> name: the labels shortened, with the keys in front where those are not unique."""
     short = {key: _clean(label) for key, label in labels.items()}
@@ -211,13 +218,22 @@ def _clean(label: str) -> str:
     return re.sub(r"\.{2,}", ".", text).strip("./")[:_LONGEST_NAME].rstrip("./")
 
 
+def neighbours(edges: Iterable[Edge], *, back: bool = False) -> dict[str, list[str]]:
+    """Per node that has any, its successors, or with ``back`` its predecessors."""
+    result: dict[str, list[str]] = {}
+    for edge in edges:
+        a, b = (edge.consumer, edge.producer) if back else (edge.producer, edge.consumer)
+        result.setdefault(a, []).append(b)
+    return result
+
+
 def sources(nodes: Iterable[str], edges: Iterable[Edge]) -> set[str]:
     """Keys of the nodes that no edge leads to."""
     return set(nodes) - {edge.consumer for edge in edges}
 
 
-def _by_key(file: str, nodes: Sequence[Node]) -> dict[str, Node]:
-    by_key: dict[str, Node] = {}
+def _by_key(file: str, nodes: Sequence[ImportedNode]) -> dict[str, ImportedNode]:
+    by_key: dict[str, ImportedNode] = {}
     for node in nodes:
         twin = by_key.setdefault(node.key, node)
         if twin is not node:
@@ -230,11 +246,7 @@ def _by_key(file: str, nodes: Sequence[Node]) -> dict[str, Node]:
 
 
 def check_edges(file: str, keys: Container[str], edges: Iterable[Edge]) -> None:
-    """Refuse an edge from or to a node that does not exist.
-
-    Raises:
-        FileFormatError: naming the edge and the node.
-    """
+    """Raise FileFormatError for an edge from or to a node that does not exist."""
     for edge in edges:
         for key in (edge.producer, edge.consumer):
             if key not in keys:
@@ -244,7 +256,7 @@ def check_edges(file: str, keys: Container[str], edges: Iterable[Edge]) -> None:
                 )
 
 
-def _check_sizes(file: str, nodes: Sequence[Node]) -> None:
+def _check_sizes(file: str, nodes: Sequence[ImportedNode]) -> None:
     for node in nodes:
         shards = (node.shards or {}).values()
         seconds = [node.forward_s, node.backward_s]
@@ -282,12 +294,11 @@ def _natural(key: str) -> list[int | str]:
 def _cycle(left: set[str], edges: Sequence[Edge]) -> str:
     """Name one cycle among nodes that each have a predecessor among them."""
     before = {e.consumer: e for e in edges if e.producer in left and e.consumer in left}
-    path = {min(left): None}  # a dictionary for its order
-    last = min(left)
-    while before[last].producer not in path:
-        last = before[last].producer
-        path[last] = None
-    closing = before[last]
+    closing = before[min(left)]
+    path = {closing.consumer: None}  # a dictionary for its order
+    while closing.producer not in path:
+        closing = before[closing.producer]
+        path[closing.consumer] = None
     keys = list(path)
     keys = keys[keys.index(closing.producer) :]
     ring = [closing.producer, *reversed(keys)]
@@ -296,7 +307,7 @@ def _cycle(left: set[str], edges: Sequence[Edge]) -> str:
     return f"the edge in {closing.where} is part of a cycle of {len(keys)}: {' -> '.join(ring)}"
 
 
-def _check_connected(file: str, nodes: Mapping[str, Node], edges: Sequence[Edge]) -> None:
+def _check_connected(file: str, nodes: Mapping[str, ImportedNode], edges: Sequence[Edge]) -> None:
     """Refuse parts that share nothing, or nothing but the batch: they are several models."""
     beside: dict[str, list[str]] = {key: [] for key in nodes}
     for edge in edges:
@@ -309,31 +320,27 @@ def _check_connected(file: str, nodes: Mapping[str, Node], edges: Sequence[Edge]
                 "nothing; a profile is one connected graph"
             )
     ops = [key for key in nodes if not nodes[key].data]
-    reached, todo = {ops[0]}, [ops[0]]
-    while todo:
-        fresh = {key for key in beside[todo.pop()] if not nodes[key].data} - reached
-        reached |= fresh
-        todo += fresh
-    apart = [key for key in ops if key not in reached]
-    if apart:
+    parts = digraph.strongly_connected(
+        {key: [other for other in beside[key] if not nodes[other].data] for key in ops}
+    )
+    if len(parts) > 1:
+        first = next(set(part) for part in parts if ops[0] in part)
+        apart = [key for key in ops if key not in first]
         raise FileFormatError(
-            f"{file} falls apart: nothing but the batch connects {_some(sorted(reached))} with "
+            f"{file} falls apart: nothing but the batch connects {_some(first)} with "
             f"{_some(apart)}; a profile is one connected graph"
         )
 
 
-def _some(keys: Sequence[str]) -> str:
+def _some(keys: Collection[str]) -> str:
     text = ", ".join(sorted(keys, key=_natural)[:4])
     return text if len(keys) <= 4 else f"{text} and {len(keys) - 4} more"
 
 
-def _trained(order: Sequence[Node], edges: Sequence[Edge]) -> set[str]:
+def _trained(order: Sequence[ImportedNode], edges: Sequence[Edge]) -> set[str]:
     """Nodes whose outputs have a gradient."""
-    after: dict[str, list[str]] = {}
-    for edge in edges:
-        after.setdefault(edge.producer, []).append(edge.consumer)
-    ops = (node for node in order if not node.data)
-    trained = {node.key for node in ops if node.parameters or node.backward_s > 0}
+    after = neighbours(edges)
+    trained = {n.key for n in order if not n.data and (n.parameters or n.backward_s > 0)}
     for node in order:
         if node.key in trained:
             trained.update(after.get(node.key, ()))

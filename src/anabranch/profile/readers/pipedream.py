@@ -41,7 +41,7 @@ from anabranch.profile.readers.imported_graph import (
     MOST_SAMPLES,
     Edge,
     ImportedGraph,
-    Node,
+    ImportedNode,
     sources,
 )
 
@@ -73,12 +73,7 @@ def looks_like(text: str) -> bool:
 
 
 def read(text: str, path: Path, samples: int | None = None) -> Profile:
-    """The profile in a text of this format.
-
-    Args:
-        text: what the file holds.
-        path: its name, for messages and for DAPPLE's ``pbs-N``.
-        samples: of the mini-batch that was profiled.
+    """The profile in a text of this format; ``samples``: of the profiled mini-batch.
 
     Raises:
         FileFormatError: naming file, line and value.
@@ -105,11 +100,11 @@ def read(text: str, path: Path, samples: int | None = None) -> Profile:
     ).profile()
 
 
-def _node(row: _Row, first: bool) -> Node:
+def _node(row: _Row, first: bool) -> ImportedNode:
     nothing = row.forward_ms == row.backward_ms == row.parameter_bytes == 0
     kind = row.description.partition("(")[0].strip()
     data = first and (nothing or kind.lower().startswith("input"))
-    return Node(
+    return ImportedNode(
         key=row.key,
         label=row.description,
         where=f"line {row.line}",

@@ -10,7 +10,7 @@ decided so:
 - ``timePerSample`` is forward and backward together. Recomputation runs the forward once more, so
   the forward is what it adds; where that is not between nothing and the whole, a third.
 - The unit of time differs between the published files. A micro-batch that takes more than
-  ``LONGEST_S`` seconds on one device is taken to be in milliseconds: BERT-32 has 0.97 (seconds),
+  ``LONGEST_MICROBATCH_S`` on one device is taken to be in milliseconds: BERT-32 has 0.97 (seconds),
   GNMT 520 and ResNet-50 462 (PipeDream's milliseconds, added up).
 - ``memoryUsageA`` is what a layer holds for each micro-batch in flight. In files whose variant with
   recomputation keeps exactly what enters the layer (BERT), it includes what enters and not what
@@ -38,52 +38,58 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from anabranch.errors import FileFormatError
-from anabranch.jsonfile import LARGEST_SIZE, Strict, validate
+from anabranch.jsonfile import Strict, validate
 from anabranch.profile.profile import Profile
-from anabranch.profile.readers.imported_graph import LONGEST_S as LONGEST_TIME
 from anabranch.profile.readers.imported_graph import (
+    LONGEST_S,
+    Bytes,
     Edge,
+    Id,
     ImportedGraph,
-    Node,
+    ImportedNode,
+    NodeName,
     Shard,
+    any_node_has,
     sources,
 )
 
-LONGEST_S = 10.0
+LONGEST_MICROBATCH_S = 10.0
 """Seconds of one micro-batch through the whole model on one device; more must be milliseconds."""
 
 VANILLA = "vanilla"
 RECOMPUTE = "activation recomp"
 
-_Bytes = Annotated[float, Field(ge=0, le=LARGEST_SIZE)]
 _Degree = Annotated[str, Field(pattern=r"^[1-9][0-9]{0,5}$")]
-_Id = Annotated[int, Field(ge=0, le=2**53)]
 
 
 class _Variant(Strict):
     id: Literal["vanilla", "activation recomp"]
-    time: Annotated[float, Field(ge=0, le=LONGEST_TIME, alias="timePerSample")]
-    parameter_bytes: _Bytes = Field(alias="parameterSize")
-    held_bytes: _Bytes = Field(alias="memoryUsageA")
-    fixed_bytes: _Bytes = Field(alias="memoryUsageB")
-    sync_forward: dict[str, _Bytes] = Field(alias="syncTimeFw")
-    sync_backward: dict[str, _Bytes] = Field(alias="syncTimeBw")
+    time: Annotated[float, Field(ge=0, le=LONGEST_S, alias="timePerSample")]
+    parameter_bytes: Bytes = Field(alias="parameterSize")
+    held_bytes: Bytes = Field(alias="memoryUsageA")
+    fixed_bytes: Bytes = Field(alias="memoryUsageB")
+    sync_forward: dict[str, Bytes] = Field(alias="syncTimeFw")
+    sync_backward: dict[str, Bytes] = Field(alias="syncTimeBw")
 
 
 class _Node(Strict):
-    id: _Id
-    name: Annotated[str, Field(max_length=1000)] = ""
+    id: Id
+    name: NodeName = ""
     variants: Annotated[dict[_Degree, list[_Variant]], Field(alias="TMPCs")]
 
-    def variant(self, degree: int, name: str = VANILLA) -> _Variant | None:
-        """One variant of one degree, if the node has it."""
-        return next((v for v in self.variants.get(str(degree), ()) if v.id == name), None)
+    def vanilla(self, degree: int) -> _Variant:
+        """The variant without recomputation, which every degree has."""
+        return next(v for v in self.variants[str(degree)] if v.id == VANILLA)
+
+    def recompute(self, degree: int) -> _Variant | None:
+        """The variant with recomputation, if the node has it."""
+        return next((v for v in self.variants[str(degree)] if v.id == RECOMPUTE), None)
 
 
 class _Edge(Strict):
-    source: _Id = Field(alias="sourceId")
-    target: _Id = Field(alias="destId")
-    nbytes: _Bytes = Field(alias="communicationCost")
+    source: Id = Field(alias="sourceId")
+    target: Id = Field(alias="destId")
+    nbytes: Bytes = Field(alias="communicationCost")
 
 
 class _File(Strict):
@@ -98,17 +104,11 @@ class _File(Strict):
 
 def looks_like(document: Mapping[str, Any]) -> bool:
     """Whether any node has costs per degree of tensor parallelism."""
-    nodes = document.get("nodes")
-    return isinstance(nodes, list) and any("TMPCs" in n for n in nodes if isinstance(n, dict))
+    return any_node_has(document, "TMPCs")
 
 
 def read(document: Mapping[str, Any], path: Path, samples: int | None = None) -> Profile:
-    """The profile in a document of this format.
-
-    Args:
-        document: the parsed JSON.
-        path: its name, for messages.
-        samples: of the micro-batch that was profiled.
+    """The profile in a document of this format; ``samples``: of the profiled micro-batch.
 
     Raises:
         FileFormatError: naming file, key path and value.
@@ -119,8 +119,8 @@ def read(document: Mapping[str, Any], path: Path, samples: int | None = None) ->
         Edge(str(e.source), str(e.target), e.nbytes, f"edges[{i}]")
         for i, e in enumerate(file.edges)
     ]
-    total = sum(_need(node, 1).time for node in file.nodes)
-    milliseconds = total > LONGEST_S
+    total = sum(node.vanilla(1).time for node in file.nodes)
+    milliseconds = total > LONGEST_MICROBATCH_S
     unit = "milliseconds" if milliseconds else "seconds"
     batch = "" if samples else ", a sample is a micro-batch"
     return ImportedGraph(
@@ -147,7 +147,7 @@ def _check_variants(file: _File, where: str) -> None:
                 )
 
 
-def _nodes(file: _File, edges: list[Edge], second: float) -> list[Node]:
+def _nodes(file: _File, edges: list[Edge], second: float) -> list[ImportedNode]:
     entering: dict[str, float] = {}
     leaving: dict[str, set[float]] = {}
     for edge in edges:
@@ -166,7 +166,7 @@ def _nodes(file: _File, edges: list[Edge], second: float) -> list[Node]:
         shards = {degree: _shard(node, degree, second, moved) for degree in sorted(degrees)}
         whole = shards.pop(1)
         nodes.append(
-            Node(
+            ImportedNode(
                 key=key,
                 label=node.name,
                 where=f"nodes[{i}]",
@@ -182,7 +182,7 @@ def _nodes(file: _File, edges: list[Edge], second: float) -> list[Node]:
 
 
 def _shard(node: _Node, degree: int, second: float, moved: float) -> Shard:
-    vanilla, recompute = _need(node, degree), node.variant(degree, RECOMPUTE)
+    vanilla, recompute = node.vanilla(degree), node.recompute(degree)
     forward = recompute.time - vanilla.time if recompute else 0.0
     if not 0 < forward < vanilla.time:
         forward = vanilla.time / 3
@@ -196,20 +196,14 @@ def _shard(node: _Node, degree: int, second: float, moved: float) -> Shard:
 
 def _inputs_held(file: _File, entering: Mapping[str, float]) -> bool:
     """Whether recomputation keeps exactly what enters, wherever the file tells."""
-    kept = [(n.variant(1, RECOMPUTE), entering.get(str(n.id), 0.0)) for n in file.nodes]
+    kept = [(n.recompute(1), entering.get(str(n.id), 0.0)) for n in file.nodes]
     told = [(v.held_bytes, enters) for v, enters in kept if v is not None and enters > 0]
     return bool(told) and all(abs(held - enters) <= 0.01 * enters for held, enters in told)
 
 
 def _is_data(node: _Node, from_pipedream: bool) -> bool:
-    vanilla, recompute = _need(node, 1), node.variant(1, RECOMPUTE)
+    vanilla, recompute = node.vanilla(1), node.recompute(1)
     if vanilla.parameter_bytes:
         return False
     no_backward = recompute is not None and recompute.time >= 2 * vanilla.time * (1 - 1e-9)
     return vanilla.time == 0 or (from_pipedream and no_backward)
-
-
-def _need(node: _Node, degree: int) -> _Variant:
-    found = node.variant(degree)
-    assert found is not None, "checked before"
-    return found

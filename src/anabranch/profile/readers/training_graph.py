@@ -31,7 +31,7 @@ from dataclasses import dataclass
 
 from anabranch.errors import FileFormatError
 from anabranch.graph.digraph import strongly_connected
-from anabranch.profile.readers.imported_graph import Edge, topological_order
+from anabranch.profile.readers.imported_graph import Edge, neighbours, topological_order
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +39,8 @@ class TrainingNode:
     """One node of a training graph.
 
     Attributes:
-        key: its id.
-        name: what it is called.
         where: the place in the file.
         color: its colour class, if it has one.
-        backward: runs in the backward.
         weight: a parameter: costs nothing, and nothing leads to it.
     """
 
@@ -54,16 +51,16 @@ class TrainingNode:
     backward: bool
     weight: bool
 
+    @property
+    def color_class(self) -> int | str:
+        """Its colour, or itself alone."""
+        return self.key if self.color is None else self.color
+
 
 def group(
     file: str, pieces: Mapping[str, TrainingNode], edges: Sequence[Edge]
 ) -> tuple[dict[str, str], list[Edge]]:
-    """Group the nodes into operators.
-
-    Args:
-        file: for messages.
-        pieces: the nodes by key.
-        edges: between them.
+    """Group the nodes, given by key, into operators.
 
     Returns:
         Per node except weights the operator that it is part of, named by the key of one of its
@@ -103,15 +100,6 @@ def group(
     return owner, [edge for edge in moved if edge.producer != edge.consumer]
 
 
-def neighbours(edges: Iterable[Edge], *, back: bool = False) -> dict[str, list[str]]:
-    """Per node that has any, its successors, or with ``back`` its predecessors."""
-    result: dict[str, list[str]] = {}
-    for edge in edges:
-        a, b = (edge.consumer, edge.producer) if back else (edge.producer, edge.consumer)
-        result.setdefault(a, []).append(b)
-    return result
-
-
 def _by_class(
     pieces: Mapping[str, TrainingNode], order: Sequence[str], after: Mapping[str, Sequence[str]]
 ) -> dict[str, str]:
@@ -139,8 +127,7 @@ def _by_name(pieces: Mapping[str, TrainingNode], owner: dict[str, str]) -> None:
     for key, piece in pieces.items():
         match = re.match(r"(.+?)(_Grad/.*|_?grad)$", piece.name)
         if piece.backward and key not in owner and match and match[1] in named:
-            together = classes[key if piece.color is None else piece.color]
-            owner.update(dict.fromkeys(together, named[match[1]]))
+            owner.update(dict.fromkeys(classes[piece.color_class], named[match[1]]))
 
 
 def _homeless(
@@ -150,7 +137,7 @@ def _homeless(
     classes: dict[int | str, list[str]] = {}
     for key, piece in pieces.items():
         if piece.backward and key not in owner:
-            classes.setdefault(key if piece.color is None else piece.color, []).append(key)
+            classes.setdefault(piece.color_class, []).append(key)
     return classes
 
 
@@ -168,8 +155,7 @@ def _by_use(
             if key in owner or not any(other in owner for other in beside.get(key, ())):
                 continue
             if pieces[key].backward:
-                color = pieces[key].color
-                together = classes[key if color is None else color]
+                together = classes[pieces[key].color_class]
                 near = [owner[n] for k in together for n in beside.get(k, ()) if n in owner]
                 owner.update(dict.fromkeys(together, max(near, key=lambda op: position[op])))
 
@@ -195,8 +181,7 @@ def _by_neighbour(
         key, op = todo.pop()
         for other in (*after.get(key, ()), *before.get(key, ())):
             if pieces[other].backward and other not in owner:
-                color = pieces[other].color
-                together = classes[other if color is None else color]
+                together = classes[pieces[other].color_class]
                 owner.update(dict.fromkeys(together, op))
                 todo += [(key, op) for key in together]
 
