@@ -10,6 +10,7 @@ from torch import Tensor
 
 from anabranch.errors import AnabranchError, DataError, LoaderError, place_of
 from anabranch.graph.capture import Captured
+from anabranch.runtime.placement import uploaded
 from anabranch.workload import Batch, Workload
 
 HELD_OUT = "held-out data"
@@ -133,7 +134,7 @@ def leaves_of(
     if other:
         bad = {name: leaves[name] for name in other}
         raise DataError(_differs(captured, bad, which or "a batch"))
-    return {name: leaf.to(place) for name, leaf in leaves.items()}
+    return {name: uploaded(leaf, place) for name, leaf in leaves.items()}
 
 
 def _differs(captured: Captured, leaves: dict[str, Tensor], which: str) -> str:

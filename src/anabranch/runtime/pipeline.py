@@ -40,6 +40,7 @@ from anabranch.runtime.guards.failure import POSITION
 from anabranch.runtime.measurement.peak_memory import PeakMemory
 from anabranch.runtime.measurement.timeline import gather_timeline
 from anabranch.runtime.numerics.nonfinite import Ran
+from anabranch.runtime.placement import fetched
 from anabranch.runtime.session import Session
 from anabranch.runtime.step_totals import StepTotals
 from anabranch.runtime.worker import Worker
@@ -307,7 +308,8 @@ class Pipeline:
             while True:
                 _, outcome = self._run(leaves, alone=True)
                 self._updates.finish()
-                overflow = scale is not None and scale.unscale(self._state.gradients())
+                finite = [] if scale is None else scale.unscale(self._state.gradients())
+                overflow = not all(fetched(finite))
                 sums = torch.tensor([outcome.loss, float(overflow)], dtype=torch.float64)
                 loss, overflows = self._mesh.all_reduce(sums).tolist()
                 if scale is None or not overflows:
@@ -354,8 +356,10 @@ class Pipeline:
         largest = self.workload.clip_norm
         clips = largest is not None and self._updates.is_last
         scale = self._workers.loss_scale if self._updates.is_last else None
-        overflow = scale is not None and scale.unscale(self._state.gradients())
-        squares = self._updates.squares() if clips and not overflow else 0.0
+        finite = [] if scale is None else scale.unscale(self._state.gradients())
+        numbers = fetched([*finite, *(self._updates.squares() if clips else ())])
+        overflow = not all(numbers[: len(finite)])
+        squares = 0.0 if overflow else sum(numbers[len(finite) :])
         if not math.isfinite(squares):
             self._updates.check()
         tally = self._tally(outcome, squares=squares, overflow=overflow)

@@ -8,7 +8,7 @@ training starts.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -68,3 +68,18 @@ def move(tensors: Iterable[Tensor], place: torch.device) -> None:
     for tensor in tensors:
         if tensor.device != place:
             tensor.data = tensor.data.to(place)
+
+
+def uploaded(tensor: Tensor, place: torch.device) -> Tensor:
+    """A tensor on a device, without a wait where it comes from memory of the host."""
+    if place.type == "cuda" and tensor.is_cpu:
+        tensor = tensor.pin_memory()
+    return tensor.to(place, non_blocking=True)
+
+
+def fetched(numbers: Sequence[Tensor]) -> list[float]:
+    """Numbers of a device, all of them with one wait for it."""
+    if not numbers:
+        return []
+    found: list[float] = torch.stack([n.detach().double().reshape(()) for n in numbers]).tolist()
+    return found

@@ -20,7 +20,7 @@ import copy
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, Protocol
 
 import torch
@@ -364,7 +364,7 @@ class _Run:
         tensors = []
         for item in items:
             if item is TOKEN:
-                tensors.append(_NOTHING)
+                tensors.append(_nothing(self.place.type))
             elif item.port is not None:
                 tensors.append(item.part(self.returned[stage][item.port]))
             elif item.batched:
@@ -399,7 +399,11 @@ class _Run:
             self.take(handover.key, handover.taken, self.parts(task.action.stage, handover.given))
 
 
-_NOTHING = torch.zeros(TOKEN.shape, dtype=TOKEN.dtype)
+@cache
+def _nothing(kind: str) -> Tensor:
+    """What a token carries: memory of the host, from which a copy to a GPU makes nobody wait."""
+    return torch.zeros(TOKEN.shape, dtype=TOKEN.dtype, pin_memory=kind == "cuda")
+
 
 _DO: dict[Kind, Callable[[_Run, _Task], None]] = {
     Kind.FORWARD: _Run.forward,

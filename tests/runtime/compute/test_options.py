@@ -19,7 +19,8 @@ from anabranch.runtime.pipeline import Pipeline
 from anabranch.runtime.reference import call, take
 from anabranch.workload import Workload
 from tests.runtime.small import Batch, batch, built, plan, slices, with_options
-from tests.runtime.test_pipeline import LIMIT_S, adamw, run, sgd, train
+from tests.runtime.test_pipeline import adamw
+from tests.runtime.training import LIMIT_S, run, sgd, train
 
 pytestmark = pytest.mark.dist
 

@@ -21,6 +21,7 @@ from anabranch.runtime.data_parallel.gradients import (
     sum_of_squares,
 )
 from anabranch.runtime.mesh import Mesh
+from anabranch.runtime.placement import fetched
 from anabranch.runtime.plan_parts import parts_of
 from tests.runtime.small import built, plan
 
@@ -54,7 +55,7 @@ def test_clipping_equals_torch() -> None:
     ours = {"a": parameter(3.0, 4.0), "b": parameter(12.0), "c": parameter(None)}
     theirs = [parameter(3.0, 4.0), parameter(12.0), parameter(None)]
     holders = Holders(dict.fromkeys(ours, (0,)), {}, {})
-    squares = sum_of_squares(ours, holders, 0)
+    (squares,) = fetched(sum_of_squares(ours, holders, 0))
     assert squares == pytest.approx(169.0)
     clip(ours, squares, 2.0)
     torch.nn.utils.clip_grad_norm_(theirs, 2.0)
@@ -72,7 +73,8 @@ def test_small_gradients_are_not_scaled_up() -> None:
 def test_a_copy_is_counted_once() -> None:
     """Rank 1 holds a replica of what rank 0 speaks for."""
     holders = Holders({"a": (0, 1), "b": (1,)}, {}, {})
-    assert sum_of_squares({"a": parameter(3.0), "b": parameter(4.0)}, holders, 1) == 16.0
+    found = sum_of_squares({"a": parameter(3.0), "b": parameter(4.0)}, holders, 1)
+    assert fetched(found) == [16.0]
 
 
 @pytest.mark.dist

@@ -9,10 +9,12 @@ import torch
 from scipy import stats  # type: ignore[import-untyped]
 from torch import Tensor
 
-from anabranch.runtime.numerics.random_streams import RandomSite, mix, step_key, streams
+from anabranch.runtime.numerics.random_streams import RandomSite, counters, mix, step_key, streams
 
 GOLDEN = 0x9E3779B97F4A7C15
 MASK = 2**64 - 1
+
+CPU = torch.device("cpu")
 
 
 def place(
@@ -26,7 +28,7 @@ def place(
 ) -> RandomSite:
     key, first = torch.tensor(step_key(seed, step)), torch.tensor(start)
     blocks = (math.prod(shape[:dim]), shape[dim], math.prod(shape[dim + 1 :]))
-    return RandomSite(streams(key, first, [call], shape[dim]), 0, blocks, shape)
+    return RandomSite(streams(key, first, counters([call], CPU), shape[dim]), 0, blocks, shape)
 
 
 def test_finaliser_is_splitmix64() -> None:
@@ -124,7 +126,9 @@ def test_integers_cover_their_range() -> None:
 def test_a_value_without_samples_draws_one_thing_in_all_microbatches() -> None:
     key = torch.tensor(step_key(0, 0))
     first, second = (
-        RandomSite(streams(key, torch.tensor(start), [3], 4), 0, (1, 0, 6), (2, 3)).kept(0.5)
+        RandomSite(
+            streams(key, torch.tensor(start), counters([3], CPU), 4), 0, (1, 0, 6), (2, 3)
+        ).kept(0.5)
         for start in (0, 4)
     )
     assert torch.equal(first, second)

@@ -53,7 +53,7 @@ class StagePrograms:
     ) -> None:
         self.options, self.place = options, place
         self._captured, self._parts = captured, parts
-        self._by_sample = BySample(captured)
+        self._by_sample = BySample(captured, place)
         self._programs: dict[tuple[int, int], StageProgram] = {}
         self._runnables: dict[tuple[int, int], StageCall] = {}
 

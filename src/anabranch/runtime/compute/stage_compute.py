@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from anabranch.graph.split import Port, StageProgram
 from anabranch.plans.stages import StageGraph
@@ -29,6 +30,7 @@ from anabranch.runtime.messages import Layout, gradient_ports
 from anabranch.runtime.numerics.offload import Offload
 from anabranch.runtime.numerics.precision import LossScale
 from anabranch.runtime.numerics.random_streams import step_key
+from anabranch.runtime.placement import fetched
 
 _SEED_MODULUS = 2**63
 
@@ -63,15 +65,21 @@ class Outcome:
             self._unread.append((key, weight, loss, metrics))
 
     def _read(self) -> None:
-        for key, weight, loss, metrics in self._unread:
+        unread, self._unread = self._unread, []
+        tensors = [
+            tensor
+            for _, _, loss, metrics in unread
+            for tensor in (*([] if loss is None else [loss]), *metrics.values())
+        ]
+        numbers = iter(fetched(tensors))
+        for key, weight, loss, metrics in unread:
             if loss is not None:
-                number = loss.item()
+                number = next(numbers)
                 if self._bad is None and not -math.inf < number < math.inf:
                     self._bad = key
                 self._loss += number * weight
-            for name, metric in metrics.items():
-                self._metrics[name] = self._metrics.get(name, 0.0) + metric.item() * weight
-        self._unread.clear()
+            for name in metrics:
+                self._metrics[name] = self._metrics.get(name, 0.0) + next(numbers) * weight
 
     @property
     def loss(self) -> float:
@@ -236,9 +244,9 @@ class StageCompute:
         """Key of the step and first sample, where the stage is."""
         if self._step_key is None:
             number = step_key(self._seed, self._step)
-            self._step_key = torch.tensor(number, device=self._place)
+            self._step_key = torch.full((), number, dtype=torch.int64, device=self._place)
         if start not in self._starts:
-            self._starts[start] = torch.tensor(start, device=self._place)
+            self._starts[start] = torch.full((), start, dtype=torch.int64, device=self._place)
         return self._step_key, self._starts[start]
 
     def _alias(self, name: str) -> Tensor:
@@ -298,14 +306,21 @@ def _gradient(leaf: Tensor) -> Tensor:
 @contextmanager
 def unchanged_buffers(module: nn.Module) -> Iterator[None]:
     """Put buffers back that change inside, when no autograd graph is alive any more."""
-    before = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    # Memory that several elements share cannot be written to inside either.
+    buffers = [b for b in module.buffers() if not any(n > 1 and not s for n, s in _strided(b))]
+    before = [buffer.clone() for buffer in buffers]
     try:
         yield
     finally:
-        with torch.no_grad():
-            for buffer, value in before:
-                if not torch.equal(buffer, value):
-                    buffer.copy_(value)
+        # All of them, without a look at the device: versions do not show every change (not that of
+        # running means), and must not change, because autograd may have saved the buffer.
+        with torch.no_grad(), _unsafe_preserve_version_counter(tuple(buffers)):
+            for buffer, value in zip(buffers, before, strict=True):
+                buffer.copy_(value)
+
+
+def _strided(tensor: Tensor) -> Iterator[tuple[int, int]]:
+    return zip(tensor.shape, tensor.stride(), strict=True)
 
 
 @contextmanager

@@ -10,7 +10,8 @@ hence the flags. The buffer is kept from step to step, and the summed gradients 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import islice
 
 import torch
 from torch import Tensor, nn
@@ -62,18 +63,25 @@ class Bucket:
         self._pending = self._mesh.start_all_reduce(self._buffer(), self.ranks)
 
     @property
+    def is_pending(self) -> bool:
+        """Whether there are sums to take."""
+        return self._pending is not None
+
+    @property
     def is_done(self) -> bool:
         """Whether ``take`` would not wait."""
         return self._pending is None or self._pending.is_done
 
-    def take(self) -> None:
-        """Wait for the sums and make them the gradients."""
-        if self._pending is None:
-            return
+    def wait(self) -> Tensor:
+        """Wait for the sums; which of the parameters have a gradient on some rank."""
+        assert self._pending is not None
         flat = self._pending.wait()
         self._pending = None
         self.missing = len(self.named)
-        flags = flat[len(flat) - len(self.named) :].tolist()
+        return flat[len(flat) - len(self.named) :]
+
+    def hand_out(self, flags: Sequence[float]) -> None:
+        """Make the sums the gradients of those parameters."""
         for (_, parameter), view, has in zip(self.named, self._views, flags, strict=True):
             parameter.grad = view if has > 0 else None
 
@@ -86,6 +94,15 @@ class Bucket:
             pairs = zip(parts, self.named, strict=True)
             self._views = [part.view(p.shape) for part, (_, p) in pairs]
         return self._flat
+
+
+def take(buckets: Iterable[Bucket]) -> None:
+    """Wait for the sums of buckets and make them the gradients, with one look at the device."""
+    pending = [bucket for bucket in buckets if bucket.is_pending]
+    flags = [bucket.wait() for bucket in pending]
+    numbers = iter(torch.cat(flags).tolist() if flags else ())
+    for bucket in pending:
+        bucket.hand_out(list(islice(numbers, len(bucket.named))))
 
 
 def cut(ranks: Ranks, named: Iterable[Named], mesh: Mesh) -> list[Bucket]:

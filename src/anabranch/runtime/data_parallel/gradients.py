@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from anabranch.graph.split import Split
 from anabranch.plans.stages import StageGraph
-from anabranch.runtime.data_parallel.buckets import Named, Ranks, cut, dense
+from anabranch.runtime.data_parallel.buckets import Bucket, Named, Ranks, cut, dense, take
 from anabranch.runtime.mesh import Mesh
 
 
@@ -83,6 +83,7 @@ def reduce_gradients(parameters: Mapping[str, nn.Parameter], holders: Holders, m
     One that has a gradient on none of them keeps none, so that the optimizer leaves it alone.
     """
     groups: dict[Ranks, list[Named]] = defaultdict(list)
+    buckets: list[Bucket] = []
     for name, parameter in parameters.items():
         if parameter.requires_grad and len(holders.parameters[name]) > 1:
             groups[holders.parameters[name]].append((name, parameter))
@@ -91,7 +92,8 @@ def reduce_gradients(parameters: Mapping[str, nn.Parameter], holders: Holders, m
             for index in range(len(bucket.named)):
                 bucket.put(index)
             bucket.start()
-            bucket.take()
+            buckets.append(bucket)
+    take(buckets)
 
 
 def same_start(tensors: Mapping[str, Tensor], mesh: Mesh) -> None:
@@ -164,14 +166,18 @@ def fold_tied(
         parameter.grad = total
 
 
-def sum_of_squares(parameters: Mapping[str, nn.Parameter], holders: Holders, rank: int) -> float:
-    """Of the gradients that this rank speaks for, so that a sum over the ranks counts each once."""
+def sum_of_squares(
+    parameters: Mapping[str, nn.Parameter], holders: Holders, rank: int
+) -> list[Tensor]:
+    """Of the gradients that this rank speaks for, so that a sum over the ranks counts each once; a
+    number if there are any.
+    """
     norms = [
         torch.linalg.vector_norm(dense(p.grad), dtype=torch.float64)
         for name, p in parameters.items()
         if p.grad is not None and holders.owner(name) == rank
     ]
-    return float(torch.stack(norms).square().sum()) if norms else 0.0
+    return [torch.stack(norms).square().sum()] if norms else []
 
 
 def clip(parameters: Mapping[str, nn.Parameter], squares: float, largest: float) -> None:

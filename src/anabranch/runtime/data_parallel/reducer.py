@@ -19,6 +19,7 @@ A parameter that gets no gradient in the last backward is final when that backwa
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,9 +27,10 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from anabranch.runtime.data_parallel.buckets import Bucket, Named, Ranks, cut
+from anabranch.runtime.data_parallel.buckets import Bucket, Named, Ranks, cut, take
 from anabranch.runtime.data_parallel.gradients import Holders
 from anabranch.runtime.mesh import Mesh
+from anabranch.runtime.placement import fetched
 
 
 @dataclass(slots=True)
@@ -153,7 +155,7 @@ class Reducer:
     @property
     def has_finite_terms(self) -> bool:
         """Whether what this rank gave to the last sums was finite; needs ``notes``."""
-        return all(bool(total.isfinite()) for total in self._totals)
+        return all(map(math.isfinite, fetched(self._totals)))
 
     def is_done(self, stage: int) -> bool:
         """Whether ``take`` would not wait for the sums of a stage's parameters."""
@@ -165,12 +167,9 @@ class Reducer:
 
     def take(self, stage: int) -> None:
         """Make the sums the gradients of a stage's parameters; waits for them."""
-        for name in self.finals(self._order)[stage]:
-            if name in self._places:
-                self._places[name].bucket.take()
+        names = self.finals(self._order)[stage]
+        take(dict.fromkeys(self._places[name].bucket for name in names if name in self._places))
 
     def take_all(self) -> None:
         """Make all sums the gradients; see ``take``."""
-        for queue in self._queues:
-            for bucket in queue.buckets:
-                bucket.take()
+        take(bucket for queue in self._queues for bucket in queue.buckets)

@@ -153,7 +153,7 @@ class Updates:
         self._clear()
         self._is_open, self.accumulated = False, 0
 
-    def squares(self) -> float:
+    def squares(self) -> list[Tensor]:
         """Of the gradients that this rank speaks for; their sum over the ranks counts each once."""
         return sum_of_squares(self._parameters, self._holders, self._mesh.rank)
 

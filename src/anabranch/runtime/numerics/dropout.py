@@ -24,8 +24,9 @@ from anabranch.graph.flat_program import frame, schema_name
 from anabranch.graph.sample_axis import SampleAxis, blocks, sample_axes
 from anabranch.graph.split import CALL, StageProgram
 from anabranch.runtime.numerics.random_ops import DRAWS, draw
-from anabranch.runtime.numerics.random_streams import streams
+from anabranch.runtime.numerics.random_streams import counters, streams
 
+_CPU = torch.device("cpu")
 _BY_INPUT = ("aten::native_dropout", "aten::scaled_dot_product_attention")
 """Operations whose numbers have the samples where their first argument has them."""
 
@@ -46,8 +47,8 @@ def draws(node: fx.Node) -> bool:
 class BySample:
     """Rewrites stages of one model."""
 
-    def __init__(self, captured: Captured) -> None:
-        self._captured = captured
+    def __init__(self, captured: Captured, place: torch.device = _CPU) -> None:
+        self._captured, self._place = captured, place
 
     @cached_property
     def _axes(self) -> list[tuple[fx.Node, SampleAxis | None]]:
@@ -80,16 +81,21 @@ class BySample:
             return None
         graph, copied = fx.Graph(), dict[fx.Node, fx.Node]()
         first = graph.placeholder("key"), graph.placeholder("start")
-        result = graph.graph_copy(module.graph, copied)
-        graph.output(result)
+        graph.output(graph.graph_copy(module.graph, copied))
         found = [(copied[node], node) for node in module.graph.nodes if draws(node)]
         calls = [old.meta[CALL] for _, old in found]
         with graph.inserting_before(found[0][0]):
             rows = graph.call_function(streams, (*first, calls, samples))
         for row, (new, old) in enumerate(found):
             self._replace(graph, new, old, rows, row, samples)
+        result = fx.GraphModule(module, graph)
+        # On the device from now on: as a list it would be copied there in every micro-batch.
+        result.register_buffer("_counters", counters(calls, self._place), persistent=False)
+        with graph.inserting_before(rows):
+            rows.update_arg(2, graph.get_attr("_counters"))
         graph.lint()
-        return fx.GraphModule(module, graph)
+        result.recompile()
+        return result
 
     def _replace(
         self,

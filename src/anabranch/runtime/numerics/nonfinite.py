@@ -18,6 +18,7 @@ came before something else.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -31,6 +32,7 @@ from anabranch.graph.opgraph import BATCH
 from anabranch.graph.split import Port
 from anabranch.runtime.compute.stage_compute import Compute, Key, Outcome, unchanged_buffers
 from anabranch.runtime.mesh import Mesh
+from anabranch.runtime.placement import fetched
 from anabranch.runtime.worker import Worker
 
 _BEFORE = "no parameter was changed in this step"
@@ -79,13 +81,12 @@ def bad_names(gradients: Mapping[str, Tensor]) -> list[str]:
         values = gradient._values() if gradient.is_sparse else gradient
         if values.numel():
             groups.setdefault((values.device, values.dtype), {})[name] = values
-    found: list[str] = []
-    for group in groups.values():
-        # A norm may overflow though the numbers do not, so whatever looks bad is looked at again.
-        norms = torch.stack(torch._foreach_norm(list(group.values())))
-        if not bool(torch.isfinite(norms.sum())):
-            found += (name for name, values in group.items() if not _is_finite(values))
-    return found
+    # A norm may overflow though the numbers do not, so whatever looks bad is looked at again.
+    norms = [torch.stack(torch._foreach_norm(list(g.values()))).sum() for g in groups.values()]
+    if all(map(math.isfinite, fetched(norms))):
+        return []
+    values_of = {name: values for group in groups.values() for name, values in group.items()}
+    return [name for name, values in values_of.items() if not _is_finite(values)]
 
 
 def _is_finite(tensor: Tensor) -> bool:

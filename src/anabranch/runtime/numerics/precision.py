@@ -83,16 +83,15 @@ class LossScale:
     LEAST = 2.0**-16
     """An overflow below this scale is no matter of scale."""
 
-    def unscale(self, gradients: Iterable[Tensor | None]) -> bool:
-        """Divide gradients in place."""
+    def unscale(self, gradients: Iterable[Tensor | None]) -> list[Tensor]:
+        """Divide gradients in place; a number, zero unless all are finite, if there are any."""
         finite = []
         for gradient in gradients:
             if gradient is not None:
                 values = gradient._values() if gradient.is_sparse else gradient
                 finite.append(torch.isfinite(values).all())
                 values.mul_(1.0 / self.scale)
-        # One look for all: on a GPU, each waits for what was started before it.
-        return bool(finite) and not bool(torch.stack(finite).all())
+        return [torch.stack(finite).all()] if finite else []
 
     def update(self, overflow: bool) -> None:
         """After a step; NonFiniteError if gradients are not finite at the smallest scale."""

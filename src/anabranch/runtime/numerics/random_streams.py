@@ -61,7 +61,12 @@ def _mix(bits: Tensor) -> Tensor:
     return _shifted(bits, 31).bitwise_xor_(bits)
 
 
-def streams(key: Tensor, start: Tensor, calls: Sequence[int], samples: int) -> Tensor:
+def counters(calls: Sequence[int], place: torch.device) -> Tensor:
+    """What the streams of random operations begin with; ``calls`` are their places in the model."""
+    return torch.tensor([_signed((call + 1) * _GOLDEN) for call in calls], device=place)
+
+
+def streams(key: Tensor, start: Tensor, counters: Tensor, samples: int) -> Tensor:
     """Streams of all random operations of a stage in a micro-batch.
 
     Args:
@@ -71,8 +76,7 @@ def streams(key: Tensor, start: Tensor, calls: Sequence[int], samples: int) -> T
     Returns:
         int64 of shape [operations, 1 + samples]: first that of the operation itself.
     """
-    numbers = torch.tensor([_signed((call + 1) * _GOLDEN) for call in calls], device=key.device)
-    own = _mix(key + numbers).unsqueeze(1)
+    own = _mix(key + counters).unsqueeze(1)
     order = torch.arange(1, samples + 1, device=key.device) + start
     return torch.cat([own, _mix(own + order * _STEP)], 1)
 
