@@ -12,8 +12,8 @@ from anabranch.graph.opgraph import Op, OpGraph, Parameter, Value
 from anabranch.plans.check import check, require
 from anabranch.plans.stages import Stage, StageGraph
 from anabranch.profile.profile import OpCost, Profile
-from anabranch.simulator.bound import least_step_s
 from anabranch.simulator.costs import ModelCosts
+from anabranch.simulator.objective import least_step_s
 from tests.planner.helpers import cost_model
 
 #   a --> b --> d      1 byte per sample each; every operator has 10 bytes of parameters

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from anabranch.plans.edges import EVERY_EDGE, MessageEdges
 from anabranch.plans.stages import Stage, StageGraph
 from anabranch.schedule import SCHEDULES
-from anabranch.schedule.lower import lower, messages
+from anabranch.schedule.lower import directions, lower, messages
 from anabranch.schedule.schedule import Schedule
 from tests.strategies import sharded_stage_graphs, stage_graphs
 
@@ -43,7 +43,7 @@ def test_unequal_replicas_and_sizes_exchange_intersections():
     stage 1, device 2          [ 3 4 5 ]
     """
     graph = pair(Stage(("a",), (0,), 4), Stage(("b",), (1, 2), 8), 6)
-    found = [(m.source_microbatch, m.target_device, m.start, m.stop) for m in messages(graph, 0, 1)]
+    found = [(m.sent_microbatch, m.receiver, m.start, m.stop) for m in messages(graph, 0, 1)]
     assert found == [(0, 1, 0, 3), (0, 2, 3, 4), (1, 2, 4, 6)]
     assert str(lowered(graph)).splitlines()[2] == (
         "2: 1RF0<0@0[3:4] 1RF0<0@0[4:6] 1F0 1B0 1SB0>0@0[3:4] 1SB0>0@0[4:6]"
@@ -128,39 +128,37 @@ def test_every_device_of_a_replica_gets_the_whole_slice():
 def test_groups_of_replicas_exchange_intersections():
     """4 samples from one device to 2 replicas of 2 devices: halves, each of them twice."""
     graph = pair(Stage(("a",), (0,), 4), Stage(("b",), (1, 2, 3, 4), 4, tensor=2), 4)
-    forward = [(m.target_device, m.start, m.stop) for m in messages(graph, 0, 1)]
+    forward = [(m.receiver, m.start, m.stop) for m in messages(graph, 0, 1)]
     assert forward == [(1, 0, 2), (2, 0, 2), (3, 2, 4), (4, 2, 4)]
-    back = [(m.target_device, m.start, m.stop) for m in messages(graph, 0, 1, back=True)]
+    back = [(m.sender, m.start, m.stop) for m in messages(graph, 1, 0, forward=False)]
     assert back == [(1, 0, 2), (3, 2, 4)]
 
 
 @given(sharded_stage_graphs(max_stages=3))
 def test_each_device_gets_each_of_its_samples_once(graph):
     """Forward every device of the target, back every device of the source; by brute force."""
-    for x, y in graph.edges:
-        for s, back in ((y, False), (x, True)):
-            stage = graph.stages[s]
-            got = sorted(
-                (m.source_device if back else m.target_device, n)
-                for m in messages(graph, x, y, back=back)
-                for n in range(m.start, m.stop)
-            )
-            assert got == sorted(
-                (device, n)
-                for at, device in enumerate(stage.devices)
-                for i in range(graph.num_microbatches(s))
-                for n in range(*graph.slice(s, i, at // stage.tensor))
-            )
+    for source, target, forward in directions(graph):
+        stage = graph.stages[target]
+        got = sorted(
+            (m.receiver, n)
+            for m in messages(graph, source, target, forward=forward)
+            for n in range(m.start, m.stop)
+        )
+        assert got == sorted(
+            (device, n)
+            for at, device in enumerate(stage.devices)
+            for i in range(graph.num_microbatches(target))
+            for n in range(*graph.slice(target, i, at // stage.tensor))
+        )
 
 
 @given(sharded_stage_graphs(max_stages=3))
 def test_who_sends_has_the_samples(graph):
     """Both ends hold every sample of a message, in the micro-batches that it names."""
-    for x, y in graph.edges:
-        for back in (False, True):
-            for i, a, j, b, start, stop in messages(graph, x, y, back=back):
-                for s, microbatch, device in ((x, i, a), (y, j, b)):
-                    stage = graph.stages[s]
-                    replica = stage.devices.index(device) // stage.tensor
-                    first, last = graph.slice(s, microbatch, replica)
-                    assert first <= start < stop <= last
+    for source, target, forward in directions(graph):
+        for i, a, j, b, start, stop in messages(graph, source, target, forward=forward):
+            for s, microbatch, device in ((source, i, a), (target, j, b)):
+                stage = graph.stages[s]
+                replica = stage.devices.index(device) // stage.tensor
+                first, last = graph.slice(s, microbatch, replica)
+                assert first <= start < stop <= last

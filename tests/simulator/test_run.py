@@ -13,8 +13,8 @@ from anabranch.schedule import SCHEDULES
 from anabranch.schedule.check import check
 from anabranch.schedule.lower import lower
 from anabranch.schedule.schedule import Kind, Schedule
-from anabranch.simulator.bound import least_step_s
 from anabranch.simulator.costs import ModelCosts, StageTimes
+from anabranch.simulator.objective import least_step_s
 from anabranch.simulator.run import run, step_seconds
 from tests.simulator.helpers import chain, cluster, cost_model, draw, simulate, stage_graph
 from tests.strategies import sharded_stage_graphs, stage_graphs

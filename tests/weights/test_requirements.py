@@ -12,6 +12,7 @@ from anabranch.plans.stages import StageGraph
 from anabranch.weights import (
     OPTIMIZERS,
     POLICIES,
+    OptimizerFacts,
     PipeOptim,
     SpecTrain,
     Stash,
@@ -100,7 +101,9 @@ def test_statistics_over_one_sample_are_warned_of():
 )
 def test_recommendations(arguments, expected):
     """By depth, memory and momentum; the reason is a sentence with the numbers it rests on."""
-    name, reason = recommend(optimizer="SGD", **arguments)
+    arguments = {"momentum": True, **arguments}
+    facts = OptimizerFacts("SGD", momentum=arguments.pop("momentum"), rule="momentum")
+    name, reason = recommend(facts=facts, **arguments)
     assert name == expected
     assert len(reason) > 40
 
@@ -109,7 +112,7 @@ def test_a_kept_update_counts_as_a_copy():
     """Where predictions come from the last update, that needs memory and is in the reason."""
 
     def of(depth: int, versions: int | None) -> tuple[str, str]:
-        return recommend(depth, optimizer="RMSprop", versions=versions, last_update=True)
+        return recommend(depth, OptimizerFacts("RMSprop"), versions=versions)
 
     name, reason = of(2, None)
     assert name == "pipeoptim"
@@ -131,7 +134,7 @@ def test_a_kept_update_counts_as_a_copy():
 
 def test_reasons_promise_no_number_of_micro_batches():
     """That is decided by the plan, which is made afterwards."""
-    reason = recommend(3, optimizer="SGD", momentum=False, batch_size=16)[1]
+    reason = recommend(3, OPTIMIZERS["sgd"], batch_size=16)[1]
     assert "a batch of 16 can be cut into micro-batches" in reason
 
 

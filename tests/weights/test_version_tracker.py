@@ -1,6 +1,10 @@
-"""How many copies of the weights are alive, and what order of passes is accepted."""
+"""How many copies of the weights are alive, what order of passes is accepted, and the tables of
+what passes read.
+"""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -13,8 +17,12 @@ from anabranch.weights import (
     Stash,
     TwoBuffers,
     VersionTracker,
+    draw,
     versions_held,
 )
+from tests.weights.test_policies import CHAIN, TWO_BRANCHES, graph_of
+
+DOCS = Path(__file__).parents[2] / "docs" / "policies"
 
 # Copies per stage of a pipeline of depth four, from distance 3 to 0 (PipeOptim, Table II: up to D
 # for the PipeDream policies, 2 for 2BW and SpecTrain, 1 to 2 for PipeOptim).
@@ -116,3 +124,32 @@ def test_no_stage_is_further_from_the_sink_than_the_pipeline_is_deep():
     """Such a position is a mistake of the caller."""
     with pytest.raises(ValueError, match="at distance 3 of a pipeline of depth 3"):
         VersionTracker(Naive(), in_flight=1, distance=3, depth=3)
+
+
+@pytest.mark.parametrize("edges", [CHAIN, TWO_BRANCHES])
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_pages_show_what_is_read(name, edges):
+    """Both tables of every page."""
+    policy = POLICIES[name]()
+    microbatches = 4 if policy.microbatches else 1
+    table = draw(policy, graph_of(edges, 28), 7, microbatches=microbatches)
+    assert f"```text\n{table}\n```" in (DOCS / f"{name}.md").read_text()
+
+
+def test_every_policy_has_a_row_and_a_page():
+    """In the order of the table of policies."""
+    index = (DOCS / "index.md").read_text()
+    rows = [index.index(f"| [`{name}`]({name}.md) |") for name in POLICIES]
+    assert rows == sorted(rows)
+    assert {page.stem for page in DOCS.glob("*.md")} == {"index", *POLICIES}
+
+
+def test_a_table_by_eye():
+    """Two stages under PipeOptim: one looks one update ahead, the other has nothing to predict."""
+    assert draw(POLICIES["pipeoptim"](), graph_of(((0, 1),), 9), 3).splitlines() == [
+        "         copies  mini-batch  0  1    2",
+        "stage 0  2       F           0  0+1  1+1",
+        "                 B           0  1    2",
+        "stage 1  1       F           0  1    2",
+        "                 B           0  1    2",
+    ]

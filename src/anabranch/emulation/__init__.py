@@ -17,10 +17,8 @@ emulation     plan, prices, order of messages and shared memory, made before the
 pipeline      one rank
 clock         the time of a device, whatever the host is doing
 shared_links  memory that all ranks share: when messages arrive, until when links are busy
-stages        stages that compute nothing, with messages of the right size
-compute       waits as long as a stage computes
+stages        stages that wait as long as they would compute, with messages of the right size
 transports    messages that take as long as on the cluster, or as they do on this machine
-all_reduce    the sums of gradients at the end of a step
 
 Prices are the simulator's (``simulator.costs``), so what differs between a prediction and an
 emulated step is what the runtime does, not what a link costs.

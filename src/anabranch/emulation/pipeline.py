@@ -4,27 +4,29 @@
 
     step()   clear the shared links, agree on when to begin    mesh
              the actions of the schedule                       worker, compute and links emulated
-             all-reduces                                       all_reduce
+             all-reduces                                       shared links, or mesh
              when each rank was done                           mesh
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import replace
+from heapq import heapify, heappop, heappush
 
 import torch
 
-from anabranch.emulation import all_reduce as rings
 from anabranch.emulation.clock import DeviceClock, sleep_precisely
-from anabranch.emulation.compute import EmulatedCompute
 from anabranch.emulation.emulation import Emulation
+from anabranch.emulation.stages import EmulatedCompute
 from anabranch.emulation.transports import HostLinks, ModelledTransport
 from anabranch.runtime.compute.stage_compute import Outcome
 from anabranch.runtime.guards.failure import POSITION
 from anabranch.runtime.measurement.timeline import gather_timeline
 from anabranch.runtime.mesh import Mesh
 from anabranch.runtime.worker import Worker
+from anabranch.simulator.step import PIECE_BYTES, num_pieces
 from anabranch.timeline import Span, Timeline
 
 _CPU = torch.device("cpu")
@@ -125,11 +127,11 @@ class EmulatedPipeline:
         clock = self._clock
         clock.charge()
         if self._emulation.links == "host":
-            rings.reduce(self._emulation, self._rings, self._mesh)
+            _reduce(self._emulation, self._rings, self._mesh)
             clock.catch_up()
         else:
             clock.pace()
-            rings.lead(self._emulation, self._rings, clock)
+            _lead(self._emulation, self._rings, clock)
         return clock.wall
 
     def _gather(self, outcome: Outcome, end: float, record: bool) -> float:
@@ -156,3 +158,36 @@ def _rescaled(timeline: Timeline, scale: float) -> Timeline:
     """A timeline of the wall clock in the devices' time."""
     spans = tuple(Span(s.device, s.start / scale, s.end / scale, s.action) for s in timeline.spans)
     return replace(timeline, spans=spans, step_s=timeline.step_s / scale)
+
+
+def _lead(emulation: Emulation, mine: Iterable[int], clock: DeviceClock) -> None:
+    """Come to the all-reduces of this rank, and lead those to which it comes last to their end.
+
+    Nothing is summed: who leads takes the ring's ports piece by piece, as the simulator does.
+    """
+    shared, came = emulation.shared_links, clock.now
+    events = []
+    for ring in mine:
+        starts = shared.come(ring, came)
+        if starts is not None:
+            pieces = num_pieces(emulation.rings[ring])
+            events.append((starts, ring, pieces, pieces))
+    heapify(events)
+    while events:
+        at, ring, left, pieces = heappop(events)
+        clock.meet(at)
+        if left:
+            work = emulation.rings[ring]
+            ports = emulation.prices.indices(work.ports)
+            end = shared.occupy(ports, at, work.seconds / pieces)
+            heappush(events, (end, ring, left - 1, pieces))
+
+
+def _reduce(emulation: Emulation, mine: Iterable[int], mesh: Mesh) -> None:
+    """Sum as many bytes as this rank has gradients over their holders."""
+    bucket = torch.zeros(PIECE_BYTES // 4)
+    for ring in sorted(mine, key=lambda ring: (emulation.ranks(ring), ring)):
+        left = emulation.rings[ring].nbytes
+        while left > 0:
+            mesh.all_reduce(bucket[: -(-min(left, PIECE_BYTES) // 4)], emulation.ranks(ring))
+            left -= PIECE_BYTES

@@ -26,7 +26,7 @@ from anabranch.graph.opgraph import OpGraph
 from anabranch.graph.split import Port, StageProgram
 from anabranch.plans.stages import StageGraph
 from anabranch.runtime.transport import Channel
-from anabranch.schedule.lower import messages
+from anabranch.schedule.lower import directions, messages
 from anabranch.schedule.schedule import Action
 
 
@@ -75,13 +75,11 @@ def tag_of(x: int, y: int, num_stages: int, *, back: bool) -> int:
 def channels(graph: StageGraph) -> list[Channel]:
     """All channels that a batch of the planned size uses, the same on every rank."""
     found = set()
-    for x, y in graph.edges:
-        for back in (False, True):
-            tag = tag_of(x, y, len(graph), back=back)
-            for message in messages(graph, x, y, back=back):
-                source = graph.rank_of[message.source_device]
-                target = graph.rank_of[message.target_device]
-                found.add(Channel(*((target, source) if back else (source, target)), tag))
+    for source, target, forward in directions(graph):
+        x, y = (source, target) if forward else (target, source)
+        tag = tag_of(x, y, len(graph), back=not forward)
+        for message in messages(graph, source, target, forward=forward):
+            found.add(Channel(graph.rank_of[message.sender], graph.rank_of[message.receiver], tag))
     return sorted(found)
 
 

@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 
 from anabranch.errors import DeadlockError, InvalidScheduleError
 from anabranch.plans.stages import StageGraph
-from anabranch.schedule.lower import lower, messages
+from anabranch.schedule.lower import directions, lower, messages
 from anabranch.schedule.schedule import Action, Kind, Schedule
 
 Channel = tuple[int, int, int, int, bool]
@@ -224,30 +224,19 @@ def _check_pairs(schedule: Schedule, graph: StageGraph) -> None:
                 carried.add((key[0], key[1], key[4]))
                 ends = sent if action.kind.is_send else received
                 ends[key].append((action.microbatch, action.start, action.stop))
-    expect_sent, expect_received = _expected(graph, carried)
-    for key in dict.fromkeys((*sent, *received, *expect_sent)):
+    expect_sent: dict[Channel, list[tuple[int, int, int]]] = defaultdict(list)
+    expect_received: dict[Channel, list[tuple[int, int, int]]] = defaultdict(list)
+    for source, target, forward in carried & {*directions(graph)}:
+        for i, a, j, b, start, stop in messages(graph, source, target, forward=forward):
+            expect_sent[source, target, a, b, forward].append((i, start, stop))
+            expect_received[source, target, a, b, forward].append((j, start, stop))
+    for key in dict.fromkeys((*sent, *received, *sorted(expect_sent))):
         for what, actual, expected in (
             ("sends", sent[key], expect_sent[key]),
             ("receives", received[key], expect_received[key]),
         ):
             if actual != expected:
                 raise InvalidScheduleError(_pair_problem(key, what, actual, expected))
-
-
-def _expected(
-    graph: StageGraph, carried: set[tuple[int, int, bool]]
-) -> tuple[dict[Channel, list[tuple[int, int, int]]], dict[Channel, list[tuple[int, int, int]]]]:
-    sent: dict[Channel, list[tuple[int, int, int]]] = defaultdict(list)
-    received: dict[Channel, list[tuple[int, int, int]]] = defaultdict(list)
-    for x, y in graph.edges:
-        forward, back = (x, y, True) in carried, (y, x, False) in carried
-        for i, a, j, b, start, stop in messages(graph, x, y) if forward else ():
-            sent[x, y, a, b, True].append((i, start, stop))
-            received[x, y, a, b, True].append((j, start, stop))
-        for i, a, j, b, start, stop in messages(graph, x, y, back=True) if back else ():
-            sent[y, x, b, a, False].append((j, start, stop))
-            received[y, x, b, a, False].append((i, start, stop))
-    return sent, received
 
 
 def _pair_problem(

@@ -48,15 +48,12 @@ class Overlap(NamedTuple):
 
 
 class Message(NamedTuple):
-    """Samples [start, stop) of one stage edge, between two devices.
+    """Samples [start, stop) of one stage edge, or their gradients, from a device to another."""
 
-    The source is the stage that makes the samples, also where their gradients come back.
-    """
-
-    source_microbatch: int
-    source_device: int
-    target_microbatch: int
-    target_device: int
+    sent_microbatch: int
+    sender: int
+    received_microbatch: int
+    receiver: int
     start: int
     stop: int
 
@@ -77,17 +74,12 @@ def lower(schedule: Schedule, graph: StageGraph, edges: MessageEdges = EVERY_EDG
         raise ValueError("the schedule has sends and receives already")
     before: dict[tuple[int, int, bool, int], list[Action]] = defaultdict(list)
     after: dict[tuple[int, int, bool, int], list[Action]] = defaultdict(list)
-    for x, y in graph.edges:
-        if not edges.goes_forward((x, y)):
-            continue
-        for i, a, j, b, start, stop in messages(graph, x, y):
-            after[a, x, True, i].append(Action(x, Kind.SEND_FORWARD, i, y, b, start, stop))
-            before[b, y, True, j].append(Action(y, Kind.RECEIVE_FORWARD, j, x, a, start, stop))
-        if not edges.comes_back((x, y)):
-            continue
-        for i, a, j, b, start, stop in messages(graph, x, y, back=True):
-            after[b, y, False, j].append(Action(y, Kind.SEND_BACKWARD, j, x, a, start, stop))
-            before[a, x, False, i].append(Action(x, Kind.RECEIVE_BACKWARD, i, y, b, start, stop))
+    for source, target, forward in directions(graph, edges):
+        send = Kind.SEND_FORWARD if forward else Kind.SEND_BACKWARD
+        receive = Kind.RECEIVE_FORWARD if forward else Kind.RECEIVE_BACKWARD
+        for i, a, j, b, start, stop in messages(graph, source, target, forward=forward):
+            after[a, source, forward, i].append(Action(source, send, i, target, b, start, stop))
+            before[b, target, forward, j].append(Action(target, receive, j, source, a, start, stop))
     lowered = {}
     for device, actions in schedule.actions.items():
         result: list[Action] = []
@@ -101,27 +93,42 @@ def lower(schedule: Schedule, graph: StageGraph, edges: MessageEdges = EVERY_EDG
     return Schedule(lowered, schedule.slots)
 
 
-def messages(graph: StageGraph, x: int, y: int, *, back: bool = False) -> Iterator[Message]:
-    """What flows along stage edge x -> y, or back, ascending; nothing between a device and itself.
+def directions(
+    graph: StageGraph, edges: MessageEdges = EVERY_EDGE
+) -> Iterator[tuple[int, int, bool]]:
+    """(sending stage, receiving stage, whether forward) wherever there are messages."""
+    for x, y in graph.edges:
+        if edges.goes_forward((x, y)):
+            yield x, y, True
+        if edges.comes_back((x, y)):
+            yield y, x, False
 
-    The two differ only in pairs of devices, and only where the stages differ in tensor parallelism.
-    """
-    source, target = graph.stages[x], graph.stages[y]
-    for i, r, j, q, start, stop in overlaps(graph, x, y):
-        for a, b in device_pairs(source, r, target, q, back=back):
-            if a != b:
-                yield Message(i, a, j, b, start, stop)
+
+def messages(
+    graph: StageGraph, source: int, target: int, *, forward: bool = True
+) -> Iterator[Message]:
+    """What one stage sends to another, ascending; nothing between a device and itself."""
+    sender, receiver = graph.stages[source], graph.stages[target]
+    for i, r, j, q, start, stop in exchanges(graph, source, target, forward=forward):
+        for a, b in device_pairs(sender, r, receiver, q):
+            yield Message(i, a, j, b, start, stop)
 
 
-def device_pairs(
-    source: Stage, r: int, target: Stage, q: int, *, back: bool
-) -> list[tuple[int, int]]:
-    """Who of replica r of the source exchanges a slice with whom of replica q of the target."""
-    made = source.devices[r * source.tensor : (r + 1) * source.tensor]
+def exchanges(graph: StageGraph, source: int, target: int, *, forward: bool) -> Iterator[Overlap]:
+    """``overlaps`` seen from the stage that sends: gradients go from target to source."""
+    if forward:
+        yield from overlaps(graph, source, target)
+        return
+    for i, r, j, q, start, stop in overlaps(graph, target, source):
+        yield Overlap(j, q, i, r, start, stop)
+
+
+def device_pairs(source: Stage, r: int, target: Stage, q: int) -> list[tuple[int, int]]:
+    """Who of replica r of the source sends a slice to whom of replica q of the target."""
+    have = source.devices[r * source.tensor : (r + 1) * source.tensor]
     needed = target.devices[q * target.tensor : (q + 1) * target.tensor]
-    if back:
-        return [(device, needed[k % target.tensor]) for k, device in enumerate(made)]
-    return [(made[k % source.tensor], device) for k, device in enumerate(needed)]
+    pairs = ((have[k % source.tensor], device) for k, device in enumerate(needed))
+    return [(a, b) for a, b in pairs if a != b]
 
 
 def overlaps(graph: StageGraph, x: int, y: int) -> Iterator[Overlap]:

@@ -19,7 +19,7 @@ from anabranch.errors import InvalidScheduleError
 from anabranch.plans.edges import MessageEdges
 from anabranch.plans.stages import StageGraph
 from anabranch.schedule.check import Channel, channel
-from anabranch.schedule.lower import device_pairs, overlaps
+from anabranch.schedule.lower import device_pairs, directions, exchanges
 from anabranch.schedule.schedule import Action, Kind, Schedule
 from anabranch.simulator.costs import StepCosts
 
@@ -201,39 +201,33 @@ def _put_in(
         for device in stage.devices
         for forward in (True, False)
     }
-    for x, y in graph.edges:
-        for back in (False, True):
-            if not (edges.comes_back if back else edges.goes_forward)((x, y)):
-                continue
-            source, target, forward = *((y, x) if back else (x, y)), not back
-            first, found = len(table.price), list[Price]()
-            groups: dict[tuple[int, int], dict[int, list[int]]] = defaultdict(dict)
-            # Few pairs of slices meet again and again.
-            flows: dict[tuple[int, int, int], list[_Flow]] = {}
-            for i, r, j, q, start, stop in overlaps(graph, x, y):
-                key = r, q, stop - start
-                if key not in flows:
-                    pairs = device_pairs(graph.stages[x], r, graph.stages[y], q, back=back)
-                    flows[key] = [
-                        (
-                            prices.price(source, target, a, b, forward, stop - start),
-                            rows[source, a, forward],
-                            rows[target, b, forward],
-                            groups[a, b],
-                        )
-                        for a, b in (pair[::-1] if back else pair for pair in pairs)
-                        if a != b
-                    ]
-                made, needed = (j, i) if back else (i, j)
-                for price, senders, receivers, channel_groups in flows[key]:
-                    message = first + len(found)
-                    found.append(price)
-                    senders[made][1].append(~message)
-                    receivers[needed][0].append(message)
-                    channel_groups.setdefault(needed, []).append(message)
-            table.add(found)
-            for microbatches in groups.values():
-                table.post(list(microbatches.values()), schedule.slots)
+    for source, target, forward in directions(graph, edges):
+        sender, receiver = graph.stages[source], graph.stages[target]
+        first, found = len(table.price), list[Price]()
+        groups: dict[tuple[int, int], dict[int, list[int]]] = defaultdict(dict)
+        # Few pairs of slices meet again and again.
+        flows: dict[tuple[int, int, int], list[_Flow]] = {}
+        for i, r, j, q, start, stop in exchanges(graph, source, target, forward=forward):
+            key = r, q, stop - start
+            if key not in flows:
+                flows[key] = [
+                    (
+                        prices.price(source, target, a, b, forward, stop - start),
+                        rows[source, a, forward],
+                        rows[target, b, forward],
+                        groups[a, b],
+                    )
+                    for a, b in device_pairs(sender, r, receiver, q)
+                ]
+            for price, made, needed, channel_groups in flows[key]:
+                message = first + len(found)
+                found.append(price)
+                made[i][1].append(~message)
+                needed[j][0].append(message)
+                channel_groups.setdefault(j, []).append(message)
+        table.add(found)
+        for microbatches in groups.values():
+            table.post(list(microbatches.values()), schedule.slots)
     return rows
 
 

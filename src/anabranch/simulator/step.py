@@ -16,6 +16,7 @@ from operator import length_hint
 import numpy as np
 from numpy.typing import NDArray
 
+from anabranch.cost.communication import Port
 from anabranch.schedule.schedule import Schedule
 from anabranch.simulator.costs import AllReduce, StepCosts
 from anabranch.simulator.engine import Callback, Engine, SharedCores
@@ -30,12 +31,10 @@ MOST_PIECES = 16
 
 @dataclass(slots=True)
 class _Pending:
-    """An all-reduce: how many (stage, device) pairs have still to finish, then how many pieces."""
+    """An all-reduce, and how many (stage, device) pairs have still to finish before it."""
 
-    work: AllReduce
+    unit: ComputeUnit
     waits_for: int
-    pieces: int
-    ports: tuple[int, ...]
 
 
 class Step:
@@ -79,11 +78,8 @@ class Step:
         """Per stage, the all-reduces that wait for it."""
         by_stage: dict[int, list[_Pending]] = defaultdict(list)
         for work in costs.all_reduces():
-            pieces = num_pieces(work)
-            ports = self.program.ports
-            indices = tuple(ports.setdefault(port, len(ports)) for port in work.ports)
             waits_for = sum(self.program.finishes[s] for s in work.stages)
-            pending = _Pending(work, waits_for, pieces, indices)
+            pending = _Pending(sum_unit(work, self.program.ports), waits_for)
             for s in work.stages:
                 by_stage[s].append(pending)
         return by_stage
@@ -177,16 +173,18 @@ class Step:
                 if not unit.pieces:
                     self._compute(unit.seconds, self._computed, d)
             if unit.pieces:
-                self._sum_while_waiting((unit, unit.pieces))
+                self._sum((unit, unit.pieces))
 
-    def _sum_while_waiting(self, state: tuple[ComputeUnit, int]) -> None:
+    def _sum(self, state: tuple[ComputeUnit, int]) -> None:
+        """Start the next piece of an all-reduce; a group that waits goes on after the last."""
         unit, left = state
+        self.end = max(self.end, self._engine.now)
         if left:
             end = self._occupy(unit.ports, unit.seconds / unit.pieces)
-            self._engine.at(end, self._sum_while_waiting, (unit, left - 1))
-            return
-        for d in self.program.groups[unit.group]:
-            self._computed(d)
+            self._engine.at(end, self._sum, (unit, left - 1))
+        elif unit.group >= 0:
+            for d in self.program.groups[unit.group]:
+                self._computed(d)
 
     def _computed(self, d: int) -> None:
         now, unit = self._engine.now, self._unit[d]
@@ -204,14 +202,7 @@ class Step:
         for pending in self._all_reduces.get(stage, ()):
             pending.waits_for -= 1
             if pending.waits_for == 0:
-                self._sum_piece((pending, pending.pieces))
-
-    def _sum_piece(self, state: tuple[_Pending, int]) -> None:
-        pending, left = state
-        self.end = max(self.end, self._engine.now)
-        if left:
-            end = self._occupy(pending.ports, pending.work.seconds / pending.pieces)
-            self._engine.at(end, self._sum_piece, (pending, left - 1))
+                self._sum((pending.unit, pending.unit.pieces))
 
     def positions(self) -> list[int]:
         """Per device, how many of its actions are done."""
@@ -275,6 +266,12 @@ class Step:
         return unit >= 0 and self._units[unit].pieces > 0
 
 
+def sum_unit(work: AllReduce, ports: dict[Port, int], group: int = -1) -> ComputeUnit:
+    """An all-reduce as a unit, for which a group may wait; ``ports`` get those that are new."""
+    indices = tuple(ports.setdefault(port, len(ports)) for port in work.ports)
+    return ComputeUnit(work.seconds, 0.0, 0.0, -1, group, num_pieces(work), indices)
+
+
 def num_pieces(work: AllReduce) -> int:
-    """MessageTable that an all-reduce goes in."""
+    """Pieces that an all-reduce goes in."""
     return min(max(-(-work.nbytes // PIECE_BYTES), 1), MOST_PIECES)

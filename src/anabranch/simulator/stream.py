@@ -33,7 +33,7 @@ from anabranch.schedule import compute_order, schedule_of
 from anabranch.schedule.endless import ENDLESS, repeated
 from anabranch.schedule.schedule import Schedule
 from anabranch.simulator.costs import AllReduce, StepCosts
-from anabranch.simulator.program import ComputeUnit, Program, compile_schedule
+from anabranch.simulator.program import Program, compile_schedule
 from anabranch.simulator.run import (
     collector_paused,
     execute,
@@ -41,7 +41,7 @@ from anabranch.simulator.run import (
     timeline_of,
 )
 from anabranch.simulator.steady import TOLERANCE, Log, find_period, logs_of
-from anabranch.simulator.step import Step, num_pieces
+from anabranch.simulator.step import Step, sum_unit
 from anabranch.timeline import Timeline
 from anabranch.weights import units_in_flight
 
@@ -199,10 +199,9 @@ def _with_sums(
     index = {device: d for d, device in enumerate(program.devices)}
     sum_of: dict[tuple[int, int], int] = {}
     for work in works:
-        ports = tuple(program.ports.setdefault(port, len(program.ports)) for port in work.ports)
         for device in work.devices:
             sum_of[work.stages[0], device] = ~(first + len(units))
-        units.append(ComputeUnit(work.seconds, 0.0, 0.0, -1, len(groups), num_pieces(work), ports))
+        units.append(sum_unit(work, program.ports, len(groups)))
         groups.append(tuple(index[device] for device in work.devices))
     code = []
     for device, mine in zip(program.devices, program.code, strict=True):

@@ -53,22 +53,10 @@ def recommended(
     Of an optimizer that is not known, what there is to say is how much state it has; with none it
     has no momentum.
     """
-    room, batch_size = _room(graph, cost), graph.batch_size if may_cut else 1
-    if optimizer is None:
-        return recommend(
-            graph.depth,
-            optimizer="the optimizer",
-            momentum=cost.optimizer_factor > 0,
-            batch_size=batch_size,
-            versions=room,
-        )
+    unknown = OptimizerFacts("the optimizer", momentum=cost.optimizer_factor > 0, rule="momentum")
+    batch_size = graph.batch_size if may_cut else 1
     return recommend(
-        graph.depth,
-        optimizer=optimizer.name,
-        momentum=optimizer.momentum,
-        batch_size=batch_size,
-        versions=room,
-        last_update=optimizer.keeps_last_update,
+        graph.depth, optimizer or unknown, batch_size=batch_size, versions=_room(graph, cost)
     )
 
 

@@ -18,7 +18,6 @@ from anabranch.weights.policies import (
     TwoBuffers,
     VerticalSync,
 )
-from anabranch.weights.reading_table import draw
 from anabranch.weights.requirements import (
     optimizer_remark,
     recommend,
@@ -27,6 +26,7 @@ from anabranch.weights.requirements import (
 )
 from anabranch.weights.version_tracker import (
     VersionTracker,
+    draw,
     keeps,
     predicts,
     units_in_flight,

@@ -127,31 +127,28 @@ def optimizer_remark(policy: WeightPolicy, optimizer: OptimizerFacts) -> str:
 
 def recommend(
     depth: int,
+    facts: OptimizerFacts,
     *,
-    optimizer: str,
-    momentum: bool = True,
     batch_size: int = 1,
     versions: int | None = None,
-    last_update: bool = False,
 ) -> tuple[str, str]:
     """The policy for ``auto``, and why.
 
     Args:
         depth: stages on the longest path.
-        optimizer: name of its class, for the reason.
-        momentum: whether it has one, so that a prediction has something to go by.
+        facts: of the optimizer.
         batch_size: samples of a mini-batch.
         versions: copies of its weights for which the tightest stage has memory; None for enough.
-        last_update: whether predictions come from the last update, which is one more copy.
 
     Returns:
         Key of ``POLICIES``, and one sentence.
     """
+    optimizer, last_update = facts.name, facts.keeps_last_update
     more = int(last_update)
     room = depth + 1 + more if versions is None else versions
     if depth == 1:
         return "naive", "one stage is never stale, so its weights need no policy"
-    if not momentum:
+    if not facts.momentum:
         if batch_size >= 2 * depth and room >= 2:
             return "2bw", (
                 f"{optimizer} has no momentum to predict with, and a batch of {batch_size} can be "

@@ -28,15 +28,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from anabranch.errors import DataError, NonFiniteError, TrainingError
 from anabranch.graph.capture import Captured
 from anabranch.plans.plan import Plan
-from anabranch.runtime.asynchronous.checkpoint_entries import entries, state_of
 from anabranch.runtime.asynchronous.divergence import Divergence, circumstances
 from anabranch.runtime.asynchronous.minibatch_totals import MinibatchTotals
-from anabranch.runtime.asynchronous.optimizer_facts import rule_of
+from anabranch.runtime.asynchronous.optimizer_facts import facts_of
 from anabranch.runtime.asynchronous.recording import Recording
 from anabranch.runtime.asynchronous.requirements import (
     choose,
@@ -45,7 +44,7 @@ from anabranch.runtime.asynchronous.requirements import (
     require_asynchronous,
     round_robin_of,
 )
-from anabranch.runtime.asynchronous.round_robin_memory import budgeted
+from anabranch.runtime.asynchronous.round_robin import budgeted
 from anabranch.runtime.asynchronous.round_robin_stream import RoundRobinStream
 from anabranch.runtime.asynchronous.stream import Stream
 from anabranch.runtime.asynchronous.versions import StageWeights
@@ -166,7 +165,7 @@ class AsyncPipeline:
         )
         if rounds is not None and check_memory:
             with session.failing():
-                keeps = self.optimizer is not None and rule_of(self.optimizer) == "last update"
+                keeps = self.optimizer is not None and facts_of(self.optimizer).keeps_last_update
                 expected = budgeted(plan, rounds, session.captured, self.policy, last_update=keeps)
                 session.require_memory(expected)
         mine = self._mesh.device
@@ -498,11 +497,7 @@ class AsyncPipeline:
     def save(self, folder: str | Path) -> None:
         """Drain, then do as ``Pipeline.save``; ``Pipeline.resume`` takes the checkpoint as well."""
         self.drain()
-        self._session.save(folder, entries(self._weights.state_dict(), list(self._trainable)))
-
-    @property
-    def _trainable(self) -> dict[str, nn.Parameter]:
-        return {name: p for name, p in self._state.parameters.items() if p.requires_grad}
+        self._session.save(folder, self._weights.entries())
 
     @classmethod
     def resume(
@@ -516,8 +511,7 @@ class AsyncPipeline:
         pipeline = cls(workload, plan, **options)
         saved = pipeline._session.load(folder)
         with pipeline._session.failing():
-            state = state_of(saved, pipeline._trainable, pipeline._session.place)
-            pipeline._weights.load_state_dict(state)
+            pipeline._weights.load(saved)
         return pipeline
 
 

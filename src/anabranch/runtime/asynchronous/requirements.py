@@ -19,13 +19,14 @@ from anabranch.errors import InvalidPlanError, PolicyError
 from anabranch.graph.split import Split
 from anabranch.plans.plan import Plan
 from anabranch.plans.stages import StageGraph
-from anabranch.runtime.asynchronous.optimizer_facts import has_momentum, require_rule, rule_of
+from anabranch.runtime.asynchronous.optimizer_facts import facts_of, require_rule
 from anabranch.runtime.asynchronous.round_robin import RoundRobin
 from anabranch.runtime.compute.options import ComputeOptions
 from anabranch.schedule import rule_named
 from anabranch.schedule.endless import full_pipeline, repeated
 from anabranch.schedule.kfkb import require_in_flight
 from anabranch.weights import (
+    OptimizerFacts,
     WeightPolicy,
     policy_named,
     recommend,
@@ -217,13 +218,9 @@ def choose(
         policy, reason = "2bw", f"it is the one for {microbatches} micro-batches per update"
     elif policy == "auto":
         # One micro-batch is planned, which rules 2bw out.
-        policy, reason = recommend(
-            plan.stage_graph.depth,
-            optimizer=type(optimizer).__name__,
-            momentum=optimizer is not None and has_momentum(optimizer),
-            batch_size=1,
-            last_update=optimizer is not None and rule_of(optimizer) == "last update",
-        )
+        nothing = OptimizerFacts("nothing to train", momentum=False, rule="momentum")
+        facts = facts_of(optimizer) if optimizer is not None else nothing
+        policy, reason = recommend(plan.stage_graph.depth, facts)
     chosen = policy_named(policy) if isinstance(policy, str) else policy
     if optimizer is not None:
         with warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""Stages whose replicas take mini-batches in turn: how many each holds, and who sends to whom.
+"""Stages whose replicas take mini-batches in turn: how many each holds, who sends to whom, memory.
 
 PipeDream, section 3 (1F1B-RR): mini-batch i since the pipeline was last empty goes whole to replica
 i mod R of a stage with R replicas, forward and backward alike. R mini-batches in a row are a round;
@@ -26,11 +26,18 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import lcm
 
+from anabranch.cluster import Cluster
+from anabranch.cost import CostModel
 from anabranch.errors import InvalidScheduleError
+from anabranch.graph.capture import Captured
+from anabranch.plans.check import stage_bytes
+from anabranch.plans.plan import Plan
 from anabranch.plans.stages import StageGraph
+from anabranch.profile.estimate import estimate
 from anabranch.runtime.mesh import require_whole_replicas
 from anabranch.runtime.messages import tag_of
 from anabranch.runtime.transport import Channel
+from anabranch.weights import WeightPolicy, versions_held
 
 
 @dataclass(frozen=True)
@@ -131,3 +138,34 @@ def _minibatches(graph: StageGraph, per_hop: int) -> list[int]:
         after = (result[t] + per_hop * replicas for t in graph.successors[s])
         result[s] = max(after, default=replicas)
     return result
+
+
+def budgeted(
+    plan: Plan,
+    rounds: RoundRobin,
+    captured: Captured,
+    policy: WeightPolicy,
+    *,
+    last_update: bool = False,
+) -> Plan:
+    """The plan with the peaks of whole mini-batches; one that predicts no peaks stays as it is.
+
+    A plan predicts those of replicas that split mini-batches: fewer bytes of more of them. Bytes
+    per sample follow from the model, so the need is computed without the plan's profile.
+    """
+    if plan.predicted is None or not any(plan.predicted.device_peak_bytes):
+        return plan
+    size, whole = plan.stage_graph.batch_size, rounds.one(0, plan.stage_graph.batch_size)
+    cluster = plan.machines or Cluster.preset(f"local:{len(plan.stage_graph.devices)}")
+    cost = CostModel(estimate(captured, samples=(size,)), cluster)
+    peaks: dict[int, int] = {}
+    for s, stage in enumerate(plan.stage_graph.stages):
+        distance, depth = rounds.place(s)
+        held = rounds.in_flight[s]
+        versions = versions_held(
+            policy, in_flight=held, distance=distance, depth=depth, last_update=last_update
+        )
+        nbytes = stage_bytes(whole, cost, s, in_flight=held, versions=versions)
+        peaks |= dict.fromkeys(stage.devices, int(nbytes))
+    ordered = tuple(peaks[device] for device in plan.stage_graph.devices)
+    return replace(plan, predicted=replace(plan.predicted, device_peak_bytes=ordered))

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +30,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from anabranch.checkpoint import Checkpoint
 from anabranch.runtime.asynchronous.optimizer_facts import require_rule
 from anabranch.runtime.asynchronous.prediction import Prediction
 from anabranch.runtime.data_parallel.buckets import dense
@@ -38,6 +38,9 @@ from anabranch.weights import PredictStash, Reading, VersionTracker, WeightPolic
 
 Storage = list[Tensor]
 """One tensor per trainable parameter of the stage."""
+
+_LAST, _MOVED, _NORM = "asynchronous-last", "asynchronous-moved", "asynchronous-norm"
+_VERSION = "asynchronous-version"
 
 _MEMORY = 0.9
 """Weight of the past in the running norm of gradients."""
@@ -255,26 +258,39 @@ class StageWeights:
         usual = _MEMORY * before + (1 - _MEMORY) * torch.minimum(norm, limit)
         self._norm = torch.where(norm.isfinite(), usual, self._norm)
 
-    def state_dict(self) -> dict[str, Any]:
-        """What is needed besides the optimizer's state; for a checkpoint, when drained."""
-        moved = None if self._moved is None else [self._names[i] for i in sorted(self._moved)]
-        last = None
-        if self._last is not None:
-            last = dict(zip(self._names, (t.clone() for t in self._last), strict=True))
-        return {"moved": moved, "last_update": last, "norm": self._norm, "version": self.version}
+    def entries(self) -> dict[str, Tensor]:
+        """What a checkpoint needs besides the optimizer's state, when drained.
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Put back what ``state_dict`` gave, perhaps for more parameters than this stage has;
-        nothing may be in flight.
+        All of it is per parameter, so that any plan finds what its stages need, under keys that
+        the synchronous pipeline passes over.
         """
-        self._tracker.fill(state["version"])
-        moved, last = state["moved"], state["last_update"]
-        if moved is not None:
-            self._moved = frozenset(i for i, name in enumerate(self._names) if name in set(moved))
-        if last is not None and self._parameters:
+        found: dict[str, Tensor] = {}
+        for i, name in enumerate(self._names):
+            found[f"{_VERSION}/{name}"] = torch.tensor(self.version)
+            if self._last is not None:
+                found[f"{_LAST}/{name}"] = self._last[i].clone()
+            if self._moved is not None:
+                found[f"{_MOVED}/{name}"] = torch.tensor(i in self._moved)
+            if self._norm is not None:
+                found[f"{_NORM}/{name}"] = self._norm
+        return found
+
+    def load(self, saved: Checkpoint) -> None:
+        """Take over ``entries``; a synchronous run leaves nothing but its steps."""
+        last, moved, norms, versions = (
+            [f"{what}/{name}" for name in self._names if name in set(saved.keys(what))]
+            for what in (_LAST, _MOVED, _NORM, _VERSION)
+        )
+        # Stages of another plan may have been at other versions, if they learned from rounds.
+        updates = [int(saved.tensor(key)) for key in versions]
+        self._tracker.fill(max(updates) if updates else saved.progress.step)
+        if len(moved) == len(self._names):
+            self._moved = frozenset(i for i, key in enumerate(moved) if bool(saved.tensor(key)))
+        if last and len(last) == len(self._names):
             self._last = self._last or self._pool.take(self._current)
-            _copy([last[name] for name in self._names], self._last)
-        self._norm = state["norm"]
+            for key, tensor in zip(last, self._last, strict=True):
+                tensor.copy_(saved.tensor(key, like=tensor))
+        self._norm = saved.tensor(norms[0]).to(self._current[0].device) if norms else None
 
 
 class _Pool:
