@@ -14,6 +14,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -106,9 +107,8 @@ def run(section: str, case: Case, device: str, file: Path, seconds: float) -> No
             _kill(ranks)
         words = [log.read_text(errors="replace")[-SHOWN:] for log in logs]
     if case.loses_a_rank:
-        lost = [
-            row["lost_at"] for row in read(file) if told.items() <= row.items() and "lost_at" in row
-        ]
+        own = [row for row in read(file) if told.items() <= row.items()]
+        lost = [row["lost_at"] for row in own if "lost_at" in row]
         if lost and 0 in ended:
             told |= {"ended_after_s": ended[0] - lost[0], "exit": ranks[0].returncode}
             write(file, told | {"words": _last_line(words[0]), "output": words[0]})
@@ -126,7 +126,7 @@ def run(section: str, case: Case, device: str, file: Path, seconds: float) -> No
 def _start(
     section: str, case: Case, device: str, file: Path, logs: list[Path]
 ) -> list[subprocess.Popen[bytes]]:
-    threads = 1 if device == "cpu" else max((os.cpu_count() or 1) // case.ranks, 1)
+    threads = 1 if device == "cpu" else min(max((os.cpu_count() or 1) // case.ranks, 1), 16)
     shared = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]),
         "OMP_NUM_THREADS": str(threads),
@@ -191,8 +191,12 @@ def _kill(ranks: list[subprocess.Popen[bytes]]) -> None:
 
 
 def _last_line(output: str) -> str:
+    """The last error, or whatever comes last: libraries may warn after an error."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
-    return lines[-1][:300] if lines else "without a word"
+    errors = [
+        line for line in lines if re.match(r"(\[rank\d+\]: )?[\w.]*(Error|Exception)\b", line)
+    ]
+    return ["", *lines, *errors][-1][:300] or "without a word"
 
 
 def main() -> None:

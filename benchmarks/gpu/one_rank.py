@@ -44,20 +44,20 @@ def cases(device: str) -> list[Case]:
 
 
 def measure(case: str, place: torch.device) -> Iterator[Row]:
-    """Train for some steps here and on the CPU; then one step each is weighed and watched."""
+    """A row for some steps here and on the CPU, and one for a step that is weighed and watched."""
     if case == "recompute":
         yield from _recompute(place)
         return
     options = OPTIONS[case]
     dropout = 0.1 if case == "dropout-sample" else 0.0
     pipeline, row = _pipeline(place, place.type, dropout, options, checks=case == "self-check")
-    row["library_bytes"] = _library_bytes(place)
+    library_bytes = _library_bytes(place)
     data = subject.batches(pipeline.workload)
     losses = [pipeline.step(batch) for batch in data]
     # The CPU computes what there is no other way to know: half precision and numbers of dropout.
     alone = replace(options, compile=False, offload=False)
     expected, _ = _pipeline(torch.device("cpu"), place.type, dropout, alone, checks=False)
-    row |= subject.agreement(
+    yield subject.agreement(
         losses,
         pipeline.workload.module,
         [expected.step(batch) for batch in data],
@@ -66,6 +66,7 @@ def measure(case: str, place: torch.device) -> Iterator[Row]:
         options.precision,
     )
     row["step_s"] = subject.step_seconds(lambda: pipeline.step(data[0]), place)
+    row["library_bytes"] = library_bytes
     pipeline.step(data[0], weigh=True)
     if pipeline.peak_bytes is not None:
         row["peak_bytes"] = pipeline.peak_bytes[0]

@@ -69,8 +69,8 @@ def cases(device: str) -> list[Case]:
     """Each call in a fresh process, with modules loaded when they are first used and at once."""
     return [
         Case(f"{call} {loading}", limit_s=40.0, environment={"CUDA_MODULE_LOADING": loading})
-        for call in CALLS
         for loading in ("LAZY", "EAGER")
+        for call in CALLS
     ]
 
 
