@@ -144,7 +144,7 @@ def _first_sentence(section: str) -> str:
 
 
 def show(rows: Sequence[Row]) -> str:
-    """A table of rows, with a column for every figure that one of them has."""
+    """A table of rows, with a column for every figure that one of them has; from 1 s on, seconds."""
     hidden = ("section", "output", "losses", "sync_lines", "lost_at")
     columns = list(dict.fromkeys(key for row in rows for key in row if key not in hidden))
     shown = [row for row in rows if row.keys() & set(columns) - {"case", "rank"}]
@@ -157,7 +157,7 @@ def _cell(key: str, value: object) -> str:
     if key.endswith("_bytes"):
         return f"{float(str(value)) / 2**20:.1f} MiB"
     if isinstance(value, float):
-        return f"{value * 1e3:.3g} ms" if key.endswith("_s") and value < 10 else f"{value:.3g}"
+        return f"{value * 1e3:.3g} ms" if key.endswith("_s") and value < 1 else f"{value:.3g}"
     return str(value).replace("|", "/").replace("\n", " ")
 
 
