@@ -144,7 +144,7 @@ def _first_sentence(section: str) -> str:
 
 
 def show(rows: Sequence[Row]) -> str:
-    """A table of rows, with a column for every figure that one of them has; from 1 s on, seconds."""
+    """A table of rows, with a column for every figure that one of them has; seconds from 1 s on."""
     hidden = ("section", "output", "losses", "sync_lines", "lost_at")
     columns = list(dict.fromkeys(key for row in rows for key in row if key not in hidden))
     shown = [row for row in rows if row.keys() & set(columns) - {"case", "rank"}]
