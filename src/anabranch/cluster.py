@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, count
@@ -140,77 +140,63 @@ class Cluster:
         """
         match = re.fullmatch(r"([a-z0-9-]+):(\d{1,6})(?:x(\d{1,6}))?", text)
         numbers = [int(n) for n in match.groups()[1:] if n is not None] if match else []
-        preset = PRESETS.get(match[1]) if match else None
-        if preset is None or len(numbers) != preset.usage.count("x") + 1 or 0 in numbers:
-            usage = ", ".join(sorted(f"{name}:{known.usage}" for name, known in PRESETS.items()))
+        usage, build = PRESETS.get(match[1] if match else "", ("", None))
+        if build is None or len(numbers) != usage.count("x") + 1 or 0 in numbers:
+            usage = ", ".join(sorted(f"{name}:{known}" for name, (known, _) in PRESETS.items()))
             raise ValueError(
                 f"unknown cluster {text!r}; write a JSON file or one of {usage}, with numbers of "
                 "at least 1 for N, NODES and DEVICES"
             )
-        return preset.cluster(text, *numbers)
+        return build(text, *numbers)
 
 
-@dataclass(frozen=True, slots=True)
-class _Host:
+def _host(name: str, devices: int) -> Cluster:
     """Processes on this machine.
 
     Shared memory, measured on two cores: 70 us for a small message, 4 to 8 GB/s for large ones,
     with one reading of what has come.
     """
-
-    usage: str = "N"
-
-    def cluster(self, name: str, devices: int) -> Cluster:
-        return Cluster(
-            name,
-            device="cpu",
-            memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // devices,
-            levels=(Level("host", devices, bandwidth=5.0 * GB, latency_s=80e-6),),
-            cores=os.cpu_count() or 1,
-        )
+    return Cluster(
+        name,
+        device="cpu",
+        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // devices,
+        levels=(Level("host", devices, bandwidth=5.0 * GB, latency_s=80e-6),),
+        cores=os.cpu_count() or 1,
+    )
 
 
-@dataclass(frozen=True, slots=True)
-class _Nodes:
-    """Nodes of equal devices, with a network between them.
+def _nodes(
+    device: str,
+    memory_bytes: int,
+    node_bandwidth: float,
+    network_bandwidth: float,
+    network_latency_s: float,
+) -> Callable[..., Cluster]:
+    """Nodes of equal devices, one if their number is not given, with a network between them.
 
-    Attributes:
-        node_bandwidth: between devices of a node.
-        network_bandwidth: of a node's card.
-        usage: the numbers that follow the colon; without devices a node has one.
+    Bandwidths are those between devices of a node, and of the network card of a node.
     """
 
-    device: str
-    memory_bytes: int
-    node_bandwidth: float
-    network_bandwidth: float
-    network_latency_s: float
-    usage: str = "NODESxDEVICES"
+    def cluster(name: str, nodes: int, devices: int = 1) -> Cluster:
+        node = Level("node", devices, node_bandwidth, latency_s=5e-6)
+        network = Level("network", nodes, network_bandwidth, network_latency_s)
+        return Cluster(name, device, memory_bytes, levels=(node, network))
 
-    def cluster(self, name: str, nodes: int, devices: int = 1) -> Cluster:
-        return Cluster(
-            name,
-            self.device,
-            self.memory_bytes,
-            levels=(
-                Level("node", devices, self.node_bandwidth, latency_s=5e-6),
-                Level("network", nodes, self.network_bandwidth, self.network_latency_s),
-            ),
-        )
+    return cluster
 
 
-PRESETS: dict[str, _Host | _Nodes] = {
-    "local": _Host(),
+PRESETS: dict[str, tuple[str, Callable[..., Cluster]]] = {
+    "local": ("N", _host),
     # GraphPipe, section 7: V100 with 16 GB on NVLink, 100 Gb/s InfiniBand between the nodes. NVLink
     # 2.0 between two V100 of a Summit node is 2 bricks of 25 GB/s, here at the usual 0.9 of it.
-    "summit": _Nodes("v100", 16 * GIB, 45 * GB, 12.5 * GB, 10e-6),
+    "summit": ("NODESxDEVICES", _nodes("v100", 16 * GIB, 45 * GB, 12.5 * GB, 10e-6)),
     # DAPPLE, section 6.1: servers of 8 V100 (16 GB) on NVLink with 25 Gb/s Ethernet between them;
     # servers of one V100 with 25 or 10 Gb/s.
-    "dapple-a": _Nodes("v100", 16 * GIB, 45 * GB, 25 / 8 * GB, 30e-6),
-    "dapple-b": _Nodes("v100", 16 * GIB, 45 * GB, 25 / 8 * GB, 30e-6, usage="N"),
-    "dapple-c": _Nodes("v100", 16 * GIB, 45 * GB, 10 / 8 * GB, 30e-6, usage="N"),
+    "dapple-a": ("NODESxDEVICES", _nodes("v100", 16 * GIB, 45 * GB, 25 / 8 * GB, 30e-6)),
+    "dapple-b": ("N", _nodes("v100", 16 * GIB, 45 * GB, 25 / 8 * GB, 30e-6)),
+    "dapple-c": ("N", _nodes("v100", 16 * GIB, 45 * GB, 10 / 8 * GB, 30e-6)),
     # NVIDIA's data sheet: 8 H100 with 80 GB, 450 GB/s of NVLink each way, 8 network cards of 400
     # Gb/s per node.
-    "dgx-h100": _Nodes("h100", 80 * GB, 450 * GB, 400 * GB, 10e-6),
+    "dgx-h100": ("NODESxDEVICES", _nodes("h100", 80 * GB, 450 * GB, 400 * GB, 10e-6)),
 }
-"""Name -> what is built by it."""
+"""Name -> the numbers that follow its colon, and what builds it from them."""

@@ -38,7 +38,6 @@ class Run:
     """A finished run.
 
     Attributes:
-        plan: what ran.
         losses: one per step.
         step_s: wall seconds of the first steps, each of which began when all ranks were ready.
         ideal_step_s: the schedule's step for the measured stage times, links that cost nothing.
@@ -54,8 +53,7 @@ class Run:
         version_difference: per stage, updates between the forward and the backward of a mini-batch
             at most.
         peak_versions: per device of the plan, ascending, copies of its stage's weights that were
-            alive at once at most.
-        weight_bytes: likewise, bytes of these copies.
+            alive at once at most; ``weight_bytes`` has their bytes.
         interrupted: the user ended it early, and nothing was evaluated.
         round_robin: replicas took mini-batches in turn, each of them whole.
     """

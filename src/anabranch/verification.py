@@ -134,9 +134,15 @@ def verify(
 
     (expected,) = launch.run(one_process, 1, timeout=timeout)
     num_devices = len(plan.stage_graph.devices)
-    results = launch.run(
-        _one_step, num_devices, workload, plan, captured, exact, batch, device, timeout=timeout
-    )
+
+    def one_rank() -> tuple[float, dict[str, Tensor]]:
+        pipeline = Pipeline(
+            workload, plan, captured=captured, exact=exact, check_gradients=False, device=device
+        )
+        loss, gradients = pipeline.gradients(batch)
+        return loss, _on_cpu(gradients)
+
+    results = launch.run(one_rank, num_devices, timeout=timeout)
     gradients = {name: g for _, part in results for name, g in part.items()}
     result = _compare(results[0][0], gradients, expected, exact, num_devices)
     return replace(result, is_random=any(is_random(program.module) for program in programs))
@@ -161,21 +167,6 @@ def _workable(captured: Captured, plan: Plan) -> Plan:
         return replace(plan, stage_graph=larger)
     assert failure is not None
     raise failure
-
-
-def _one_step(
-    workload: Workload,
-    plan: Plan,
-    captured: Captured,
-    exact: bool,
-    batch: Batch,
-    device: str | None,
-) -> tuple[float, dict[str, Tensor]]:
-    pipeline = Pipeline(
-        workload, plan, captured=captured, exact=exact, check_gradients=False, device=device
-    )
-    loss, gradients = pipeline.gradients(batch)
-    return loss, _on_cpu(gradients)
 
 
 def _on_cpu(gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Plans side by side, as a table that fits a terminal.
+"""Plans side by side, as a table that fits a terminal, and the ages of weights of one.
 
 The figures of a plan fit 80 columns if headings have two lines. What does not fit a column (micro-
 batches, schedule, notes, why there is no plan) is a line below the table; what holds for all plans
@@ -8,11 +8,10 @@ weights; a line below it and the document have all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from anabranch.cli.staleness_table import reads, staleness_of
 from anabranch.errors import AnabranchError, BudgetError, InfeasiblePlanError, SearchStoppedError
 
 if TYPE_CHECKING:
@@ -190,6 +189,43 @@ def _stage_by_stage(plan: Plan) -> str:
     same = forward == backward
     text = f"both read {forward}" if same else f"forward reads {forward}; backward {backward}"
     return f"stage by stage, {text}"
+
+
+def staleness_of(plan: Plan, optimizer: OptimizerFacts | None = None) -> tuple[Staleness, ...]:
+    """Per stage of an asynchronous plan, how old its weights are."""
+    from anabranch.simulator.staleness import staleness
+    from anabranch.weights import policy_named
+
+    last_update = optimizer is not None and optimizer.keeps_last_update
+    return staleness(plan.stage_graph, policy_named(plan.policy), last_update=last_update)
+
+
+def staleness_table(
+    policy: str, stages: Sequence[Staleness]
+) -> tuple[str, list[str], list[list[str]]]:
+    """Ages of weights stage by stage: title, headings and rows.
+
+    ``-3 +3`` is the version of three updates ago, extrapolated by three.
+    """
+    headings = ["stage", "version difference", "forward reads", "backward reads", "versions held"]
+    rows = [
+        [str(s), str(stage.difference), *reads(stage), str(stage.versions)]
+        for s, stage in enumerate(stages)
+    ]
+    return f"weights under policy {policy}, in updates", headings, rows
+
+
+def reads(stage: Staleness) -> tuple[str, str]:
+    """The versions that the forward and the backward of a stage read."""
+    return (
+        _version(stage.forward_delay, stage.forward_ahead),
+        _version(stage.backward_delay, stage.backward_ahead),
+    )
+
+
+def _version(delay: int, ahead: int) -> str:
+    version = f"-{delay}" if delay else "0"
+    return f"{version} +{ahead}" if ahead else version
 
 
 def plan_or_error(planner: str, found: Plan | AnabranchError) -> dict[str, Any]:

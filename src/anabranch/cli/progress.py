@@ -14,22 +14,18 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def progress_bar(title: str) -> Iterator[Callable[[int, int], None]]:
-    """Yields ``progress(done, total)``; drawn on standard error, and on a terminal only."""
-    with progress_of(title) as progress:
-        yield lambda done, total: progress(done, total, title)
+def progress_bar(title: str) -> Iterator[Callable[..., None]]:
+    """Yields ``progress(done, total, title)``, the title only where it changes.
 
-
-@contextmanager
-def progress_of(title: str) -> Iterator[Callable[[int, int, str], None]]:
-    """As ``progress_bar``, with a title that changes: ``progress(done, total, title)``."""
+    Drawn on standard error, and on a terminal only.
+    """
     from rich.console import Console
     from rich.progress import Progress
 
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(title, total=None)
-        yield lambda done, total, now: bar.update(
-            task, completed=done, total=total, description=now
+        yield lambda done, total, title=None: bar.update(
+            task, completed=done, total=total, description=title
         )
 
 

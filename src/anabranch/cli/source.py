@@ -187,10 +187,8 @@ def read_cluster(text: str) -> Cluster:
 
 
 def cluster_of(plan: Plan, file: Path, text: str | None) -> Cluster:
-    """The cluster that the user names, or the one that a plan was made for.
-
-    Raises:
-        InvalidPlanError: if the plan has no more than the name of a cluster of the user's own.
+    """The cluster that the user names, or the one that a plan was made for; raises InvalidPlanError
+    where a plan has no more than the name of a cluster of the user's own.
     """
     if text is not None:
         return read_cluster(text)

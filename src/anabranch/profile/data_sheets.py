@@ -51,10 +51,8 @@ class DataSheet:
         return launches * self.launch_s + np.maximum(compute_s, nbytes / self.effective_bandwidth)
 
     def matmul_s(self, m: Floats, n: Floats, k: Floats, batch: Floats, precision: str) -> Floats:
-        """Seconds of compute of batched matrix products; 0 where a size is 0.
-
-        Never falls when a size grows: each choice of tile and split does not, nor does their
-        minimum.
+        """Seconds of compute of batched matrix products, 0 where a size is 0; never less when a
+        size grows.
         """
         if precision not in self.flops:
             precision = "float32"

@@ -45,9 +45,8 @@ class Profile:
     """The costs of every operator of a graph.
 
     Attributes:
-        graph: the operators, in the order of ``costs``.
         samples: the sample counts that were measured, ascending.
-        costs: one entry per operator.
+        costs: one entry per operator of the graph.
         device: what it was measured on or estimated for.
         source: ``measured``, ``estimated`` or ``imported``.
         proportional: measured at one size only (PipeDream's and DAPPLE's files): times are taken as

@@ -21,7 +21,7 @@ from anabranch.cli.comparison import (
 )
 from anabranch.cli.output import note, print_json, print_table, say, say_written
 from anabranch.cli.parsing import options_by_planner, usage
-from anabranch.cli.progress import progress_of
+from anabranch.cli.progress import progress_bar
 from anabranch.cli.settings import AsJson, ModelSettings, PlannerName, PlanningSettings, PolicyName
 from anabranch.cli.source import read_cluster
 from anabranch.cli.spread import spread
@@ -156,7 +156,7 @@ def _search(
 ) -> dict[Contender, Plan | AnabranchError]:
     """The plan of every contender; an interrupt between two searches ends the comparison only."""
     found: dict[Contender, Plan | AnabranchError] = {}
-    with progress_of("planning") as progress, suppress(KeyboardInterrupt):
+    with progress_bar("planning") as progress, suppress(KeyboardInterrupt):
         for i, contender in enumerate(contenders):
             progress(i, len(contenders), f"planner {_name(contender)}; Ctrl-C ends its search")
             found[contender] = usage(next, results)[-1]

@@ -10,13 +10,19 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from anabranch.cli.comparison import interrupted, plan_or_error, ratio, staleness_document
+from anabranch.cli.comparison import (
+    interrupted,
+    plan_or_error,
+    ratio,
+    staleness_document,
+    staleness_of,
+    staleness_table,
+)
 from anabranch.cli.output import note, print_json, print_table, say_written
 from anabranch.cli.parsing import named_values, usage
 from anabranch.cli.settings import AsJson, ModelSettings, PlannerName, PlanningSettings, Policy
 from anabranch.cli.source import read_cluster
 from anabranch.cli.spread import spread
-from anabranch.cli.staleness_table import staleness_of, staleness_table
 from anabranch.errors import AnabranchError, SearchStoppedError
 
 if TYPE_CHECKING:

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from anabranch.cli.comparison import staleness_table
 from anabranch.cli.output import print_json, print_table, say_written
 from anabranch.cli.parsing import usage
 from anabranch.cli.settings import AsJson, PlanFile, PlannedModelSettings, Policy, ScheduleName
 from anabranch.cli.spread import spread
-from anabranch.cli.staleness_table import staleness_table
 from anabranch.plans.plan import Mode, Plan, headline
 
 if TYPE_CHECKING:
