@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 from anabranch.cost import CostModel
 from anabranch.cost.nested_weights import NestedSets, Pairs
 from anabranch.graph.opgraph import bits
+from anabranch.planner.dapple.links import counts
 from anabranch.planner.dapple.tables import ChainProblem, Tables
 from anabranch.planner.downsets import prefixes
 from anabranch.planner.partitioner.chains import line
 from anabranch.planner.partitioner.exact.lattice import Lattice
 from anabranch.planner.partitioner.exact.prices import PricedStages, Weights
 from anabranch.planner.partitioner.range_prices import RangePrices, Sizes
-from anabranch.planner.pipedream.terms import Terms, tiers
+from anabranch.planner.pipedream.terms import Piece, Terms, tiers
 from anabranch.planner.piper.prices import DownsetPrices
 from anabranch.planner.toolkit.parts import Part, PartPrices
 from anabranch.planner.toolkit.prices import UNBOUNDED, MicrobatchPrices, Mode
@@ -156,6 +157,10 @@ def piper(case: Case, cost: CostModel) -> tuple[float, int]:
 def test_periods_are_made_of_the_simulators_seconds(case):
     """Compute of the simulator, what crosses the border at the common price, and an all-reduce over
     devices in a row: no planner has its own.
+
+    Two papers have another objective than a period per stage. PipeDream takes the larger of compute
+    and of an all-reduce without latency; DAPPLE adds up F, B and the all-reduce along the pipeline.
+    What they add up or compare is the same to the last bit.
     """
     cost = case.cost()
     costs, stage = case.simulated(cost)
@@ -181,10 +186,17 @@ def test_periods_are_made_of_the_simulators_seconds(case):
         states = NestedSets(cost, prefixes(range(len(cost.graph))))
         terms = Terms(states, case.prices(cost), tiers(cost.cluster), DEVICES, accumulate=True)
         assert terms.compute_s(mode.replicas)[case.start, case.stop] == compute
+        piece, bandwidth = Piece(case.start, case.stop, mode.replicas), terms.tiers[0].bandwidth
+        ring = nbytes * (2 * (mode.replicas - 1) / (bandwidth * COUNT))
+        assert replace(terms, tiers=terms.tiers[:1]).period_s([piece]) == max(compute, ring)
         order = tuple(range(len(cost.graph)))
         tables = Tables(ChainProblem(cost, case.size * COUNT, order, DEVICES), case.size)
         both = tables.both_s[int(tables.index[mode.replicas])]
         assert both[case.stop] - both[case.start] == compute
+        rings = tables.reduce_s(counts(cost.cluster, range(mode.replicas)))
+        assert rings[case.start, case.stop] == reduce_s
+        assert tables.entering[case.start, case.stop] == border.entering.at(case.size)
+        assert tables.gradients[case.start, case.stop] == border.leaving_gradients.at(case.size)
 
 
 @settings(max_examples=60, deadline=None)

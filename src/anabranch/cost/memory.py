@@ -4,8 +4,8 @@
     fixed    parameters + trainable * (versions + optimizer factor)
              + receive slots * (entering + gradients of what leaves)
              + kept * n                     with recomputation: the inside of one micro-batch
-    each     entering + kept * n            without; with recomputation only what entered
-    peak     fixed + in flight * each
+    flight   entering + kept * n            without; with recomputation only what entered
+    peak     fixed + in flight * flight
 
 The versions of the trainable weights include the current one, whose place on top is taken by the
 gradients. What enters is held until the backward; receives of each kind are posted ahead.

@@ -1,4 +1,4 @@
-"""Every partition of a small model: the yardstick for the planners that are clever.
+"""All partitions of a small model, tried one by one: the yardstick for other planners.
 
 All partitions of up to ``MOST_OPERATORS`` operators into stages with an acyclic stage graph
 (4,140 partitions of 8 operators before that condition), and every micro-batch size. For each,

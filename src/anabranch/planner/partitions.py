@@ -1,4 +1,4 @@
-"""Every way to cut a small model into stages."""
+"""Partitions of a small model into stages."""
 
 from __future__ import annotations
 

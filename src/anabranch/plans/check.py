@@ -1,4 +1,4 @@
-"""Is this stage graph valid? Conditions C1 to C3 of GraphPipe, section 3, and memory.
+"""Validity of a stage graph: conditions C1 to C3 of GraphPipe, section 3, and memory.
 
     C1  every operator is in exactly one stage, and no path leaves a stage and comes back to it
     C2  an operator edge between two stages is a stage edge; there are no cycles

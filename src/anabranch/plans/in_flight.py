@@ -1,4 +1,4 @@
-"""How many samples a stage must hold: GraphPipe, appendix A.1, Table 2 (``ComputeInFlight``).
+"""Samples that a stage must hold: GraphPipe, appendix A.1, Table 2 (``ComputeInFlight``).
 
 Stage x runs forward in groups of ``k_x`` micro-batches of ``b_x`` samples, stage y follows it and
 holds ``i_y`` samples between their forward and their backward. So that y never starves, x holds

@@ -1,4 +1,4 @@
-"""Which devices sum which gradients: replicas of a stage, and all holders of a tied parameter.
+"""Rings of devices that sum gradients: replicas of a stage, and all holders of a tied parameter.
 
 A parameter that operators of several stages read is held by each of these stages. Its gradients
 are taken to be summed over all devices of all holders at once, in one ring. Under tensor

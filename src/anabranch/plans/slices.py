@@ -1,4 +1,4 @@
-"""How many samples a device of a stage computes at a time.
+"""Slices of micro-batches: samples that a device of a stage computes at a time.
 
 Each micro-batch is split over the replicas of its stage as evenly as whole samples allow, and the
 last micro-batch of a batch may be a short one::

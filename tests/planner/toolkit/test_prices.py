@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from anabranch.cost import CostModel
-from anabranch.cost.memory import DeviceMemory
+from anabranch.cost.stage_weights import Border, StageWeights, Traffic
 from anabranch.planner.toolkit.prices import (
     UNBOUNDED,
     MicrobatchPrices,
@@ -11,6 +11,9 @@ from anabranch.planner.toolkit.prices import (
     microbatch_sizes,
 )
 from tests.planner.helpers import TWO_NODES, TWO_PROFILED, sharded, two_priced
+
+SEALED = Border(*(Traffic(0.0, 0.0),) * 4)
+"""Nothing crosses."""
 
 
 def test_headroom():
@@ -21,9 +24,9 @@ def test_headroom():
     base = two_priced().microbatch
     for size, expected in ((2, 3), (4, UNBOUNDED), (8, UNBOUNDED)):
         some = MicrobatchPrices(base.cost, 16, size, (1,), 1000.0)
-        assert some.headroom(DeviceMemory(100, 200, 0)) == expected
-    assert base.headroom(DeviceMemory(2e5, 1, 0)) == -1
-    assert base.headroom(DeviceMemory(10, 0, 0)) == UNBOUNDED
+        assert some.headroom(StageWeights(100, 0, 200 / size, SEALED), 1) == expected
+    assert base.headroom(StageWeights(2e5, 0, 1, SEALED), 1) == -1
+    assert base.headroom(StageWeights(10, 0, 0, SEALED), 1) == UNBOUNDED
 
 
 def test_degrees():

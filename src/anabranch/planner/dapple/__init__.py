@@ -14,6 +14,9 @@ budget      how many pipelines may be priced
 search      the recursion
 planner     micro-batch sizes, and stage graphs of what was found
 
+Axes of arrays: degree, a place among the numbers of replicas; i and j, the run [i, j) of operators
+in their order; cut, the operators before it; move, a way to add a stage; machine.
+
 What the paper leaves open and what was decided:
 
 - Its micro-batch size is that of the profile. Here every power of two that the profile covers gets

@@ -1,4 +1,4 @@
-"""How much a search may do."""
+"""A budget of pipelines that a search may price."""
 
 from __future__ import annotations
 

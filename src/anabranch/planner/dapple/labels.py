@@ -1,4 +1,4 @@
-"""Suffixes of a pipeline, many at a time: arrays with one entry each, and which of them to keep."""
+"""Suffixes of a pipeline as arrays with an entry per suffix, and the choice of those to keep."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a hop between two stages and an all-reduce inside one cost, by devices per machine.
+"""Seconds of a hop between two stages and of an all-reduce in one, by devices per machine.
 
 A machine is an innermost group of the cluster. Which of its devices a stage has does not matter,
 so a stage's place is a tuple of counts, machine by machine::

@@ -1,4 +1,4 @@
-"""States of the recursion by number, and all ways to add a stage in front in one of them."""
+"""Moves: all ways to add a stage in front of those of a state."""
 
 from __future__ import annotations
 

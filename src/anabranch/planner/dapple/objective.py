@@ -160,7 +160,6 @@ def latency(
     cost: CostModel,
     *,
     overlap_allreduce: bool = False,
-    even_slices: bool = False,
 ) -> Latency:
     """L of any pipeline whose stages run one after the other.
 
@@ -170,8 +169,6 @@ def latency(
         cost: prices the operators of ``cost.graph`` on ``cost.cluster``.
         overlap_allreduce: count of an all-reduce only what sticks out of the backward, which goes
             through the operators branch after branch, as ``Dapple`` has them in a row.
-        even_slices: a replica has exactly b / d samples, also where that is no whole number, as in
-            the tables of the paper; else as many as the fullest replica.
 
     Raises:
         ValueError: if micro-batch sizes differ.
@@ -181,7 +178,7 @@ def latency(
     if len(sizes) > 1:
         raise ValueError(f"DAPPLE has one micro-batch size, the stages have {sorted(sizes)}")
     place = {op: i for i, op in enumerate(operators(decompose(cost.graph)))}
-    priced = [_Priced(stage, cost, place, overlap_allreduce, even_slices) for stage in graph.stages]
+    priced = [_Priced(stage, cost, place, overlap_allreduce) for stage in graph.stages]
     forward: list[float] = []
     backward: list[float] = []
     reduce: list[float] = []
@@ -206,12 +203,11 @@ class _Priced:
         cost: CostModel,
         place: Mapping[int, int],
         overlap: bool,
-        even_slices: bool,
     ) -> None:
         ops = [cost.graph.index[name] for name in stage.operators]
         ops.sort(key=place.__getitem__)
         size, replicas = stage.microbatch_size, stage.replicas
-        samples = size / replicas if even_slices else -(-size // replicas)
+        samples = -(-size // replicas)
         self.place = counts(cost.cluster, stage.devices)
         self.forward_s = cost.forward_s(ops, samples, tensor=stage.tensor)
         self.backward_s = cost.backward_s(

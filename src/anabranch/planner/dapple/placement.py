@@ -1,4 +1,4 @@
-"""Where the next stage may be placed: DAPPLE's three policies, composed (section 4.2).
+"""Places for the next stage: DAPPLE's three policies, composed (section 4.2).
 
 Per machine (an innermost group of the cluster) only the number of devices in use matters, and
 machines that the topology does not tell apart may be exchanged. So states are sorted: 4 machines of

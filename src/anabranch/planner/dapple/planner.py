@@ -1,4 +1,4 @@
-"""The planner itself: micro-batch sizes, one search each, and stage graphs from what they find."""
+"""DAPPLE's planner: a search per micro-batch size, and stage graphs of what they find."""
 
 from __future__ import annotations
 

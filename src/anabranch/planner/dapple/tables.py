@@ -109,8 +109,7 @@ class Tables:
         memory_bytes = float(cost.cluster.memory_bytes)
         prices = MicrobatchPrices(cost, self.problem.batch_size, size, self.degrees, memory_bytes)
         replicas = np.array(self.degrees)[:, None, None]
-        memory = cost.memory(self.problem.row.matrices(), size, replicas)
-        return np.asarray(prices.headroom(memory), dtype=np.int32)
+        return prices.headroom(self.problem.row.matrices(), replicas)
 
     def reduce_s(self, place: Place) -> Floats:
         """Seconds of the all-reduce of every run on these devices, [i, j]."""

@@ -142,6 +142,5 @@ class ChainCutter:
         reduce_s = transfer_s(weights.trainable, *prices.ring(mode.replicas, mode.tensor))
         period = period_s(work_s(compute, traffic), reduce_s, prices.num_microbatches)
         period[np.tril_indices(len(period))] = np.inf
-        size = prices.microbatch_size
-        memory = self._cost.memory(weights, size, mode.replicas, recompute=mode.recompute)
-        return period, compute + traffic, prices.headroom(memory)
+        headroom = prices.headroom(weights, mode.replicas, recompute=mode.recompute)
+        return period, compute + traffic, headroom

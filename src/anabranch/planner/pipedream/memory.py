@@ -1,4 +1,4 @@
-"""The same recurrence where memory decides: how many stages may follow.
+"""PipeDream's recurrence within memory, with the number of stages that may follow.
 
 A stage holds one micro-batch more than there are stages behind it. The paper's order of work,
 from the first layer on, does not know yet how many that will be. But for one bound on the period

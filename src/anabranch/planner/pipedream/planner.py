@@ -1,4 +1,4 @@
-"""PipeDream as a planner: for every micro-batch size the plan that its recurrence likes best.
+"""PipeDream's planner: the best plan of its recurrence for every micro-batch size.
 
 The recurrence knows no memory. Where its plan does not fit, the best plan of the same kind that
 does is searched (``pipedream.memory``); where the levels of the cluster allow none at all, one

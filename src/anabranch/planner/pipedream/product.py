@@ -1,4 +1,4 @@
-"""The inner loop of both programmes: two parts in series, the longer of them, the best cut."""
+"""Inner loop of both recurrences: two parts in series, the longer of them, the best cut."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PipeDream's recurrence itself: the pipeline whose slowest part is quickest, memory apart.
+"""PipeDream's recurrence without memory: the pipeline whose slowest part is quickest.
 
 Level by level from the devices up, as the paper has it: within a level all spans (u, v) for one
 component, then for two, and so on; at the last level only spans from the empty state. Every

@@ -144,9 +144,7 @@ class Terms:
     def headroom(self, replicas: int) -> NDArray[np.int16]:
         """Stages that may follow a span in memory; -1 where it fits nowhere or is none."""
         if replicas not in self._headrooms:
-            size = self.prices.microbatch_size
-            memory = self.prices.cost.memory(self.states.matrices(), size, replicas)
-            height = np.minimum(self.prices.headroom(memory), LASTING)
+            height = np.minimum(self.prices.headroom(self.states.matrices(), replicas), LASTING)
             found = np.where(self.states.nested, height, -1).astype(np.int16)
             self._headrooms[replicas] = found
         return self._headrooms[replicas]

@@ -20,6 +20,9 @@ search      the recurrence, in an order that is quick
 assemble    devices for the stages
 planner     micro-batch sizes, and what to say when nothing fits
 
+Axes of arrays: lo and hi, the downsets before and after a stage, by index; pair, a nested pair of
+them; option, a pair with a mode.
+
 What is not the paper's, or where it is silent:
 
 - The paper picks tensor degree and recomputation per layer, by a knapsack inside each stage. Here

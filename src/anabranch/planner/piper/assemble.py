@@ -1,4 +1,4 @@
-"""From the parts of a line to a stage graph on all devices.
+"""Stage graphs on all devices, of the parts of a line.
 
 ``toolkit.assemble`` gives devices that are left to the slowest parts. Two things are done
 after it: a stage that now has room keeps its insides after all, and the devices of a replica under

@@ -1,4 +1,4 @@
-"""Piper for every micro-batch size, and what to say when nothing fits."""
+"""Piper's planner: a search per micro-batch size, and a refusal where nothing fits."""
 
 from __future__ import annotations
 

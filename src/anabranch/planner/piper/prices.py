@@ -243,6 +243,4 @@ class DownsetPrices:
 
     def _held(self, weights: StageWeights, mode: Mode) -> Ints:
         """Micro-batches that can be in flight: 0 if none, over ``UNBOUNDED`` if all."""
-        size = self.prices.microbatch_size
-        memory = self.prices.cost.memory(weights, size, mode.replicas, recompute=mode.recompute)
-        return np.asarray(self.prices.headroom(memory) + np.int32(1))
+        return self.prices.headroom(weights, mode.replicas, recompute=mode.recompute) + np.int32(1)

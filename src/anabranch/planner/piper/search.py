@@ -1,4 +1,4 @@
-"""Piper's recurrence, made quick: the least load under which a chain of downsets exists.
+"""Search for the least load under which a chain of downsets exists: Piper's recurrence.
 
 With every stage that a plan may have (its operators, the devices it takes, its load, how many
 micro-batches it can keep in flight) there are three passes over the nested pairs (``walk``), each

@@ -1,4 +1,4 @@
-"""Why there is no plan, and what would help: what ``InfeasiblePlanError`` says."""
+"""Reasons why there is no plan, and what would help: the text of ``InfeasiblePlanError``."""
 
 from __future__ import annotations
 
@@ -163,10 +163,7 @@ def runs_on_fewest_devices(problem: Problem) -> Fewest:
     def headroom_in(prices: MicrobatchPrices, mode: Mode) -> NDArray[np.int32]:
         """The largest height at which each run fits: [start, stop]."""
         weights = row.matrices(mode.tensor)
-        memory = problem.cost.memory(
-            weights, prices.microbatch_size, mode.replicas, recompute=mode.recompute
-        )
-        return np.asarray(prices.headroom(memory), dtype=np.int32)
+        return prices.headroom(weights, mode.replicas, recompute=mode.recompute)
 
     def fewest(prices: MicrobatchPrices) -> list[Part]:
         modes = prices.modes

@@ -1,7 +1,6 @@
-"""Parts: stages to be, before they have devices, and their prices, whatever operators they hold.
+"""Parts: stages before they have devices, and their prices.
 
-The same formulas as ``partitioner.range_prices``, for any set of operators; ``toolkit.prices``
-states them.
+``toolkit.prices`` states the formulas; ``partitioner.range_prices`` has them for many stages.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from numpy.typing import NDArray
 
 from anabranch.cost import CostModel
 from anabranch.cost.communication import Port, transfer_s
-from anabranch.cost.memory import DeviceMemory
 from anabranch.cost.period import period_s, traffic_s, work_s
 from anabranch.cost.stage_weights import StageWeights
 from anabranch.graph.opgraph import bits
@@ -177,17 +175,10 @@ class PartPrices:
     def headroom(self, part: Part) -> int:
         """The largest height at which the part fits; -1 if none."""
         if part not in self._headroom:
-            self._headroom[part] = int(self.microbatch.headroom(self.memory(part)))
+            weights = self.sets.weights(part.mask, part.tensor)
+            height = self.microbatch.headroom(weights, part.replicas, recompute=part.recompute)
+            self._headroom[part] = int(height)
         return self._headroom[part]
-
-    def memory(self, part: Part) -> DeviceMemory:
-        """Bytes on each device."""
-        return self.cost.memory(
-            self.sets.weights(part.mask, part.tensor),
-            self.microbatch.microbatch_size,
-            part.replicas,
-            recompute=part.recompute,
-        )
 
     def flow(self, source: int, target: int) -> tuple[float, float, float, float]:
         """Bytes from one set of operators to another: forward per sample, fixed; back likewise."""

@@ -27,10 +27,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
 
 from anabranch.cost import CostModel
-from anabranch.cost.memory import DeviceMemory
-from anabranch.cost.stage_weights import Number
+from anabranch.cost.stage_weights import Number, StageWeights
 from anabranch.plans.slices import profile_covers
 
 UNBOUNDED = 1 << 20
@@ -117,11 +117,15 @@ class MicrobatchPrices:
         last = min(degree * tensor, self.cost.cluster.num_devices) - 1
         return self.cost.ring_price((0, last), degree)
 
-    def headroom(self, memory: DeviceMemory) -> Number:
-        """The largest height at which a stage fits; -1 where it fits at none."""
+    def headroom(
+        self, weights: StageWeights, replicas: Number, *, recompute: bool = False
+    ) -> NDArray[np.int32]:
+        """The largest height at which a stage, or each of many, fits; -1 where it fits at none."""
+        size = self.microbatch_size
+        memory = self.cost.memory(weights, size, replicas, recompute=recompute)
         held = memory.most_in_flight(self.memory_bytes, self.num_microbatches)
         # More than all micro-batches are never in flight.
-        return np.where(held == self.num_microbatches, UNBOUNDED, held - 1)
+        return np.where(held == self.num_microbatches, UNBOUNDED, held - 1).astype(np.int32)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""A planning problem: a model on a cluster, the batch, and what its stages may be."""
+"""Planning problem: a model on a cluster, the batch, and what stages may be."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MOST_UNEVEN = 128
 
 @dataclass(frozen=True)
 class Problem:
-    """What is to be planned.
+    """A model, a cluster and the limits of a plan.
 
     Attributes:
         cost: prices the operators on the cluster.

@@ -156,12 +156,11 @@ def _price(
     running = weights.sets.compute_s(n, mode.tensor, recompute=mode.recompute)
     compute = weights.pairs.difference(running)
     stages = weights.of_stages(mode.tensor)
-    border, size = stages.border, prices.microbatch_size
-    memory = prices.cost.memory(stages, size, mode.replicas, recompute=mode.recompute)
+    border = stages.border
     read = (border.entering + border.leaving_gradients).at(n)
     return (
         work_s(compute, traffic_s(border.comes, border.goes, n, price)),
         compute + read * price,
         transfer_s(stages.trainable, *prices.ring(mode.replicas, mode.tensor)),
-        prices.headroom(memory),
+        prices.headroom(stages, mode.replicas, recompute=mode.recompute),
     )
