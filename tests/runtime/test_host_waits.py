@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -105,6 +107,27 @@ def test_a_pipeline_waits_three_times_a_step() -> None:
     assert max(counts) <= 2 * MOST
 
 
+def test_steps_give_the_device_its_update_before_they_wait() -> None:
+    """Whether numbers are finite is decided on the device, so that it has something to do while the
+    host looks; ``step`` looks first, because other ranks have a say.
+    """
+    model = built("TwoBranch")
+    workload = replace(model.workload, module=deepcopy(model.module))
+    pipeline = Pipeline(workload, plan(model, 1), check_gradients=False)
+    leaves = [batch(16, seed) for seed in range(3)]
+    pipeline.step(leaves[0])
+    state = pipeline._state
+    seen: list[int] = []
+    tensors = [*state.parameters.values(), *(t for leaf in leaves for t in leaf.values())]
+    with host_waits(tensors) as counting:
+        assert pipeline.optimizer is not None
+        pipeline.optimizer.register_step_pre_hook(lambda *_: seen.append(len(counting.found)))
+        list(pipeline.steps(leaves[1:]))
+    assert seen[0] == 0
+    assert len(seen) == 2
+    assert seen[1] <= 2
+
+
 @pytest.mark.dist
 def test_evaluation_waits_once_a_batch() -> None:
     """For the loss and all metrics of its micro-batches."""
@@ -136,3 +159,29 @@ def test_the_count_sees_what_waits() -> None:
         loss.item()
         torch.equal(weight, weight)
     assert len(counting.found) == 4
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("steps", [False, True])
+def test_a_gpu_is_waited_for_three_times_a_step(steps: bool) -> None:
+    """As PyTorch itself counts; batches are in memory of the host."""
+    model = everything()
+    workload = replace(model.workload, module=deepcopy(model.module))
+    chosen = plan(model, 1, microbatch_size=4, recompute=True)
+    options = ComputeOptions(dropout="sample")
+    pipeline = Pipeline(workload, chosen, check_gradients=False, compute=options, device="cuda")
+    pipeline.step(batch(16))
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            if steps:
+                list(pipeline.steps([batch(16, 1), batch(16, 2)]))
+            else:
+                pipeline.step(batch(16, 1))
+                pipeline.step(batch(16, 2))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    waits = [warning for warning in found if "synchroniz" in str(warning.message)]
+    assert len(waits) <= 2 * MOST, [str(warning) for warning in waits]

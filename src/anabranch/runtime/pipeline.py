@@ -398,18 +398,27 @@ class Pipeline:
             self._refuse_spoilt()
             _, outcome = self._run(leaves, at_once=True)
             self._updates.finish()
-            self._updates.check()
-            if outcome.is_bad:
-                self._is_bad = True
-            if self._is_bad:
-                self._updates.drop()
-            else:
-                self._updates.apply()
+            self._update_alone(outcome)
             tally = self._tally(outcome, is_first=False)
             POSITION.leave()
         self._session.count()
         self._unread = tally
         return tally
+
+    def _update_alone(self, outcome: Outcome) -> None:
+        """Let the optimizer have the gradients, if what this rank knows is finite."""
+        if self._updates.may_guard and not self._is_bad:
+            guard = self._updates.apply_guarded(outcome.unread_losses)
+            # The device is at the update, or further, while the host looks.
+            if not any(fetched([guard])):
+                self._updates.end_guarded()
+                return
+        self._updates.check()
+        self._is_bad |= outcome.is_bad
+        if self._is_bad:
+            self._updates.drop()
+        else:
+            self._updates.apply()
 
     def _read(self, tally: StepTotals) -> float:
         with self._session.failing():

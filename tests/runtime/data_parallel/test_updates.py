@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from anabranch import launch
 from anabranch.errors import NonFiniteError, TrainingError
+from anabranch.graph.capture import capture
 from anabranch.plans.plan import Plan
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.runtime.reference import reference
+from anabranch.verification import even_plan
 from anabranch.workload import NamedParameters, Workload
 from tests.runtime.small import (
     Batch,
@@ -489,3 +493,64 @@ def test_gradients_of_one_batch_update_nothing() -> None:
         return all(torch.equal(value, expected[name]) for name, value in found.items())
 
     assert run(model, plan(model, 2), model.workload, work, exact=True, accumulate=2) == [True] * 2
+
+
+def test_a_fused_optimizer_does_nothing_with_bad_gradients() -> None:
+    """In ``steps`` it has them before the host knows; parameters, moments, the count of updates and
+    the learning rate are those of the step before.
+    """
+    model = built("TwoBranch")
+    workload = with_options(model, scheduler=halving)
+    pipeline = Pipeline(workload, plan(model, 1), check_gradients=False)
+    pipeline.step(BATCHES[0])
+    assert pipeline.optimizer is not None
+    assert pipeline.optimizer.defaults["fused"]
+    bad = batch(16)
+    bad["x"][0] = float("nan")
+
+    def held() -> list[Tensor]:
+        assert pipeline.optimizer is not None
+        moments = [t for state in pipeline.optimizer.state.values() for t in state.values()]
+        rates = [torch.tensor(group["lr"]) for group in pipeline.optimizer.param_groups]
+        return [t.clone() for t in (*pipeline._state.parameters.values(), *moments, *rates)]
+
+    before = held()
+    with pytest.raises(NonFiniteError, match="step 1"):
+        list(pipeline.steps([bad]))
+    assert all(map(torch.equal, before, held()))
+    list(pipeline.steps([BATCHES[1]]))
+    assert not any(map(torch.equal, before, held()))
+
+
+class Steep(nn.Module):
+    """Gradients that are finite, though their norm is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).sum() * 1e36
+
+
+def test_a_fused_optimizer_learns_from_large_gradients() -> None:
+    """They look bad at first, from their norm."""
+    torch.manual_seed(0)
+    module, leaves = Steep(), {"x": torch.rand(4, 8)}
+    sgd = partial(torch.optim.SGD, lr=1e-36, fused=True)
+    workload = Workload(module, leaves, optimizer=sgd)
+    captured = capture(module, leaves)
+    chosen = even_plan(captured.graph, 1, 4)
+    pipeline = Pipeline(workload, chosen, captured=captured, check_gradients=False)
+    pipeline.step(leaves)
+    before = module.linear.weight.detach().clone()
+    (loss,) = pipeline.steps([leaves])
+    gradient = module.linear.weight.grad
+    assert gradient is not None
+    assert math.isfinite(loss)
+    assert gradient.norm().isinf()
+    torch.testing.assert_close(module.linear.weight.detach(), before - 1e-36 * gradient)
+
+
+def halving(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)

@@ -64,6 +64,11 @@ class Outcome:
         if loss is not None or metrics:
             self._unread.append((key, weight, loss, metrics))
 
+    @property
+    def unread_losses(self) -> list[Tensor]:
+        """Losses of this device that nobody has asked for yet."""
+        return [loss for _, _, loss, _ in self._unread if loss is not None]
+
     def _read(self) -> None:
         unread, self._unread = self._unread, []
         tensors = [

@@ -19,6 +19,7 @@ over all of them, is summed over its holders with the last one, and is divided b
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,7 +37,7 @@ from anabranch.runtime.data_parallel.gradients import (
 from anabranch.runtime.data_parallel.reducer import Reducer
 from anabranch.runtime.mesh import Mesh
 from anabranch.runtime.model_state import ModelState
-from anabranch.runtime.numerics.nonfinite import bad_names
+from anabranch.runtime.numerics.nonfinite import bad_names, norms
 from anabranch.runtime.worker import Worker
 
 
@@ -166,6 +167,45 @@ class Updates:
             clip(self._parameters, squares, largest)
         if self._state.optimizer is not None:
             self._state.optimizer.step()
+        if self._state.scheduler is not None:
+            self._state.scheduler.step()
+
+    @property
+    def may_guard(self) -> bool:
+        """Whether an update is due from an optimizer that can be told on the device to do nothing:
+        the fused ones can, for ``torch.amp.GradScaler``.
+        """
+        optimizer = self._state.optimizer
+        knows = getattr(optimizer, "_step_supports_amp_scaling", False)
+        return bool(self._is_last and knows and not self._has_sparse)
+
+    @property
+    def _has_sparse(self) -> bool:
+        return any(gradient.is_sparse for gradient in self._state.gradients())
+
+    def apply_guarded(self, losses: Sequence[Tensor]) -> Tensor:
+        """As ``apply``, but for the scheduler, if all gradients and these losses are finite, which
+        the host does not wait to know.
+
+        Returns:
+            One where nothing was done.
+        """
+        optimizer: Any = self._state.optimizer
+        numbers = [
+            number.double().reshape(()) for number in (*norms(self._state.gradients()), *losses)
+        ]
+        total = torch.stack(numbers).sum() if numbers else torch.zeros(())
+        guard = (~total.isfinite()).float()
+        optimizer.grad_scale, optimizer.found_inf = None, guard
+        try:
+            optimizer.step()
+        finally:
+            del optimizer.grad_scale, optimizer.found_inf
+        return guard
+
+    def end_guarded(self) -> None:
+        """After ``apply_guarded``, where it has made the update."""
+        self.accumulated = 0
         if self._state.scheduler is not None:
             self._state.scheduler.step()
 

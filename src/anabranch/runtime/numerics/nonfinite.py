@@ -76,17 +76,22 @@ def bad_names(gradients: Mapping[str, Tensor]) -> list[str]:
 
     If none has, it is one pass over them, and one wait for the device.
     """
-    groups: dict[tuple[torch.device, torch.dtype], dict[str, Tensor]] = {}
-    for name, gradient in gradients.items():
-        values = gradient._values() if gradient.is_sparse else gradient
-        if values.numel():
-            groups.setdefault((values.device, values.dtype), {})[name] = values
+    values_of = {name: g._values() if g.is_sparse else g for name, g in gradients.items()}
     # A norm may overflow though the numbers do not, so whatever looks bad is looked at again.
-    norms = [torch.stack(torch._foreach_norm(list(g.values()))).sum() for g in groups.values()]
-    if all(map(math.isfinite, fetched(norms))):
+    if all(map(math.isfinite, fetched(norms(values_of.values())))):
         return []
-    values_of = {name: values for group in groups.values() for name, values in group.items()}
     return [name for name, values in values_of.items() if not _is_finite(values)]
+
+
+def norms(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Sums of norms, one for all tensors of a device and type; finite if all tensors are, unless
+    numbers are very large.
+    """
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel():
+            groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    return [torch.stack(torch._foreach_norm(group)).sum() for group in groups.values()]
 
 
 def _is_finite(tensor: Tensor) -> bool:
