@@ -149,7 +149,7 @@ class PolishLimits:
     stages: int = 48
     devices: int = 128
     close: float = 1.06
-    most_simulated: int = 120
+    most_simulated: int = 200
     least_simulated: int = 6
     apart: float = 0.02
     gain: float = 1e-3
