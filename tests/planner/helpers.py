@@ -54,6 +54,18 @@ def cost_model(profile: Profile, devices: int, **options: object) -> CostModel:
     return CostModel(profile, cluster(devices, **options), optimizer_factor=1.0)
 
 
+def linked_model(
+    n: int, edges: list[tuple[int, int]], seconds: list[int] | None = None
+) -> CostModel:
+    """Operators with values of no bytes between them, on two devices."""
+    graph = OpGraph(
+        tuple(Op(f"op{i}") for i in range(n)), tuple(Value(a, (b,), 0) for a, b in edges)
+    )
+    costs = tuple(OpCost((float(s),), (0.0,), 0) for s in seconds or [1] * n)
+    profile = Profile(graph, (1,), costs, device="cpu", source="measured", proportional=True)
+    return CostModel(profile, cluster(2))
+
+
 def two_priced(size: int = 4, *, cluster: Cluster = TWO_NODES, batch_size: int = 16) -> PartPrices:
     """Prices of parts of the two operators at one micro-batch size."""
     cost = CostModel(TWO_PROFILED, cluster, optimizer_factor=1.0)

@@ -1,4 +1,4 @@
-"""Every partition of a small model, each once."""
+"""The planner that tries every partition: its plans, its options and its limits."""
 
 from __future__ import annotations
 
@@ -8,46 +8,10 @@ import pytest
 
 from anabranch.cost import CostModel
 from anabranch.errors import BudgetError
-from anabranch.graph.opgraph import Op, OpGraph, Value
 from anabranch.planner.exhaustive import Exhaustive
 from anabranch.planner.graphpipe import GraphPipe
-from anabranch.planner.partitions import partitions
-from anabranch.profile.profile import OpCost, Profile
 from tests.planner import shapes
-from tests.planner.helpers import cluster, cost_model
-
-
-def model(n: int, edges: list[tuple[int, int]], seconds: list[int] | None = None) -> CostModel:
-    graph = OpGraph(
-        tuple(Op(f"op{i}") for i in range(n)), tuple(Value(a, (b,), 0) for a, b in edges)
-    )
-    costs = tuple(OpCost((float(s),), (0.0,), 0) for s in seconds or [1] * n)
-    profile = Profile(graph, (1,), costs, device="cpu", source="measured", proportional=True)
-    return CostModel(profile, cluster(2))
-
-
-@pytest.mark.parametrize(
-    ("n", "edges", "count"),
-    [
-        (4, [(0, 1), (1, 2), (2, 3)], 8),  # a chain of n: 2^(n - 1) cuts
-        (4, [], 15),  # independent: the Bell number
-        (8, [], 4140),
-        (3, [(0, 1), (0, 2), (1, 2)], 4),  # the implied edge changes nothing
-        # a diamond: all 15 but {0,3} with 1, 2 outside (2), {0,1,3} (1), {0,2,3} (1); {1,2} may be
-        (4, [(0, 1), (0, 2), (1, 3), (2, 3)], 11),
-    ],
-)
-def test_counts_partitions_with_an_acyclic_stage_graph(n, edges, count):
-    """Known numbers, and each partition once."""
-    found = [frozenset(masks) for masks, _ in partitions(model(n, edges))]
-    assert len(found) == len(set(found)) == count
-
-
-def test_partitions_come_in_topological_order():
-    """Masks and stage edges of the diamond."""
-    for masks, pairs in partitions(model(4, [(0, 1), (0, 2), (1, 3), (2, 3)])):
-        assert all(x < y for x, y in pairs)
-        assert sum(masks) == 0b1111
+from tests.planner.helpers import cluster, cost_model, linked_model
 
 
 def test_two_short_pieces_share_a_device():
@@ -55,7 +19,7 @@ def test_two_short_pieces_share_a_device():
 
     The two short ones share a device although one ends its chain and the other begins its own.
     """
-    cost = model(4, [(0, 1), (2, 3)], [3, 1, 1, 3])
+    cost = linked_model(4, [(0, 1), (2, 3)], [3, 1, 1, 3])
     cost = CostModel(cost.profile, cluster(3))
     for planner in (Exhaustive(1), GraphPipe(1)):
         found = [
@@ -78,7 +42,7 @@ def shapes_of(cost: CostModel, planner: Exhaustive, size: int) -> set[str]:
 
 def test_every_number_of_replicas():
     """A chain of two on four devices: all ways to give them out, those in no power of two too."""
-    cost = CostModel(model(2, [(0, 1)]).profile, cluster(4))
+    cost = CostModel(linked_model(2, [(0, 1)]).profile, cluster(4))
     everything = Exhaustive(candidates=None, every=True)
     assert shapes_of(cost, everything, 4) == {"01x4", "0x1 1x3", "0x2 1x2", "0x3 1x1"}
     assert shapes_of(cost, everything, 2) == {"0x2 1x2"}
@@ -96,7 +60,7 @@ def test_every_stage_may_recompute():
     Each operator keeps 10 bytes per micro-batch of 2: the first of two stages needs 20 bytes at
     least and 30 for a deep warm-up, the last one 10.
     """
-    profile = model(2, [(0, 1)]).profile
+    profile = linked_model(2, [(0, 1)]).profile
     kept = replace(profile, costs=tuple(replace(cost, kept_bytes=5) for cost in profile.costs))
     everything = Exhaustive(candidates=None, every=True, recompute=True)
     short, enough = CostModel(kept, cluster(2, memory=25)), CostModel(kept, cluster(2))
@@ -106,7 +70,7 @@ def test_every_stage_may_recompute():
 
 def test_says_how_many_there_would_be():
     """8 independent operators: sum over stages s of S(8, s) * C(7, s - 1) assignments."""
-    cost = CostModel(model(8, []).profile, cluster(8))
+    cost = CostModel(linked_model(8, []).profile, cluster(8))
     with pytest.raises(BudgetError, match=r"up to 123,244 stage graphs, more than the 100,000"):
         list(Exhaustive(every=True)(cost, batch_size=8, microbatch_size=8))
 

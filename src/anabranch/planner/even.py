@@ -101,8 +101,8 @@ def even_runs(seconds: Sequence[float], count: int) -> list[tuple[int, int]]:
     """
     n = len(seconds)
     sums = [0.0]
-    for each in seconds:
-        sums.append(sums[-1] + each)
+    for operator_s in seconds:
+        sums.append(sums[-1] + operator_s)
     longest = [sums[j] if j else 0.0 for j in range(n + 1)]
     starts: list[list[int]] = []
     for k in range(2, count + 1):

@@ -186,7 +186,7 @@ class BlockNeighbour:
         groups = self._groups(options, states)
         most = sum(_largest(options[k].devices) for k in self.block.classes)
         most += (len(self.block.classes) // 2) * max(
-            (amount for each in groups.largest for amount, _ in each), default=0
+            (amount for group in groups.largest for amount, _ in group), default=0
         )
         sharing = BranchShares(
             [options[k] for k in self.block.classes], groups, min(limit, most), carried
@@ -245,7 +245,7 @@ class BlockNeighbour:
         for w, h in np.ndindex(caps, heights):
             height = int(self.heights[w, h])
             level = (height if few else height.bit_length()) if by_height else 0
-            tables = b"".join(each[:, w, h].tobytes() for each in self.devices.values())
+            tables = b"".join(table[:, w, h].tobytes() for table in self.devices.values())
             key = level, tables, groups[h], bool(self.allowed[w, h])
             m = place[w, h] = keys.setdefault(key, len(keys))
             if m == len(states):
@@ -270,7 +270,7 @@ def _fewest(
     parts = [
         _fewest_of(sharing, stages, slice(q, q + step), limits, held) for q in range(0, count, step)
     ]
-    needs, modes, totals = (np.concatenate(each) for each in zip(*parts, strict=True))
+    needs, modes, totals = (np.concatenate(column) for column in zip(*parts, strict=True))
     return needs, modes, totals
 
 

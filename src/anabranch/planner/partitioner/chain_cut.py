@@ -64,7 +64,7 @@ class ChainCutter:
             return []
         found: list[tuple[int, ...]] = []
         for inside in self._links:
-            found += [each for each in self._cuts(size, modes, inside) if each not in found]
+            found += [cut for cut in self._cuts(size, modes, inside) if cut not in found]
         return [self._parts(cuts, modes) for cuts in found]
 
     def _cuts(self, size: int, modes: Sequence[Mode], inside: bool) -> list[tuple[int, ...]]:

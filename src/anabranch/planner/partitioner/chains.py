@@ -102,7 +102,7 @@ class _Builder:
     def __init__(self, cost: CostModel) -> None:
         self._cost = cost
         costs = cost.profile.costs
-        self._seconds = [each.forward_s[-1] + each.backward_s[-1] for each in costs]
+        self._seconds = [cost.forward_s[-1] + cost.backward_s[-1] for cost in costs]
         coarse = len(costs) > SEARCH.items
         self._small = sum(self._seconds) / SEARCH.items if coarse else -1.0
 
@@ -112,10 +112,10 @@ class _Builder:
         named = self._cost.parameters
         return [
             (
-                (each.forward_s, each.backward_s, each.kept_bytes),
+                (cost.forward_s, cost.backward_s, cost.kept_bytes),
                 tuple((named[name].nbytes, named[name].trainable) for name in op.parameters),
             )
-            for op, each in zip(self._cost.graph.ops, self._cost.profile.costs, strict=True)
+            for op, cost in zip(self._cost.graph.ops, self._cost.profile.costs, strict=True)
         ]
 
     def chain(self, node: Node, below: int) -> Chain:
@@ -132,7 +132,7 @@ class _Builder:
             else:
                 items.append(next(operators(only)))
                 cuts.append(cuts[-1] + 1)
-            masks.append(sum(_mask(each) for each in run))
+            masks.append(sum(_mask(node) for node in run))
         row = NestedSets.row(self._cost, masks[::-1])
         return Chain(tuple(reversed(items)), row, tuple(reversed(cuts)))
 
@@ -151,7 +151,7 @@ class _Builder:
             yield run
 
     def _is_small(self, run: Sequence[Node]) -> bool:
-        return sum(self._seconds[op] for each in run for op in operators(each)) <= self._small
+        return sum(self._seconds[op] for node in run for op in operators(node)) <= self._small
 
     def _block(self, node: Parallel, below: int) -> Block:
         branches = [
@@ -171,7 +171,7 @@ class _Builder:
     def _alike(self, branches: Sequence[Node]) -> list[list[Node]]:
         """Branches that are the same, in the order of the first of each kind."""
         # Comparing costs is quick, and mostly enough to tell branches apart.
-        costs = [tuple(self._keys[op] for op in operators(each)) for each in branches]
+        costs = [tuple(self._keys[op] for op in operators(branch)) for branch in branches]
         often = Counter(costs)
         alike: dict[Hashable, list[Node]] = {}
         for place, (branch, key) in enumerate(zip(branches, costs, strict=True)):
@@ -186,7 +186,7 @@ def _flat(node: Node) -> list[Node]:
     """Children in series, those of a nested series in its place."""
     if not isinstance(node, Series):
         return [node]
-    return [each for child in node.children for each in _flat(child)]
+    return [leaf for child in node.children for leaf in _flat(child)]
 
 
 def _mask(node: Node) -> int:

@@ -51,25 +51,25 @@ class Sizes:
         self.prices = tuple(prices)
         self.modes = tuple(
             sorted(
-                {mode for each in prices for mode in each.modes},
+                {mode for size in prices for mode in size.modes},
                 key=lambda mode: (mode.devices, mode.recompute, mode.tensor),
             )
         )
         first = self.prices[0]
         self.cost = first.cost
         self.devices = np.array([mode.devices for mode in self.modes], dtype=np.int32)
-        self.valid: Bools = np.array([[m in each.modes for m in self.modes] for each in prices])
-        samples = [[each.samples(mode.replicas) for mode in self.modes] for each in prices]
+        self.valid: Bools = np.array([[m in size.modes for m in self.modes] for size in prices])
+        samples = [[size.samples(mode.replicas) for mode in self.modes] for size in prices]
         self.samples: Floats = np.where(self.valid, np.array(samples, dtype=np.float64), 0.0)
-        self.count: Floats = np.array([each.num_microbatches for each in prices], dtype=np.float64)
-        self.microbatch_size = np.array([each.microbatch_size for each in prices])
+        self.count: Floats = np.array([size.num_microbatches for size in prices], dtype=np.float64)
+        self.microbatch_size = np.array([size.microbatch_size for size in prices])
         self.replicas = np.array([mode.replicas for mode in self.modes])
         self.share: Floats = np.array([self.cost.border_price(mode.devices) for mode in self.modes])
         self.memory_bytes = float(first.memory_bytes)
         self.recompute: Bools = np.array([mode.recompute for mode in self.modes])
         rings = [first.ring(mode.replicas, mode.tensor) for mode in self.modes]
-        self.ring_per_byte: Floats = np.array([each[0] for each in rings])
-        self.ring_latency_s: Floats = np.array([each[1] for each in rings])
+        self.ring_per_byte: Floats = np.array([per_byte for per_byte, _ in rings])
+        self.ring_latency_s: Floats = np.array([latency_s for _, latency_s in rings])
         tensors = sorted({mode.tensor for mode in self.modes})
         self.tensors = tuple(tensors)
         self.tensor: NDArray[np.intp] = np.array([tensors.index(m.tensor) for m in self.modes])
@@ -254,14 +254,14 @@ class RangePrices:
             most: the height for which the last of them stands, if not for itself.
         """
         most = heights - 1 if most is None else most
-        of = [bound.at for bound in bounds]
+        bound_sizes = [bound.at for bound in bounds]
         # [t, p], and what fits at some heights only as (level, place in [t, p], devices).
         always = np.full((len(bounds), len(self._all[0])), INFINITE, dtype=np.int32)
         graded = []
         for k in reversed(range(len(self.sizes.modes))):
             within = self._within(bounds, k)
             if most:
-                headroom = self.headroom[of, k]
+                headroom = self.headroom[bound_sizes, k]
                 places = np.flatnonzero(within & (headroom < most))
                 if len(places):
                     level = np.minimum(headroom.reshape(-1)[places], heights - 2)
@@ -277,8 +277,8 @@ class RangePrices:
 
     def _within(self, bounds: Sequence[Bound], k: int) -> Bools:
         """Whether ranges in one mode are within bounds and fit at height 0: [t, p]."""
-        of = [bound.at for bound in bounds]
-        seconds = self._at_sink[bounds[0].spread][of, k]
+        bound_sizes = [bound.at for bound in bounds]
+        seconds = self._at_sink[bounds[0].spread][bound_sizes, k]
         within: Bools = seconds <= np.array([bound.period_s for bound in bounds])[:, None]
         if any(bound.reduce_s < np.inf for bound in bounds):
             longest = np.array([bound.reduce_s for bound in bounds])[:, None]
@@ -290,9 +290,9 @@ class RangePrices:
         always: Ints, graded: Sequence[tuple[Ints, NDArray[np.intp], np.int32]], heights: int
     ) -> Ints:
         """From the greatest height down ever more fits, and is put in at its height: [t, h, p]."""
-        level = np.concatenate([each[0] for each in graded])
-        place = np.concatenate([each[1] for each in graded])
-        devices = np.concatenate([np.full(len(each[1]), each[2]) for each in graded])
+        level = np.concatenate([levels for levels, _, _ in graded])
+        place = np.concatenate([places for _, places, _ in graded])
+        devices = np.concatenate([np.full(len(places), count) for _, places, count in graded])
         order = np.argsort(-level, kind="stable")
         level, devices = level[order], devices[order]
         bound, p = np.divmod(place[order], always.shape[1])

@@ -99,7 +99,7 @@ class PricedStages:
             columns.append(_price(weights, prices, mode))
             if (columns[-1][-1] >= heights - 1).all():
                 roomy.add((mode.replicas, mode.tensor))
-        slowest, path, reduce_s, room = (np.stack(each) for each in zip(*columns, strict=True))
+        slowest, path, reduce_s, room = (np.stack(rows) for rows in zip(*columns, strict=True))
         path = path + reduce_s / prices.num_microbatches
         return PricedStages(
             tuple(modes),

@@ -1,0 +1,32 @@
+"""Every partition of a small model, each once."""
+
+from __future__ import annotations
+
+import pytest
+
+from anabranch.planner.partitions import partitions
+from tests.planner.helpers import linked_model
+
+
+@pytest.mark.parametrize(
+    ("n", "edges", "count"),
+    [
+        (4, [(0, 1), (1, 2), (2, 3)], 8),  # a chain of n: 2^(n - 1) cuts
+        (4, [], 15),  # independent: the Bell number
+        (8, [], 4140),
+        (3, [(0, 1), (0, 2), (1, 2)], 4),  # the implied edge changes nothing
+        # a diamond: all 15 but {0,3} with 1, 2 outside (2), {0,1,3} (1), {0,2,3} (1); {1,2} may be
+        (4, [(0, 1), (0, 2), (1, 3), (2, 3)], 11),
+    ],
+)
+def test_counts_partitions_with_an_acyclic_stage_graph(n, edges, count):
+    """Known numbers, and each partition once."""
+    found = [frozenset(masks) for masks, _ in partitions(linked_model(n, edges))]
+    assert len(found) == len(set(found)) == count
+
+
+def test_partitions_come_in_topological_order():
+    """Masks and stage edges of the diamond."""
+    for masks, pairs in partitions(linked_model(4, [(0, 1), (0, 2), (1, 3), (2, 3)])):
+        assert all(x < y for x, y in pairs)
+        assert sum(masks) == 0b1111
