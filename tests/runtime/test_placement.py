@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from copy import deepcopy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -97,3 +99,20 @@ def test_local_ranks_know_their_number() -> None:
         return os.environ["LOCAL_RANK"] == str(dist.get_rank())
 
     assert launch.run(rank, 2, timeout=60.0) == [True, True]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_model_of_the_cpu_trains_on_a_gpu() -> None:
+    """With the comparison of gradients, which runs the whole module where it was built; evaluation
+    captures it there once more.
+    """
+    model = built("TwoBranch")
+    leaves = batch(16)
+    losses = {}
+    for device in ("cpu", "cuda"):
+        workload = replace(model.workload, module=deepcopy(model.module))
+        pipe = Pipeline(workload, plan(model, 1), device=device)
+        losses[device] = [pipe.step(leaves), pipe.step(leaves), pipe.evaluate([leaves])["loss"]]
+        assert {p.device.type for p in workload.module.parameters()} == {device}
+    assert losses["cuda"] == pytest.approx(losses["cpu"], rel=1e-4)
