@@ -85,11 +85,9 @@ class Pending(Protocol):
     @property
     def is_done(self) -> bool:
         """Whether ``wait`` would return at once."""
-        ...
 
     def wait(self) -> Tensor:
         """The sum, once it is there; PeerLostError if another rank is gone."""
-        ...
 
 
 class _Reduced:

@@ -85,11 +85,8 @@ def channels(graph: StageGraph) -> list[Channel]:
 
 def gradient_ports(ports: Iterable[Port]) -> tuple[Port, ...]:
     """The uses whose gradients flow back, in the order in which they travel."""
-    return tuple(sorted((port for port in ports if port.grad), key=_travel_order))
-
-
-def _travel_order(port: Port) -> tuple[int, int]:
-    return port.value, port.order
+    found = (port for port in ports if port.grad)
+    return tuple(sorted(found, key=lambda port: (port.value, port.order)))
 
 
 class Model(Protocol):
@@ -98,7 +95,6 @@ class Model(Protocol):
     @property
     def graph(self) -> OpGraph:
         """Operators and values."""
-        ...
 
 
 class Programs(Protocol):
@@ -106,7 +102,6 @@ class Programs(Protocol):
 
     def program(self, stage: int, samples: int) -> StageProgram:
         """What a stage runs for a number of samples."""
-        ...
 
 
 class Layout:

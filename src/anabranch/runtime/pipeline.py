@@ -41,14 +41,14 @@ from anabranch.runtime.measurement.peak_memory import PeakMemory
 from anabranch.runtime.measurement.timeline import gather_timeline
 from anabranch.runtime.numerics.nonfinite import Ran
 from anabranch.runtime.placement import fetched
-from anabranch.runtime.session import Session
+from anabranch.runtime.session import BasePipeline, Session
 from anabranch.runtime.step_totals import StepTotals
 from anabranch.runtime.worker import Worker
 from anabranch.timeline import Timeline
 from anabranch.workload import Batch, Workload
 
 
-class Pipeline:
+class Pipeline(BasePipeline):
     """Trains a workload by a plan, one rank per device.
 
     Under ``launch.run`` and under torchrun each rank makes one. A plan for one device needs
@@ -148,41 +148,6 @@ class Pipeline:
         self.metrics: dict[str, float] = {}
         self.timeline: Timeline | None = None
         self.peak_bytes: tuple[int, ...] | None = None
-
-    @property
-    def rank(self) -> int:
-        """Of this process, from 0."""
-        return self._mesh.rank
-
-    @property
-    def step_number(self) -> int:
-        """Steps done."""
-        return self._session.step_number
-
-    @property
-    def epoch(self) -> int:
-        """Epochs done, as ``batches`` counts them."""
-        return self._session.feed.epoch
-
-    @property
-    def position(self) -> int:
-        """Batches of the current epoch that were trained on."""
-        return self._session.feed.position
-
-    def batches(self, *, epochs: int | None = None) -> Iterator[Batch]:
-        """The workload's batches from where training is, epoch after epoch; those trained on count.
-
-        Args:
-            epochs: how many epochs there are in all; by default there is no end.
-
-        Raises:
-            DataError: if the workload has no data, or reading it raised.
-        """
-        return self._session.feed.batches(epochs)
-
-    def close(self) -> None:
-        """Break this rank's connections; the others find out when they next wait for it."""
-        self._session.close()
 
     # Training
 
@@ -474,7 +439,7 @@ class Pipeline:
             self._settle()
         return self._session.evaluate(loader)
 
-    # ModelState on disk
+    # State on disk
 
     def save(self, folder: str | Path) -> None:
         """Write a checkpoint: parameters, buffers, optimizer, scheduler, position in the data.

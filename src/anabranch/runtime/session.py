@@ -221,3 +221,44 @@ class Session:
         if self.transport is not None:
             self.transport.close()
         self.mesh.close()
+
+
+class BasePipeline:
+    """What both pipelines show of their session."""
+
+    _session: Session
+
+    @property
+    def rank(self) -> int:
+        """Of this process, from 0."""
+        return self._session.mesh.rank
+
+    @property
+    def step_number(self) -> int:
+        """Batches trained on; without a flush those put in, all of them learned after ``drain``."""
+        return self._session.step_number
+
+    @property
+    def epoch(self) -> int:
+        """Epochs done, as ``batches`` counts them."""
+        return self._session.feed.epoch
+
+    @property
+    def position(self) -> int:
+        """Batches of the current epoch that were trained on."""
+        return self._session.feed.position
+
+    def batches(self, *, epochs: int | None = None) -> Iterator[Batch]:
+        """The workload's batches from where training is, epoch after epoch; those trained on count.
+
+        Args:
+            epochs: how many epochs there are in all; by default there is no end.
+
+        Raises:
+            DataError: if the workload has no data, or reading it raised.
+        """
+        return self._session.feed.batches(epochs)
+
+    def close(self) -> None:
+        """Break this rank's connections; the others find out when they next wait for it."""
+        self._session.close()

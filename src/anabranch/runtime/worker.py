@@ -53,19 +53,15 @@ class Watcher(Protocol):
 
     def begins(self, stages: Sequence[int], outcome: Outcome) -> None:
         """A step begins; stages with a backward here come in the order of their last ones."""
-        ...
 
     def before_last(self, stage: int) -> None:
         """The last backward of a stage on this device begins: gradients are final from here on."""
-        ...
 
     def after_last(self, stage: int) -> None:
         """It has ended."""
-        ...
 
     def waits(self) -> None:
         """The device is about to wait for a message."""
-        ...
 
 
 class Worker:

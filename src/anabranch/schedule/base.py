@@ -36,8 +36,6 @@ class ScheduleRule(Protocol):
             room: for rules that can do with less than they would like; what such a rule cannot do
                 without, it takes even beyond that.
         """
-        ...
 
     def order(self, graph: StageGraph) -> Schedule:
         """Compute actions per device for the in-flight counts of ``graph``."""
-        ...

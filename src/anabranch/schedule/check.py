@@ -37,10 +37,6 @@ def check(schedule: Schedule, graph: StageGraph) -> None:
 
     Linear in the number of actions.
 
-    Args:
-        schedule: what every device does.
-        graph: stages with their in-flight counts decided.
-
     Raises:
         InvalidScheduleError: if actions are missing, out of order (C4), not paired, or too many
             micro-batches are in flight.

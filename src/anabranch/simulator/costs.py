@@ -37,36 +37,28 @@ class StepCosts(Protocol):
     @property
     def cores(self) -> int:
         """Processor cores that all devices share; 0 where each computes on its own."""
-        ...
 
     @property
     def message_edges(self) -> MessageEdges:
         """Stage edges along which stages wait for one another."""
-        ...
 
     def compute_s(self, stage: int, samples: int) -> tuple[float, float]:
         """Seconds of a forward and of a backward."""
-        ...
 
     def message_bytes(self, source: int, target: int, samples: int) -> tuple[float, float]:
         """Bytes along a stage edge, forward and back."""
-        ...
 
     def route(self, a: int, b: int) -> Route:
         """The way from device a to device b."""
-        ...
 
     def all_reduces(self) -> Sequence[AllReduce]:
         """What follows the last backwards."""
-        ...
 
     def base_bytes(self, stage: int) -> float:
         """Memory of each device of a stage with nothing in flight."""
-        ...
 
     def flight_bytes(self, stage: int, samples: int) -> tuple[float, float]:
         """Memory from a forward to the end of its backward, and on top during the backward."""
-        ...
 
 
 @dataclass(frozen=True)

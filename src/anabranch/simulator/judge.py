@@ -24,9 +24,6 @@ from anabranch.simulator.objective import Candidate, Objective
 class Judge:
     """Keeps the proposal that is best by an objective and fits memory.
 
-    Args:
-        objective: what is best.
-
     Attributes:
         best: the winner so far; the first that fits, while none has been simulated.
         best_s: the least seconds so far.
@@ -50,11 +47,8 @@ class Judge:
     def consider(self, proposals: Iterable[StageGraph], allowed: float = math.inf) -> bool:
         """Judge proposals, each only once; whether one of them is the best now.
 
-        An interrupt leaves ``best`` as good as what was simulated until then.
-
-        Args:
-            proposals: stage graphs.
-            allowed: no further simulation once ``simulated`` has come to this.
+        An interrupt leaves ``best`` as good as what was simulated until then. Nothing is simulated
+        any more once ``simulated`` has come to ``allowed``.
         """
         before = self.best
         candidates = sorted(self._candidates(proposals), key=_num_actions)

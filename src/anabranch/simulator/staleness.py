@@ -53,7 +53,6 @@ def staleness(
 
     Args:
         graph: stages of one mini-batch with the in-flight counts of ``endless.warm_up``.
-        policy: what passes read.
         last_update: whether predictions need the last update, which is then held as one more copy;
             for optimizers without a rule of their own.
 

@@ -165,12 +165,9 @@ class Period:
 def logs_of(
     step: Step, graph: StageGraph, order: Schedule, unit: int, updating: Collection[int] = ()
 ) -> list[Log]:
-    """What the devices with samples do.
+    """What the devices with samples did in a step.
 
     Args:
-        step: that has been simulated.
-        graph: its stages.
-        order: its schedule.
         unit: samples, whole groups of every stage.
         updating: devices with an update, which counts as a compute, after every unit.
     """

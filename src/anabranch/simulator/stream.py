@@ -77,12 +77,7 @@ def units_held(graph: StageGraph, stage: int) -> int:
 
 
 def steady(graph: StageGraph, costs: StepCosts, *, slots: int = 1) -> Steady:
-    """Training once the pipeline is full.
-
-    Args:
-        graph: stages of one mini-batch, with the in-flight counts of ``warm_up``.
-        costs: of ``graph``.
-        slots: receives posted ahead per channel.
+    """Training once the pipeline is full, for stages with the in-flight counts of ``warm_up``.
 
     Raises:
         InvalidPlanError: if a parameter is tied across stages.
@@ -159,10 +154,7 @@ def record(
     """The timeline from an empty pipeline to an empty one.
 
     Args:
-        graph: stages of one mini-batch, with the in-flight counts of ``warm_up``.
-        costs: of ``graph``.
         batches: mini-batches; by default those that fill the pipeline twice and a few more.
-        slots: receives posted ahead per channel.
 
     Returns:
         The predicted timeline of all of them; actions count micro-batches through,

@@ -45,16 +45,7 @@ class EndlessSearch:
     """One model on one cluster: what all policies have in common.
 
     The operators that are searched are those of the model with tied ones as one
-    (``solve.contract_tied``).
-
-    Args:
-        whole: prices the operators of the model.
-        batch_size: samples of one mini-batch.
-        microbatch_size: only this size; None for those that a policy lets one choose from.
-        name: key of ``planner.PLANNERS``.
-        planner: proposes.
-        improve: whether to try what lies near the best proposal.
-        optimizer: what policies have to know of it, if anything is known.
+    (``solve.contract_tied``). For the arguments see ``solve.plan``.
     """
 
     def __init__(

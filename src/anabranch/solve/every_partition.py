@@ -84,16 +84,7 @@ def _neighbours(graph: OpGraph, parts: Sequence[int]) -> list[tuple[int, int]]:
 
 @dataclass
 class EveryPartition:
-    """Proposals from all partitions of a model.
-
-    Args:
-        cost: prices it.
-        policy: what passes read.
-        batch_size: samples of one mini-batch.
-        max_replicas: replicas of a stage at most.
-        recompute: whether stages may recompute.
-        last_update: see ``weights.versions_held``.
-    """
+    """Proposals from all partitions of a model; ``recompute`` says whether stages may recompute."""
 
     cost: CostModel
     policy: WeightPolicy
@@ -104,10 +95,8 @@ class EveryPartition:
     _modes: dict[tuple[object, ...], dict[int, _Mode]] = field(default_factory=dict, init=False)
 
     def propose(self, sizes: Sequence[int]) -> list[StageGraph]:
-        """The stage graphs with the quickest slowest stages that fit; empty if none does.
-
-        Args:
-            sizes: samples per micro-batch to choose from.
+        """The stage graphs with the quickest slowest stages that fit, in micro-batches of any of
+        these sizes; empty if none does.
         """
         devices = self.cost.cluster.num_devices
         if len(self.cost.graph) > MOST_OPERATORS or devices > MOST_DEVICES:

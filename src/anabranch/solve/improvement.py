@@ -42,12 +42,7 @@ def improve(
 ) -> None:
     """Judge what lies near the best plan, as long as it gets better, and near others unlike it.
 
-    Args:
-        judge: knows the proposals.
-        near: what lies near a stage graph.
-        budget: how much of it.
-        operators: of the model.
-        devices: of the cluster.
+    ``operators`` and ``devices`` are how many the model and the cluster have.
     """
     assert judge.best is not None, "there is something to improve"
     few = operators <= budget.few_operators

@@ -178,12 +178,9 @@ def compare(
     the best that it has proposed, or a ``SearchStoppedError`` where there is none.
 
     Args:
-        profile: seconds and bytes of the model's operators.
-        cluster: devices, links and memory.
-        batch_size: samples of one step.
         names: keys of ``planner.PLANNERS``; by default those that ``comparable`` lists.
         planner_options: {planner: {field: value}}.
-        options: as for ``plan``, but for the planner and its options.
+        options: others of ``plan``, as are the first arguments.
 
     Yields:
         Per planner its name and its plan, or the error that says why it has none: nothing fits, its
@@ -226,18 +223,11 @@ def compare_policies(
     A planner is asked once for all policies. An interrupt (Ctrl-C) ends the search under way.
 
     Args:
-        profile: seconds and bytes of the model's operators.
-        cluster: devices, links and memory.
-        batch_size: samples of one mini-batch.
         names: keys of ``planner.PLANNERS``.
         policies: keys of ``weights.POLICIES``.
         planner_options: {planner: {field: value}}.
-        optimizer_factor: as for ``plan``, like the rest.
-        model: likewise.
-        improve: likewise.
-        optimizer: likewise.
         options: ``microbatch_size``, where policies that it does not suit have an error, and
-            ``max_replicas``.
+            ``max_replicas``. These and the rest are those of ``plan``.
 
     Yields:
         Planner, policy, and their plan or why there is none.

@@ -76,7 +76,6 @@ class Proposals:
         search_s: seconds that the planner took.
         stopped: why it did not come to its end, if so.
         count: proposals so far.
-        planner: who is asked.
     """
 
     def __init__(self, planner: Planner, cost: CostModel, batch_size: int) -> None:

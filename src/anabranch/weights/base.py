@@ -80,12 +80,9 @@ class WeightPolicy(Protocol):
 
     def __hash__(self) -> int:
         """Policies are values: what has been worked out for one holds for its equals."""
-        ...
 
     def forward(self, unit: Unit) -> Reading:
         """What the forward reads; ``version`` is at most ``unit.seen``."""
-        ...
 
     def backward(self, unit: Unit) -> Reading:
         """What the backward reads; ``version`` is at most ``unit.number``, current at that time."""
-        ...

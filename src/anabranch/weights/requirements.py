@@ -31,7 +31,6 @@ def require_fits(
     """Accept a plan under a policy; warns of batch statistics over one sample.
 
     Args:
-        policy: what passes read.
         graph: stages with their in-flight counts.
         microbatches: M, micro-batches per mini-batch.
         round_robin: whether the replicas of a stage take mini-batches in turn.

@@ -23,13 +23,7 @@ from anabranch.weights.base import Reading, Unit, WeightPolicy
 
 
 class VersionTracker:
-    """Versions and predictions of one stage's weights, without the weights.
-
-    Args:
-        policy: what passes read.
-        in_flight: see ``Unit``.
-        distance: see ``Unit``.
-        depth: see ``Unit``.
+    """Versions and predictions of one stage's weights, without the weights; see ``Unit``.
 
     Attributes:
         version: updates so far.
@@ -38,7 +32,7 @@ class VersionTracker:
         keeps: whether backwards read what their forwards read.
         predicts: whether any pass reads a prediction.
         versions: alive now, the current one included.
-        predictions: units whose prediction is tracker.
+        predictions: units whose prediction is kept.
     """
 
     def __init__(self, policy: WeightPolicy, *, in_flight: int, distance: int, depth: int) -> None:
@@ -135,11 +129,8 @@ class VersionTracker:
 
 
 def units_in_flight(in_flight: int, microbatches: int) -> int:
-    """Mini-batches of which a stage has a part between forward and backward at most.
-
-    Args:
-        in_flight: micro-batches between forward and backward at most.
-        microbatches: M, micro-batches per mini-batch.
+    """Mini-batches of which a stage has a part in flight, at so many micro-batches in flight and
+    per mini-batch.
     """
     return 1 - (1 - in_flight) // microbatches
 
@@ -159,7 +150,6 @@ def versions_held(
     Found by walking the stage's ``1f1b`` order until it repeats itself, not by a formula.
 
     Args:
-        policy: what passes read.
         in_flight: micro-batches of the stage between forward and backward, as in its plan.
         distance: longest distance of the stage to the sink, in stage edges.
         depth: stages on the longest path.
@@ -205,11 +195,7 @@ def draw(policy: WeightPolicy, graph: StageGraph, count: int, *, microbatches: i
     ``2`` are the weights after two updates, ``2+3`` the same extrapolated by three; in front of a
     stage's rows stands how many copies of its weights are alive at most.
 
-    Args:
-        policy: what passes read.
-        graph: stages with their in-flight counts, in micro-batches.
-        count: mini-batches.
-        microbatches: M, per mini-batch.
+    ``count`` are mini-batches of so many micro-batches each.
     """
     lines = [["", "copies", "mini-batch", *map(str, range(count))]]
     for s, stage in enumerate(graph.stages):

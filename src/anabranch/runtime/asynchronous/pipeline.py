@@ -55,7 +55,7 @@ from anabranch.runtime.data_parallel.buckets import dense
 from anabranch.runtime.data_parallel.reducer import Reducer
 from anabranch.runtime.guards.failure import POSITION
 from anabranch.runtime.numerics.nonfinite import Finding, bad_names, data_advice
-from anabranch.runtime.session import Session
+from anabranch.runtime.session import BasePipeline, Session
 from anabranch.runtime.step_totals import StepTotals
 from anabranch.runtime.worker import Flight
 from anabranch.timeline import Timeline
@@ -63,7 +63,7 @@ from anabranch.weights import WeightPolicy, units_in_flight
 from anabranch.workload import Batch, Workload
 
 
-class AsyncPipeline:
+class AsyncPipeline(BasePipeline):
     """Trains a workload by a plan without a flush, one rank per device.
 
     Under ``launch.run`` and under torchrun each rank makes one, as with ``Pipeline``. A mini-batch
@@ -192,34 +192,6 @@ class AsyncPipeline:
         self.weight_bytes: tuple[int, ...] = ()
         self.timeline: Timeline | None = None
         self._recording: Recording | None = None
-
-    @property
-    def rank(self) -> int:
-        """See ``Pipeline``."""
-        return self._mesh.rank
-
-    @property
-    def step_number(self) -> int:
-        """Mini-batches put in; after ``drain`` all stages have learned from all of them."""
-        return self._session.step_number
-
-    @property
-    def epoch(self) -> int:
-        """See ``Pipeline``."""
-        return self._session.feed.epoch
-
-    @property
-    def position(self) -> int:
-        """See ``Pipeline``."""
-        return self._session.feed.position
-
-    def batches(self, *, epochs: int | None = None) -> Iterator[Batch]:
-        """See ``Pipeline``."""
-        return self._session.feed.batches(epochs)
-
-    def close(self) -> None:
-        """See ``Pipeline``."""
-        self._session.close()
 
     @property
     def is_round_robin(self) -> bool:
