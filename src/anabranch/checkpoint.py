@@ -1,6 +1,4 @@
-"""Training state on disk, keyed by the model's own names, so that any plan loads it.
-
-::
+"""Training state on disk, keyed by the model's own names, so that any plan loads it::
 
     run/step-200/
         manifest.json         step, position in the data, scheduler, options of the optimizer, where
@@ -8,11 +6,8 @@
         ... rank-1.safetensors    model/image.0.weight ...
 
 Every rank writes what it owns, in a new folder that takes its final name once everything is on the
-disk: a folder with that name is complete, and an old one is never touched. Loading reads only the
-tensors that are asked for. Nothing is pickled, so a checkpoint from a stranger can be wrong but not
-dangerous.
-
-The folder has to be on a file system that all ranks see.
+disk. Loading reads only the tensors that are asked for. Nothing is pickled, so a checkpoint from a
+stranger can be wrong but not dangerous. All ranks have to see the file system.
 """
 
 from __future__ import annotations
@@ -83,13 +78,8 @@ class Manifest(Strict):
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank saves.
-
-    Attributes:
-        tensors: key -> tensor.
-        groups: parameter groups, with the names that this rank owns.
-        kind: class of the optimizer, empty where the rank has none.
-        scalars: parameter -> entries of its optimizer state that are no tensors.
+    """What one rank saves: tensors, parameter groups with the names that it owns, ``scalars``
+    (parameter -> other optimizer state), and ``kind``, class of its optimizer or empty.
     """
 
     tensors: Mapping[str, Tensor]
@@ -131,10 +121,8 @@ def begin(folder: Path, token: int) -> None:
 
 
 def write_part(folder: Path, token: int, rank: int, part: Part) -> None:
-    """Write what one rank owns.
-
-    Raises:
-        TrainingError: if the file system refuses, or a state cannot be written as JSON.
+    """Write what one rank owns; raises TrainingError if the file system refuses, or a state cannot
+    be written as JSON.
     """
     target = partial_folder(folder, token) / f"rank-{rank}.safetensors"
     tensors = {key: _plain(tensor) for key, tensor in part.tensors.items()}
@@ -165,9 +153,7 @@ def write_part(folder: Path, token: int, rank: int, part: Part) -> None:
 
 def finish(folder: Path, token: int, num_ranks: int, progress: Progress) -> None:
     """Join the parts and give the folder its name; called by one rank when all parts are written.
-
-    Raises:
-        TrainingError: if a part is missing, or the file system refuses.
+    Raises TrainingError if a part is missing, or the file system refuses.
     """
     partial = partial_folder(folder, token)
     try:
@@ -317,15 +303,10 @@ class Checkpoint:
 def optimizer_part(
     optimizer: torch.optim.Optimizer, names: Mapping[int, str], owned: set[str]
 ) -> tuple[dict[str, Tensor], list[Group], dict[str, dict[str, Scalar]]]:
-    """Tensors, groups and other entries of an optimizer, under the names of the parameters.
+    """Tensors, groups and other entries of this rank's optimizer, by names of parameters.
 
-    Args:
-        optimizer: of this rank.
-        names: ``id`` of a parameter -> its name.
-        owned: parameters that this rank saves.
-
-    Raises:
-        TrainingError: if the state holds something that is neither tensor nor scalar.
+    ``names`` has the name by ``id``, ``owned`` what this rank saves. Raises TrainingError for a
+    state that is neither tensor nor scalar.
     """
     tensors: dict[str, Tensor] = {}
     scalars: dict[str, dict[str, Scalar]] = {}
@@ -360,10 +341,8 @@ def _option(value: Any) -> Any:
 def restore_optimizer(
     optimizer: torch.optim.Optimizer, names: Mapping[int, str], checkpoint: Checkpoint
 ) -> None:
-    """Give an optimizer the state that its parameters had.
-
-    Raises:
-        FileFormatError: if the checkpoint has none for them, or that of another kind of optimizer.
+    """Give an optimizer the state that its parameters had; raises FileFormatError if the checkpoint
+    has none for them, or that of another kind of optimizer.
     """
     saved = checkpoint.manifest.optimizer
     where = checkpoint.where
@@ -399,9 +378,7 @@ def restore_scheduler(
     optimizer: torch.optim.Optimizer,
     checkpoint: Checkpoint,
 ) -> None:
-    """Give a scheduler its state, after ``restore_optimizer``; raises FileFormatError if there is
-    none.
-    """
+    """Give a scheduler its state, after ``restore_optimizer``; FileFormatError if there is none."""
     saved = checkpoint.manifest.scheduler
     if saved is None:
         raise FileFormatError(

@@ -94,9 +94,7 @@ class Cluster:
         return tuple(accumulate((level.size for level in self.levels), mul))
 
     def link(self, a: int, b: int) -> Link:
-        """The slowest link on the way between two devices; raises ValueError for a device that is
-        not there.
-        """
+        """The slowest link on the way between two devices; ValueError for one that is not there."""
         if not (0 <= a < self.num_devices and 0 <= b < self.num_devices):
             raise ValueError(
                 f"no link from device {a} to device {b}: cluster {self.name} has the devices "

@@ -1,6 +1,4 @@
-"""Every exception that anabranch raises on purpose.
-
-::
+"""Every exception that anabranch raises on purpose::
 
     AnabranchError
      +-- WorkloadError           the user's own function, which makes the workload, raised
@@ -34,9 +32,7 @@ class AnabranchError(Exception):
 
 
 class WorkloadError(AnabranchError):
-    """The user's own function, which makes the workload, or the module that it lies in raised; the
-    message names the line.
-    """
+    """The user's own module, or its function that makes the workload, raised."""
 
 
 class CaptureError(AnabranchError):
@@ -100,9 +96,7 @@ class NonFiniteError(TrainingError):
 
 
 def place_of(error: Exception) -> str:
-    """File, line and function of the innermost frame that is the user's own: not of Python, nor of
-    an installed package, unless there is nothing else.
-    """
+    """File, line and function of the user's own innermost frame, if there is any."""
     if isinstance(error, SyntaxError) and error.filename is not None:
         return f"{_from_here(error.filename)}:{error.lineno}"
     ours = f"{Path(__file__).parent}{os.sep}"

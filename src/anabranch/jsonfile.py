@@ -1,9 +1,8 @@
 """One JSON document per file: read with suspicion, written whole or not at all.
 
-Files come from other people and other machines. So reading refuses what JSON lets pass (a key
-twice, NaN, a number of 400 digits, another kind of document) and says where: file, key path, value,
-what was expected. Writing goes to a temporary file beside the target, which then takes its place,
-so a crash leaves the old one.
+Reading refuses what JSON lets pass (a key twice, NaN, a number of 400 digits, another kind of
+document) and names file, key path and value. Writing goes to a temporary file, which then takes the
+target's place.
 """
 
 from __future__ import annotations
@@ -39,10 +38,7 @@ _Model = TypeVar("_Model", bound=BaseModel)
 
 
 def document_fields(core: object, model: type[BaseModel], **special: Any) -> dict[str, Any]:
-    """The attributes of a core type that a document has as keys, with lists for its tuples.
-
-    ``special`` has the values of keys that differ.
-    """
+    """Attributes as document keys, tuples as lists; ``special`` has those that differ."""
     return {
         key: special[key] if key in special else _listed(getattr(core, key))
         for key in model.model_fields
@@ -64,10 +60,7 @@ def _listed(value: Any) -> Any:
 
 def read_document(path: str | os.PathLike[str], schema: str, model: type[_Model]) -> _Model:
     """Read one file, whose key ``schema`` has to say what is expected (``anabranch.plan/1``), and
-    validate it.
-
-    Raises:
-        FileFormatError: if there is no such file, or it holds something else.
+    validate it; raises FileFormatError if there is no such file, or it holds something else.
     """
     where = os.fspath(path)
     document = parse(read_text(Path(path)), where)
@@ -76,10 +69,8 @@ def read_document(path: str | os.PathLike[str], schema: str, model: type[_Model]
 
 
 def validate(document: Any, model: type[_Model], where: str, writer: str = "anabranch") -> _Model:
-    """A parsed document as its pydantic model; the file and its ``writer`` are for messages.
-
-    Raises:
-        FileFormatError: naming file, key path and value.
+    """A parsed document as its pydantic model; the file and its ``writer`` are for messages. Raises
+    FileFormatError naming file, key path and value.
     """
     try:
         return model.model_validate(document)

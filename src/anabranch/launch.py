@@ -1,7 +1,7 @@
 """Local ranks: one process per device of a plan, forked with torch and the model already in memory.
 
-torchrun starts an interpreter and imports torch once per rank, which takes seconds. A fork takes
-milliseconds, and memory that no rank writes is shared by all of them::
+Starting an interpreter and importing torch takes seconds, a fork milliseconds, and memory that no
+rank writes is shared by all of them::
 
     parent ----fork----> rank 0 --+
        |  ---fork----> rank 1     |  shared memory and Gloo; they meet through a file
@@ -9,12 +9,10 @@ milliseconds, and memory that no rank writes is shared by all of them::
        +<---- a pipe each: result or failure; a few shared integers each: where the rank is
 
 The parent takes the first failure that is a cause, stops the other ranks, and raises it. Ranks
-never outlive the parent: the kernel kills them when it dies (Linux), and it stops them on its way
-out of ``run``.
+never outlive the parent: the kernel kills them when it dies (Linux).
 
-A fork copies only the calling thread; what another thread holds at that moment, such as a lock,
-stays held in the ranks for ever. torch's CPU threads are safe: a rank computes on one thread, so it
-never asks for them.
+A fork copies only the calling thread; a lock that another thread holds stays held in the ranks.
+torch's CPU threads are safe: a rank computes on one thread, so it never asks for them.
 """
 
 from __future__ import annotations

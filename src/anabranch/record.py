@@ -44,16 +44,12 @@ class Run:
         metrics: held-out means where there is held-out data, otherwise those of the last step.
         chance: metric -> what guessing would give.
         timelines: headings and timelines of one step, predicted before measured.
-        period_s: wall seconds per step while steps followed each other without a barrier; 0 where
-            the run was too short to tell.
-        device_peak_bytes: per device of the plan, ascending, most bytes of tensors in a step; empty
-            where the run was too short for a step to be weighed, or had no flush.
-        policy: of a run without a flush, which weights passes read; otherwise empty, as is what
-            follows.
-        version_difference: per stage, updates between the forward and the backward of a mini-batch
-            at most.
-        peak_versions: per device of the plan, ascending, copies of its stage's weights that were
-            alive at once at most; ``weight_bytes`` has their bytes.
+        period_s: wall seconds per step without a barrier; 0 where the run was too short to tell.
+        device_peak_bytes: per device, ascending, most bytes of tensors in a step; may be empty.
+        policy: of a run without a flush, else empty, as is what follows.
+        version_difference: per stage, most updates between forward and backward of a mini-batch.
+        peak_versions: per device, ascending, most copies of its stage's weights alive at once;
+            ``weight_bytes`` has their bytes.
         interrupted: the user ended it early, and nothing was evaluated.
         round_robin: replicas took mini-batches in turn, each of them whole.
     """
@@ -86,9 +82,7 @@ class Run:
 
     @property
     def predicted(self) -> Prediction | None:
-        """What the plan predicts of such a run; nothing where it is for the other mode, another
-        policy, or replicas that split mini-batches.
-        """
+        """What the plan predicts; nothing where it is for another mode or policy."""
         is_planned = self.plan.mode == self.mode and self.plan.policy == self.policy
         return self.plan.predicted if is_planned and not self.round_robin else None
 

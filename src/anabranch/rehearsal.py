@@ -1,8 +1,7 @@
 """Rehearsal of a plan on emulated devices: what ``anabranch train --emulate`` does.
 
-Local ranks stand for the devices of the plan (``emulation``). The first step connects them. Then,
-unless the caller fixes a time scale, it is doubled until the host keeps up: what a cluster moves in
-a second may take two cores ten.
+Local ranks stand for the devices (``emulation``). The first step connects them. Unless the caller
+fixes a time scale, it is then doubled until the host keeps up.
 """
 
 from __future__ import annotations

@@ -42,8 +42,8 @@ class Progress:
     Attributes:
         step: steps done in this run, from 1.
         total: steps to do, None if that is not known.
-        seconds: wall time of this step, or since the loss before; without a flush 0 where that
-            tells nothing of a mini-batch: while the pipeline fills, and when it is drained.
+        seconds: wall time since the loss before; without a flush 0 while the pipeline fills or
+            drains.
     """
 
     step: int
@@ -258,10 +258,7 @@ def _nothing_done(resume: Path | None, done: int, epochs: int | None) -> Trainin
 
 
 def _uninterrupted(batches: Iterator[Batch], done: int = 0, accumulate: int = 1) -> Iterator[Batch]:
-    """The same batches until training ends early; none is fetched in vain.
-
-    It never ends between the batches of an update.
-    """
+    """The same batches until training ends early, never between the batches of an update."""
     for step in count(done):
         ends = INTERRUPT.agreed and step % accumulate == 0
         batch = None if ends else next(batches, None)
@@ -278,9 +275,8 @@ def _noted(batches: Iterable[Batch], sizes: deque[int]) -> Iterator[Batch]:
 
 
 def _period(ends: list[float]) -> float:
-    """Seconds per step in the steady state; 0 where there are too few steps to tell.
-
-    Losses come one step late: the first when two steps are done, the last without another step.
+    """Seconds per step in the steady state, 0 where there are too few steps; losses come one step
+    late.
     """
     return (ends[-2] - ends[1]) / (len(ends) - 3) if len(ends) > 3 else 0.0
 

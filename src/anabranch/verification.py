@@ -1,14 +1,12 @@
 """Gradients of a pipeline against those of the model: one step on local ranks and in one process.
 
 Both start from the same weights and take the same batch. The one process runs the user's own
-module, not the captured one, over the same slices in the same order, so what it adds up is what the
-pipeline should::
+module, not the captured one, over the same slices in the same order::
 
     local ranks      stages, micro-batches, messages      --> loss, gradient of every parameter
     one process      module(slice 0), module(slice 1) ..  --> loss, gradient of every parameter
 
-In exact mode the two are bitwise equal. Otherwise sums of the same numbers are added in other
-orders, and differ by rounding.
+In exact mode the two are bitwise equal, otherwise they differ by rounding.
 """
 
 from __future__ import annotations
@@ -43,8 +41,7 @@ class VerifyResult:
     """How far apart they are.
 
     Attributes:
-        loss: of the pipeline.
-        reference_loss: of one process.
+        loss, reference_loss: of the pipeline and of one process.
         max_gradient_error: largest over the parameters of max|a - b| / max|b|. Where additions may
             be in another order (not exact), |b| counts as at least a thousandth of the largest
             gradient: some gradients are zero but for rounding, such as that of an attention's key
@@ -54,7 +51,7 @@ class VerifyResult:
         exact: the pipeline ran in the mode in which they have to be.
         num_parameters: parameters that were compared.
         num_devices: ranks of the pipeline.
-        is_random: the model draws random numbers, other ones in the pipeline than in one process.
+        is_random: the model draws random numbers, others in the pipeline than in one process.
     """
 
     loss: float
@@ -149,9 +146,7 @@ def verify(
 
 
 def _workable(captured: Captured, plan: Plan) -> Plan:
-    """With larger micro-batches, if the model fails with some (batch normalisation with one
-    sample).
-    """
+    """With larger micro-batches, if the model fails with some (batch normalisation of one)."""
     graph, failure = plan.stage_graph, None
     size = graph.stages[0].microbatch_size
     while size < 2 * graph.batch_size:
@@ -223,11 +218,8 @@ def _relative(ours: Tensor, theirs: Tensor, floor: float) -> float:
 
 
 def even_plan(graph: OpGraph, num_devices: int, batch_size: int) -> Plan:
-    """A plan by operator count alone, for a model that nobody has measured: runs of the topological
-    order.
-
-    Raises:
-        InfeasiblePlanError: if there are fewer operators than devices.
+    """A plan by operator count alone, of runs of the topological order; raises InfeasiblePlanError
+    if there are fewer operators than devices.
     """
     count = len(graph)
     if not 1 <= num_devices <= count:

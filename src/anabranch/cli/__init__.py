@@ -1,7 +1,6 @@
 """The command line: verbs that read files, call one public function, write files and print.
 
-Everything heavy is imported inside the verbs, so ``anabranch --help`` answers at once and planning
-on a saved profile never loads torch.
+Everything heavy is imported inside the verbs; planning on a saved profile never loads torch.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""Plans side by side, as a table that fits a terminal, and the ages of weights of one.
+"""Plans side by side, as a table that fits 80 columns, and the ages of weights of one.
 
-The figures of a plan fit 80 columns if headings have two lines. What does not fit a column (micro-
-batches, schedule, notes, why there is no plan) is a line below the table; what holds for all plans
-is said once. Of the stages of a plan without a flush the table shows the one with the oldest
-weights; a line below it and the document have all.
+What does not fit a column is a line below the table; what holds for all plans is said once. Of the
+stages without a flush the table shows the one with the oldest weights.
 """
 
 from __future__ import annotations
@@ -114,9 +112,7 @@ def _seconds(seconds: float) -> str:
 
 
 def remarks(found: Found, costs: str) -> list[str]:
-    """The lines below the table: the origin of the costs, what holds for all, then how each plan
-    runs.
-    """
+    """The lines below the table: origin of the costs, what holds for all, how each plan runs."""
     plans = _plans(found)
     notes = plans[0].notes if plans else ()
     common = [text for text in notes if all(text in p.notes for p in plans)]

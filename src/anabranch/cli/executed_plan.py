@@ -1,7 +1,6 @@
 """The plan as a run executes it, which ``train`` says before it begins.
 
-A plan file may be run under another policy, in the other mode or with replicas in turn. Then its
-prediction is of something else, and so are its policy, the reason for that and what is in flight.
+Under another policy, mode or order of replicas the prediction of a plan file does not hold.
 """
 
 from __future__ import annotations

@@ -117,12 +117,8 @@ class Job:
         on_interrupt: Callable[[], None] | None = None,
         **options: Any,
     ) -> Run:
-        """Train on local ranks, or as this rank of torchrun.
-
-        Args:
-            predicted_s: seconds of a step, or mini-batch, to show beside the measured ones.
-            on_interrupt: that of ``launch.run``.
-            options: of ``Pipeline`` or ``AsyncPipeline``.
+        """Train on local ranks, or as this rank of torchrun, with ``predicted_s`` (of a step or
+        mini-batch) shown beside the measured; ``on_interrupt`` is that of ``launch.run``.
         """
         from anabranch import launch
         from anabranch.runtime.asynchronous.requirements import round_robin_of
@@ -161,9 +157,7 @@ class Job:
         return launch.run(rank, len(plan.stage_graph.devices), on_interrupt=on_interrupt)[0]
 
     def keep(self, run: Run, folder: Path, plan: Plan | None = None) -> Run:
-        """Put the predicted timeline beside the measured one and write the run's new folder;
-        ``plan``: as it was executed, if otherwise than the run has it.
-        """
+        """Write the run's folder with the predicted timeline; ``plan`` as it was executed."""
         from anabranch.record import save_run
 
         run = replace(run, plan=plan or run.plan)

@@ -35,9 +35,7 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
 
 
 class Warnings:
-    """Shows a warning as one paragraph on standard error, once; in place of
-    ``warnings.showwarning``, which adds a line of our source.
-    """
+    """Shows each warning once, as a paragraph on standard error, as ``warnings.showwarning``."""
 
     def __init__(self) -> None:
         self._told: set[str] = set()

@@ -1,7 +1,4 @@
-"""Checks before ``train`` captures, measures and plans, which takes seconds to minutes.
-
-All of it would be refused later, too, by whoever cannot do it; here it is only found out early.
-"""
+"""Checks before ``train`` captures, measures and plans, so that a refusal comes at once."""
 
 from __future__ import annotations
 
@@ -57,9 +54,7 @@ def refuse_mode(is_async: bool, flush: FlushSettings, accumulate: int) -> None:
 def refuse_emulation(
     local: TrainedPlanSettings, training: TrainingSettings, flush: FlushSettings
 ) -> None:
-    """Refuse what means nothing with ``--emulate``: the plan decides, nothing is trained, and
-    emulated devices run steps with a flush.
-    """
+    """Refuse what means nothing with ``--emulate``: nothing is trained, and steps have a flush."""
     from anabranch.files import load_plan
 
     asked = [*given(local), *given(training), *given(flush)]
@@ -85,13 +80,8 @@ def refuse_emulation(
 
 
 def require_own_devices(plan: Plan, file: Path) -> None:
-    """Accept a plan file whose devices are those of its cluster, of which it may leave some out.
-
-    Ranks are a plan's devices in ascending order, so any numbers could run; but a device that the
-    cluster does not have has no links either, and no prediction.
-
-    Raises:
-        InvalidPlanError: names the devices, as ``check`` does.
+    """Accept a plan whose devices are those of its cluster, of which it may leave some out; any
+    others would have no links. Raises InvalidPlanError naming them.
     """
     machines = plan.machines
     if machines is None:
@@ -181,9 +171,7 @@ def require_trainable(
 
 
 def require_new_run(run: Path | None) -> None:
-    """Accept a folder for figures and report, if the user has named one; raises TrainingError if an
-    earlier run is in it.
-    """
+    """Accept a folder for figures and report; raises TrainingError if an earlier run is in it."""
     if run is not None and (run / "run.json").exists():
         raise TrainingError(
             f"{run} has the figures of an earlier run (run.json), which are never written over; "

@@ -1,8 +1,7 @@
 """Settings of the verbs, one object per subject; ``spread`` makes an option of every field.
 
-Names of planners, schedules, policies and optimizers come from their tables. typer checks types and
-ranges as it reads an option, so the settings are plain dataclasses: pydantic would take half of the
-time of ``--help``.
+typer checks types and ranges, so these are plain dataclasses: pydantic would take half of the time
+of ``--help``.
 """
 
 # Annotations are not left as text: spread would evaluate each of them for --help.

@@ -47,12 +47,8 @@ class Source:
         preset: str | None = None,
         options: Mapping[str, str] | None = None,
     ) -> Source:
-        """The model that a plan was made for.
-
-        Args:
-            plan: with the preset and options of its model.
-            model: another model, which is built without those.
-            preset, options: what the user says goes before.
+        """The model that a plan was made for, with the plan's preset and options unless ``model``
+        is another one; what the user gives as ``preset`` and ``options`` goes before.
         """
         recorded = dict(plan.options) if model in (None, plan.model) else {}
         planned = recorded.pop("preset", "published")
@@ -97,9 +93,7 @@ class Source:
     def profile_and_optimizer(
         self, device: str, batch_size: int, mode: str, optimizer: str | None
     ) -> tuple[Profile, OptimizerFacts | None]:
-        """The profile and, without a flush, what policies have to know of the optimizer: the one
-        that is named, or the workload's own; None for a profile file that comes without a name.
-        """
+        """The profile and, without a flush, the optimizer's traits, None where unknown."""
         from anabranch.weights import OPTIMIZERS
 
         if mode == "sync":

@@ -60,11 +60,7 @@ def tensor(node: fx.Node) -> torch.Tensor | None:
 
 
 def batch_dim(small: torch.Tensor, large: torch.Tensor, sizes: tuple[int, int]) -> int | None:
-    """The dimension that is the samples, None where there is none.
-
-    Args:
-        small: the value for ``sizes[0]`` samples.
-        large: the value for ``sizes[1]`` samples.
+    """The samples' dimension or None; the values are those for both ``sizes``.
 
     Raises:
         ValueError: if samples are folded into a dimension, occur in several, or the size depends on
@@ -82,9 +78,7 @@ def batch_dim(small: torch.Tensor, large: torch.Tensor, sizes: tuple[int, int]) 
 
 
 class CallTraits:
-    """Traits of every call of a program that is propagated for some number of samples, and of
-    ``other``, the same for another number.
-    """
+    """Traits of every call of a program and of ``other``, the same for other numbers of samples."""
 
     def __init__(self, program: FlatProgram, other: FlatProgram) -> None:
         self.program = program

@@ -159,10 +159,8 @@ class Captured:
         }
 
     def flatten_batch(self, batch: Batch) -> dict[str, torch.Tensor]:
-        """The tensors of a batch by name, the names of the values that the batch produces.
-
-        Raises:
-            ValueError: if the batch is built otherwise than the example was.
+        """The tensors of a batch by name, the names of the values that the batch produces; raises
+        ValueError if the batch is built otherwise than the example was.
         """
         paths, _ = pytree.tree_flatten_with_path(batch)
         chosen = {leaf_name(path): leaf for path, leaf in paths if isinstance(leaf, torch.Tensor)}

@@ -10,10 +10,8 @@ _T = TypeVar("_T", bound=Hashable)
 
 
 def topological_order(after: Mapping[_T, Iterable[_T]], rank: Callable[[_T], Any]) -> list[_T]:
-    """The nodes in topological order, of those that may come next always the least by rank.
-
-    Every node is a key of ``after``, and no two have the same rank. Nodes on a cycle, and behind
-    one, are left out.
+    """The nodes, keys of ``after``, in topological order, then by their ranks, which all differ;
+    nodes on a cycle, and behind one, are left out.
     """
     waiting = dict.fromkeys(after, 0)
     for targets in after.values():
@@ -33,10 +31,7 @@ def topological_order(after: Mapping[_T, Iterable[_T]], rank: Callable[[_T], Any
 
 
 def strongly_connected(after: Mapping[_T, Iterable[_T]]) -> list[list[_T]]:
-    """The strongly connected components, in topological order (Kosaraju's algorithm).
-
-    Every node is a key of ``after``.
-    """
+    """Strongly connected components in topological order (Kosaraju's algorithm)."""
     before: dict[_T, list[_T]] = {node: [] for node in after}
     for node, targets in after.items():
         for target in targets:

@@ -1,10 +1,9 @@
 """Export of a user's module, or an error that says where and why it cannot be.
 
 ``torch.export`` is tried in three ways: without Python analysis and with a symbolic batch size, the
-same with the batch size fixed, and with full Python analysis. The first gives up on few models but
-has two silent traps: the backward of a custom ``autograd.Function`` is lost, because only its
-forward is traced, and ``torch.utils.checkpoint`` disappears or, in its reentrant form, cuts off the
-gradients. Both are watched for while the forward runs.
+same with the batch size fixed, and with full Python analysis. The first loses the backward of a
+custom ``autograd.Function``, and ``torch.utils.checkpoint`` or, if reentrant, its gradients. Both
+are watched for while the forward runs.
 """
 
 from __future__ import annotations
@@ -61,11 +60,7 @@ def _buffers(module: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]
 
 
 def scalars(output: Any) -> dict[str, torch.Tensor]:
-    """The loss and the metrics in what a module returned.
-
-    Raises:
-        CaptureError: if there is no scalar loss.
-    """
+    """Loss and metrics in what a module returned; raises CaptureError without a scalar loss."""
     entries = _entries(output)
     loss = entries.get("loss")
     if not isinstance(loss, torch.Tensor):
@@ -109,10 +104,8 @@ def _entries(output: Any) -> dict[str, Any]:
 def export(
     module: ReturnsLoss, leaves: list[torch.Tensor], *, dynamic: bool
 ) -> torch.export.ExportedProgram:
-    """Export with a symbolic or a fixed number of samples.
-
-    Raises:
-        CaptureError: with the user's file and line, the cause and a remedy.
+    """Export with a symbolic or a fixed number of samples; raises CaptureError with the user's file
+    and line, the cause and a remedy.
     """
     failure: Exception | None = None
     for strict in (False,) if dynamic else (False, True):
@@ -162,9 +155,7 @@ def _quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _watched(checkpoints: set[str]) -> Iterator[None]:
-    """Refuse custom gradients and replace checkpoints by plain calls while a forward pass is
-    traced; the places of those calls are added to ``checkpoints``.
-    """
+    """Refuse custom gradients; trace checkpoints as plain calls, noted in ``checkpoints``."""
     function = torch.autograd.Function
     before = function.__dict__["apply"]
     plain = checkpoint._checkpoint_without_reentrant_generator

@@ -9,9 +9,7 @@ An exported program has the batch size as a symbol, lifts parameters into argume
     z   = view(y, [n, 2, 4])                        d = detach(z)
     w   = wrap_with_set_grad_enabled(f, z)          w = ...             the region's own calls
 
-so that every node is a call on tensors and constants, in the order of the user's program.
-Afterwards ``propagate`` runs it once on fake tensors: shapes, whether a gradient is needed and who
-shares storage are then facts, not guesses.
+Then ``propagate`` runs it once on fake tensors, which tells shapes, gradients and shared storage.
 """
 
 from __future__ import annotations
@@ -256,9 +254,7 @@ class _Builder:
         return self.number(argument)
 
     def number(self, symbolic: Any) -> Any:
-        """A symbolic number for this many samples, None where it depends on the data; the rest as
-        it is.
-        """
+        """A symbolic number for this many samples, None if it depends on the data."""
         if not isinstance(symbolic, _Symbolic):
             return symbolic
         expression = symbolic.node.expr.xreplace(self.symbols)
@@ -364,8 +360,7 @@ def propagate(
 ) -> None:
     """Run the program on fake tensors: fills ``meta["val"]`` and ``meta["storage"]`` of every node.
 
-    ``find`` gives for a source a tensor whose size, stride, dtype and need of a gradient are the
-    placeholder's; it is on the device, or else where the found tensor is.
+    ``find`` gives for a source a tensor like the placeholder, on its device unless one is given.
     """
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     env: dict[fx.Node, Any] = {}

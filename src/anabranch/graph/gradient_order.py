@@ -1,14 +1,13 @@
 """Sums of a tensor's gradients in the order in which one process would have added them.
 
-Autograd adds the gradients of a tensor with several uses one by one, the latest use first::
+Autograd adds the gradients of a tensor's uses one by one, the latest use first::
 
     x --+--> use 1 (stage 0)        grad x = ((g3 + g2) + g1)
         +--> use 2 (stage 1)
         +--> use 3 (stage 0)
 
-With uses on several stages the sum would start with whatever arrives from outside, ((g2 + g3) +
-g1), which is equal on paper and not in floating point. ``fan_out`` gives every use an alias of its
-own and adds their gradients itself.
+With uses on several stages the sum would start with whatever arrives from outside, which is not
+equal in floating point. ``fan_out`` gives every use an alias and adds their gradients itself.
 """
 
 from __future__ import annotations
@@ -55,11 +54,8 @@ class _KeepLayout(torch.autograd.Function):
 
 
 def keep_layout(x: torch.Tensor, order: list[int]) -> torch.Tensor:
-    """The tensor itself, whose gradient is laid out in memory like the tensor was in one process:
-    its dimensions from the largest stride to the smallest.
-
-    Sums run in the order of memory, so a gradient that was sent and came back row by row would be
-    summed differently.
+    """The tensor itself, whose gradient is laid out like the tensor was in one process (dimensions
+    from the largest stride to the smallest), because sums run in the order of memory.
     """
     result: torch.Tensor = _KeepLayout.apply(x, order)  # type: ignore[no-untyped-call]
     return result

@@ -1,20 +1,17 @@
 """Grouping of tensor operations into operators, the units that planners place.
 
-Calls are merged step by step. Except where a step says otherwise, only merges are made that keep
-the order of everything else exactly as it was, so that no branch ever waits for another because of
-the grouping::
+Calls are merged step by step. Except where a step says otherwise, a merge keeps the order of
+everything else, so that no branch ever waits for another because of the grouping::
 
     into the producer   p -> v      every other input of v comes from something that p needs anyway
     into the consumer   v -> s      nothing but s reads v
 
 1. What cannot be apart: an operation in place with all that shares its storage; producer and
-   readers of something that cannot be sent (not a tensor, a size that depends on the data, a batch
-   folded into another dimension, a value that mixes samples). Whatever lies on a path between two
-   merged calls joins them.
+   readers of what cannot be sent (not a tensor, a size that depends on the data, folded or mixed
+   samples). Whatever lies on a path between two merged calls joins them.
 2. Calls of one module, at most one product, convolution or embedding with parameters in each.
 3. Cheap remainders (views, masks, sums) into a neighbour.
-4. ``layer``: the calls of one sub-layer, then norms and activations into a neighbour of the same
-   block.
+4. ``layer``: the calls of one sub-layer, then norms and activations into a neighbour of the block.
    ``block``: the calls of one entry of a repeated list, where no path leaves and comes back.
 
 Calls that need neither parameters nor gradients are free: they are copied to whoever reads them.
@@ -39,12 +36,8 @@ FREE = -1
 
 @dataclass(frozen=True)
 class Grouping:
-    """Operators of a program.
-
-    Attributes:
-        names: of the operators, in topological order.
-        kinds: what each is called in a report.
-        owners: per call of the program, in program order, the index of its operator or ``FREE``.
+    """Operators of a program in topological order, with their kinds; ``owners`` has, per call in
+    program order, the index of its operator or ``FREE``.
     """
 
     names: tuple[str, ...]
@@ -55,10 +48,8 @@ class Grouping:
 def group(
     program: FlatProgram, other: FlatProgram, module: nn.Module, granularity: Granularity
 ) -> Grouping:
-    """Group the calls of a program into operators.
-
-    ``other`` is the same program for another number of samples, which shows the dimensions that are
-    samples. The paths of the calls are paths in the user's module.
+    """Group the calls of a program into operators; ``other``, the same program for another number
+    of samples, shows the dimensions that are samples.
     """
     traits = CallTraits(program, other)
     groups = CallGroups(traits)
@@ -243,11 +234,10 @@ def _named(groups: CallGroups, module: nn.Module) -> Grouping:
 def group_like(
     program: FlatProgram, other: FlatProgram, train: FlatProgram, grouping: Grouping
 ) -> Grouping:
-    """Give the calls of an evaluation program (for two numbers of samples) to the operators of the
-    training program.
+    """Give an evaluation program's calls to the operators of the training program.
 
-    A call goes where the same call of the same module went, counted from the first one there;
-    failing that to the operator of its latest input, and never before one of its inputs.
+    A call goes where the same call of its module went; failing that to the operator of its latest
+    input; never before one of its inputs.
     """
     traits = CallTraits(program, other)
     homes: dict[tuple[str, str], list[int]] = defaultdict(list)

@@ -1,16 +1,14 @@
 """The model as planners see it: operators and the values that flow between them.
 
 An operator is a convex group of tensor operations, named after the module that they come from. A
-value is one tensor: made by one operator (or part of the batch), read by any number of operators.
-Values rather than pairwise edges, because a tensor that two operators of one stage read crosses to
-that stage once.
+value is one tensor, made by one operator (or part of the batch) and read by any number; it crosses
+to a stage once however many operators there read it::
 
             +--> text.0 --> text.1 --+
     batch --+                        +--> head --> loss
             +--> image.0 -> image.1 -+
 
-Sets of operators are integer bit masks in the hot paths (bit i is operator i) and tuples of names
-at the edge.
+Sets of operators are integer bit masks in hot paths (bit i is operator i), else tuples of names.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Ports and aliases: the one that each use of a value or of a tied parameter goes through.
 
 Autograd adds the gradients of a tensor with uses 1 .. m as (((g_m + g_m-1) + ...) + g_1). A run is
-a set of uses that share a leaf on their stage, so that the stage sums their gradients itself. Any
-set may be a run where the sum need only be right; where it has to be bitwise that of one process,
-only the uses at the front of the sum may::
+a set of uses that share a leaf on their stage. Any set will do, unless the sum has to be bitwise
+that of one process; then only the uses at its front may share one::
 
     stage of the use   m: 1   m-1: 1   m-2: 0   m-3: 1   1: 0
     runs               [--------]      [--]     [--]     [--]
@@ -34,14 +33,9 @@ Use = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Port:
-    """A value on its way from one stage to another.
-
-    Attributes:
-        value: index in the captured graph's values.
-        source: producing stage.
-        target: consuming stage.
-        order: position among the summands of the value's gradient; 0 is added first.
-        grad: whether a gradient comes back.
+    """A value's way from stage ``source`` to ``target``. ``value`` is its index in the captured
+    graph, ``order`` its place in the sum of the value's gradient (0 is added first), ``grad``
+    whether one comes back.
     """
 
     value: int
@@ -53,10 +47,8 @@ class Port:
 
 @dataclass(frozen=True, slots=True)
 class TiedUse:
-    """A use of a parameter that several stages read; its gradient is collected on its own.
-
-    ``order`` is its position among the summands of the parameter's gradient in one micro-batch; 0
-    is added first.
+    """A use of a parameter that several stages read; ``order`` is its place in the sum of the
+    gradient in one micro-batch, 0 is added first.
     """
 
     name: str

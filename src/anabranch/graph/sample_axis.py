@@ -34,12 +34,8 @@ _PAIRS = "it relates samples with each other"
 
 @dataclass(frozen=True, slots=True)
 class SampleAxis:
-    """Where a value's samples are.
-
-    Attributes:
-        dim: the dimension; -1 where the value has no samples.
-        inner: consecutive indices of that dimension that belong to one sample.
-        trouble: why the samples cannot be told apart; empty where they can.
+    """The samples of a value: in dimension ``dim`` (-1: it has none), ``inner`` consecutive indices
+    each; ``trouble`` says why they cannot be told apart, if so.
     """
 
     dim: int
@@ -48,10 +44,7 @@ class SampleAxis:
 
 
 def blocks(axis: SampleAxis, shape: Sequence[int], samples: int) -> tuple[int, int, int]:
-    """A value as ``[before, samples, after]``; its elements keep their order.
-
-    ``samples`` is 0 where the value has none; its axis has no trouble.
-    """
+    """A value as ``[before, samples, after]``, elements in order; 0 samples where it has none."""
     if axis.dim < 0:
         return 1, 0, math.prod(shape)
     outer = shape[axis.dim] // (samples * axis.inner)

@@ -10,17 +10,14 @@ downsets), so planners work on a tree::
                                             |  +- Leaf c1
                                             +- Leaf d
 
-The decomposition is that of the partial order "depends on", as in Valdes, Tarjan and Lawler, "The
-recognition of series parallel digraphs" (1982). An edge that other edges imply (a mask that feeds
-every layer) is not seen in it, which is what a transitive reduction is for, and several sources
-or sinks need no virtual one.
+The decomposition is that of the partial order "depends on": Valdes, Tarjan and Lawler, "The
+recognition of series parallel digraphs" (1982). An edge that other edges imply does not count.
 
 Two parts are in series if everything in the first precedes everything in the second, and parallel
-if nothing in one depends on the other. Where a part is neither (it holds an N: x1 -> y1, x1 ->
-y2, x2 -> y2), some order between operators that do not depend on each other is added: of the cuts
-at prefixes of a few topological orders, the one that orders the smallest share of the pairs it
-separates, then the same again on both sides. What is series-parallel inside a side is found
-there. Any plan for the graph with the added order is one for the graph without it.
+if nothing in one depends on the other. Where a part is neither (it holds an N: x1 -> y1, x1 -> y2,
+x2 -> y2), some order is added: of the cuts at prefixes of a few topological orders, the one that
+orders the smallest share of the pairs it separates, then the same again on both sides. A plan for
+the graph with the added order is one for the graph without it.
 
 Time: O(n) operations on bit masks of n bits per level of the tree.
 """
@@ -47,9 +44,7 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """At least two parts of which each precedes the next; ``forced``, that order was added, because
-    the part is not series-parallel.
-    """
+    """At least two parts, each before the next; ``forced``: that order was added."""
 
     children: tuple[Node, ...]
     forced: bool = False
@@ -91,11 +86,9 @@ def is_series_parallel(node: Node) -> bool:
 
 
 def signature(graph: OpGraph, node: Node, keys: Sequence[Hashable]) -> Hashable:
-    """What two parts have in common if and only if a planner may treat them as the same.
-
-    The shape of the part, the keys of its operators (``keys``: per operator of the graph, what it
-    costs), and the sizes of the values that they read and make, with the places of both ends inside
-    the part.
+    """What two parts have in common if and only if a planner may treat them as the same: shape,
+    keys of the operators (what each costs), and sizes and ends of the values that they read and
+    make.
     """
     order = list(operators(node))
     place = {op: position for position, op in enumerate(order)}

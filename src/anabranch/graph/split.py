@@ -1,8 +1,7 @@
 """Programs of the stages that a captured module is cut into.
 
-A stage's program holds the calls of its operators, in the order of the whole program, copies of the
-free calls that they need, and the model's own parameters under the model's own names. What crosses
-a stage boundary goes through a port::
+A stage's program holds the calls of its operators in program order, copies of the free calls that
+they need, and the model's own parameters. What crosses a stage boundary goes through a port::
 
     stage 0                    stage 1
     +----------------+         +----------------+
@@ -11,11 +10,11 @@ a stage boundary goes through a port::
     |      +-> d     |         |                |
     +----------------+         +----------------+
 
-One port per value and consuming stage is enough for gradients that are right. Gradients that are
-bitwise those of one process (``exact``) need a port for each use that autograd would add on its
-own; the producer adds what comes back in the order of one process (``gradient_order``). The uses
-that are added first may be summed where they are, because ((g3 + g2) + g1) begins with their sum.
-The same holds for a parameter that several stages read.
+One port per value and consuming stage makes gradients right. Gradients bitwise those of one process
+(``exact``) need a port for each use that autograd would add on its own; the producer adds what
+comes back in the order of one process (``gradient_order``). The uses that are added first may be
+summed where they are, because ((g3 + g2) + g1) begins with their sum. The same holds for a
+parameter that several stages read.
 """
 
 from __future__ import annotations
@@ -49,16 +48,14 @@ _GRAPH_MODULE_NAMES = frozenset(dir(fx.GraphModule(nn.Module(), fx.Graph())))
 class StageProgram:
     """What one stage runs for a number of samples.
 
-    Call ``module(*inputs, *tied, *batch)``; it returns ``(*outputs, loss if has_loss, *metrics)``.
-    Every tensor of a port has its samples in dimension 0.
+    ``module(*inputs, *tied, *batch)`` returns ``(*outputs, loss if has_loss, *metrics)``. Every
+    tensor of a port has its samples in dimension 0.
 
     Attributes:
         module: holds the model's own parameters and buffers under the model's own names.
-        inputs: ports to this stage.
+        inputs, outputs: ports to and from this stage.
         tied: uses of tied parameters, to be given as aliases of the parameter (exact mode only).
         batch: names of the batch leaves that are read.
-        outputs: ports from this stage.
-        has_loss: whether the loss is made here.
         metrics: names of the metrics that are made here.
         shapes: per value of the ports, shape and type for this number of samples.
     """
@@ -156,9 +153,7 @@ class Split:
     def program(
         self, stage: int, samples: int, *, device: torch.device | str | None = None
     ) -> StageProgram:
-        """What a stage runs for a number of samples, which constructs its tensors on the device (by
-        default where the module's parameters are now).
-        """
+        """A stage for a number of samples, its tensors made on ``device`` or by the parameters."""
         place = torch.device(device) if device is not None else self.captured.device
         key = (stage, samples, place)
         if key not in self._cache:

@@ -51,9 +51,7 @@ class DataSheet:
         return launches * self.launch_s + np.maximum(compute_s, nbytes / self.effective_bandwidth)
 
     def matmul_s(self, m: Floats, n: Floats, k: Floats, batch: Floats, precision: str) -> Floats:
-        """Seconds of compute of batched matrix products, 0 where a size is 0; never less when a
-        size grows.
-        """
+        """Seconds of compute of batched matrix products; it never falls when a size grows."""
         if precision not in self.flops:
             precision = "float32"
         per_processor = self.flops[precision] / self.processors * _REACHED[precision]

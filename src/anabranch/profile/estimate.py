@@ -1,10 +1,9 @@
 """Estimated costs of every operator on a GPU that is not here, from its data sheet.
 
-The operators run on meta tensors at two sample counts, which gives the kernels that they launch,
-forward and backward (``kernels``). The sizes of a kernel (bytes moved, rows of a matrix product)
-are affine functions of the samples, so two counts give them for every other; the data sheet turns
-sizes into seconds (``data_sheets``). Nothing here has been measured: expect the right order of
-operators and about a third of error in absolute seconds.
+The operators run on meta tensors at two sample counts, which gives their ``kernels``. The sizes of
+a kernel are affine functions of the samples, so two counts give every other; the data sheet turns
+sizes into seconds (``data_sheets``). Expect the right order of operators and about a third of error
+in absolute seconds.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Bytes that autograd keeps between forward and backward, by the operator that made them.
 
-Counted in storages, since keeping a view keeps all of its storage, each once: two operators that
-save the same tensor share it. Parameters, buffers and the batch are at hand anyway and do not
-count.
+Storages count, each once; parameters, buffers and the batch are at hand and do not.
 """
 
 from __future__ import annotations
@@ -15,10 +13,7 @@ from torch import Tensor
 
 
 class KeptBytes:
-    """Attributes saved storages to operators; see ``OpCost.kept_bytes`` for the rule.
-
-    An ``Observer`` of ``run_operators``; ``nbytes`` has what each operator has kept so far.
-    """
+    """Observer that gives saved storages to operators; see ``OpCost.kept_bytes`` for the rule."""
 
     def __init__(self, num_ops: int, at_hand: Iterable[Tensor]) -> None:
         self.nbytes = [0] * num_ops
@@ -61,11 +56,7 @@ class KeptBytes:
 
 
 def per_sample(few: Sequence[int], many: Sequence[int], samples: tuple[int, int]) -> list[int]:
-    """Bytes per sample, given the bytes at two sample counts.
-
-    What does not grow with the samples (a causal mask) drops out. Equal counts give the plain
-    quotient.
-    """
+    """Bytes per sample from two sample counts; what does not grow (a causal mask) drops out."""
     low, high = samples
     if low == high:
         return [-(-b // high) for b in many]

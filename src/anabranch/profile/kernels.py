@@ -1,8 +1,7 @@
 """Kernels that an operator would launch on a GPU, forward and backward, without having one.
 
-The operator runs on meta tensors, which have shapes but no numbers. A dispatch mode writes down
-every tensor operation that reaches the device, also those of autograd's backward. Attention and
-dropout are replaced by the fused kernels that PyTorch has for GPUs.
+A dispatch mode sees every tensor operation on meta tensors, also of the backward. Attention and
+dropout are replaced by PyTorch's fused kernels for GPUs.
 """
 
 from __future__ import annotations
@@ -65,10 +64,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class MetaRun(fx.Interpreter):
     """Runs a traced module on meta tensors, its attention and dropout as a GPU would.
 
-    Args:
-        module: a flat graph of ATen operations, which constructs its tensors on the meta device.
-        tensors: a meta tensor for each parameter and buffer that the graph reads, by its name
-            there.
+    ``tensors`` has a meta tensor for each parameter and buffer of the graph, by its name there.
     """
 
     def __init__(self, module: fx.GraphModule, tensors: Mapping[str, Tensor]) -> None:

@@ -283,10 +283,7 @@ def _likeness(captured: Captured, step: StageProgram, batch: Mapping[str, Tensor
 
 
 class _Copies:
-    """Operators' programs on a device, with one copy of each tensor for all of them.
-
-    Where the model is on the device already, nothing is copied.
-    """
+    """Operators' programs on a device, with one copy of each tensor that is not there already."""
 
     def __init__(self, device: torch.device, model: nn.Module) -> None:
         self.device = device

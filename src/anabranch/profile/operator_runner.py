@@ -45,9 +45,7 @@ class Observer(Protocol):
 def operator_programs(
     captured: Captured, samples: int, device: torch.device | None = None
 ) -> list[StageProgram]:
-    """One program per operator, in the order of the graph, which constructs tensors on ``device``
-    (by default where the model's parameters are).
-    """
+    """One program per operator, in order, on ``device`` (by default the parameters')."""
     cut = split(captured, [[op.name] for op in captured.graph.ops])
     return [cut.program(i, samples, device=device) for i in range(len(captured.graph))]
 
@@ -55,11 +53,8 @@ def operator_programs(
 def workable_counts(
     captured: Captured, counts: Sequence[int], device: torch.device | None = None
 ) -> list[int]:
-    """Sample counts without the smallest ones, if the model itself fails with these.
-
-    Batch normalisation fails with one sample while it trains. Whoever plans takes the smallest
-    count of a profile for the smallest slice of a micro-batch, so leaving a count out is enough.
-    Counts ascend.
+    """Sample counts (ascending) without the smallest ones, if the model itself fails with these, as
+    batch normalisation does with one sample.
 
     Raises:
         CaptureError: if fewer than two of several counts would be left.
@@ -97,10 +92,7 @@ def example_batch(captured: Captured, samples: int, device: torch.device) -> dic
 def run_operators(
     program: Sequence[StageProgram], batch: Mapping[str, Tensor], call: Call, observer: Observer
 ) -> None:
-    """Run all operators forward, then backward.
-
-    ``call`` takes an operator and its input tensors, and returns what its program returns.
-    """
+    """Run all operators forward, then backward; ``call`` maps operator and inputs to outputs."""
     leaves: dict[int, Tensor] = {}
     to_do: list[tuple[list[Tensor], list[Tensor | None]]] = []
     for op, step in enumerate(program):

@@ -28,10 +28,9 @@ TOP = 30.0
 def memory_chart(
     timelines: Sequence[tuple[str, Timeline]], *, width: float = 1200
 ) -> Drawing | None:
-    """Memory in use over the step, a row per device on one scale; None if nobody recorded any.
+    """Memory in use over the step, a row per device; None if nobody recorded any.
 
-    The first timeline that has memory is an area, the second a line over it; further ones are left
-    out.
+    The first timeline that has memory is an area, the second a line over it.
     """
     known = [(title, t) for title, t in timelines if any(t.memory.values())][:2]
     if not known:

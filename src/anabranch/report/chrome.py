@@ -1,8 +1,7 @@
-"""A timeline in the format of chrome://tracing and ui.perfetto.dev.
+"""A timeline in Google's "Trace Event Format", for chrome://tracing and ui.perfetto.dev.
 
-One process per device; its threads are compute and messages (as many as overlap, for the slices of
-a thread must nest); an arrow per message from send to receive; a counter for the memory in use. The
-format is Google's "Trace Event Format": a JSON object of events, times in microseconds.
+A process per device, with threads for compute and for messages (as many as overlap), an arrow per
+message, a counter for memory. Times are microseconds.
 """
 
 from __future__ import annotations

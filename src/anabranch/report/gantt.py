@@ -224,10 +224,7 @@ def _box(
 
 
 def _number_sizes(layout: Layout, panel: Panel) -> dict[Kind, float]:
-    """Kind -> largest type in which every number fits into a typical box; 0 if none does.
-
-    One size for all, because a row in which some numbers are smaller or missing looks uneven.
-    """
+    """Kind -> largest type in which every number fits into a typical box; 0 if none does."""
     result = {}
     for kind, (seconds, digits) in lanes.typical(panel.timeline).items():
         width = layout.x(seconds) - layout.x(0.0)

@@ -1,7 +1,6 @@
-"""One page that shows a plan and its timelines, in one file.
+"""One page that shows a plan and its timelines, in one file that may load no other.
 
-The page is one file without a reference to any other, and a policy in its head forbids the browser
-to load one. All pictures are complete without the script, which adds zoom and tooltips.
+Its pictures are complete without the script, which adds zoom and tooltips.
 """
 
 from __future__ import annotations
@@ -36,8 +35,7 @@ class WeightVersions:
 
     Attributes:
         version_difference: per stage, updates between forward and backward at most.
-        peak_versions: per device of the plan, ascending, copies of its stage's weights.
-        weight_bytes: likewise, bytes of these copies.
+        peak_versions, weight_bytes: per device, ascending, copies of its weights and their bytes.
     """
 
     version_difference: Sequence[int] = ()

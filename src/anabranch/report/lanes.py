@@ -94,10 +94,7 @@ class Message:
 
 
 def rows(timeline: Timeline, graph: StageGraph) -> list[Row]:
-    """One row per device, the devices of a branch together.
-
-    The timeline itself says what ran where; the graph adds the devices that have not done anything.
-    """
+    """One row per device, also for those that did nothing; the devices of a branch together."""
     stages: dict[int, set[int]] = {device: set() for device in timeline.devices}
     for s, stage in enumerate(graph.stages):
         for device in stage.devices:

@@ -70,10 +70,9 @@ def longest_distances(num_nodes: int, edges: Sequence[tuple[int, int]]) -> list[
 
 
 class _Expanded:
-    """The graph with a further node in every layer that an edge passes.
+    """The graph with a node in every layer that an edge passes, after the given ones.
 
-    Nodes below ``len(layer)`` are the given ones. ``before`` and ``after`` are the neighbours, all
-    in adjacent layers.
+    ``before`` and ``after`` are neighbours, all in adjacent layers.
     """
 
     def __init__(self, layer: Sequence[int], edges: Sequence[tuple[int, int]]) -> None:

@@ -22,10 +22,7 @@ KINDS = {
 
 
 def shared_prefix(names: Sequence[str]) -> str:
-    """The leading dotted components that all names share, with the dot; they tell nothing.
-
-    At least one component of every name is left.
-    """
+    """Leading dotted components that all names share; each name keeps at least one."""
     columns = zip(*(name.split(".")[:-1] for name in names), strict=False)
     shared = takewhile(lambda parts: len(set(parts)) == 1, columns)
     return "".join(f"{parts[0]}." for parts in shared)

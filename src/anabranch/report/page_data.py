@@ -1,7 +1,6 @@
 """Data of the page's script: geometry of the picture of timelines, actions and messages.
 
-The script redraws the boxes by the rules of ``gantt`` when the reader zooms, and finds the action
-under the pointer.
+The script redraws zoomed boxes by the rules of ``gantt`` and finds the action under the pointer.
 """
 
 from __future__ import annotations

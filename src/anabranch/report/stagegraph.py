@@ -46,11 +46,7 @@ def _column(layer: int) -> float:
 def _ports(
     graph: StageGraph, routes: Mapping[Edge, Sequence[float]]
 ) -> tuple[dict[Edge, float], dict[Edge, float]]:
-    """Edge -> where it leaves its source and where it enters its target, relative to their middles.
-
-    Spread, so that a join shows every edge, in the order in which they come, so that they do not
-    cross.
-    """
+    """Edge -> offsets where it leaves and enters, spread in the order in which edges come."""
     leaving: dict[Edge, float] = {}
     entering: dict[Edge, float] = {}
     for s in range(len(graph)):

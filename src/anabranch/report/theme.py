@@ -1,9 +1,7 @@
 """Colours, type, number formats, ticks and SVG elements of all pictures, in light and dark.
 
-A picture may end up in a README, in a page, or in a viewer that knows no CSS variables, so a
-standalone picture carries plain rules for both colour schemes and paints its own background.
-Forward is blue and backward orange, which stay apart in every common form of colour blindness and
-in grey (blue is the darker one in light mode).
+A standalone picture carries rules for both colour schemes and paints its own background. Forward
+blue and backward orange stay apart in common colour blindness and in grey.
 """
 
 from __future__ import annotations
@@ -78,10 +76,8 @@ def style() -> str:
 
 @dataclass
 class Drawing:
-    """One picture while it is drawn: pieces of SVG in painting order.
-
-    ``title`` is a sentence for a screen reader; ``attributes`` are further ones of the svg element,
-    already escaped.
+    """One picture while it is drawn, in painting order; ``title`` is for a screen reader,
+    ``attributes`` are further ones of the svg element, already escaped.
     """
 
     width: float

@@ -1,7 +1,6 @@
-"""Layout of a picture of timelines: rows, labels and one axis.
+"""Layout of a picture of timelines: rows as high as their number allows, labels and one axis.
 
-Rows are as high as their number allows, and all timelines share the axis, so that lengths can be
-compared. The picture (``gantt``) and the page's script (``page_data``) draw by it.
+The picture (``gantt``) and the page's script (``page_data``) draw by it.
 """
 
 from __future__ import annotations

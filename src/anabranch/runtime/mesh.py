@@ -1,8 +1,7 @@
-"""The mesh of ranks: a plan's devices as processes and process groups.
+"""The mesh of ranks: a plan's devices as processes and process groups; rank i is the i-th device.
 
-Rank i is the i-th device of the plan, ascending. With one device there are no processes to talk to,
-and every collective is the identity. Everything a rank knows of the others it computes from the
-plan, so collectives run in one order everywhere, and only numbers travel.
+Everything a rank knows of the others it computes from the plan, so collectives run in one order
+everywhere, and only numbers travel. With one device every collective is the identity.
 """
 
 from __future__ import annotations
@@ -64,10 +63,8 @@ threads, and its sockets are several times slower than shared memory.
 
 
 def require_whole_replicas(graph: StageGraph) -> None:
-    """Accept a plan whose replicas are one device each.
-
-    Raises:
-        InvalidPlanError: if a stage has tensor parallelism, which is planned and simulated only.
+    """Accept a plan whose replicas are one device each; raises InvalidPlanError for tensor
+    parallelism, which is planned and simulated only.
     """
     sharded = [s for s, stage in enumerate(graph.stages) if stage.tensor > 1]
     if sharded:
@@ -196,13 +193,10 @@ class Mesh:
     def transport(
         self, place: torch.device = _CPU, channels: Collection[Channel] = ()
     ) -> Transport | None:
-        """A transport to all other ranks, with connections of its own.
+        """A transport to all other ranks for ``channels``, with connections of its own.
 
         On the CPU it goes through shared memory to ranks of this host, through Gloo to the rest.
         Ranks with a GPU each use NCCL; GPUs without it go through the host.
-
-        Args:
-            channels: all of the run, the same on every rank; NCCL needs to know them.
         """
         if self.size == 1:
             return None
@@ -255,10 +249,7 @@ class Mesh:
         return self.start_all_reduce(tensor, ranks).wait()
 
     def start_all_reduce(self, tensor: Tensor, ranks: tuple[int, ...] | None = None) -> Pending:
-        """As ``all_reduce``, in the background.
-
-        Ranks of one set start their sums in one order; other sums, and messages, go on meanwhile.
-        """
+        """As ``all_reduce``, in the background; ranks of one set start their sums in one order."""
         chosen, key = (self._everyone, _ALL) if ranks is None else (ranks, ranks)
         if len(chosen) == 1:
             return _Reduced(tensor, None)
@@ -299,14 +290,10 @@ class Mesh:
         self.all_reduce(torch.zeros(1))
 
     def part(self, key: str, patience_s: float) -> None:
-        """Wait until all ranks have come here, though not for long.
+        """Wait up to ``patience_s`` until all ranks have come to ``key``, which is used once.
 
-        One that ends while others still send to it would look to them like a failure. Not a
-        barrier, whose place among other sums all ranks would have to agree on.
-
-        Args:
-            key: of this place, the same on every rank; used once.
-            patience_s: seconds after which this rank goes on alone.
+        A rank that ended while others still send to it would look to them like a failure. A barrier
+        would need a place among the other sums.
         """
         if self.size == 1 or self.is_closed:
             return
@@ -348,8 +335,8 @@ class Mesh:
     def explain(self, lost: PeerLostError) -> BaseException:
         """What to raise on a rank whose connections broke; another rank has the cause.
 
-        Under torchrun all last words go to one terminal, so this rank leaves quietly if the cause
-        has been told. Local ranks report to their parent, which tells causes from consequences.
+        Under torchrun a rank leaves quietly if the cause is told; local ones report to their
+        parent.
         """
         if "TORCHELASTIC_RUN_ID" not in os.environ:
             return lost

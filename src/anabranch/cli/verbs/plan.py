@@ -136,9 +136,7 @@ def _baselines(
     planning: PlanningSettings,
     optimizer: OptimizerFacts | None,
 ) -> Iterator[tuple[str, Plan | AnabranchError]]:
-    """The best sequential plan of the search (as free as ours), and the straight one without
-    replicas; neither is improved afterwards, which takes longer than to find it.
-    """
+    """The search's best sequential plan and the straight one without replicas, as found."""
     from anabranch.solve import plan
 
     search = partial(

@@ -10,8 +10,7 @@ A file is recognised by what it holds, not by its name:
 | ``piper`` | JSON with ``TMPCs``, costs per degree of tensor parallelism | Piper |
 | ``dnn_partitioning`` | JSON with ``fpgaLatency``, forward and backward nodes | msr-fiddle |
 
-All of them draw an ``ImportedGraph``, which becomes a profile: measured at one size, so that times
-are taken as proportional to samples. What a format leaves open is decided, and said, in its module.
+All draw an ``ImportedGraph``, measured at one size; times count as proportional to samples.
 """
 
 from __future__ import annotations
@@ -64,10 +63,8 @@ def read_profile(path: str | os.PathLike[str], samples: int | None = None) -> Pr
 
 
 def is_foreign(path: str | os.PathLike[str]) -> bool:
-    """Whether a file is for ``read_profile``: anything but a JSON document with a key ``schema``.
-
-    Raises:
-        FileFormatError: if there is no such file, or no text in it.
+    """Whether a file is for ``read_profile``: anything but a JSON document with a key ``schema``;
+    raises FileFormatError if there is no such file, or no text in it.
     """
     text = read_text(Path(path))
     if not text.lstrip().startswith("{"):

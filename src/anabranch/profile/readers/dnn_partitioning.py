@@ -92,11 +92,7 @@ def looks_like(document: Mapping[str, Any]) -> bool:
 
 
 def read(document: Mapping[str, Any], path: Path, samples: int | None = None) -> Profile:
-    """The profile in a document of this format; ``samples``: of the profiled mini-batch.
-
-    Raises:
-        FileFormatError: naming file, key path and value.
-    """
+    """The profile in a document; ``samples`` of the profiled mini-batch. Raises FileFormatError."""
     file = validate(document, _File, str(path), "dnn-partitioning")
     graph = _Graph(file, str(path))
     nodes = graph.drafted()

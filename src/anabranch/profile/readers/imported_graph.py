@@ -82,12 +82,8 @@ class ImportedNode:
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """One edge of the file, from the producer's key to the consumer's.
-
-    Attributes:
-        nbytes: what crosses for the whole mini-batch.
-        where: the place in the file.
-        output: tells several outputs of one size apart.
+    """One edge of the file between keys; ``nbytes`` crosses for the whole mini-batch, ``output``
+    tells several outputs of one size apart, ``where`` is the place in the file.
     """
 
     producer: str
@@ -99,14 +95,8 @@ class Edge:
 
 @dataclass(frozen=True)
 class ImportedGraph:
-    """Everything that a reader has found.
-
-    Attributes:
-        file: for messages.
-        name: of the model.
-        edges: one that occurs twice counts once.
-        samples: of the mini-batch that times and bytes are for.
-        device: what the times were measured on, and what was decided where the file is silent.
+    """Everything that a reader has found; times and bytes are for ``samples``, an edge that occurs
+    twice counts once, ``device`` tells what was measured on and what was decided.
     """
 
     file: str
@@ -271,10 +261,8 @@ def _check_sizes(file: str, nodes: Sequence[ImportedNode]) -> None:
 
 
 def topological_order(file: str, nodes: Collection[str], edges: Sequence[Edge]) -> list[str]:
-    """The keys in topological order, of those that may come next always the least.
-
-    Raises:
-        FileFormatError: naming a cycle, or an edge without its node.
+    """The keys in topological order, of those that may come next always the least; raises
+    FileFormatError naming a cycle, or an edge without its node.
     """
     check_edges(file, nodes, edges)
     after: dict[str, set[str]] = {key: set() for key in nodes}

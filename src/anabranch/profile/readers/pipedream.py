@@ -73,11 +73,7 @@ def looks_like(text: str) -> bool:
 
 
 def read(text: str, path: Path, samples: int | None = None) -> Profile:
-    """The profile in a text of this format; ``samples``: of the profiled mini-batch.
-
-    Raises:
-        FileFormatError: naming file, line and value.
-    """
+    """The profile in a text; ``samples`` of the profiled mini-batch. Raises FileFormatError."""
     rows, edges = _parse(text, str(path))
     if not rows:
         raise FileFormatError(f"{path} has edges, but no line about a node")

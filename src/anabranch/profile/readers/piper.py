@@ -108,11 +108,7 @@ def looks_like(document: Mapping[str, Any]) -> bool:
 
 
 def read(document: Mapping[str, Any], path: Path, samples: int | None = None) -> Profile:
-    """The profile in a document of this format; ``samples``: of the profiled micro-batch.
-
-    Raises:
-        FileFormatError: naming file, key path and value.
-    """
+    """The profile in a text; ``samples`` of the profiled micro-batch. Raises FileFormatError."""
     file = validate(document, _File, str(path), "Piper")
     _check_variants(file, str(path))
     edges = [

@@ -36,13 +36,7 @@ from anabranch.profile.readers.imported_graph import Edge, neighbours, topologic
 
 @dataclass(frozen=True, slots=True)
 class TrainingNode:
-    """One node of a training graph.
-
-    Attributes:
-        where: the place in the file.
-        color: its colour class, if it has one.
-        weight: a parameter: costs nothing, and nothing leads to it.
-    """
+    """A node, its place in the file and colour class; a ``weight`` is a free source."""
 
     key: str
     name: str

@@ -90,10 +90,8 @@ PLAIN = ComputeOptions()
 
 
 def require_exact(options: ComputeOptions, parts: Split) -> None:
-    """Accept options under which gradients are bitwise those of one process.
-
-    Raises:
-        ValueError: for half precision where stages share parameters.
+    """Accept options under which gradients are bitwise those of one process; raises ValueError for
+    half precision where stages share parameters.
     """
     if options.half is not None and parts.tied:
         name, stages = next(iter(parts.tied.items()))

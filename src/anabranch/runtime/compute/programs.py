@@ -1,6 +1,4 @@
-"""Programs of the stages as they are called for each micro-batch, under the compute options.
-
-::
+"""Programs of the stages as they are called for each micro-batch, under the compute options::
 
     program --> random numbers by sample --> torch.compile --> under autocast --> call
                 (option dropout)             (compile)         (precision)
@@ -30,13 +28,8 @@ from anabranch.runtime.numerics.precision import autocast, value_types
 
 @dataclass(frozen=True, eq=False)
 class StageCall:
-    """A stage for a number of samples, ready to run.
-
-    Attributes:
-        call: takes ``(*inputs, *tied, *batch)``, with ``by_sample`` after the step's key and the
-            first sample.
-        by_sample: its random numbers are a function of the samples.
-        is_random: it draws from a generator.
+    """A stage for some samples: ``call`` takes ``(*inputs, *tied, *batch)``, ``by_sample`` after
+    the step's key and the first sample. ``is_random``: it draws from a generator.
     """
 
     program: StageProgram

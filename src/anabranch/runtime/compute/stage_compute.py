@@ -1,14 +1,11 @@
-"""Computation of one micro-batch of a stage, between two messages.
-
-::
+"""Computation of one micro-batch of a stage, between two messages::
 
     forward    values  -> detached leaves -> program -> outputs         gradients    backward
                                |                          |                 |
                                +--------- stash ----------+---- autograd ---+--> gradients of leaves
 
-Autograd ends at the detached leaves, one per use of a value (``Port``), so each stage has a graph
-of its own, and gradients cross as messages. Gradients of parameters accumulate in ``.grad`` over
-the micro-batches, in their order.
+Autograd ends at the detached leaves, one per use of a value (``Port``), and gradients cross as
+messages. Those of parameters accumulate in ``.grad`` over the micro-batches, in their order.
 """
 
 from __future__ import annotations
@@ -157,9 +154,8 @@ class _Stash:
 class StageCompute:
     """Runs the stages' programs of one device under autograd.
 
-    Args:
-        seed: of random numbers. Each micro-batch of a stage draws from a generator of its own, by
-            seed, step, samples and stage, so that a resumed run and a recomputed forward repeat it.
+    Each micro-batch of a stage draws from a generator of its own, by seed, step, samples and stage,
+    so that a resumed run and a recomputed forward repeat it.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Agreement of the ranks on what they were started with, before anything else travels.
 
 A rank computes all it knows about the others from its own copy, so a difference would end in a hang
-or in wrong numbers. Each tells what it was started with, as short texts::
+or in wrong numbers::
 
     rank 0   version ..., plan 4 stages (9f31), model ..., options accumulate 1     \\
     rank 1   version ..., plan 4 stages (9f31), model ..., options accumulate 1      > one digest
@@ -38,13 +38,8 @@ _REMEDY = {
 
 
 def require_agreement(facts: Mapping[str, str]) -> None:
-    """Check that all processes of torch.distributed were started alike.
-
-    Args:
-        facts: what -> the value here; the same names on every rank.
-
-    Raises:
-        InvalidPlanError: on every rank with the same text, naming what differs and who has what.
+    """Check that ``facts``, a text by name, are alike on all ranks; raises InvalidPlanError on
+    every rank with the same text, naming what differs and who has what.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
@@ -96,11 +91,7 @@ def _named(ranks: list[int]) -> str:
 
 
 def facts_of(captured: Captured, plan: Plan, options: Mapping[str, object]) -> dict[str, str]:
-    """What ``require_agreement`` compares.
-
-    Args:
-        captured: the model; its operators, values, leaves of the batch and parameters count.
-    """
+    """Facts that ``require_agreement`` compares; ``captured`` is the model."""
     parameters = [(n, tuple(p.shape), str(p.dtype)) for n, p in captured.module.named_parameters()]
     numbers = sum(p.numel() for p in captured.module.parameters())
     graph, stages = captured.graph, plan.stage_graph

@@ -1,15 +1,14 @@
 """The first failure of a run, told to the user once, with the place where it happened.
 
-One rank fails; within milliseconds the connections of its neighbours break, then theirs. So every
-rank ends with an exception, and only one of them is the cause::
+One rank fails, then the connections of its neighbours break, then theirs. Only one of the
+exceptions is the cause; consequences have a type of their own::
 
     rank 1   ValueError in the forward of stage 1         the cause: StageFailedError
     rank 0   connection closed by peer                    a consequence: PeerLostError
     rank 2   connection closed by peer                    a consequence: PeerLostError
 
-Consequences have a type of their own, so whoever collects (the parent of local ranks, the store
-under torchrun) can tell them apart. A rank notes where it is in a few integers, which local ranks
-share with their parent: a rank that is killed cannot say where it was.
+A rank notes where it is in a few integers, which local ranks share with their parent: a rank that
+is killed cannot say where it was.
 """
 
 from __future__ import annotations
@@ -148,12 +147,7 @@ def one_line(error: BaseException) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What one rank tells of its end; plain text, so that it crosses processes.
-
-    Attributes:
-        kind: name of the exception's class.
-        is_consequence: the cause is elsewhere.
-    """
+    """What one rank tells of its end, as plain text; ``kind`` is the exception's class name."""
 
     rank: int
     kind: str

@@ -1,15 +1,12 @@
 """An early end of training, at one step on all ranks.
 
-Ctrl-C comes at any moment, to one process or to several, while ranks are at different steps. So
-whoever hears it only notes it, and the note travels with the totals of every step
-(``step_totals``)::
+Ctrl-C comes to one process or to several, while ranks are at different steps. Whoever hears it only
+notes it; the note travels with the totals of every step (``step_totals``), which all ranks read
+between the same steps::
 
     rank 0    step 7    step 8    step 9 | read totals of 8: someone has heard, stop
     rank 1    step 7    step 8    step 9 | read totals of 8: someone has heard, stop
                         ^ rank 0 hears of Ctrl-C
-
-Ranks read the same totals between the same steps, so all of them know it at one place, also where
-totals are read some steps late.
 """
 
 from __future__ import annotations
@@ -29,11 +26,7 @@ process, and then torchrun passes its own on.
 
 
 class Interrupt:
-    """Whether training is to end early.
-
-    Attributes:
-        agreed: all ranks know, and know that the others do.
-    """
+    """Whether training is to end early; ``agreed``: all ranks know, and know that the others do."""
 
     def __init__(self) -> None:
         self._flag = memoryview(bytearray(8)).cast("q")

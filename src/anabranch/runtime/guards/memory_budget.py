@@ -1,16 +1,13 @@
-"""The predicted peaks of all ranks against the memory that there is, before anything is allocated.
+"""Predicted peaks of all ranks against the memory that there is, before anything is allocated.
 
-A rank that runs out of memory in a step is killed without a word and takes the run along. So each
-rank compares its plan's prediction with
+A rank that runs out of memory is killed without a word. So its plan's prediction is compared with
 
 - the memory of a device of the cluster that was planned for, where the plan has it;
-- on a GPU what is free on it; ranks that share one add up;
-- on a CPU what its host can give (Linux): ranks of one host add up, and a container may have less
-  than the host.
+- what is free on its GPU, or on the CPU what its host or container can give (Linux); ranks that
+  share it add up.
 
-What is free is told apart from a rank's own parameters, which are there already, and grows by those
-of other stages, which are given back when training starts. A prediction is not exact; what is
-refused exceeds by more than ``MARGIN``.
+A rank's own parameters are there already, those of other stages are given back when training
+starts. A prediction is not exact; what is refused exceeds by more than ``MARGIN``.
 """
 
 from __future__ import annotations
@@ -41,13 +38,13 @@ _REMEDY = (
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What one rank needs and has.
+    """Bytes that one rank needs and has.
 
     Attributes:
         resident_bytes: of its own parameters, as far as they are there already.
-        given_bytes: of parameters of other stages, which are given back when training starts.
-        free_bytes: where this rank's tensors will be; negative if that is not known.
-        home: of ranks that take from the same memory, the same number.
+        given_bytes: of parameters of other stages, given back when training starts.
+        free_bytes: where its tensors will be; negative if that is not known.
+        home: the same number for ranks that take from the same memory.
     """
 
     peak_bytes: int
@@ -60,13 +57,8 @@ class Need:
 def require_memory(
     plan: Plan, mesh: Mesh, resident_bytes: int, given_bytes: int, place: torch.device
 ) -> None:
-    """Check that every rank's predicted peak fits where it runs.
-
-    Args:
-        plan: one whose peaks were not predicted (or all 0) passes.
-
-    Raises:
-        InfeasiblePlanError: on every rank with the same text, naming rank, need and memory.
+    """Check that every rank's peak, if predicted, fits where it runs; raises InfeasiblePlanError on
+    every rank with the same text, naming rank, need and memory.
     """
     peaks = plan.predicted.device_peak_bytes if plan.predicted is not None else ()
     if len(peaks) != mesh.size or not any(peaks):

@@ -1,12 +1,9 @@
 """One micro-batch through the pipeline and through the user's own module, before the first step.
 
-Tracing can lose what Python does behind its back, and a wrong gradient trains silently. So rank 0,
-which still has the whole model, runs it as the user wrote it, and both sides are compared by two
-numbers per parameter: the norm of the gradient, and its product with a fixed pattern of signs.
-
-Both sides compute without compute options, because the question is what tracing has lost. Replicas
-stay idle: with one slice per micro-batch, batch normalisation and losses within the batch compare
-as well.
+Tracing can lose what Python does behind its back, and a wrong gradient trains silently. So rank 0
+runs the user's module, and two numbers per parameter are compared: the norm of the gradient, and
+its product with a fixed pattern of signs. Both sides compute without compute options. Replicas stay
+idle: with one slice per micro-batch, batch normalisation compares as well.
 """
 
 from __future__ import annotations
@@ -49,11 +46,8 @@ def compare_with_eager(
     leaves: Mapping[str, Tensor],
     home: torch.device,
 ) -> None:
-    """Compare loss and gradients of the first samples of a batch; a model that draws random numbers
-    is not compared.
-
-    Args:
-        home: where the whole model was, and runs once more.
+    """Compare loss and gradients of the first samples of a batch, unless the model draws random
+    numbers; the whole model was at ``home``, and runs there.
 
     Raises:
         TrainingError: on every rank, naming the parameter that differs most.

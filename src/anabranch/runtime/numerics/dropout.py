@@ -1,14 +1,11 @@
-"""Random operations of a stage, rewritten so that their numbers are the same under any plan.
-
-::
+"""Random operations of a stage, rewritten so that their numbers are the same under any plan::
 
     x ---> dropout(x, 0.1)            key, start ---> streams ---+
                                                                  v
                                       x ---> draw("aten::dropout", ..., x, 0.1)
 
-A generator draws in the order of execution, which a plan changes. So the numbers of each operation
-depend on the seed, the step, its place in the model and the sample's place in the batch
-(``runtime.numerics.random_streams``), not on micro-batches, replicas, recomputation or stages.
+A generator draws in the order of execution, which a plan changes. These numbers depend on the seed,
+the step, the operation's place in the model and the sample's place in the batch.
 """
 
 from __future__ import annotations
@@ -62,11 +59,8 @@ class BySample:
         return result
 
     def rewritten(self, program: StageProgram, samples: int) -> fx.GraphModule | None:
-        """A stage whose numbers are a function of its samples.
-
-        Returns:
-            A module that takes the step's key and the first sample's place in the batch before the
-            program's own arguments, or None where the stage draws nothing.
+        """A stage that takes the step's key and the first sample's place in the batch before its
+        own arguments, or None where it draws nothing.
 
         Raises:
             CaptureError: naming the operation, if one cannot be rewritten.

@@ -1,12 +1,11 @@
 """The origin of a number that is not finite: stage, micro-batch and tensor.
 
-A NaN or an infinity does harm when it reaches the loss or the gradient of a parameter: the
-optimizer would carry it into the parameters. So every step looks at the loss and, in one pass, at
-all gradients. An infinity that a later operation takes away again, as in a mask, does no harm.
+Every step looks at the loss and, in one pass, at all gradients of parameters. An infinity that a
+later operation takes away again, as in a mask, does no harm.
 
-By the time that the harm is known on all ranks, most tensors of the step are gone. So the step is
-run once more, with the same random numbers and no update, and every tensor is looked at as it
-leaves its stage; everything downstream of the cause is bad then, too::
+By the time that the harm is known on all ranks, most tensors of the step are gone. So the step runs
+once more, with the same random numbers and no update, and every tensor is looked at as it leaves
+its stage::
 
     stage 0   F0  F1  F2* F3          forward before backward, forwards along the stages,
     stage 1       F0  F1  F2* F3      backwards against them: 0F2 is the first
@@ -72,10 +71,7 @@ _NOTHING = Finding(2, 0, 0, 0, 0)
 
 
 def bad_names(gradients: Mapping[str, Tensor]) -> list[str]:
-    """Gradients that have numbers that are not finite.
-
-    If none has, it is one pass over them, and one wait for the device.
-    """
+    """Names of gradients that are not finite: one pass over all, and one wait for the device."""
     values_of = {name: g._values() if g.is_sparse else g for name, g in gradients.items()}
     # A norm may overflow though the numbers do not, so whatever looks bad is looked at again.
     if all(map(math.isfinite, fetched(norms(values_of.values())))):
@@ -275,10 +271,7 @@ def _harmful(tensor: Tensor) -> Tensor:
 
 
 def data_advice(leaves: Mapping[str, Tensor], when: str) -> str:
-    """What helps where the batch itself is the cause; empty where it is not.
-
-    Minus infinity alone is none: masks are made of it.
-    """
+    """Advice where the batch itself is the cause, else empty; minus infinity may be a mask."""
     for leaf in leaves.values():
         if leaf.is_floating_point() and _is_harmful(leaf):
             return f"fix the data: {when}, sample {_first_sample(_harmful(leaf))}"

@@ -1,13 +1,11 @@
-"""Activations on the host between forward and backward.
-
-::
+"""Activations on the host between forward and backward::
 
     main stream   F0 ------ F1 ------ F2 ------        B0 ------ ...
     side stream       copies of 0 ->    of 1 ->  ...   <- copies of 0, a few ahead of their use
 
-Each tensor that autograd saves for the backward is copied into pinned memory on a stream of its
-own; its device memory is free once the copy is done and nobody else holds it. Backward takes
-tensors in about the opposite order, so with each the ones saved just before it are fetched as well.
+A tensor that autograd saves is copied into pinned memory; its device memory is free once the copy
+is done and nobody else holds it. Backward takes tensors in about the opposite order, so with each
+the ones saved just before it are fetched as well.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Mixed precision: autocast of a stage, types of what crosses stages, and the scale of the loss.
 
-Autocast applies to a stage's ATen operations as in the user's own module. Values cross between
-ranks, and both ends have to know their types before they come: they run the model once on fake
-tensors under the same autocast.
+Both ends of a message know its types beforehand: they run the model once on fake tensors under the
+same autocast.
 """
 
 from __future__ import annotations
@@ -30,10 +29,7 @@ def autocast(half: torch.dtype | None, place: torch.device) -> AbstractContextMa
 def value_types(
     captured: Captured, half: torch.dtype | None, place: torch.device
 ) -> Mapping[int, torch.dtype]:
-    """Types of values under autocast, by index, where they differ from the captured ones.
-
-    CPU and GPU cast other operations.
-    """
+    """Types of values under autocast on the device, by index, where they differ."""
     if half is None:
         return {}
     program = captured.at(captured.samples, device=place)

@@ -1,7 +1,6 @@
 """ATen's random operations by their definitions, with numbers from streams (``RandomSite``).
 
-Each function takes a site, then the operation's own arguments, and returns what the operation
-returns. ``DRAWS`` has them by the operation's name.
+Each takes a site, then the operation's own arguments; ``DRAWS`` has them by name.
 """
 
 from __future__ import annotations

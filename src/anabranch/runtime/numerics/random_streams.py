@@ -1,17 +1,14 @@
-"""Random numbers that are a function of seed, step, operation, sample and place in the sample.
-
-::
+"""Random numbers that are a function of seed, step, operation, sample and place in the sample::
 
     key = hash(seed, step) --> hash with the operation --> hash with the sample --> stream
     number i of a sample in an operation = i-th number of SplitMix64 that begins at its stream
 
 SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, OOPSLA 2014) is a
-counter hashed by two multiplications, so all numbers of a tensor are made at once by element-wise
-operations on 64-bit integers, which give the same bits on every device.
+counter hashed by two multiplications of 64-bit integers, so all numbers of a tensor are made at
+once, with the same bits on every device.
 
-A value's elements are seen as ``[before, samples, after]`` (``graph.samples.blocks``); a sample's
-elements are counted through before and after. A value without samples draws from the stream of the
-operation, so it is alike in all micro-batches of a step.
+A value's elements are seen as ``[before, samples, after]`` (``blocks``); a sample's are counted
+through before and after. A value without samples draws from the stream of the operation.
 """
 
 from __future__ import annotations
@@ -82,10 +79,7 @@ def streams(key: Tensor, start: Tensor, counters: Tensor, samples: int) -> Tenso
 
 
 class RandomSite(NamedTuple):
-    """One random operation of a stage in a micro-batch.
-
-    ``blocks`` are before, samples, after; samples is 0 for a value without samples.
-    """
+    """A stage's random operation in a micro-batch; samples in ``blocks`` may be 0."""
 
     streams: Tensor
     row: int

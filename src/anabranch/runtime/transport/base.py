@@ -28,11 +28,7 @@ class Receipt(Protocol):
     """A receive that has been posted."""
 
     def wait(self) -> list[Tensor]:
-        """The tensors of the message, once they are there.
-
-        Raises:
-            PeerLostError: if it cannot come any more.
-        """
+        """The tensors, once they are there; raises PeerLostError if they cannot come any more."""
         ...
 
 
@@ -77,11 +73,8 @@ _OWN_ERRORS = (
 
 
 def guarded(call: Callable[[], T]) -> T:
-    """Call into torch.distributed; a connection that breaks there is the consequence of a failure
-    elsewhere, an error of this rank's own GPU is not.
-
-    Raises:
-        PeerLostError: where a connection broke.
+    """Call into torch.distributed; raises PeerLostError where a connection broke, which an error of
+    this rank's own GPU is not.
     """
     try:
         return call()

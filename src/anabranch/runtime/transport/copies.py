@@ -1,7 +1,6 @@
 """Copies between a GPU and pinned memory of the host, on streams of their own.
 
-They run beside the computation: a copy down waits on the GPU for what the compute stream has been
-given, the compute stream waits on the GPU for a copy up. The host waits for neither.
+Copies and computation wait for each other on the GPU, the host for neither.
 """
 
 from __future__ import annotations

@@ -1,15 +1,13 @@
 """Messages between ranks of one host, through memory that both of them see.
 
-Gloo takes 100 us and more for the smallest message, and copies large ones several times through
-sockets. Here the sender copies its tensors once, into shared memory (``memory``), and notes that in
-a log there (``log``); the receiver builds tensors on top of a large message and copies a small one.
-The log has no end, so a send never waits and nothing is left to be sent later: what was sent is the
-receiver's, even if the sender ends.
+Gloo takes 100 us and more for the smallest message. Here the sender copies its tensors once, into
+shared memory (``memory``), and notes that in a ``log`` without end; the receiver builds tensors on
+top of a large message and copies a small one. So a send never waits, and what was sent is the
+receiver's even if the sender ends.
 
-A socket per pair of ranks carries one byte per message, which wakes a receiver that waits. If it is
-full the receiver has been woken often enough. The kernel closes it when a process dies, however
-that happens, so a receiver that waits learns of it at once. There are no threads: they would
-contend for the interpreter with the computation.
+A socket per pair of ranks carries one byte per message, which wakes a receiver that waits. The
+kernel closes it when a process dies, so a receiver learns of it at once. There are no threads: they
+would contend for the interpreter with the computation.
 """
 
 from __future__ import annotations
@@ -39,10 +37,9 @@ _STALE_BYTES = 1 << 16
 
 
 class HostTransport:
-    """Messages through shared memory; to and from ranks of the same host.
+    """Messages through shared memory to and from ranks of the same host.
 
-    A tensor that was received may lie in memory of the sender's segment, which is reused when the
-    tensor is gone. The receiver may write to it.
+    A received tensor may lie in the sender's segment, reused when it is gone; it may be written to.
     """
 
     def __init__(self, meeting: Meeting, timeout: float) -> None:

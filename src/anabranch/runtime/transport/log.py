@@ -1,9 +1,8 @@
 """A log in shared memory: the messages of one rank to another, in order.
 
-A record says what a message is and where: a small message stands in the log itself, a large one in
-a block of its own. The log is a chain of blocks; a record of its own kind leads from a full one to
-the next, and the reader frees those behind it. So writing never waits for the reader. A number in
-shared memory, which only the writer changes, counts the records::
+A small message stands in the log itself, a large one in a block of its own. The log is a chain of
+blocks, which the reader frees behind it, so writing never waits for the reader. A number in shared
+memory, which only the writer changes, counts the records::
 
     written: 5      reader has read 2
 
@@ -29,12 +28,8 @@ _NOWHERE = BlockAddress(-1, 0, 0, 0)
 
 
 class Record(NamedTuple):
-    """One message as the log has it.
-
-    Attributes:
-        nbytes: size, with the gaps between tensors.
-        num_tensors: how many; 0 marks the way to the next block.
-        place: its block; the offset is -1 if it stands in the log.
+    """One message as the log has it: its block (``place``), an offset of -1 if it stands in the
+    log, its size with gaps; ``num_tensors`` 0 marks the way to the next block.
     """
 
     tag: int
@@ -107,10 +102,7 @@ class Reader:
         self._position = self._chunk.start(place.block)
 
     def read(self) -> list[tuple[Record, memoryview | bytearray]]:
-        """What was written since the last time: records with the bytes of their messages.
-
-        A block belongs to whoever has the bytes.
-        """
+        """New records with the bytes of their messages; a block belongs to who has the bytes."""
         written = self._counter[0]
         fence()
         result: list[tuple[Record, memoryview | bytearray]] = []

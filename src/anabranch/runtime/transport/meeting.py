@@ -1,16 +1,15 @@
 """Connections between ranks of one host, made without waiting for one that cannot.
 
-Everybody says, in a small collective, which host it is on and where it listens (a socket in the
-abstract namespace of Linux). Then, in steps that end with a collective each, so that nothing is
-awaited that has not happened::
+Everybody says in a small collective which host it is on and where it listens (a socket in the
+abstract namespace of Linux). Then, in steps that end with a collective each::
 
     connect to lower ranks of the host, say hello   | collective |
     take the connections of higher ranks, answer    | collective |
     read the answers                                | collective | compare
 
-A hello has the descriptor of the segment, and where in it the messages to this peer begin. Two
-ranks are connected if both say so; otherwise (another host, another user, no such sockets, no
-descriptors left) they have to talk in some other way.
+A hello has the descriptor of the segment, and where the messages to this peer begin. Two ranks are
+connected if both say so; otherwise (another host or user, no descriptors left) they talk in some
+other way.
 """
 
 from __future__ import annotations

@@ -1,20 +1,19 @@
 """Memory that one rank writes and the other ranks of its host read, without a copy in between.
 
-Each sender owns one segment, a file that exists in memory only. It grows by chunks, and a chunk has
-blocks of one size, each with a flag that both ends see::
+Each sender owns one segment, a file in memory. It grows by chunks, and a chunk has blocks of one
+size, a power of two, each with a flag that both ends see::
 
     segment   | chunk              | chunk                        | ...
                 flags | blk | blk    flags | block    | block
                 1 0
 
-The sender takes a block whose flag is 0, sets it to 1, writes, and says where. From then on the
-block is the receiver's, which builds tensors on top of it and may write to them. When the last of
-those is gone, the flag goes back to 0: torch holds a memoryview of the block for as long as any
-storage is on it, and a weak reference to that memoryview tells of its end.
+The sender takes a block whose flag is 0, sets it to 1, writes, and says where. The receiver builds
+tensors on top of it and may write to them. When the last of those is gone the flag goes back to 0:
+torch holds a memoryview of the block while any storage is on it, and a weak reference to that
+memoryview tells of its end.
 
-Writing to pages that nobody has used costs several times as much as writing to others, so memory is
-reused and never given back, and the lowest free block comes first. Sizes are powers of two; that
-wastes addresses, not memory, because pages come into being when they are written.
+Fresh pages cost several times as much to write as used ones, so memory is never given back, and the
+lowest free block comes first.
 """
 
 from __future__ import annotations
@@ -37,9 +36,8 @@ _IS_ORDERED = platform.machine() in ("x86_64", "AMD64")
 def fence() -> None:
     """Order what this process read and wrote before against what it does afterwards.
 
-    Some processors (not x86) show writes to others in another order. Python has no barrier, but
-    letting go of a lock and taking it again is one. A lock per call, because this may run in any
-    thread, even inside itself when garbage is collected.
+    Python has no barrier, but letting go of a lock and taking it again is one. A lock per call,
+    because this may run in any thread, even inside itself during garbage collection.
     """
     if _IS_ORDERED:
         return

@@ -1,34 +1,27 @@
 """Messages between ranks with a GPU each, through NCCL.
 
-NCCL has no tags, and two operations on one communicator run in the order in which each end started
-them. A sender starts its messages when they are computed, a receiver its receives ahead, each in
-the order of its own schedule; on a graph of stages the two orders differ, and on a shared
-communicator each end would then wait for the other for ever. So every channel (sender, receiver,
-tag) has a communicator of its own, which carries messages in one direction only. Within a channel
-the order is the same at both ends. The tensors of one message are one NCCL group.
-
-All of them are made and used once at the start, in one order for the whole run: the first use of a
-communicator waits for the other end, which must not happen in line.
+NCCL has no tags, and operations on one communicator run in the order in which each end started
+them. On a graph of stages senders and receivers start in different orders, so a shared communicator
+would deadlock. Every channel (sender, receiver, tag) has a communicator of its own, in one
+direction only. The tensors of one message are one NCCL group. All communicators are made and used
+once at the start, in one order for the whole run, because the first use waits for the other end.
 
 Streams of the GPU wait, the host hardly ever does. A send starts when the compute stream has made
-its tensors. A receive starts when it is posted, from a stream of its own, because it must not wait
-for computation; the compute stream waits for it where its tensors are first used. The host runs
-ahead of the GPU, but not with receives, which take memory: one is posted when the GPU has taken the
-last message that the host had taken before it asked::
+its tensors. A receive starts when it is posted; the compute stream waits for it where its tensors
+are first used. Receives take memory, so the host posts one only when the GPU has taken the last
+message that the host had taken before it asked::
 
     slots 2   host   take 0, ask for 2    take 1, ask for 3    take 2 ...
               GPU                         takes 0: 2 is posted          takes 1: 3 is posted
 
-The kernels of a channel run on a stream of PyTorch's pool of high priority, which hands its streams
-out again when there are no more. Channels that share one would wait for each other, so a rank with
-more channels than streams is refused. A kernel that waits for its peer occupies a part of the GPU
-and a queue of the driver: set ``CUDA_DEVICE_MAX_CONNECTIONS`` to at least the number of channels of
-a rank plus 2 (up to 32, by default 8), or a waiting kernel may stand before the computation that
-its peer needs.
+The kernels of a channel run on a stream of PyTorch's pool of high priority. Channels that share one
+would wait for each other, so a rank with more channels than streams is refused. A waiting kernel
+occupies a queue of the driver: set ``CUDA_DEVICE_MAX_CONNECTIONS`` to at least the number of
+channels of a rank plus 2 (up to 32, by default 8), or it may stand before the computation that its
+peer needs.
 
-A lost rank cannot be noticed by the host while a stream waits for it. NCCL's watchdog in
-torch.distributed ends the process after the timeout, and the launcher ends it earlier when it sees
-the other one fail.
+A lost rank cannot be noticed by the host while a stream waits for it. NCCL's watchdog ends the
+process after the timeout, the launcher earlier when it sees the other rank fail.
 """
 
 from __future__ import annotations
@@ -55,10 +48,8 @@ _POLL_S = 1e-4
 
 
 def require_streams(channels: Collection[Channel]) -> None:
-    """Accept channels for which every rank has streams.
-
-    Raises:
-        InvalidPlanError: naming the rank with most channels.
+    """Accept channels for which every rank has streams; raises InvalidPlanError naming the busiest
+    rank.
     """
     counts = Counter(rank for channel in channels for rank in (channel.sender, channel.receiver))
     rank, most = max(counts.items(), key=lambda item: (item[1], -item[0]), default=(0, 0))
@@ -110,9 +101,7 @@ class GpuWire:
         self._ahead = torch.cuda.Stream(place)  # type: ignore[no-untyped-call]
 
     def connect(self) -> None:
-        """Use each channel once. One after the other in one order: no two ranks can wait for each
-        other.
-        """
+        """Use each channel once, in one order everywhere, so that no two ranks can deadlock."""
         for channel in sorted(self._groups):
             tensor = torch.zeros(1, device=self._place)
             self._start(channel, [tensor])
@@ -154,13 +143,8 @@ class _Line:
 
 
 class NcclTransport:
-    """Messages through NCCL.
-
-    Args:
-        channels: of this rank.
-        place: this rank's GPU.
-        otherwise: for messages on other channels, such as those of an edge that only an
-            evaluation has; closed with this one.
+    """Messages of this rank's ``channels`` through NCCL, of others (an edge that only an evaluation
+    has) through ``otherwise``, which is closed with this one.
     """
 
     def __init__(

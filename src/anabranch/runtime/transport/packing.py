@@ -1,8 +1,7 @@
-"""Tensors of a message side by side in one piece of memory.
+"""Tensors of a message side by side in one piece of memory, aligned as torch would have them.
 
-Each begins where torch would let it begin. At the other end each is a tensor on its own on top of
-the same memory, not a view of one large tensor: autograd takes a change in place for a change of
-all views of a tensor.
+The receiver makes a tensor of its own of each, not a view of one: autograd takes a change in place
+for a change of all views.
 """
 
 from __future__ import annotations
@@ -24,13 +23,8 @@ ALIGNMENT = 64
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """Where the tensors of a message are.
-
-    Attributes:
-        offsets: where they begin, in bytes.
-        sizes: of each, in bytes.
-        nbytes: size of the whole, with the gaps.
-        signature: a number for the specs, the same in all processes.
+    """Where the tensors of a message are: offsets, sizes and ``nbytes`` (with gaps) in bytes;
+    ``signature`` is a number for the specs, the same in all processes.
     """
 
     specs: tuple[Spec, ...]

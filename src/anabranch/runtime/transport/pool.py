@@ -1,8 +1,6 @@
-"""Memory of this process for messages, used again and again.
+"""Memory of this process for messages, used again once no tensor is on it (see ``memory``).
 
-Pages that nobody has used cost several times as much to write as others, and large allocations get
-such pages every time. So a buffer goes back to its pool as soon as no tensor is on it any more;
-``memory`` says how that is known.
+Pages that nobody has used cost several times as much to write as others.
 """
 
 from __future__ import annotations

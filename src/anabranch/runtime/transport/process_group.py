@@ -1,7 +1,6 @@
 """Messages through a process group of torch.distributed (Gloo), for ranks of different hosts.
 
-Every operation of Gloo costs some 100 us, in which a megabyte can be copied. So the smaller tensors
-of a message travel side by side, as one.
+An operation of Gloo costs some 100 us, so small tensors of a message travel side by side, as one.
 """
 
 from __future__ import annotations

@@ -11,11 +11,10 @@ from anabranch.runtime.transport.base import Receipt, Spec, Transport
 
 
 class Router:
-    """Hands messages to the transport of the rank at the other end.
+    """Hands messages to the transport of the rank at the other end; both ends have to choose the
+    same.
 
-    Args:
-        routes: by rank; both ends of a pair have to choose the same.
-        transports: all of them, each once, to be flushed and closed in this order.
+    ``transports`` are all of them, each once, flushed and closed in this order.
     """
 
     def __init__(self, routes: Mapping[int, Transport], transports: Sequence[Transport]) -> None:

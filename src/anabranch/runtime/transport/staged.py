@@ -1,8 +1,7 @@
 """Messages between GPUs without NCCL: through pinned memory of the host and a transport there.
 
-A send is handed over to the host's transport once its copy is done, which is looked up whenever the
-host is here. The host waits for copies only before it waits for another rank, here or elsewhere
-(``push``), because that rank may need them first.
+A send is handed on once its copy is done. The host waits for copies only before it waits for
+another rank (``push``), because that rank may need them first.
 """
 
 from __future__ import annotations
