@@ -121,9 +121,7 @@ def begin(folder: Path, token: int) -> None:
 
 
 def write_part(folder: Path, token: int, rank: int, part: Part) -> None:
-    """Write what one rank owns; raises TrainingError if the file system refuses, or a state cannot
-    be written as JSON.
-    """
+    """Write what one rank owns; raises TrainingError if it cannot be stored."""
     target = partial_folder(folder, token) / f"rank-{rank}.safetensors"
     tensors = {key: _plain(tensor) for key, tensor in part.tensors.items()}
     description = {

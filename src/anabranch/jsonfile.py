@@ -69,9 +69,7 @@ def read_document(path: str | os.PathLike[str], schema: str, model: type[_Model]
 
 
 def validate(document: Any, model: type[_Model], where: str, writer: str = "anabranch") -> _Model:
-    """A parsed document as its pydantic model; the file and its ``writer`` are for messages. Raises
-    FileFormatError naming file, key path and value.
-    """
+    """A parsed document as its pydantic model; FileFormatError has file, key path and value."""
     try:
         return model.model_validate(document)
     except ValidationError as error:

@@ -275,9 +275,7 @@ def _noted(batches: Iterable[Batch], sizes: deque[int]) -> Iterator[Batch]:
 
 
 def _period(ends: list[float]) -> float:
-    """Seconds per step in the steady state, 0 where there are too few steps; losses come one step
-    late.
-    """
+    """Seconds per step in the steady state, 0 for too few steps; losses come a step late."""
     return (ends[-2] - ends[1]) / (len(ends) - 3) if len(ends) > 3 else 0.0
 
 

@@ -218,9 +218,7 @@ def _relative(ours: Tensor, theirs: Tensor, floor: float) -> float:
 
 
 def even_plan(graph: OpGraph, num_devices: int, batch_size: int) -> Plan:
-    """A plan by operator count alone, of runs of the topological order; raises InfeasiblePlanError
-    if there are fewer operators than devices.
-    """
+    """A plan by operator count alone; raises InfeasiblePlanError for too few operators."""
     count = len(graph)
     if not 1 <= num_devices <= count:
         raise InfeasiblePlanError(

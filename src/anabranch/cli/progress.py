@@ -32,14 +32,9 @@ def progress_bar(title: str) -> Iterator[Callable[..., None]]:
 class TrainingProgress:
     """Shows loss, samples per second and the step beside its prediction, on standard error.
 
-    On a terminal one line is kept up to date; elsewhere a line is written every few seconds. The
-    loss is the mean over the last ten, and the time of a mini-batch without a flush the mean since
-    the pipeline was full, as in the rows that follow the last line.
-
-    Args:
-        predicted_step_s: what the plan says; 0 where it says nothing.
-        every_s: seconds between lines where there is no terminal.
-        is_async: what is called a step is a mini-batch without a flush.
+    On a terminal one line is kept up to date; elsewhere a line is written every ``every_s``
+    seconds. The loss is the mean over the last ten, the time of a mini-batch without a flush
+    (``is_async``) the mean since the pipeline was full. A ``predicted_step_s`` of 0 says nothing.
     """
 
     def __init__(

@@ -10,9 +10,7 @@ _T = TypeVar("_T", bound=Hashable)
 
 
 def topological_order(after: Mapping[_T, Iterable[_T]], rank: Callable[[_T], Any]) -> list[_T]:
-    """The nodes, keys of ``after``, in topological order, then by their ranks, which all differ;
-    nodes on a cycle, and behind one, are left out.
-    """
+    """Keys of ``after`` in topological order, then by rank; without those on or behind cycles."""
     waiting = dict.fromkeys(after, 0)
     for targets in after.values():
         for target in targets:

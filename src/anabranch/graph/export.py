@@ -104,9 +104,7 @@ def _entries(output: Any) -> dict[str, Any]:
 def export(
     module: ReturnsLoss, leaves: list[torch.Tensor], *, dynamic: bool
 ) -> torch.export.ExportedProgram:
-    """Export with a symbolic or a fixed number of samples; raises CaptureError with the user's file
-    and line, the cause and a remedy.
-    """
+    """Export with a symbolic or fixed number of samples; CaptureError has cause and remedy."""
     failure: Exception | None = None
     for strict in (False,) if dynamic else (False, True):
         shapes = (tuple({0: torch.export.Dim.AUTO} for _ in leaves),) if dynamic else None

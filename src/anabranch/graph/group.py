@@ -36,9 +36,7 @@ FREE = -1
 
 @dataclass(frozen=True)
 class Grouping:
-    """Operators of a program in topological order, with their kinds; ``owners`` has, per call in
-    program order, the index of its operator or ``FREE``.
-    """
+    """Operators in topological order; ``owners`` has each call's operator or ``FREE``."""
 
     names: tuple[str, ...]
     kinds: tuple[str, ...]
@@ -48,9 +46,7 @@ class Grouping:
 def group(
     program: FlatProgram, other: FlatProgram, module: nn.Module, granularity: Granularity
 ) -> Grouping:
-    """Group the calls of a program into operators; ``other``, the same program for another number
-    of samples, shows the dimensions that are samples.
-    """
+    """Group calls into operators; ``other`` has another number of samples, to show their axes."""
     traits = CallTraits(program, other)
     groups = CallGroups(traits)
     bind(groups, _inseparable(traits))

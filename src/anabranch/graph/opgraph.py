@@ -36,9 +36,7 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One operator: its unique name, the names of the parameters that it reads, and what to call it
-    in a report, such as ``Linear``.
-    """
+    """One operator: unique name, names of its parameters, and a kind such as ``Linear``."""
 
     name: str
     parameters: tuple[str, ...] = ()

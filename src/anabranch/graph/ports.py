@@ -47,9 +47,7 @@ class Port:
 
 @dataclass(frozen=True, slots=True)
 class TiedUse:
-    """A use of a parameter that several stages read; ``order`` is its place in the sum of the
-    gradient in one micro-batch, 0 is added first.
-    """
+    """A use of a shared parameter; ``order`` is its place in the gradient's sum, 0 first."""
 
     name: str
     order: int

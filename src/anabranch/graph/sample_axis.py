@@ -7,9 +7,8 @@ dimension counts through ``outer``, then samples, then ``inner``::
     [h, n, l]                  view(h * n, l)         index % n is the sample          inner = 1
     [l, n, h * e]   view(l, n * h, e).transpose(0, 1)     index // h                   inner = h
 
-Sizes at two numbers of samples tell the dimension. How samples are folded is decided by views,
-where strides tell; any other operation that keeps the folded size is taken to keep its order,
-except those that are known not to.
+Sizes at two numbers of samples tell the dimension, strides of views how samples are folded in it.
+Other operations that keep the folded size are taken to keep its order, unless known not to.
 """
 
 from __future__ import annotations

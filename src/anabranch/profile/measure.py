@@ -1,14 +1,12 @@
 """Measured seconds of every operator, forward and backward apart, on a real device.
 
-One repeat is a training step, operator by operator (``operator_runner``): real activations, real
-gradients, added to those of earlier micro-batches, caches as warm as in a step. The sample counts
-take turns, so that a busy moment of the machine hits them alike, and the median over the repeats
-drops it. A turn starts with an untimed step that fills the caches. Operators that are alike (the
-layers of a tower, the towers of a model) pool their repeats: less noise, and what is symmetrical
-stays so for the planner.
+One repeat is a training step, operator by operator (``operator_runner``). The sample counts take
+turns, so that a busy moment of the machine hits them alike, and the median over the repeats drops
+it. A turn starts with an untimed step that fills the caches. Operators that are alike pool their
+repeats: less noise, and what is symmetrical stays so.
 
-A stage enters autograd once for all its operators, here each operator does. Entering is timed as
-well, on an operator that does nothing, and taken off: the operators add up to the step.
+A stage enters autograd once, here each operator does. Entering is timed as well, on an operator
+that does nothing, and taken off.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """One training step, operator by operator, which measuring and estimating both watch.
 
-Every operator runs forward on the real outputs of those before it, then backward, in reverse, on
-the real gradients of those after it. Between operators the autograd graph is cut: a value is
-detached and becomes a leaf, whose ``grad`` collects the gradients of its readers, as at the border
-of a stage::
+Every operator runs on the real outputs of those before it, then backward on the real gradients of
+those after it. Between operators a value is detached and becomes a leaf, whose ``grad`` collects
+the gradients of its readers, as at the border of a stage::
 
     forward    op 0 --x--> | leaf x | --> op 1 --y--> | leaf y | --> loss
     backward   op 0 <-- x.grad      <--   op 1 <-- y.grad       <--

@@ -61,7 +61,7 @@ def timeline_svg(
         timelines: headings and timelines, from top to bottom.
         graph: the stages that all of them executed, or one stage graph for each.
         width: in pixels, at least 480.
-        is_endless: a stretch of several mini-batches without a flush is shown, not a step.
+        is_endless: several mini-batches without a flush are shown, not a step.
 
     Raises:
         ValueError: without a timeline, or if graphs and timelines differ in number.

@@ -7,9 +7,8 @@ Rows are in the order of the branches, so that the devices of one tower lie toge
 
     device 1 . stage 1   image      [F0][F1]......[B0][B1]
 
-A step of thousands of micro-batches has more actions than a screen has pixels: neighbours that are
-narrower than a pixel are drawn as one box in which every kind fills its share of the height, so
-that areas stay true.
+Neighbours that are narrower than a pixel are drawn as one box in which every kind fills its share
+of the height, so that areas stay true.
 """
 
 from __future__ import annotations

@@ -26,12 +26,11 @@ Graphs = StageGraph | Sequence[StageGraph]
 
 @dataclass(frozen=True)
 class Panel:
-    """One timeline in its place.
+    """One timeline in its place, under what the caller calls it.
 
     Attributes:
-        title: what the caller calls it.
         graph: the stages that the timeline executed.
-        rows: from top to bottom, with the top of each in ``tops``.
+        rows, tops: from top to bottom, with the top of each.
         row_height: of each row, with the marks below the boxes.
         has_arrows: messages are arrows between rows; otherwise marks below the boxes.
         heading: baseline of the heading.
@@ -56,15 +55,12 @@ class Panel:
 
 @dataclass(frozen=True)
 class Layout:
-    """All panels on their common axis.
+    """All panels, from top to bottom, on their common axis.
 
     Attributes:
-        panels: from top to bottom.
-        left: where time 0 is; right: where ``horizon_s`` is.
-        horizon_s: the longest step.
+        left, right: where time 0 and ``horizon_s``, the longest step, are.
         axis: the line of the axis.
-        width, height: of the whole picture.
-        is_endless: a stretch of several mini-batches without a flush is shown, not a step.
+        is_endless: several mini-batches without a flush are shown, not a step.
     """
 
     panels: tuple[Panel, ...]

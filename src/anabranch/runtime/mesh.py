@@ -63,9 +63,7 @@ threads, and its sockets are several times slower than shared memory.
 
 
 def require_whole_replicas(graph: StageGraph) -> None:
-    """Accept a plan whose replicas are one device each; raises InvalidPlanError for tensor
-    parallelism, which is planned and simulated only.
-    """
+    """Accept a plan without tensor parallelism, else raise InvalidPlanError."""
     sharded = [s for s, stage in enumerate(graph.stages) if stage.tensor > 1]
     if sharded:
         raise InvalidPlanError(

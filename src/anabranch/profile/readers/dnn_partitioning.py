@@ -1,29 +1,27 @@
 """The JSON of "Efficient Algorithms for Device Placement of DNN Graph Operators" (2020).
 
-Nodes are forward and backward parts; one of our operators is both (``training_graph`` groups
-them). Two kinds of graphs come in this format:
+Nodes are forward and backward parts; ``training_graph`` groups them into our operators. Two kinds
+of graphs come in this format:
 
 - layer graphs, made from PipeDream's profiles and recognised by their names, ``node4`` and
   ``node4grad``: a node's ``size`` is its parameters and its output. First nodes without parameters
-  and backward are ``Input``, part of the batch (PipeDream: their time is that of loading data).
-  A last node's output is on no forward edge; where its backward node tells it, it is taken from
-  there, else all of the size counts as parameters;
-- operator graphs, exported from ONNX: nodes without latency that nothing leads to are weights, and
-  become parameters of what reads them; ``size`` of the others is their output.
+  and backward are ``Input``, part of the batch. A last node's output is taken from its backward
+  node if that tells it; else all of the size counts as parameters;
+- operator graphs, exported from ONNX: nodes without latency that nothing leads to are weights,
+  parameters of what reads them; ``size`` of the others is their output.
 
 What the format leaves open is decided so:
 
-- ``fpgaLatency`` is the time on an accelerator, in milliseconds. (The layer graphs are PipeDream's
-  milliseconds. For operator graphs no unit is stated; the cost of their edges is their size at
-  2 GiB/s if it is in milliseconds, so the rest is taken as such.) ``cpuLatency`` is ignored.
+- ``fpgaLatency`` is the time on an accelerator, in milliseconds. (For operator graphs no unit is
+  stated; the cost of their edges is their size at 2 GiB/s if in milliseconds.)
 - A graph for inference has no backward: taken as twice the forward, and the profile says so.
 - Kept for the backward are the outputs that backward nodes read; where no edge runs from forward to
   backward nodes (layer graphs, inference), every output.
-- A gradient has the bytes of the value that it belongs to; sizes on backward edges are ignored.
+- A gradient has the bytes of its value; sizes on backward edges are ignored.
 - ``size`` on edges is bytes and is needed: ``cost``, a time on an unstated link, says nothing.
 - The mini-batch is one sample, unless the caller says how many it has, or the ``Input`` of a layer
   graph is as large as whole images (see ``pipedream``).
-- ``maxSizePerFPGA``, ``maxFPGAs`` and ``maxCPUs`` belong to the cluster: ignored.
+- ``cpuLatency`` is ignored, and what belongs to the cluster (``maxSizePerFPGA``, ...).
 """
 
 from __future__ import annotations

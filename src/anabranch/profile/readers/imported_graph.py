@@ -1,18 +1,14 @@
 """A graph as some file draws it, on its way to a profile.
 
-The readers come to nodes and edges in their own ways; the rest is the same for all. Nodes that are
-data (an ``Input``) become part of the batch, which is at hand on every device and never sent, as in
-PipeDream's optimizer. The others become operators, in topological order, then in that of their ids:
+Nodes that are data (an ``Input``) become part of the batch, which is at hand on every device and
+never sent. The others become operators, in topological order, then in that of their ids::
 
     node1 (Input) --> node2 --> node4            batch . . > node2 --> node4
                   \\-> node3 --/                  batch . . > node3 --/
 
-The edges that leave a node with one and the same size are one value, which crosses to a stage once
-however many operators read it there; edges of another size are another value. A value has a
-gradient if anything before it is trained: parameters, or a backward that takes time.
-
-A file has times and sizes for one mini-batch. All times stay as they are (the profile is taken as
-proportional to samples); bytes are divided by the samples and rounded up.
+The edges that leave a node with one size are one value, which crosses to a stage once. A value has
+a gradient if anything before it is trained: parameters, or a backward that takes time. Times stay
+as they are for one mini-batch; bytes are divided by the samples and rounded up.
 """
 
 from __future__ import annotations
@@ -58,13 +54,11 @@ class ImportedNode:
     """One node of the file; seconds and bytes are for the whole mini-batch.
 
     Attributes:
-        label: what it is, for people.
         where: the place in the file, such as ``line 3``.
+        label, kind: what it is, for people and in a report.
         kept_bytes: kept for the backward.
-        parameters: names and bytes; an empty name stands for the node's own. Nodes that name the
-            same one share it.
+        parameters: names and bytes; empty for the node's own, one name may be shared.
         data: part of the batch; nothing leads to it.
-        kind: what to call it in a report.
         shards: per degree of tensor parallelism; every node has the same degrees.
     """
 

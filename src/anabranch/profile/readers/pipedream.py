@@ -7,22 +7,21 @@ One line a node, one indented line (a tab, two spaces, or a space and a tab) an 
              activation_size=[411041792.0; 256.0], parameter_size=7168.0          (one line)
             node1 -- node2
 
-Times are milliseconds and sizes bytes, both for one mini-batch on one GPU that the file does not
-name. What the file leaves open is decided so:
+Times are milliseconds and sizes bytes, for one mini-batch on one unnamed GPU. What the file leaves
+open is decided so:
 
-- ``Input`` nodes carry the time it takes to load data, which PipeDream's optimizer sets to zero
-  before it takes them out of the graph. Here they are part of the batch. So is a first node that
-  costs nothing at all.
-- An activation size ``[a; b]`` belongs to a module with several outputs. Which consumer reads
-  which, the file does not say; as in PipeDream, every edge carries the sum.
-- Kept for the backward is the output of every module. What overwrites its input or is a view of it
-  (``ReLU(inplace)``, ``View``, ``__getitem__``) keeps nothing more. What a module saves inside is
-  in no column: for modules as large as the layers of DAPPLE's BERT, memory is a lower bound.
+- ``Input`` nodes, whose time is that of loading data, are part of the batch, as in PipeDream's
+  optimizer. So is a first node that costs nothing at all.
+- An activation size ``[a; b]`` belongs to a module with several outputs; as in PipeDream, every
+  edge carries the sum.
+- Kept for the backward is the output of every module, unless it overwrites its input or is a view
+  (``ReLU(inplace)``, ``View``, ``__getitem__``). What a module saves inside is in no column: for
+  modules as large as the layers of DAPPLE's BERT, memory is a lower bound.
 - ``stage_id``, which PipeDream's optimizer appends, is a plan and no measurement: ignored.
-- The samples of the mini-batch are in no column either. In this order: what the caller says;
-  DAPPLE's ``pbs-N`` in the file name; the size of ``Input`` as images of 3 x 224 x 224 (or
-  3 x 299 x 299) in fp32; the output of an ``Embedding`` of known width, which counts tokens. If
-  nothing tells, the mini-batch as a whole is one sample, and the profile says so.
+- The samples of the mini-batch, in this order: what the caller says; DAPPLE's ``pbs-N`` in the file
+  name; the size of ``Input`` as images of 3 x 224 x 224 (or 3 x 299 x 299) in fp32; the output of
+  an ``Embedding`` of known width, which counts tokens. Else it is one sample, and the profile says
+  so.
 """
 
 from __future__ import annotations

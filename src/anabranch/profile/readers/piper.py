@@ -3,28 +3,23 @@
     nodes[i].TMPCs["4"] = [{id: "vanilla", timePerSample, parameterSize, memoryUsageA, ...},
                            {id: "activation recomp", ...}]          costs on each of 4 devices
 
-Piper's sample is one micro-batch, and so is ours: batch sizes are then counted in the profiled
-micro-batches, unless the caller says how many samples one has. What the file leaves open is
-decided so:
+Piper's sample is one micro-batch, as ours is unless the caller says how many samples it has. What
+the file leaves open is decided so:
 
-- ``timePerSample`` is forward and backward together. Recomputation runs the forward once more, so
-  the forward is what it adds; where that is not between nothing and the whole, a third.
+- ``timePerSample`` is forward and backward together. Recomputation adds the forward; where what it
+  adds is not between nothing and the whole, the forward is a third.
 - The unit of time differs between the published files. A micro-batch that takes more than
-  ``LONGEST_MICROBATCH_S`` on one device is taken to be in milliseconds: BERT-32 has 0.97 (seconds),
-  GNMT 520 and ResNet-50 462 (PipeDream's milliseconds, added up).
+  ``LONGEST_MICROBATCH_S`` on one device is in milliseconds: BERT-32 has 0.97 (seconds), GNMT 520
+  and ResNet-50 462 (PipeDream's milliseconds, added up).
 - ``memoryUsageA`` is what a layer holds for each micro-batch in flight. In files whose variant with
   recomputation keeps exactly what enters the layer (BERT), it includes what enters and not what
-  leaves; here a value is counted where it is made, so the one is taken off and the other put on. In
-  the others, made from PipeDream's profiles, it is the output: taken as it is.
-- ``memoryUsageB`` is twice the parameters (and with recomputation the inside of one micro-batch).
-  The cost model counts parameters, gradients, optimizer state and recomputation by itself: ignored.
-- ``syncTimeFw`` and ``syncTimeBw`` are bytes that Piper adds to an edge between stages to spread a
-  value over a group of devices. Traffic inside a group is in ``timePerSample`` already: ignored.
+  leaves; here a value counts where it is made. In the others it is the output: taken as it is.
+- ``memoryUsageB`` (twice the parameters) is ignored; the cost model counts by itself.
+- ``syncTimeFw`` and ``syncTimeBw``, traffic inside a group of devices, are ignored: it is in
+  ``timePerSample`` already.
 - First nodes without parameters that cost nothing (``tensor``) are part of the batch. So are those
-  without a backward in files made from PipeDream's profiles (nodes named ``node1``): that is
-  ``Input``, and its time is that of loading data.
-- ``maxDevices``, ``maxMemoryPerDevice``, ``bandwidth`` and ``mbsInBatch`` (``maxBatchSize``) belong
-  to the cluster and the batch, which are given apart from a profile: ignored.
+  without a backward in files made from PipeDream's profiles (``node1``, which is ``Input``).
+- What belongs to the cluster and the batch (``maxDevices``, ``bandwidth``, ...) is ignored.
 - A degree that some node lacks is left out for all.
 """
 

@@ -8,19 +8,16 @@
            v
         update weight
 
-- Nodes of one colour class have to be on one device (the format says so): one operator. That gives
-  most backward nodes, and the update of a weight, their place.
+- Nodes of one colour class have to be on one device (the format says so): one operator.
 - A backward node whose class has no forward node belongs where its name points: ``node4grad`` to
   ``node4``, ``Add7_Grad/Identity_0`` to ``Add7``.
-- The rest (sums of gradients of a value that several read; the loss, which this format counts as
-  backward) goes, class by class, where its result is needed: to the operator of a successor, among
-  several the last in forward order, whose backward is the first; without successors to the last
-  operator among its predecessors; else to that of a node beside it.
+- The rest (sums of gradients; the loss, which this format counts as backward) goes, class by class,
+  to the operator of a successor, among several the last in forward order; without successors to the
+  last operator among its predecessors; else to that of a node beside it.
 
-Then every edge is a dependence between operators: forward ones as they are, those from forward to
-backward as well (the backward reads what the forward made), those between backward nodes the other
-way round. In the published layer graphs the latter are drawn along the forward edges instead; where
-all of them are, they say nothing new. Operators that depend on each other in a circle become one.
+Every edge is then a dependence between operators; those between backward nodes run the other way
+round, except where all of them are drawn along the forward edges (published layer graphs).
+Operators that depend on each other in a circle become one.
 """
 
 from __future__ import annotations

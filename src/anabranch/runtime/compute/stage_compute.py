@@ -125,12 +125,9 @@ class Compute(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """What one micro-batch of a stage is on this device, worked out once.
-
-    Attributes:
-        weight: its share of the batch.
-        recompute: whether its backward begins with another forward.
-        returned: uses whose gradients flow back.
+    """What one micro-batch of a stage is on this device: ``weight`` is its share of the batch,
+    ``recompute`` whether its backward begins with another forward, ``returned`` uses with a
+    gradient.
     """
 
     runnable: StageCall

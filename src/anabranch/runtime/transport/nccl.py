@@ -48,9 +48,7 @@ _POLL_S = 1e-4
 
 
 def require_streams(channels: Collection[Channel]) -> None:
-    """Accept channels for which every rank has streams; raises InvalidPlanError naming the busiest
-    rank.
-    """
+    """Accept channels for which every rank has streams; InvalidPlanError names the busiest."""
     counts = Counter(rank for channel in channels for rank in (channel.sender, channel.receiver))
     rank, most = max(counts.items(), key=lambda item: (item[1], -item[0]), default=(0, 0))
     if most > NUM_STREAMS:
@@ -134,9 +132,7 @@ class GpuWire:
 
 @dataclass(slots=True)
 class _Line:
-    """The receives of one channel: those to be posted, and where the GPU takes the last message
-    that the host has taken.
-    """
+    """One channel's receives to be posted, and where the GPU takes the host's last message."""
 
     waiting: deque[_Receive] = field(default_factory=deque)
     taken: Fence | None = None
