@@ -284,10 +284,12 @@ def test_fan_in_moves_the_join():
 
 
 def test_depth_is_traded_for_the_period():
-    """Few micro-batches: a shallow plan is among the proposals, and the deep one too."""
-    profile = shapes.mmt(branches=2, layers=4, parts=1)
-    cost = CostModel(profile, Cluster.preset("summit:2x4"))
-    depths = {graph.depth for graph in GraphPipe()(cost, batch_size=64, microbatch_size=16)}
+    """Few micro-batches: a shallow plan is among the proposals, and the deep one too, whose period
+    is two thirds of that.
+    """
+    profile = shapes.mmt(branches=2, layers=8, parts=1)
+    cost = CostModel(profile, Cluster.preset("summit:4x4"))
+    depths = {graph.depth for graph in GraphPipe()(cost, batch_size=128, microbatch_size=32)}
     assert min(depths) == 1
     assert max(depths) >= 3
 
