@@ -1,9 +1,8 @@
 """Prices of stages: seconds of compute, of transfers and all-reduces, and memory of a device.
 
-Each formula stands once and takes numbers or NumPy arrays of them, so what a planner computes for a
-million stages at once is, to the last bit, what the simulator computes for one of them. Everything
-is in seconds, bytes and samples. A stage on d replicas with micro-batches of b samples has
-n = ceil(b / d) samples on its fullest replica:
+Each formula stands once and takes numbers or NumPy arrays of them, so planners and simulator agree
+to the last bit. All is in seconds, bytes and samples. A stage on d replicas with micro-batches of b
+samples has n = ceil(b / d) samples on its fullest replica:
 
     forward    sum over operators of forward_s(n)           (linear between measured sample counts)
     backward   sum over operators of backward_s(n)          (+ the forward again with recomputation)

@@ -39,8 +39,8 @@ def ring_price(link: Link, ranks: int, updates: int = 1) -> tuple[float, float]:
 def border_price(cluster: Cluster, devices: int) -> float:
     """Seconds per byte that each of so many devices of a stage pays for what crosses its border.
 
-    At level 0 a device has its own link; from level 1 on the devices of a group share its network
-    card. All is taken to leave the node, unless the whole cluster is one.
+    From level 1 on the devices of a group share its network card. All is taken to leave the node,
+    unless the whole cluster is one.
     """
     worst = 1 / cluster.levels[0].bandwidth
     for level in range(1, len(cluster.levels)):

@@ -65,13 +65,8 @@ def device_memory(
     """The formula at the head of this file, for one stage or many.
 
     Args:
-        weights: of the stages.
-        microbatch_size: samples of one micro-batch, over all replicas.
-        replicas: slices of each micro-batch.
         optimizer_factor: optimizer state in bytes per byte of trainable parameter.
         receive_slots: receives posted ahead per channel.
-        recompute: whether a stage runs its forward again in the backward.
-        versions: of the trainable weights.
     """
     samples = -(-microbatch_size // replicas)
     state = weights.parameters + weights.trainable * (versions + optimizer_factor)

@@ -1,9 +1,8 @@
 """CostModel: the prices of one profiled model on one cluster. The package states the formulas.
 
-Seconds of operators are multiples of a power of two, the same for all operators of a table, so
-small that the rounding is some 2^-52 of their sum, and so large that the sum of all has less than
-53 bits. Then float64 adds them without rounding, and prefix sums, matrix products and loops, in
-whatever order, agree to the last bit. Bytes agree as they are whole numbers.
+Seconds of operators are multiples of one power of two, so small that the rounding is some 2^-52 of
+their sum, and so large that the sum of all has less than 53 bits. So float64 adds them without
+rounding, and sums in whatever order agree to the last bit.
 """
 
 from __future__ import annotations
@@ -94,7 +93,6 @@ class CostModel:
         Sums of any of them, of the forward twice, are exact in any order.
 
         Args:
-            samples: in the slice of a micro-batch.
             tensor: devices that work on this slice together.
 
         Raises:
@@ -213,7 +211,6 @@ class CostModel:
 
         Args:
             devices: the first and the last on the way of the ring, at least.
-            ranks: how many sum their gradients.
         """
         return ring_price(self.cluster.slowest_link(devices), ranks, self.updates)
 
@@ -348,14 +345,11 @@ class CostModel:
         versions: int = 1,
         tensor: int = 1,
     ) -> float:
-        """Peak bytes on the fullest device of a stage.
+        """Peak bytes on the fullest device of a stage, as ``cost.memory`` states them.
 
         Args:
-            ops: the stage's operators.
             microbatch_size: samples of one micro-batch, over all replicas.
-            replicas: slices of each micro-batch.
             in_flight: micro-batches between their forward and their backward.
-            recompute: keep only what enters the stage, and the inside of one micro-batch at a time.
             versions: of the trainable weights, that the policy keeps; the gradients come on top.
             tensor: devices of each replica.
         """

@@ -11,13 +11,11 @@ is still to come after a set:
     leaves    a value made in upper, not in lower, with readers to come after upper
     is held   a tied parameter that enters, as if it had been made before all
 
-Sets may be of part of the model. What the operators outside make is there before the first set,
-and they read after the last.
+What operators outside all sets make is there before the first set, and they read after the last.
 
-There are two ways to the same numbers. Where each set lies inside the next, each value counts for
-all pairs (i, j) with i in one interval and j in another: four additions per value and two
-cumulative sums make the matrix [i, j] of all stages. For any other sets the pairs are listed, and
-those of one ``lower`` are a product of matrices.
+Where each set lies inside the next, each value counts for all pairs (i, j) with i in one interval
+and j in another: four additions per value and two cumulative sums make the matrix [i, j]. For other
+sets the pairs are listed, and those of one ``lower`` are a product of matrices.
 """
 
 from __future__ import annotations
@@ -72,7 +70,6 @@ class NestedSets:
     """Sets of operators and the stages between them.
 
     Args:
-        cost: prices the operators.
         sets: bit masks, ascending by size, from the empty one to one that holds all others.
     """
 

@@ -75,12 +75,7 @@ class DataParallel:
 
 
 def data_parallel(problem: Problem, microbatch_size: int | None) -> Iterator[Candidate]:
-    """The candidates, in the order of micro-batch sizes.
-
-    Args:
-        problem: what is to be planned.
-        microbatch_size: only this size.
-    """
+    """The candidates, in the order of micro-batch sizes."""
     cost, total = problem.cost, problem.devices
     everything = (1 << len(cost.graph)) - 1
     for size in problem.sizes(microbatch_size):

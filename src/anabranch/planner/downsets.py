@@ -1,19 +1,15 @@
-"""Downsets of a graph: all the states that a run of the model, operator after operator, can be in.
+"""Downsets of a graph: the states that a run of the model, operator after operator, can be in.
 
-A downset (or ideal) holds, with every operator, whatever that operator depends on. Two nested
-downsets enclose a convex set, and every convex set is the difference of two, so a chain of
-downsets cuts the model into stages of any shape::
+A downset (or ideal) holds, with every operator, whatever that operator depends on. Every convex set
+is the difference of two nested ones, so a chain of them cuts the model into stages of any shape::
 
     a --> b1 --> b2 --+        {}  a  a,b1  a,b1,b2                     all but d   all
       |               +--> d             a,c1  a,b1,c1  (a,b1,b2,c1)
       +-> c1 ---------+        size 0  1  2          3          4             5
 
-A chain of n operators has n + 1 of them, k chains of n side by side (n + 1) ** k: 7 branches of 4
-operators have 78,000, 7 of 8 nearly 5 million. So whoever asks for them states a budget.
-
-Each is found once: without its last operator (in the order of the graph, which is topological) a
-downset is still a downset, so every one but the empty has one parent. Time O(N * out-degree)
-operations on bit masks for N downsets.
+A chain of n operators has n + 1 of them, k chains of n side by side (n + 1) ** k, so whoever asks
+states a budget. Without its last operator (in topological order) a downset is still one, so every
+one but the empty has one parent and is found once. Time O(N * out-degree) for N downsets.
 """
 
 from __future__ import annotations
@@ -34,10 +30,6 @@ MOST_DOWNSETS = 100_000
 
 def downsets(graph: OpGraph, budget: int = MOST_DOWNSETS) -> list[int]:
     """All downsets of a graph as bit masks.
-
-    Args:
-        graph: its operators are the bits.
-        budget: downsets to list at most.
 
     Returns:
         Ascending by number of operators, those of one size ascending as numbers; the first is

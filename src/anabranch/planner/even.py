@@ -1,8 +1,7 @@
 """The simplest pipeline: as many stages as devices, each with about the same work.
 
-What torchgpipe's ``balance`` does: the model in one order, cut into contiguous runs so that the
-longest run is as short as can be. Communication plays no part, and memory none but to reject what
-does not fit.
+As torchgpipe's ``balance``: contiguous runs of the model in one order, the longest as short as can
+be. Transfers play no part; what does not fit in memory is rejected.
 """
 
 from __future__ import annotations
@@ -90,14 +89,9 @@ class Even:
 
 
 def even_runs(seconds: Sequence[float], count: int) -> list[tuple[int, int]]:
-    """Cut a row into ``count`` non-empty runs whose longest is as short as can be.
+    """Cut a row into ``count`` runs (start, stop), not empty, whose longest is as short as can be.
 
-    Args:
-        seconds: what each place takes.
-        count: number of runs, at most ``len(seconds)``.
-
-    Returns:
-        The runs as (start, stop). Time: O(n^2 * count).
+    Time: O(n^2 * count).
     """
     n = len(seconds)
     sums = [0.0]

@@ -153,16 +153,9 @@ class Exhaustive:
 
 
 def best_replicas(prices: PartPrices, masks: Sequence[int], devices: int) -> list[Part] | None:
-    """Replicas that make the longest period of a partition as short as can be.
+    """Replicas that make the longest period of a partition, in topological order, the least.
 
-    Args:
-        prices: prices the parts, in the modes that may be used.
-        masks: the partition in topological order.
-        devices: devices at most.
-
-    Returns:
-        The parts with the fewest devices for that period; None if memory or devices do not
-        suffice.
+    The parts take as few of the devices as that allows; None if memory or devices do not suffice.
     """
     plain = [Part(mask, 1) for mask in masks]
     height = heights(len(masks), edges(prices, plain))

@@ -1,25 +1,22 @@
 """GraphPipe's partitioner: stages that form a graph, so that branches run side by side.
 
-GraphPipe (papers: "GraphPipe: Improving Performance and Scalability of DNN Training with Graph
-Pipeline Parallelism", sections 3 to 5), in its default mode: synchronous 1F1B, one micro-batch
-size for all stages, searched over powers of two, replicas per stage in powers of two, memory per
-device as a constraint, the longest period of a stage minimised by bisection, a dynamic programme
-over the series-parallel structure for each bound.
+"GraphPipe: Improving Performance and Scalability of DNN Training with Graph Pipeline Parallelism",
+sections 3 to 5, in its default mode: synchronous 1F1B, one micro-batch size for all stages,
+searched over powers of two, as are the replicas; memory as a constraint; the longest period
+minimised by bisection, a dynamic programme over the series-parallel structure for each bound.
 
 Where we differ, or the paper is silent:
 
-- The dynamic programme of ``partitioner.chain_programme`` asks for the fewest devices per (cut,
-  height) instead of enumerating device splits and schedule configurations; with one micro-batch
-  size and k = 1 a configuration is a height (Table 2: one micro-batch more per stage down to the
-  sink).
-- Small graphs and those that are not series-parallel are searched exactly, over all partitions
+- ``partitioner.chain_programme`` asks for the fewest devices per (cut, height) instead of
+  enumerating device splits and schedule configurations; with one micro-batch size and k = 1 a
+  configuration is a height (Table 2).
+- Small graphs and those that are not series-parallel are searched over all partitions
   (``partitioner.exact``); only what is too large for that gets some order added
   (``graph.series_parallel``).
-- Transfers and all-reduces are part of the period: ``toolkit.prices`` has the formula.
+- Transfers and all-reduces are part of the period (``toolkit.prices``).
 - The least period does not give the least step, so shallower plans at looser bounds are candidates
-  too (``partitioner.period_search``), and so are stages that are runs of the model in one order.
-  They wait only for those whose values they read; where devices share processor cores, stages that
-  wait for the one before them, as ``Sequential`` has them, are candidates as well.
+  too (``partitioner.period_search``), and stages that are runs of the model in one order; where
+  devices share processor cores, also stages that wait for the one before them (``Sequential``).
 - A stage recomputes if it does not fit otherwise, or if it lacks the memory for a deep warm-up and
   the simulated step is shorter with recomputation; of equal steps the one that recomputes less is
   kept (``simulator.judge``).
@@ -34,12 +31,10 @@ What a stage may be:
 4. a run of items right before a block, with the first operators (or all) of any of its branches,
    if the block ends at a boundary of stages.
 
-The period is the least that such stages allow, up to ``tolerance``: a test compares it with all of
-them, one by one. On random series-parallel graphs of up to 7 operators that is the least of all
-partitions in 97 of 100; the worst was 43% above (short pieces from the middle of two branches in
-one stage). Two things are searched less than fully: where traffic, all-reduce or memory of a stage
-of kind 3 or 4 is tight, only the share with the least compute is looked at, and a stage of kind 4
-tries at most ``partitioner.limits.SEARCH.heads`` cuts per branch.
+The period is the least of such stages, up to ``tolerance``. On random series-parallel graphs of up
+to 7 operators it is the least of all partitions in 97 of 100; the worst was 43% above. Where
+traffic, all-reduce or memory of a stage of kind 3 or 4 is tight, only the share with the least
+compute is looked at; kind 4 tries at most ``partitioner.limits.SEARCH.heads`` cuts per branch.
 """
 
 from __future__ import annotations

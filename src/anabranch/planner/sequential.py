@@ -4,16 +4,13 @@ The model is put in one order, branch after branch, and stages are contiguous ru
 
     a1 a2 | a3 b1 | b2 b3 | join         stage 0 -> 1 -> 2 -> 3
 
-The dynamic programme, its prices, the replicas and the micro-batch sizes are those of
-``graphpipe``; only the branches are gone. Every stage follows the one before it, so there is a
-stage edge i -> i + 1 for every i, also where no value flows: such an edge carries messages of no
-bytes, so that a stage waits for the one before it, and warm-up counts and memory follow it, as
-they do in a sequential pipeline. Values go straight to the stages that read them (PipeDream and
-Piper relay them through the stages in between, which would cost more).
+Dynamic programme, prices, replicas and micro-batch sizes are those of ``graphpipe``. There is a
+stage edge i -> i + 1 for every i: where no value flows its messages have no bytes, so that warm-up
+counts and memory are those of a sequential pipeline. Values go straight to the stages that read
+them (PipeDream and Piper relay them through the stages in between, which would cost more).
 
-The best proposals are then changed a little and simulated, as those of ``graphpipe`` are
-(``partitioner.polish``), every change a pipeline like these: one stage after the other. Stages
-that such a change leaves need not be runs of the one order any more, only convex.
+``partitioner.polish`` changes the best proposals; the stages stay a row, each convex, but need not
+be runs of the one order any more.
 """
 
 from __future__ import annotations

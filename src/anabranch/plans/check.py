@@ -4,12 +4,9 @@
     C2  an operator edge between two stages is a stage edge; there are no cycles
     C3  device sets are disjoint, inside the cluster, and together all of it
 
-C3 is what planners keep to. A plan made by hand may have several stages on a device (``shared``)
-and leave devices out (``idle``): its ranks are the devices that it has, in ascending order.
-
-``StageGraph`` itself forbids edges from a later to an earlier stage, so a graph that has all its
-data edges is acyclic. Edges beyond those of the data are allowed: they order stages. C4, the
-order of micro-batches inside a stage, is for ``schedule.check``. Knows no planner.
+A plan made by hand may have several stages on a device (``shared``) and leave devices out
+(``idle``): its ranks are the devices that it has, in ascending order. Edges beyond those of the
+data are allowed: they order stages. C4, the order inside a stage, is for ``schedule.check``.
 """
 
 from __future__ import annotations

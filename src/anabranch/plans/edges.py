@@ -51,8 +51,7 @@ EVERY_EDGE = MessageEdges()
 def message_edges(graph: StageGraph, model: OpGraph) -> MessageEdges:
     """The stage edges that carry values of the model, and gradients.
 
-    A stage edge without a value is there to order two stages, as a pipeline that knows only chains
-    does. It has messages of no bytes in both directions, so its stages wait for one another.
+    An edge without a value orders two stages: messages of no bytes go in both directions.
     """
     carried = edge_values(graph, model)
     order = set(graph.edges) - set(carried)

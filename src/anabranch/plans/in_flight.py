@@ -30,15 +30,7 @@ from anabranch.plans.stages import StageGraph
 
 
 def in_flight_samples(k_x: int, b_x: int, k_y: int, b_y: int, held: int) -> int:
-    """Samples that stage x must hold so that stage y, which follows it, never starves.
-
-    Args:
-        k_x: micro-batches in a group of x.
-        b_x: samples in a micro-batch of x.
-        k_y: likewise for y.
-        b_y: likewise for y.
-        held: samples that y holds.
-    """
+    """Samples that x must hold so that y, which follows and holds ``held``, never starves."""
     x, y, largest = k_x * b_x, k_y * b_y, max(b_x, b_y)
     if x < b_y:
         return held + b_y
@@ -59,7 +51,6 @@ def least_in_flight(graph: StageGraph, *, per_hop: int = 1) -> list[int]:
     whole micro-batches.
 
     Args:
-        graph: stages with their k and micro-batch sizes.
         per_hop: how many times the increase of Table 2 is taken along each stage edge.
     """
     held = [0] * len(graph)  # samples

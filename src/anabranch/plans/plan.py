@@ -37,15 +37,7 @@ NOT_PREDICTED = "not predicted"
 def headline(
     step_s: float, bubble: float, peak_bytes: int, batch_size: int, mode: str = "sync"
 ) -> str:
-    """The figures of one step for people, in the units of every summary.
-
-    Args:
-        step_s: seconds of the step.
-        bubble: share of device time that is not compute.
-        peak_bytes: most bytes on any device.
-        batch_size: samples of the step.
-        mode: of the plan.
-    """
+    """The figures of one step for people, in the units of every summary."""
     what = "a batch every" if mode == "async" else "step"
     samples_per_s = batch_size / step_s if step_s else 0.0
     rate = f"{samples_per_s:.0f}" if samples_per_s >= 100 else f"{samples_per_s:.3g}"

@@ -1,10 +1,8 @@
 """Rings of devices that sum gradients: replicas of a stage, and all holders of a tied parameter.
 
-A parameter that operators of several stages read is held by each of these stages. Its gradients
-are taken to be summed over all devices of all holders at once, in one ring. Under tensor
-parallelism of degree t a device has a shard, and the devices with the same shard sum it: one ring
-for each of the t positions. Holders that differ in t sum the largest of their shards over all their
-devices.
+The gradients of a tied parameter are summed over all devices of all its holders, in one ring. Under
+tensor parallelism of degree t the devices with the same shard sum it: one ring for each of the t
+positions. Holders that differ in t sum the largest of their shards over all their devices.
 """
 
 from __future__ import annotations
@@ -31,12 +29,7 @@ class Ring(NamedTuple):
 
 
 def rings(nbytes: Mapping[tuple[int, ...], int], holders: Sequence[Holder]) -> Iterator[Ring]:
-    """The rings of several devices.
-
-    Args:
-        nbytes: of trainable parameters, by the stages that read them, ascending.
-        holders: all stages.
-    """
+    """The rings of several devices, for the bytes that each set of stages (ascending) reads."""
     for stages, size in sorted(nbytes.items()):
         degrees = {holders[s].tensor for s in stages}
         shards = degrees.pop() if len(degrees) == 1 else 1

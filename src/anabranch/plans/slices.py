@@ -5,8 +5,7 @@ last micro-batch of a batch may be a short one::
 
     batch 10, micro-batch 6, 4 replicas     micro-batch 0:  1 2 1 2      micro-batch 1:  1 1 1 1
 
-A profile must have a price for every such slice, the smallest as well as the largest. A replica
-without samples computes nothing and needs no price.
+A profile must have a price for every such slice; a replica without samples needs none.
 """
 
 from __future__ import annotations
@@ -20,14 +19,7 @@ def slice_sizes(microbatch_size: int, replicas: int) -> tuple[int, int]:
 
 
 def profile_covers(cost: CostModel, batch_size: int, microbatch_size: int, replicas: int) -> bool:
-    """Whether the profile covers every slice of a stage.
-
-    Args:
-        cost: knows the profile.
-        batch_size: samples of one step.
-        microbatch_size: samples of one micro-batch, over all replicas.
-        replicas: slices of each micro-batch.
-    """
+    """Whether the profile covers every slice of a stage."""
     sizes = [*slice_sizes(microbatch_size, replicas)]
     short = batch_size % microbatch_size
     if short:

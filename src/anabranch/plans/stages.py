@@ -1,9 +1,8 @@
 """Stage and StageGraph: what planners propose and everything after them executes.
 
-Samples of one batch are numbered 0 .. batch_size - 1. Micro-batch i of a stage with micro-batch
-size b holds samples i*b up to (i+1)*b, the last one what is left. Each of its d replicas holds an
-equal slice. All dependencies between stages follow from these intervals: a micro-batch needs
-whatever micro-batches of its predecessors it overlaps.
+Micro-batch i of a stage with micro-batch size b holds samples i*b up to (i+1)*b of the batch, the
+last one what is left. Each of its d replicas holds an equal slice. All dependencies between stages
+follow: a micro-batch needs whatever micro-batches of its predecessors it overlaps.
 """
 
 from __future__ import annotations
@@ -63,7 +62,6 @@ class StageGraph:
     """Stages in topological order and the edges between them.
 
     Attributes:
-        stages: in topological order.
         edges: pairs of stage indices, sorted, each from a lower to a higher index.
         batch_size: samples of one step.
     """

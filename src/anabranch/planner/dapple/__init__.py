@@ -1,8 +1,7 @@
 """DAPPLE (Fan et al., PPoPP 2021): hybrids of data and pipeline parallelism by synchronous latency.
 
 The planner minimises L, the seconds of one synchronous step as the paper prices it, over where the
-model is cut, how many replicas every stage has (any number) and on which machines they are. Data
-parallelism and the straight pipeline are the two ends of that space.
+model is cut, how many replicas every stage has (any number) and on which machines they are.
 
 objective   L and its pivot stage
 links       what a hop and an all-reduce cost, by devices per machine
@@ -19,13 +18,11 @@ in their order; cut, the operators before it; move, a way to add a stage; machin
 
 What the paper leaves open and what was decided:
 
-- Its micro-batch size is that of the profile. Here every power of two that the profile covers gets
-  a search of its own, except those that cannot come near the best.
-- It checks no memory. Here every stage must fit with min(S - i, M) micro-batches in flight (policy
-  PA), without recomputation, which the planner of the paper does not consider.
-- Its layers form a chain. Here the model is put in one order, branch after branch, as for planner
-  ``sequential``, and what a stage reads from any stage before it is priced as one transfer from the
-  stage just before.
+- Every power of two that the profile covers is tried as micro-batch size, except those that cannot
+  come near the best.
+- Every stage must fit with min(S - i, M) micro-batches in flight (policy PA), no recomputation.
+- The model is put in one order, branch after branch, and what a stage reads from any stage before
+  it is priced as one transfer from the stage just before.
 - Replicas hold whole samples, and the fullest one counts: 32 samples on 15 devices are 3.
 """
 

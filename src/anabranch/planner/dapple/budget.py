@@ -15,11 +15,7 @@ class Budget:
     used: int = 0
 
     def spend(self, count: int, microbatch_size: int) -> None:
-        """Take some.
-
-        Raises:
-            BudgetError: if there are not as many left.
-        """
+        """Take some, or raise BudgetError if there are not as many left."""
         self.used += count
         if self.used > self.total:
             raise BudgetError(

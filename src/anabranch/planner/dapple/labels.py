@@ -20,8 +20,6 @@ class Labels:
     """Suffixes that share a state's devices or lead to one.
 
     Attributes:
-        start: first operator, as a place in the order.
-        stages: number of stages.
         entering: bytes of one micro-batch that they read from before.
         gradients: bytes that they send back.
         peak_s: F + B of the slowest stage or transfer.
@@ -32,7 +30,6 @@ class Labels:
         source: number of the state before the first stage was added, -1 if there is none.
         parent: which suffix of that state it was added to.
         move: which move led from there.
-        suffix: what they mean for L.
     """
 
     start: Index

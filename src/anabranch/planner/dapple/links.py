@@ -1,7 +1,7 @@
 """Seconds of a hop between two stages and of an all-reduce in one, by devices per machine.
 
-A machine is an innermost group of the cluster. Which of its devices a stage has does not matter,
-so a stage's place is a tuple of counts, machine by machine::
+Which devices of a machine (an innermost group of the cluster) a stage has does not matter, so its
+place is a tuple of counts, machine by machine::
 
     (8, 0)   all of the first machine      (4, 4)   half of each
 """
@@ -43,9 +43,8 @@ def hop_prices(cluster: Cluster, sources: Array, targets: Array) -> tuple[Floats
     """The same for many: arrays of places, [..., machine], that broadcast against each other.
 
     Replicas hold equal slices, numbered so that a slice stays in its machine where it can. The way
-    is as slow as its fullest link: each device's own, and from level 1 on the network card of each
-    group, which sends what its replicas make beyond what they need (split and concatenation,
-    section 5.2).
+    is as slow as its fullest link: each device's own, or from level 1 on each group's network card,
+    which sends what its replicas make beyond what they need (section 5.2).
     """
     sent, got = sources.sum(axis=-1), targets.sum(axis=-1)
     per_byte = np.maximum(1 / sent, 1 / got) / cluster.levels[0].bandwidth

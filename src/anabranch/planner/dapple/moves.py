@@ -28,12 +28,9 @@ class PlaceNumbers:
 
 
 class Moves:
-    """All ways to add a stage in one state, one per entry; the same for every cut.
-
-    Enough devices are left for at least one more stage.
+    """All ways to add a stage in one state with devices left for another; the same for every cut.
 
     Attributes:
-        steps: where the stage is placed.
         degree: place of its number of replicas in the tables.
         target: number of the state that it leads to.
         place: number of its place there.

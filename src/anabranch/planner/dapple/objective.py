@@ -6,9 +6,9 @@ seconds of the transfer there and of the gradients back, and nothing to reduce::
     stage    0        (0 to 1)   1        (1 to 2)   2
     F, B     compute  transfer   compute  transfer   compute
 
-The pivot Q is the stage with the fewest bubbles; it dominates the steady phase. Forwards reach it
-(T_w), it does M - 1 further micro-batches (T_s), and then the last backward runs back to the front
-while the stages reduce their gradients as they finish (T_e)::
+The pivot Q is the stage with the fewest bubbles. Forwards reach it (T_w), it does M - 1 further
+micro-batches (T_s), and then the last backward runs back to the front while the stages reduce
+their gradients as they finish (T_e)::
 
     T_w = sum of F_s for s <= Q                     T_s = (M - 1) (F_Q + B_Q)
     T_e = max over s of  AR_s + (sum of B_a for s <= a <= Q)       where s <= Q
@@ -19,18 +19,16 @@ The pivot is found from the last stage to the first (Algorithm 1): stage s takes
 ``(M - 1) (F_s + B_s)  >  (M - 1) (F_Q + B_Q) + sum of F_a + B_a for s < a < Q``.
 
 So L grows stage by stage from the back, and six numbers say all about the stages behind
-(``Suffix``), whatever comes before them. Two facts hold for every L and let a search leave early
-(M micro-batches, x_s = F_s + B_s):
+(``Suffix``). Two bounds hold for every L (M micro-batches, x_s = F_s + B_s):
 
 - L >= M * x_s for every stage s. Up to Q: L holds the x of Q and of all up to s, and (M - 1) x_Q
   plus what lies between is at least (M - 1) x_s. Behind Q: x_s is less than x_Q.
 - L >= (M - 1) x_Q + (x of what lies before Q), for the pivot Q of any suffix: whatever takes over
   has more.
 
-The paper leaves out what an overlapped all-reduce costs in T_e, though its data parallelism has one
-(section 6.3, "DP Overlap"). Decided here: the gradients of operator o are complete once the last
-micro-batch has gone back through o, then join one ring that runs beside the backward of what comes
-before o. What sticks out at the end of the stage counts::
+The paper leaves out what an overlapped all-reduce costs in T_e (section 6.3, "DP Overlap"). Decided
+here: the gradients of operator o join one ring once the last micro-batch has gone back through o,
+beside the backward of what comes before o. What sticks out at the end of the stage counts::
 
     AR = max over its operators o of  ring(parameters up to o) - (backward seconds before o)
 """
@@ -78,14 +76,7 @@ def phases(
     reduce_s: Sequence[float],
     num_microbatches: int,
 ) -> Latency:
-    """Formulas (1) and (2) for a row of stages, transfers among them.
-
-    Args:
-        forward_s: seconds of one micro-batch, per stage.
-        backward_s: likewise.
-        reduce_s: seconds of the all-reduce, 0 for transfers.
-        num_microbatches: M.
-    """
+    """Formulas (1) and (2) for a row of stages and transfers, whose all-reduce is 0."""
     both = [f + b for f, b in zip(forward_s, backward_s, strict=True)]
     q = pivot(both, num_microbatches)
     ends = [

@@ -9,10 +9,9 @@ machines that the topology does not tell apart may be exchanged. So states are s
         append first   (0, 4, 0, 0)     from machines already in use
         scatter first  (2, 2, 0, 0)     evenly from all that are in use, from all if none is
 
-Where the paper is silent: a policy that runs out of its machines goes on with the others rather
-than fail. Fresh first fills one unused machine after the other. Append first takes the used machine
-with the least room that has enough; if none has, those with the most room first. The fresh
-policy falls back on used machines in that order, too.
+Where the paper is silent: a policy that runs out of its machines goes on with the others. Fresh
+first fills one unused machine after the other. Append first takes the used machine with the least
+room that has enough; if none has, those with the most room first, as the fresh policy does then.
 """
 
 from __future__ import annotations
@@ -94,10 +93,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class Machines:
-    """The machines of a cluster and the states that the policies lead to.
-
-    What was asked is remembered: it is the same for every micro-batch size.
-    """
+    """The machines of a cluster and the states that the policies lead to; remembered."""
 
     cluster: Cluster
     policies: tuple[Policy, ...] = POLICIES
@@ -127,10 +123,7 @@ class Machines:
         return self._steps[used, wanted]
 
     def devices(self, steps: Sequence[Placement]) -> list[tuple[int, ...]]:
-        """Devices of the stages that were placed one after the other, and of one on all others.
-
-        The first that is placed gets the last devices, so that a pipeline begins on device 0.
-        """
+        """Devices of stages that were placed in turn, the last ones first, and of one more."""
         machines = list(reversed(range(len(self.empty))))
         left = [list(range(m * self.size, (m + 1) * self.size)) for m in range(len(machines))]
         result = []

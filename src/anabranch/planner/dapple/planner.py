@@ -111,8 +111,7 @@ class Dapple:
     ) -> list[Planned]:
         """Plans of every micro-batch size that is not hopeless, machines filled up in turn.
 
-        That is as good as composing the policies where machines have one device or there is one
-        machine. Where not, it is quick, and knowing a good plan makes the other search quicker.
+        That is as good as composing the policies with one machine or one device each; else quicker.
         """
         sizes = microbatch_sizes(problem.batch_size, microbatch_size)
         tables = [Tables(problem, size) for size in sizes if problem.degrees(size)]

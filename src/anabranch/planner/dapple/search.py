@@ -1,21 +1,18 @@
 """DAPPLE's recursion (section 4.3) for one micro-batch size, over all cuts at once.
 
-The paper plans the first layers and leaves the rest as one last stage, which it splits again and
-again. Here the recursion runs the other way, it is the first stage that is still to be split::
+The paper splits the last stage again and again; here it is the first stage that is still to be
+split, because Algorithm 1 finds the pivot from the back and memory depends on what follows::
 
     [ 0 .. i )  one stage on all devices left  |  [ i .. ) planned, devices in use per machine
 
-because Algorithm 1 finds the pivot from the back, and because a stage's distance to the end, on
-which its memory depends, is then known. A state is the devices in use per machine, sorted, and the
-cut i; its ``T_PL`` is L with the first i operators on all other devices. The best T_PL of all
-states is the plan.
+A state is the devices in use per machine, sorted, and the cut i; its ``T_PL`` is L with the first i
+operators on all other devices. The best T_PL of all states is the plan.
 
-L is no sum, so the best T_PL of a state need not lead to the best plan: while the first stage holds
-most of the model on most of the devices, its all-reduce covers up whatever lies behind it. So a
-state keeps several suffixes: ``width`` with the least T_PL, as in the paper, ``width`` with the
-least estimate of what they can become part of (the rest shared out evenly, nothing of it reduced),
-and one of the fewest stages, which leaves most memory, so that a plan is found if any fits. Of the
-states with equally many devices in use together, ``BREADTH`` times as many are kept per cut.
+L is no sum, so the best T_PL of a state need not lead to the best plan. A state keeps several
+suffixes: ``width`` with the least T_PL, as in the paper, ``width`` with the least estimate of what
+they can become part of (the rest shared out evenly, nothing of it reduced), and one of the fewest
+stages, which leaves most memory. Of the states with equally many devices in use together,
+``BREADTH`` times as many are kept per cut.
 
 Suffixes that cannot beat the best plan are dropped, by the two lower bounds of ``dapple.objective``
 with the work that is left shared out evenly over the devices that are left. So with all suffixes
@@ -54,7 +51,6 @@ class ChainPlan:
     """A plan before it has operators' names.
 
     Attributes:
-        latency_s: L.
         cuts: where each stage begins and the last ends, as places in the order.
         devices: per stage.
     """
@@ -68,11 +64,8 @@ class PlacementSearch:
     """The recursion for one micro-batch size.
 
     Args:
-        tables: prices of all runs of operators.
-        machines: the cluster.
         width: suffixes to keep per state and ranking. None: all.
         max_stages: most stages of a plan. None: no limit.
-        budget: what may be priced.
         limit_s: plans of a greater L are not wanted.
     """
 
@@ -156,8 +149,7 @@ class PlacementSearch:
     def _starts(self, labels: Labels, moves: Moves) -> tuple[Index, Index]:
         """Per move and suffix the first operator at which a stage may begin, and how many may.
 
-        A stage takes no longer than a period of the best plan, and neither does the average of
-        those to come; and every device that is left needs an operator.
+        Neither it nor the average of those to come takes longer than a period of the best plan.
         """
         tables = self._tables
         period = self._limit_s * EXACT / tables.num_microbatches

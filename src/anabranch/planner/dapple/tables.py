@@ -21,8 +21,6 @@ class ChainProblem:
     """What is the same for every micro-batch size of one search.
 
     Attributes:
-        cost: prices the operators on the cluster.
-        batch_size: samples of one step.
         order: operators in the order of the pipeline.
         max_replicas: most devices of one stage.
         overlap_allreduce: count of an all-reduce only what sticks out of the backward.

@@ -1,8 +1,7 @@
 """Stages next to a block that take a part of its branches: which part, and the fewest devices.
 
-``BranchShares`` knows the lightest shares for every number of devices outside the stage. Here are
-the stages: runs of operators behind the block (or before it), each at some cap and height. Where
-all that a block needs is the same for several caps and heights, they are one state, looked at once.
+The stages are runs of operators behind the block (or before it), each at some cap and height.
+Caps and heights for which the block needs the same are one state, looked at once.
 
 Arrays are [bound t, cap w, height h], [bound t, state m] or [range q, ...].
 """
@@ -42,10 +41,6 @@ from anabranch.planner.toolkit.prices import Bound
 
 class Limits:
     """The bounds of one call, as arrays over them.
-
-    Args:
-        sizes: micro-batch sizes.
-        bounds: each for one of them.
 
     Attributes:
         at: place of the micro-batch size: [t].
@@ -87,7 +82,7 @@ class Stages:
 
     @staticmethod
     def of(ranges: RangePrices, runs: Sequence[tuple[int, int]], limits: Limits) -> Stages:
-        """Those of some ranges (start, stop)."""
+        """Prices of ranges (start, stop)."""
         at = tuple(np.array(runs).T)
         seconds = limits.per_bound(ranges.compute_s(at), ranges.traffic_s(at), ranges.reduce_s(at))
         seconds[COMPUTE][~limits.sizes.valid[limits.at]] = np.inf
@@ -148,12 +143,10 @@ class BlockNeighbour:
     """A block as the stages next to it see it.
 
     Attributes:
-        block: the block.
         devices: class -> what is left of a branch for each of its options: [t, w, h, c].
         shares: class -> what a stage gains by each option.
         groups: fewest devices for branches i .. j - 1 as one stage: [j, i, t, h].
         allowed: where a group is not too high: [w, h].
-        heights: of the stages: [w, h].
     """
 
     block: Block
@@ -164,13 +157,7 @@ class BlockNeighbour:
     heights: Ints
 
     def share(self, stages: Stages, limits: Limits, limit: int) -> SharedStages:
-        """What the stages take.
-
-        Args:
-            stages: the ranges of operators.
-            limits: the bounds.
-            limit: most devices.
-        """
+        """What the stages take, on at most ``limit`` devices."""
         weights = {k: Weights.of(shares, limits) for k, shares in self.shares.items()}
         most_held = np.minimum(self.heights.max() + 1, limits.count)[:, None, None]
         carried = self._carried(stages, weights, limits, most_held)

@@ -1,20 +1,18 @@
-"""A stage beside a block takes a part of some branches: which leaves least to place?
+"""Shares that a stage beside a block takes of its branches, so that the least is left to place.
 
     a1 --> a2 --> a3 --+
     b1 --> b2 --> b3 --+--> [ join ]        one stage may be { a3, b2, b3, join }
 
-For every branch there are options: cut it at c, so that its remainder needs some number of
-devices and its share adds some seconds and bytes to the stage. Several whole branches may also
-form a stage of their own (a group), if they stand next to each other in the block. This is a
-knapsack with the number of devices as its capacity: over all branches, for every total of at most
-v, the least compute. Traffic, all-reduce and memory are carried along with the lightest choice and
-checked afterwards; those that cannot exceed their limits are left out.
+Each branch has options: cut at c, its remainder needs some devices and its share adds seconds and
+bytes to the stage. Neighbouring whole branches may also form a stage of their own (a group). This
+is a knapsack over the branches, the number of devices its capacity: for every total of at most v,
+the least compute. Traffic, all-reduce and memory go along with the lightest choice and are checked
+afterwards, if they can exceed their limits at all.
 
-A group never needs more devices for having fewer branches, and the first branches of a block never
-need more than the first few more do. So of all groups that end at a branch and need a certain
-number of devices only the largest is tried.
+A group needs no more devices for fewer branches, so of all groups that end at a branch and need
+the same number of devices only the largest is tried.
 
-All arrays are [bound t, state m, mode k, devices v], where a state is a pair of cap and height of
+Arrays are [bound t, state m, mode k, devices v]; a state is a cap and a height of
 ``partitioner.chain_programme``.
 """
 
@@ -72,9 +70,6 @@ class BranchShares:
     """The lightest shares of all branches for every total of devices outside the stage.
 
     Args:
-        options: one entry per branch.
-        groups: stages of several whole branches.
-        limit: most devices.
         carried: which of the four sums may exceed their limits; compute always does.
 
     Attributes:
@@ -139,11 +134,7 @@ class BranchShares:
     def _lightest(
         self, option: Options, limit: int
     ) -> tuple[NDArray[np.intp], Ints, dict[int, Floats]]:
-        """Devices that a branch may be given, the lightest option for each, and its shares.
-
-        Returns:
-            Amounts [a], options [a, t, m] (-1 for none), per sum its shares [a, t, m, k, 1].
-        """
+        """Amounts of devices [a], lightest options [a, t, m], per sum shares [a, t, m, k, 1]."""
         if id(option) in self._cuts:
             return self._cuts[id(option)]
         amounts = np.unique(option.devices[option.devices <= limit]).astype(np.intp)
@@ -212,7 +203,6 @@ def largest_groups(alone: Sequence[Ints], needs: Ints, allowed: Bools) -> Groups
     Args:
         alone: per branch what it needs on its own: [t, m].
         needs: fewest devices for branches i .. j - 1 as one stage: [j, i, t, m].
-        allowed: where a group is not too high: [t, m] or [m].
     """
     count = len(alone)
     sums = np.cumsum([np.zeros_like(alone[0]), *alone], axis=0, dtype=np.int64)
@@ -231,15 +221,7 @@ def largest_groups(alone: Sequence[Ints], needs: Ints, allowed: Bools) -> Groups
 
 
 def whole(alone: Sequence[Ints], groups: Groups) -> Ints:
-    """Fewest devices for the first j branches, none of them shared with a stage outside the block.
-
-    Args:
-        alone: per branch what it needs on its own: [t, m].
-        groups: stages of several whole branches.
-
-    Returns:
-        For j = 0 .. number of branches: [j, t, m].
-    """
+    """Fewest devices for the first j branches, nothing of them in an outer stage: [j, t, m]."""
     result = np.zeros((len(alone) + 1, *alone[0].shape), dtype=np.int32)
     t, m = np.ogrid[: alone[0].shape[0], : alone[0].shape[1]]
     for j, needed in enumerate(alone, start=1):

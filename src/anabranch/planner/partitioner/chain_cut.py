@@ -1,11 +1,10 @@
-"""Where to cut a row of stages, if the devices of every stage are given.
+"""Cuts of a row of stages whose devices are given.
 
     order     a1 a2 a3 | b1 b2 | b3 join          devices 2, 1, 1: which cuts are best?
 
-First the least longest period, then, among cuts within a factor ``slack`` of it, the shortest way
-through the pipeline and back: what a step is made of where there are M micro-batches is ``M - 1``
-periods and that way once. Both are short dynamic programmes over the cuts, for stages that lie in
-nodes of their own and for stages that are spread over all nodes (``toolkit.assemble``).
+First the least longest period, then, within a factor ``slack`` of it, the shortest way through the
+pipeline and back. Both are dynamic programmes over the cuts, for stages in nodes of their own and
+for stages spread over all nodes (``toolkit.assemble``).
 """
 
 from __future__ import annotations
@@ -25,13 +24,7 @@ from anabranch.planner.toolkit.prices import MicrobatchPrices, Mode
 
 
 class ChainCutter:
-    """Cuts one model's operators in one order.
-
-    Args:
-        cost: prices the operators.
-        batch_size: samples of one step.
-        order: the operators, in topological order.
-    """
+    """Cuts one model's operators in one topological order."""
 
     def __init__(self, cost: CostModel, batch_size: int, order: Sequence[int]) -> None:
         self._cost = cost
@@ -54,12 +47,7 @@ class ChainCutter:
         return [part for _, part in sorted(spans, key=lambda span: span[0])]
 
     def cut(self, size: int, modes: Sequence[Mode]) -> list[list[Part]]:
-        """Stages with these modes, one after the other: up to one row of them per slack, and one.
-
-        Args:
-            size: samples of a micro-batch.
-            modes: of the stages in order, at most as many as cuts are considered.
-        """
+        """Stages with these modes in order: up to one row of them per slack, and one."""
         if not 0 < len(modes) <= len(self._row.parts):
             return []
         found: list[tuple[int, ...]] = []
@@ -92,11 +80,7 @@ class ChainCutter:
     def _shortest(
         periods: Sequence[Floats], ways: Sequence[Floats], bound: float, *, early: bool = False
     ) -> tuple[int, ...]:
-        """The cuts with the shortest way, no period beyond the bound.
-
-        Where layers are alike many cuts are equal: the long stages are then the last ones, or the
-        first if ``early``.
-        """
+        """The cuts with the shortest way within the bound; of equals late or early ones."""
         bound *= 1 + 1e-9
         sums = np.where(periods[0][0] <= bound, ways[0][0], np.inf)
         chosen = []

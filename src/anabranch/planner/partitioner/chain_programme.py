@@ -1,4 +1,4 @@
-"""Fewest devices for a model, if no stage may take longer than a bound; for many bounds at once.
+"""Fewest devices for a model if no stage may take longer than a bound; for many bounds at once.
 
 For one bound on the period the states of a chain are (cut j, height h of the stage that ends
 there); the value is the fewest devices for everything before the cut::
@@ -6,10 +6,9 @@ there); the value is the fewest devices for everything before the cut::
     devices[h, j]  =  min over i < j of  need[h, j, i] + devices[h + 1, i]
 
 Height is the distance to the sink in stages: a stage at height h keeps at least h + 1
-micro-batches, so memory depends on it, and what comes before a stage lies one higher. The last
-height may stand for all greater ones. With one height only, memory is that of a stage at the sink,
-which gives a lower limit quickly, and often a plan. For several caps u on the height everything is
-done at once, which gives the least depth for a number of devices. Arrays are [bound t, cap u,
+micro-batches, and what comes before it lies one higher. The last height may stand for all greater
+ones; with one height only, every stage is at the sink, which gives a lower limit quickly. Several
+caps u on the height give the least depth for a number of devices. Arrays are [bound t, cap u,
 height h, cut j]; bounds may belong to different micro-batch sizes.
 
 A block adds to its chain, in front of it the least devices of what came before it:
@@ -17,13 +16,11 @@ A block adds to its chain, in front of it the least devices of what came before 
 - boundaries at both sides: every branch is a chain of its own; the devices add up and the height
   is the largest. Runs of whole branches (in the order of the block) may form one stage;
 - a stage after the block that also takes the last operators of some branches (``BlockNeighbour``);
-- a stage before the block that also takes the first operators of some branches, likewise. To save
-  time no more than ``SEARCH.heads`` cuts per branch are tried, and such a block has a boundary on
-  its other side.
+- a stage before the block that also takes the first operators of some branches: at most
+  ``SEARCH.heads`` cuts per branch, and such a block has a boundary on its other side.
 
-How high the branches reach couples them to what comes before. So branches are solved for the caps
-at which that gets dearer: one cap if memory does not depend on the height, and for a block that
-nothing precedes.
+The height of the branches couples them to what comes before, so they are solved for the caps at
+which that gets dearer: one if memory does not depend on the height or nothing precedes the block.
 
 Time per bound: O(n^2 H) for a chain of n items, O(m D A) for a block of m branches on D devices
 whose remainders need one of A amounts of them, in NumPy.
@@ -56,11 +53,6 @@ from anabranch.planner.toolkit.prices import Bound, MicrobatchPrices
 class ChainProgramme:
     """Solves one model at some micro-batch sizes for any bounds.
 
-    Args:
-        chain: the whole model.
-        prices: periods and memory, one per micro-batch size.
-        limit: most devices.
-
     Attributes:
         heights: number of heights; no plan has more stages on a path.
         heads: cuts per branch that a stage before a block may take, besides none and all of it.
@@ -82,20 +74,11 @@ class ChainProgramme:
         return self._ranges[key]
 
     def lightly(self, bounds: Sequence[Bound]) -> ChainSolution:
-        """Fewest devices within bounds as if every stage were at the sink: a lower limit.
-
-        Args:
-            bounds: all with the all-reduce spread, or none.
-        """
+        """Fewest devices as if every stage were at the sink: a lower limit. Else as ``solve``."""
         return self._run(bounds, [0], heights=1, most=0, beyond=True)
 
     def solve(self, bounds: Sequence[Bound], caps: Sequence[int] | None = None) -> ChainSolution:
-        """Fewest devices within bounds, for several caps on the height.
-
-        Args:
-            bounds: all with the all-reduce spread, or none.
-            caps: the largest height allowed, ascending; by default any.
-        """
+        """Fewest devices within bounds (all spread, or none) for caps on the height, ascending."""
         if caps is not None:
             heights = max(caps) + 1
             return self._run(bounds, caps, heights=heights, most=heights - 1, beyond=False)
@@ -116,9 +99,6 @@ class _Run:
     """All tables for some bounds.
 
     Args:
-        reach: the model.
-        bounds: as for ``ChainProgramme.solve``.
-        heights: number of heights.
         most: the height for which the last of them stands where memory is concerned.
         beyond: the last height stands for all greater ones too.
     """

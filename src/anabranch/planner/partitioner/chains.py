@@ -6,14 +6,12 @@ A chain is a row of items, each an operator or a block; a block is a set of chai
                     | chain [ a ][ b ][ c ]|
                     | chain [ d ][ e ]     |
 
-``cost.nested_weights`` weighs contiguous ranges of items. Branches of a block that
-``series_parallel.signature`` calls the same are of one class, and only its first is searched.
+``cost.nested_weights`` weighs contiguous ranges of items. Branches of a block with the same
+``series_parallel.signature`` are of one class, and only its first is searched.
 
-A model of more than ``SEARCH.items`` operators is made coarser, to about so many items: neighbours
-in a chain, whole blocks and neighbouring branches become one item as long as together they are no
-more than their share of all compute. A boundary between stages is then up to one item away from
-where it would be best, so the longest period is at most that much compute above the least, per
-border of a stage.
+A model of more than ``SEARCH.items`` operators is made coarser: neighbours in a chain, whole blocks
+and neighbouring branches become one item if together they are no more than their share of all
+compute. So a boundary is up to one item away from where it would be best.
 """
 
 from __future__ import annotations
@@ -34,7 +32,6 @@ class Block:
     """Chains side by side.
 
     Attributes:
-        branches: those of one class next to each other.
         classes: per branch, the first branch that is the same.
         row: the branches as a row: ranges are groups of whole branches.
     """
@@ -50,7 +47,6 @@ class Chain:
 
     Attributes:
         items: operators, by index, and blocks; several operators in one item by their first.
-        row: the items as a row.
         below: for every cut j, the most items on a path through what comes after it in the whole
             model: no stage that ends at the cut has a greater height.
     """
@@ -71,13 +67,7 @@ def build(cost: CostModel, tree: Node) -> Chain:
 
 
 def line(cost: CostModel, order: Iterable[int], *, coarse: bool = False) -> Chain:
-    """The chain of all operators in one topological order.
-
-    Args:
-        cost: prices the operators.
-        order: of the operators.
-        coarse: make it coarser if there are many.
-    """
+    """The chain of operators in one topological order, made coarser if asked and long."""
     ops: list[Node] = [Leaf(op) for op in order]
     parts = list(_Builder(cost).runs(ops)) if coarse else [[op] for op in ops]
     masks = [sum(_mask(op) for op in part) for part in parts]

@@ -1,7 +1,4 @@
-"""Tuned numbers of the partitioner: how much is looked at, and what that trades.
-
-More is slower and rarely better. What only keeps tables in memory says so.
-"""
+"""Tuned numbers of the partitioner: how much is looked at. More is slower and rarely better."""
 
 from __future__ import annotations
 

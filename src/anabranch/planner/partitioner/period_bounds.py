@@ -1,13 +1,11 @@
-"""Many bounds on the period at once: which suffice, and with which stages.
+"""Bounds on the period, many at once: which suffice, and with which stages.
 
-Memory rises with the height of a stage. A bound is first tried as if every stage were at the sink,
-which costs little and is a lower limit; the stages found that way often fit. Where they do not, the
-bounds from there on are tried again with all heights, and where that costs more than
-``SEARCH.dearer``, once more with recomputation.
+A bound is first tried as if every stage were at the sink, which is a cheap lower limit whose stages
+often fit. Where they do not, the bounds from there on are tried with all heights, and where that
+costs more than ``SEARCH.dearer``, once more with recomputation.
 
-Small models are looked at for several micro-batch sizes and all their bounds in one go, as what
-takes time then is the number of NumPy calls. In large ones it is the size of the tables, so those
-are made one after the other, and no more of them than are needed.
+Small models are looked at for several micro-batch sizes in one go, to spare NumPy calls; in large
+ones tables are made one after the other, no more than are needed.
 """
 
 from __future__ import annotations
@@ -32,7 +30,6 @@ class Size:
     """One micro-batch size.
 
     Attributes:
-        prices: of this size.
         least_s: no period is shorter.
         pool, at: where its tables are.
         low: a bound on the period under which there are too few devices.
@@ -89,10 +86,7 @@ class Table:
     """Bounds of a size, ascending, and the first that suffices if every stage were at the sink.
 
     Attributes:
-        size: the micro-batch size.
-        bounds: ascending.
         first: place of the first that suffices.
-        stages: its stages.
     """
 
     size: Size
@@ -110,8 +104,6 @@ class PeriodBounds:
     """Makes the tables of one problem.
 
     Args:
-        problem: what is planned.
-        chain: the model.
         sizes: micro-batch sizes, the most promising first; they are put into pools.
 
     Attributes:
@@ -146,11 +138,7 @@ class PeriodBounds:
         return self._reaches[key]
 
     def lightly(self, jobs: Sequence[Job]) -> list[Table]:
-        """Tables for some bounds of every size, as if stages were at the sink.
-
-        Returns:
-            One per size for which some bound suffices; low and high of the sizes are set.
-        """
+        """Tables of sizes for which some bound suffices at the sink; sets their low and high."""
         result: list[Table] = []
         for together in self._together(jobs):
             if not self.is_large:
@@ -222,7 +210,7 @@ class PeriodBounds:
     def _heavily(
         self, size: Size, bounds: Sequence[Bound], first: int
     ) -> tuple[int, list[Part], bool]:
-        """The first bound from a place on that suffices when memory rises with the height.
+        """The first bound from a place on that suffices with all heights.
 
         Returns:
             Its place, the stages (none if no bound suffices), and whether they may recompute.
@@ -255,12 +243,7 @@ class PeriodBounds:
     def shallowest(
         self, jobs: Sequence[Job], caps: Sequence[int]
     ) -> Iterator[tuple[Size, list[Part]]]:
-        """For bounds from the least up, stages of ever smaller depth.
-
-        Args:
-            jobs: sizes and bounds.
-            caps: largest heights to try, ascending.
-        """
+        """For bounds from the least up, stages of ever smaller depth; caps ascend."""
         step = max(1, self.room(caps))
         for together in self._together(jobs):
             bounds = [bound for _, some in together for bound in some]
@@ -292,16 +275,7 @@ def least_period(prices: MicrobatchPrices) -> float:
 
 
 def entries(chain: Chain, modes: int, devices: float) -> tuple[float, float]:
-    """About how many entries the tables of a model have, per bound.
-
-    Args:
-        chain: the model, or a part of it.
-        modes: number of modes.
-        devices: about as many as this part can use.
-
-    Returns:
-        Those of ranges, and those of shares.
-    """
+    """About how many entries the tables of a model have per bound: of ranges, of shares."""
     ranges, sharing = len(chain.row) ** 2.0, 0.0
     weight = sum(mask.bit_count() for mask in chain.row.parts)
     for item, mask in zip(chain.items, chain.row.parts, strict=True):

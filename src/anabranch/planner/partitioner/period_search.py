@@ -1,20 +1,16 @@
 """The search that graphpipe and sequential share: micro-batch sizes, bounds, depths.
 
-For every micro-batch size the least bound on the period is found, ``partitioner.chain_programme``
-asked for the fewest devices under many bounds at once (``partitioner.period_bounds``). The
-bottleneck is not the step, though: a step takes about ``(M - 1) * period + critical path``, and a
-plan that is a little slower but half as deep may win. So three things are done:
+For every micro-batch size the least bound on the period is found (``partitioner.period_bounds``).
+As a step takes about ``(M - 1) * period + critical path``, three things are done:
 
 - coarsely for every size, on a ladder of bounds, the least period with the all-reduce spread over
   the micro-batches;
 - closely for the few sizes with the best estimates, the least period without it, the all-reduce
-  held to about that of the coarse plan: nothing is gained by a stage that computes less than the
-  slowest and then reduces for longer;
+  held to about that of the coarse plan;
 - for these, at looser bounds, the smallest depths that the devices allow.
 
-All of these become candidates, ranked by ``toolkit.estimate``. Sizes that cannot come near the
-best estimate are left early. A plan of several stages is taken to be two deep at least: one that is
-not (data parallelism, branches that never meet) is found if its size is worth a look for others.
+All become candidates, ranked by ``toolkit.estimate``. Sizes that cannot come near the best estimate
+are left early; a plan of several stages is taken to be two deep at least.
 """
 
 from __future__ import annotations
@@ -36,10 +32,6 @@ class PeriodSearch:
     """The search for one problem.
 
     Args:
-        problem: what is to be planned.
-        chain: the model.
-        sizes: micro-batch sizes.
-        known_s: a step that is known to be possible, so that worse sizes can be left out.
         effort: how much is looked at; by default little in a large model.
         uneven: as for ``Problem.prices``.
     """
@@ -82,13 +74,9 @@ class PeriodSearch:
             yield from self._coarsely(pool)
 
     def least(self, tolerance: float) -> tuple[float, list[Part]]:
-        """The least period of the first size, the all-reduce spread, and its stages.
+        """The least period of the first size, to a relative ``tolerance``, and its stages.
 
-        Args:
-            tolerance: how near to the least, relative.
-
-        Returns:
-            Infinite, and none, if nothing fits.
+        The all-reduce is spread. Infinite, and none, if nothing fits.
         """
         size = self._sizes[0]
         periods = [size.least_s * ratio for ratio in SEARCH.first_bounds]
@@ -160,11 +148,7 @@ class PeriodSearch:
         return [period for period in periods if period <= most or period == np.inf]
 
     def _closely(self, sizes: Sequence[Size]) -> Iterator[Candidate]:
-        """Better candidates for some sizes: no longer all-reduce, the least period for that.
-
-        What a stage needs for its all-reduce is not gained by being quicker than the slowest stage,
-        so from here on it is bounded apart.
-        """
+        """Better candidates: no longer all-reduce, and the least period for that."""
         templates = {}
         jobs: list[Job] = []
         for size in sizes:
@@ -269,9 +253,6 @@ def candidates(
     """Candidates for one micro-batch size or all, as they are found; none if nothing fits.
 
     Args:
-        problem: what is to be planned.
-        chain: the model.
-        microbatch_size: only this size.
         known_s: a step that is known to be possible, so that worse sizes can be left out.
     """
     sizes = problem.sizes(microbatch_size)
@@ -292,15 +273,10 @@ def thoroughly(
 def in_a_row(
     problem: Problem, microbatch_size: int | None, found: Sequence[Candidate]
 ) -> Iterator[Candidate]:
-    """Candidates whose stages are runs of the model in one order.
+    """Candidates whose stages are runs of the model in one order, beside those ``found`` so far.
 
     A stage may then be the tail of one branch and the head of the next, which the search over
     branches does not know. Stages wait only for those whose values they read.
-
-    Args:
-        problem: what is planned.
-        microbatch_size: only this size.
-        found: candidates so far.
     """
     sizes = problem.sizes(microbatch_size)
     known_s = min((candidate.step_s for candidate in found), default=float("inf"))
@@ -314,14 +290,10 @@ def in_a_row(
 def best(
     found: Sequence[Candidate], count: int, always: Sequence[Candidate] = ()
 ) -> list[Candidate]:
-    """The candidates with the least estimated step, each stage graph once, the least first.
+    """The ``count`` candidates of least estimated step, each stage graph once, the least first.
 
-    Of those of one stage, which differ in little, only the best ``SEARCH.alone``.
-
-    Args:
-        found: candidates.
-        count: how many to keep.
-        always: candidates of which the best is kept whatever its estimate.
+    Of those of one stage, which differ in little, only the best ``SEARCH.alone``. The best of
+    ``always`` is kept whatever its estimate.
     """
     ranked = sorted([*found, *always], key=lambda candidate: candidate.step_s)
     unique = list({candidate.graph: candidate for candidate in reversed(ranked)}.values())[::-1]

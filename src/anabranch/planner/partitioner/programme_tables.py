@@ -1,7 +1,7 @@
-"""The tables that some bounds leave behind, and the stages that can be read from them.
+"""Tables that some bounds leave behind, and the stages that can be read from them.
 
-Arrays are [bound t, cap u, height h, cut j]. Heights run to ``heights``, one more than stages may
-have: that is where what comes before the highest stage begins.
+Arrays are [bound t, cap u, height h, cut j]. The last height, one more than stages may have, is
+where what comes before the highest stage begins.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ class Join:
 
     Attributes:
         shared: what it may take of the branches, for each cut from the first on.
-        first: the first cut.
     """
 
     shared: SharedStages
@@ -39,7 +38,6 @@ class Fork:
     Attributes:
         shared: what it may take of the branches, for each cut from the block backwards; heights are
             those of what follows the block.
-        count: cuts that there are.
         before: height of what comes before the stage: [w].
         suffixes: (class, cut) -> the branch from there on.
         cuts: class -> cut of each option.
@@ -62,8 +60,6 @@ class BlockTables:
         groups: fewest devices for branches i .. j - 1 as one stage: [j, i, t, e].
         alone: class -> what such a branch needs on its own: [t, w, e].
         whole: what the first j branches need: [j, t, w, e].
-        join: stages that leave the block.
-        fork: stages that enter it.
     """
 
     caps: Ints
@@ -81,7 +77,6 @@ class ChainTables:
 
     Attributes:
         caps: largest heights: [u].
-        start: the cut.
         devices: fewest for what lies between it and cut j, if the stage after that has height
             h - 1: [t, u, h, j].
         need: fewest devices for a stage: [t, h, j, i].
@@ -99,15 +94,10 @@ class ChainSolution:
     """The answer for some bounds: fewest devices per bound and cap, and the stages behind them.
 
     Args:
-        chain: the whole model.
         ranges: prices of the ranges of a chain or block.
-        bounds: what was asked.
-        heights: number of heights.
         most: the height for which the last of them stands where memory is concerned.
-        solved: the tables.
 
     Attributes:
-        bounds: what was asked.
         devices: fewest per bound and cap: [t, u].
     """
 

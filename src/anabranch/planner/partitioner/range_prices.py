@@ -1,10 +1,7 @@
-"""Periods and memory of every range of a row at once, for several micro-batch sizes and all modes.
+"""Prices of every range of a row at once, for several micro-batch sizes and all modes.
 
-Next to whole ranges, this prices what a range gains when a stage that begins or ends at the block
-beside it also takes the last or first operators of a branch (``Shares``).
-
-Arrays are [size s, mode k, ...]; a bound names its size, so what depends on bounds is [bound t,
-...].
+``Shares`` prices what a range gains when a stage beside it also takes a part of a branch.
+Arrays are [size s, mode k, ...] or, where they depend on bounds, [bound t, ...].
 """
 
 from __future__ import annotations
@@ -38,7 +35,6 @@ class Sizes:
     """Micro-batch sizes that are searched together, and the modes of all of them.
 
     Attributes:
-        prices: one per size, of one model on one cluster.
         modes: those of any size, fewest devices first; of equals the plainest first.
         devices: of each mode: [k].
         valid: whether a size may use a mode: [s, k].
@@ -93,12 +89,8 @@ class Shares:
     Arrays are [s, k, c] for cut c, or [k, c].
 
     Attributes:
-        compute_s: seconds of compute per micro-batch.
         traffic_s: seconds of transfers per micro-batch; may be negative, as what the stage now
             makes itself no longer enters it.
-        reduce_s: seconds of all-reduce per step.
-        fixed: bytes of memory whatever is in flight.
-        per_microbatch: bytes of memory per micro-batch in flight.
     """
 
     compute_s: Floats
@@ -120,12 +112,7 @@ class Shares:
 
 
 class RangePrices:
-    """One row at several micro-batch sizes; tables are [s, k, p] for the p-th range not empty.
-
-    Args:
-        row: weighs the ranges.
-        sizes: prices them.
-    """
+    """One row at several micro-batch sizes; tables are [s, k, p] for the p-th range not empty."""
 
     def __init__(self, row: NestedSets, sizes: Sizes) -> None:
         self.row = row
@@ -245,13 +232,8 @@ class RangePrices:
     def need(self, bounds: Sequence[Bound], heights: int, most: int | None = None) -> Ints:
         """Fewest devices for every range within bounds: [bound, height, stop, start].
 
-        ``INFINITE`` where no mode does. Where memory does not depend on the height, the second axis
-        has length 1.
-
-        Args:
-            bounds: all with the all-reduce spread, or none.
-            heights: number of heights.
-            most: the height for which the last of them stands, if not for itself.
+        ``INFINITE`` where no mode does; one height where memory does not depend on it. Bounds are
+        all spread, or none. The last height stands for ``most``, by default for itself.
         """
         most = heights - 1 if most is None else most
         bound_sizes = [bound.at for bound in bounds]

@@ -1,9 +1,9 @@
 """PipeDream's recurrence within memory, with the number of stages that may follow.
 
-A stage holds one micro-batch more than there are stages behind it. The paper's order of work,
-from the first layer on, does not know yet how many that will be. But for one bound on the period
-it is enough to know, for every span and number q of stages in it, before how many further stages
-it still fits, its headroom. With a first piece of p stages and a remainder of q - p::
+A stage holds one micro-batch more than there are stages behind it, which the recurrence, from the
+first layer on, does not know yet. For one bound on the period it is enough to know, for every span
+and number q of stages in it, before how many further stages it still fits, its headroom. With a
+first piece of p stages and a remainder of q - p::
 
     u ----------- s ----------- v ------ e more stages ------ end
       p stages        q - p
@@ -11,13 +11,12 @@ it still fits, its headroom. With a first piece of p stages and a remainder of q
     headroom_q(u->v)  =  max over s, m', p of  min( headroom_p(u->s) - (q - p),
                                                     headroom_(q-p)(s->v) )
 
-which is the recurrence again, with another quantity in place of the period. At the last level the
-rest of the model is a number of stages, the fewer the better::
+the recurrence with another quantity in place of the period. At the last level the rest of the model
+is a number of stages, the fewer the better::
 
     fewest(u, m)  =  min over s, m', p of  p + fewest(s, m-m')    where headroom_p(u->s) allows it
 
-The least bound with a plan is found by bisection, above what the recurrence without memory says.
-Tables hold the negative of a headroom, so that less is better here too.
+The least bound is found by bisection. Tables hold the negative of a headroom: less is better.
 """
 
 from __future__ import annotations
@@ -48,8 +47,6 @@ def solve(
     """The least period of a plan in memory, and a plan with it; None if nothing fits.
 
     Args:
-        terms: prices.
-        meter: what the search may take.
         least_s: no plan has a lesser period.
         tolerance: relative distance to the least period at which the search ends.
 

@@ -1,9 +1,7 @@
 """PipeDream's planner: the best plan of its recurrence for every micro-batch size.
 
-The recurrence knows no memory. Where its plan does not fit, the best plan of the same kind that
-does is searched (``pipedream.memory``); where the levels of the cluster allow none at all, one
-that takes the devices as a single level on the slowest link, on which every row of stages with
-any replicas can be had.
+Where that plan does not fit, ``pipedream.memory`` searches the best that does; where the levels of
+the cluster allow none, one that takes the devices as a single level on the slowest link.
 """
 
 from __future__ import annotations

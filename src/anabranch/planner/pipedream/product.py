@@ -26,7 +26,6 @@ def least_longest(
         ends: what the part from u to s costs, for every choice c.
         begins: what the part from s to v costs with the same choice.
         result: is changed; may have only the first of the states u.
-        meter: counts the combinations.
         most: what is above it is absent. A state takes as long as it has neighbours on both sides.
     """
     if not len(ends):

@@ -1,12 +1,11 @@
 """PipeDream's recurrence without memory: the pipeline whose slowest part is quickest.
 
-Level by level from the devices up, as the paper has it: within a level all spans (u, v) for one
-component, then for two, and so on; at the last level only spans from the empty state. Every
-number of copies that higher levels may make of a component has tables of its own.
+Level by level from the devices up: within a level all spans (u, v) for one component, then for two,
+and so on; at the last level only spans from the empty state. Every number of copies that higher
+levels may make of a component has tables of its own.
 
-What exceeds a bound is dropped at once, which leaves a narrow band of short spans, and the less of
-the model before a component, the more of the devices it has. If nothing is found the bound rises.
-As no part of a plan exceeds the whole, the result is exact.
+What exceeds a bound is dropped at once. If nothing is found the bound rises; as no part of a plan
+exceeds the whole, the result is exact.
 """
 
 from __future__ import annotations

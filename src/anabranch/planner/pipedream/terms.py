@@ -8,12 +8,9 @@
 with levels k = 1 .. L of m_k components each, bandwidth B_k between the components of level k,
 w the trainable parameters of a span, and 2 a_s the bytes that cross state s with their gradients.
 
-Samples. PipeDream's replicas take whole mini-batches in turn, so it divides by m the time of a
-mini-batch. Here every micro-batch of b samples is split over the replicas: a stage with d replicas
-in all, over every level, computes ceil(b / d) samples, priced at that count. Where time is
-proportional to samples that is the same; where a launch has its price it is not. What is ``1/m``
-in the paper is therefore a table of its own for every number r of copies that higher levels make
-of a component.
+Samples. PipeDream's replicas take whole mini-batches in turn, so it divides a mini-batch's time by
+m. Here a stage with d replicas in all, over every level, computes ceil(b / d) samples, priced at
+that count, so ``1/m`` is a table for every number r of copies that higher levels make.
 
 All-reduce. In the paper, m replicas process m mini-batches between two all-reduces, so R, the
 micro-batches per all-reduce, is r * m. A synchronous step reduces once, R = M. Both are offered.
@@ -64,12 +61,7 @@ def flat(cluster: Cluster) -> tuple[Tier, ...]:
 
 @dataclass
 class Meter:
-    """Counts the splits that were compared.
-
-    Attributes:
-        limit: how many may be.
-        spent: how many have been.
-    """
+    """Counts the splits that were compared, up to a limit."""
 
     limit: int
     spent: int = 0
@@ -92,9 +84,7 @@ class Terms:
     Attributes:
         states: sets of operators that are done, from none to all; a span (u, v) with u inside v is
             the stage that takes the model from state u to state v.
-        prices: batch, micro-batch and memory.
         tiers: the levels, innermost first.
-        max_replicas: replicas per stage at most.
         accumulate: replicas reduce once per step (R = M), not once per r * m micro-batches.
     """
 
@@ -210,11 +200,6 @@ def stages(
     pieces: Sequence[Piece], sizes: Sequence[int], firsts: Sequence[int] = (0,)
 ) -> Iterator[tuple[int, int, tuple[int, ...]]]:
     """The stages of a plan in the order of the pipeline.
-
-    Args:
-        pieces: side by side from the first component on.
-        sizes: components per level, innermost first, up to the level of the pieces.
-        firsts: the first device of every copy of what holds the pieces.
 
     Yields:
         First and last state, and devices: those of one position in every copy.

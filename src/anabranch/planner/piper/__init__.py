@@ -10,9 +10,7 @@ nested downsets, of which the plan is a chain::
                     max( load(D' - D, d, t, r), best(D', k - d * t, s - 1) )
                     as long as the stage D' - D fits with min(s, M) micro-batches in flight
 
-for s stages behind D on k devices. They are counted from the end, as the memory of a stage depends
-on what follows it. Only the largest load counts, not the depth of the pipeline and not the number
-of its branches.
+for s stages behind D on k devices. Only the largest load counts, not the depth of the pipeline.
 
 prices      the load of a stage, and how much it can keep in flight
 walk        passes over the stages that a plan may have
@@ -25,23 +23,17 @@ them; option, a pair with a mode.
 
 What is not the paper's, or where it is silent:
 
-- The paper picks tensor degree and recomputation per layer, by a knapsack inside each stage. Here
-  both are one choice per stage: a ``Stage`` has one of each. What is lost are stages that recompute
-  only as many of their layers as memory asks for, or split only the large ones.
-- Its replicas take whole micro-batches in turn, so that a stage holds as many on each as there are
-  replicas from it to the end, over its own. Here every micro-batch is split over the replicas, as
-  everywhere in anabranch, and a stage with s - 1 stages behind it holds s.
-- It takes the micro-batch as given. Here every power of two is planned by itself and proposed.
-- Stages run as a line: there is an edge i -> i + 1 for every i, also where no value flows, because
-  the in-flight counts that memory is bounded by follow the line. Values go straight to the stages
-  that read them.
-- Replicas are powers of two (``any_degree`` lifts that), and the devices of one replica lie inside
-  one node.
+- Tensor degree and recomputation are one choice per stage, not one per layer by a knapsack.
+- Every micro-batch is split over the replicas, so a stage with s - 1 stages behind it holds s. The
+  paper's replicas take whole micro-batches in turn.
+- Every power of two is planned as micro-batch size. The paper takes it as given.
+- There is an edge i -> i + 1 for every i, also where no value flows, because in-flight counts
+  follow the line. Values go straight to the stages that read them.
+- Replicas are powers of two (``any_degree`` lifts that); a replica's devices lie in one node.
 - Of plans with the same load, first those whose stages are runs of the operators in one order,
   branch after branch; then those with the fewest stages.
-- Every device must have work, so two plans of the least load are proposed where there are two: the
-  fewest stages, whose idle devices then go to the slowest of them, and the fewest that take all
-  devices.
+- Two plans of the least load are proposed where there are two: the fewest stages, whose idle
+  devices then go to the slowest of them, and the fewest that take all devices.
 """
 
 from anabranch.planner.piper.planner import Piper

@@ -1,8 +1,7 @@
 """Stage graphs on all devices, of the parts of a line.
 
-``toolkit.assemble`` gives devices that are left to the slowest parts. Two things are done
-after it: a stage that now has room keeps its insides after all, and the devices of a replica under
-tensor parallelism are put inside one node::
+After ``toolkit.assemble``, a stage that now has room keeps its insides after all, and the devices
+of a replica under tensor parallelism are put inside one node::
 
     node 0 [ a b b . ]  node 1 [ . c c . ]        b: two devices of one replica
     node 0 [ b b c c ]  node 1 [ a . . . ]        largest groups first, where the above splits one
@@ -23,15 +22,9 @@ from anabranch.plans.stages import Stage, StageGraph
 def assemble(
     prices: MicrobatchPrices, parts: Sequence[Part], max_replicas: int | None = None
 ) -> StageGraph | None:
-    """A stage graph of these parts.
+    """A stage graph of the parts of a line, first stage first.
 
-    Args:
-        prices: prices the parts at their micro-batch size.
-        parts: the line, first stage first, on at most all devices.
-        max_replicas: replicas per stage at most.
-
-    Returns:
-        None if the parts have no use for all devices, or some then do not fit.
+    None if the parts have no use for all devices, or some then do not fit.
     """
     order = tuple(op for part in parts for op in bits(part.mask))
     known = PartPrices(prices)
@@ -53,11 +46,7 @@ def _without_need(prices: PartPrices, stage: Stage, height: int) -> Stage:
 
 
 def inside_nodes(stages: Sequence[Stage], node: int) -> tuple[Stage, ...] | None:
-    """The stages with the devices of each replica inside one node of this size.
-
-    Returns:
-        The stages as they are if that is true of them. None if it cannot be.
-    """
+    """The stages with each replica's devices in one node of this size; None if it cannot be."""
     if all(_inside(stage, node) for stage in stages):
         return tuple(stages)
     # Every block then starts at a multiple of its own groups, where degrees divide each other.

@@ -116,11 +116,7 @@ class Piper:
         return MicrobatchPrices(cost, batch_size, size, used, memory), modes
 
     def _graphs(self, searched: list[tuple[DownsetPrices, DownsetPairs]]) -> Iterator[StageGraph]:
-        """Plans of the least load: with the fewest stages, and on exactly all devices.
-
-        Args:
-            searched: prices for a row of the operators, and for the space that holds it as well.
-        """
+        """Plans of the least load: with the fewest stages, and on exactly all devices."""
         found, stages = None, searched[0][0]
         for prices, space in searched:
             # What a row achieves leaves few of the nested pairs that need a closer look.
@@ -201,13 +197,10 @@ def least(
     bound_s: float | None = None,
     exact: bool = False,
 ) -> BoundedPlans | None:
-    """The plans of the least load; None if nothing fits.
+    """The plans of the least load, none above a bound; None if nothing fits.
 
     Args:
-        stages: prices what is between the downsets.
-        space: these downsets.
         tolerance: relative distance to the least load that will do.
-        bound_s: no load may be larger.
         exact: plans must take all devices rather than some of them.
     """
     limit = stages.prices.cost.cluster.num_devices

@@ -8,12 +8,8 @@ replica, M micro-batches:
           + (in + out) * price(d * t)   all that crosses its border: values and gradients, both ways
           + allreduce(d) / M            of its trainable parameters, once per step
 
-Nothing is taken to overlap: a load is a sum, where ``cost.period`` has the larger of compute and
-communication. The price of a byte is ``border_price``, which knows that devices of a node share
-its network card; Piper's own formula has one bandwidth.
-
-For every pair of downsets a bound from below is taken first, which costs one subtraction and knows
-the traffic; the rest only where the bound says that the stage may be of use.
+Nothing overlaps: a load is a sum. The price of a byte is ``border_price``; the paper has one
+bandwidth. Every pair of downsets first gets a lower bound that costs one subtraction.
 """
 
 from __future__ import annotations
@@ -128,10 +124,7 @@ class DownsetPrices:
     def possible(
         self, pairs: Pairs, traffic: NDArray[np.float32], bound_s: float
     ) -> NDArray[np.int64]:
-        """Indices of the pairs whose stage may be within a bound, however it runs.
-
-        One look at each pair leaves few for all the ways to run a stage.
-        """
+        """Indices of the pairs whose stage may be within a bound, however it runs."""
         floor = self._floor
         crossing = min(
             self.prices.cost.border_price(mode.devices) * self.prices.samples(mode.replicas)
@@ -155,9 +148,7 @@ class DownsetPrices:
         """Per pair, devices that a stage needs at least; ``NEVER`` if no number will do.
 
         Args:
-            pairs: of downsets.
             traffic: bytes per sample that cross the border of each stage, rounded downwards.
-            bound_s: no load may be larger.
         """
         result = np.full(len(pairs), NEVER, dtype=np.int32)
         for mode in sorted(self._plain, key=lambda mode: -mode.devices):
@@ -181,14 +172,9 @@ class DownsetPrices:
         return np.asarray(enough)
 
     def options(self, pairs: Pairs, room: Ints, bound_s: float) -> StageOptions:
-        """The stages between these pairs whose load is within a bound and that fit somewhere.
+        """The stages within a bound on the load that fit, on at most ``room`` devices per pair.
 
         Recomputation is an option only where memory might ask for it.
-
-        Args:
-            pairs: of downsets.
-            room: per pair, the most devices that its stage may take.
-            bound_s: no load may be larger.
         """
         kept = []
         for start in range(0, len(pairs), _AT_ONCE):

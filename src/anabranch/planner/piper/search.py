@@ -1,21 +1,18 @@
 """Search for the least load under which a chain of downsets exists: Piper's recurrence.
 
-With every stage that a plan may have (its operators, the devices it takes, its load, how many
-micro-batches it can keep in flight) there are three passes over the nested pairs (``walk``), each
-linear in their number:
+With every stage that a plan may have there are three passes over the nested pairs (``walk``):
 
     after(lo)     fewest devices from downset lo to the end, each load within a bound
     before(hi)    fewest devices up to downset hi, likewise
     stages(lo, k) fewest stages from lo to the end on exactly k devices, memory respected
 
-The first two know only that a stage keeps at least one micro-batch in flight, two if another
-follows it. So they give a lower bound on the load; and a stage is of use only if
+The first two know only that a stage keeps one micro-batch in flight, two if another follows it. So
+they give a lower bound on the load; and a stage is of use only if
 
     before(lo) + its devices + after(hi)  <=  all devices,
 
-which near the least load leaves few of them, and few values of k: from after(lo) up to what the
-stages before cannot do without. The third is exact. What follows a stage matters to its memory only
-through the number of stages, and fewer are always better, so the fewest are all one has to know.
+which near the least load leaves few stages and few values of k. The third is exact: what follows a
+stage matters to its memory only through the number of stages, and fewer are always better.
 """
 
 from __future__ import annotations
@@ -43,7 +40,6 @@ class BoundedPlans:
     """All plans within a bound on the load, and the fewest stages of each.
 
     Attributes:
-        options: the stages that are of use.
         after: per downset, fewest devices from there to the end.
         stages: per downset and number of devices beyond ``after``, the fewest stages. The columns
             start with as many that are never reached.
@@ -71,9 +67,7 @@ class BoundedPlans:
     def chain(self, *, exact: bool) -> list[int]:
         """The options of a plan with the fewest stages, first stage first.
 
-        Args:
-            exact: it takes all devices. Otherwise as few stages as any number of devices allows,
-                and then as many devices.
+        If ``exact`` it takes all devices; otherwise as few stages as any number of devices allows.
         """
         columns = self.stages[0, self.slack :]
         extra = self.slack
@@ -106,8 +100,6 @@ class LoadSearch:
 
     Attributes:
         starts: index of the first downset of each size.
-        states: number of downsets.
-        limit: devices.
         tolerance: relative distance to the least load at which it stops; 0 for none.
         floor_s: every plan has a load of at least so much.
     """
@@ -121,13 +113,7 @@ class LoadSearch:
     def least(
         self, options: StageOptions, bound_s: float, *, exact: bool = False
     ) -> BoundedPlans | None:
-        """The plans of the least load, up to a bound; None if there are none.
-
-        Args:
-            options: stages to choose from.
-            bound_s: no load may be larger.
-            exact: plans must take all devices rather than some of them.
-        """
+        """The plans of the least load, up to a bound, on all devices if ``exact``; else None."""
         lower = self._lower_bound(options, bound_s)
         if lower is None:
             return None
@@ -154,12 +140,7 @@ class LoadSearch:
         return self._found(as_good)
 
     def useful(self, pairs: Pairs, devices: Ints) -> tuple[Pairs, Ints] | None:
-        """Pairs whose stage a plan may have, and the most devices for it; None without a plan.
-
-        Args:
-            pairs: nested pairs of downsets.
-            devices: per pair, those that its stage takes at least; ``NEVER`` if there is none.
-        """
+        """Pairs whose stage a plan may have, and the most devices for it; None without a plan."""
         walk = Walk(pairs.lower, pairs.upper, self.starts, self.states)
         room = walk.room(devices, self.limit)
         return None if room is None else (pairs[room >= devices], room[room >= devices])

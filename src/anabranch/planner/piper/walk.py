@@ -71,10 +71,7 @@ class StageOptions:
 
 
 class Walk:
-    """Goes through pairs of downsets, ascending by ``lo``, one size of ``lo`` after the other.
-
-    A pair leads to a larger downset, so all pairs of one size can be treated at once.
-    """
+    """Goes through pairs of downsets, ascending by ``lo``, all of one size of ``lo`` at once."""
 
     def __init__(self, lo: Ints, hi: Ints, starts: NDArray[np.int64], states: int) -> None:
         self.lo, self.hi, self.states = lo, hi, states
@@ -126,11 +123,7 @@ class Walk:
         return bool(best[0] // _STAGES <= limit)
 
     def room(self, devices: Ints, limit: int) -> Ints | None:
-        """Per pair, the most devices its stage may take in a plan within a number of devices.
-
-        Returns:
-            None if there is no plan. Where it is less than ``devices``, the stage is of no use.
-        """
+        """Per pair, the most devices of its stage in any plan; None if there is no plan."""
         after = self.after(devices)
         if after[0] > limit:
             return None

@@ -1,20 +1,16 @@
-"""From parts to a stage graph: use the devices that are left, order the stages, place them.
+"""Stage graphs of parts: devices that are left put to use, the stages in order, and their places.
 
-A search finds the fewest devices for a bound on the period; every device must have work. So while
-devices are left, the stage with the longest period that can use some gets more replicas (twice
-as many, else one more) if that shortens its period, or is cut in two; if nothing helps, the
-change that does least harm. Where many are left, as one stage that nothing helps is the bottleneck,
-the stages with the most compute per device come first in a second try, and the quicker is kept.
-Where neither ends on exactly all devices, the numbers of replicas of all stages are looked at
-together: 3 operators on 7 devices with micro-batches of 3 samples need 3, 3 and 1 replicas.
+While devices are left, the stage with the longest period that can use some gets more replicas
+(twice as many, else one more) if that shortens its period, or is cut in two; if nothing helps, the
+change that does least harm. Where many are left, the stages with the most compute per device come
+first in a second try, and the quicker is kept. Where neither ends on exactly all devices, the
+replicas of all stages are looked at together: 3 operators on 7 devices with micro-batches of 3
+samples need 3, 3 and 1 replicas.
 
-Devices are given out in rows: first the stages that need a whole node or more, then the others,
-each to the first node with room, so that replicas of a stage lie in one node where possible. Two
-orders are tried: branch after branch, which keeps a branch in a node, and from the sink backwards,
-which keeps the last stages of the branches near their join. In plans of few stages each stage is
-also spread over all nodes, or all racks, so that transfers stay inside them and only all-reduces
-leave: good for large activations and few parameters (DAPPLE's "scatter first"). The quickest is
-kept.
+``toolkit.place`` gives devices out in two orders: branch after branch, which keeps a branch in a
+node, and from the sink backwards, which keeps the last stages of the branches near their join. In
+plans of few stages each stage is also spread over all nodes, or all racks, so that only all-reduces
+leave them (DAPPLE's "scatter first"). The quickest is kept.
 """
 
 from __future__ import annotations
@@ -59,15 +55,11 @@ LIMITS = AssemblyLimits()
 
 @dataclass(frozen=True)
 class Assembler:
-    """Turns parts into stage graphs.
+    """Turns parts into stage graphs; stages that would not fit recompute where the prices allow it.
 
     Attributes:
-        prices: prices the parts.
         order: operators, branch after branch.
-        max_replicas: replicas per stage at most.
         chained: every stage waits for the one before it, as in a sequential pipeline.
-
-    Where the prices allow it, stages recompute that would not fit otherwise.
     """
 
     prices: PartPrices
@@ -199,8 +191,7 @@ class Assembler:
     def _shared_out(self, parts: Sequence[Part]) -> list[Part] | None:
         """Stages of the same operators on exactly all devices, the longest period the least.
 
-        Where the stages cannot use all devices one is cut in two: one that fits in no way, else the
-        one with the most work.
+        Where that cannot be, one is cut in two: one that fits in no way, else the one of most work.
         """
         total = self.prices.cost.cluster.num_devices
         current, pairs = self.arrange(parts)

@@ -1,4 +1,4 @@
-"""How long a step takes, roughly and in a millisecond: what candidates are ranked by.
+"""Seconds of a step, roughly and in a millisecond: what candidates are ranked by.
 
     s, x, y   a stage, one before it and one after it;   M micro-batches
     F, B      forward and backward seconds of a micro-batch on the fullest replica
@@ -16,13 +16,11 @@
     end(s)    max(start + (M - 1) * pace + F + B,   last + F + B,   max over y of (end(y) + b) + B)
     step      max over s of (end + all-reduce)
 
-With M much larger than w that is ``(M - 1) * bottleneck + critical path``; with few micro-batches a
-slow first stage costs less than a slow last one, as its forwards run ahead. The all-reduce of a
-stage hides behind stages that finish later; that of a parameter tied across stages begins when the
-last of them has ended, and goes over the devices of all of them. Where devices are processes that
-share few cores, no pace is less than all compute divided by the cores, and no step less than
-M times that. Where an edge brings no gradient back, there is no f, b and round(y) in round(s), and
-end(s) does not wait for end(y).
+With M much larger than w that is ``(M - 1) * bottleneck + critical path``. The all-reduce of a
+parameter tied across stages begins when the last of them has ended, and goes over the devices of
+all of them. Where devices share few cores, no pace is less than all compute divided by the cores,
+and no step less than M times that. Where an edge brings no gradient back, there is no f, b and
+round(y) in round(s), and end(s) does not wait for end(y).
 """
 
 from __future__ import annotations
@@ -44,9 +42,7 @@ def step_s(
     """Seconds of one step.
 
     Args:
-        prices: prices the parts.
         parts: in topological order.
-        devices: of each part.
         pairs: stage edges. Along one without values its ends wait for each other all the same.
     """
     compute = [prices.compute_s(part) for part in parts]

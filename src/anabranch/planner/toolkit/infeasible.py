@@ -40,10 +40,6 @@ def require_sizes(
     """Check the arguments that every planner takes.
 
     Args:
-        cost: as for every planner.
-        batch_size: as for every planner.
-        microbatch_size: as for every planner.
-        max_replicas: replicas per stage at most.
         tensor: devices of each replica at most; by default as many as the profile has costs for
             and a node holds.
 
@@ -89,8 +85,6 @@ def explain(
     """What would make the problem feasible: memory on these devices, or more of these devices.
 
     Args:
-        problem: has no plan.
-        microbatch_size: as for every planner.
         fewest: stages on as few devices as memory allows; by default runs of the operators.
     """
     cost, fewest = problem.cost, fewest or runs_on_fewest_devices(problem)

@@ -24,14 +24,7 @@ from anabranch.plans.rings import Holder, rings
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A stage to be.
-
-    Attributes:
-        mask: its operators.
-        replicas: slices of each micro-batch.
-        recompute: run the forward again in the backward instead of keeping its insides.
-        tensor: devices of each replica.
-    """
+    """A stage to be: its operators as a bit mask; the rest as in ``toolkit.prices.Mode``."""
 
     mask: int
     replicas: int
@@ -52,7 +45,6 @@ class MessagePorts:
         latency: seconds before the first byte is there.
         there: per port its seconds for a byte per sample, and for a byte whatever the samples.
         back: likewise.
-        ports: all of them.
     """
 
     latency: float
@@ -124,12 +116,7 @@ class PartPrices:
     """Prices parts at one micro-batch size and remembers them.
 
     Args:
-        microbatch: prices whatever the operators.
         sets: their bytes, if several sizes are to share them.
-
-    Attributes:
-        ways: what is remembered of messages, by replicas and tensor-parallel degrees of both stages
-            and by the devices of each.
     """
 
     def __init__(self, microbatch: MicrobatchPrices, sets: OperatorSets | None = None) -> None:
@@ -195,12 +182,7 @@ class PartPrices:
     def all_reduces(
         self, parts: Sequence[Part], devices: Sequence[Sequence[int]]
     ) -> list[tuple[tuple[int, ...], float]]:
-        """The all-reduces of a step: which parts take part, as indices, and seconds.
-
-        Args:
-            parts: all parts.
-            devices: of each.
-        """
+        """The all-reduces of a step: which parts take part, as indices, and seconds."""
         across: dict[tuple[int, ...], int] = {}
         own = [self._reduced_bytes(part) for part in parts]
         for mask, nbytes in self.sets.tied:

@@ -1,9 +1,8 @@
-"""Which devices the stages get, if it is known how many each needs.
+"""Devices of the stages, where it is known how many each needs.
 
-Devices are given out in rows. Stages that need whole groups of a level come first (a rack, then a
-node), then the others; each goes to the first group with room, of the innermost level that has one.
-So the replicas of a stage lie in one node where possible, else in one rack, and stages that follow
-one another lie near each other.
+Stages that need whole groups of a level come first (a rack, then a node), then the others; each
+goes to the first group with room, of the innermost level that has one, so that its replicas lie in
+one node where possible, else in one rack.
 """
 
 from __future__ import annotations
@@ -15,15 +14,11 @@ from itertools import groupby
 def place(
     devices: Sequence[int], sizes: Sequence[int], groups: Sequence[int] | None = None
 ) -> list[list[int]]:
-    """Device numbers for stages with these numbers of devices, in order.
+    """Device numbers for stages with these numbers of devices, in order; empty if there is no room.
 
     Args:
-        devices: of each stage.
         sizes: devices in a group of each level, innermost first, as ``Cluster.group_sizes``.
         groups: devices of each stage that must lie in one node together, in a row; by default 1.
-
-    Returns:
-        Devices of each stage; empty if the nodes have no room for a group.
     """
     total, node = sum(devices), sizes[0]
     groups = groups or [1] * len(devices)
@@ -51,14 +46,7 @@ def place(
 def _room(
     free: Sequence[list[int]], wanted: int, group: int, sizes: Sequence[int]
 ) -> list[list[int]]:
-    """Nodes that have room together, in the first of the smallest groups that does; or none.
-
-    Args:
-        free: devices that are left of each node.
-        wanted: devices, in groups of ``group`` inside a node.
-        group: likewise.
-        sizes: as for ``place``.
-    """
+    """Nodes with room for ``wanted`` devices, in the first of the smallest groups; or none."""
     for level, size in enumerate(sizes):
         if wanted > size:
             continue
@@ -81,12 +69,7 @@ def _fullest_first(nodes: list[list[int]], sizes: Sequence[int]) -> list[list[in
 def scatter(replicas: Sequence[int], node: int) -> list[list[int]]:
     """Device numbers for stages that are spread over all nodes (or racks) as evenly as can be.
 
-    Args:
-        replicas: of each stage, together as many as there are devices.
-        node: devices of a node, or of a group of another level.
-
-    Returns:
-        Devices of each stage; empty if there is one node only, or no stage of several devices.
+    Empty if there is one node only, or no stage of several devices.
     """
     total = sum(replicas)
     free = [list(range(start, min(start + node, total))) for start in range(0, total, node)]

@@ -1,24 +1,15 @@
 """Prices of stages at one micro-batch size, and the modes in which a stage may use its devices.
 
 The period is that of ``cost.period`` on ceil(b / d) samples, with the all-reduce over d devices
-that are numbered in a row, and a byte across the border at ``border_price``.
+that are numbered in a row, and a byte across the border at ``border_price``. As a stage that waits
+for a slower one still reduces at the end, a search may also bound the period without the all-reduce
+and the all-reduce apart (``Bound``).
 
-The last term makes the all-reduce part of a bound on the period. It is a lower bound on what that
-costs: a stage that waits for a slower one still reduces at the end. So a search may also bound
-the period without it, and the all-reduce apart (``Bound``).
-
-A value counts once in each direction however many stages read it. All that crosses the border of
-a stage is taken to leave its node, unless the whole cluster is one, and its card to be shared
-with nobody else's: true of a join that is spread over a node, pessimistic for neighbours inside
-one, optimistic for several joins in one. ``toolkit.estimate`` knows where the devices are and
-corrects both.
+All that crosses the border of a stage is taken to leave its node, unless the whole cluster is one,
+on a card that nobody else uses. ``toolkit.estimate`` knows where the devices are and corrects both.
 
 Memory is that of ``CostModel.device_bytes`` with min(h + 1, M) micro-batches in flight, h the
 stage's height.
-
-How a stage uses its devices is a mode: a number of replicas, devices per replica (tensor
-parallelism, as far as the profile has it, inside a node), and whether it recomputes. Where traffic
-is concerned d is the number of devices.
 """
 
 from __future__ import annotations
@@ -39,13 +30,7 @@ UNBOUNDED = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """How a stage uses its devices.
-
-    Attributes:
-        replicas: slices of each micro-batch.
-        recompute: run the forward again in the backward instead of keeping its insides.
-        tensor: devices of each replica.
-    """
+    """How a stage uses its devices: number of replicas, devices of each, recomputation."""
 
     replicas: int
     recompute: bool = False
@@ -62,13 +47,8 @@ class MicrobatchPrices:
     """Periods and memory for one micro-batch size.
 
     Attributes:
-        cost: prices the operators.
-        batch_size: samples of one step.
-        microbatch_size: samples of one micro-batch, over all replicas.
         degrees: numbers of replicas that may be used, ascending.
-        memory_bytes: memory of each device.
         tensors: devices per replica that may be used, ascending.
-        recompute: stages may recompute.
         max_devices: devices of one stage at most, where a replica has several.
     """
 
@@ -108,12 +88,7 @@ class MicrobatchPrices:
         return 1 <= replicas <= size and profile_covers(self.cost, self.batch_size, size, replicas)
 
     def ring(self, degree: int, tensor: int = 1) -> tuple[float, float]:
-        """Seconds per byte and of latency of an all-reduce over replicas in a row, once per step.
-
-        Args:
-            degree: number of replicas.
-            tensor: devices of each.
-        """
+        """Seconds per byte and of latency of one all-reduce over replicas in a row."""
         last = min(degree * tensor, self.cost.cluster.num_devices) - 1
         return self.cost.ring_price((0, last), degree)
 
@@ -157,13 +132,9 @@ def degrees(
     """Numbers of replicas up to ``limit`` that leave each a sample count in the profile.
 
     Args:
-        cost: knows the profile.
-        microbatch_size: samples of one micro-batch.
-        limit: replicas at most.
         batch_size: samples of one step, if its last micro-batch may be a short one.
         uneven: besides the powers of two three times them, and what they leave of ``limit``: a
             stage of 15 beside one of 1.
-        every: all numbers.
     """
     found = set(range(1, limit + 1)) if every else {1 << i for i in range(limit.bit_length())}
     if uneven:

@@ -24,11 +24,8 @@ class Problem:
     """A model, a cluster and the limits of a plan.
 
     Attributes:
-        cost: prices the operators on the cluster.
-        batch_size: samples of one step.
         max_replicas: replicas per stage at most; None: no limit.
         chained: every stage waits for the one before it.
-        recompute: stages may recompute.
         tolerance: how near to the least period a search must come, relative.
     """
 
@@ -80,7 +77,6 @@ class Problem:
         """Prices at one micro-batch size.
 
         Args:
-            microbatch_size: samples of one micro-batch.
             devices: how many there are, if other than those of the cluster.
             uneven: numbers of replicas besides the powers of two may be used, where more of them
                 take little time.

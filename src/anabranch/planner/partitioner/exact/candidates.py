@@ -1,29 +1,19 @@
 """Plans from all partitions of a graph, where it has few downsets or can be made to have few.
 
-``partitioner.chain_programme`` is fast because it looks at four kinds of stages in a
-series-parallel graph. A stage may be more than that (two short pieces from the middles of two
-branches), and not every graph is series-parallel (GNMT, where the decoder has its own embedding and
-reads the encoder at every layer). Where the downsets are few, all partitions can be searched at
-once: ``exact.partition_programme``. The period that this finds is the least of all, for the prices
-of ``toolkit.prices``.
+``partitioner.chain_programme`` knows four kinds of stages of a series-parallel graph. Where the
+downsets are few, ``exact.partition_programme`` finds the least period of all partitions, for the
+prices of ``toolkit.prices``. This is done for
 
-What is searched in this way:
-
-- a series-parallel graph with few downsets or operators; others pay a millisecond for the question;
-- any graph that is not series-parallel. Operators that cost nothing go to their neighbours
-  (``exact.contraction``), which leaves PipeDream's GNMT with 35 downsets and Piper's with 75. If
-  there are more than ``EXACT.most_downsets`` all the same (NASNet), neighbours become one until
-  there are no more than ``EXACT.per_device`` per device.
-
-The first are searched by ``partitioner.period_search`` as well, which takes little time, and of
-plans with the same period may find the better one. The second are not, unless what was put to the
-heaviest operator of a group computes for more than what falls to each device: with order added
-(``graph.series_parallel``) that search takes long for them and finds less. NASNet on 32 devices: 2
-s and an estimated step of 222 ms, against 12 s and 289 ms.
+- a series-parallel graph with few downsets or operators; ``partitioner.period_search`` searches it
+  too;
+- any other graph (GNMT, NASNet). Operators that cost nothing go to their neighbours
+  (``exact.contraction``), which leaves PipeDream's GNMT with 35 downsets and Piper's with 75. Where
+  more than ``EXACT.most_downsets`` are left, neighbours become one until there are at most
+  ``EXACT.per_device`` per device. ``period_search`` joins in only if the heaviest group computes
+  for more than falls to each device: with order added (``graph.series_parallel``) it takes longer
+  and finds less. NASNet on 32 devices: 2 s and a step of 222 ms, against 12 s and 289 ms.
 
 The downsets of parts in series add up, those of parts side by side multiply.
-
-``exact.size_candidates`` says what the candidates of one micro-batch size are.
 """
 
 from __future__ import annotations
@@ -52,9 +42,6 @@ def with_exact(
     """Candidates of this search where it suits the problem, and of ``partitioner.period_search``.
 
     Args:
-        problem: what is to be planned.
-        chain: the model.
-        microbatch_size: only this size; None for all.
         known_s: a step that is known to be possible, so that worse sizes can be left out.
     """
     exact = AllPartitions.of(problem)
@@ -72,8 +59,6 @@ class AllPartitions:
     """All partitions of a problem's graph, or of a coarser one.
 
     Attributes:
-        problem: what is to be planned.
-        weights: of all stages.
         alone: nothing is gained by ``partitioner.period_search``.
     """
 
@@ -97,12 +82,7 @@ class AllPartitions:
     def candidates(
         self, microbatch_size: int | None, *, known_s: float = float("inf")
     ) -> Iterator[Candidate]:
-        """Candidates for one micro-batch size or all, in no order; none if nothing fits.
-
-        Args:
-            microbatch_size: only this size; None for all.
-            known_s: a step that is known to be possible, so that worse sizes can be left out.
-        """
+        """Candidates for one micro-batch size or all, in no order; none if nothing fits."""
         problem = self.problem
         sizes = (b for b in problem.sizes(microbatch_size) if problem.prices(b).degrees)
         searches = [SizeCandidates(problem, self.weights, size) for size in sizes]

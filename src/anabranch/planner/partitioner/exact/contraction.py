@@ -1,9 +1,7 @@
 """Operators that a search over all partitions need not, or cannot, tell apart.
 
-Profiles name operators that cost nothing: inputs, reshapes, one tensor out of a tuple. Each that
-may lie in any of several stages multiplies the downsets: PipeDream's GNMT of 48 operators has 7,874
-of them, and 35 without. A *free* operator (or group of such) has no seconds and no parameters.
-Moving it
+Operators that cost nothing (inputs, reshapes, one tensor of a tuple) multiply the downsets. A
+*free* operator, or group of such, has no seconds and no parameters. Moving it
 
     up     into the stage of its first reader, if it reads no more bytes than it makes
     down   into the stage of its one producer, if all who read the same value are free and
@@ -17,9 +15,7 @@ makes no stage slower, whatever the stages are, and closes no circle of stages::
 What a free operator keeps for its backward moves with it, so in memory (not in the period) the
 search is exact only up to those bytes.
 
-Where the downsets are too many all the same, neighbours become one, those first that take the least
-time together: stages then begin and end at fewer places, which costs little while the largest group
-is small next to what a device computes.
+Where the downsets are too many all the same, neighbours become one, the lightest pair first.
 """
 
 from __future__ import annotations
@@ -56,13 +52,7 @@ def atoms(cost: CostModel) -> tuple[int, ...]:
 def merged(
     cost: CostModel, groups: Sequence[int], enough: Callable[[tuple[int, ...]], bool]
 ) -> tuple[int, ...]:
-    """Groups with neighbours put together, the lightest first, until they are few enough.
-
-    Args:
-        cost: prices the operators.
-        groups: bit masks, in topological order.
-        enough: whether these groups will do.
-    """
+    """Groups with neighbours put together, the lightest first, until ``enough`` of them are."""
     merging = _Merging(cost, groups)
     while not enough(result := ordered(cost.graph, merging.masks.values())):
         # A few at a time: asking may take longer than merging.
@@ -72,15 +62,7 @@ def merged(
 
 
 def quotient(graph: OpGraph, groups: Sequence[int]) -> OpGraph:
-    """The graph of groups of operators.
-
-    Args:
-        graph: the graph of the operators.
-        groups: bit masks, in topological order.
-
-    Returns:
-        Operator g stands for the group g; values that stay inside a group are gone.
-    """
+    """The graph of groups: operator g stands for group g; values inside a group are gone."""
     home = _home(groups)
     values = []
     for value in graph.values:
@@ -167,9 +149,8 @@ def _at_most(some: _Bytes, others: _Bytes) -> bool:
 class _Merging:
     """Groups that are put together along edges, the lightest pair first.
 
-    Two groups may be if the edge is the only way from one to the other. Groups between which there
-    is none may be as well, but only if no edge is left that has no other way around it: then there
-    is no edge.
+    Two groups may be if the edge is the only way from one to the other; groups between which there
+    is none only once no such edge is left.
 
     Attributes:
         masks: the groups by number; a merged one gets a new number.

@@ -1,20 +1,18 @@
-"""Every stage that a graph can have, and every way in which stages can follow each other.
+"""Stages that a graph can have, and the ways in which they can follow each other.
 
-A stage is the difference of two nested downsets. Stages of one height (longest distance to a sink)
-do not depend on each other, and all that is of height h or more is a downset, so any partition
-into stages whose graph has no circle is a chain of downsets, from the empty one to the whole::
+A stage is the difference of two nested downsets. All that is of height h (longest distance to a
+sink) or more is a downset, so any partition into stages without a circle is a chain of downsets::
 
     {} ------------------> I1 ------------> I2 ------------> all
         layer, height 2       height 1         height 0
 
-with layers that are cut into stages between which nothing flows: each is one or several of the
-connected components of its layer (also pieces from the middles of branches, side by side)::
+with layers cut into stages between which nothing flows: each is one or several of the connected
+components of its layer::
 
     layer  a -> b    c    d -> e       stages  {a b c} {d e},  {a b} {c} {d e},  ...
 
-A layer I..J with several components is the stage I..K that holds the first of them, and a layer
-K..J with fewer components: K is a downset too. So both are pairs of downsets, and tables over pairs
-are all that a search needs.
+A layer I..J with several components is the stage I..K of the first of them and a layer K..J with
+fewer components. Both are pairs of downsets, so tables over pairs are all that a search needs.
 """
 
 from __future__ import annotations
@@ -60,8 +58,6 @@ class Lattice:
     """Nested pairs of downsets of a graph.
 
     Args:
-        graph: the graph.
-        budget: downsets at most.
         ways: first stages of layers to list at most, over all layers.
 
     Attributes:

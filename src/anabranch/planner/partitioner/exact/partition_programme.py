@@ -5,13 +5,12 @@
     layer[h, I, J]   =  min( need[h, I, J],  min over K of  need[h, I, K] + layer[h, K, J] )
     devices[h, I]    =  min( devices[h - 1, I],  min over J of  layer[h, I, J] + devices[h - 1, J] )
 
-with need the fewest devices of one stage at height h within the bound, and devices what all beyond
-the downset I needs if nothing of it is higher than h. A layer's place in the chain is at least the
-height of its stages, and equal to it in one of the chains that stand for a partition. So this is
-exact in memory as well, and one pass answers for every depth.
+with need the fewest devices of one stage at height h within the bound, and devices those of all
+beyond the downset I if nothing of it is higher than h. A layer's place in the chain is the height
+of its stages in one of the chains that stand for a partition, so this is exact in memory as well.
 
-Of plans with equally many devices the one with the least sum of path shares is kept: the stages'
-own seconds and those of what they read, as the fraction of a number of devices.
+Of equals the plan with the least sum of path shares is kept: the stages' own seconds and those of
+what they read, as the fraction of a number of devices.
 
 Time per bound: O((pairs + ways) * H) for H heights, in NumPy steps.
 """
@@ -39,8 +38,6 @@ class PartitionProgramme:
     """Solves one lattice at one micro-batch size for any bound.
 
     Args:
-        weights: of the stages of the lattice.
-        priced: their periods and memory.
         heights: number of heights; no plan has more stages in a row.
     """
 

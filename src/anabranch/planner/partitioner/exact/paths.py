@@ -1,21 +1,19 @@
 """The shortest way through a plan within a bound and a number of devices.
 
-A step is about ``(M - 1) * period + path``. ``exact.partition_programme`` finds the least period;
-with few micro-batches the path matters as much, and the quickest plan has some longer period and a
-shorter path. So for any bound on the period, over the same layers::
+A step is about ``(M - 1) * period + path``; with few micro-batches the path matters as much as the
+period. For any bound on the period, over the layers of ``exact.lattice``::
 
     layer[h, k, I, J]  =  min over stages that use up to k devices of their longest time
     path[h, k, I]      =  min over J and k1 of  layer[h, k1, I, J] + path[h - 1, k - k1, J]
 
 The sum over layers is what no way through the plan exceeds; a way may skip a layer.
 
-With deep warm-up and few micro-batches a stage that has all its forwards behind it waits for
-nothing, so only the way to it and back from it is added to its own work, nothing beyond it::
+With deep warm-up and few micro-batches a stage waits only for the way to it and back from it::
 
     step  =  max over stages of  way to the stage and back + M * time of the stage
 
-For a bound on that, the least way (head) to every downset from the source on says whether there is
-a plan: a layer may follow if its head and M times its longest stage are within the bound.
+For a bound on that, a layer may follow a downset if the least way (head) to it and M times the
+layer's longest stage are within the bound.
 
 Time per bound: O((pairs + ways) * D^2 * H) for D devices and H heights: for small problems.
 """
@@ -35,11 +33,6 @@ from anabranch.planner.toolkit.prices import Bound
 
 class ShortestPath:
     """The plan within a bound that has the shortest way through it, if there is one.
-
-    Args:
-        reach: the stages with their prices.
-        bound: what no stage may exceed.
-        devices: of the cluster.
 
     Attributes:
         found: whether there is a plan.
@@ -115,10 +108,7 @@ class ShortestPath:
             place, k, h = int(lattice.above[pair]), k - used, h - 1
 
     def balanced(self, microbatches: int) -> list[Part]:
-        """The stages of the plan with the least step for deep warm-up, from the last to the first.
-
-        None where memory does not allow the stages at every height.
-        """
+        """The plan of least step for deep warm-up, last stage first; None if it does not fit."""
         low, high = 0.0, float(microbatches + self._reach.heights)
         head = self._heads(microbatches, high)
         if not np.isfinite(head[-1, -1]):

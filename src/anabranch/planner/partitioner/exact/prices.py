@@ -30,8 +30,6 @@ class Weights:
     """What the stages of a lattice weigh, whatever the micro-batch size.
 
     Args:
-        cost: prices the operators.
-        lattice: the stages.
         atoms: per operator of the lattice's graph, the operators of ``cost.graph``.
     """
 

@@ -1,12 +1,9 @@
 """Candidates of one micro-batch size from all partitions of a graph.
 
-The bottleneck is not the step, so there are several kinds of best:
-
-- the front of longest period and depth: per depth the least period, once with the all-reduce spread
-  over the micro-batches, once without it, the all-reduce held to about that of the first. So of
-  plans with equal periods the shallowest is a candidate, and all shallower ones that are slower by
-  no more than ``EXACT.hopeless``;
-- in small problems, the front of longest period and shortest way through a plan, and the least step
+- The front of longest period and depth: per depth the least period, once with the all-reduce spread
+  over the micro-batches, once without it, the all-reduce held to about that of the first. Shallower
+  plans that are slower by no more than ``EXACT.hopeless`` are candidates too.
+- In small problems, the front of longest period and shortest way through a plan, and the least step
   for deep warm-up (``exact.paths``): with few micro-batches these count as much.
 """
 
@@ -33,13 +30,7 @@ from anabranch.planner.toolkit.problem import Problem
 
 
 class SizeCandidates:
-    """One micro-batch size.
-
-    Args:
-        problem: what is to be planned.
-        weights: of all stages.
-        microbatch_size: the size.
-    """
+    """One micro-batch size of a problem."""
 
     def __init__(self, problem: Problem, weights: Weights, microbatch_size: int) -> None:
         self._devices = problem.cost.cluster.num_devices

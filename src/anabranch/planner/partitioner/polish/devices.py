@@ -1,7 +1,7 @@
-"""Devices change stages; stages that lie in a row are then cut again (``partitioner.chain_cut``).
+"""Changes of the devices of stages; stages in a row are then cut again (``partitioner.chain_cut``).
 
-In a row any numbers of devices have cuts that are best for them, so devices may go from any stage
-to any other, two neighbours become one, one become two, or all be halved or doubled in number.
+In a row devices may go from any stage to any other, two neighbours become one, one become two, or
+all be halved or doubled in number.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def other_modes(row: PlanView) -> Iterator[list[Mode]]:
 
 
 def rescaled(row: PlanView) -> Iterator[list[Mode]]:
-    """A row of stages as it is, with every two made one, and with every one made two; of one stage
-    also the last part of it again and again: 8 devices as 4 + 4, 4 + 2 + 2, 4 + 2 + 1 + 1.
+    """A row of stages as it is, halved and doubled in number; one stage also cut ever smaller: 8
+    devices as 4 + 4, 4 + 2 + 2, 4 + 2 + 1 + 1.
     """
     modes = [mode_of(part) for part in row.parts]
     yield list(modes)

@@ -1,8 +1,7 @@
-"""How stages use their devices and memory: recomputation, tensor-parallel degree.
+"""Changes of how stages use their devices and memory: recomputation, tensor-parallel degree.
 
-Only stages that have no memory for a deep warm-up without recomputation have anything to gain by
-it; it is tried for all of these, for each alone and for none. Another degree is tried for all
-stages and for each alone.
+Recomputation is tried for all stages without memory for a deep warm-up, for each alone and for
+none; another degree for all stages and for each alone.
 """
 
 from __future__ import annotations
@@ -15,12 +14,7 @@ from anabranch.planner.toolkit.parts import Part
 
 
 def modes(spot: PlanView, *, recompute: bool) -> Iterator[Parts]:
-    """The same stages, run otherwise.
-
-    Args:
-        spot: the plan.
-        recompute: whether stages may recompute.
-    """
+    """The same stages, run otherwise; ``recompute`` allows recomputation."""
     parts = spot.parts
     yield tuple(replace(part, recompute=False) for part in parts)
     if recompute:

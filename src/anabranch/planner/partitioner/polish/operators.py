@@ -1,8 +1,8 @@
-"""Operators change stages: they go to a neighbour, or stages become one, or one becomes two.
+"""Changes of the operators of stages: to a neighbour, two stages as one, one as two.
 
-A part of a stage goes over with all that follows it in its stage, or with all that leads to it, so
-that both stages stay convex. Stages that hold a parameter together become one, or what reads it
-goes to one of them. A change that would make stages wait for each other in a circle is none.
+A part of a stage goes over with all that follows it there, or all that leads to it, so that both
+stages stay convex. Stages that hold a parameter together become one, or what reads it goes to one
+of them. No change makes stages wait for each other in a circle.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """A plan that is to be changed, and which of its stages are worth changing.
 
-In a large plan only those are that matter most: the stages with the longest periods and
-all-reduces and those that work least.
+In a large plan only those are: the longest periods and all-reduces, and those that work least.
 """
 
 from __future__ import annotations
@@ -22,12 +21,7 @@ Parts = tuple[Part, ...]
 
 @dataclass(frozen=True)
 class PlanView:
-    """A plan at one micro-batch size.
-
-    Attributes:
-        assembler: makes stage graphs at this micro-batch size.
-        parts: the stages.
-    """
+    """A plan at the micro-batch size of its assembler."""
 
     assembler: Assembler
     parts: Parts

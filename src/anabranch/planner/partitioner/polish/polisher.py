@@ -1,8 +1,7 @@
 """The changes of ``partitioner.polish`` in turn, from the best of them on, within a budget.
 
-What the estimate likes is proposed. Beside the changes of stages there are two of the whole plan:
-another micro-batch size for all, and two stages on each other's devices. Of changes that do not fit
-memory there is no stage graph.
+Two changes are of the whole plan: another micro-batch size, and two stages on each other's devices.
+Of changes that do not fit memory there is no stage graph.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ class Polisher:
     Args:
         problem: what is planned; if its stages wait for the one before them, stages side by side
             are no neighbours.
-        microbatch_size: the only one allowed, or None.
         simulated: neighbours to propose at a time, at most; by default the more the fewer stages
             there are.
     """
@@ -51,8 +49,7 @@ class Polisher:
     def __call__(self, graph: StageGraph) -> list[StageGraph]:
         """Stage graphs near this one, the least estimated step first.
 
-        None for a graph whose stages differ in micro-batch size or k, nor for one with more than
-        ``POLISH.stages`` or ``POLISH.devices``, where one change makes little difference.
+        None for a graph of mixed micro-batch sizes or k, or beyond the limits of ``POLISH``.
         """
         sizes = {stage.microbatch_size for stage in graph.stages}
         uneven = len(sizes) > 1 or any(stage.k > 1 for stage in graph.stages)
@@ -76,10 +73,7 @@ class Polisher:
         return chosen
 
     def _likeness(self, candidate: Candidate) -> Hashable:
-        """What two candidates have in common that are the same but for the branch they differ in.
-
-        In a short model also the seconds of the stages, as few operators are alike.
-        """
+        """What candidates that differ only in the branch share; in short models also seconds."""
         graph, size = candidate.graph, candidate.graph.stages[0].microbatch_size
         shape = [(len(s.operators), len(s.devices), s.recompute) for s in graph.stages]
         if graph.depth < len(graph):
@@ -213,10 +207,7 @@ class Polisher:
 
 
 def score(candidate: Candidate) -> float:
-    """The estimated step, with a penalty for edges whose replicas do not divide one another.
-
-    There slices overlap in ever other ways, so that messages hold one another up at the ports.
-    """
+    """The estimated step, with a penalty for edges whose replicas do not divide one another."""
     graph = candidate.graph
     counts = [stage.replicas for stage in graph.stages]
     apart = sum(counts[x] % counts[y] > 0 < counts[y] % counts[x] for x, y in graph.edges)
