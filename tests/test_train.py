@@ -6,7 +6,7 @@ import pytest
 
 from anabranch import launch
 from anabranch.record import Run
-from anabranch.train import Progress, train, train_async
+from anabranch.train import StepProgress, train, train_async
 from anabranch.workload import Workload
 from tests.runtime.small import Built, batch, built, num_ranks, plan, train_alone, with_options
 
@@ -19,12 +19,12 @@ def data(batch_size: int, epoch: int) -> list[dict[str, object]]:
     return [dict(batch(n, 10 * epoch + i)) for i, n in enumerate(SIZES)]
 
 
-def trained(model: Built, workload: Workload, steps: int) -> tuple[Run, list[Progress]]:
+def trained(model: Built, workload: Workload, steps: int) -> tuple[Run, list[StepProgress]]:
     """The run of the first rank, and what it told."""
     chosen = plan(model, 2)
 
-    def rank() -> tuple[Run, list[Progress]]:
-        seen: list[Progress] = []
+    def rank() -> tuple[Run, list[StepProgress]]:
+        seen: list[StepProgress] = []
         run = train(
             workload,
             chosen,
@@ -35,7 +35,7 @@ def trained(model: Built, workload: Workload, steps: int) -> tuple[Run, list[Pro
         )
         return run, seen
 
-    result: tuple[Run, list[Progress]] = launch.run(rank, num_ranks(chosen), timeout=60.0)[0]
+    result: tuple[Run, list[StepProgress]] = launch.run(rank, num_ranks(chosen), timeout=60.0)[0]
     return result
 
 
@@ -87,8 +87,8 @@ def test_without_a_flush_losses_follow_each_other_and_a_short_run_has_no_timelin
     workload = with_options(model, data=data)
     chosen = plan(model, 3, microbatch_size=16)
 
-    def rank() -> tuple[Run, list[Progress]]:
-        seen: list[Progress] = []
+    def rank() -> tuple[Run, list[StepProgress]]:
+        seen: list[StepProgress] = []
         run = train_async(
             workload,
             chosen,

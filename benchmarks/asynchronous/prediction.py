@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from anabranch.models import build
-from anabranch.runtime.asynchronous.versions import StageWeights
+from anabranch.runtime.asynchronous.versions import VersionedWeights
 from anabranch.weights import policy_named
 from benchmarks.planners.common import Row, table
 from benchmarks.runtime.transformer import BATCH, SIZES, LossOnly
@@ -56,7 +56,7 @@ def _row(recipe: str, policy: str, batch: int, steps: int) -> Row:
     inputs = next(iter(workload.data(batch, 0)))
     model = LossOnly(workload.module)
     parameters = dict(model.named_parameters())
-    weights = StageWeights(
+    weights = VersionedWeights(
         parameters,
         RECIPES[recipe]([*parameters.values()]),
         policy_named(policy),

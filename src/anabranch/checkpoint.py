@@ -77,7 +77,7 @@ class Manifest(Strict):
 
 
 @dataclass(frozen=True)
-class Part:
+class RankPart:
     """What one rank saves: tensors, parameter groups with the names that it owns, ``scalars``
     (parameter -> other optimizer state), and ``kind``, class of its optimizer or empty.
     """
@@ -120,7 +120,7 @@ def begin(folder: Path, token: int) -> None:
         raise TrainingError(f"{folder} cannot be written: {error.strerror}") from error
 
 
-def write_part(folder: Path, token: int, rank: int, part: Part) -> None:
+def write_part(folder: Path, token: int, rank: int, part: RankPart) -> None:
     """Write what one rank owns; raises TrainingError if it cannot be stored."""
     target = partial_folder(folder, token) / f"rank-{rank}.safetensors"
     tensors = {key: _plain(tensor) for key, tensor in part.tensors.items()}

@@ -36,7 +36,7 @@ _SETTLED, _SHOWN = 8, 6
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class StepProgress:
     """One step, for whoever watches.
 
     Attributes:
@@ -62,7 +62,7 @@ def train(
     epochs: int | None = None,
     resume: Path | None = None,
     save: Path | None = None,
-    watch: Callable[[Progress], None] | None = None,
+    watch: Callable[[StepProgress], None] | None = None,
     **options: Any,
 ) -> Run:
     """Train this rank's part; call it on every rank.
@@ -148,7 +148,7 @@ def train_async(
     epochs: int | None = None,
     resume: Path | None = None,
     save: Path | None = None,
-    watch: Callable[[Progress], None] | None = None,
+    watch: Callable[[StepProgress], None] | None = None,
     **options: Any,
 ) -> Run:
     """Train this rank's part without a flush; call it on every rank.
@@ -209,7 +209,7 @@ class _Log:
         self,
         pipe: Pipeline | AsyncPipeline,
         total: int | None,
-        watch: Callable[[Progress], None] | None,
+        watch: Callable[[StepProgress], None] | None,
     ) -> None:
         self.losses: list[float] = []
         self._pipe, self._total = pipe, total
@@ -220,7 +220,7 @@ class _Log:
         self.losses.append(loss)
         if self._watch is not None:
             done, metrics = len(self.losses), self._pipe.metrics
-            self._watch(Progress(done, self._total, loss, metrics, seconds, samples))
+            self._watch(StepProgress(done, self._total, loss, metrics, seconds, samples))
 
 
 def _finished(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import typer
 
-from anabranch.cli.source import Source
+from anabranch.cli.source import ModelSource
 from anabranch.files import load_plan, load_profile
 from anabranch.plans.plan import Plan
 from anabranch.plans.stages import Stage, StageGraph
@@ -35,16 +35,16 @@ def graph(tmp_path: Path) -> str:
 def test_published_profiles_are_files(tmp_path: Path) -> None:
     """By suffix, so that a misspelt path is not taken for a model, or because they are there."""
     (tmp_path / "profile").touch()
-    assert Source("nothing.txt").is_file
-    assert Source("nothing.json").is_file
-    assert Source(str(tmp_path / "profile")).is_file
-    assert not Source("mmt").is_file
-    assert not Source("package.module:function").is_file
+    assert ModelSource("nothing.txt").is_file
+    assert ModelSource("nothing.json").is_file
+    assert ModelSource(str(tmp_path / "profile")).is_file
+    assert not ModelSource("mmt").is_file
+    assert not ModelSource("package.module:function").is_file
 
 
 def test_any_device_takes_an_imported_profile(graph: str, capsys) -> None:
     """Its times stay what they are; one line on standard error says whose they are."""
-    found = Source(graph).profile("v100", 8)
+    found = ModelSource(graph).profile("v100", 8)
     assert found == read_profile(graph)
     out, err = capsys.readouterr()
     assert out == ""
@@ -54,9 +54,9 @@ def test_any_device_takes_an_imported_profile(graph: str, capsys) -> None:
 
 def test_the_samples_of_its_mini_batch(graph: str) -> None:
     """Stated as an option of the model, or with --samples of the verb profile."""
-    assert Source(graph).profile("v100", 8).samples == (1,)
-    assert Source(graph, options={"samples": "16"}).profile("v100", 8).samples == (16,)
-    assert Source(graph).profile("v100", 8, samples=(32,)).samples == (32,)
+    assert ModelSource(graph).profile("v100", 8).samples == (1,)
+    assert ModelSource(graph, options={"samples": "16"}).profile("v100", 8).samples == (16,)
+    assert ModelSource(graph).profile("v100", 8, samples=(32,)).samples == (32,)
 
 
 @pytest.mark.parametrize(
@@ -75,14 +75,17 @@ def test_wrong_options(
 ) -> None:
     """Wrong usage, with a way on."""
     with pytest.raises(typer.BadParameter, match=message):
-        Source(graph, options=options).profile("v100", 8, samples)
+        ModelSource(graph, options=options).profile("v100", 8, samples)
 
 
 def test_our_own_profiles_take_no_options(run, graph: str, tmp_path: Path) -> None:
     """Nothing is left to say about them, so nothing is ignored."""
     ours = str(tmp_path / "ours.json")
     assert run("profile", graph, "-o", ours)[0] == 0
-    for source, samples in ((Source(ours, options={"samples": "2"}), None), (Source(ours), (2,))):
+    for source, samples in (
+        (ModelSource(ours, options={"samples": "2"}), None),
+        (ModelSource(ours), (2,)),
+    ):
         with pytest.raises(typer.BadParameter, match="do nothing"):
             source.profile("v100", 8, samples)
 
@@ -145,8 +148,8 @@ def test_a_plan_knows_how_its_model_was_built(run):
     code, _, err = run("plan", *built, *where, "-o", "plan.json")
     assert code == 0, err
     plan = load_plan("plan.json")
-    assert Source.of_plan(plan) == Source("two-branch", "small", {"layers": "1"}, "block")
-    assert Source.of_plan(plan, options={"layers": "2"}).options == {"layers": "2"}
+    assert ModelSource.of_plan(plan) == ModelSource("two-branch", "small", {"layers": "1"}, "block")
+    assert ModelSource.of_plan(plan, options={"layers": "2"}).options == {"layers": "2"}
     code, out, _ = run("check", "plan.json", "two-branch", "-o", "layers=2")
     assert code == 1
     assert "operators are in no stage: branches.0.layers.1, branches.1.layers.1" in out
@@ -166,8 +169,8 @@ def test_another_model_than_the_plans_is_built_as_the_user_says():
         predicted=None,
         options=(("preset", "small"), ("layers", "1")),
     )
-    assert Source.of_plan(plan).recorded() == plan.options
-    same = Source.of_plan(plan, "two-branch", "published", {"layers": "2"})
+    assert ModelSource.of_plan(plan).recorded() == plan.options
+    same = ModelSource.of_plan(plan, "two-branch", "published", {"layers": "2"})
     assert (same.preset, same.options) == ("published", {"layers": "2"})
-    other = Source.of_plan(plan, "mmt")
+    other = ModelSource.of_plan(plan, "mmt")
     assert (other.model, other.preset, other.options) == ("mmt", "published", {})

@@ -12,7 +12,7 @@ from anabranch.cli.output import note, print_json
 from anabranch.cli.parsing import usage
 from anabranch.cli.progress import progress_bar
 from anabranch.cli.settings import EmulationSettings, TrainedPlanSettings
-from anabranch.cli.source import Source, cluster_of, read_cluster
+from anabranch.cli.source import ModelSource, cluster_of, read_cluster
 
 if TYPE_CHECKING:
     from anabranch.cluster import Cluster
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def rehearse(
-    source: Source,
+    source: ModelSource,
     local: TrainedPlanSettings,
     emulation: EmulationSettings,
     steps: int,
@@ -63,7 +63,7 @@ def rehearse(
 
 
 def _plan(
-    source: Source, local: TrainedPlanSettings, cluster_name: str | None
+    source: ModelSource, local: TrainedPlanSettings, cluster_name: str | None
 ) -> tuple[Plan, Profile, Cluster]:
     """The plan of a file or of a search, with profile and cluster."""
     from anabranch.files import load_plan
@@ -90,7 +90,7 @@ def _plan(
     cluster = cluster_of(plan, local.plan_file, cluster_name)
     source = replace(source, granularity=plan.granularity)
     if source.model == plan.model:
-        source = Source.of_plan(plan, options=source.options)
+        source = ModelSource.of_plan(plan, options=source.options)
     profile = source.profile(plan.device or cluster.device, plan.stage_graph.batch_size)
     return plan, profile, cluster
 

@@ -15,7 +15,7 @@ from anabranch.cli.parsing import powers_of_two, usage
 from anabranch.cli.preflight import require_own_devices
 from anabranch.cli.progress import TrainingProgress, progress_bar
 from anabranch.cli.settings import LocalPlanSettings, TrainingSettings
-from anabranch.cli.source import Source
+from anabranch.cli.source import ModelSource
 from anabranch.cluster import Cluster
 from anabranch.errors import AnabranchError
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 class Job:
     """A model that is about to run: workload, captured graph, measured profile, plan."""
 
-    def __init__(self, source: Source, plan: Plan | None, device: str = "cpu") -> None:
+    def __init__(self, source: ModelSource, plan: Plan | None, device: str = "cpu") -> None:
         self.source = source
         self.plan = plan
         self.device = device
@@ -51,7 +51,7 @@ class Job:
         return self.source.capture(self.workload)
 
     @staticmethod
-    def of(source: Source, local: LocalPlanSettings) -> Job:
+    def of(source: ModelSource, local: LocalPlanSettings) -> Job:
         """The job for a model, by a plan file if there is one; then nothing else is asked."""
         if local.plan_file is None:
             return Job(source, None, local.device)

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from anabranch.train import Progress
+    from anabranch.train import StepProgress
 
 
 @contextmanager
@@ -47,7 +47,7 @@ class TrainingProgress:
         self._losses: deque[float] = deque(maxlen=10)
         self._most = 0
 
-    def __call__(self, progress: Progress) -> None:
+    def __call__(self, progress: StepProgress) -> None:
         """Note one step, and show it if it is time."""
         if progress.seconds:
             self._seconds.append(progress.seconds)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from anabranch.cli.parsing import named_values, split_output, usage
-from anabranch.cli.source import Preset, Source, cluster_of
+from anabranch.cli.source import ModelSource, Preset, cluster_of
 from anabranch.cli.spread import given
 from anabranch.graph.opgraph import Granularity
 from anabranch.planner import PLANNERS
@@ -119,9 +119,9 @@ class ModelSettings:
     granularity: Annotated[Granularity, typer.Option(help="How coarse operators are.")] = "layer"
 
     @property
-    def source(self) -> Source:
+    def source(self) -> ModelSource:
         """The model to read or build."""
-        return Source(self.model, self.preset, split_output(self.output)[0], self.granularity)
+        return ModelSource(self.model, self.preset, split_output(self.output)[0], self.granularity)
 
     @property
     def file(self) -> Path | None:
@@ -153,9 +153,9 @@ class PlannedModelSettings:
     ] = None
     optimizer: Optimizer = None
 
-    def source(self, plan: "Plan", model: str | None) -> Source:
+    def source(self, plan: "Plan", model: str | None) -> ModelSource:
         """The model that the user names, or the plan's."""
-        return Source.of_plan(plan, model, self.preset, split_output(self.output)[0])
+        return ModelSource.of_plan(plan, model, self.preset, split_output(self.output)[0])
 
     def cluster_of(self, plan: "Plan", file: Path) -> "Cluster":
         """The cluster that the user names, or the plan's."""

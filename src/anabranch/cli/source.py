@@ -27,7 +27,7 @@ Preset = Literal["published", "small"]
 
 
 @dataclass(frozen=True)
-class Source:
+class ModelSource:
     """A model as the user named it: MODEL with its preset and options, or a profile file."""
 
     model: str
@@ -46,13 +46,13 @@ class Source:
         model: str | None = None,
         preset: str | None = None,
         options: Mapping[str, str] | None = None,
-    ) -> Source:
+    ) -> ModelSource:
         """The model that a plan was made for, with the plan's preset and options unless ``model``
         is another one; what the user gives as ``preset`` and ``options`` goes before.
         """
         recorded = dict(plan.options) if model in (None, plan.model) else {}
         planned = recorded.pop("preset", "published")
-        return Source(
+        return ModelSource(
             model or plan.model,
             preset or planned,
             {**recorded, **(options or {})},

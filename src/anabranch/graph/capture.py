@@ -31,8 +31,8 @@ from anabranch.graph.flat_program import (
     BUFFER,
     PARAMETER,
     FlatProgram,
+    PlaceholderSource,
     RefusedError,
-    Source,
     batch_sizes,
     gradient_calls,
     lower,
@@ -252,9 +252,9 @@ class _Exporter:
         self.device = device
         self.wrapped = ReturnsLoss(module, layout.rebuild)
         self.names = _first_names(module)
-        self.tensors: dict[Source, torch.Tensor] = {
-            **{Source(PARAMETER, n): p for n, p in module.named_parameters()},
-            **{Source(BUFFER, n): b for n, b in module.named_buffers()},
+        self.tensors: dict[PlaceholderSource, torch.Tensor] = {
+            **{PlaceholderSource(PARAMETER, n): p for n, p in module.named_parameters()},
+            **{PlaceholderSource(BUFFER, n): b for n, b in module.named_buffers()},
         }
         samples = max(2, layout.samples)
         self.fixed: dict[int, torch.export.ExportedProgram] = {}
@@ -301,7 +301,7 @@ class _Exporter:
         examples = self.layout.resized(1, torch.device("meta"))
         leaves = dict(zip(self.layout.names, examples, strict=True))
 
-        def find(source: Source) -> torch.Tensor:
+        def find(source: PlaceholderSource) -> torch.Tensor:
             if source.kind == BATCH_LEAF:
                 leaf = leaves[source.name]
                 return torch.empty(

@@ -51,7 +51,7 @@ _CHECKS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class PlaceholderSource:
     """Where a placeholder comes from: its kind (one of the constants above) and name there."""
 
     kind: str
@@ -75,7 +75,7 @@ class FlatProgram:
 
     samples: int
     graph: fx.Graph
-    sources: Mapping[fx.Node, Source]
+    sources: Mapping[fx.Node, PlaceholderSource]
     constants: Mapping[str, torch.Tensor]
     regions: Mapping[str, nn.Module] = field(default_factory=dict)
 
@@ -163,12 +163,12 @@ def lower(
     for spec, node in zip(exported.graph_signature.input_specs, nodes, strict=False):
         if spec.kind is kinds.PARAMETER or spec.kind is kinds.BUFFER:
             kind = PARAMETER if spec.kind is kinds.PARAMETER else BUFFER
-            builder.placeholder(node, Source(kind, names[str(spec.target)]))
+            builder.placeholder(node, PlaceholderSource(kind, names[str(spec.target)]))
         elif spec.kind is kinds.CONSTANT_TENSOR:
-            builder.placeholder(node, Source(CONSTANT, str(spec.target)))
+            builder.placeholder(node, PlaceholderSource(CONSTANT, str(spec.target)))
             builder.constants[str(spec.target)] = exported.constants[str(spec.target)]
         elif spec.kind is kinds.USER_INPUT:
-            builder.placeholder(node, Source(BATCH_LEAF, next(batch)))
+            builder.placeholder(node, PlaceholderSource(BATCH_LEAF, next(batch)))
         else:
             raise CaptureError(
                 f"the module holds {spec.target}, which is neither a tensor nor a constant "
@@ -211,12 +211,12 @@ class _Builder:
         self.device = device
         self.graph = fx.Graph()
         self.env: dict[fx.Node, Any] = {}
-        self.sources: dict[fx.Node, Source] = {}
-        self.by_source: dict[Source, fx.Node] = {}
+        self.sources: dict[fx.Node, PlaceholderSource] = {}
+        self.by_source: dict[PlaceholderSource, fx.Node] = {}
         self.constants: dict[str, torch.Tensor] = {}
         self.regions: dict[str, nn.Module] = {}
 
-    def placeholder(self, node: fx.Node, source: Source) -> None:
+    def placeholder(self, node: fx.Node, source: PlaceholderSource) -> None:
         if source not in self.by_source:
             new = self.graph.placeholder(node.name)
             self.by_source[source] = new
@@ -243,7 +243,7 @@ class _Builder:
         name = f"{node.target}_{len(self.constants)}"
         self.constants[name] = found
         new = self.graph.placeholder(node.name)
-        self.sources[new] = Source(CONSTANT, name)
+        self.sources[new] = PlaceholderSource(CONSTANT, name)
         return new
 
     def value(self, argument: Any) -> Any:
@@ -356,7 +356,9 @@ def _follow_writes(graph: fx.Graph) -> None:
 
 
 def propagate(
-    program: FlatProgram, find: Callable[[Source], torch.Tensor], device: torch.device | None = None
+    program: FlatProgram,
+    find: Callable[[PlaceholderSource], torch.Tensor],
+    device: torch.device | None = None,
 ) -> None:
     """Run the program on fake tensors: fills ``meta["val"]`` and ``meta["storage"]`` of every node.
 

@@ -33,8 +33,8 @@ from anabranch.report.timeline_layout import (
     MARGIN,
     MARK,
     Graphs,
-    Layout,
     Panel,
+    TimelineLayout,
     arrange,
     label_size,
     labels,
@@ -69,7 +69,7 @@ def timeline_svg(
     return paint(arrange(timelines, graph, width=width, is_endless=is_endless)).svg()
 
 
-def paint(layout: Layout) -> Drawing:
+def paint(layout: TimelineLayout) -> Drawing:
     """The picture of a layout."""
     titles = ", ".join(panel.title for panel in layout.panels)
     what = "some mini-batches" if layout.is_endless else "one training step"
@@ -99,7 +99,7 @@ def paint(layout: Layout) -> Drawing:
     return drawing
 
 
-def _paint_legend(drawing: Drawing, layout: Layout) -> None:
+def _paint_legend(drawing: Drawing, layout: TimelineLayout) -> None:
     kinds = {s.action.kind for p in layout.panels for s in p.timeline.spans}
     entries = [("f", "forward"), ("b", "backward")]
     if Kind.WEIGHT_GRADIENT in kinds:
@@ -122,7 +122,7 @@ def _paint_legend(drawing: Drawing, layout: Layout) -> None:
         drawing.add(text("muted right", layout.right, 32, LABEL, said))
 
 
-def _axis(layout: Layout) -> list[str]:
+def _axis(layout: TimelineLayout) -> list[str]:
     pieces = ['<g class="axis">']
     for time in ticks(0.0, layout.horizon_s * 1e3, round((layout.right - layout.left) / 90)):
         x = layout.x(time / 1e3)
@@ -135,7 +135,7 @@ def _axis(layout: Layout) -> list[str]:
     return [*pieces, "</g>", unit]
 
 
-def _paint_frame(drawing: Drawing, layout: Layout, panel: Panel) -> None:
+def _paint_frame(drawing: Drawing, layout: TimelineLayout, panel: Panel) -> None:
     """What stays when the page zooms: heading, row labels, branches."""
     timeline = panel.timeline
     taken = milliseconds(timeline.step_s)
@@ -153,7 +153,7 @@ def _paint_frame(drawing: Drawing, layout: Layout, panel: Panel) -> None:
         drawing.add(rect("tip", layout.left - 7, panel.tops[first], 2, reach, radius=1))
 
 
-def _empty_rows(layout: Layout, panel: Panel) -> list[str]:
+def _empty_rows(layout: TimelineLayout, panel: Panel) -> list[str]:
     wide = layout.x(max(panel.timeline.step_s, panel.timeline.makespan_s)) - layout.left
     high = panel.row_height
     pieces = [rect("lane", layout.left, top, wide, high, radius=2) for top in panel.tops]
@@ -163,13 +163,13 @@ def _empty_rows(layout: Layout, panel: Panel) -> list[str]:
     return pieces
 
 
-def _step_end(layout: Layout, panel: Panel) -> str:
+def _step_end(layout: TimelineLayout, panel: Panel) -> str:
     x = layout.x(panel.timeline.step_s)
     path = f"M{num(x)} {num(panel.tops[0] - 5)}V{num(panel.bottom + 5)}"
     return f'<path class="end" stroke-width="1.5" stroke-dasharray="4 3" d="{path}"/>'
 
 
-def _row_label(layout: Layout, panel: Panel, row: lanes.Row, top: float) -> list[str]:
+def _row_label(layout: TimelineLayout, panel: Panel, row: lanes.Row, top: float) -> list[str]:
     first, second = labels(panel, row)
     x, size, small = layout.left - 12, label_size(panel), LABEL - 1.5
     room = x - MARGIN
@@ -189,14 +189,14 @@ def _branch_runs(panel: Panel) -> list[tuple[int, int]]:
     return [(run[0], run[-1]) for run in runs] if len(runs) > 1 else []
 
 
-def _tail(layout: Layout, panel: Panel) -> float:
+def _tail(layout: TimelineLayout, panel: Panel) -> float:
     """Pixels between the last action and the end of the step, 0 if they cannot be seen."""
     pixels = layout.x(panel.timeline.step_s) - layout.x(panel.timeline.makespan_s)
     return pixels if pixels >= 2 else 0.0
 
 
 def _box(
-    layout: Layout, panel: Panel, box: lanes.Box, top: float, sizes: dict[Kind, float]
+    layout: TimelineLayout, panel: Panel, box: lanes.Box, top: float, sizes: dict[Kind, float]
 ) -> list[str]:
     x = layout.x(box.start)
     width = max(layout.x(box.end) - x, 0.4)
@@ -223,7 +223,7 @@ def _box(
     return pieces
 
 
-def _number_sizes(layout: Layout, panel: Panel) -> dict[Kind, float]:
+def _number_sizes(layout: TimelineLayout, panel: Panel) -> dict[Kind, float]:
     """Kind -> largest type in which every number fits into a typical box; 0 if none does."""
     result = {}
     for kind, (seconds, digits) in lanes.typical(panel.timeline).items():
@@ -237,7 +237,7 @@ def _number_sizes(layout: Layout, panel: Panel) -> dict[Kind, float]:
     return result
 
 
-def _arrows(layout: Layout, panel: Panel) -> list[str]:
+def _arrows(layout: TimelineLayout, panel: Panel) -> list[str]:
     """A curve from row to row for every message, one colour for each direction."""
     top_of = {row.device: top for row, top in zip(panel.rows, panel.tops, strict=True)}
     pieces = []
@@ -257,7 +257,7 @@ def _arrows(layout: Layout, panel: Panel) -> list[str]:
     return pieces
 
 
-def _marks(layout: Layout, panel: Panel) -> list[str]:
+def _marks(layout: TimelineLayout, panel: Panel) -> list[str]:
     """Thin lines below the boxes of the sender while its messages are on the way."""
     top_of = {row.device: top for row, top in zip(panel.rows, panel.tops, strict=True)}
     pieces = []

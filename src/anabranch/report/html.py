@@ -159,7 +159,7 @@ def _resource(name: str) -> str:
     return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
 
 
-def _script(layout: timeline_layout.Layout) -> str:
+def _script(layout: timeline_layout.TimelineLayout) -> str:
     data = page_data.as_json(page_data.data(layout))
     return (
         f'<script type="application/json" id="timeline-data">{data}</script>\n'
@@ -278,7 +278,7 @@ def _scrolling(content: str) -> str:
     return f'<div class="panel-box"><div class="scroll">{content}</div></div>'
 
 
-def _timeline_section(what: str, layout: timeline_layout.Layout) -> str:
+def _timeline_section(what: str, layout: timeline_layout.TimelineLayout) -> str:
     buttons = "".join(
         f'<button type="button" data-zoom="{name}" title="{said}" aria-label="{said}">'
         f"{face}</button>"

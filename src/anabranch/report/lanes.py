@@ -70,7 +70,7 @@ class Box:
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class DrawnMessage:
     """A message by both ends; the two spans may be the same interval."""
 
     sent: Span
@@ -141,7 +141,7 @@ def boxes(spans: Iterable[Span], pixel_s: float) -> Iterator[Box]:
         yield Box(tuple(run))
 
 
-def messages(timeline: Timeline) -> list[Message]:
+def messages(timeline: Timeline) -> list[DrawnMessage]:
     """Every message of which both ends were recorded, in the order of the sends."""
     receives: dict[tuple[object, ...], list[Span]] = {}
     for span in timeline.spans:
@@ -157,7 +157,7 @@ def messages(timeline: Timeline) -> list[Message]:
             ends = action.stage, action.peer_stage, span.device, action.peer
             matching = receives.get((action.kind.value[1:], *ends, action.start, action.stop))
             if matching:
-                found.append(Message(span, matching.pop(0)))
+                found.append(DrawnMessage(span, matching.pop(0)))
     return sorted(found, key=lambda m: (m.start, m.end, m.sent.device, m.received.device))
 
 

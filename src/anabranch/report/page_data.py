@@ -21,7 +21,7 @@ def as_json(value: Any) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def data(layout: timeline_layout.Layout) -> dict[str, Any]:
+def data(layout: timeline_layout.TimelineLayout) -> dict[str, Any]:
     """Everything that is drawn along the axis of time; times in microseconds."""
     return {
         "left": layout.left,

@@ -54,7 +54,7 @@ class Panel:
 
 
 @dataclass(frozen=True)
-class Layout:
+class TimelineLayout:
     """All panels, from top to bottom, on their common axis.
 
     Attributes:
@@ -95,7 +95,7 @@ def arrange(
     *,
     width: float = 1200,
     is_endless: bool = False,
-) -> Layout:
+) -> TimelineLayout:
     """Decide where everything goes; see ``timeline_svg``."""
     graphs = [graph] * len(timelines) if isinstance(graph, StageGraph) else list(graph)
     if not timelines or len(graphs) != len(timelines) or width < 480:
@@ -115,7 +115,7 @@ def arrange(
     horizon = max(max(t.step_s, t.makespan_s) for _, t in timelines) or 1e-9
     axis = panels[-1].bottom + 10
     right, height = width - MARGIN - 6, axis + 44
-    return Layout(tuple(panels), left, right, horizon, axis, width, height, is_endless)
+    return TimelineLayout(tuple(panels), left, right, horizon, axis, width, height, is_endless)
 
 
 def _panel(

@@ -124,7 +124,7 @@ class ModelState:
                 disk.abandon(folder, token)
             raise
 
-    def _part(self, further: Mapping[str, Tensor]) -> disk.Part:
+    def _part(self, further: Mapping[str, Tensor]) -> disk.RankPart:
         tensors = {
             f"model/{name}": tensor
             for name, tensor in self._everything().items()
@@ -133,11 +133,13 @@ class ModelState:
         mine = {key: t for key, t in further.items() if self._saves(key.partition("/")[2])}
         tensors |= mine
         if self.optimizer is None:
-            return disk.Part(tensors)
+            return disk.RankPart(tensors)
         owned = {name for name in self.parameters if self._saves(name)}
         state, groups, scalars = disk.optimizer_part(self.optimizer, self._names(), owned)
         scheduler = self.scheduler.state_dict() if self.scheduler is not None else None
-        return disk.Part(tensors | state, groups, type(self.optimizer).__name__, scalars, scheduler)
+        return disk.RankPart(
+            tensors | state, groups, type(self.optimizer).__name__, scalars, scheduler
+        )
 
     def _names(self) -> dict[int, str]:
         return {id(p): name for name, p in self.parameters.items()}

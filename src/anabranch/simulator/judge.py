@@ -18,7 +18,7 @@ from anabranch.errors import InfeasiblePlanError, InvalidPlanError, PolicyError,
 from anabranch.plans.check import stage_bytes
 from anabranch.plans.stages import StageGraph
 from anabranch.simulator.costs import ModelCosts
-from anabranch.simulator.objective import Candidate, Objective
+from anabranch.simulator.objective import Objective, ScheduledProposal
 
 
 class Judge:
@@ -32,7 +32,7 @@ class Judge:
     """
 
     def __init__(self, objective: Objective) -> None:
-        self.best: Candidate | None = None
+        self.best: ScheduledProposal | None = None
         self.best_s = math.inf
         self.simulated = 0
         self.too_big: list[float] = []
@@ -40,7 +40,7 @@ class Judge:
         self._refused: list[str] = []
         self._seen: set[StageGraph] = set()
         self._ran: set[StageGraph] = set()
-        self._equals: list[tuple[Candidate, float]] = []
+        self._equals: list[tuple[ScheduledProposal, float]] = []
         self._seconds: dict[StageGraph, float] = {}
         self._least_s: dict[StageGraph, float] = {}
 
@@ -60,7 +60,7 @@ class Judge:
                 self._consider(candidate)
         return self.best is not before
 
-    def _consider(self, candidate: Candidate) -> None:
+    def _consider(self, candidate: ScheduledProposal) -> None:
         proposal, least_s = candidate.proposal, candidate.least_s
         if least_s > self.best_s * (1 + self._objective.equal):
             self._least_s[proposal] = min(least_s, self._least_s.get(proposal, math.inf))
@@ -71,7 +71,7 @@ class Judge:
         if sure:
             self._take([(candidate, seconds)])
 
-    def _take(self, found: Iterable[tuple[Candidate, float]]) -> None:
+    def _take(self, found: Iterable[tuple[ScheduledProposal, float]]) -> None:
         found = [*self._equals, *found]
         self.best_s = min(seconds for _, seconds in found)
         limit = self.best_s * (1 + self._objective.equal)
@@ -103,7 +103,7 @@ class Judge:
         if other._equals:
             self._take(other._equals)
 
-    def winner(self, planner: str) -> Candidate:
+    def winner(self, planner: str) -> ScheduledProposal:
         """The best.
 
         Raises:
@@ -127,7 +127,7 @@ class Judge:
             )
         raise InfeasiblePlanError(f"planner {planner} proposes nothing for {cluster.name}")
 
-    def _candidates(self, proposals: Iterable[StageGraph]) -> Iterator[Candidate]:
+    def _candidates(self, proposals: Iterable[StageGraph]) -> Iterator[ScheduledProposal]:
         """Proposals that fit; of those that do not, the bytes or the reason are remembered."""
         for proposal in proposals:
             if proposal in self._seen:
@@ -143,7 +143,7 @@ class Judge:
 
     def _candidate(
         self, proposal: StageGraph, graph: StageGraph, schedule: str, versions: tuple[int, ...]
-    ) -> Iterator[Candidate]:
+    ) -> Iterator[ScheduledProposal]:
         cost, counts = self._objective.cost, versions or (1,) * len(graph)
         peak = max(
             stage_bytes(graph, cost, s, in_flight=stage.in_flight, versions=counts[s])
@@ -158,9 +158,9 @@ class Judge:
         except (InvalidPlanError, ProfileError) as error:
             self._refused.append(str(error))
             return
-        yield Candidate(proposal, graph, schedule, versions, costs, least_s, peak)
+        yield ScheduledProposal(proposal, graph, schedule, versions, costs, least_s, peak)
 
 
-def _num_actions(candidate: Candidate) -> int:
+def _num_actions(candidate: ScheduledProposal) -> int:
     graph = candidate.graph
     return sum(graph.num_microbatches(s) * stage.replicas for s, stage in enumerate(graph.stages))

@@ -40,7 +40,7 @@ stage (empty for one everywhere)."""
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class ScheduledProposal:
     """A proposal as it would run.
 
     Attributes:
@@ -117,7 +117,7 @@ class ShortestStep:
         """
         return least_step_s(graph, costs)
 
-    def measure(self, candidate: Candidate, best_s: float) -> tuple[float, bool, int]:
+    def measure(self, candidate: ScheduledProposal, best_s: float) -> tuple[float, bool, int]:
         """Seconds; whether they are sure, or enough to know that they are more than ``best_s``; and
         the micro-batches times devices that it took to simulate them.
         """
@@ -138,7 +138,7 @@ class ShortestStep:
         seconds = step_seconds(graph, order_for(graph), candidate.costs)
         return seconds, True, work
 
-    def rank(self, candidate: Candidate, seconds: float) -> tuple[float, ...]:
+    def rank(self, candidate: ScheduledProposal, seconds: float) -> tuple[float, ...]:
         """What decides between equal times, the least wins: nothing is computed twice for memory
         that is not needed.
         """
@@ -189,13 +189,13 @@ class ShortestPeriod:
     def least_s(self, graph: StageGraph, costs: ModelCosts) -> float:
         return stream.least_period_s(graph, costs)
 
-    def measure(self, candidate: Candidate, best_s: float) -> tuple[float, bool, int]:
+    def measure(self, candidate: ScheduledProposal, best_s: float) -> tuple[float, bool, int]:
         graph = candidate.graph
         found = stream.steady(graph, candidate.costs, slots=self.cost.receive_slots)
         microbatches = max(map(graph.num_microbatches, range(len(graph))))
         return found.period_s, True, found.simulated * microbatches
 
-    def rank(self, candidate: Candidate, seconds: float) -> tuple[float, ...]:
+    def rank(self, candidate: ScheduledProposal, seconds: float) -> tuple[float, ...]:
         depth = candidate.graph.depth
         return depth, candidate.num_recomputing, candidate.peak_bytes, seconds
 

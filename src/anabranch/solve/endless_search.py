@@ -21,7 +21,7 @@ from anabranch.plans.stages import StageGraph
 from anabranch.schedule.endless import ENDLESS
 from anabranch.simulator import stream
 from anabranch.simulator.judge import Judge
-from anabranch.simulator.objective import Candidate, ShortestPeriod
+from anabranch.simulator.objective import ScheduledProposal, ShortestPeriod
 from anabranch.solve.contract_tied import contract_tied
 from anabranch.solve.every_partition import EveryPartition, brought_down
 from anabranch.solve.improvement import SearchBudget, improve
@@ -82,7 +82,7 @@ class EndlessSearch:
         proposals, profile = self._proposals, self._whole.profile
         before = proposals.search_s, self._simulate_s, self._improve_s
         remarks = [*notes]
-        found: tuple[Candidate, bool] | None = None
+        found: tuple[ScheduledProposal, bool] | None = None
         if policy == "auto":
             policy, why, found = self._chosen()
             remarks.append(f"policy {policy}: {why}")
@@ -116,7 +116,7 @@ class EndlessSearch:
             policy=policy,
         )
 
-    def _best(self, policy: WeightPolicy) -> tuple[Candidate, bool]:
+    def _best(self, policy: WeightPolicy) -> tuple[ScheduledProposal, bool]:
         """The best plan under a policy, and whether the search came to its end.
 
         Raises:
@@ -139,7 +139,7 @@ class EndlessSearch:
             self._improve_s += time.perf_counter() - judged
         return best, finished and not self._proposals.stopped
 
-    def _winner(self, judge: Judge) -> Candidate:
+    def _winner(self, judge: Judge) -> ScheduledProposal:
         try:
             return judge.winner(self._name)
         except InfeasiblePlanError as error:
@@ -229,7 +229,7 @@ class EndlessSearch:
         if near is not None:
             improve(judge, near, BUDGET, operators=0, devices=0)
 
-    def _chosen(self) -> tuple[str, str, tuple[Candidate, bool]]:
+    def _chosen(self) -> tuple[str, str, tuple[ScheduledProposal, bool]]:
         """The policy for ``auto``, one that has a plan, why, and what is found under it.
 
         Naive holds the fewest versions of the weights, so if it has no plan, only a policy can have
@@ -261,7 +261,7 @@ class EndlessSearch:
         why = reason if again == name else f"in the fastest pipeline of any policy, {why}"
         return name, why, (best, finished)
 
-    def _in_pieces(self, name: str, whole: InfeasiblePlanError) -> tuple[Candidate, bool]:
+    def _in_pieces(self, name: str, whole: InfeasiblePlanError) -> tuple[ScheduledProposal, bool]:
         try:
             return self._best(policy_named(name))
         except InfeasiblePlanError as error:

@@ -13,7 +13,7 @@ from anabranch.cluster import Cluster, Level
 from anabranch.cost import CostModel
 from anabranch.graph.series_parallel import decompose, operators
 from anabranch.planner.partitioner.chains import line
-from anabranch.planner.partitioner.range_prices import INFINITE, RangePrices, Sizes
+from anabranch.planner.partitioner.range_prices import INFINITE, RangePrices, RangeSizes
 from anabranch.planner.toolkit.parts import Part, PartPrices
 from anabranch.planner.toolkit.prices import (
     Bound,
@@ -49,7 +49,7 @@ def test_ranges_agree_with_parts(profile, size, count, memory, tensor, recompute
     )
     parts = PartPrices(common)
     chain = line(cost, operators(decompose(cost.graph)))
-    ranges = RangePrices(chain.row, Sizes([common]))
+    ranges = RangePrices(chain.row, RangeSizes([common]))
     n = len(chain.row.parts)
     for bound in (Bound(6.0), Bound(40.0), Bound(40.0, spread=False, reduce_s=2.0)):
         need = np.broadcast_to(ranges.need([bound], 4)[0], (4, n + 1, n + 1))
@@ -77,7 +77,7 @@ def test_bound_is_inclusive(bound):
     """Exactly the bound is within it: 2 samples of a take 6 s."""
     fast = Cluster("fast", "cpu", 10**5, (Level("node", 4, 1e9, 0.0),))
     chain = line(CostModel(TWO_PROFILED, fast), range(2))
-    need = RangePrices(chain.row, Sizes([two_priced(2, cluster=fast).microbatch])).need(
+    need = RangePrices(chain.row, RangeSizes([two_priced(2, cluster=fast).microbatch])).need(
         [Bound(bound)], 1
     )
     assert need[0, 0, 1, 0] == (1 if bound == 6.0 else 2)
@@ -89,9 +89,10 @@ def test_several_sizes_and_bounds_at_once():
     chain = line(CostModel(TWO_PROFILED, fast), range(2))
     priced = [two_priced(size, cluster=fast).microbatch for size in (2, 8)]
     bounds = [Bound(6.0, at=0), Bound(12.1, at=1), Bound(24.0, at=1)]
-    together = RangePrices(chain.row, Sizes(priced)).need(bounds, 1)
+    together = RangePrices(chain.row, RangeSizes(priced)).need(bounds, 1)
     alone = [
-        RangePrices(chain.row, Sizes([priced[b.at]])).need([replace(b, at=0)], 1) for b in bounds
+        RangePrices(chain.row, RangeSizes([priced[b.at]])).need([replace(b, at=0)], 1)
+        for b in bounds
     ]
     assert (together == np.concatenate(alone)).all()
     # a takes 3 s per sample: 2 samples on one device, 8 samples on two and on one.
@@ -102,7 +103,7 @@ def test_the_last_height_may_stand_for_greater_ones():
     """Memory for three micro-batches in flight: height 2 but not 5."""
     chain = line(CostModel(TWO_PROFILED, TWO_NODES, optimizer_factor=1.0), range(2))
     limited = MicrobatchPrices(CostModel(TWO_PROFILED, TWO_NODES, 1.0), 16, 1, (1,), 2830.0)
-    ranges = RangePrices(chain.row, Sizes([limited]))
+    ranges = RangePrices(chain.row, RangeSizes([limited]))
     # 900 bytes three times and 100 to receive; 10 per micro-batch in flight.
     assert int(ranges.headroom[0, 0, 0]) == 2
     assert ranges.need([Bound(1e9)], 3)[0, :, 1, 0].tolist() == [1]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer, RMSprop
 
 from anabranch.runtime.asynchronous.optimizer_facts import rule_of
-from anabranch.runtime.asynchronous.prediction import Prediction
+from anabranch.runtime.asynchronous.prediction import WeightPrediction
 
 Make = Callable[[Any], Optimizer]
 
@@ -35,7 +35,7 @@ def predicted(
     optimizer: Optimizer, ps: list[nn.Parameter], ahead: int, **options: Any
 ) -> list[Tensor]:
     weights = [p.detach().clone() for p in ps]
-    Prediction(optimizer, ps).move(weights, ahead, **options)
+    WeightPrediction(optimizer, ps).move(weights, ahead, **options)
     return weights
 
 

@@ -13,7 +13,7 @@ from torch.optim import SGD, Adam, RMSprop
 from torch.optim.lr_scheduler import StepLR
 
 from anabranch.runtime.asynchronous.replay import Replay
-from anabranch.runtime.asynchronous.versions import StageWeights
+from anabranch.runtime.asynchronous.versions import VersionedWeights
 from anabranch.weights import (
     POLICIES,
     Naive,
@@ -33,7 +33,7 @@ class Stage:
     def __init__(self, policy: Any, in_flight: int, distance: int | None = None) -> None:
         self.weight = nn.Parameter(torch.zeros(1))
         distance = in_flight - 1 if distance is None else distance
-        self.versions = StageWeights(
+        self.versions = VersionedWeights(
             {"weight": self.weight},
             # The momentum buffer is 1 after every update.
             SGD([self.weight], lr=1.0, momentum=0.5, dampening=0.5),
@@ -124,7 +124,7 @@ def test_predict_stash_keeps_its_predictions():
 def test_spectrain_reads_one_version_twice():
     """A stage next to the sink of a pipeline of five looks one further ahead, both times."""
     weight = nn.Parameter(torch.zeros(1))
-    versions = StageWeights(
+    versions = VersionedWeights(
         {"w": weight},
         SGD([weight], lr=1.0, momentum=0.5, dampening=0.5),
         SpecTrain(),
@@ -201,7 +201,7 @@ def test_autograd_does_not_mind():
     """Backwards of products whose weights were updated in place, by all policies."""
     for name in POLICIES:
         layer = nn.Linear(3, 3)
-        versions = StageWeights(
+        versions = VersionedWeights(
             dict(layer.named_parameters()),
             SGD(layer.parameters(), lr=0.1, momentum=0.9),
             POLICIES[name](),
@@ -259,7 +259,7 @@ def test_a_skipped_update_is_a_version():
     weight = nn.Parameter(torch.zeros(1))
     optimizer = SGD([weight], lr=1.0, momentum=0.5)
     scheduler = StepLR(optimizer, 1)
-    versions = StageWeights(
+    versions = VersionedWeights(
         {"w": weight}, optimizer, Stash(), in_flight=1, distance=0, depth=1, scheduler=scheduler
     )
     versions.forward(0)
@@ -277,7 +277,7 @@ def test_a_parameter_without_a_gradient_is_predicted_to_stay(make):
     """It was left where it was by the last update, whatever the optimizer remembers."""
     used, unused = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
     optimizer = make([used, unused], lr=0.1)
-    versions = StageWeights(
+    versions = VersionedWeights(
         {"used": used, "unused": unused}, optimizer, PipeOptim(), in_flight=2, distance=1, depth=2
     )
     versions.forward(0)
@@ -297,7 +297,7 @@ def test_a_parameter_without_a_gradient_is_predicted_to_stay(make):
 
 def test_a_stage_without_trainable_parameters():
     """Counts versions, holds nothing; without an optimizer others are refused."""
-    versions = StageWeights({}, None, PipeOptim(), in_flight=2, distance=1, depth=2)
+    versions = VersionedWeights({}, None, PipeOptim(), in_flight=2, distance=1, depth=2)
     versions.fill(0)
     for n in range(3):
         with versions.forward(n):
@@ -307,7 +307,7 @@ def test_a_stage_without_trainable_parameters():
     assert versions.version == 2
     assert versions.peak_bytes == 0
     with pytest.raises(ValueError, match="parameter w is trained by no optimizer"):
-        StageWeights({"w": nn.Parameter(torch.ones(1))}, None, Stash(), **dict(PLACE))
+        VersionedWeights({"w": nn.Parameter(torch.ones(1))}, None, Stash(), **dict(PLACE))
 
 
 PLACE = {"in_flight": 2, "distance": 1, "depth": 2}
@@ -360,7 +360,7 @@ def test_a_resumed_run_predicts_as_if_it_had_not_stopped(optimizer):
 def clipped(gradients: list[float]) -> list[float]:
     """Gradients of a stage as its optimizer gets them, clipped to twice the usual norm."""
     weight = nn.Parameter(torch.zeros(1))
-    versions = StageWeights(
+    versions = VersionedWeights(
         {"w": weight},
         SGD([weight], lr=1.0, momentum=0.0, dampening=0.0),
         PredictStash(clip=2.0),
@@ -396,7 +396,7 @@ def test_gradients_that_begin_with_zero_are_not_clipped_to_zero():
 def test_sparse_gradients_are_clipped_by_what_they_add_up_to():
     """A row that was looked up twice has its gradient twice: the norm is 2, and then 10 of 4."""
     weight = nn.Parameter(torch.zeros(3, 1))
-    versions = StageWeights(
+    versions = VersionedWeights(
         {"w": weight},
         SGD([weight], lr=1.0),
         PredictStash(clip=2.0),

@@ -18,7 +18,7 @@ from anabranch.cli.job import Job
 from anabranch.cli.output import print_json
 from anabranch.cli.preflight import require_new_run
 from anabranch.cli.settings import AsJson, LocalPlanSettings, RunFolder, TrainingSettings
-from anabranch.cli.source import Source
+from anabranch.cli.source import ModelSource
 from anabranch.cli.verbs.plan import against
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def demo(
     # For people the story is the result; with --json it goes where progress goes.
     story = _Story(sys.stderr if as_json else sys.stdout)
     with story.chapter(f"Capture {model} and its data"):
-        job = Job(Source(model, "small"), None)
+        job = Job(ModelSource(model, "small"), None)
         parameters = sum(p.numel() for p in job.workload.module.parameters())
         story.say(f"{len(job.captured.graph)} operators, {parameters:,} parameters")
     with story.chapter("Measure its operators on one core"):

@@ -33,8 +33,8 @@ from anabranch.planner.partitioner.range_prices import (
     Floats,
     Ints,
     RangePrices,
+    RangeSizes,
     Shares,
-    Sizes,
 )
 from anabranch.planner.toolkit.prices import Bound
 
@@ -49,7 +49,7 @@ class Limits:
         count: micro-batches: [t].
     """
 
-    def __init__(self, sizes: Sizes, bounds: Sequence[Bound]) -> None:
+    def __init__(self, sizes: RangeSizes, bounds: Sequence[Bound]) -> None:
         self.sizes = sizes
         self.bounds = tuple(bounds)
         self.at: NDArray[np.intp] = np.array([bound.at for bound in bounds], dtype=np.intp)
@@ -93,7 +93,7 @@ class Stages:
 
 
 @dataclass(frozen=True)
-class Weights:
+class OptionWeights:
     """What a stage gains by each option of a branch, under every bound.
 
     Attributes:
@@ -106,9 +106,9 @@ class Weights:
     per_microbatch: Floats
 
     @staticmethod
-    def of(shares: Shares, limits: Limits) -> Weights:
+    def of(shares: Shares, limits: Limits) -> OptionWeights:
         """Those of some shares."""
-        return Weights(
+        return OptionWeights(
             limits.per_bound(shares.compute_s, shares.traffic_s, shares.reduce_s),
             shares.fixed[limits.at],
             shares.per_microbatch[limits.at],
@@ -158,7 +158,7 @@ class BlockNeighbour:
 
     def share(self, stages: Stages, limits: Limits, limit: int) -> SharedStages:
         """What the stages take, on at most ``limit`` devices."""
-        weights = {k: Weights.of(shares, limits) for k, shares in self.shares.items()}
+        weights = {k: OptionWeights.of(shares, limits) for k, shares in self.shares.items()}
         most_held = np.minimum(self.heights.max() + 1, limits.count)[:, None, None]
         carried = self._carried(stages, weights, limits, most_held)
         states, place = self._states(by_height=MEMORY in carried)
@@ -184,14 +184,14 @@ class BlockNeighbour:
     def _carried(
         self,
         stages: Stages,
-        weights: Mapping[int, Weights],
+        weights: Mapping[int, OptionWeights],
         limits: Limits,
         held: Floats,
     ) -> list[int]:
         """The sums that may exceed their limits if all branches take what is heaviest."""
         often = Counter(self.block.classes)
 
-        def heaviest(of: Callable[[Weights], Floats]) -> Floats:
+        def heaviest(of: Callable[[OptionWeights], Floats]) -> Floats:
             """What all branches add at most: [t, k]."""
             tables = [np.maximum(of(weights[k]).max(axis=-1), 0.0) * n for k, n in often.items()]
             return np.asarray(np.sum(tables, axis=0))

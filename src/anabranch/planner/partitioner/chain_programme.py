@@ -44,7 +44,13 @@ from anabranch.planner.partitioner.programme_tables import (
     Fork,
     Join,
 )
-from anabranch.planner.partitioner.range_prices import INFINITE, Bools, Ints, RangePrices, Sizes
+from anabranch.planner.partitioner.range_prices import (
+    INFINITE,
+    Bools,
+    Ints,
+    RangePrices,
+    RangeSizes,
+)
 from anabranch.planner.toolkit.infeasible import Fewest
 from anabranch.planner.toolkit.parts import Part
 from anabranch.planner.toolkit.prices import Bound, MicrobatchPrices
@@ -60,7 +66,7 @@ class ChainProgramme:
 
     def __init__(self, chain: Chain, prices: Sequence[MicrobatchPrices], *, limit: int) -> None:
         self.chain = chain
-        self.sizes = Sizes(prices)
+        self.sizes = RangeSizes(prices)
         self.limit = limit
         self.heights = min(limit, span(chain))
         self.heads = SEARCH.heads if count(chain) <= SEARCH.items else SEARCH.heads_in_large

@@ -82,7 +82,7 @@ Job = tuple[Size, Sequence[Bound]]
 
 
 @dataclass(frozen=True)
-class Table:
+class BoundsTable:
     """Bounds of a size, ascending, and the first that suffices if every stage were at the sink.
 
     Attributes:
@@ -137,9 +137,9 @@ class PeriodBounds:
             self._reaches[key] = ChainProgramme(self._chain, prices, limit=self._devices)
         return self._reaches[key]
 
-    def lightly(self, jobs: Sequence[Job]) -> list[Table]:
+    def lightly(self, jobs: Sequence[Job]) -> list[BoundsTable]:
         """Tables of sizes for which some bound suffices at the sink; sets their low and high."""
-        result: list[Table] = []
+        result: list[BoundsTable] = []
         for together in self._together(jobs):
             if not self.is_large:
                 result += self._at_a_time(together)
@@ -155,7 +155,7 @@ class PeriodBounds:
                 groups.setdefault((size.pool, size.recompute), []).append((size, bounds))
         return list(groups.values())
 
-    def _at_a_time(self, jobs: Sequence[Job]) -> Iterator[Table]:
+    def _at_a_time(self, jobs: Sequence[Job]) -> Iterator[BoundsTable]:
         found = self._reach(jobs[0][0]).lightly([bound for _, some in jobs for bound in some])
         start = 0
         for size, bounds in jobs:
@@ -163,10 +163,10 @@ class PeriodBounds:
             first = next((i for i, count in enumerate(devices) if count <= self._devices), None)
             self._note(size, bounds, first)
             if first is not None:
-                yield Table(size, bounds, first, partial(found.parts, start + first))
+                yield BoundsTable(size, bounds, first, partial(found.parts, start + first))
             start += len(bounds)
 
-    def _one_by_one(self, size: Size, bounds: Sequence[Bound]) -> Iterator[Table]:
+    def _one_by_one(self, size: Size, bounds: Sequence[Bound]) -> Iterator[BoundsTable]:
         """By bisection: what suffices does so under every greater bound."""
         reach = self._reach(size)
         low, high = 0, len(bounds)
@@ -181,7 +181,7 @@ class PeriodBounds:
                 low = middle + 1
         self._note(size, bounds, high if parts else None)
         if parts:
-            yield Table(size, bounds, high, partial(list, parts))
+            yield BoundsTable(size, bounds, high, partial(list, parts))
 
     @staticmethod
     def _note(size: Size, bounds: Sequence[Bound], first: int | None) -> None:
@@ -191,7 +191,7 @@ class PeriodBounds:
         if first is not None:
             size.high = bounds[first].period_s
 
-    def settle(self, table: Table) -> None:
+    def settle(self, table: BoundsTable) -> None:
         """Set high and parts of a size to the first bound that suffices, memory and all."""
         size, bounds = table.size, table.bounds
         place, parts, recompute = table.first, table.stages(), size.recompute

@@ -31,7 +31,7 @@ Places = Any
 """What picks entries of a matrix [start, stop]: slices or arrays of places."""
 
 
-class Sizes:
+class RangeSizes:
     """Micro-batch sizes that are searched together, and the modes of all of them.
 
     Attributes:
@@ -114,7 +114,7 @@ class Shares:
 class RangePrices:
     """One row at several micro-batch sizes; tables are [s, k, p] for the p-th range not empty."""
 
-    def __init__(self, row: NestedSets, sizes: Sizes) -> None:
+    def __init__(self, row: NestedSets, sizes: RangeSizes) -> None:
         self.row = row
         self.sizes = sizes
         # Row after row of the upper triangle.

@@ -78,7 +78,7 @@ class BoundedRecurrence:
             self._whole[level, copies] = whole
         return self._whole[level, copies]
 
-    def _table(self, level: int, copies: int) -> Table:
+    def _table(self, level: int, copies: int) -> LevelTable:
         """T and A at a level for 1, 2 .. components."""
         size = self._terms.tiers[level].size
         cut = self._within(self._terms.cut_s(level, copies))
@@ -90,7 +90,7 @@ class BoundedRecurrence:
             if m > 1:
                 least_longest(ends[m - 2 :: -1], stage[: m - 1], best[m - 1], self._meter)
             ends[m - 1] = np.maximum(best[m - 1], cut).T
-        return Table(cut, stage, best)
+        return LevelTable(cut, stage, best)
 
     def _starts(self, level: int, copies: int) -> int:
         """States at which a component's part may begin: other devices have to do what is before."""
@@ -111,7 +111,7 @@ class BoundedRecurrence:
         return np.where(seconds <= self._bound, seconds, INFINITE)
 
     def _pieces(
-        self, table: Table, level: int, copies: int, span: tuple[int, int]
+        self, table: LevelTable, level: int, copies: int, span: tuple[int, int]
     ) -> tuple[Piece, ...]:
         """The plan behind one entry."""
         pieces = []
@@ -124,7 +124,7 @@ class BoundedRecurrence:
         return tuple(pieces)
 
 
-class Table:
+class LevelTable:
     """T and A at one level, for one number of copies.
 
     Attributes:

@@ -47,7 +47,7 @@ from anabranch.runtime.asynchronous.requirements import (
 from anabranch.runtime.asynchronous.round_robin import budgeted
 from anabranch.runtime.asynchronous.round_robin_stream import RoundRobinStream
 from anabranch.runtime.asynchronous.stream import Stream
-from anabranch.runtime.asynchronous.versions import StageWeights
+from anabranch.runtime.asynchronous.versions import VersionedWeights
 from anabranch.runtime.compute.options import PLAIN, ComputeOptions
 from anabranch.runtime.compute.stage_compute import Outcome
 from anabranch.runtime.data_feed import samples_of
@@ -206,7 +206,7 @@ class AsyncPipeline(BasePipeline):
             distance, depth = rounds.place(s)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # rank 0 has told of the optimizer for all (choose)
-            self._weights = StageWeights(
+            self._weights = VersionedWeights(
                 self._state.parameters,
                 self.optimizer,
                 self.policy,

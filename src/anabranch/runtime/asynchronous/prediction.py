@@ -37,7 +37,7 @@ from torch.optim import Optimizer
 from anabranch.runtime.asynchronous.optimizer_facts import rule_of
 
 
-class Prediction:
+class WeightPrediction:
     """Predicts the weights of one optimizer."""
 
     def __init__(self, optimizer: Optimizer, parameters: Sequence[torch.nn.Parameter]) -> None:

@@ -2,7 +2,7 @@
 
 The cost of asynchrony does not depend on how fast stages are, only on which weights their passes
 read. So one process runs the passes of all stages in an order that the pipeline could have had, and
-``StageWeights`` does the rest::
+``VersionedWeights`` does the rest::
 
     stage 0    F0 F1 F2 B0 F3 B1 F4 B2         each stage: forwards as long as it may have another
     stage 1       F0 F1 B0 F2 B1 F3 B2         mini-batch in flight, then one backward for every
@@ -24,7 +24,7 @@ from anabranch.graph.opgraph import Granularity
 from anabranch.graph.split import Port, Split, split
 from anabranch.plans.stages import Stage, StageGraph
 from anabranch.runtime.asynchronous.requirements import require_untied
-from anabranch.runtime.asynchronous.versions import StageWeights
+from anabranch.runtime.asynchronous.versions import VersionedWeights
 from anabranch.runtime.compute.options import PLAIN, ComputeOptions
 from anabranch.runtime.compute.programs import StagePrograms
 from anabranch.runtime.compute.stage_compute import Outcome, StageCompute
@@ -97,14 +97,14 @@ class Replay:
         self._idle: dict[int, list[StageCompute]] = {}
         self.updates = 0
 
-    def _stage_weights(self, workload: Workload, s: int) -> StageWeights:
+    def _stage_weights(self, workload: Workload, s: int) -> VersionedWeights:
         parameters = self._parts.parameters(s)
         trainable = [(name, p) for name, p in parameters.items() if p.requires_grad]
         optimizer = workload.optimizer(trainable) if trainable else None
         scheduler = None
         if optimizer is not None and workload.scheduler is not None:
             scheduler = workload.scheduler(optimizer)
-        return StageWeights(
+        return VersionedWeights(
             parameters,
             optimizer,
             self._policy,
@@ -210,7 +210,7 @@ class _Lane:
     """A stage on its way: micro-batches that it has forwarded and those that it has learned."""
 
     stage: int
-    weights: StageWeights
+    weights: VersionedWeights
     in_flight: int
     before: list[_Lane]
     after: list[_Lane]

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from anabranch.runtime.asynchronous.round_robin import RoundRobin
 from anabranch.runtime.asynchronous.stream import Stream
-from anabranch.runtime.asynchronous.versions import StageWeights
+from anabranch.runtime.asynchronous.versions import VersionedWeights
 from anabranch.runtime.data_parallel.reducer import Reducer
 from anabranch.runtime.worker import Flight, Worker
 from anabranch.runtime.worker_cache import WorkerCache
@@ -48,7 +48,7 @@ class RoundRobinStream:
         rounds: RoundRobin,
         stage: int,
         device: int,
-        weights: StageWeights,
+        weights: VersionedWeights,
         reducer: Reducer,
         *,
         parameters: Mapping[str, nn.Parameter],

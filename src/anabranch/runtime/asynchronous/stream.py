@@ -28,7 +28,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
-from anabranch.runtime.asynchronous.versions import StageWeights
+from anabranch.runtime.asynchronous.versions import VersionedWeights
 from anabranch.runtime.compute.stage_compute import Outcome
 from anabranch.runtime.data_parallel.reducer import Reducer
 from anabranch.runtime.guards.failure import POSITION
@@ -54,7 +54,7 @@ class Stream:
         self,
         worker: Callable[[int], Worker],
         stage: int,
-        weights: StageWeights,
+        weights: VersionedWeights,
         reducer: Reducer,
         *,
         in_flight: int,

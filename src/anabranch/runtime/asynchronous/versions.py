@@ -32,7 +32,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from anabranch.checkpoint import Checkpoint
 from anabranch.runtime.asynchronous.optimizer_facts import require_rule
-from anabranch.runtime.asynchronous.prediction import Prediction
+from anabranch.runtime.asynchronous.prediction import WeightPrediction
 from anabranch.runtime.data_parallel.buckets import dense
 from anabranch.weights import PredictStash, Reading, VersionTracker, WeightPolicy
 
@@ -46,7 +46,7 @@ _MEMORY = 0.9
 """Weight of the past in the running norm of gradients."""
 
 
-class StageWeights:
+class VersionedWeights:
     """All versions of one stage's weights on one rank, and its optimizer.
 
     Args:
@@ -83,10 +83,10 @@ class StageWeights:
         self._moved: frozenset[int] | None = None
         self._last: Storage | None = None
         self._norm: Tensor | None = None
-        self._prediction: Prediction | None = None
+        self._prediction: WeightPrediction | None = None
         if optimizer is not None and self._tracker.predicts:
             require_rule(policy, optimizer)
-            self._prediction = Prediction(optimizer, self._parameters)
+            self._prediction = WeightPrediction(optimizer, self._parameters)
 
     @property
     def version(self) -> int:

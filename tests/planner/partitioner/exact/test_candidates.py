@@ -16,7 +16,7 @@ from anabranch.planner.exhaustive import best_replicas
 from anabranch.planner.partitioner.chains import build
 from anabranch.planner.partitioner.exact.candidates import AllPartitions, with_exact
 from anabranch.planner.partitioner.exact.lattice import Lattice
-from anabranch.planner.partitioner.exact.prices import Weights
+from anabranch.planner.partitioner.exact.prices import LatticeWeights
 from anabranch.planner.partitioner.exact.size_candidates import SizeCandidates
 from anabranch.planner.partitioner.period_search import candidates
 from anabranch.planner.partitions import partitions
@@ -54,7 +54,7 @@ def exact_of(problem: Problem) -> AllPartitions:
     """The search for a graph of any structure."""
     groups = tuple(1 << i for i in range(len(problem.cost.graph)))
     lattice = Lattice(problem.cost.graph, budget=1000, ways=100_000)
-    return AllPartitions(problem, Weights(problem.cost, lattice, groups), alone=True)
+    return AllPartitions(problem, LatticeWeights(problem.cost, lattice, groups), alone=True)
 
 
 def depth(prices: PartPrices, parts: list[Part]) -> int:

@@ -28,7 +28,7 @@ from anabranch.graph.series_parallel import is_series_parallel
 from anabranch.planner.partitioner.chains import Chain
 from anabranch.planner.partitioner.exact.contraction import atoms, merged, quotient
 from anabranch.planner.partitioner.exact.lattice import Lattice
-from anabranch.planner.partitioner.exact.prices import Weights
+from anabranch.planner.partitioner.exact.prices import LatticeWeights
 from anabranch.planner.partitioner.exact.size_candidates import SizeCandidates
 from anabranch.planner.partitioner.limits import EXACT
 from anabranch.planner.partitioner.period_search import candidates
@@ -63,7 +63,7 @@ class AllPartitions:
     """
 
     problem: Problem
-    weights: Weights
+    weights: LatticeWeights
     alone: bool
 
     @staticmethod
@@ -77,7 +77,7 @@ class AllPartitions:
         lattice = _lattice(problem.cost, groups, budget)
         if lattice is None:
             return None
-        return AllPartitions(problem, Weights(problem.cost, lattice, groups), alone=False)
+        return AllPartitions(problem, LatticeWeights(problem.cost, lattice, groups), alone=False)
 
     def candidates(
         self, microbatch_size: int | None, *, known_s: float = float("inf")
@@ -107,7 +107,7 @@ def _of_any(problem: Problem) -> AllPartitions:
     groups = _atoms(cost)
     lattice = _lattice(cost, groups, EXACT.most_downsets)
     if lattice is not None:
-        return AllPartitions(problem, Weights(cost, lattice, groups), alone=True)
+        return AllPartitions(problem, LatticeWeights(cost, lattice, groups), alone=True)
     budget = max(
         EXACT.merged, min(EXACT.most_downsets, EXACT.per_device * cost.cluster.num_devices)
     )
@@ -115,7 +115,7 @@ def _of_any(problem: Problem) -> AllPartitions:
     lattice = _lattice(cost, fewer, budget)
     assert lattice is not None, "merging ends where there are few downsets"
     return AllPartitions(
-        problem, Weights(cost, lattice, fewer), alone=_is_fine(cost, groups, fewer)
+        problem, LatticeWeights(cost, lattice, fewer), alone=_is_fine(cost, groups, fewer)
     )
 
 

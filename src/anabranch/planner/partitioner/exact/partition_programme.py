@@ -27,8 +27,8 @@ from anabranch.planner.partitioner.exact.prices import (
     Bools,
     Floats,
     Ints,
+    LatticeWeights,
     PricedStages,
-    Weights,
 )
 from anabranch.planner.toolkit.parts import Part
 from anabranch.planner.toolkit.prices import Bound, Mode
@@ -41,7 +41,7 @@ class PartitionProgramme:
         heights: number of heights; no plan has more stages in a row.
     """
 
-    def __init__(self, weights: Weights, priced: PricedStages, *, heights: int) -> None:
+    def __init__(self, weights: LatticeWeights, priced: PricedStages, *, heights: int) -> None:
         self.weights = weights
         self.priced = priced
         self.heights = heights

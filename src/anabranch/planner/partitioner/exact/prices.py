@@ -26,7 +26,7 @@ Ints = NDArray[np.int32]
 Bools = NDArray[np.bool_]
 
 
-class Weights:
+class LatticeWeights:
     """What the stages of a lattice weigh, whatever the micro-batch size.
 
     Args:
@@ -85,7 +85,7 @@ class PricedStages:
     headroom: Ints
 
     @staticmethod
-    def of(weights: Weights, prices: MicrobatchPrices, heights: int) -> PricedStages:
+    def of(weights: LatticeWeights, prices: MicrobatchPrices, heights: int) -> PricedStages:
         """Price all stages, with recomputation where one does not fit at all heights without."""
         columns = []
         modes: list[Mode] = []
@@ -147,7 +147,7 @@ class PricedStages:
 
 
 def _price(
-    weights: Weights, prices: MicrobatchPrices, mode: Mode
+    weights: LatticeWeights, prices: MicrobatchPrices, mode: Mode
 ) -> tuple[Floats, Floats, Floats, Ints]:
     """Slowest and path seconds, those of the all-reduce, and the headroom of every stage."""
     n, price = prices.samples(mode.replicas), prices.cost.border_price(mode.devices)

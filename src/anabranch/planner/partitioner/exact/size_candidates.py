@@ -21,7 +21,7 @@ from anabranch.planner.partitioner.exact.partition_programme import (
     PartitionSolution,
 )
 from anabranch.planner.partitioner.exact.paths import ShortestPath
-from anabranch.planner.partitioner.exact.prices import PricedStages, Weights
+from anabranch.planner.partitioner.exact.prices import LatticeWeights, PricedStages
 from anabranch.planner.partitioner.limits import EXACT, SEARCH
 from anabranch.planner.toolkit.assemble import Candidate
 from anabranch.planner.toolkit.parts import Part, edges
@@ -32,7 +32,7 @@ from anabranch.planner.toolkit.problem import Problem
 class SizeCandidates:
     """One micro-batch size of a problem."""
 
-    def __init__(self, problem: Problem, weights: Weights, microbatch_size: int) -> None:
+    def __init__(self, problem: Problem, weights: LatticeWeights, microbatch_size: int) -> None:
         self._devices = problem.cost.cluster.num_devices
         self._prices = problem.prices(microbatch_size)
         self._weights = weights

@@ -7,6 +7,6 @@ and what the estimate (``toolkit.estimate``) likes is simulated.
 operators      parts of stages go to neighbours; stages become one, or one becomes two
 devices        devices go from one stage to another, and stages in a row are cut again
 modes          recomputation, tensor-parallel degree
-spot           the plan that is changed: which of its stages are worth it
+plan_view      the plan that is changed: which of its stages are worth it
 polisher       the changes in turn, within a budget
 """
