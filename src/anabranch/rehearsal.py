@@ -38,11 +38,9 @@ class Rehearsal:
     """What came of it; all seconds are the devices'.
 
     Attributes:
-        run: plan, step times, predicted and emulated timeline; without losses.
         device_step_s: steps by the devices' own clocks.
         late_s: per step, by how much a rank was late at worst.
         time_scale: wall seconds per second of the devices.
-        message_bytes: of all messages of one step.
     """
 
     run: Run

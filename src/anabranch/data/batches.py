@@ -24,10 +24,7 @@ def batches(gather: Gather, rows: torch.Tensor, batch_size: int) -> Iterator[Bat
 
 
 def whole_batches(gather: Gather, rows: torch.Tensor, batch_size: int) -> Iterator[Batch]:
-    """Without the short last batch, whose samples would weigh more than others in training.
-
-    Fewer rows than one batch are one batch nevertheless.
-    """
+    """Leave out the short last batch; fewer rows than one batch are one batch nevertheless."""
     if len(rows) >= batch_size:
         rows = rows[: len(rows) // batch_size * batch_size]
     return batches(gather, rows, batch_size)

@@ -36,9 +36,6 @@ class Digits:
 
     Attributes:
         images: [digits, height, width], 0 to 1.
-        digit: [digits], 0 to 9.
-        training: numbers of the training digits.
-        held_out: of the others.
     """
 
     images: torch.Tensor

@@ -62,8 +62,6 @@ class Responses:
         cell: [pairs], row of the cell line.
         drug: [pairs], row of the drug.
         response: [pairs], ln IC50 with mean 0 and variance 1 over the training pairs.
-        training: numbers of the training pairs.
-        held_out: pairs of the other cell lines.
     """
 
     mutations: torch.Tensor
@@ -84,7 +82,6 @@ def load_responses(genes: int = 1024, bits: int = 1024) -> Responses:
     Args:
         genes: how many genes enter, those that differ most between the training cell lines; for
             mutations and copies apart.
-        bits: length of each fingerprint.
 
     Raises:
         DataError: if it can be neither found nor downloaded.
@@ -119,14 +116,7 @@ def encode(
     genes: int,
     bits: int,
 ) -> Responses:
-    """Tables by name as tensors; pairs of which something is unknown are left out.
-
-    Args:
-        pairs: cell line, drug, ln IC50.
-        mutations: cell line -> 0 or 1 per gene.
-        copies: cell line -> copies gained or lost per gene.
-        formulas: drug -> SMILES.
-    """
+    """Tables by name as tensors; pairs of which something is unknown are left out."""
     mutations = {plain_name(cell): features for cell, features in mutations.items()}
     copies = {plain_name(cell): features for cell, features in copies.items()}
     known = [

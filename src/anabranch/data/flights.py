@@ -65,8 +65,6 @@ class Flights:
             training days lack.
         tables: rows per column of ``SPARSE``.
         late: [flights], 0 or 1.
-        training: flight numbers of the training days.
-        held_out: of the other days.
     """
 
     schedule: torch.Tensor

@@ -46,11 +46,8 @@ class Glyphs:
     """Pictures and names, one row per glyph.
 
     Attributes:
-        names: as Unicode has them.
         images: [glyphs, 32, 32], 0 to 1.
         pieces: [glyphs, words, pieces], row numbers of an embedding table; 0 is padding.
-        training: row numbers of the training glyphs.
-        held_out: of the others.
     """
 
     names: tuple[str, ...]
@@ -119,10 +116,7 @@ def name_pieces(name: str, buckets: int) -> list[list[int]]:
 
 
 def word_pieces(word: str, buckets: int) -> list[int]:
-    """Numbers of the word itself and of its runs of three, two and one characters.
-
-    So a word never seen is understood by its parts: DOTS-145 by its digits.
-    """
+    """Numbers of the word itself and of its runs of three, two and one characters."""
     bounded = f"<{word}>"
     runs = [bounded[i : i + n] for n in (3, 2, 1) for i in range(len(bounded) - n + 1)]
     distinct = dict.fromkeys([bounded, *(run for run in runs if run not in "<>")])

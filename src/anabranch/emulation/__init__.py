@@ -1,8 +1,7 @@
 """Emulated devices: a plan runs on ranks of this machine as if they were the devices it is for.
 
-64 ranks on two cores show what a plan does on as many GPUs. Compute becomes a wait of its profiled
-length, links get the cluster's bandwidths and latencies, and all else is the runtime's own:
-schedule, worker, transport, order of messages::
+Compute becomes a wait of its profiled length, links get the cluster's bandwidths and latencies, and
+all else is the runtime's own::
 
     emulation = Emulation(plan, profile, cluster)       before the ranks are forked
     pipe = EmulatedPipeline(emulation, time_scale=4.0)  on each rank, under launch.run

@@ -1,18 +1,14 @@
 """The clock of an emulated device: what time it is for a device, whatever the host is doing.
 
-Dozens of ranks share a few cores. Wake-ups come late, and a copy of 16 MB takes the host longer
-than NVLink. Counted, these delays would add up along the critical path. So each rank keeps the time
-of its device, which moves by
+Dozens of ranks share a few cores, and their delays would add up. So each rank keeps the time of its
+device, which moves by
 
 - the profiled seconds of compute,
 - waiting for a message until it arrives by the model of the links,
 - the work of the runtime between them, as CPU time of this rank's thread, which leaves out the time
   that other ranks had the core,
 
-and paces itself by it: compute ends when the wall clock shows the device's time, counted from when
-the device became free and not from a late wake-up. A rank that is late does the next wait shorter.
-A step whose ranks end late was too fast for the host; a time scale above 1 slows everything down
-alike::
+and paces itself by it. A time scale above 1 slows everything down alike::
 
     wall = origin + scale * device time        (+ late, if the host cannot keep up)
 """

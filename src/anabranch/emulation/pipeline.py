@@ -161,10 +161,7 @@ def _rescaled(timeline: Timeline, scale: float) -> Timeline:
 
 
 def _lead(emulation: Emulation, mine: Iterable[int], clock: DeviceClock) -> None:
-    """Come to the all-reduces of this rank, and lead those to which it comes last to their end.
-
-    Nothing is summed: who leads takes the ring's ports piece by piece, as the simulator does.
-    """
+    """Come to the all-reduces of this rank, and lead those to which it comes last to their end."""
     shared, came = emulation.shared_links, clock.now
     events = []
     for ring in mine:

@@ -36,9 +36,7 @@ _PER_RING = 2  # ranks that are still to come, when the latest of them came
 class SharedLinks:
     """Times of one step, in device seconds since it began; made before the ranks are forked.
 
-    Args:
-        channels: channel -> its messages in one step.
-        rings: per all-reduce, how many ranks take part.
+    ``rings`` has, per all-reduce, how many ranks take part.
     """
 
     def __init__(self, channels: Mapping[Channel, int], ports: int, rings: Sequence[int]) -> None:

@@ -35,9 +35,7 @@ class LinkPrices:
 class ModelledTransport:
     """Messages go through another transport, and are there when the modelled links have them there.
 
-    What the host spends on them is not the devices' time. A message that has arrived is dropped,
-    and tensors without content take its place: nobody reads them, and putting slices together would
-    only cost the host copies that a device makes at a hundred times the speed.
+    A message that has arrived is dropped, and tensors without content take its place.
     """
 
     def __init__(

@@ -57,11 +57,7 @@ def build(
 
 
 def options_of(name: str) -> dict[str, dict[str, str]]:
-    """The options of a built-in model: option -> preset -> default.
-
-    Raises:
-        ValueError: for an unknown model.
-    """
+    """The options of a built-in model: option -> preset -> default; a ``ValueError`` if unknown."""
     presets: Mapping[str, Any] = _home(name).PRESETS
     names = [field.name for field in fields(next(iter(presets.values())))]
     return {n: {preset: str(getattr(sizes, n)) for preset, sizes in presets.items()} for n in names}

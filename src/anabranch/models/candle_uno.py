@@ -45,12 +45,7 @@ PRESETS = {
 
 
 class CandleUno(nn.Module):
-    """One feed-forward branch per kind of feature, a feed-forward trunk, one number.
-
-    Args:
-        features: width of each branch's input.
-        width: of every dense layer; ``layers`` in a branch, ``top_layers`` after the concatenation.
-    """
+    """One feed-forward branch per kind of feature, a feed-forward trunk, one number."""
 
     def __init__(
         self, features: Sequence[int], width: int, layers: int, top_layers: int, dropout: float

@@ -70,8 +70,6 @@ def class_patterns(shapes: Sequence[tuple[int, ...]], classes: int, seed: int) -
 
     Args:
         shapes: per tower, the shape of one sample; the pattern lies along the last dimension.
-        classes: number of classes, drawn evenly.
-        seed: of the patterns.
     """
     patterns = [prototypes(classes, shape[-1], seed + i) for i, shape in enumerate(shapes)]
 

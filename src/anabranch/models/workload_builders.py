@@ -30,8 +30,6 @@ def synthetic_workload(
     """A workload on batches that ``draw`` makes up; wide models (``width``) learn more slowly.
 
     Args:
-        make: calls the module's class.
-        sizes: of the model, with a ``seed``.
         meta: on the meta device, without memory or values.
         chance: metric -> what guessing would give.
     """
@@ -62,12 +60,9 @@ def dataset_workload(
     """A workload on a data set in memory.
 
     Args:
-        make: calls the module's class.
         gather: rows of the data set -> their batch.
         epoch_rows: source of chance -> the training rows of one epoch in their order.
         held_out: rows to evaluate on.
-        sizes: of the model, with ``seed`` and ``learning_rate``.
-        example: rows, the first of which are the example.
         meta: on the meta device, without memory or values.
         chance: metric -> what guessing would give.
     """

@@ -20,11 +20,7 @@ class DataFeed:
     """Batches of a workload from where training is.
 
     Attributes:
-        epoch: epochs done.
         position: batches of the current epoch that were trained on.
-
-    Args:
-        fail: told of an error before it is raised.
     """
 
     def __init__(
@@ -89,11 +85,7 @@ class DataFeed:
         return wrapped
 
     def read(self, loader: Iterable[Batch], what: str = HELD_OUT) -> Iterator[Batch]:
-        """A loader's batches.
-
-        Raises:
-            LoaderError: if the loader raises; it says at which batch, and the line.
-        """
+        """A loader's batches; a ``LoaderError`` says at which batch it raised, and the line."""
         iterator = iter(loader)
         count = 0
         while True:
@@ -111,9 +103,6 @@ def leaves_of(
     captured: Captured, batch: Batch, place: torch.device, which: str = ""
 ) -> dict[str, Tensor]:
     """The tensors of a batch by the names of its leaves, where the model is.
-
-    Args:
-        which: batch of which epoch, as text, where that is known.
 
     Raises:
         DataError: if the batch is built otherwise than the workload's example, or has tensors of

@@ -16,11 +16,7 @@ from anabranch.workload import Batch
 
 
 class Evaluation:
-    """Means over held-out batches.
-
-    Args:
-        captured: the model in evaluation mode; made when it is first needed if it is not given.
-    """
+    """Means over held-out batches; ``captured``, in evaluation mode, is made when first needed."""
 
     def __init__(self, training: WorkerCache, captured: Captured | None) -> None:
         self._training, self._captured = training, captured
@@ -33,9 +29,6 @@ class Evaluation:
         failing: Callable[[], AbstractContextManager[None]],
     ) -> dict[str, float]:
         """Loss and metrics as means over samples, the same on every rank.
-
-        Args:
-            failing: what to run in, so that other ranks hear of failures.
 
         Raises:
             DataError: if there are no batches.

@@ -35,7 +35,6 @@ class Item:
     """One tensor of a message.
 
     Attributes:
-        value: index of the value in the model's graph.
         port: which use of it, for a gradient; None for the value itself.
         batched: has its samples in dimension 0; otherwise it is whole on every replica.
         offset: where the part begins in dimension 0 of what this device computes at once.

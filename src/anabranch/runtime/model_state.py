@@ -96,10 +96,6 @@ class ModelState:
     ) -> None:
         """Write a checkpoint, all ranks together.
 
-        Args:
-            further: key/parameter -> tensor, for parameters of this rank; whoever does not know
-                the key passes over it.
-
         Raises:
             TrainingError: if the folder exists or cannot be written.
         """
@@ -146,9 +142,6 @@ class ModelState:
 
     def load(self, saved: disk.Checkpoint, *, everything: bool = False) -> None:
         """Take over what a checkpoint has for this rank.
-
-        Args:
-            everything: the tensors of other stages as well, for a comparison with the whole model.
 
         Raises:
             FileFormatError: naming file and key, if it is damaged or of another model.

@@ -24,10 +24,7 @@ def captured_for(workload: Workload, plan: Plan) -> Captured:
 
 
 def prepare(captured: Captured, graph: StageGraph) -> None:
-    """Specialise the program to every number of samples that a plan needs.
-
-    Local ranks inherit what their parent has prepared; otherwise each of them does the same work.
-    """
+    """Specialise the program to the sample counts that a plan needs; forked ranks inherit it."""
     require_whole_replicas(graph)
     for samples in sorted({size for s in range(len(graph)) for size in graph.slice_sizes(s)}):
         captured.at(samples)

@@ -54,10 +54,7 @@ def call(module: nn.Module, batch: Batch) -> dict[str, Tensor]:
 
 
 def reference(module: nn.Module, batch: Batch, slices: Sequence[tuple[int, int]]) -> Reference:
-    """Run the module, where it is, in training mode over slices [start, stop) that tile a batch.
-
-    Buffers, ``.grad`` and the mode of the module are afterwards as before.
-    """
+    """Run the module, where it is, in training mode over slices [start, stop) that tile a batch."""
     parameters = {n: p for n, p in module.named_parameters() if p.requires_grad}
     kept = {name: p.grad for name, p in parameters.items()}
     modes = [(part, part.training) for part in module.modules()]

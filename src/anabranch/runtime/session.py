@@ -1,9 +1,7 @@
 """One rank's share of a run, which both pipelines hold: the other ranks, its stages, the data.
 
-A run begins with the same meeting in either mode. The ranks compare what they were started with,
-connect, and take one set of weights; from then on they tell each other of failures. Evaluation,
-checkpoints and the place in the data are the same as well. The order of forwards, backwards and
-updates is the pipelines' own.
+The ranks compare what they were started with, connect, and take one set of weights; from then on
+they tell each other of failures. The order of passes and updates is the pipelines' own.
 """
 
 from __future__ import annotations
@@ -43,16 +41,8 @@ from anabranch.workload import Batch, Workload
 class Session:
     """One rank of a run.
 
-    Attributes:
-        transport: to the others; None where there are none.
-
     Args:
         facts: options of the run that all ranks must have alike, besides ``compute``.
-        exact: gradients bitwise those of one process.
-        check_gradients: compare one micro-batch with the user's own module first.
-        check_memory: compare predicted peaks with the memory that there is.
-        timeout: seconds until a silent rank counts as lost.
-        device: where this rank computes; by default where the model is.
         further: channels that are used besides those of the plan's schedule.
 
     Raises:

@@ -21,7 +21,6 @@ class StepTotals:
     """Sums over the ranks, of one step.
 
     Args:
-        why: the error where a number is not finite on some rank; called on all of them.
         squares: this rank's share of the gradients' squared norm.
         overflow: under a scaled loss, whether a gradient of this rank is not finite.
     """

@@ -9,9 +9,6 @@ It posts, awaits and hands over messages; what happens between them is ``Compute
     SF                           send parts                                     send parts        SB
 
 Between two stages of one device there are no messages: parts are handed over where they are.
-
-A step has hundreds of actions, many of which take less time than looking something up, so all that
-does not change from step to step is worked out once.
 """
 
 from __future__ import annotations
@@ -65,10 +62,7 @@ class Watcher(Protocol):
 
 
 class Worker:
-    """One device's part of one batch size; ``transport`` is None where there are no other ranks.
-
-    ``rank_of`` is of the whole plan; the stages of ``graph`` may have fewer devices.
-    """
+    """One device's part of one batch size; ``transport`` is None where there are no other ranks."""
 
     def __init__(
         self,
@@ -142,7 +136,6 @@ class Flight:
         last_backwards: stages with a backward here, in the order of their last ones; none where
             this rank's slice is empty.
         spans: actions so far, with marks of the clock when they began and when they ended.
-        clock: of the worker.
     """
 
     def __init__(
@@ -205,7 +198,6 @@ class _Task:
     """One action, with what is known of it before the first step.
 
     Attributes:
-        is_last: the last backward of its stage here.
         channel: of a receive: index into ``_Tasks.channels``.
         completes: the last message of its channel's micro-batch, after which the next is posted.
     """

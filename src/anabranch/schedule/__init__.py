@@ -23,11 +23,7 @@ SCHEDULES: Mapping[str, Callable[[], ScheduleRule]] = {
 
 
 def rule_named(name: str) -> ScheduleRule:
-    """The rule of that name.
-
-    Raises:
-        ValueError: if there is none.
-    """
+    """The rule of that name, or a ``ValueError``."""
     if name not in SCHEDULES:
         raise ValueError(f"unknown schedule {name!r}; there are {', '.join(SCHEDULES)} and auto")
     return SCHEDULES[name]()
@@ -41,9 +37,6 @@ def schedule_of(
     Args:
         graph: stages with their in-flight counts decided; those of ``endless.repeated`` where
             mini-batches follow without a flush.
-        name: key of ``SCHEDULES``.
-        edges: stage edges that have messages.
-        slots: receives that may be posted ahead per channel.
 
     Raises:
         ValueError: if there is no such schedule.

@@ -29,13 +29,7 @@ class ScheduleRule(Protocol):
     def per_hop(self) -> int: ...
 
     def warm_up(self, graph: StageGraph, room: Room | None = None) -> StageGraph:
-        """The stage graph with in-flight counts; they never rise along an edge, in samples.
-
-        Args:
-            graph: the stages.
-            room: for rules that can do with less than they would like; what such a rule cannot do
-                without, it takes even beyond that.
-        """
+        """The stage graph with in-flight counts, which never rise along an edge, in samples."""
 
     def order(self, graph: StageGraph) -> Schedule:
         """Compute actions per device for the in-flight counts of ``graph``."""

@@ -11,11 +11,9 @@ The transport that the proof is about:
 - the devices of one replica (tensor parallelism) exchange what they compute while they compute it,
   so each starts a micro-batch when all of them have come to it.
 
-With at least one slot the receive that a device waits for is always posted, so a message that was
-sent arrives: slots delay messages, they never block one for good. What is left to prove is that the
-lists have no cycle of devices that wait for each other's sends, or for each other. Running the
-lists once, without a clock, decides it, because running one action never takes away what another
-one waits for: any order of running them gets equally far.
+With at least one slot a message that was sent arrives, so what is left to prove is that the lists
+have no cycle of devices that wait for each other. Running the lists once, without a clock, decides
+it: any order of running them gets equally far.
 """
 
 from __future__ import annotations

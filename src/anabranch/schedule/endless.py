@@ -23,12 +23,7 @@ def repeated(graph: StageGraph, batches: int) -> StageGraph:
 
 
 def full_pipeline(graph: StageGraph, *, per_hop: int = 1) -> StageGraph:
-    """The same stages with the micro-batches in flight that each has where no batch ends.
-
-    Args:
-        graph: the stages of one mini-batch; they alternate single micro-batches.
-        per_hop: of the schedule rule.
-    """
+    """The same stages with the micro-batches in flight that each has where no batch ends."""
     most = max(stage.microbatch_size for stage in graph.stages)
     # No count can reach the number of micro-batches of so large a batch.
     long = replace(graph, batch_size=most * (per_hop * graph.depth + 1))

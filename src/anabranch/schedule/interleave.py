@@ -9,8 +9,8 @@ each half of a split backward as long as a forward. Two devices with two stages 
     device 0: stages 0, 2     0F0 0F1 2F0 2F1 .   .       2B0    2B1       0B0   0B1
     device 1: stages 1, 3     .   1F0 1F1 3F0 3B0    3F1  3B1     1B0    1B1
 
-What comes out was executed, so it cannot deadlock. Among actions that can start at the same time
-backwards come first, because they free memory, then earlier samples, then stages further down.
+Among actions that can start at the same time backwards come first, because they free memory, then
+earlier samples, then stages further down.
 """
 
 from __future__ import annotations
@@ -31,10 +31,6 @@ def interleave(
     graph: StageGraph, orders: Sequence[tuple[Action, ...]]
 ) -> dict[int, tuple[Action, ...]]:
     """One list of compute actions per device.
-
-    Args:
-        graph: stages; a device may be in several of them.
-        orders: per stage, its compute actions in order.
 
     Raises:
         InvalidScheduleError: if the orders cannot be executed at all.

@@ -59,12 +59,7 @@ class KFKB:
         return with_in_flight(graph, counts)
 
     def order(self, graph: StageGraph) -> Schedule:
-        """Every backward as early as the counts allow.
-
-        Raises:
-            InvalidScheduleError: if a stage has no count, one too small for its k, or counts rise
-                along an edge.
-        """
+        """Every backward as early as the counts allow."""
         require_in_flight(graph)
         orders = []
         for s, stage in enumerate(graph.stages):
@@ -102,9 +97,6 @@ def require_in_flight(graph: StageGraph) -> None:
 
     If y runs more samples forward than x does before either has run one backward, y waits for x to
     go on and x waits for y's gradients.
-
-    Raises:
-        InvalidScheduleError: naming the stage or the edge.
     """
     for s, stage in enumerate(graph.stages):
         if stage.in_flight == 0:
@@ -125,11 +117,7 @@ def require_in_flight(graph: StageGraph) -> None:
 
 
 def per_device(graph: StageGraph, orders: Sequence[tuple[Action, ...]]) -> Schedule:
-    """One list of actions per device: that of its stage, or those of its stages merged.
-
-    Raises:
-        InvalidScheduleError: if a device holds two stages whose orders cannot be merged.
-    """
+    """One list of actions per device: that of its stage, or those of its stages merged."""
     lanes = [(device, s) for s, stage in enumerate(graph.stages) for device in stage.devices]
     if len(lanes) > len(graph.devices):
         return Schedule(interleave(graph, orders))

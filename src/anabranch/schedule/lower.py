@@ -62,11 +62,6 @@ def lower(schedule: Schedule, graph: StageGraph, edges: MessageEdges = EVERY_EDG
     """Put in sends and receives: a receive right before the compute that needs it, a send right
     after its compute.
 
-    Args:
-        schedule: compute actions only.
-        graph: stages, devices and sample intervals.
-        edges: stage edges that have messages.
-
     Raises:
         ValueError: if the schedule has messages already.
     """

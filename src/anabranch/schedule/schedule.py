@@ -70,13 +70,8 @@ class Action:
     """One thing that a device does.
 
     Attributes:
-        stage: whose action it is; for a message, the stage at this end.
-        kind: what it does.
-        microbatch: of this stage.
         peer_stage: the stage at the other end of a message, -1 for compute.
         peer: the device at the other end of a message, -1 for compute.
-        start: first sample of a message.
-        stop: one past the last sample of a message.
     """
 
     stage: int
@@ -96,11 +91,7 @@ class Action:
 
     @staticmethod
     def parse(text: str) -> Action:
-        """Read the text form.
-
-        Raises:
-            InvalidScheduleError: if it is none.
-        """
+        """Read the text form, or raise an ``InvalidScheduleError``."""
         match = _PATTERN.fullmatch(text)
         if match is None:
             raise InvalidScheduleError(f"{text!r} is no action; write one as 2F0 or 0SF0>1@1[0:4]")

@@ -66,8 +66,6 @@ class ModelCosts:
     """Prices from a profile and a cluster.
 
     Attributes:
-        graph: what is priced.
-        cost: prices its operators.
         versions: per stage, versions of its weights that are held; empty for one everywhere.
 
     Raises:
@@ -139,11 +137,7 @@ class ModelCosts:
         return self.cost.route(a, b)
 
     def all_reduces(self) -> Sequence[AllReduce]:
-        """One per set of stages that read the same parameters: replicas, and holders of tied
-        parameters.
-
-        ``plans.rings`` says over which devices.
-        """
+        """One per set of stages that read the same parameters, over its ``plans.rings``."""
         return self._all_reduces
 
     @cached_property

@@ -16,9 +16,8 @@ Callback = Callable[[Any], object]
 class Engine:
     """The clock. ``now`` is in seconds and moves only from event to event.
 
-    An event has a place among those of the same time. Whoever knows early when something will
-    happen, but not yet whether anybody cares, takes a place (``last_place += 1``) and puts in the
-    event later or never; ``place`` is that of the event that is happening.
+    An event has a place among those of the same time. A place can be taken early (``last_place +=
+    1``) and the event put in later or never; ``place`` is that of the current event.
     """
 
     __slots__ = ("_queue", "last_place", "now", "place")
@@ -54,9 +53,8 @@ class Engine:
 class SharedCores:
     """Jobs on a number of cores: with more jobs than cores, all run equally slowed.
 
-    A job that starts or ends changes the speed of every other. So jobs are kept by the work that
-    one running job will have done by its end, a clock that runs at the current speed, and only the
-    job that ends next has an event in the engine.
+    Jobs are kept by the work that one running job will have done by its end, so only the job that
+    ends next has an event in the engine.
     """
 
     def __init__(self, engine: Engine, cores: int) -> None:

@@ -26,7 +26,6 @@ class Judge:
 
     Attributes:
         best: the winner so far; the first that fits, while none has been simulated.
-        best_s: the least seconds so far.
         simulated: micro-batches times devices simulated so far, a measure of the work done.
         too_big: bytes that each run needed that does not fit, on its fullest device.
     """
@@ -45,11 +44,7 @@ class Judge:
         self._least_s: dict[StageGraph, float] = {}
 
     def consider(self, proposals: Iterable[StageGraph], allowed: float = math.inf) -> bool:
-        """Judge proposals, each only once; whether one of them is the best now.
-
-        An interrupt leaves ``best`` as good as what was simulated until then. Nothing is simulated
-        any more once ``simulated`` has come to ``allowed``.
-        """
+        """Judge proposals until ``simulated`` comes to ``allowed``; whether one is the best now."""
         before = self.best
         candidates = sorted(self._candidates(proposals), key=_num_actions)
         if self.best is None and candidates:
@@ -79,10 +74,7 @@ class Judge:
         self.best, _ = min(self._equals, key=lambda found: self._objective.rank(*found))
 
     def ranked(self, factor: float) -> list[StageGraph]:
-        """Proposals whose seconds may be within a factor of the best, the shortest first.
-
-        Those that were not simulated come last, by what they take at least: that says little.
-        """
+        """Proposals whose seconds may be within a factor of the best, the shortest first."""
         limit = factor * self.best_s
         return [
             proposal

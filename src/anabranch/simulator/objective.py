@@ -44,10 +44,8 @@ class ScheduledProposal:
     """A proposal as it would run.
 
     Attributes:
-        proposal: what the planner proposed.
         graph: see ``Run``, as for the schedule and the versions.
         least_s: a lower bound of its seconds.
-        peak_bytes: most bytes on any device.
     """
 
     proposal: StageGraph
@@ -69,10 +67,8 @@ class ShortestStep:
     """The shortest step with a flush after every batch.
 
     Attributes:
-        cost: prices the operators on the cluster.
         schedules: keys of ``schedule.SCHEDULES`` to try with every proposal, least memory first.
-        margin: how far a step without a period may be off its estimate, as a share of it. A rule of
-            thumb: with a smaller one fewer steps are simulated in full, and the best may be missed.
+        margin: how far a step without a period may be off its estimate, as a share of it.
         equal: times that differ by less, as a share, are the same.
         suits: what refused proposals do not do, for the message.
         held: what is held in memory besides the usual, likewise.
@@ -92,12 +88,7 @@ class ShortestStep:
     )
 
     def runs(self, proposal: StageGraph) -> Iterator[Run]:
-        """Every way to run a proposal, that with least memory first.
-
-        Raises:
-            InvalidPlanError: if there is none.
-            PolicyError: likewise.
-        """
+        """Every way to run a proposal, that with least memory first; an error if there is none."""
         room = partial(self._room, proposal)
         for schedule in self.schedules:
             yield rule_named(schedule).warm_up(proposal, room), schedule, ()
@@ -109,12 +100,7 @@ class ShortestStep:
         return int(free // (one - none)) if one > none else graph.num_microbatches(s)
 
     def least_s(self, graph: StageGraph, costs: ModelCosts) -> float:
-        """A lower bound of the seconds.
-
-        Raises:
-            InvalidPlanError: if it turns out that the stages cannot run.
-            ProfileError: if they cannot be priced.
-        """
+        """A lower bound of the seconds; an error if the stages cannot run or be priced."""
         return least_step_s(graph, costs)
 
     def measure(self, candidate: ScheduledProposal, best_s: float) -> tuple[float, bool, int]:
@@ -154,10 +140,6 @@ class ShortestPeriod:
     least stale.
 
     Attributes:
-        cost: prices the operators on the cluster.
-        policy: says how many versions of the weights are held.
-        batch_size: samples of one mini-batch, whatever a proposal says: what it is asked for is its
-            stages, devices and micro-batches.
         last_update: see ``weights.versions_held``.
     """
 

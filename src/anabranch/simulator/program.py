@@ -59,10 +59,6 @@ class MessageTable:
     def post(self, groups: Sequence[Sequence[int]], slots: int) -> None:
         """Decide when the receives of one channel are posted: when those of all but the latest
         ``slots`` micro-batches, its own included, have been taken.
-
-        Args:
-            groups: messages of each micro-batch of the receiver, in the order of receiving.
-            slots: micro-batches whose receives may be posted.
         """
         for opener, opened in zip(groups, groups[slots:], strict=False):
             self.releases[opener[-1]] = tuple(opened)
@@ -74,14 +70,12 @@ class ComputeUnit(NamedTuple):
     """Compute that many steps have in common.
 
     Attributes:
-        seconds: of compute.
         before: bytes that are taken when it starts.
         after: bytes that are released when it ends.
         last: index of its stage if it is the stage's last backward on its device, else -1.
         group: index of the devices that start it together, or -1.
         pieces: what is not computed but goes over the network, an all-reduce that the group waits
             for, has so many pieces.
-        ports: on its way.
     """
 
     seconds: float
@@ -98,11 +92,7 @@ class Program:
     """A schedule with its messages and prices.
 
     Attributes:
-        devices: as in the schedule; everything else counts devices by their position in here.
         code: per device, its actions as integers.
-        units: what is computed.
-        messages: what the devices exchange.
-        ports: port -> index.
         groups: devices that compute together, each being one replica.
         finishes: stage -> how many devices run a last backward of it.
     """
@@ -118,9 +108,6 @@ class Program:
 
 def compile_schedule(schedule: Schedule, graph: StageGraph, costs: StepCosts) -> Program:
     """Price every action and number the messages.
-
-    A schedule without messages gets those of ``lower``, but not as actions, of which there are four
-    for each: a search needs only the seconds.
 
     Raises:
         InvalidScheduleError: if a send has no receive.
@@ -232,13 +219,7 @@ def _put_in(
 
 
 class MessagePrices:
-    """Prices of messages; each is asked for once.
-
-    Attributes:
-        devices: of the schedule.
-        index: device -> position.
-        ports: port -> index, as far as they are used.
-    """
+    """Prices of messages; each is asked for once."""
 
     def __init__(self, graph: StageGraph, costs: StepCosts, devices: tuple[int, ...]) -> None:
         self.devices = devices
@@ -263,13 +244,7 @@ class MessagePrices:
 
 
 class ComputeUnits:
-    """Compute units; each is priced once.
-
-    Attributes:
-        known: by index.
-        groups: the devices of each replica that has several, by their positions.
-        finishes: stage -> devices that asked for its last backward.
-    """
+    """Compute units; each is priced once."""
 
     def __init__(self, graph: StageGraph, costs: StepCosts, index: dict[int, int]) -> None:
         self._graph, self._costs = graph, costs

@@ -13,9 +13,6 @@ Every device goes through its list of actions:
   over the devices that have it, all shards at once; an all-reduce goes in pieces, so that messages
   of other stages get between them;
 - the step ends with the last compute or all-reduce.
-
-This is what the runtime does with the same schedule, so that predicted and measured can be
-compared.
 """
 
 from __future__ import annotations
@@ -42,7 +39,6 @@ def run(graph: StageGraph, schedule: Schedule, costs: CostModel | StepCosts) -> 
     """Simulate one step and record it.
 
     Args:
-        graph: stages with their in-flight counts.
         schedule: actions per device; messages are put in if it has none.
         costs: a cost model for the model of this graph, or seconds per stage.
 
@@ -86,21 +82,13 @@ def memory_of(
 
 
 def step_seconds(graph: StageGraph, schedule: Schedule, costs: CostModel | StepCosts) -> float:
-    """Seconds of the step that ``run`` would record, in a fraction of the time.
-
-    Raises:
-        DeadlockError: as ``run``.
-    """
+    """Seconds of the step that ``run`` would record, in a fraction of the time."""
     with collector_paused():
         return simulate(graph, schedule, costs).end
 
 
 def simulate(graph: StageGraph, schedule: Schedule, costs: CostModel | StepCosts) -> Step:
-    """Run one step and keep when everything happened, as numbers.
-
-    Raises:
-        DeadlockError: as ``run``.
-    """
+    """Run one step and keep when everything happened, as numbers."""
     prices = _prices(graph, costs)
     step = Step(compile_schedule(schedule, graph, prices), prices)
     execute(step, graph, schedule, prices)
@@ -119,11 +107,7 @@ def with_messages(schedule: Schedule, graph: StageGraph, costs: StepCosts) -> Sc
 
 
 def execute(step: Step, graph: StageGraph, schedule: Schedule, costs: StepCosts) -> None:
-    """Run a step to its end.
-
-    Raises:
-        DeadlockError: if it does not come to it.
-    """
+    """Run a step to its end, or raise a ``DeadlockError``."""
     step.run()
     program = step.program
     stuck = dict(zip(program.devices, step.positions(), strict=True))

@@ -32,10 +32,6 @@ class Staleness:
             backward of a mini-batch.
         forward_delay: how many updates the mini-batch is ahead of the version that its forward
             reads; 0 would be what a synchronous step reads.
-        forward_ahead: updates by which that version is extrapolated.
-        backward_delay: likewise for the backward.
-        backward_ahead: likewise.
-        versions: held at once at most.
     """
 
     difference: int
@@ -52,7 +48,6 @@ def staleness(
     """Per stage, what its weights are.
 
     Args:
-        graph: stages of one mini-batch with the in-flight counts of ``endless.warm_up``.
         last_update: whether predictions need the last update, which is then held as one more copy;
             for optimizers without a rule of their own.
 
@@ -90,9 +85,5 @@ def staleness(
 def versions_of(
     graph: StageGraph, policy: WeightPolicy, *, last_update: bool = False
 ) -> tuple[int, ...]:
-    """Per stage, versions of its weights that are held at once at most; arguments likewise.
-
-    Raises:
-        PolicyError: as ``staleness``.
-    """
+    """Per stage, versions of its weights that are held at once at most; see ``staleness``."""
     return tuple(stage.versions for stage in staleness(graph, policy, last_update=last_update))

@@ -8,17 +8,12 @@ micro-batches run out. Units are the least samples after which every stage has r
                       `- period -'     the same, and then the same again
 
 Until the first device comes to the end of its forwards, the short step and the long one are the
-same. If by then every compute of every device has ended, and every message it took has arrived, one
-period after the one that corresponds to it, for as long as anything stays in flight, then the state
-has come back, and it will again: the long step is the short one plus periods. A period may span
-several units, where messages alternate on a port that they share. (One thing is not in the state:
-where messages come to a port at the same time but for rounding, rounding decides which goes first,
-and may decide otherwise later. Then the step itself is known to a ten-thousandth at best.)
+same. If by then every compute and message arrival has repeated one period later, for as long as
+anything stays in flight, the state has come back, and the long step is the short one plus periods.
+A period may span several units, where messages alternate on a port that they share.
 
-Under a schedule that runs all forwards first a stage may get ahead of the next without bound, so
-there is no state that comes back. There the step grows by the same amount with every unit sooner
-or later, and three short steps tell whether it does already. That is no proof: where two ways
-through the step are nearly as long as each other, the longer one may take over later.
+Under a schedule that runs all forwards first no state comes back. There three short steps tell
+whether the step already grows by the same amount with every unit; that is no proof.
 """
 
 from __future__ import annotations
@@ -74,17 +69,12 @@ def estimate_step_s(
     """Seconds of a step, from shorter ones of the same stages.
 
     Args:
-        graph: stages with their in-flight counts; the step is that of its batch.
         order_for: the order of compute for a graph with another batch size.
-        costs: of ``graph``.
         roughly: where no period is found but all devices go on at one pace, take the pace of the
             longest short step. Then the result may be a few hundredths off.
 
     Returns:
         None where no period is found in steps of up to half the batch: simulate the whole.
-
-    Raises:
-        DeadlockError: if the schedule cannot be executed.
     """
     unit = math.lcm(*(stage.k * stage.microbatch_size for stage in graph.stages))
     total, left = divmod(graph.batch_size, unit)
@@ -141,9 +131,7 @@ class Log:
 
     Attributes:
         times: when what it receives arrived and what it computes ended, in the order of its list.
-        computes: which of them are computes.
         undisturbed: how many computes a longer batch would not change.
-        per_unit: computes in one unit.
         held: computes of what is in flight at most.
     """
 
@@ -165,12 +153,7 @@ class Period:
 def logs_of(
     step: Step, graph: StageGraph, order: Schedule, unit: int, updating: Collection[int] = ()
 ) -> list[Log]:
-    """What the devices with samples did in a step.
-
-    Args:
-        unit: samples, whole groups of every stage.
-        updating: devices with an update, which counts as a compute, after every unit.
-    """
+    """What the devices with samples did in a step."""
     whole = graph.batch_size // unit
     logs, last_forwards = [], []
     recorded = dict(zip(step.program.devices, step.logs(), strict=True))

@@ -38,14 +38,7 @@ class _Pending:
 
 
 class Step:
-    """The state of one simulated step.
-
-    Attributes:
-        program: what is executed.
-        end: seconds of the whole step.
-        starts: per device, when its computes started, in the order of its list.
-        ends: likewise, when they ended.
-    """
+    """The state of one simulated step; ``starts`` and ``ends`` are of computes, per device."""
 
     def __init__(self, program: Program, costs: StepCosts, *, sums_at_end: bool = True) -> None:
         devices, messages = len(program.devices), len(program.messages.price)
@@ -213,10 +206,7 @@ class Step:
         ]
 
     def spans(self, schedule: Schedule) -> list[Span]:
-        """Everything that happened, by the lowered schedule; messages at both ends.
-
-        All-reduces, which are no actions, are left out.
-        """
+        """Everything that happened but for all-reduces; messages are spans at both ends."""
         computed, exchanged = [], []
         for d, device in enumerate(self.program.devices):
             clock = zip(self._units_of(d), self.starts[d], self.ends[d], strict=True)

@@ -13,11 +13,6 @@ replicas wait for that sum, because whatever they run next may read the new weig
 The messages of a backward are on their way before the sum begins; the two share ports, first come
 first served. The update itself costs nothing here, as in a synchronous step.
 
-Sooner or later all devices repeat what they do, one period later: that is looked for in a short
-stream (``simulator.steady`` says how), and a period over its mini-batches is what training takes
-per mini-batch. Where no state comes back, because a stage that no gradient reaches runs ahead, the
-pace of the slowest device is taken, which the others have to follow in the end.
-
 Where the papers are silent: all stages have one micro-batch size, which divides the mini-batch;
 they alternate single micro-batches (k = 1); and what a device holds in flight is counted in
 micro-batches, which are whole mini-batches unless several make up one update (PipeDream-2BW).
@@ -61,7 +56,6 @@ class Steady:
         periodic: whether that rests on a period; otherwise on the pace of the slowest device.
         bubble: share of device time that is not compute.
         device_peak_bytes: per device of the plan, ascending, from the fill on.
-        simulated: mini-batches times devices that it took, a measure of the work done.
     """
 
     period_s: float
@@ -131,11 +125,7 @@ def least_period_s(graph: StageGraph, costs: StepCosts) -> float:
 
 
 def sums(costs: StepCosts) -> list[AllReduce]:
-    """The all-reduces of one update.
-
-    Raises:
-        InvalidPlanError: if one is of several stages, which update at different times.
-    """
+    """The all-reduces of one update; ``InvalidPlanError`` if one is of several stages."""
     works = list(costs.all_reduces())
     for work in works:
         if len(work.stages) > 1:
@@ -152,9 +142,6 @@ def record(
     graph: StageGraph, costs: StepCosts, *, batches: int | None = None, slots: int = 1
 ) -> Timeline:
     """The timeline from an empty pipeline to an empty one.
-
-    Args:
-        batches: mini-batches; by default those that fill the pipeline twice and a few more.
 
     Returns:
         The predicted timeline of all of them; actions count micro-batches through,

@@ -10,9 +10,7 @@ stages are convex, and so does whatever else would make the stage graph run in a
     all three are one operator                embedding.b --> tower.b --+
                                               the embeddings are one operator, the towers are not
 
-Every stage graph that may run asynchronously is one of the smaller model, and costs the same there:
-seconds and bytes of operators add up, and values between them are as they were. So any planner can
-be asked, and nothing is lost.
+Every stage graph that may run asynchronously is one of the smaller model, at the same cost.
 """
 
 from __future__ import annotations
@@ -33,7 +31,6 @@ class Contracted:
     """A profile with fewer operators, and the way back.
 
     Attributes:
-        whole: the profile as it was.
         profile: with every set of operators as one.
         masks: per operator of the latter, which of the former it stands for.
     """
@@ -90,10 +87,7 @@ def contract_tied(profile: Profile) -> Contracted:
 
 
 def contract(profile: Profile, sets: Sequence[int]) -> Contracted:
-    """The profile with every set of operators, a bit mask, as one operator.
-
-    Sets that overlap become one, and so do those between which paths run both ways.
-    """
+    """The profile with every set of operators, a bit mask, as one; overlapping sets become one."""
     graph = profile.graph
     if not any(mask.bit_count() > 1 for mask in sets):
         return Contracted(profile, profile, tuple(1 << i for i in range(len(graph))))

@@ -1,8 +1,4 @@
-"""The search for a plan without a flush: the shortest simulated period, under a policy or any.
-
-Proposals (``solve.version_demands``) are judged with the memory of all weight versions. What
-policies have in common, the proposals, is searched once.
-"""
+"""The search for a plan without a flush: the shortest simulated period, under a policy or any."""
 
 from __future__ import annotations
 
@@ -44,8 +40,8 @@ BUDGET = SearchBudget(improvement=50_000, starts=0, starts_of_few=0)
 class EndlessSearch:
     """One model on one cluster: what all policies have in common.
 
-    The operators that are searched are those of the model with tied ones as one
-    (``solve.contract_tied``). For the arguments see ``solve.plan``.
+    Tied operators are searched as one (``solve.contract_tied``). For the arguments see
+    ``solve.plan``.
     """
 
     def __init__(
@@ -68,11 +64,6 @@ class EndlessSearch:
 
     def plan(self, policy: str, model: str, notes: Sequence[str]) -> Plan:
         """The best plan under a policy, with what it took since the last was asked for.
-
-        Args:
-            policy: key of ``weights.POLICIES``, or ``auto``.
-            model: what is planned, for the plan's reader.
-            notes: what the plan says anyway.
 
         Raises:
             InfeasiblePlanError: if there is none.
@@ -117,11 +108,7 @@ class EndlessSearch:
         )
 
     def _best(self, policy: WeightPolicy) -> tuple[ScheduledProposal, bool]:
-        """The best plan under a policy, and whether the search came to its end.
-
-        Raises:
-            InfeasiblePlanError: if there is none.
-        """
+        """The best plan under a policy, and whether the search came to its end."""
         judge = Judge(ShortestPeriod(self._cost, policy, self._batch_size, self._last_update))
         started, searched = time.perf_counter(), self._proposals.search_s
         reasons: list[InfeasiblePlanError] = []
@@ -230,14 +217,7 @@ class EndlessSearch:
             improve(judge, near, BUDGET, operators=0, devices=0)
 
     def _chosen(self) -> tuple[str, str, tuple[ScheduledProposal, bool]]:
-        """The policy for ``auto``, one that has a plan, why, and what is found under it.
-
-        Naive holds the fewest versions of the weights, so if it has no plan, only a policy can have
-        one whose mini-batches go through in pieces.
-
-        Raises:
-            InfeasiblePlanError: if there is no plan under any policy.
-        """
+        """The policy for ``auto``, one that has a plan, why, and what is found under it."""
         pieces = "2bw"
         if self._microbatch_size not in (None, self._batch_size):
             why = f"it is the one for micro-batches of {self._microbatch_size} samples"
@@ -297,11 +277,6 @@ def microbatch_sizes(batch_size: int, policy: WeightPolicy, most: int) -> Sequen
     """Samples per micro-batch that a policy lets one choose from, the largest first.
 
     Of many micro-batches these are about 1, 2, 4 .. times as many, whole fractions of the batch.
-
-    Args:
-        batch_size: samples of one mini-batch.
-        policy: one micro-batch per mini-batch, or many.
-        most: devices; a pipeline of that many stages is the deepest there is.
     """
     if not policy.microbatches:
         return [batch_size]

@@ -21,7 +21,7 @@ class SearchBudget:
             fewest first. Only plans for many hundred devices come near it.
         improvement: likewise, to improve on the best of them.
         starts: proposals unlike the best whose neighbours are tried as well.
-        longer: how much longer their steps may be: neighbours are rarely better by more.
+        longer: how much longer their steps may be.
         few_operators: in models of so many, ``starts_of_few`` and ``longer_of_few`` count.
         few_devices: on so many, or in such a model, each start is followed also while it is behind
             the best.
@@ -40,10 +40,7 @@ class SearchBudget:
 def improve(
     judge: Judge, near: Neighbourhood, budget: SearchBudget, *, operators: int, devices: int
 ) -> None:
-    """Judge what lies near the best plan, as long as it gets better, and near others unlike it.
-
-    ``operators`` and ``devices`` are how many the model and the cluster have.
-    """
+    """Judge what lies near the best plan, as long as it gets better, and near others unlike it."""
     assert judge.best is not None, "there is something to improve"
     few = operators <= budget.few_operators
     apart = few or devices <= budget.few_devices

@@ -65,11 +65,7 @@ def check_arguments(
     schedule: str,
     max_replicas: int | None,
 ) -> None:
-    """Refuse unknown names and numbers below 1.
-
-    Raises:
-        ValueError: names the first of them.
-    """
+    """Refuse unknown names and numbers below 1 with a ``ValueError``."""
     if planner not in planners.PLANNERS:
         raise ValueError(f"unknown planner {planner!r}; there are {', '.join(planners.PLANNERS)}")
     if schedule not in ("auto", "published"):

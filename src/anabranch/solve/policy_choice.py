@@ -15,11 +15,6 @@ MODES = ("sync", "async")
 def check_mode(mode: str, policy: str, schedule: str = "auto") -> None:
     """Refuse modes and policies that do not exist or do not go together.
 
-    Args:
-        mode: one of ``MODES``.
-        policy: key of ``weights.POLICIES`` or ``auto``; empty for the default.
-        schedule: as for ``solve.plan``.
-
     Raises:
         PolicyError: if there is no such policy.
         ValueError: for what else does not exist or go together; says what there is.
@@ -48,11 +43,7 @@ def recommended(
     *,
     may_cut: bool = True,
 ) -> tuple[str, str]:
-    """The policy for ``auto`` and why, for stages with their in-flight counts.
-
-    Of an optimizer that is not known, what there is to say is how much state it has; with none it
-    has no momentum.
-    """
+    """The policy for ``auto`` and why, for stages with their in-flight counts."""
     unknown = OptimizerFacts("the optimizer", momentum=cost.optimizer_factor > 0, rule="momentum")
     batch_size = graph.batch_size if may_cut else 1
     return recommend(

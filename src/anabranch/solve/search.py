@@ -1,7 +1,6 @@
 """The search for a plan: planners propose stage graphs, the simulator judges them.
 
-A planner proposes stage graphs by its own objective. What counts is the step, so the proposals are
-scheduled and simulated (``simulator.judge``), and the figures of a plan are always the simulator's.
+Proposals are scheduled and simulated (``simulator.judge``); a plan's figures are the simulator's.
 """
 
 from __future__ import annotations

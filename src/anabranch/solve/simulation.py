@@ -100,10 +100,8 @@ class Simulated:
 
     Attributes:
         plan: as simulated, with its policy and figures.
-        steady: training once the pipeline is full.
         staleness: per stage, how old its weights are.
         timeline: from an empty pipeline to an empty one.
-        graph: the stages with all mini-batches of the timeline in a row.
     """
 
     plan: Plan
@@ -188,10 +186,6 @@ def _staleness(
 
 def require_asynchronous(plan_: Plan, policy: str = "") -> None:
     """Accept a plan by itself; of a synchronous one, which is converted, nothing is asked.
-
-    Args:
-        plan_: any plan.
-        policy: another one than the plan's.
 
     Raises:
         InvalidPlanError: if an asynchronous plan has another schedule, micro-batches of several

@@ -35,11 +35,9 @@ SHARES = (1.0, 0.8, 0.6, 0.4)
 class Demand(NamedTuple):
     """Weight versions as a planner can price them, and the memory it may take.
 
-    A stage with n mini-batches in flight is taken to hold ``1 + constant + flight * n`` versions.
-    That is what most policies hold but for the last stage, where it is at most one too many, and
-    for vertical sync, which holds as many at every stage as the pipeline is deep: the constant is
-    that of ``_DEPTH`` stages. A replica is taken to stash its share of the weights only, and a
-    stage that recomputes nothing, so stages may be kept from that. The judge counts exactly.
+    A stage with n mini-batches in flight is taken to hold ``1 + constant + flight * n`` versions,
+    at most one too many for most policies. A replica is taken to stash its share of the weights
+    only. The judge counts exactly.
     """
 
     share: float
@@ -73,9 +71,7 @@ class Proposals:
     """What a planner proposes for a stream of mini-batches, each question asked once.
 
     Attributes:
-        search_s: seconds that the planner took.
         stopped: why it did not come to its end, if so.
-        count: proposals so far.
     """
 
     def __init__(self, planner: Planner, cost: CostModel, batch_size: int) -> None:

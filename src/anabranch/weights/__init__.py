@@ -76,7 +76,6 @@ def policy_named(name: str, options: Mapping[str, object] | None = None) -> Weig
     """The policy of that name.
 
     Args:
-        name: key of ``POLICIES``.
         options: values for its fields, all of them numbers.
 
     Raises:

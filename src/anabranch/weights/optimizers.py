@@ -20,7 +20,6 @@ class OptimizerFacts:
     """An optimizer as far as policies care.
 
     Attributes:
-        name: its class.
         momentum: whether it remembers a direction, so that a prediction has something to go by.
         rule: where a prediction comes from.
     """

@@ -31,7 +31,6 @@ def require_fits(
     """Accept a plan under a policy; warns of batch statistics over one sample.
 
     Args:
-        graph: stages with their in-flight counts.
         microbatches: M, micro-batches per mini-batch.
         round_robin: whether the replicas of a stage take mini-batches in turn.
         batch_norms: names of the model's layers with statistics over samples.
@@ -95,11 +94,7 @@ def _warn_of_statistics(
 
 
 def require_optimizer(policy: WeightPolicy, optimizer: OptimizerFacts) -> None:
-    """Accept an optimizer under a policy.
-
-    Raises:
-        PolicyError: for SpecTrain with anything but SGD with momentum.
-    """
+    """Accept an optimizer under a policy, or raise a ``PolicyError``."""
     by_momentum = optimizer.rule == "momentum"
     if isinstance(policy, SpecTrain) and not (by_momentum and optimizer.momentum):
         without = " without momentum" if by_momentum else ""
@@ -135,8 +130,6 @@ def recommend(
 
     Args:
         depth: stages on the longest path.
-        facts: of the optimizer.
-        batch_size: samples of a mini-batch.
         versions: copies of its weights for which the tightest stage has memory; None for enough.
 
     Returns:

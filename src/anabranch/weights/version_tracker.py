@@ -30,8 +30,6 @@ class VersionTracker:
         filled: the unit at which the pipeline was last empty.
         begun: one past the last unit with a forward.
         keeps: whether backwards read what their forwards read.
-        predicts: whether any pass reads a prediction.
-        versions: alive now, the current one included.
         predictions: units whose prediction is kept.
     """
 
@@ -88,21 +86,13 @@ class VersionTracker:
         return reading
 
     def backward(self, number: int) -> Reading:
-        """A backward begins.
-
-        Raises:
-            ValueError: if its unit is not the one to be learned next.
-        """
+        """A backward begins; a ``ValueError`` if its unit is not the one to be learned next."""
         if number != self.version or number >= self.begun:
             raise ValueError(self._misplaced("backward", number))
         return self._policy.backward(self.unit(number))
 
     def finish(self) -> bool:
-        """The oldest unit is learned: a new version is about to be made.
-
-        Returns:
-            Whether the version before it has to stay.
-        """
+        """The oldest unit is learned; whether the version before the new one has to stay."""
         old = self.version
         self.predictions.discard(old)
         self.version = old + 1
@@ -150,9 +140,6 @@ def versions_held(
     Found by walking the stage's ``1f1b`` order until it repeats itself, not by a formula.
 
     Args:
-        in_flight: micro-batches of the stage between forward and backward, as in its plan.
-        distance: longest distance of the stage to the sink, in stage edges.
-        depth: stages on the longest path.
         microbatches: M, micro-batches per mini-batch.
         last_update: whether predictions come from the last update, which then has to be kept; for
             optimizers without a rule of their own.
@@ -194,8 +181,6 @@ def draw(policy: WeightPolicy, graph: StageGraph, count: int, *, microbatches: i
 
     ``2`` are the weights after two updates, ``2+3`` the same extrapolated by three; in front of a
     stage's rows stands how many copies of its weights are alive at most.
-
-    ``count`` are mini-batches of so many micro-batches each.
     """
     lines = [["", "copies", "mini-batch", *map(str, range(count))]]
     for s, stage in enumerate(graph.stages):

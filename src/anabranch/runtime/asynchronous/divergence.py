@@ -1,7 +1,7 @@
 """Divergence of a run: a loss that climbs, noticed while there is still something to save.
 
-Stale weights make a learning rate that was fine with a flush too large. The loss then leaves its
-minimum behind and climbs. Single mini-batches jump about, so means over a few of them are compared.
+Stale weights make a learning rate that was fine with a flush too large. Means over a few
+mini-batches are compared.
 """
 
 from __future__ import annotations
@@ -27,10 +27,7 @@ class Divergence:
         self._has_told = False
 
     def note(self, loss: float) -> str:
-        """Take a loss; once in a run, what is wrong as text, otherwise nothing.
-
-        Losses that are not positive have no multiples that would say anything.
-        """
+        """Take a loss; once in a run, what is wrong as text, otherwise nothing."""
         self._recent.append(loss)
         mean = sum(self._recent) / len(self._recent)
         self._least = min(self._least, mean)

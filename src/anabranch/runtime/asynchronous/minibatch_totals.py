@@ -1,8 +1,7 @@
 """Totals of mini-batches over all ranks, begun in one order and read when that costs no waiting.
 
-A rank learns from mini-batches at other times than others, with replicas in turn not even in their
-order, and has no part in some of them. The sums are begun in the order of the mini-batches all the
-same; what was learned too early is kept until its turn::
+A rank may learn from mini-batches in another order than others, or not at all. What was learned too
+early is kept until its turn::
 
     given out   5  6  7  8          6 and 8 are learned or none of this rank's
     tell        -  .  -  .          5 holds them up; with it, 5 and 6 are told

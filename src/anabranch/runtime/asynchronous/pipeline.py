@@ -6,14 +6,9 @@
             F0 F1 F2 B0 ..   B3* F5    B4* F6          B5* B6*          stream, * an update
             loss of              2         3           4  5  6          totals
 
-A mini-batch is put in, and each stage learns from the ones before it when their gradients have
-come back; which weights the passes read in between is the policy's affair (``weights``). Loss and
-metrics of a mini-batch are known on every rank when all stages have learned from it. By then a rank
-has put in as many more as the deepest stage holds, which is when it asks, so nobody waits. Every
-rank asks at the same place, so all of them are at the same mini-batch whenever the user's loop has
-its turn: it may evaluate, save or stop there.
-
-A drain costs what a synchronous step does: the pipeline runs empty and fills again.
+Each stage learns from a mini-batch when its gradients have come back. Its loss and metrics are
+known on every rank when all stages have learned from it; a rank asks once it has put in as many
+more as the deepest stage holds, so nobody waits.
 """
 
 from __future__ import annotations
@@ -290,20 +285,13 @@ class AsyncPipeline(BasePipeline):
 
         Returns:
             The loss, as a mean over the mini-batch, the same on every rank.
-
-        Raises:
-            NonFiniteError, StageFailedError, DataError: see ``steps``.
         """
         self._put(batch)
         self.drain()
         return self._read(*self._outcomes.last())
 
     def drain(self) -> None:
-        """Learn from everything that is in flight; all stages are at one version afterwards.
-
-        Raises:
-            NonFiniteError, StageFailedError: see ``steps``.
-        """
+        """Learn from everything that is in flight; all stages are at one version afterwards."""
         self._refuse_spoilt()
         with self._session.failing():
             self._stream.drain()
@@ -313,11 +301,7 @@ class AsyncPipeline(BasePipeline):
             POSITION.leave()
 
     def _leaves(self, batch: Batch) -> dict[str, Tensor]:
-        """The tensors of a mini-batch.
-
-        Raises:
-            DataError: on every rank, because all have the same; they part as from a loop that ends.
-        """
+        """The tensors of a mini-batch; a ``DataError`` is raised on every rank."""
         try:
             which = self._session.feed.where
             leaves = self._session.leaves(batch)
@@ -350,13 +334,7 @@ class AsyncPipeline(BasePipeline):
         self._session.count()
 
     def _learn(self, flight: Flight | None, blame: bool = True, minibatches: int = 1) -> None:
-        """The gradients of a mini-batch are there, or of a round in which this rank may have none.
-
-        Args:
-            flight: of this rank.
-            blame: whether gradients that are not finite may be due to it.
-            minibatches: of the round.
-        """
+        """Take the gradients of a mini-batch, or of a round in which this rank may have none."""
         parameters = self._state.parameters
         gradients = {n: p.grad for n, p in parameters.items() if p.grad is not None}
         bad = bad_names(gradients)

@@ -20,9 +20,6 @@ Where the paper is silent:
 - SGD without momentum predicts the current weights.
 - A parameter without optimizer state, or without a gradient at the last update, stays.
 - Subclasses of an optimizer may do anything in their step, so they count as any other.
-
-Maximisation needs no rule: torch negates the gradient before it enters the state. Under autocast
-parameters, state and predictions are in full precision.
 """
 
 from __future__ import annotations
@@ -57,11 +54,9 @@ class WeightPrediction:
         """Move current weights, in place, to where they will be.
 
         Args:
-            weights: per parameter; not the parameter itself, whose autograd would notice.
             ahead: s, a number of updates.
-            moved: indices of parameters that the last update moved; None where that is not known,
-                after a restart: then all that have a state.
-            rate: factor on the learning rates of the update to come.
+            moved: indices of parameters that the last update moved; None if unknown, after a
+                restart.
             last: per parameter ``W_{t-1} - W_t``, for optimizers without a rule; None before the
                 first update.
         """

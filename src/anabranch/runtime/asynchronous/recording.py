@@ -33,10 +33,7 @@ machines began when these did.
 
 
 class Recording:
-    """What one rank does for some mini-batches.
-
-    Messages of one mini-batch and the next are told apart by ``batch_size`` and ``microbatches``.
-    """
+    """What one rank does for some mini-batches."""
 
     def __init__(
         self, first: int, last: int, batch_size: int, microbatches: int, clock: Clock

@@ -42,17 +42,12 @@ class Replay:
     the newest version of every stage, so evaluate it as any module.
 
     Args:
-        workload: module, optimizer and scheduler recipes; ``clip_norm`` would need all stages'
-            gradients of one mini-batch at once, so it is refused.
-        stages: names of operators per stage, in topological order, as in a plan.
-        batch_size: samples of a mini-batch; others may come, too.
+        stages: names of operators per stage, in topological order.
         microbatches: M, per mini-batch, for policies with several.
-        captured: the workload's module, where it has been captured before.
         options: how stages are computed; not ``fp16``, which needs a loss scale.
 
     Attributes:
         graph: the stages, each on a device of its own, with their in-flight counts.
-        weights: per stage, its versions.
         updates: mini-batches learned so far.
 
     Raises:
@@ -116,9 +111,6 @@ class Replay:
 
     def train(self, batches: Iterable[Batch]) -> Iterator[float]:
         """Fill the pipeline, train on a stream of mini-batches, and drain it.
-
-        Batches are asked for as the first stages need them, so some are on their way when a loss is
-        yielded. A loop that is left early drains the pipeline when the iterator is closed.
 
         Yields:
             The loss of every mini-batch, in order, when all stages have learned from it.

@@ -1,8 +1,7 @@
 """Requirements of asynchronous training on plan, policy and workload, and the policy to take.
 
-The endless 1F1B of a plan is its synchronous order over a batch without end. So a plan for steps
-with a flush trains asynchronously as well, with the in-flight counts that its schedule has where no
-batch ends: those in the plan are cut to the micro-batches of one batch.
+A plan for steps with a flush trains asynchronously as well, with the in-flight counts that its
+schedule has where no batch ends.
 """
 
 from __future__ import annotations
@@ -38,8 +37,6 @@ from anabranch.workload import Workload
 def endless(plan: Plan) -> StageGraph:
     """The plan's stages, with the micro-batches that each has in flight where no batch ends.
 
-    An asynchronous plan has decided them; for another one its schedule does.
-
     Raises:
         InvalidPlanError: if the schedule is no 1F1B, or the micro-batches of an asynchronous plan
             differ in size.
@@ -70,10 +67,7 @@ def _per_hop(plan: Plan) -> int:
 
 
 def round_robin_of(plan: Plan) -> RoundRobin | None:
-    """The stages whose replicas take mini-batches in turn; None if none has replicas.
-
-    What the plan has in flight is for mini-batches that replicas share, so it does not count.
-    """
+    """The stages whose replicas take mini-batches in turn; None if none has replicas."""
     per_hop = _per_hop(plan)
     if all(len(stage.devices) == 1 for stage in plan.stage_graph.stages):
         return None
@@ -104,10 +98,6 @@ def require_asynchronous(
     round_robin: bool = False,
 ) -> None:
     """Accept what can be trained without a flush.
-
-    Args:
-        graph: its ``endless`` stages.
-        round_robin: whether the replicas of a stage take mini-batches in turn.
 
     Raises:
         InvalidPlanError: if a device has several stages, or stages share a trainable parameter.

@@ -84,20 +84,13 @@ class RoundRobin:
 
     @property
     def late(self) -> int:
-        """After so many more mini-batches no stage has to wait to have learned from one.
-
-        A replica learns from its mini-batch of a round when it gets that of ``in_flight`` rounds
-        later, if the last replica of that round has got so far as well.
-        """
+        """After so many more mini-batches no stage has to wait to have learned from one."""
         return max((w + 1) * r - 1 for w, r in zip(self.in_flight, self.replicas, strict=True))
 
     def place(self, stage: int) -> tuple[int, int]:
         """Where a stage is, in its own updates: distance to a sink, and depth of the pipeline.
 
-        The units of ``weights.Unit`` are hops of one update each. By rounds of the stage the way to
-        a sink is as long as what it holds, and the way from the deepest source as many updates as
-        the mini-batches by which that source is further from its sink. With one replica everywhere
-        both are the longest distances in stage edges.
+        With one replica everywhere both are the longest distances in stage edges.
         """
         minibatches = _minibatches(self.graph, 1)
         replicas = self.replicas[stage]
@@ -148,11 +141,7 @@ def budgeted(
     *,
     last_update: bool = False,
 ) -> Plan:
-    """The plan with the peaks of whole mini-batches; one that predicts no peaks stays as it is.
-
-    A plan predicts those of replicas that split mini-batches: fewer bytes of more of them. Bytes
-    per sample follow from the model, so the need is computed without the plan's profile.
-    """
+    """The plan with the peaks of whole mini-batches; one that predicts no peaks stays as it is."""
     if plan.predicted is None or not any(plan.predicted.device_peak_bytes):
         return plan
     size, whole = plan.stage_graph.batch_size, rounds.one(0, plan.stage_graph.batch_size)

@@ -1,9 +1,7 @@
 """The endless 1F1B of one replica that takes every R-th mini-batch of its stage, whole.
 
-``round_robin`` has the rules. With its own mini-batches a replica does what any stage does
-(``Stream``); its weights' versions count rounds, and the mini-batches of other replicas pass it by.
-All replicas begin the sum of a round during their backward of it, and have made the update when the
-next forward or the next backward wants its weights, so they agree on every version.
+``round_robin`` has the rules. All replicas begin the sum of a round during their backward of it,
+and have made the update when the next pass wants its weights.
 
 When the pipeline is drained the last round may lack mini-batches::
 
@@ -13,8 +11,7 @@ When the pipeline is drained the last round may lack mini-batches::
 A replica without one adds nothing to the sum and makes the same update. The next mini-batch begins
 a round, at the first replica.
 
-The schedule of the learning rate makes a step for every mini-batch of a round, so that it has one
-meaning for all stages, whatever their replicas, and for a checkpoint.
+The learning rate's schedule makes a step for every mini-batch of a round.
 """
 
 from __future__ import annotations
@@ -35,11 +32,8 @@ class RoundRobinStream:
     """Mini-batches of one replica between forward and backward; see ``Stream``.
 
     Args:
-        weights: of the stage, whose versions count rounds.
-        reducer: sums gradients over the stage's replicas, and notes its terms.
-        update: called when the mean gradients of a round are there, with this replica's mini-batch
-            of it, None if it has none, whether numbers among them that are not finite count as that
-            mini-batch's, and the number of mini-batches; has to update the weights.
+        update: called with this rank's mini-batch (None if it has none), whether numbers that are
+            not finite count as that mini-batch's, and the number of mini-batches of the round.
     """
 
     def __init__(

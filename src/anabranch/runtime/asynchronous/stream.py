@@ -8,13 +8,11 @@ and whatever its stage can do then is done, under the weights that the policy wa
     stage 1 F0   F1   B0*  F2  B1* F3  B2* F4 ...                     2       * an update
     stage 2 F0   B0*  F1   B1* F2  B2* F3 ...                         1
 
-Every stage follows the synchronous order ``alternate`` over a batch without end. The backward that
-makes room comes with the next mini-batch, not with the one before it: the receive of the new
-activations is then posted before the backward begins, and no mini-batch is fetched before it is
-trained on. Only messages hold ranks together; there is no flush and no barrier.
+Every stage follows the synchronous order ``alternate`` over a batch without end. The receive of new
+activations is posted before the backward that makes room begins.
 
-Nothing of the order depends on when messages arrive, so every rank knows what all others do: when
-mini-batch m has been put in, a stage that holds k has learned from all those up to ``m - k``.
+The order does not depend on when messages arrive, so every rank knows what all others do: when
+mini-batch m has been put in, a stage that holds k has learned from all up to ``m - k``.
 
 With M micro-batches per mini-batch the update follows the backward of the last of them. A shorter
 mini-batch (the last of an epoch) would leave a policy that counts on M without the version that it
@@ -43,11 +41,8 @@ class Stream:
             the version difference of this rank's stage.
 
     Args:
-        worker: samples -> what this rank does for a mini-batch of so many.
-        in_flight: micro-batches that the stage holds at most.
-        update: called when a mini-batch's gradients are there, summed over the replicas; has to
-            update the weights.
-        tell: called when a forward has sent what it made: the time for what is less urgent.
+        update: called when a mini-batch's gradients, summed over the replicas, are there.
+        tell: called when a forward has sent what it made.
     """
 
     def __init__(

@@ -13,10 +13,6 @@ the backward; an update works on a copy where the old version must stay, in plac
 
 In place: there is one storage, the backward reads it as it has become, and autograd is not told,
 since that is the policy. A prediction is written over it and the current weights put back after.
-
-Storages are taken from a pool and never freed, so the pool's size is the peak. Buffers (BatchNorm)
-and frozen parameters have one version. The half-precision copies that autocast makes in a forward
-serve its backward too, so products in a backward read what the forward read under any policy.
 """
 
 from __future__ import annotations
@@ -50,9 +46,6 @@ class VersionedWeights:
     """All versions of one stage's weights on one rank, and its optimizer.
 
     Args:
-        parameters: of the stage, by name; those that need no gradient are left alone.
-        in_flight: mini-batches that the stage has between forward and backward at most.
-        distance: longest distance of the stage to the sink, in stage edges.
         scheduler: of the learning rate, stepped after every update; with the update that follows
             it decides the rate that a prediction uses.
     """
@@ -95,10 +88,7 @@ class VersionedWeights:
 
     @property
     def peak_versions(self) -> int:
-        """Copies of the weights that were alive at once at most, the current one included.
-
-        Temporaries of a prediction are not counted, nor are those of ``optimizer.step``.
-        """
+        """Most copies of the weights alive at once, the current one included."""
         return 1 + self._pool.made
 
     @property
@@ -107,19 +97,13 @@ class VersionedWeights:
         return self.peak_versions * sum(t.numel() * t.element_size() for t in self._current)
 
     def fill(self, number: int) -> None:
-        """The pipeline is empty; a mini-batch is the next one.
-
-        Parameters may have been written from outside, from a checkpoint for example.
-        """
+        """The pipeline is empty, a mini-batch is the next one; parameters may be from outside."""
         self._tracker.fill(number)
         self._release()
         self._current = [parameter.data for parameter in self._parameters]
 
     def forward(self, number: int) -> AbstractContextManager[None]:
-        """Parameters are what the forward of a mini-batch reads, inside the context.
-
-        With several micro-batches a mini-batch has several forwards.
-        """
+        """Parameters are what the forward of a mini-batch reads, inside the context."""
         return self._reading(number, self._tracker.forward(number))
 
     def backward(self, number: int) -> AbstractContextManager[None]:
@@ -189,12 +173,10 @@ class VersionedWeights:
     def update(self, *, skip: bool = False, minibatches: int = 1) -> None:
         """The gradients of the oldest mini-batch in flight are in ``.grad``: make the next version.
 
-        Steps the optimizer, then the scheduler, and clears ``.grad``.
-
         Args:
             skip: leave the weights as they are, which is a version too: for a mini-batch without
                 usable gradients, such as one that overflowed in half precision.
-            minibatches: that it learns from; so many steps of the scheduler follow.
+            minibatches: that it learns from; the scheduler makes as many steps.
         """
         rate, old = self._rate, self.version
         if self._tracker.finish():
@@ -244,8 +226,7 @@ class VersionedWeights:
     def _clip(self, grads: list[Tensor], most: float) -> None:
         """Scale gradients to at most so many times their usual norm, without asking for a number.
 
-        The running norm is over the clipped ones, so that one outlier does not raise it; an
-        infinite or undefined norm leaves it as it is.
+        The running norm is over the clipped ones, so one outlier does not raise it.
         """
         norms = torch._foreach_norm([dense(gradient) for gradient in grads])
         norm = torch.linalg.vector_norm(torch.stack(norms))
@@ -259,11 +240,7 @@ class VersionedWeights:
         self._norm = torch.where(norm.isfinite(), usual, self._norm)
 
     def entries(self) -> dict[str, Tensor]:
-        """What a checkpoint needs besides the optimizer's state, when drained.
-
-        All of it is per parameter, so that any plan finds what its stages need, under keys that
-        the synchronous pipeline passes over.
-        """
+        """What a checkpoint needs besides the optimizer's state, per parameter, when drained."""
         found: dict[str, Tensor] = {}
         for i, name in enumerate(self._names):
             found[f"{_VERSION}/{name}"] = torch.tensor(self.version)
