@@ -92,6 +92,7 @@ class Program:
     """A schedule with its messages and prices.
 
     Attributes:
+        devices: as in the schedule; everything else counts devices by their position in here.
         code: per device, its actions as integers.
         groups: devices that compute together, each being one replica.
         finishes: stage -> how many devices run a last backward of it.

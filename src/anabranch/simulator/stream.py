@@ -13,6 +13,9 @@ replicas wait for that sum, because whatever they run next may read the new weig
 The messages of a backward are on their way before the sum begins; the two share ports, first come
 first served. The update itself costs nothing here, as in a synchronous step.
 
+A period (``simulator.steady``) over its mini-batches is what training takes for each. Where no
+state comes back, the pace of the slowest device is taken, which the others follow in the end.
+
 Where the papers are silent: all stages have one micro-batch size, which divides the mini-batch;
 they alternate single micro-batches (k = 1); and what a device holds in flight is counted in
 micro-batches, which are whole mini-batches unless several make up one update (PipeDream-2BW).
@@ -56,6 +59,7 @@ class Steady:
         periodic: whether that rests on a period; otherwise on the pace of the slowest device.
         bubble: share of device time that is not compute.
         device_peak_bytes: per device of the plan, ascending, from the fill on.
+        simulated: mini-batches times devices that it took, a measure of the work done.
     """
 
     period_s: float

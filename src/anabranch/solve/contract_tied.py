@@ -32,7 +32,7 @@ class Contracted:
 
     Attributes:
         profile: with every set of operators as one.
-        masks: per operator of the latter, which of the former it stands for.
+        masks: per operator of ``profile``, which of ``whole`` it stands for.
     """
 
     whole: Profile

@@ -97,7 +97,7 @@ class VersionedWeights:
         return self.peak_versions * sum(t.numel() * t.element_size() for t in self._current)
 
     def fill(self, number: int) -> None:
-        """The pipeline is empty, a mini-batch is the next one; parameters may be from outside."""
+        """The pipeline is empty, a mini-batch is the next one; its parameters may be new."""
         self._tracker.fill(number)
         self._release()
         self._current = [parameter.data for parameter in self._parameters]
