@@ -126,10 +126,10 @@ def train(
     pipe.update()
     recorded.sort(key=lambda timeline: timeline.step_s)
     timeline = recorded[len(recorded) // 2] if recorded else None
+    _save(pipe, save)
     return _finished(
         pipe,
         workload,
-        save,
         plan=plan,
         losses=tuple(log.losses),
         step_s=tuple(seconds),
@@ -184,10 +184,10 @@ def train_async(
     if not log.losses:
         raise _nothing_done(resume, pipe.epoch, epochs)
     seconds = [end - start for start, end in pairwise(full)]
+    _save(pipe, save)
     return _finished(
         pipe,
         workload,
-        save,
         plan=plan,
         losses=tuple(log.losses),
         step_s=tuple(seconds) or ((before - begun) / len(log.losses),),
@@ -223,12 +223,14 @@ class _Log:
             self._watch(StepProgress(done, self._total, loss, metrics, seconds, samples))
 
 
-def _finished(
-    pipe: Pipeline | AsyncPipeline, workload: Workload, save: Path | None, **figures: Any
-) -> Run:
-    """Save, then evaluate; what was trained is kept before anything else can fail."""
-    if save is not None:
-        pipe.save(save)
+def _save(pipe: Pipeline | AsyncPipeline, folder: Path | None) -> None:
+    """Keep what was trained before anything else can fail."""
+    if folder is not None:
+        pipe.save(folder)
+
+
+def _finished(pipe: Pipeline | AsyncPipeline, workload: Workload, **figures: Any) -> Run:
+    """Evaluate, unless the run was interrupted."""
     evaluates = workload.eval_data is not None and not INTERRUPT.agreed
     metrics = pipe.evaluate() if evaluates else dict(pipe.metrics)
     chance = dict(workload.chance)

@@ -175,6 +175,13 @@ def test_operators_are_copied_to_another_device() -> None:
     assert torch.equal(original, torch.ones(3))
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_gpu_that_is_not_there_is_refused(towers: Captured) -> None:
+    """In words, with the way to a figure all the same."""
+    with pytest.raises(ProfileError, match="no CUDA device here to measure on"):
+        measure(towers, (1,), device="cuda")
+
+
 def test_copies_share_their_tensors() -> None:
     """A model that just fits a GPU is measured there at any number of sample counts."""
     model = nn.Linear(2, 2)

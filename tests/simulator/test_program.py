@@ -12,7 +12,7 @@ from anabranch.schedule.lower import lower
 from anabranch.schedule.schedule import Schedule
 from anabranch.simulator.costs import StageTimes
 from anabranch.simulator.program import compile_schedule
-from anabranch.simulator.run import step_seconds
+from anabranch.simulator.run import run, step_seconds
 
 GRAPH = StageGraph((Stage(("a",), (0,), 1), Stage(("b",), (1,), 2)), ((0, 1),), 6)
 TIMES = StageTimes([{1: 1.0}] * 2, [{1: 2.0}] * 2)
@@ -79,3 +79,28 @@ def test_a_send_that_nobody_receives():
     schedule = Schedule.parse("0: 0F0 0SF0>1@1[0:1]\n1: 1F0")
     with pytest.raises(InvalidScheduleError, match=r"device 0: nobody receives 0SF0>1@1\[0:1\]"):
         compile_schedule(schedule, GRAPH, TIMES)
+
+
+def two_stages(samples: int) -> StageGraph:
+    """Two in a row, a sample per micro-batch."""
+    return StageGraph((Stage(("a",), (0,), 1), Stage(("b",), (1,), 1)), ((0, 1),), samples)
+
+
+@pytest.mark.parametrize("order", ["0F0 0F1 0F2 0B2 0B1 0B0", "0F1 0F0 0F2 0B1 0B0 0B2"])
+@pytest.mark.parametrize("slots", [1, 2])
+def test_orders_by_hand_take_as_long_as_with_their_messages(order: str, slots: int) -> None:
+    """Receives are posted in the receiver's own order, whatever it is."""
+    graph = two_stages(3)
+    text = f"0: {order}\n1: {order.replace('0F', '1F').replace('0B', '1B')}"
+    schedule = Schedule.parse(text, slots=slots)
+    times = StageTimes([{1: 1.0}] * 2, [{1: 2.0}] * 2)
+    expected = run(graph, lower(schedule, graph), times).step_s
+    assert step_seconds(graph, schedule, times) == expected
+
+
+def test_a_message_that_nobody_receives_is_named() -> None:
+    """An order by hand that lacks a micro-batch is refused, not taken for a deadlock."""
+    schedule = Schedule.parse("0: 0F0 0F1 0B0 0B1\n1: 1F0 1B0")
+    times = StageTimes([{1: 1.0}] * 2, [{1: 1.0}] * 2)
+    with pytest.raises(InvalidScheduleError, match="nobody receives 0SF1"):
+        step_seconds(two_stages(2), schedule, times)

@@ -56,3 +56,11 @@ def main() -> None:
         more = " (ANABRANCH_DEBUG=1 shows the traceback)" if is_theirs else ""
         typer.secho(f"{type(error).__name__}: {error}{more}", err=True, fg="red")
         raise SystemExit(1) from None
+    except OSError as error:
+        if os.environ.get("ANABRANCH_DEBUG") or error.filename is None:
+            raise
+        message = f"{error.filename} cannot be read or written: {error.strerror}"
+        if "--json" in sys.argv:
+            print_json({"error": type(error).__name__, "message": message})
+        typer.secho(f"{message}; name another file, or make its folder first", err=True, fg="red")
+        raise SystemExit(1) from None

@@ -275,10 +275,10 @@ class CostModel:
 
         Under tensor parallelism what each device holds; all of it counts as trainable there.
         """
-        chosen = list(ops)
+        chosen = list(set(ops))
         total = int(self.own_parameter_bytes(tensor)[trainable][chosen].sum())
         if tensor == 1 and self.tied:
-            mask = sum(1 << op for op in set(chosen))
+            mask = sum(1 << op for op in chosen)
             total += sum(
                 parameter.nbytes
                 for users, parameter in self.tied

@@ -83,6 +83,11 @@ def measure(
             "build it on the CPU to measure it, or estimate it for a GPU"
         )
     counts = workable_counts(captured, counts)
+    if place.type == "cuda" and not torch.cuda.is_available():
+        raise ProfileError(
+            "there is no CUDA device here to measure on; measure on the cpu, or estimate for a GPU "
+            "with device v100, a100 or h100"
+        )
     if place.type == "cuda" and place.index is None:
         place = torch.device("cuda", torch.cuda.current_device())
     copies = _Copies(place, captured.module)

@@ -74,7 +74,7 @@ def uploaded(tensor: Tensor, place: torch.device) -> Tensor:
     """A tensor on a device, without a wait where it comes from memory of the host."""
     if place.type == "cuda" and tensor.is_cpu:
         tensor = tensor.pin_memory()
-    return tensor.to(place, non_blocking=True)
+    return tensor.to(place, non_blocking=place.type == "cuda")
 
 
 def fetched(numbers: Sequence[Tensor]) -> list[float]:

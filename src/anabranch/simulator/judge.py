@@ -126,12 +126,14 @@ class Judge:
                 continue
             self._seen.add(proposal)
             try:
-                for run in self._objective.runs(proposal):
-                    if run[0] not in self._ran:
-                        self._ran.add(run[0])
-                        yield from self._candidate(proposal, *run)
+                runs = list(self._objective.runs(proposal))
             except (InvalidPlanError, PolicyError) as error:
                 self._refused.append(str(error))
+                continue
+            for run in runs:
+                if run[0] not in self._ran:
+                    self._ran.add(run[0])
+                    yield from self._candidate(proposal, *run)
 
     def _candidate(
         self, proposal: StageGraph, graph: StageGraph, schedule: str, versions: tuple[int, ...]

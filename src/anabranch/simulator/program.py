@@ -19,7 +19,7 @@ from anabranch.errors import InvalidScheduleError
 from anabranch.plans.edges import MessageEdges
 from anabranch.plans.stages import StageGraph
 from anabranch.schedule.check import Channel, channel
-from anabranch.schedule.lower import device_pairs, directions, exchanges
+from anabranch.schedule.lower import device_pairs, directions, exchanges, lower
 from anabranch.schedule.schedule import Action, Kind, Schedule
 from anabranch.simulator.costs import StepCosts
 
@@ -113,6 +113,8 @@ def compile_schedule(schedule: Schedule, graph: StageGraph, costs: StepCosts) ->
     Raises:
         InvalidScheduleError: if a send has no receive.
     """
+    if not schedule.is_lowered and not _is_in_order(schedule, graph):
+        schedule = lower(schedule, graph, costs.message_edges)
     prices, table = MessagePrices(graph, costs, tuple(schedule.actions)), MessageTable()
     lowered = schedule.is_lowered
     rows = {} if lowered else _put_in(schedule, graph, costs.message_edges, prices, table)
@@ -138,6 +140,20 @@ def compile_schedule(schedule: Schedule, graph: StageGraph, costs: StepCosts) ->
     return Program(
         prices.devices, code, units.known, table, prices.ports, units.groups, units.finishes
     )
+
+
+def _is_in_order(schedule: Schedule, graph: StageGraph) -> bool:
+    """Whether every stage takes all of its micro-batches in turn, as an order by hand may not."""
+    # Replicas share one list.
+    for actions in {id(actions): actions for actions in schedule.actions.values()}.values():
+        done: dict[tuple[int, Kind], int] = defaultdict(int)
+        for action in actions:
+            if action.microbatch != done[action.stage, action.kind]:
+                return False
+            done[action.stage, action.kind] += 1
+        if any(count != graph.num_microbatches(stage) for (stage, _), count in done.items()):
+            return False
+    return True
 
 
 def _numbering(

@@ -87,7 +87,11 @@ class EndlessSearch:
         if not finished:
             why = proposals.stopped or "interrupted"
             remarks.append(f"{why}: the best of the first {proposals.count} proposals")
-        steady = stream.steady(best.graph, best.costs, slots=self._cost.receive_slots)
+        slots = self._cost.receive_slots
+        try:
+            steady = stream.steady(best.graph, best.costs, slots=slots)
+        except KeyboardInterrupt:  # as in ``solve.search.plan``: only insisting ends it now
+            steady = stream.steady(best.graph, best.costs, slots=slots)
         return Plan(
             stage_graph=graph,
             schedule=ENDLESS,

@@ -215,7 +215,8 @@ def compare_policies(
     model: str = "",
     improve: bool = True,
     optimizer: OptimizerFacts | None = None,
-    **options: Any,
+    microbatch_size: int | None = None,
+    max_replicas: int | None = None,
 ) -> Iterator[tuple[str, str, Plan | AnabranchError]]:
     """Every weight policy under every planner, judged by the same simulator.
 
@@ -225,8 +226,8 @@ def compare_policies(
         names: keys of ``planner.PLANNERS``.
         policies: keys of ``weights.POLICIES``.
         planner_options: {planner: {field: value}}.
-        options: ``microbatch_size``, where policies that it does not suit have an error, and
-            ``max_replicas``. These and the rest are those of ``plan``.
+        microbatch_size: policies that it does not suit have an error. This and the rest are those
+            of ``plan``.
 
     Yields:
         Planner, policy, and their plan or why there is none.
@@ -235,7 +236,8 @@ def compare_policies(
         ValueError: for an unknown name or option, before anything is searched.
     """
     cost = CostModel(profile, cluster, optimizer_factor=optimizer_factor)
-    size, given = options.get("microbatch_size"), planner_options or {}
+    size, given = microbatch_size, planner_options or {}
+    options = {"microbatch_size": size, "max_replicas": max_replicas}
     asked = {name: _asked(name, batch_size, given, options) for name in names}
     searches = {
         name: EndlessSearch(cost, batch_size, size, name, search, improve, optimizer)

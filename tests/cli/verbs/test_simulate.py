@@ -18,6 +18,10 @@ def test_check_and_simulate_a_plan_file(run, document, profile, tmp_path):
     assert len(found["device_peak_bytes"]) == 2
     assert "<svg" in Path(page).read_text(encoding="utf-8")
     assert json.loads(Path(trace).read_text())["traceEvents"]
+    for option in ("--report", "--trace"):
+        code, _, err = run("simulate", plan, profile, option, str(tmp_path / "no" / "such"))
+        assert code == 1, "a folder that is not there is one paragraph"
+        assert "cannot be read or written" in err
     broken = json.loads(Path(plan).read_text())
     broken["stages"][0]["operators"].pop()
     if not broken["stages"][0]["operators"]:

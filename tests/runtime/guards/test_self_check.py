@@ -5,12 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
+from anabranch import solve
+from anabranch.cluster import Cluster
 from anabranch.errors import (
     NonFiniteError,
     TrainingError,
 )
+from anabranch.graph.capture import capture
+from anabranch.profile.estimate import estimate
 from anabranch.runtime.pipeline import Pipeline
+from anabranch.workload import Workload
 from tests.runtime.small import (
     batch,
     built,
@@ -54,6 +60,29 @@ def test_the_check_finds_a_gradient_that_is_not_the_modules() -> None:
     texts = run(model, plan(model, 2), work, check_gradients=True)
     assert texts[0] == texts[1]
     assert "is not the model's" in texts[0]
+
+
+class Switched(nn.Module):
+    """Sets and reads switches of the backends in its forward, as recurrent models do for second
+    derivatives.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.backends.cudnn.flags(enabled=False):
+            return self.head(self.body(x).relu()).square().mean()
+
+
+def test_a_model_may_set_switches_of_the_backends() -> None:
+    """The check leaves them alone: the old and the new ones for TF32 exclude each other."""
+    workload = Workload(Switched(), torch.randn(4, 4))
+    captured = capture(workload.module, workload.example)
+    profile = estimate(captured, "v100", (1, 2, 4))
+    chosen = solve.plan(profile, Cluster.preset("local:1"), 4)
+    assert Pipeline(workload, chosen, captured=captured).step(torch.randn(4, 4)) > 0
 
 
 def test_random_models_are_not_compared() -> None:

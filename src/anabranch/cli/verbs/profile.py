@@ -8,14 +8,16 @@ import typer
 
 from anabranch.cli.output import print_json, print_table, say_written
 from anabranch.cli.parsing import parse_counts
-from anabranch.cli.settings import AsJson, Device, ModelSettings
+from anabranch.cli.settings import AsJson, ModelSettings
 from anabranch.cli.spread import spread
 
 
 @spread
 def profile(
     model: ModelSettings,
-    device: Device = "cpu",
+    device: Annotated[
+        str, typer.Option(help="cpu or cuda: measure here; v100, a100 or h100: estimate.")
+    ] = "cpu",
     samples: Annotated[
         str | None,
         typer.Option(
@@ -30,7 +32,7 @@ def profile(
     Example: `anabranch profile mmt --device v100 --batch-size 512 -o mmt-v100.json`
     """
     counts = parse_counts(samples) if samples else None
-    result = model.source.profile(device or "cpu", batch_size, counts)
+    result = model.source.profile(device, batch_size, counts)
     file = model.file
     if file is not None:
         from anabranch.files import save_profile

@@ -8,10 +8,8 @@ idle: with one slice per micro-batch, batch normalisation compares as well.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,7 +27,9 @@ from anabranch.schedule.schedule import Kind
 from anabranch.workload import Batch
 
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
-"""Largest difference relative to a gradient's norm; half precision gets ten times that of float32.
+_COARSE = 1e-2
+"""Largest difference relative to a gradient's norm. The coarse one is for half precision, and for
+float32 on a GPU, whose products may be rounded to TF32.
 """
 
 _NOISE = 1e-5
@@ -62,7 +62,7 @@ def compare_with_eager(
     }
     for parameter in parameters.values():
         parameter.grad = None
-    with unchanged_buffers(module), _ieee():
+    with unchanged_buffers(module):
         outcome = worker.run({name: leaf[:size] for name, leaf in leaves.items()}, 0)
     # There is one micro-batch; in exact mode uses of tied parameters come back one by one.
     for (name, _, _), gradient in sorted(outcome.tied.items(), key=lambda use: use[0]):
@@ -82,7 +82,7 @@ def compare_with_eager(
     mesh.all_reduce(mine)
     eager = torch.zeros_like(mine)
     if mesh.rank == 0:
-        with on_one_device(module, home), _ieee():
+        with on_one_device(module, home):
             result = reference(module, take(batch, 0, size), [(0, size)])
         for i, name in enumerate(names):
             eager[i] = _digest(result.gradients.get(name))
@@ -91,25 +91,8 @@ def compare_with_eager(
     if not torch.isfinite(eager).all():
         return  # the model's own trouble, which the step will name
     types = {n: p.dtype for n, p in module.named_parameters()}
-    _compare(names, types, mine, eager, size)
-
-
-@contextmanager
-def _ieee() -> Iterator[None]:
-    """Without TF32, whose rounding would look like an error where the model was on the CPU."""
-    switches: list[Any] = [
-        torch.backends.cuda.matmul,
-        torch.backends.cudnn.conv,  # type: ignore[attr-defined]
-        torch.backends.cudnn.rnn,
-    ]
-    before = [switch.fp32_precision for switch in switches]
-    for switch in switches:
-        switch.fp32_precision = "ieee"
-    try:
-        yield
-    finally:
-        for switch, precision in zip(switches, before, strict=True):
-            switch.fp32_precision = precision
+    on_gpu = any(p.is_cuda for p in module.parameters()) or home.type == "cuda"
+    _compare(names, types, mine, eager, size, {} if on_gpu else _TOLERANCE)
 
 
 def _size(steps: WorkerCache, leaves: Mapping[str, Tensor]) -> int:
@@ -153,17 +136,19 @@ def _compare(
     mine: Tensor,
     eager: Tensor,
     size: int,
+    tolerances: Mapping[torch.dtype, float],
 ) -> None:
     floor = _NOISE * float(torch.linalg.vector_norm(eager[:-1, 0]))
     worst, worst_excess = "", 1.0
     for i, name in enumerate(names):
-        tolerance = _TOLERANCE.get(types[name], 1e-2)
+        tolerance = tolerances.get(types[name], _COARSE)
         count = max(float(eager[i, 0]), float(mine[i, 0]))
         excess = float((mine[i] - eager[i]).abs().max()) / (tolerance * count + floor + 1e-30)
         if not excess <= worst_excess:
             worst, worst_excess = name, excess
     ours, theirs = float(mine[-1, 0]), float(eager[-1, 0])
-    if not worst and not abs(ours - theirs) <= max(_TOLERANCE.values()) * max(abs(theirs), 1e-3):
+    allowed = max(tolerances.values(), default=_COARSE) * max(abs(theirs), 1e-3)
+    if not worst and not abs(ours - theirs) <= allowed:
         raise TrainingError(
             f"the pipeline's loss is not the model's: {ours:.6g}, in one process {theirs:.6g} "
             f"(first {size} samples); the model does something in Python that tracing loses; "
