@@ -266,7 +266,7 @@ def test_a_plan_may_leave_devices_out(run, document, mode):
 
 def test_an_earlier_run_is_never_written_over(run, tmp_path, monkeypatch):
     """By train, nor by train --emulate, nor by demo; told before anything is captured."""
-    monkeypatch.setattr("anabranch.cli.source.Source.workload", None)
+    monkeypatch.setattr("anabranch.cli.source.ModelSource.workload", None)
     (tmp_path / "kept").mkdir()
     (tmp_path / "kept" / "run.json").write_text("{}")
     for verb in (PIPELINE, (*PIPELINE, "--emulate"), ("demo",)):
