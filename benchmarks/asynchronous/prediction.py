@@ -61,8 +61,7 @@ def _row(recipe: str, policy: str, batch: int, steps: int) -> Row:
         RECIPES[recipe]([*parameters.values()]),
         policy_named(policy),
         in_flight=IN_FLIGHT,
-        distance=1,
-        depth=IN_FLIGHT,
+        deepest=IN_FLIGHT,
     )
     weights.fill(0)
     losses: deque[torch.Tensor] = deque()

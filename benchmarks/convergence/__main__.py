@@ -1,6 +1,6 @@
 """What each weight policy costs a model: held-out accuracy beside synchronous training.
 
-python -m benchmarks.convergence [--only fixed searched] [--cases mnist-4-sgdm] [--seeds 10]
+python -m benchmarks.convergence [--only fixed searched] [--cases mnist-4-sgdm] [--seeds 0-9]
                                  [--policies synchronous stash] [--into FILE] [--curves PAGE]
                                  [--json]
 """
@@ -23,10 +23,21 @@ from benchmarks.convergence.contenders import CONTENDERS
 from benchmarks.convergence.training import deterministic
 from benchmarks.planners.common import Row
 
-SECTIONS: dict[str, Callable[[study.Case, study.Runs, int, Collection[str]], list[Row]]] = {
+SECTIONS: dict[str, Callable[[study.Case, study.Runs, range, Collection[str]], list[Row]]] = {
     "fixed": study.fixed,
     "searched": study.searched,
 }
+
+
+def seeds_of(text: str) -> range:
+    """The seeds that ``10-19`` or ``7`` mean; those on which things were chosen are refused."""
+    first, _, last = text.partition("-")
+    seeds = range(int(first), int(last or first) + 1)
+    if not seeds or seeds[-1] >= study.SEARCH_SEEDS[0]:
+        raise argparse.ArgumentTypeError(
+            f"{text} is no range of seeds below {study.SEARCH_SEEDS[0]}, from where on they choose"
+        )
+    return seeds
 
 
 def main() -> None:
@@ -36,12 +47,12 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", choices=SECTIONS, help="these tables only")
     parser.add_argument("--cases", nargs="*", choices=study.CASES, help="these cases only")
     parser.add_argument("--policies", nargs="*", choices=CONTENDERS, help="these only")
-    parser.add_argument("--seeds", type=int, default=study.SEEDS, help="0 to this, exclusive")
+    parser.add_argument(
+        "--seeds", type=seeds_of, default=study.SEEDS, help="as in 0-9, or 20-29 for others"
+    )
     parser.add_argument("--into", type=Path, help="keep runs in this file, and go on from it")
     parser.add_argument("--curves", type=Path, help="write the page of curves, .png or .svg")
     arguments = parser.parse_args()
-    if arguments.seeds < 1:
-        parser.error("--seeds: at least 1")
     policies = arguments.policies or list(CONTENDERS)
     if "synchronous" not in policies:
         parser.error("--policies: synchronous has to be among them, to compare with")
@@ -52,6 +63,7 @@ def main() -> None:
         "torch": torch.__version__,
         "machine": platform.machine(),
         "cores": os.cpu_count(),
+        "seeds": [*arguments.seeds],
     }
     for section in arguments.only or SECTIONS:
         found[section] = {}

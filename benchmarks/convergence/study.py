@@ -20,9 +20,9 @@ from benchmarks.convergence.contenders import CONTENDERS
 from benchmarks.convergence.training import Run, train
 from benchmarks.planners.common import Row
 
-SEEDS = 10
+SEEDS = range(10)
 SEARCH_SEEDS = range(1000, 1002)
-"""On which rates are compared; those reported begin at 0."""
+"""On which rates are compared; never among those reported."""
 
 LAST = 3
 """Epochs whose mean counts: at a constant learning rate a single one is up or down by chance."""
@@ -124,15 +124,15 @@ def score(row: Row) -> float:
     return 100 * statistics.fmean(row["accuracy"][-LAST:])
 
 
-def fixed(case: Case, runs: Runs, seeds: int, contenders: Collection[str]) -> list[Row]:
+def fixed(case: Case, runs: Runs, seeds: range, contenders: Collection[str]) -> list[Row]:
     """These contenders, as far as they work with the case, at the fixed rate."""
     names = [name for name in case.contenders if name in contenders]
     # All contenders for a seed, then the next seed: a file that ends early is of use.
-    runs.all(case.run(name, seed) for seed in range(seeds) for name in names)
+    runs.all(case.run(name, seed) for seed in seeds for name in names)
     return [_row(case, name, runs, seeds, case.lr) for name in names]
 
 
-def searched(case: Case, runs: Runs, seeds: int, contenders: Collection[str]) -> list[Row]:
+def searched(case: Case, runs: Runs, seeds: range, contenders: Collection[str]) -> list[Row]:
     """Likewise, each at its best rate of the grid, which other seeds have found."""
     rates = RATES[case.optimizer]
     best: dict[str, float] = {}
@@ -144,12 +144,12 @@ def searched(case: Case, runs: Runs, seeds: int, contenders: Collection[str]) ->
             for lr in rates
         }
         best[name] = max(rates, key=lambda lr: means[lr])
-    runs.all(case.run(name, seed, lr) for seed in range(seeds) for name, lr in best.items())
+    runs.all(case.run(name, seed, lr) for seed in seeds for name, lr in best.items())
     return [_row(case, name, runs, seeds, lr) for name, lr in best.items()]
 
 
-def _row(case: Case, name: str, runs: Runs, seeds: int, lr: float) -> Row:
-    found = runs.all(case.run(name, seed, lr) for seed in range(seeds))
+def _row(case: Case, name: str, runs: Runs, seeds: range, lr: float) -> Row:
+    found = runs.all(case.run(name, seed, lr) for seed in seeds)
     return {
         "case": str(case),
         "contender": name,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
 import itertools
 
@@ -12,6 +13,7 @@ from anabranch.runtime.asynchronous.replay import Replay
 from anabranch.weights import TwoBuffers
 from anabranch.workload import Workload
 from benchmarks.convergence import curves, study, tables
+from benchmarks.convergence.__main__ import seeds_of
 from benchmarks.convergence.contenders import CONTENDERS, OPTIMIZERS
 from benchmarks.convergence.tasks import LAYERS, TASKS, Task
 from benchmarks.convergence.training import Run, train
@@ -110,11 +112,19 @@ def test_goes_on_from_a_file(tmp_path, monkeypatch):
         return {"accuracy": [0.9 + 0.05 * likes - 0.001 * run.seed % 7], "loss": [1.0]}
 
     monkeypatch.setattr(study, "train", pretend)
-    first = study.searched(SHORT, study.Runs(tmp_path / "runs.jsonl"), 2, CONTENDERS)
+    first = study.searched(SHORT, study.Runs(tmp_path / "runs.jsonl"), range(2), CONTENDERS)
     assert {row["lr"] for row in first} == {0.03}
     assert len(trained_runs) == len(SHORT.contenders) * (3 * 2 + 2)
-    assert study.searched(SHORT, study.Runs(tmp_path / "runs.jsonl"), 2, CONTENDERS) == first
+    assert study.searched(SHORT, study.Runs(tmp_path / "runs.jsonl"), range(2), CONTENDERS) == first
     assert len(trained_runs) == len(SHORT.contenders) * (3 * 2 + 2)
+
+
+def test_seeds_by_name():
+    """A range or one; those on which rates and options were chosen say nothing about them."""
+    assert [seeds_of(text) for text in ("20-29", "7")] == [range(20, 30), range(7, 8)]
+    for text in ("9-5", "999-1000"):
+        with pytest.raises(argparse.ArgumentTypeError, match="no range of seeds below 1000"):
+            seeds_of(text)
 
 
 def test_differences_are_those_of_pairs():

@@ -154,6 +154,38 @@ SHARED = StageGraph((Stage(("a",), (0, 1), 1, in_flight=2, tensor=2),), (), 2)
 """One stage, one replica on two devices, two micro-batches."""
 
 
+TOGETHER = StageGraph(
+    (Stage(("a",), (0,), 1, in_flight=2), Stage(("b",), (0,), 1, in_flight=2)), ((0, 1),), 2
+)
+"""Two stages on one device, the second reads what the first makes."""
+
+
+@pytest.mark.parametrize(
+    ("order", "message"),
+    [
+        ("1F0 0F0 0B0 1B0 0F1 1F1 1B1 0B1", "step 1 of 8: it comes before forward 0 of stage 0"),
+        ("0F0 1F0 0B0 1B0 0F1 1F1 1B1 0B1", "step 3 of 8: it comes before backward 0 of stage 1"),
+        ("0F0 0F1 1F0 1F1 1B0 0B0 0B1 1B1", "step 7 of 8: it comes before backward 1 of stage 1"),
+        ("0F0 1F0 0I0 0W0 1B0 0F1 1F1 1B1 0I1 0W1", "step 3 of 10: it comes before backward 0"),
+    ],
+)
+def test_stages_of_one_device_take_turns_as_their_edge_says(order, message):
+    """There is no message to wait for, so a list that uses a value before it is made would compute
+    with nothing.
+    """
+    check(Schedule.parse("0: 0F0 1F0 1B0 0B0 0F1 1F1 1B1 0B1"), TOGETHER)
+    with pytest.raises(InvalidScheduleError, match=message):
+        check(Schedule.parse(f"0: {order}"), TOGETHER)
+
+
+def test_stages_of_one_device_without_gradients_between_them_are_free():
+    """Backwards of stages that nothing goes back between may come in any order."""
+    order = Schedule.parse("0: 0F0 1F0 0B0 1B0 0F1 1F1 0B1 1B1")
+    check(order, TOGETHER, MessageEdges(back=()))
+    with pytest.raises(InvalidScheduleError, match="before backward 0 of stage 1"):
+        check(order, TOGETHER)
+
+
 def test_devices_of_a_replica_compute_in_one_order():
     """They exchange what they compute, so both have to be at it."""
     check(Schedule.parse("0: 0F0 0F1 0B0 0B1\n1: 0F0 0F1 0B0 0B1"), SHARED)

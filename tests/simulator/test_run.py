@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anabranch.errors import DeadlockError, InvalidPlanError
+from anabranch.errors import DeadlockError, InvalidPlanError, InvalidScheduleError
 from anabranch.plans.check import stage_bytes
 from anabranch.plans.stages import Stage, StageGraph
 from anabranch.schedule import SCHEDULES
@@ -296,6 +296,13 @@ def test_a_deadlock_is_reported_not_endless():
     schedule = Schedule.parse("0: 0F0 0B0 0F1 0B1\n1: 1F0 1F1 1B0 1B1")
     with pytest.raises(DeadlockError, match="waits for samples 1 to 1 from stage 0"):
         run(graph, schedule, StageTimes([{1: 1.0}] * 2, [{1: 1.0}] * 2))
+
+
+def test_stages_of_one_device_are_not_simulated_against_their_edge():
+    """A hand-written list that uses a value before it is made has no step time."""
+    graph = StageGraph((Stage(("op0",), (0,), 1), Stage(("op1",), (0,), 1)), ((0, 1),), 1)
+    with pytest.raises(InvalidScheduleError, match="step 1 of 4: it comes before forward 0"):
+        run(graph, Schedule.parse("0: 1F0 0F0 0B0 1B0"), StageTimes([{1: 1.0}] * 2, [{1: 1.0}] * 2))
 
 
 def test_a_device_that_waits_for_the_others_of_its_replica_is_named():

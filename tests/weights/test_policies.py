@@ -12,7 +12,16 @@ from anabranch.errors import PolicyError
 from anabranch.plans.stages import Stage, StageGraph
 from anabranch.schedule import SCHEDULES
 from anabranch.schedule.schedule import Kind
-from anabranch.weights import POLICIES, PredictStash, Unit, WeightPolicy, draw, policy_named
+from anabranch.weights import (
+    POLICIES,
+    PredictStash,
+    SpecTrain,
+    Unit,
+    VerticalSync,
+    WeightPolicy,
+    draw,
+    policy_named,
+)
 
 CHAIN = ((0, 1), (1, 2), (2, 3))
 TWO_BRANCHES = ((0, 1), (0, 3), (1, 2), (2, 4), (3, 4))
@@ -40,7 +49,8 @@ def at_passes(graph: StageGraph, rule: str) -> dict[tuple[int, Kind, int], int]:
 
 
 def unit_of(graph: StageGraph, s: int, n: int, filled: int = 0) -> Unit:
-    return Unit(n, filled, graph.stages[s].in_flight, graph.height[s], graph.depth)
+    held = [stage.in_flight for stage in graph.stages]
+    return Unit(n, filled, held[s], max(held))
 
 
 @pytest.mark.parametrize("rule", ["1f1b", "1f1b-deep"])
@@ -143,6 +153,20 @@ def test_a_chain_of_four_by_eye(name):
     policy = POLICIES[name]()
     microbatches = 4 if policy.microbatches else 1
     assert rows(policy, graph_of(CHAIN, 28), microbatches) == READ[name]
+
+
+def test_a_deep_warm_up_reads_further_back_and_further_ahead():
+    """With five, three and one mini-batches in flight a mini-batch is two updates longer under way
+    per hop, so SpecTrain's stages look one further ahead per hop; and vertical sync reads the
+    version that the first stage has at its forward, four updates ago.
+    """
+    graph = graph_of(((0, 1), (1, 2)), 20, "1f1b-deep")
+    assert rows(SpecTrain(), graph) == [
+        ["0 0+1 0+2 0+3 0+4 1+4 2+4", "0 1 2 3 4 5 6"],
+        ["0+1 0+2 0+3 1+3 2+3 3+3 4+3", "0+1 1+1 2+1 3+1 4+1 5+1 6+1"],
+        ["0+2 1+2 2+2 3+2 4+2 5+2 6+2", "0+2 1+2 2+2 3+2 4+2 5+2 6+2"],
+    ]
+    assert rows(VerticalSync(), graph) == [["0 0 0 0 0 1 2"] * 2] * 3
 
 
 @pytest.mark.parametrize("name", sorted(POLICIES))

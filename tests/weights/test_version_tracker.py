@@ -42,8 +42,7 @@ def held(name: str, distance: int, depth: int, *, last_update: bool = False) -> 
     return versions_held(
         policy,
         in_flight=distance + 1,
-        distance=distance,
-        depth=depth,
+        deepest=depth,
         microbatches=depth if policy.microbatches else 1,
         last_update=last_update,
     )
@@ -75,7 +74,7 @@ def test_an_optimizer_without_a_rule_keeps_its_last_update():
 
 def test_a_deeper_warm_up_keeps_more():
     """Six mini-batches in flight at distance two are six stashed versions."""
-    assert versions_held(Stash(), in_flight=6, distance=2, depth=3) == 6
+    assert versions_held(Stash(), in_flight=6, deepest=6) == 6
 
 
 def test_many_microbatches_make_two_versions_enough():
@@ -83,15 +82,12 @@ def test_many_microbatches_make_two_versions_enough():
     worth.
     """
     for microbatches in (4, 5, 8):
-        assert (
-            versions_held(TwoBuffers(), in_flight=4, distance=3, depth=4, microbatches=microbatches)
-            == 2
-        )
+        assert versions_held(TwoBuffers(), in_flight=4, deepest=2, microbatches=microbatches) == 2
 
 
 def test_what_is_alive_step_by_step():
     """Stashing with three in flight: a version stays until its last reader is learned."""
-    alive = VersionTracker(Stash(), in_flight=3, distance=2, depth=3)
+    alive = VersionTracker(Stash(), in_flight=3, deepest=3)
     seen = []
     for forward in (0, 1, 2, 3, 4):
         alive.forward(forward)
@@ -105,7 +101,7 @@ def test_what_is_alive_step_by_step():
 
 def test_passes_out_of_order_are_refused():
     """A forward before its time, a second backward, a fill of a pipeline that is not empty."""
-    alive = VersionTracker(PipeOptim(), in_flight=2, distance=1, depth=2)
+    alive = VersionTracker(PipeOptim(), in_flight=2, deepest=2)
     with pytest.raises(ValueError, match="forward of mini-batch 1 at version 0"):
         alive.forward(1)
     with pytest.raises(ValueError, match="backward of mini-batch 0"):
@@ -120,10 +116,10 @@ def test_passes_out_of_order_are_refused():
         alive.backward(1)
 
 
-def test_no_stage_is_further_from_the_sink_than_the_pipeline_is_deep():
-    """Such a position is a mistake of the caller."""
-    with pytest.raises(ValueError, match="at distance 3 of a pipeline of depth 3"):
-        VersionTracker(Naive(), in_flight=1, distance=3, depth=3)
+def test_no_stage_has_more_in_flight_than_the_deepest():
+    """Such a count is a mistake of the caller."""
+    with pytest.raises(ValueError, match=r"cannot have 4 units in flight where the deepest .* 3"):
+        VersionTracker(Naive(), in_flight=4, deepest=3)
 
 
 @pytest.mark.parametrize("edges", [CHAIN, TWO_BRANCHES])

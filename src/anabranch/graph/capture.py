@@ -256,7 +256,7 @@ class _Exporter:
             **{PlaceholderSource(PARAMETER, n): p for n, p in module.named_parameters()},
             **{PlaceholderSource(BUFFER, n): b for n, b in module.named_buffers()},
         }
-        samples = max(2, layout.samples)
+        self.samples = samples = max(2, layout.samples)
         self.fixed: dict[int, torch.export.ExportedProgram] = {}
         self.dynamic: torch.export.ExportedProgram | None = None
         try:
@@ -271,14 +271,16 @@ class _Exporter:
         chosen = self.dynamic or self.fixed[samples]
         self.metrics = tuple(chosen.call_spec.out_spec.context)[1:]
 
-    def run(self, samples: int, *, dynamic: bool) -> torch.export.ExportedProgram:
+    def run(
+        self, samples: int, *, dynamic: bool, works_with: int | None = None
+    ) -> torch.export.ExportedProgram:
         modes = {part: part.training for part in self.module.modules()}
         try:
             if self.module.training != self.training:
                 self.module.train(self.training)
             leaves = self.layout.resized(samples, self.device)
             with on_one_device(self.module, self.device):
-                return export(self.wrapped, leaves, dynamic=dynamic)
+                return export(self.wrapped, leaves, dynamic=dynamic, works_with=works_with)
         finally:
             for part, mode in modes.items():
                 part.training = mode
@@ -289,7 +291,7 @@ class _Exporter:
             with suppress(RefusedError):
                 return self.lowered(self.dynamic, samples, device)
         if samples not in self.fixed:
-            self.fixed[samples] = self.run(samples, dynamic=False)
+            self.fixed[samples] = self.run(samples, dynamic=False, works_with=self.samples)
         return self.lowered(self.fixed[samples], samples, device)
 
     def lowered(

@@ -102,9 +102,11 @@ def _entries(output: Any) -> dict[str, Any]:
 
 
 def export(
-    module: ReturnsLoss, leaves: list[torch.Tensor], *, dynamic: bool
+    module: ReturnsLoss, leaves: list[torch.Tensor], *, dynamic: bool, works_with: int | None = None
 ) -> torch.export.ExportedProgram:
-    """Export with a symbolic or fixed number of samples; CaptureError has cause and remedy."""
+    """Export with a symbolic or fixed number of samples; CaptureError has cause and remedy, which
+    is about the number where the module ``works_with`` another one.
+    """
     failure: Exception | None = None
     for strict in (False,) if dynamic else (False, True):
         shapes = (tuple({0: torch.export.Dim.AUTO} for _ in leaves),) if dynamic else None
@@ -125,7 +127,7 @@ def export(
             _warn_checkpoints(checkpoints)
             return exported
     assert failure is not None
-    raise _explained(module, leaves, failure) from failure
+    raise _explained(module, leaves, failure, works_with) from failure
 
 
 class CaptureWarning(UserWarning):
@@ -223,7 +225,9 @@ def user_frame(stack: Iterable[traceback.FrameSummary]) -> str:
     return found
 
 
-def _explained(module: ReturnsLoss, leaves: list[torch.Tensor], error: Exception) -> CaptureError:
+def _explained(
+    module: ReturnsLoss, leaves: list[torch.Tensor], error: Exception, works_with: int | None
+) -> CaptureError:
     where = user_frame(traceback.extract_tb(error.__traceback__))
     name = type(module.module).__name__
     kind, text = type(error).__name__, str(error)
@@ -237,6 +241,14 @@ def _explained(module: ReturnsLoss, leaves: list[torch.Tensor], error: Exception
         )
     samples = f"{leaves[0].shape[0]} samples" if leaves[0].shape[0] != 1 else "1 sample"
     first = next((line.strip() for line in text.splitlines() if line.strip()), "")
+    if works_with is not None:
+        return CaptureError(
+            f"{name} works with {works_with} samples but not with {samples}: {where} raised "
+            f"{kind}: {first}; a stage's pass has the samples of a micro-batch divided by the "
+            "stage's replicas: let it have more of them, by a larger batch, fewer micro-batches or "
+            "fewer replicas, or take layers that any number will do for, such as GroupNorm instead "
+            "of BatchNorm"
+        )
     return CaptureError(
         f"{name} cannot be captured with {samples}: {where} raised {kind}: {first}; if the same "
         "happens without anabranch, when the module is called on the example batch, correct it "

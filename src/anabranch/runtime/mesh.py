@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from anabranch.errors import InvalidPlanError, NonFiniteError, StageFailedError
+from anabranch.errors import DataError, InvalidPlanError, NonFiniteError, StageFailedError
 from anabranch.plans.stages import StageGraph
 from anabranch.runtime.guards.failure import Failure, PeerLostError, located
 from anabranch.runtime.process_groups import (
@@ -126,6 +126,16 @@ class _Exchanged:
                 torch.add(first, second, out=self._tensor)
             self._receipts = {}
         return self._tensor
+
+
+def _unequal(ended: Mapping[int, int], more: Mapping[int, int]) -> str:
+    fewer = " and ".join(f"rank {rank} has {count}" for rank, count in ended.items())
+    most = ", ".join(f"rank {rank} is at number {number}" for rank, number in more.items())
+    return (
+        f"the ranks have unequal numbers of batches: {fewer}, and {most}; all ranks take the same "
+        "batches, each of them its slice: give every rank the whole data, not a part of it, and "
+        "let it end at the same place"
+    )
 
 
 class Mesh:
@@ -302,6 +312,32 @@ class Mesh:
             if store.add(name, 1) == self.size:
                 store.set(f"{name}/all", "")
             store.wait([f"{name}/all"], timedelta(seconds=patience_s))
+
+    def begin(self, loop: str, number: int) -> None:
+        """Say that this rank begins unit ``number`` of a loop without a barrier between units.
+
+        Costs two requests to the store, some 50 us.
+
+        Raises:
+            DataError: if another rank's loop has ended before it.
+        """
+        if self.size > 1:
+            # Written before the others are read, as in ``end``, so one of two sees the other.
+            self._store().set(f"{loop}/begun/{self.rank}", str(number + 1))
+            if self._store().check([f"{loop}/ended"]):
+                rank, count = map(int, self._store().get(f"{loop}/ended").split())
+                if number >= count:
+                    raise DataError(_unequal({rank: count}, {self.rank: number + 1}))
+
+    def end(self, loop: str, count: int) -> None:
+        """Say that this rank's loop ends after ``count`` units; DataError if others have more."""
+        if self.size > 1:
+            store = self._store()
+            store.set(f"{loop}/ended", f"{self.rank} {count}")
+            others = {r: f"{loop}/begun/{r}" for r in self._everyone if r != self.rank}
+            begun = {r: int(store.get(key)) for r, key in others.items() if store.check([key])}
+            if more := {rank: number for rank, number in begun.items() if number > count}:
+                raise DataError(_unequal({self.rank: count}, more))
 
     @contextmanager
     def failing(self, close: Callable[[], None], graph: StageGraph | None = None) -> Iterator[None]:

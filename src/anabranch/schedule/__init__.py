@@ -44,7 +44,7 @@ def schedule_of(
         DeadlockError: if devices would wait for each other.
     """
     schedule = lower(compute_order(graph, name, slots=slots), graph, edges)
-    check(schedule, graph)
+    check(schedule, graph, edges)
     return schedule
 
 

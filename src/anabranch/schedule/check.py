@@ -8,6 +8,8 @@ The transport that the proof is about:
   for;
 - receives are posted ahead, for the next ``slots`` micro-batches of the receiver, and a message
   moves once it has been sent and its receive is posted;
+- a device with several stages hands values and gradients from one to the other where they are, so
+  its list has to make them before it uses them;
 - the devices of one replica (tensor parallelism) exchange what they compute while they compute it,
   so each starts a micro-batch when all of them have come to it.
 
@@ -22,26 +24,34 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
 from anabranch.errors import DeadlockError, InvalidScheduleError
+from anabranch.plans.edges import EVERY_EDGE, MessageEdges
 from anabranch.plans.stages import StageGraph
-from anabranch.schedule.lower import directions, lower, messages
+from anabranch.schedule.lower import directions, handovers, lower, messages
 from anabranch.schedule.schedule import Action, Kind, Schedule
+
+_Compute = tuple[int, bool, int]
+"""Stage, whether it is a forward, micro-batch."""
 
 Channel = tuple[int, int, int, int, bool]
 """Sending stage, receiving stage, sending device, receiving device, whether it goes forward."""
 
 
-def check(schedule: Schedule, graph: StageGraph) -> None:
+def check(schedule: Schedule, graph: StageGraph, edges: MessageEdges = EVERY_EDGE) -> None:
     """Prove that a schedule can be executed; one without messages is lowered first.
 
     Linear in the number of actions.
 
+    Args:
+        edges: stage edges that carry anything.
+
     Raises:
-        InvalidScheduleError: if actions are missing, out of order (C4), not paired, or too many
-            micro-batches are in flight.
+        InvalidScheduleError: if actions are missing, out of order (C4; on a device with several
+            stages also against its stage edges), not paired, or too many micro-batches are in
+            flight.
         DeadlockError: if devices wait for each other; the message shows what each waits for.
     """
     if not schedule.is_lowered:
-        schedule = lower(schedule, graph)
+        schedule = lower(schedule, graph, edges)
     if schedule.slots < 1:
         raise InvalidScheduleError(
             f"the schedule posts {schedule.slots} receives per channel; at least 1 is needed"
@@ -49,6 +59,7 @@ def check(schedule: Schedule, graph: StageGraph) -> None:
     _check_devices(schedule, graph)
     for device, actions in schedule.actions.items():
         _check_order(device, actions, graph)
+    check_handovers(schedule, graph, edges)
     _check_replicas(schedule, graph)
     _check_pairs(schedule, graph)
     _check_deadlock(schedule, graph)
@@ -148,6 +159,45 @@ def _check_order(device: int, actions: Sequence[Action], graph: StageGraph) -> N
                     f"device {device} runs {done[s, kind]} of the {graph.num_microbatches(s)} "
                     f"micro-batches of stage {s} through {kind.name.lower()}"
                 )
+
+
+def check_handovers(
+    schedule: Schedule, graph: StageGraph, edges: MessageEdges = EVERY_EDGE
+) -> None:
+    """Prove that a device with several stages makes what one of them has for another before that
+    one uses it; raises InvalidScheduleError.
+    """
+    for device, needs in _handed_over(graph, edges).items():
+        done: set[_Compute] = set()
+        for at, action in enumerate(schedule.actions[device]):
+            if action.peer >= 0 or not action.kind.has_messages:
+                continue
+            compute = action.stage, action.kind.is_forward, action.microbatch
+            for stage, forward, microbatch in needs.get(compute, ()):
+                if (stage, forward, microbatch) not in done:
+                    name = "forward" if forward else "backward"
+                    raise InvalidScheduleError(
+                        f"device {device}, step {at + 1} of {len(schedule.actions[device])}: it "
+                        f"comes before {name} {microbatch} of stage {stage} on the same device, "
+                        f"whose {'values' if forward else 'gradients'} it takes: "
+                        f"{show(schedule.actions[device], at)}"
+                    )
+            done.add(compute)
+
+
+def _handed_over(
+    graph: StageGraph, edges: MessageEdges
+) -> dict[int, dict[_Compute, list[_Compute]]]:
+    """Device -> compute -> those that have to be done before it."""
+    found: dict[int, dict[_Compute, list[_Compute]]] = {}
+    for x, y in graph.edges:
+        for device, i, j in handovers(graph, x, y):
+            needs = found.setdefault(device, {})
+            if edges.goes_forward((x, y)):
+                needs.setdefault((y, True, j), []).append((x, True, i))
+            if edges.comes_back((x, y)):
+                needs.setdefault((x, False, i), []).append((y, False, j))
+    return found
 
 
 def _stage_kinds(split: bool) -> tuple[Kind, ...]:

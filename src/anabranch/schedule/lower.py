@@ -120,10 +120,24 @@ def exchanges(graph: StageGraph, source: int, target: int, *, forward: bool) -> 
 
 def device_pairs(source: Stage, r: int, target: Stage, q: int) -> list[tuple[int, int]]:
     """Who of replica r of the source sends a slice to whom of replica q of the target."""
+    return [(a, b) for a, b in _givers(source, r, target, q) if a != b]
+
+
+def handovers(graph: StageGraph, x: int, y: int) -> Iterator[tuple[int, int, int]]:
+    """(device, micro-batch of stage x, micro-batch of stage y) where a device that holds both
+    stages has samples of the one for the other, without a message.
+    """
+    source, target = graph.stages[x], graph.stages[y]
+    if set(source.devices).isdisjoint(target.devices):
+        return
+    for i, r, j, q, _, _ in overlaps(graph, x, y):
+        yield from ((a, i, j) for a, b in _givers(source, r, target, q) if a == b)
+
+
+def _givers(source: Stage, r: int, target: Stage, q: int) -> Iterator[tuple[int, int]]:
     have = source.devices[r * source.tensor : (r + 1) * source.tensor]
     needed = target.devices[q * target.tensor : (q + 1) * target.tensor]
-    pairs = ((have[k % source.tensor], device) for k, device in enumerate(needed))
-    return [(a, b) for a, b in pairs if a != b]
+    return ((have[k % source.tensor], device) for k, device in enumerate(needed))
 
 
 def overlaps(graph: StageGraph, x: int, y: int) -> Iterator[Overlap]:

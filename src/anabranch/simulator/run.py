@@ -26,7 +26,7 @@ from operator import attrgetter
 from anabranch.cost import CostModel
 from anabranch.errors import DeadlockError
 from anabranch.plans.stages import StageGraph
-from anabranch.schedule.check import describe_deadlock
+from anabranch.schedule.check import check_handovers, describe_deadlock
 from anabranch.schedule.lower import lower
 from anabranch.schedule.schedule import Schedule
 from anabranch.simulator.costs import ModelCosts, StepCosts
@@ -47,11 +47,13 @@ def run(graph: StageGraph, schedule: Schedule, costs: CostModel | StepCosts) -> 
         the arrival.
 
     Raises:
+        InvalidScheduleError: if a device with several stages would use what it makes only later.
         DeadlockError: if the schedule cannot be executed; the message shows what each device waits
             for.
     """
     with collector_paused():
         prices = _prices(graph, costs)
+        check_handovers(schedule, graph, prices.message_edges)
         lowered = with_messages(schedule, graph, prices)
         return timeline_of(simulate(graph, lowered, prices), lowered, graph, prices)
 

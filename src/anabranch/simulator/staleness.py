@@ -56,16 +56,16 @@ def staleness(
     """
     require_fits(policy, graph, microbatches=graph.num_microbatches(0))
     assert isinstance(policy, Hashable), "policies are frozen dataclasses"
+    units = [units_held(graph, s) for s in range(len(graph))]
+    deepest = max(units)
     result = []
     for s, stage in enumerate(graph.stages):
-        held, height = units_held(graph, s), graph.height[s]
-        unit = Unit(4 * held + 4 * graph.depth, 0, held, height, graph.depth)
+        unit = Unit(8 * deepest, 0, units[s], deepest)
         forward, backward = policy.forward(unit), policy.backward(unit)
         versions = versions_held(
             policy,
             in_flight=stage.in_flight,
-            distance=height,
-            depth=graph.depth,
+            deepest=deepest,
             microbatches=graph.num_microbatches(s),
             last_update=last_update,
         )

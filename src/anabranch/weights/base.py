@@ -26,18 +26,17 @@ class Unit:
         number: n, how many mini-batches were before it.
         filled: K, the first mini-batch since the pipeline was last empty; all stages were at
             version K then.
-        in_flight: units that the stage may have between forward and backward, this one included; on
-            a stage graph with one unit more per stage edge, the longest distance to the sink
+        in_flight: w, units that the stage may have between forward and backward, this one included;
+            on a stage graph with one unit more per stage edge, the longest distance to the sink
             plus 1.
-        distance: longest distance of the stage to the sink, in stage edges.
-        depth: D, stages on the longest path of the whole graph.
+        deepest: W, those of the stage that has most of them, a source; with one unit more per stage
+            edge, the depth of the pipeline.
     """
 
     number: int
     filled: int
     in_flight: int
-    distance: int
-    depth: int
+    deepest: int
 
     @property
     def lag(self) -> int:

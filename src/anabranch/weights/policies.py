@@ -1,12 +1,12 @@
 """The weight policies, one small frozen class each; ``WeightPolicy`` says what the methods are.
 
-For unit n at a stage with lag d, K the unit of the last fill, D the depth, v = n - d the version
-that is there at the forward; ``+ s`` extrapolates by s updates::
+For unit n at a stage with lag d, K the unit of the last fill, W the units in flight at the deepest
+source, v = n - d the version that is there at the forward; ``+ s`` extrapolates by s updates::
 
                     forward                 backward               from
     naive           v                       n
     stash           v                       v                      PipeDream, weight stashing
-    vertical-sync   max(K, n - (D-1))       the same               PipeDream, vertical sync
+    vertical-sync   max(K, n - (W-1))       the same               PipeDream, vertical sync
     2bw             max(K, n - 1)           the same               PipeDream-2BW
     spectrain       v  + (d + h)            n  + h                 SpecTrain
     pipeoptim       v  + d                  n                      PipeOptim
@@ -14,8 +14,11 @@ that is there at the forward; ``+ s`` extrapolates by s updates::
 
 PipeOptim's paper has a fixed ``s = D - rank - 1``. After every drain in mid-run that would
 overshoot, because the first units after a fill are less stale; so the lag that really occurs
-counts. SpecTrain's ``h = (D - 1 - distance) // 2`` makes the stages aim at versions of about the
-same moment.
+counts. W is the depth D of the papers where the warm-up is the least. A unit is W - w updates
+longer under way at the deepest source than at a stage with w in flight, one half of them before
+that stage's forward and the other after its backward: SpecTrain's ``h = (W - w) // 2``, the paper's
+``floor(k / 2)`` at stage k of a chain, makes all stages aim at versions of about the moment when
+the unit has come back to the source.
 """
 
 from __future__ import annotations
@@ -63,7 +66,7 @@ class VerticalSync:
     microbatches: ClassVar[bool] = False
 
     def forward(self, unit: Unit) -> Reading:
-        return Reading(max(unit.filled, unit.number - (unit.depth - 1)))
+        return Reading(max(unit.filled, unit.number - (unit.deepest - 1)))
 
     def backward(self, unit: Unit) -> Reading:
         return self.forward(unit)
@@ -98,7 +101,7 @@ class SpecTrain:
 
 
 def _halfway(unit: Unit) -> int:
-    return (unit.depth - 1 - unit.distance) // 2
+    return (unit.deepest - unit.in_flight) // 2
 
 
 @dataclass(frozen=True, slots=True)

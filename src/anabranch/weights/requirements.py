@@ -51,27 +51,18 @@ def require_fits(
             f"{name} makes an update after every pass, and the plan has {microbatches} "
             "micro-batches per mini-batch; choose one, or the policy 2bw"
         )
-    if isinstance(policy, VerticalSync):
-        _require_one_version(graph, round_robin=round_robin)
+    if isinstance(policy, VerticalSync) and round_robin:
+        _require_one_version(graph)
     _warn_of_statistics(graph, microbatches, batch_norms, round_robin=round_robin)
 
 
-def _require_one_version(graph: StageGraph, *, round_robin: bool) -> None:
+def _require_one_version(graph: StageGraph) -> None:
     replicated = [s for s, stage in enumerate(graph.stages) if stage.replicas > 1]
-    if round_robin and replicated:
+    if replicated:
         raise PolicyError(
             "vertical-sync takes every mini-batch to find one version at all stages, and replicas "
             f"of stage {replicated[0]} that take mini-batches in turn have versions of their own; "
             "split each mini-batch over the replicas, or choose stash"
-        )
-    deep = [s for s, h in enumerate(graph.height) if graph.stages[s].in_flight > h + 1]
-    if deep:
-        s = deep[0]
-        count, distance = graph.stages[s].in_flight, graph.height[s]
-        raise PolicyError(
-            f"vertical-sync reads the version of {graph.depth - 1} updates ago everywhere, but "
-            f"with {count} mini-batches in flight at distance {distance} stage {s} forwards "
-            "earlier than that; choose the schedule 1f1b, or the policy stash"
         )
 
 

@@ -33,14 +33,14 @@ class VersionTracker:
         predictions: units whose prediction is kept.
     """
 
-    def __init__(self, policy: WeightPolicy, *, in_flight: int, distance: int, depth: int) -> None:
-        if in_flight < 1 or distance < 0 or depth <= distance:
+    def __init__(self, policy: WeightPolicy, *, in_flight: int, deepest: int) -> None:
+        if not 1 <= in_flight <= deepest:
             raise ValueError(
-                f"a stage at distance {distance} of a pipeline of depth {depth} cannot have "
-                f"{in_flight} units in flight"
+                f"a stage cannot have {in_flight} units in flight where the deepest source has "
+                f"{deepest}"
             )
         self._policy = policy
-        self._stage = in_flight, distance, depth
+        self._stage = in_flight, deepest
         self.filled = self.version = self.begun = 0
         self.versions = {0}
         self.predictions: set[int] = set()
@@ -130,8 +130,7 @@ def versions_held(
     policy: WeightPolicy,
     *,
     in_flight: int,
-    distance: int,
-    depth: int,
+    deepest: int,
     microbatches: int = 1,
     last_update: bool = False,
 ) -> int:
@@ -140,16 +139,18 @@ def versions_held(
     Found by walking the stage's ``1f1b`` order until it repeats itself, not by a formula.
 
     Args:
+        in_flight: micro-batches.
+        deepest: units, see ``Unit``.
         microbatches: M, micro-batches per mini-batch.
         last_update: whether predictions come from the last update, which then has to be kept; for
             optimizers without a rule of their own.
     """
     units = units_in_flight(in_flight, microbatches)
-    tracker = VersionTracker(policy, in_flight=units, distance=distance, depth=depth)
+    tracker = VersionTracker(policy, in_flight=units, deepest=deepest)
     kept_update = last_update and tracker.predicts
     peak = 1
     # The fill, one round of the steady state for every version there may be, and the drain.
-    count = microbatches * (units + 2 * depth + 2)
+    count = microbatches * (units + 2 * deepest + 2)
     for action in alternate(0, count, in_flight, 1):
         number = action.microbatch // microbatches
         forward = action.kind is Kind.FORWARD
@@ -172,7 +173,7 @@ def predicts(policy: WeightPolicy) -> bool:
     return any(reading.ahead for reading in (policy.forward(_STALE), policy.backward(_STALE)))
 
 
-_STALE = Unit(number=8, filled=0, in_flight=3, distance=2, depth=4)
+_STALE = Unit(number=8, filled=0, in_flight=3, deepest=4)
 """A unit under which policies differ: in the full pipeline, with a version difference of 2."""
 
 
@@ -183,10 +184,10 @@ def draw(policy: WeightPolicy, graph: StageGraph, count: int, *, microbatches: i
     stage's rows stands how many copies of its weights are alive at most.
     """
     lines = [["", "copies", "mini-batch", *map(str, range(count))]]
+    units = [units_in_flight(stage.in_flight, microbatches) for stage in graph.stages]
+    deepest = max(units)
     for s, stage in enumerate(graph.stages):
-        where = {"distance": graph.height[s], "depth": graph.depth}
-        units = units_in_flight(stage.in_flight, microbatches)
-        tracker = VersionTracker(policy, in_flight=units, **where)
+        tracker = VersionTracker(policy, in_flight=units[s], deepest=deepest)
         read: dict[Kind, dict[int, Reading]] = {Kind.FORWARD: {}, Kind.BACKWARD: {}}
         for action in alternate(s, count * microbatches, stage.in_flight, 1):
             number, i = divmod(action.microbatch, microbatches)
@@ -194,7 +195,9 @@ def draw(policy: WeightPolicy, graph: StageGraph, count: int, *, microbatches: i
             read[action.kind][number] = enter(number)
             if action.kind is Kind.BACKWARD and i == microbatches - 1:
                 tracker.finish()
-        held = versions_held(policy, in_flight=stage.in_flight, microbatches=microbatches, **where)
+        held = versions_held(
+            policy, in_flight=stage.in_flight, deepest=deepest, microbatches=microbatches
+        )
         for kind, first in ((Kind.FORWARD, True), (Kind.BACKWARD, False)):
             head = [f"stage {s}", str(held)] if first else ["", ""]
             lines.append([*head, str(kind), *(_text(read[kind][n]) for n in range(count))])

@@ -72,9 +72,9 @@ class _Fill:
     ) -> None:
         self.stages, self.replicas, self.policy, self.batches = stages, replicas, policy, batches
         self.held = in_flight(stages, replicas)
-        ways = longest_ways(stages, replicas)
+        held = [w * r for w, r in zip(self.held, replicas, strict=True)]
         # SpecTrain: half of the updates that a stage makes while the deepest source catches up.
-        self.halves = [(max(ways) - m) // r // 2 for m, r in zip(ways, replicas, strict=True)]
+        self.halves = [(max(held) - m) // r // 2 for m, r in zip(held, replicas, strict=True)]
         self.full = [len(stage.versions) - 1 for stage in stages]
         self.rounds = [0] * len(stages)
         self.made: dict[tuple[int, int], Tensor] = {}

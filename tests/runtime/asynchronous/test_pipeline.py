@@ -77,6 +77,22 @@ def test_losses_come_in_order_as_late_as_the_pipeline_is_deep() -> None:
         assert given == [4, 5, 6, 6, 6, 6]
 
 
+@pytest.mark.parametrize("counts", [(5, 8), (8, 5)])
+def test_ranks_with_unequal_data_end_at_once(counts: tuple[int, int]) -> None:
+    """Either rank may be the one that has less, and would else wait for the other until the
+    timeout.
+    """
+    model = cut("chain 2")
+
+    def work() -> None:
+        pipe = pipeline(model, plan_of(model))
+        list(pipe.steps(islice(batches(8), counts[dist.get_rank()])))
+
+    few = counts.index(5)
+    with pytest.raises(DataError, match=rf"rank {few} has 5, and rank {1 - few} is at number"):
+        on_ranks(plan_of(model), work)
+
+
 def test_evaluation_in_the_middle_drains_and_training_fills_again() -> None:
     """The loop goes on and gets every loss once; the reference drains at the same place."""
     model = cut("two branches", "adam", scheduler=halving)

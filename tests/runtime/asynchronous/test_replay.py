@@ -17,7 +17,7 @@ from anabranch.errors import InvalidPlanError, PolicyError
 from anabranch.model_names import resolve
 from anabranch.runtime.asynchronous.replay import Replay
 from anabranch.runtime.compute.options import ComputeOptions
-from anabranch.weights import POLICIES, PredictStash, versions_held
+from anabranch.weights import POLICIES, PredictStash, units_in_flight, versions_held
 from anabranch.workload import Workload
 from tests.runtime.asynchronous import reference
 from tests.runtime.asynchronous.models import (
@@ -68,12 +68,12 @@ def test_every_policy_on_every_topology(policy, name, dtype):
     """
     replay = require_equal(cut(name, dtype=dtype), policy, dtype)
     graph = replay.graph
+    units = [units_in_flight(st.in_flight, replay._microbatches) for st in graph.stages]
     assert [weights.peak_versions for weights in replay.weights] == [
         versions_held(
             POLICIES[policy](),
             in_flight=stage.in_flight,
-            distance=graph.height[s],
-            depth=graph.depth,
+            deepest=max(units),
             microbatches=replay._microbatches,
         )
         for s, stage in enumerate(graph.stages)

@@ -141,7 +141,7 @@ def test_counts_where_branches_join() -> None:
 
 @given(stage_graphs(max_replicas=1), st.sampled_from([1, 2]))
 def test_without_replicas_rounds_are_minibatches(graph: StageGraph, per_hop: int) -> None:
-    """Counts, distances and depth are those of any asynchronous plan."""
+    """Counts are those of any asynchronous plan."""
     whole = StageGraph(
         tuple(Stage(each.operators, each.devices, 1) for each in graph.stages), graph.edges, 99
     )
@@ -150,9 +150,7 @@ def test_without_replicas_rounds_are_minibatches(graph: StageGraph, per_hop: int
     assert rounds.in_flight == tuple(stage.in_flight for stage in warm.stages)
     assert rounds.late == max(rounds.in_flight)
     for s in range(len(whole)):
-        distance, depth = rounds.place(s)
-        assert distance == whole.height[s]
-        assert depth - distance == whole.depth - whole.height[s]
+        assert rounds.deepest(s) == max(rounds.in_flight)
 
 
 @given(stage_graphs(max_stages=5, max_replicas=4), st.sampled_from([1, 2]))
@@ -202,16 +200,11 @@ def test_places_count_in_updates_of_the_stage() -> None:
     """Devices to the sink 4, 2, 1. Stage 1 is 2 mini-batches from the source, which are 2 of its
     updates; with two replicas they would be 1.
     """
-    assert [RoundRobin.of(graph_of((2, 1, 1))).place(s) for s in range(3)] == [
-        (1, 2),
-        (1, 4),
-        (0, 4),
-    ]
-    assert [RoundRobin.of(graph_of((1, 1, 2))).place(s) for s in range(3)] == [
-        (3, 4),
-        (2, 4),
-        (0, 2),
-    ]
+    first, last = RoundRobin.of(graph_of((2, 1, 1))), RoundRobin.of(graph_of((1, 1, 2)))
+    assert first.in_flight == (2, 2, 1)
+    assert [first.deepest(s) for s in range(3)] == [2, 4, 4]
+    assert last.in_flight == (4, 3, 1)
+    assert [last.deepest(s) for s in range(3)] == [4, 4, 2]
 
 
 @given(stage_graphs(max_replicas=4), st.integers(0, 60))

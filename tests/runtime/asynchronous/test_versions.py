@@ -30,17 +30,15 @@ from tests.runtime.asynchronous.models import batches, cut
 class Stage:
     """One weight that every update lowers by 1, so that version n is the number -n."""
 
-    def __init__(self, policy: Any, in_flight: int, distance: int | None = None) -> None:
+    def __init__(self, policy: Any, in_flight: int) -> None:
         self.weight = nn.Parameter(torch.zeros(1))
-        distance = in_flight - 1 if distance is None else distance
         self.versions = VersionedWeights(
             {"weight": self.weight},
             # The momentum buffer is 1 after every update.
             SGD([self.weight], lr=1.0, momentum=0.5, dampening=0.5),
             policy,
             in_flight=in_flight,
-            distance=distance,
-            depth=in_flight,
+            deepest=in_flight,
         )
         self.read: dict[str, float] = {}
         self.storages: set[int] = set()
@@ -129,8 +127,7 @@ def test_spectrain_reads_one_version_twice():
         SGD([weight], lr=1.0, momentum=0.5, dampening=0.5),
         SpecTrain(),
         in_flight=2,
-        distance=1,
-        depth=5,
+        deepest=5,
     )
     read = []
     versions.forward(0)
@@ -193,7 +190,7 @@ def test_copies_are_what_the_walk_says(name, in_flight):
     stage = Stage(policy, lag)
     stage.run(20, lag)
     stage.run(20, lag, first=20)
-    held = versions_held(policy, in_flight=lag, distance=lag - 1, depth=lag)
+    held = versions_held(policy, in_flight=lag, deepest=lag)
     assert stage.versions.peak_versions == held
 
 
@@ -206,8 +203,7 @@ def test_autograd_does_not_mind():
             SGD(layer.parameters(), lr=0.1, momentum=0.9),
             POLICIES[name](),
             in_flight=2,
-            distance=1,
-            depth=2,
+            deepest=2,
         )
         outputs = []
         for n in range(5):
@@ -260,7 +256,7 @@ def test_a_skipped_update_is_a_version():
     optimizer = SGD([weight], lr=1.0, momentum=0.5)
     scheduler = StepLR(optimizer, 1)
     versions = VersionedWeights(
-        {"w": weight}, optimizer, Stash(), in_flight=1, distance=0, depth=1, scheduler=scheduler
+        {"w": weight}, optimizer, Stash(), in_flight=1, deepest=1, scheduler=scheduler
     )
     versions.forward(0)
     weight.grad = torch.full((1,), torch.inf)
@@ -278,7 +274,7 @@ def test_a_parameter_without_a_gradient_is_predicted_to_stay(make):
     used, unused = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
     optimizer = make([used, unused], lr=0.1)
     versions = VersionedWeights(
-        {"used": used, "unused": unused}, optimizer, PipeOptim(), in_flight=2, distance=1, depth=2
+        {"used": used, "unused": unused}, optimizer, PipeOptim(), in_flight=2, deepest=2
     )
     versions.forward(0)
     for n in range(1, 4):
@@ -297,7 +293,7 @@ def test_a_parameter_without_a_gradient_is_predicted_to_stay(make):
 
 def test_a_stage_without_trainable_parameters():
     """Counts versions, holds nothing; without an optimizer others are refused."""
-    versions = VersionedWeights({}, None, PipeOptim(), in_flight=2, distance=1, depth=2)
+    versions = VersionedWeights({}, None, PipeOptim(), in_flight=2, deepest=2)
     versions.fill(0)
     for n in range(3):
         with versions.forward(n):
@@ -310,7 +306,7 @@ def test_a_stage_without_trainable_parameters():
         VersionedWeights({"w": nn.Parameter(torch.ones(1))}, None, Stash(), **dict(PLACE))
 
 
-PLACE = {"in_flight": 2, "distance": 1, "depth": 2}
+PLACE = {"in_flight": 2, "deepest": 2}
 
 
 class Saved:
@@ -365,8 +361,7 @@ def clipped(gradients: list[float]) -> list[float]:
         SGD([weight], lr=1.0, momentum=0.0, dampening=0.0),
         PredictStash(clip=2.0),
         in_flight=1,
-        distance=0,
-        depth=1,
+        deepest=1,
     )
     steps = []
     for n, gradient in enumerate(gradients):
@@ -401,8 +396,7 @@ def test_sparse_gradients_are_clipped_by_what_they_add_up_to():
         SGD([weight], lr=1.0),
         PredictStash(clip=2.0),
         in_flight=1,
-        distance=0,
-        depth=1,
+        deepest=1,
     )
     for n, gradient in enumerate([1.0, 5.0]):
         versions.forward(n)

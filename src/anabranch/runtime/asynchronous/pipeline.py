@@ -179,7 +179,7 @@ class AsyncPipeline(BasePipeline):
         self._has_stopped = self._is_spoilt = False
         self._has_warned = False
         self._measured_at = -1
-        self._number, self._parted = next(_NUMBERS), count()
+        self._number, self._parted, self._loops = next(_NUMBERS), count(), count()
         self._recent_s: deque[float] = deque(maxlen=8)
         self.metrics: dict[str, float] = {}
         self.version_difference: tuple[int, ...] = ()
@@ -196,18 +196,16 @@ class AsyncPipeline(BasePipeline):
     def _start(self) -> None:
         """Weights and an empty stream, for the optimizer as it is."""
         graph, s, rounds = self._graph, self._stage, self._rounds
-        distance, depth = graph.height[s], graph.depth
-        if rounds is not None:
-            distance, depth = rounds.place(s)
+        held = [behind + 1 for behind in self._behind]
+        deepest = max(held) if rounds is None else rounds.deepest(s)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # rank 0 has told of the optimizer for all (choose)
             self._weights = VersionedWeights(
                 self._state.parameters,
                 self.optimizer,
                 self.policy,
-                in_flight=self._behind[s] + 1,
-                distance=distance,
-                depth=depth,
+                in_flight=held[s],
+                deepest=deepest,
                 scheduler=self.scheduler,
             )
         parameters = self._state.parameters
@@ -258,13 +256,18 @@ class AsyncPipeline(BasePipeline):
             NonFiniteError: on every rank, late like the loss; names stage and mini-batch. Stages
                 have parted ways by then, so training can only go on from a checkpoint.
             StageFailedError: if something raised on this rank; names stage and mini-batch.
-            DataError: if a batch is built otherwise than the workload's example, or too large.
+            DataError: if a batch is built otherwise than the workload's example, or too large; or
+                if the ranks have unequal numbers of them.
         """
-        first = self.step_number
+        first, loop = self.step_number, f"{self._number}/{next(self._loops)}"
         try:
             for batch in self._session.given(batches, self._leave):
+                with self._session.failing():
+                    self._mesh.begin(loop, self.step_number - first)
                 self._put(batch)
                 yield from self._known(first, self.step_number - self._late)
+            with self._session.failing():
+                self._mesh.end(loop, self.step_number - first)
             with suppress(NonFiniteError):  # its turn comes after the losses before it
                 self.drain()
             yield from self._known(first, self.step_number)

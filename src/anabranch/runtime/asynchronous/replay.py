@@ -99,13 +99,13 @@ class Replay:
         scheduler = None
         if optimizer is not None and workload.scheduler is not None:
             scheduler = workload.scheduler(optimizer)
+        units = [units_in_flight(st.in_flight, self._microbatches) for st in self.graph.stages]
         return VersionedWeights(
             parameters,
             optimizer,
             self._policy,
-            in_flight=units_in_flight(self.graph.stages[s].in_flight, self._microbatches),
-            distance=self.graph.height[s],
-            depth=self.graph.depth,
+            in_flight=units[s],
+            deepest=max(units),
             scheduler=scheduler,
         )
 

@@ -87,15 +87,10 @@ class RoundRobin:
         """After so many more mini-batches no stage has to wait to have learned from one."""
         return max((w + 1) * r - 1 for w, r in zip(self.in_flight, self.replicas, strict=True))
 
-    def place(self, stage: int) -> tuple[int, int]:
-        """Where a stage is, in its own updates: distance to a sink, and depth of the pipeline.
-
-        With one replica everywhere both are the longest distances in stage edges.
-        """
-        minibatches = _minibatches(self.graph, 1)
-        replicas = self.replicas[stage]
-        distance = -(-minibatches[stage] // replicas) - 1
-        return distance, distance + 1 + (max(minibatches) - minibatches[stage]) // replicas
+    def deepest(self, stage: int) -> int:
+        """Mini-batches in flight where there are most, in rounds of a stage; see ``Unit``."""
+        minibatches = [w * r for w, r in zip(self.in_flight, self.replicas, strict=True)]
+        return max(minibatches) // self.replicas[stage]
 
     def one(self, turn: int, samples: int) -> StageGraph:
         """The stages of one mini-batch, each the replica whose turn it is."""
@@ -149,11 +144,8 @@ def budgeted(
     cost = CostModel(estimate(captured, samples=(size,)), cluster)
     peaks: dict[int, int] = {}
     for s, stage in enumerate(plan.stage_graph.stages):
-        distance, depth = rounds.place(s)
-        held = rounds.in_flight[s]
-        versions = versions_held(
-            policy, in_flight=held, distance=distance, depth=depth, last_update=last_update
-        )
+        held, deepest = rounds.in_flight[s], rounds.deepest(s)
+        versions = versions_held(policy, in_flight=held, deepest=deepest, last_update=last_update)
         nbytes = stage_bytes(whole, cost, s, in_flight=held, versions=versions)
         peaks |= dict.fromkeys(stage.devices, int(nbytes))
     ordered = tuple(peaks[device] for device in plan.stage_graph.devices)

@@ -57,8 +57,7 @@ class VersionedWeights:
         policy: WeightPolicy,
         *,
         in_flight: int,
-        distance: int,
-        depth: int,
+        deepest: int,
         scheduler: LRScheduler | None = None,
     ) -> None:
         trainable = {id(p): (name, p) for name, p in parameters.items() if p.requires_grad}
@@ -67,7 +66,7 @@ class VersionedWeights:
         if self._parameters and optimizer is None:
             raise ValueError(f"parameter {self._names[0]} is trained by no optimizer")
         self._optimizer, self._scheduler, self._policy = optimizer, scheduler, policy
-        self._tracker = VersionTracker(policy, in_flight=in_flight, distance=distance, depth=depth)
+        self._tracker = VersionTracker(policy, in_flight=in_flight, deepest=deepest)
         self._lag = in_flight - 1
         self._current: Storage = [parameter.data for parameter in self._parameters]
         self._pool = _Pool()
