@@ -78,7 +78,30 @@ def test_random_numbers_are_told_apart_from_errors() -> None:
     result = verify(model.workload, plan(model, 2), captured=model.captured, timeout=LIMIT_S)
     assert result.is_random
     assert not result.bitwise
-    assert "dropout" in result.summary()
+    assert "--dropout sample" in result.summary()
+    assert "on 2 devices" in result.summary()
+
+
+@pytest.mark.dist
+def test_random_numbers_by_sample_can_be_compared() -> None:
+    """Two stages draw what one device draws, so all gradients are equal in every bit; the losses of
+    two seeds differ, so that something is drawn.
+    """
+    model, losses = built("Dropout"), []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        result = verify(
+            model.workload,
+            plan(model, 2),
+            captured=model.captured,
+            timeout=LIMIT_S,
+            dropout="sample",
+        )
+        assert result.bitwise
+        assert result.by_sample
+        assert not result.is_random
+        losses.append(result.loss)
+    assert losses[0] != losses[1]
 
 
 @pytest.mark.dist

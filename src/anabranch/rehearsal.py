@@ -118,13 +118,9 @@ def rehearse(
         raise ValueError(f"the time scale is {time_scale}; it must be positive, and 1e6 at most")
     if links == "host" and time_scale not in (None, 1.0):
         raise ValueError("links of this machine cannot be slowed: the time scale must be 1")
-    machines = cluster or plan.machines
-    if machines is None:
-        raise InvalidPlanError(
-            f"the plan was made for a cluster called {plan.cluster!r}, but does not say what that "
-            "has; name the cluster to emulate"
-        )
-    predicted = simulate(plan, profile, machines)
+    plan, predicted = foreseen(plan, profile, cluster)
+    machines = plan.machines
+    assert machines is not None
     emulation = Emulation(plan, profile, machines, links=links)
     fixed = 1.0 if links == "host" else time_scale
 
@@ -132,16 +128,8 @@ def rehearse(
         return _measure(emulation, steps, fixed, timeout, watch)
 
     found = launch.run(rank, len(emulation.devices))[0]
-    figures = Prediction(
-        step_s=predicted.step_s,
-        bottleneck_s_per_sample=bottleneck_s_per_sample(
-            plan.stage_graph, CostModel(profile, machines)
-        ),
-        bubble=predicted.bubble,
-        device_peak_bytes=tuple(predicted.peak_bytes[device] for device in predicted.devices),
-    )
     run = Run(
-        plan=replace(plan, cluster=machines.name, machines=machines, predicted=figures),
+        plan=plan,
         losses=(),
         step_s=found.step_s,
         ideal_step_s=_ideal(emulation, profile),
@@ -156,6 +144,30 @@ def rehearse(
         emulation.message_bytes,
         emulation.num_messages,
     )
+
+
+def foreseen(plan: Plan, profile: Profile, cluster: Cluster | None = None) -> tuple[Plan, Timeline]:
+    """The plan with the figures that it has on a cluster, by default its own, and the timeline.
+
+    Raises:
+        InvalidPlanError: if the plan does not suit model and cluster, or says of none.
+    """
+    machines = cluster or plan.machines
+    if machines is None:
+        raise InvalidPlanError(
+            f"the plan was made for a cluster called {plan.cluster!r}, but does not say what that "
+            "has; name the cluster to emulate"
+        )
+    predicted = simulate(plan, profile, machines)
+    figures = Prediction(
+        step_s=predicted.step_s,
+        bottleneck_s_per_sample=bottleneck_s_per_sample(
+            plan.stage_graph, CostModel(profile, machines)
+        ),
+        bubble=predicted.bubble,
+        device_peak_bytes=tuple(predicted.peak_bytes[device] for device in predicted.devices),
+    )
+    return replace(plan, cluster=machines.name, machines=machines, predicted=figures), predicted
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,9 @@ from anabranch.workload import Batch, Workload
 _RECORDED = 3
 """Steps of which a timeline is recorded; the one with the median time is kept."""
 
+WEIGHED_STEP = 2 + _RECORDED
+"""The step whose peak memory is measured: after one that sets up, and those with a timeline."""
+
 _SETTLED, _SHOWN = 8, 6
 """Without a flush: losses before a timeline is recorded, and mini-batches that it shows."""
 
@@ -98,7 +101,7 @@ def train(
     # What is compiled cannot be looked into.
     can_weigh = options.get("compute", PLAIN).backend is None
     # First single steps, whose times and timelines are those of a step alone.
-    alone = 2 + _RECORDED if steps is None else min(steps, 2 + _RECORDED)
+    alone = WEIGHED_STEP if steps is None else min(steps, WEIGHED_STEP)
     for batch in _uninterrupted(islice(batches, alone), 0, accumulate):
         started = time.perf_counter()
         full = num_samples(batch) == plan.stage_graph.batch_size

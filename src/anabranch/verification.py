@@ -26,7 +26,8 @@ from anabranch.graph.opgraph import OpGraph
 from anabranch.plans.plan import Plan, Prediction
 from anabranch.plans.stages import Stage, StageGraph
 from anabranch.runtime import plan_parts as steps
-from anabranch.runtime.compute.programs import is_random
+from anabranch.runtime.compute.options import ComputeOptions, Dropout
+from anabranch.runtime.compute.programs import is_random as is_random_module
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.runtime.placement import claim, own_device
 from anabranch.runtime.reference import Reference, num_samples, reference
@@ -52,6 +53,8 @@ class VerifyResult:
         num_parameters: parameters that were compared.
         num_devices: ranks of the pipeline.
         is_random: the model draws random numbers, others in the pipeline than in one process.
+        by_sample: it draws them by sample, the same ones in both; the one process then runs the
+            captured model, because the user's own module has no such numbers.
     """
 
     loss: float
@@ -63,15 +66,23 @@ class VerifyResult:
     num_parameters: int
     num_devices: int
     is_random: bool = False
+    by_sample: bool = False
 
     def summary(self) -> str:
         """One line."""
         how = "bitwise equal" if self.bitwise else f"largest at {self.worst}"
         if self.is_random:
-            how += "; the model draws random numbers, such as dropout: switch them off to compare"
+            how += (
+                "; the model draws random numbers, such as dropout, and other ones in one process, "
+                'so this says nothing: compare with dropout="sample" (--dropout sample), or switch '
+                "them off"
+            )
+        if self.by_sample:
+            how += "; random numbers by sample, in one process of the captured model"
+        devices = f"{self.num_devices} device{'s' if self.num_devices > 1 else ''}"
         return (
             f"gradient error {self.max_gradient_error:.3g} over {self.num_parameters} parameters "
-            f"on {self.num_devices} devices ({how}); loss {self.loss:.9g}, in one process "
+            f"on {devices} ({how}); loss {self.loss:.9g}, in one process "
             f"{self.reference_loss:.9g}"
         )
 
@@ -85,10 +96,12 @@ def verify(
     exact: bool = True,
     timeout: float = 300.0,
     device: str | None = None,
+    dropout: Dropout = "stage",
 ) -> VerifyResult:
     """Compare one step of a pipeline on local ranks with one process.
 
-    A model that draws random numbers (dropout) differs by them: switch them off first.
+    A model that draws random numbers (dropout) differs by them: switch them off, or let it draw
+    them by sample.
 
     Args:
         workload: its data and optimizer are not used.
@@ -100,6 +113,8 @@ def verify(
             size.
         timeout: seconds for each of the two runs.
         device: where both run; see ``Pipeline``.
+        dropout: see ``ComputeOptions``; ``sample`` compares a model that draws random numbers with
+            the captured model on one device, which draws the same ones.
 
     Raises:
         CaptureError, InvalidPlanError, TrainingError: if a side cannot run.
@@ -121,6 +136,25 @@ def verify(
     programs = [parts.program(s, captured.samples) for s in range(len(plan.stage_graph))]
     slices = _slices(plan.stage_graph, [program.has_loss for program in programs].index(True))
     module = workload.module
+    is_random = any(is_random_module(program.module) for program in programs)
+    by_sample = is_random and dropout == "sample"
+    options = ComputeOptions(dropout=dropout)
+    seed = torch.initial_seed()
+
+    def one_device() -> Reference:
+        torch.manual_seed(seed)
+        alone = Pipeline(
+            workload,
+            _on_one_device(captured, plan, slices[0][1]),
+            captured=captured,
+            exact=exact,
+            compute=options,
+            check_gradients=False,
+            check_memory=False,
+            device=device,
+        )
+        loss, gradients = alone.gradients(batch)
+        return Reference(loss, {}, _on_cpu(gradients))
 
     def one_process() -> Reference:
         if device is not None:
@@ -129,12 +163,19 @@ def verify(
         found = reference(module, batch, slices)
         return replace(found, gradients=_on_cpu(found.gradients))
 
-    (expected,) = launch.run(one_process, 1, timeout=timeout)
+    (expected,) = launch.run(one_device if by_sample else one_process, 1, timeout=timeout)
     num_devices = len(plan.stage_graph.devices)
 
     def one_rank() -> tuple[float, dict[str, Tensor]]:
+        torch.manual_seed(seed)
         pipeline = Pipeline(
-            workload, plan, captured=captured, exact=exact, check_gradients=False, device=device
+            workload,
+            plan,
+            captured=captured,
+            exact=exact,
+            compute=options,
+            check_gradients=False,
+            device=device,
         )
         loss, gradients = pipeline.gradients(batch)
         return loss, _on_cpu(gradients)
@@ -142,7 +183,14 @@ def verify(
     results = launch.run(one_rank, num_devices, timeout=timeout)
     gradients = {name: g for _, part in results for name, g in part.items()}
     result = _compare(results[0][0], gradients, expected, exact, num_devices)
-    return replace(result, is_random=any(is_random(program.module) for program in programs))
+    return replace(result, is_random=is_random and not by_sample, by_sample=by_sample)
+
+
+def _on_one_device(captured: Captured, plan: Plan, size: int) -> Plan:
+    """The same batch through one stage of all operators, in micro-batches of a size."""
+    names = tuple(op.name for op in captured.graph.ops)
+    graph = StageGraph((Stage(names, (0,), size),), (), plan.stage_graph.batch_size)
+    return replace(plan, stage_graph=rule_named("1f1b").warm_up(graph), schedule="1f1b")
 
 
 def _workable(captured: Captured, plan: Plan) -> Plan:

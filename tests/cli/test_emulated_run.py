@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -39,10 +40,15 @@ def test_a_profile_file_is_enough(run, tmp_path, document):
     path = str(tmp_path / "profile.json")
     document("profile", TOWERS, "--device", "v100", "--batch-size", "8", "-o", path)
     code, out, err = run(
-        "train", path, "--emulate", "--cluster", "summit:1x2", "--batch-size", "8", "--steps", "1"
-    )
+        "train", path, "--emulate", "--cluster", "summit:1x2", "--batch-size", "8", "--steps", "1",
+        "--latency", "5000", "--max-replicas", "1",
+    )  # fmt: skip
     assert code == 0, err
     assert "predicted step" in out
+    # What is told of the plan is for the links that are emulated, so there is one prediction.
+    (header,) = re.findall(r"^step ([\d.]+) ms", out, re.M)
+    (row,) = re.findall(r"predicted step +([\d.]+) ms", out)
+    assert float(header) == pytest.approx(float(row), rel=0.01)
     assert "time scale" in out
 
 

@@ -32,17 +32,19 @@ def rehearse(
 ) -> None:
     """Emulate the plan of a file, or one that is found first, and say what came of it."""
     from anabranch.record import save_run
+    from anabranch.rehearsal import foreseen
     from anabranch.rehearsal import rehearse as emulate
 
     plan, profile, cluster = _plan(source, local, emulation.cluster)
+    emulated = emulation.with_links(cluster)
     if not as_json:
-        typer.echo(plan.summary())
+        typer.echo(foreseen(plan, profile, emulated)[0].summary())
     with progress_bar("emulated steps") as progress:
         result = usage(
             emulate,
             plan,
             profile,
-            emulation.with_links(cluster),
+            emulated,
             steps=steps,
             links=emulation.links,
             time_scale=emulation.time_scale,

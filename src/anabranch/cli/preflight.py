@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -171,8 +172,19 @@ def require_trainable(
 
 
 def require_new_run(run: Path | None) -> None:
-    """Accept a folder for figures and report; raises TrainingError if an earlier run is in it."""
-    if run is not None and (run / "run.json").exists():
+    """Accept a folder for figures and report; raises TrainingError if an earlier run is in it, or
+    it cannot be made.
+    """
+    if run is None:
+        return
+    there = next(path for path in (run, *run.absolute().parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        what = "cannot be written" if there.is_dir() else "is a file"
+        raise TrainingError(
+            f"the figures and the report of a run cannot be kept in {run}: {there} {what}; name "
+            "another folder with --out"
+        )
+    if (run / "run.json").exists():
         raise TrainingError(
             f"{run} has the figures of an earlier run (run.json), which are never written over; "
             "name a new folder with --out, or leave --out away: then every run gets a folder of "

@@ -79,10 +79,14 @@ def step_rows(run: Run) -> list[list[str]]:
 
 def _unweighed(run: Run) -> str:
     """Where the peak is not measured: without a flush, when compiled, in a short run."""
-    predicted = run.predicted
+    from anabranch.train import WEIGHED_STEP
+
+    predicted, why = run.predicted, ""
+    if not run.policy and len(run.losses) < WEIGHED_STEP:
+        why = f" (step {WEIGHED_STEP} would be weighed)"
     if predicted is None or not predicted.device_peak_bytes:
-        return f"not measured, {NOT_PREDICTED}"
-    return f"not measured, predicted {memory_text(max(predicted.device_peak_bytes))}"
+        return f"not measured{why}, {NOT_PREDICTED}"
+    return f"not measured{why}, predicted {memory_text(max(predicted.device_peak_bytes))}"
 
 
 def _beside(predicted: Prediction | None) -> str:

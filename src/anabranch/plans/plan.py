@@ -148,7 +148,8 @@ class Plan:
             lines.append(
                 f"  stage {s:2d}  after {after[s]:{wide}s}  devices {devices[s]:{wider}s}  "
                 f"micro-batch {stage.microbatch_size:4d}  in flight {stage.in_flight:3d}  "
-                f"{modes[s]}{len(stage.operators):3d} operators: {span}"
+                f"{modes[s]}{len(stage.operators):3d} operator"
+                f"{'s' if len(stage.operators) > 1 else ''}: {span}"
             )
         return "\n".join(lines)
 

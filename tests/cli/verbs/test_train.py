@@ -276,6 +276,17 @@ def test_an_earlier_run_is_never_written_over(run, tmp_path, monkeypatch):
         assert "name a new folder with --out" in err
 
 
+def test_figures_that_could_not_be_kept_are_refused_first(run, tmp_path, monkeypatch):
+    """A file in the place of the folder, or above it: not after hours of training."""
+    monkeypatch.setattr("anabranch.cli.source.ModelSource.workload", None)
+    (tmp_path / "taken").write_text("")
+    for out in ("taken", "taken/below"):
+        code, _, err = run(*PIPELINE, "--out", out)
+        assert code == 1
+        assert f"cannot be kept in {out}" in " ".join(err.split())
+        assert "taken is a file" in " ".join(err.split())
+
+
 @pytest.mark.dist
 def test_the_header_is_that_of_the_run(run, tmp_path):
     """A plan for pipeoptim under stash: neither its reason nor its figures are told."""

@@ -184,12 +184,13 @@ def _faster(others: Mapping[str, Plan | AnabranchError], ours: Plan) -> str:
     if not name or plans[name].figures.step_s >= ours.figures.step_s * (1 - 1e-9):
         return ""
     if ours.mode == "async":
-        depth = plans[name].stage_graph.depth
-        return (
-            f"the {name} pipeline is faster than this plan, at depth {depth} "
-            f"instead of {ours.stage_graph.depth}, which decides how stale weights are: "
-            f"{_OPTIONS[name]} plans it"
+        depth, mine = plans[name].stage_graph.depth, ours.stage_graph.depth
+        stale = (
+            f"at the same depth, {depth}, so its weights are as stale"
+            if depth == mine
+            else f"at depth {depth} instead of {mine}, which decides how stale weights are"
         )
+        return f"the {name} pipeline is faster than this plan, {stale}: {_OPTIONS[name]} plans it"
     return (
         f"the {name} pipeline is faster than this plan: {_OPTIONS[name]} plans it, or let the "
         "search of this planner come to its end"

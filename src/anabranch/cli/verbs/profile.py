@@ -69,7 +69,8 @@ def profile(
     columns = ["operator", "kind", "forward ms", "backward ms", "kept KiB/sample"]
     print_table(f"{model.model}: {result.origin}", columns, rows)
     typer.echo(
-        f"{len(rows)} operators, {parameter_bytes / 2**20:.1f} MiB of parameters; "
+        f"{len(rows)} operator{'s' if len(rows) > 1 else ''}, "
+        f"{parameter_bytes / 2**20:.1f} MiB of parameters; "
         f"with {result.samples[-1]} samples forward {forward * 1e3:.2f} ms, "
         f"backward {backward * 1e3:.2f} ms"
     )

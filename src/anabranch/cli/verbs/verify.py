@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated, Literal
+
 import typer
 
 from anabranch.cli.job import Job
@@ -11,7 +13,18 @@ from anabranch.cli.spread import spread
 
 
 @spread
-def verify(model: TrainedModelSettings, local: LocalPlanSettings, as_json: AsJson = False) -> None:
+def verify(
+    model: TrainedModelSettings,
+    local: LocalPlanSettings,
+    dropout: Annotated[
+        Literal["stage", "sample"],
+        typer.Option(
+            help="sample: random numbers are the same under any plan, so that a model with dropout "
+            "can be compared, with itself as captured on one device."
+        ),
+    ] = "stage",
+    as_json: AsJson = False,
+) -> None:
     """Train one step as a pipeline and in one process; compare loss and every gradient.
 
     Both accumulate the same micro-batches in the same order. Without --plan, stages have no
@@ -24,7 +37,9 @@ def verify(model: TrainedModelSettings, local: LocalPlanSettings, as_json: AsJso
 
     job = Job.of(model.source, local)
     plan = job.plan or job.search(local, max_replicas=1)
-    result = compare(job.workload, plan, captured=job.captured, device=local.device)
+    result = compare(
+        job.workload, plan, captured=job.captured, device=local.device, dropout=dropout
+    )
     good = result.max_gradient_error < 1e-4
     if as_json:
         names = ("max_gradient_error", "bitwise", "loss", "reference_loss", "worst", "exact")
@@ -41,5 +56,9 @@ def verify(model: TrainedModelSettings, local: LocalPlanSettings, as_json: AsJso
         typer.echo(plan.summary())
         typer.echo(result.summary())
     if not good:
-        typer.secho("the gradients differ by more than rounding", err=True, fg="red")
+        if result.is_random:
+            why = "nothing is verified: the model draws random numbers; try --dropout sample"
+        else:
+            why = "the gradients differ by more than rounding"
+        typer.secho(why, err=True, fg="red")
         raise typer.Exit(1)
