@@ -1,12 +1,16 @@
 """Settings for all tests."""
 
 import os
+import tempfile
 
 import torch
 from hypothesis import settings
 
 # Results are compared bit for bit between processes, and additions are ordered by threads.
 torch.set_num_threads(1)
+
+# Predictions do not depend on what was measured on the machine at hand.
+os.environ["ANABRANCH_CACHE"] = tempfile.mkdtemp(prefix="anabranch-cache-")
 
 # A deadline measures the machine, which may be busy, not the code. In CI the examples are the same
 # each time, so a failure there is the change's; at home every run looks at new ones.

@@ -7,11 +7,11 @@ from itertools import pairwise
 
 from hypothesis import strategies as st
 
-from anabranch.cluster import Cluster, Level
+from anabranch.cluster import Calibration, Cluster, Level, Machine
 from anabranch.graph.opgraph import BATCH, Op, OpGraph, Parameter, Value
 from anabranch.plans.plan import Plan, Prediction
 from anabranch.plans.stages import Stage, StageGraph
-from anabranch.profile.profile import OpCost, Profile
+from anabranch.profile.profile import OpCost, Profile, UpdateCost
 from anabranch.schedule.schedule import Action, Kind
 from anabranch.timeline import Span, Timeline
 
@@ -60,6 +60,7 @@ def profiles(draw: st.DrawFn) -> Profile:
         device=draw(st.sampled_from(["cpu", "v100"])),
         source=draw(st.sampled_from(["measured", "estimated", "imported"])),
         proportional=len(samples) == 1 and draw(st.booleans()),
+        update=draw(st.none() | st.builds(UpdateCost, SECONDS, SECONDS, SECONDS)),
     )
 
 
@@ -76,7 +77,22 @@ def clusters(draw: st.DrawFn) -> Cluster:
         for i in range(draw(st.integers(1, 3)))
     )
     memory = draw(st.integers(1, 2**50))
-    return Cluster("drawn", "v100", memory, levels, cores=draw(st.integers(0, 64)))
+    calibration = draw(st.none() | calibrations())
+    return Cluster("drawn", "v100", memory, levels, draw(st.integers(0, 64)), calibration)
+
+
+@st.composite
+def calibrations(draw: st.DrawFn) -> Calibration:
+    """What may have been measured on any machine."""
+    slower = sorted(draw(st.lists(st.floats(1, 100), max_size=4)))
+    seconds = [draw(st.floats(0, 1)) for _ in range(6)]
+    return Calibration(
+        Machine("processor", draw(st.integers(1, 64)), "2.13.0"),
+        "2026-01-31",
+        (1.0, *slower),
+        *seconds,
+        memory_bandwidth=draw(st.floats(1.0, 1e15)),
+    )
 
 
 @st.composite

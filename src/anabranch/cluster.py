@@ -56,6 +56,55 @@ class Level:
             )
 
 
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What a calibration holds for: processor model, its cores, the version of torch."""
+
+    processor: str
+    cores: int
+    torch: str
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """What computing and training cost on a host of the cluster, as measured there.
+
+    Seconds are of one processor core.
+
+    Attributes:
+        machine: where it was measured.
+        date: when, as YYYY-MM-DD.
+        slowdown: how many times as long computing takes while 1, 2, ... ranks of a host compute
+            side by side; with more than there are entries, as many times longer than the last as
+            they are more.
+        send_s: of a message, at its sender, and ``send_byte_s`` per byte.
+        receive_s: likewise at its receiver, and ``receive_byte_s`` per byte.
+        microbatch_s: of a forward or backward, besides its operators.
+        step_s: of each rank in a step, besides its actions, sums and update.
+        memory_bandwidth: bytes/s at which an optimizer goes through its tensors.
+    """
+
+    machine: Machine
+    date: str
+    slowdown: tuple[float, ...]
+    send_s: float
+    send_byte_s: float
+    receive_s: float
+    receive_byte_s: float
+    microbatch_s: float
+    step_s: float
+    memory_bandwidth: float
+
+    def __post_init__(self) -> None:
+        if not self.slowdown or self.slowdown[0] != 1 or any(s < 1 for s in self.slowdown):
+            raise ValueError(
+                f"slowdown {list(self.slowdown)} does not begin with 1 for one rank alone, or "
+                "falls below it"
+            )
+        if list(self.slowdown) != sorted(self.slowdown):
+            raise ValueError(f"slowdown {list(self.slowdown)} falls with more ranks")
+
+
 @dataclass(frozen=True)
 class Cluster:
     """Identical devices in a hierarchy.
@@ -65,8 +114,9 @@ class Cluster:
         device: kind of device, a key of ``profile.data_sheets.DATA_SHEETS`` or free text.
         memory_bytes: memory of each device.
         levels: innermost first; the product of the sizes is the number of devices.
-        cores: processor cores that the devices share where they are processes on one machine; 0
-            where each device computes on its own.
+        cores: processor cores that the devices of an innermost group share where they are
+            processes on one machine; 0 where each device computes on its own.
+        calibration: what was measured on such a machine, if anything was.
     """
 
     name: str
@@ -74,6 +124,7 @@ class Cluster:
     memory_bytes: int
     levels: tuple[Level, ...]
     cores: int = 0
+    calibration: Calibration | None = None
 
     def __post_init__(self) -> None:
         if not self.levels:
@@ -92,6 +143,15 @@ class Cluster:
     def group_sizes(self) -> tuple[int, ...]:
         """Devices in one group of each level, innermost first."""
         return tuple(accumulate((level.size for level in self.levels), mul))
+
+    @cached_property
+    def slowdown(self) -> tuple[float, ...]:
+        """``Calibration.slowdown`` of a host, without one 1 for as many ranks as it has cores;
+        empty where each device computes on its own.
+        """
+        if self.cores and self.calibration is not None:
+            return self.calibration.slowdown
+        return (1.0,) * self.cores
 
     def link(self, a: int, b: int) -> Link:
         """The slowest link on the way between two devices; ValueError for one that is not there."""

@@ -38,6 +38,34 @@ def test_cluster_comes_back(cluster: Cluster, tmp_path: Path) -> None:
     assert load_cluster(str(tmp_path / "c.json")) == cluster
 
 
+def test_a_calibration_that_cannot_be_is_refused(tmp_path: Path) -> None:
+    """Ranks side by side are never faster than one alone; a date has a form."""
+    calibration = {
+        "machine": {"processor": "Z80", "cores": 1, "torch": "2.13.0"},
+        "date": "2026-01-31",
+        "slowdown": [1.0, 2.0],
+        "send_s": 0.0,
+        "send_byte_s": 0.0,
+        "receive_s": 0.0,
+        "receive_byte_s": 0.0,
+        "microbatch_s": 0.0,
+        "step_s": 0.0,
+        "memory_bytes_per_s": 1.0,
+    }
+    file = tmp_path / "c.json"
+    file.write_text(json.dumps({**CLUSTER, "calibration": calibration}))
+    assert load_cluster(file).calibration is not None
+    for key, value, said in (
+        ("slowdown", [1.0, 3.0, 2.0], "falls with more ranks"),
+        ("slowdown", [2.0], "does not begin with 1 for one rank alone"),
+        ("date", "yesterday", "date"),
+        ("speed", 1.0, "unknown key calibration.speed"),
+    ):
+        file.write_text(json.dumps({**CLUSTER, "calibration": {**calibration, key: value}}))
+        with pytest.raises(FileFormatError, match=said):
+            load_cluster(file)
+
+
 def test_cluster_by_name_or_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A preset's name, a path, or a file in the working folder; else the presets are listed."""
     monkeypatch.chdir(tmp_path)

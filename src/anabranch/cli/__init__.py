@@ -13,6 +13,7 @@ import typer
 
 from anabranch.cli.output import Warnings, print_json
 from anabranch.cli.verbs.check import check
+from anabranch.cli.verbs.cluster import cluster
 from anabranch.cli.verbs.compare import compare
 from anabranch.cli.verbs.demo import demo
 from anabranch.cli.verbs.models import models
@@ -35,7 +36,8 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode="markdown",
 )
-for _verb in (profile, plan, compare, check, simulate, models, verify, train, report, demo):
+_verbs = (profile, plan, compare, check, simulate, models, verify, train, report, cluster, demo)
+for _verb in _verbs:
     app.command()(_verb)
 
 

@@ -74,7 +74,8 @@ def _plan(
     if local.plan_file is None:
         if cluster_name is None:
             raise typer.BadParameter("--emulate needs a plan (--plan FILE) or a --cluster")
-        cluster = read_cluster(cluster_name)
+        # What is emulated does not compute, and takes nothing from its neighbours.
+        cluster = read_cluster(cluster_name, calibrated=False)
         batch_size = local.batch_size or 32
         profile = source.profile(cluster.device, batch_size)
         found = usage(
@@ -89,7 +90,7 @@ def _plan(
         )
         return replace(found, options=source.recorded()), profile, cluster
     plan = load_plan(local.plan_file)
-    cluster = cluster_of(plan, local.plan_file, cluster_name)
+    cluster = cluster_of(plan, local.plan_file, cluster_name, calibrated=False)
     source = replace(source, granularity=plan.granularity)
     if source.model == plan.model:
         source = ModelSource.of_plan(plan, options=source.options)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ from anabranch.cli.parsing import powers_of_two, usage
 from anabranch.cli.preflight import require_own_devices
 from anabranch.cli.progress import TrainingProgress, progress_bar
 from anabranch.cli.settings import LocalPlanSettings, TrainingSettings
-from anabranch.cli.source import ModelSource
+from anabranch.cli.source import ModelSource, as_calibrated, measured
 from anabranch.cluster import Cluster
 from anabranch.errors import AnabranchError
 
@@ -31,10 +31,19 @@ if TYPE_CHECKING:
 class Job:
     """A model that is about to run: workload, captured graph, measured profile, plan."""
 
-    def __init__(self, source: ModelSource, plan: Plan | None, device: str = "cpu") -> None:
+    def __init__(
+        self,
+        source: ModelSource,
+        plan: Plan | None,
+        device: str = "cpu",
+        *,
+        calibrated: bool = True,
+    ) -> None:
         self.source = source
         self.plan = plan
         self.device = device
+        self._calibrated = calibrated and device == "cpu"
+        self._clusters: dict[int, Cluster] = {}
         if device == "cuda":
             # Ranks are forked, and cannot use a GPU that this process has used, if only to look
             # whether there is one.
@@ -54,27 +63,36 @@ class Job:
     def of(source: ModelSource, local: LocalPlanSettings) -> Job:
         """The job for a model, by a plan file if there is one; then nothing else is asked."""
         if local.plan_file is None:
-            return Job(source, None, local.device)
+            return Job(source, None, local.device, calibrated=not local.no_calibration)
         from anabranch.files import load_plan
 
         local.require_no_other()
         plan = load_plan(local.plan_file)
         require_own_devices(plan, local.plan_file)
-        return Job(replace(source, granularity=plan.granularity), plan, local.device)
+        source = replace(source, granularity=plan.granularity)
+        return Job(source, plan, local.device, calibrated=not local.no_calibration)
 
     def measure(self, batch_size: int) -> Profile:
         """Time the operators here, on one thread each, as ranks do, or on a GPU."""
         from anabranch import launch
-        from anabranch.profile.measure import measure
 
-        counts = powers_of_two(batch_size)
+        time = partial(
+            measured, self.captured, self.workload, powers_of_two(batch_size), self.device
+        )
         if self.device == "cuda" and "RANK" not in os.environ:
-            found = launch.run(lambda: measure(self.captured, counts, device="cuda"), 1)[0]
+            found: Profile = launch.run(time, 1)[0]
         else:
             with progress_bar(f"measuring {self.source.model}") as progress:
-                found = measure(self.captured, counts, device=self.device, progress=progress)
+                found = time(progress)
         self.profile = found
         return found
+
+    def cluster(self, devices: int) -> Cluster:
+        """So many local ranks, with the kept calibration of this machine."""
+        if devices not in self._clusters:
+            preset = Cluster.preset(f"local:{devices}")
+            self._clusters[devices] = as_calibrated(preset) if self._calibrated else preset
+        return self._clusters[devices]
 
     def search(
         self,
@@ -91,7 +109,7 @@ class Job:
         from anabranch.solve import plan
 
         batch_size = local.batch_size or 32
-        cluster = Cluster.preset(f"local:{local.num_devices}")
+        cluster = self.cluster(local.num_devices)
         found = usage(
             plan,
             self.profile or self.measure(batch_size),
@@ -173,7 +191,7 @@ class Job:
         assert self.plan is not None
         assert self.profile is not None
         devices = len(self.plan.stage_graph.devices)
-        return simulate(self.plan, self.profile, Cluster.preset(f"local:{devices}"))
+        return simulate(self.plan, self.profile, self.cluster(devices))
 
 
 def agreed(search: Callable[[], Plan]) -> Plan:

@@ -63,6 +63,13 @@ Schedule = Annotated[
         help="auto lets the simulator choose; published is what the planner's paper runs."
     ),
 ]
+NoCalibration = Annotated[
+    bool,
+    typer.Option(
+        "--no-calibration",
+        help="Predict local:N without the kept calibration of this machine.",
+    ),
+]
 MicrobatchSize = Annotated[
     int | None, typer.Option(min=1, help="Fix the micro-batch size; by default it is searched.")
 ]
@@ -145,6 +152,7 @@ class PlannedModelSettings:
     cluster: Annotated[
         str | None, typer.Option(help="Another cluster than the plan's: a preset or a JSON file.")
     ] = None
+    no_calibration: NoCalibration = False
     device: Device = None
     output: Output = None
     preset: Annotated[
@@ -159,7 +167,7 @@ class PlannedModelSettings:
 
     def cluster_of(self, plan: "Plan", file: Path) -> "Cluster":
         """The cluster that the user names, or the plan's."""
-        return cluster_of(plan, file, self.cluster)
+        return cluster_of(plan, file, self.cluster, calibrated=not self.no_calibration)
 
     def device_of(self, plan: "Plan", cluster: "Cluster") -> str:
         """The device whose times count."""
@@ -174,6 +182,7 @@ class PlanningSettings:
         str, typer.Option(help="Preset such as local:4 or summit:8x4, or a JSON file.")
     ]
     batch_size: Annotated[int, typer.Option(min=1, help="Samples of one step.")]
+    no_calibration: NoCalibration = False
     microbatch_size: MicrobatchSize = None
     schedule: Schedule = "auto"
     max_replicas: MaxReplicas = None
@@ -210,6 +219,7 @@ class LocalPlanSettings:
     batch_size: Annotated[
         int | None, typer.Option(min=1, help="Samples of one step [default: the plan's, or 32].")
     ] = None
+    no_calibration: NoCalibration = False
     microbatch_size: MicrobatchSize = None
     schedule: Schedule = "auto"
     device: RunsOn = "cpu"
@@ -221,7 +231,7 @@ class LocalPlanSettings:
 
     def require_no_other(self) -> None:
         """Refuse what a plan file has decided."""
-        free = ("--plan", "--schedule", "--device")
+        free = ("--plan", "--schedule", "--device", "--no-calibration")
         named = [option for option in given(self) if option not in free]
         if self.plan_file is not None and named:
             raise typer.BadParameter(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast
 
@@ -120,10 +120,8 @@ class ModelSource:
         counts = samples or powers_of_two(batch_size)
         captured = self.capture(workload)
         if _is_here(device):
-            from anabranch.profile.measure import measure
-
             with progress_bar(f"measuring {self.model} on {device}") as progress:
-                return measure(captured, counts, device=device, progress=progress)
+                return measured(captured, workload, counts, device, progress)
         from anabranch.profile.estimate import estimate
 
         return usage(estimate, captured, device, counts)
@@ -168,29 +166,58 @@ class ModelSource:
         return counts[0] if counts else None
 
 
+def measured(
+    captured: Captured,
+    workload: Workload,
+    counts: tuple[int, ...],
+    device: str,
+    progress: Callable[..., None] | None = None,
+) -> Profile:
+    """The operators and updates of a model, timed on a device of this machine as ranks have it."""
+    from anabranch.profile.measure import measure
+    from anabranch.runtime.measurement.update import measure_update
+
+    found = measure(captured, counts, device=device, progress=progress)
+    return replace(found, update=measure_update(workload, device=device))
+
+
 def _is_here(device: str) -> bool:
     """Whether times for a device are measured on this machine, not estimated."""
     return device.split(":")[0] in ("cpu", "cuda")
 
 
-def read_cluster(text: str) -> Cluster:
-    """A preset or a cluster file."""
+def read_cluster(text: str, *, calibrated: bool = True) -> Cluster:
+    """A preset or a cluster file; local ranks with the kept calibration of this machine, which is
+    said, unless the user does without.
+    """
     from anabranch.files import load_cluster
 
-    return usage(load_cluster, text)
+    return as_calibrated(usage(load_cluster, text), calibrated=calibrated)
 
 
-def cluster_of(plan: Plan, file: Path, text: str | None) -> Cluster:
+def as_calibrated(cluster: Cluster, *, calibrated: bool = True) -> Cluster:
+    """A cluster of local ranks with the kept calibration of this machine; what is used is said."""
+    if not calibrated:
+        return replace(cluster, calibration=None)
+    from anabranch.calibration import kept
+
+    found, why = kept.calibrated(cluster)
+    if why:
+        note(why)
+    return found
+
+
+def cluster_of(plan: Plan, file: Path, text: str | None, *, calibrated: bool = True) -> Cluster:
     """The cluster that the user names, or the one that a plan was made for; raises InvalidPlanError
     where a plan has no more than the name of a cluster of the user's own.
     """
     if text is not None:
-        return read_cluster(text)
+        return read_cluster(text, calibrated=calibrated)
     if plan.machines is not None:
-        return plan.machines
+        return as_calibrated(plan.machines, calibrated=calibrated)
     try:
-        return Cluster.preset(plan.cluster)
-    except ValueError:
+        return read_cluster(plan.cluster, calibrated=calibrated)
+    except (ValueError, typer.BadParameter):
         raise InvalidPlanError(
             f"{file} was made for a cluster called {plan.cluster!r}, which is no preset, and does "
             "not say what that has; name the cluster file it was made for, or another cluster, "

@@ -9,9 +9,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from anabranch.cluster import Cluster, Level
+from anabranch.cluster import Calibration, Cluster, Level, Machine
 from anabranch.files.fields import MOST_DEVICES, FilePath, Seconds, Text, build, save
-from anabranch.jsonfile import LARGEST_SIZE, Strict, document_fields, read_document
+from anabranch.jsonfile import (
+    LARGEST_SIZE,
+    Strict,
+    core_fields,
+    document_fields,
+    read_document,
+)
 
 CLUSTER = "anabranch.cluster/1"
 
@@ -41,8 +47,25 @@ def cluster_to_dict(cluster: Cluster) -> dict[str, Any]:
         document_fields(level, _Level, bandwidth_bytes_per_s=level.bandwidth)
         for level in cluster.levels
     ]
-    document = document_fields(cluster, ClusterFile, schema_=CLUSTER, levels=levels)
+    calibration = cluster.calibration
+    document = document_fields(
+        cluster,
+        ClusterFile,
+        schema_=CLUSTER,
+        levels=levels,
+        calibration=None if calibration is None else calibration_to_dict(calibration),
+    )
     return {"schema": document.pop("schema_"), **document}
+
+
+def calibration_to_dict(calibration: Calibration) -> dict[str, Any]:
+    """What a cluster file says of a calibration."""
+    return document_fields(
+        calibration,
+        _Calibration,
+        machine=document_fields(calibration.machine, _Machine),
+        memory_bytes_per_s=calibration.memory_bandwidth,
+    )
 
 
 class _Level(Strict):
@@ -50,6 +73,27 @@ class _Level(Strict):
     size: Annotated[int, Field(ge=1, le=MOST_DEVICES)]
     bandwidth_bytes_per_s: Annotated[float, Field(gt=0, le=1e18)]
     latency_s: Seconds
+
+
+class _Machine(Strict):
+    processor: Text
+    cores: Annotated[int, Field(ge=1, le=MOST_DEVICES)]
+    torch: Text
+
+
+class _Calibration(Strict):
+    machine: _Machine
+    date: Annotated[str, Field(pattern=r"^\d{4}-\d{2}-\d{2}$")]
+    slowdown: Annotated[
+        list[Annotated[float, Field(ge=1, le=1e6)]], Field(min_length=1, max_length=10**4)
+    ]
+    send_s: Seconds
+    send_byte_s: Seconds
+    receive_s: Seconds
+    receive_byte_s: Seconds
+    microbatch_s: Seconds
+    step_s: Seconds
+    memory_bytes_per_s: Annotated[float, Field(gt=0, le=1e18)]
 
 
 class ClusterFile(Strict):
@@ -61,6 +105,7 @@ class ClusterFile(Strict):
     memory_bytes: Annotated[int, Field(ge=1, le=LARGEST_SIZE)]
     cores: Annotated[int, Field(ge=0, le=MOST_DEVICES)] = 0
     levels: Annotated[list[_Level], Field(min_length=1, max_length=100)]
+    calibration: _Calibration | None = None
 
 
 def _exists(path: Path) -> bool:
@@ -81,4 +126,11 @@ def to_cluster(file: ClusterFile) -> Cluster:
         Level(level.name, level.size, level.bandwidth_bytes_per_s, level.latency_s)
         for level in file.levels
     )
-    return Cluster(file.name, file.device, file.memory_bytes, levels, file.cores)
+    calibration = None if file.calibration is None else _to_calibration(file.calibration)
+    return Cluster(file.name, file.device, file.memory_bytes, levels, file.cores, calibration)
+
+
+def _to_calibration(document: _Calibration) -> Calibration:
+    machine = Machine(**core_fields(document.machine))
+    fields = core_fields(document, leave_out=("machine", "memory_bytes_per_s"))
+    return Calibration(machine=machine, memory_bandwidth=document.memory_bytes_per_s, **fields)

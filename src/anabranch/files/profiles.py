@@ -21,7 +21,7 @@ from anabranch.files.fields import (
 )
 from anabranch.graph.opgraph import BATCH, Op, OpGraph, Parameter, Value
 from anabranch.jsonfile import Strict, core_fields, document_fields, read_document
-from anabranch.profile.profile import OpCost, Profile, Sharded
+from anabranch.profile.profile import OpCost, Profile, Sharded, UpdateCost
 
 PROFILE = "anabranch.profile/1"
 
@@ -64,6 +64,8 @@ def profile_to_dict(profile: Profile) -> dict[str, Any]:
     }
     if profile.sharded:  # left out where there is none, which is nearly everywhere
         document["sharded"] = [_sharded_to_dict(graph, sharded) for sharded in profile.sharded]
+    if profile.update is not None:
+        document["update"] = document_fields(profile.update, _Update)
     return document
 
 
@@ -122,6 +124,12 @@ class _Sharded(Strict):
     operators: list[_ShardedOperator]
 
 
+class _Update(Strict):
+    fixed_s: Seconds
+    tensor_s: Seconds
+    byte_s: Seconds
+
+
 class _ProfileFile(Strict):
     schema_: Literal["anabranch.profile/1"] = Field(alias="schema")
     name: Text
@@ -134,6 +142,7 @@ class _ProfileFile(Strict):
     operators: list[_Operator]
     values: list[_Value]
     sharded: list[_Sharded] = Field(default_factory=list)
+    update: _Update | None = None
 
 
 def _to_profile(file: _ProfileFile) -> Profile:
@@ -172,6 +181,7 @@ def _to_profile(file: _ProfileFile) -> Profile:
         file.source,
         proportional=file.proportional,
         sharded=tuple(_to_sharded(i, sharded, graph) for i, sharded in enumerate(file.sharded)),
+        update=None if file.update is None else UpdateCost(**core_fields(file.update)),
     )
 
 

@@ -40,6 +40,29 @@ class Sharded:
     parameter_bytes: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class UpdateCost:
+    """Seconds of an update of a device's trainable parameters, clipping included.
+
+    ``fixed_s`` of each update, ``tensor_s`` for each parameter, ``byte_s`` for each of their bytes.
+    """
+
+    fixed_s: float
+    tensor_s: float
+    byte_s: float
+
+    def __post_init__(self) -> None:
+        for seconds in (self.fixed_s, self.tensor_s, self.byte_s):
+            if not (seconds >= 0 and math.isfinite(seconds)):
+                raise ValueError(f"an update has a time of {seconds} s")
+
+    def seconds(self, tensors: float, nbytes: float) -> float:
+        """Of so many parameters with so many bytes in all; none for no parameters."""
+        if not tensors:
+            return 0.0
+        return self.fixed_s + self.tensor_s * tensors + self.byte_s * nbytes
+
+
 @dataclass(frozen=True)
 class Profile:
     """The costs of every operator of a graph.
@@ -52,6 +75,7 @@ class Profile:
         proportional: measured at one size only (PipeDream's and DAPPLE's files): times are taken as
             proportional to samples.
         sharded: the operators under tensor parallelism, by ascending degree, where that is known.
+        update: seconds of the workload's optimizer, where that was measured.
 
     Raises:
         ValueError: if lengths differ or a figure is negative or not finite.
@@ -64,6 +88,7 @@ class Profile:
     source: str
     proportional: bool = False
     sharded: tuple[Sharded, ...] = ()
+    update: UpdateCost | None = None
 
     def __post_init__(self) -> None:
         degrees = [shard.degree for shard in self.sharded]

@@ -88,7 +88,7 @@ def compare(
     is_async = planning.mode == "async"
     if policy and not is_async:
         raise typer.BadParameter("--policy is for --mode async; without it weights have no policy")
-    cluster = read_cluster(planning.cluster)
+    cluster = read_cluster(planning.cluster, calibrated=not planning.no_calibration)
     costs, optimizer = model.source.profile_and_optimizer(
         planning.device or cluster.device, planning.batch_size, planning.mode, planning.optimizer
     )

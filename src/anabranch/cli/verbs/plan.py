@@ -69,7 +69,7 @@ def plan(
     from anabranch.files import plan_to_dict, save_plan
     from anabranch.solve import plan as search
 
-    cluster = read_cluster(planning.cluster)
+    cluster = read_cluster(planning.cluster, calibrated=not planning.no_calibration)
     costs, optimizer = model.source.profile_and_optimizer(
         planning.device or cluster.device, planning.batch_size, planning.mode, planning.optimizer
     )

@@ -1,0 +1,86 @@
+"""The calibration of this machine in the user's cache, and clusters of local ranks that have it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+from anabranch.calibration.machine import difference, this_machine
+from anabranch.cluster import Cluster
+from anabranch.errors import FileFormatError
+from anabranch.files import load_cluster, save_cluster
+
+COMMAND = "anabranch cluster --calibrate"
+
+
+def cache_file() -> Path:
+    """Where the calibration is kept: in ``$ANABRANCH_CACHE``, ``$XDG_CACHE_HOME/anabranch`` or
+    ``~/.cache/anabranch``.
+    """
+    own = os.environ.get("ANABRANCH_CACHE")
+    shared = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return (Path(own) if own else Path(shared) / "anabranch") / "calibration.json"
+
+
+def keep(measured: Cluster) -> Path:
+    """Keep what was measured on this machine for ``local:N``; FileFormatError if that fails."""
+    file = cache_file()
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise FileFormatError(f"{file.parent} cannot be made: {error.strerror}") from error
+    save_cluster(measured, file)
+    return file
+
+
+def calibrated(cluster: Cluster) -> tuple[Cluster, str]:
+    """A cluster of local ranks as the kept calibration has it.
+
+    Args:
+        cluster: any; what is not local ranks without a calibration is returned as it is.
+
+    Returns:
+        The cluster, and a sentence about its calibration: which one it is, or why it has none;
+        empty where the question does not arise.
+    """
+    if not is_local(cluster):
+        return cluster, foreign(cluster)
+    file = cache_file()
+    if not file.exists():
+        return cluster, (
+            f"{cluster.name} is not calibrated, so predictions leave out what ranks cost each "
+            f"other on this machine; {COMMAND} measures that once"
+        )
+    try:
+        kept = load_cluster(file)
+    except FileFormatError as error:
+        return cluster, f"the calibration is not used: {error}; {COMMAND} makes a new one"
+    assert isinstance(kept, Cluster)
+    if kept.calibration is None:
+        return cluster, f"{file} has no calibration, so none is used; {COMMAND} makes one"
+    if wrong := difference(kept.calibration.machine, this_machine()):
+        return cluster, (
+            f"the calibration of {kept.calibration.date} is of another machine ({wrong}), so it is "
+            f"not used; {COMMAND} makes a new one"
+        )
+    links = replace(kept.levels[0], size=cluster.num_devices)
+    found = replace(cluster, levels=(links,), calibration=kept.calibration)
+    return found, f"{cluster.name} as calibrated on {kept.calibration.date} ({file})"
+
+
+def is_local(cluster: Cluster) -> bool:
+    """Whether it is the preset of ranks on this machine, without a calibration."""
+    is_preset = cluster.name.startswith("local:") and len(cluster.levels) == 1
+    return is_preset and cluster.calibration is None
+
+
+def foreign(cluster: Cluster) -> str:
+    """A sentence where a cluster of processes was calibrated on another machine than this one."""
+    calibration = cluster.calibration
+    if calibration is None or not (wrong := difference(calibration.machine, this_machine())):
+        return ""
+    return (
+        f"{cluster.name} was calibrated on {calibration.date} on another machine than this one "
+        f"({wrong}); its predictions are for that machine"
+    )

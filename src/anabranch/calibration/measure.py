@@ -1,0 +1,193 @@
+"""Calibration of the machine, or of all hosts of a torchrun job: one cluster with its figures."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+import torch
+import torch.distributed as dist
+
+from anabranch import launch
+from anabranch.calibration import messages, overheads, side_by_side
+from anabranch.calibration.machine import this_machine
+from anabranch.calibration.messages import Exchange, Line
+from anabranch.calibration.overheads import Overheads
+from anabranch.calibration.side_by_side import Pace
+from anabranch.cluster import Calibration, Cluster, Level
+from anabranch.runtime.mesh import Mesh
+
+Progress = Callable[[int, int], None]
+
+BUSY = 0.1
+"""Share of a core that others may take while a machine is calibrated, before that is said."""
+
+
+@dataclass(frozen=True)
+class Calibrated:
+    """What was measured.
+
+    Attributes:
+        cluster: as many devices as there were ranks, or cores on one machine.
+        links: pair of ranks -> its exchanges; of a sample where there are many.
+        lost_share: of the processors' time, what other processes took meanwhile.
+    """
+
+    cluster: Cluster
+    links: dict[tuple[int, int], list[Exchange]]
+    lost_share: float
+
+    @property
+    def remark(self) -> str:
+        """A sentence where the machine was too busy for figures that last; else empty."""
+        if self.lost_share <= BUSY:
+            return ""
+        return (
+            f"other processes took {self.lost_share:.0%} of the processors meanwhile, so latencies "
+            "are too long at least; calibrate again when the machine is quiet"
+        )
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What one rank has to tell."""
+
+    host: str
+    paces: dict[int, list[Pace]]
+    links: dict[tuple[int, int], list[Exchange]]
+
+
+def calibrate(progress: Progress | None = None) -> Calibrated:
+    """Measure links, messages, bookkeeping, updates, and how ranks slow each other down.
+
+    Under torchrun between all of its ranks, and call it on all of them; elsewhere on local ranks,
+    on as many as twice the cores, in some 10 s on a machine of few cores.
+
+    Args:
+        progress: called on the first rank with (windows done, windows in all).
+
+    Returns:
+        The same on every rank.
+    """
+    if "RANK" in os.environ:
+        return _of_job(progress)
+    alone = launch.run(overheads.measure_overheads, 1)[0]
+    machine = this_machine()
+    ks = side_by_side.counts(machine.cores, 2 * machine.cores)
+    seen = launch.run(_rank, max(2, ks[-1]), ks, progress or _silent)
+    return _joined(seen, alone, machine.cores, f"local:{machine.cores}", machine.cores)
+
+
+def _of_job(progress: Progress | None) -> Calibrated:
+    """As a rank of torchrun."""
+    alone: list[Overheads | None] = [None]
+    if int(os.environ["RANK"]) == 0:
+        alone = [launch.run(overheads.measure_overheads, 1)[0]]
+    torch.set_num_threads(1)
+    cores = os.cpu_count() or 1
+    most = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    mine = _rank(side_by_side.counts(cores, most), progress or _silent)
+    seen: list[_Seen] = [mine] * dist.get_world_size()
+    dist.all_gather_object(seen, mine)
+    dist.broadcast_object_list(alone, 0)
+    assert alone[0] is not None
+    size = len(seen)
+    return _joined(seen, alone[0], cores, f"calibrated on {platform.node()}", size)
+
+
+def _silent(done: int, total: int) -> None:
+    pass
+
+
+def _rank(ks: Sequence[int], progress: Progress) -> _Seen:
+    """One rank's measurements: side by side, then with each other rank in turn."""
+    size = int(os.environ.get("WORLD_SIZE", "0")) or dist.get_world_size()
+    mesh = Mesh(range(size))
+    hosts: list[str] = [""] * size
+    dist.all_gather_object(hosts, _host())
+    local = sum(host == hosts[mesh.rank] for host in hosts[: mesh.rank])
+    chosen = messages.pairs(hosts)
+    windows = side_by_side.num_windows(ks)
+    total = windows + len(chosen)
+
+    def told(done: int) -> None:
+        if mesh.rank == 0:
+            progress(done, total)
+
+    paces = side_by_side.measure_paces(local, ks, mesh.barrier, told)
+    transport = mesh.transport()
+    links: dict[tuple[int, int], list[Exchange]] = {}
+    for tag, (a, b) in enumerate(chosen):
+        mesh.barrier()
+        if transport is not None and mesh.rank in (a, b):
+            peer = b if mesh.rank == a else a
+            links[a, b] = messages.exchange(transport, peer, first=mesh.rank == a, tag=tag)
+        told(windows + tag + 1)
+    mesh.barrier()
+    if transport is not None:
+        transport.flush()
+        mesh.part("calibration", 10.0)
+        transport.close()
+    return _Seen(hosts[mesh.rank], paces, links)
+
+
+def _host() -> str:
+    """The host, also where several have one name."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return f"{socket.gethostname()} {file.read().strip()}"
+    except OSError:
+        return socket.gethostname()
+
+
+def _joined(
+    seen: Sequence[_Seen], alone: Overheads, cores: int, name: str, devices: int
+) -> Calibrated:
+    """What all ranks have seen, as one cluster."""
+    hosts = list(dict.fromkeys(one.host for one in seen))
+    on_host = [one.paces for one in seen if one.host == hosts[0]]
+    links: dict[tuple[int, int], list[Exchange]] = {}
+    ends: list[list[Exchange]] = []
+    for rank, one in enumerate(seen):
+        for pair, exchanges in one.links.items():
+            ends.append(exchanges)
+            if pair[0] == rank:
+                links[pair] = exchanges
+    near = {p: found for p, found in links.items() if seen[p[0]].host == seen[p[1]].host}
+    far = {p: found for p, found in links.items() if p not in near}
+    preset = Cluster.preset(f"local:{devices // len(hosts)}")
+    levels = [_level("host", devices // len(hosts), near) if near else preset.levels[0]]
+    if far:
+        levels.append(_level("network", len(hosts), far))
+    send = _line([[x.send_s for x in exchanges] for exchanges in ends])
+    receive = _line([[x.receive_s for x in exchanges] for exchanges in ends])
+    calibration = Calibration(
+        this_machine(),
+        datetime.now(UTC).date().isoformat(),
+        side_by_side.slowdown(on_host, cores),
+        send_s=send.fixed_s,
+        send_byte_s=send.byte_s,
+        receive_s=receive.fixed_s,
+        receive_byte_s=receive.byte_s,
+        microbatch_s=alone.microbatch_s,
+        step_s=alone.step_s,
+        memory_bandwidth=alone.memory_bandwidth,
+    )
+    cluster = Cluster(name, "cpu", preset.memory_bytes, tuple(levels), cores, calibration)
+    return Calibrated(cluster, links, side_by_side.lost_share(on_host))
+
+
+def _level(name: str, size: int, links: dict[tuple[int, int], list[Exchange]]) -> Level:
+    """The typical link among some pairs."""
+    fitted = _line([[x.one_way_s for x in exchanges] for exchanges in links.values()])
+    return Level(name, size, 1 / max(fitted.byte_s, 1e-15), fitted.fixed_s)
+
+
+def _line(seconds: Sequence[Sequence[float]]) -> Line:
+    """The line through the medians by size."""
+    return messages.line(messages.SIZES, [statistics.median(s) for s in zip(*seconds, strict=True)])

@@ -1,0 +1,127 @@
+"""How much longer computing takes while other ranks of the host compute as well.
+
+Memory, caches and, behind some "cores", the arithmetic itself are shared. The work is a mix of what
+operators do: products of matrices, which find their numbers in the cache; passes over memory that
+no cache holds; and small operators, which are calls more than numbers.
+
+What counts is processor time per piece of work, so that other users of the machine do not look
+like a slow processor; that ranks beyond the cores have to take turns comes on top::
+
+    slowdown(k) = processor seconds with k / with 1  *  max(1, k / cores)
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import nn
+
+_ROUNDS = 5
+_WINDOW_S = 0.12
+"""Long enough for ranks to be preempted, short enough for rounds to take turns."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """What one rank did in one window: processor and wall seconds per piece of work."""
+
+    processor_s: float
+    wall_s: float
+
+
+def work() -> Callable[[], object]:
+    """One piece of work of some milliseconds: forward and backward of the mix."""
+    torch.manual_seed(0)
+    block = nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256), nn.LayerNorm(256))
+    dense, small = torch.randn(128, 256), torch.randn(4, 256)
+    wide = torch.randn(1 << 20, requires_grad=True)
+
+    def piece() -> None:
+        for _ in range(3):
+            torch.autograd.backward(block(dense).sum())
+            for _ in range(3):
+                torch.autograd.backward(block(small).sum())
+        torch.autograd.backward((wide * 2 + 1).sum())
+
+    piece()
+    return piece
+
+
+def pace(piece: Callable[[], object], window_s: float = _WINDOW_S) -> Pace:
+    """Do pieces of work for a while."""
+    done, begun, used = 0, time.perf_counter(), time.thread_time()
+    while True:
+        piece()
+        done += 1
+        wall = time.perf_counter() - begun
+        if wall >= window_s:
+            return Pace((time.thread_time() - used) / done, wall / done)
+
+
+def counts(cores: int, most: int) -> tuple[int, ...]:
+    """Numbers of ranks to measure: powers of two up to the cores, the cores, one more, twice them;
+    at most ``most``.
+    """
+    powers = {1 << i for i in range(cores.bit_length())}
+    return tuple(sorted(k for k in powers | {cores, cores + 1, 2 * cores} if k <= most))
+
+
+def measure_paces(
+    local_rank: int, ks: Sequence[int], meet: Callable[[], None], told: Callable[[int], None]
+) -> dict[int, list[Pace]]:
+    """This rank's paces, by number of ranks that compute; call it on all ranks of a host.
+
+    Args:
+        ks: numbers of ranks.
+        meet: waits for all ranks.
+        told: called with the number of windows done.
+    """
+    piece = work()
+    found: dict[int, list[Pace]] = {k: [] for k in ks}
+    for turn in range(_ROUNDS):
+        for i, k in enumerate(ks):
+            meet()
+            if local_rank < k:
+                found[k].append(pace(piece))
+            told(turn * len(ks) + i + 1)
+    meet()
+    return found
+
+
+def num_windows(ks: Sequence[int]) -> int:
+    """Windows that ``measure_paces`` has."""
+    return _ROUNDS * len(ks)
+
+
+def slowdown(paces: Sequence[dict[int, list[Pace]]], cores: int) -> tuple[float, ...]:
+    """The table of a host from the paces of its ranks: an entry for 1, 2, ... ranks.
+
+    Between numbers that were measured it is interpolated; it never falls.
+    """
+    ks = sorted(paces[0])
+    ratio = {}
+    for k in ks:
+        # Turn by turn, so that a slow moment of the machine hits both.
+        ratio[k] = statistics.median(
+            statistics.fmean(mine[k][turn].processor_s for mine in paces if mine[k])
+            / paces[0][1][turn].processor_s
+            for turn in range(len(paces[0][1]))
+        )
+    table = [1.0]
+    for low, high in pairwise(ks):
+        for k in range(low + 1, high + 1):
+            share = (k - low) / (high - low)
+            shared = ratio[low] * (1 - share) + ratio[high] * share
+            table.append(max(table[-1], shared * max(1.0, k / cores)))
+    return tuple(table)
+
+
+def lost_share(paces: Sequence[dict[int, list[Pace]]]) -> float:
+    """Share of the time of ranks alone that went to other processes."""
+    alone = paces[0][1]
+    return max(0.0, 1 - sum(p.processor_s for p in alone) / sum(p.wall_s for p in alone))

@@ -1,0 +1,157 @@
+"""The verb ``cluster``: what a cluster is, and the calibration of this machine or job."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from anabranch.cli.output import note, print_json, print_table, say, say_written
+from anabranch.cli.progress import progress_bar
+from anabranch.cli.settings import AsJson, NoCalibration
+from anabranch.cli.source import read_cluster
+
+if TYPE_CHECKING:
+    from anabranch.cluster import Calibration, Cluster
+
+
+def cluster(
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="CLUSTER",
+            help="Preset such as local:4 or summit:8x4, or a JSON file [default: this machine].",
+        ),
+    ] = None,
+    calibrate: Annotated[
+        bool,
+        typer.Option(
+            "--calibrate",
+            help="Measure this machine, or under torchrun all hosts of the job: links, processor "
+            "time of messages, how much slower ranks compute side by side, updates.",
+        ),
+    ] = False,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="A cluster file to write.")
+    ] = None,
+    no_calibration: NoCalibration = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show a cluster, or measure one.
+
+    What --calibrate finds about this machine is kept, and local:N has it from then on; with
+    torchrun it goes to the file of -o only.
+
+    Examples:
+
+    - `anabranch cluster summit:8x4`
+    - `anabranch cluster --calibrate`
+    - `torchrun --nnodes 4 --nproc-per-node 2 ... -m anabranch cluster --calibrate -o ours.json`
+    """
+    if calibrate and (name is not None or no_calibration):
+        raise typer.BadParameter("--calibrate measures this machine; leave out the rest but -o")
+    if calibrate:
+        shown, kept, remark = _calibrated(output)
+        if shown is None:
+            return
+    else:
+        default = f"local:{os.cpu_count() or 1}"
+        shown, kept, remark = read_cluster(name or default, calibrated=not no_calibration), None, ""
+        if output is not None:
+            from anabranch.files import save_cluster
+
+            save_cluster(shown, output)
+    if as_json:
+        print_json(_document(shown, output, kept, remark))
+        return
+    _show(shown)
+    say_written(output)
+    if kept is not None:
+        say(f"local:N is predicted with this from now on; kept in {kept}")
+
+
+def _calibrated(output: Path | None) -> tuple[Cluster | None, Path | None, str]:
+    """What was measured, where it is kept, and a remark; nothing but on the first rank."""
+    from anabranch.calibration.kept import keep
+    from anabranch.calibration.measure import calibrate
+    from anabranch.files import save_cluster
+
+    is_job = "RANK" in os.environ
+    if is_job and output is None:
+        raise typer.BadParameter("what torchrun's ranks measure is written to a file: add -o FILE")
+    with progress_bar("calibrating") as progress:
+        found = calibrate(progress)
+    if int(os.environ.get("RANK", "0")):
+        return None, None, ""
+    if output is not None:
+        save_cluster(found.cluster, output)
+    kept = None if is_job else keep(found.cluster)
+    if found.remark:
+        note(found.remark)
+    return found.cluster, kept, found.remark
+
+
+def _document(
+    shown: Cluster, output: Path | None, kept: Path | None, remark: str
+) -> dict[str, object]:
+    from anabranch.files import cluster_to_dict
+
+    calibration = shown.calibration
+    return {
+        **cluster_to_dict(shown),
+        "devices": shown.num_devices,
+        "message_s": None
+        if calibration is None
+        else {"send": calibration.send_s, "receive": calibration.receive_s},
+        "slowdown": list(shown.slowdown),
+        "remark": remark,
+        "file": str(output) if output else None,
+        "kept": str(kept) if kept else None,
+    }
+
+
+def _show(cluster: Cluster) -> None:
+    say(
+        f"{cluster.name}: {cluster.num_devices} devices ({cluster.device}) with "
+        f"{cluster.memory_bytes / 2**30:.1f} GiB each"
+    )
+    rows = [
+        [
+            f"level {i}, {level.name}",
+            str(level.size),
+            f"{level.bandwidth / 1e9:.2f}",
+            f"{level.latency_s * 1e6:.1f}",
+        ]
+        for i, level in enumerate(cluster.levels)
+    ]
+    print_table("links", ["between", "members", "GB/s", "latency us"], rows)
+    if cluster.cores:
+        say(f"{cluster.cores} processor cores per {cluster.levels[0].name}, which its ranks share")
+    if cluster.calibration is not None:
+        for row in calibration_rows(cluster.calibration):
+            say(row)
+
+
+def calibration_rows(calibration: Calibration) -> list[str]:
+    """What was measured, a line each."""
+    machine = calibration.machine
+    shown = {1, 2, machine.cores, machine.cores + 1, len(calibration.slowdown)}
+    slower = ", ".join(
+        f"{k}: {calibration.slowdown[k - 1]:.2f}x"
+        for k in sorted(shown)
+        if 1 <= k <= len(calibration.slowdown)
+    )
+    return [
+        f"calibrated on {calibration.date}: {machine.processor}, {machine.cores} cores, "
+        f"torch {machine.torch}",
+        f"ranks that compute side by side take longer: {slower}",
+        f"a message takes its sender {calibration.send_s * 1e6:.0f} us and "
+        f"{calibration.send_byte_s * 2**20 * 1e6:.0f} us per MiB, its receiver "
+        f"{calibration.receive_s * 1e6:.0f} us and "
+        f"{calibration.receive_byte_s * 2**20 * 1e6:.0f} us per MiB",
+        f"besides its operators a forward or backward takes {calibration.microbatch_s * 1e6:.0f} "
+        f"us, a step {calibration.step_s * 1e3:.2f} ms",
+        f"an update goes through memory at {calibration.memory_bandwidth / 1e9:.1f} GB/s",
+    ]

@@ -1,0 +1,53 @@
+"""Seconds of a step that are neither compute of operators nor a link's.
+
+    message     fixed + per byte, of the processors at both ends; the link's time is in
+                ``communication``
+    update      fixed + per tensor + per byte of a device's trainable parameters, as measured for
+                the workload's optimizer; otherwise bytes moved / bandwidth of the memory, where
+                weights and optimizer state are read and written and gradients read:
+
+                    bytes moved = (3 + 2 * optimizer state per weight) * bytes of weights
+
+    agreement   of loss and metrics: every rank sends its totals to all others and takes theirs
+
+What a cluster was not calibrated for costs nothing.
+"""
+
+from __future__ import annotations
+
+from anabranch.cluster import Calibration, Cluster
+from anabranch.profile.data_sheets import DATA_SHEETS
+from anabranch.profile.profile import Profile, UpdateCost
+
+
+def message_s(calibration: Calibration | None, nbytes: float) -> tuple[float, float]:
+    """Processor seconds of a message at its sender and at its receiver; none for no bytes."""
+    if calibration is None or not nbytes:
+        return 0.0, 0.0
+    return (
+        calibration.send_s + calibration.send_byte_s * nbytes,
+        calibration.receive_s + calibration.receive_byte_s * nbytes,
+    )
+
+
+def agreement_s(cluster: Cluster, ranks: int) -> float:
+    """Seconds until all ranks have the totals of the last to come."""
+    if cluster.calibration is None or ranks < 2:
+        return 0.0
+    send_s, receive_s = message_s(cluster.calibration, 1)
+    return cluster.slowest_link((0, ranks - 1)).latency_s + (ranks - 1) * (send_s + receive_s)
+
+
+def update_cost(profile: Profile, cluster: Cluster, optimizer_factor: float) -> UpdateCost:
+    """What updates cost on a device: as measured, from the device's data sheet, or by the bandwidth
+    that the cluster was calibrated with; nothing where none is known.
+    """
+    if profile.update is not None:
+        return profile.update
+    if profile.source == "estimated" and profile.device in DATA_SHEETS:
+        bandwidth = DATA_SHEETS[profile.device].effective_bandwidth
+    elif cluster.calibration is not None:
+        bandwidth = cluster.calibration.memory_bandwidth
+    else:
+        return UpdateCost(0.0, 0.0, 0.0)
+    return UpdateCost(0.0, 0.0, (3 + 2 * optimizer_factor) / bandwidth)

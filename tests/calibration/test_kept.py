@@ -1,0 +1,83 @@
+"""Local ranks with the calibration in the user's cache, and when it is not used."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from anabranch.calibration.kept import cache_file, calibrated, keep
+from anabranch.calibration.machine import this_machine
+from anabranch.cluster import Cluster
+from tests.calibration.examples import calibration, cluster
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("ANABRANCH_CACHE", str(tmp_path))
+    return tmp_path
+
+
+def test_local_ranks_have_what_was_kept():
+    """Four ranks have the links and figures of the two that were measured, and it is said."""
+    file = keep(cluster(2))
+    found, said = calibrated(Cluster.preset("local:4"))
+    assert found.num_devices == 4
+    assert found.levels[0].bandwidth == 10.0
+    assert found.levels[0].latency_s == 8.0
+    assert found.calibration == calibration()
+    assert found.memory_bytes == Cluster.preset("local:4").memory_bytes
+    assert said == f"local:4 as calibrated on 2026-01-31 ({file})"
+
+
+def test_without_one_the_remedy_is_named():
+    """A prediction that leaves something out says so."""
+    found, said = calibrated(Cluster.preset("local:4"))
+    assert found == Cluster.preset("local:4")
+    assert "local:4 is not calibrated" in said
+    assert "anabranch cluster --calibrate" in said
+
+
+def test_a_calibration_of_another_machine_is_not_used():
+    """Neither of other hardware nor of another torch, and the difference is named."""
+    keep(cluster(2, machine=replace(this_machine(), cores=96)))
+    found, said = calibrated(Cluster.preset("local:4"))
+    assert found == Cluster.preset("local:4")
+    assert "it has 96 cores" in said
+    assert "so it is not used" in said
+
+
+def test_a_damaged_file_is_said_and_left():
+    """Planning goes on without it."""
+    cache_file().write_text("{")
+    found, said = calibrated(Cluster.preset("local:2"))
+    assert found == Cluster.preset("local:2")
+    assert "the calibration is not used" in said
+    assert "is no JSON" in said
+
+
+def test_other_clusters_are_left_alone():
+    """Presets of other machines and the user's own; a foreign calibration of these is said."""
+    keep(cluster(2))
+    summit = Cluster.preset("summit:2x4")
+    assert calibrated(summit) == (summit, "")
+    mine = cluster(2)
+    assert calibrated(mine) == (mine, "")
+    theirs = cluster(2, machine=replace(this_machine(), processor="Z80"))
+    found, said = calibrated(theirs)
+    assert found == theirs
+    assert "its processor is Z80" in said
+    assert "its predictions are for that machine" in said
+
+
+def test_the_cache_is_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Our own variable goes before that of the desktop, which goes before the home."""
+    monkeypatch.setenv("ANABRANCH_CACHE", str(tmp_path / "a"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "b"))
+    assert cache_file() == tmp_path / "a" / "calibration.json"
+    monkeypatch.delenv("ANABRANCH_CACHE")
+    assert cache_file() == tmp_path / "b" / "anabranch" / "calibration.json"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cache_file() == tmp_path / ".cache" / "anabranch" / "calibration.json"

@@ -1,0 +1,46 @@
+"""Updates of copies of a model's parameters, timed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from anabranch.profile.profile import UpdateCost
+from anabranch.runtime.measurement.update import fit, measure_update
+from anabranch.workload import Workload
+
+
+def test_number_and_bytes_are_told_apart():
+    """Times that are 1 + 2 * tensors + 3 * bytes give these figures back."""
+    rows = [(1.0, 1.0, 4.0), (1.0, 2.0, 8.0), (1.0, 4.0, 100.0)]
+    found = fit(rows, [row[0] + 2 * row[1] + 3 * row[2] for row in rows])
+    assert found.fixed_s == pytest.approx(1)
+    assert found.tensor_s == pytest.approx(2)
+    assert found.byte_s == pytest.approx(3)
+
+
+def test_no_figure_is_negative():
+    """Noise must not make an update of more parameters take less; what is left fits as it can."""
+    assert fit([(1.0, 1.0, 4.0)], [2.0]) == UpdateCost(0.0, 0.0, 0.5)
+    found = fit([(1.0, 1.0, 4.0), (1.0, 9.0, 90.0)], [2.0, 1.0])
+    assert min(found.fixed_s, found.tensor_s, found.byte_s) >= 0
+    assert found.seconds(9, 90) > 0
+
+
+@pytest.mark.parametrize("clip_norm", [None, 1.0])
+def test_a_model_is_left_as_it_was(clip_norm):
+    """Only copies are updated, of what is trained; gradients and weights stay."""
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    module[0].weight.requires_grad_(False)
+    before = [p.detach().clone() for p in module.parameters()]
+    workload = Workload(module, (torch.zeros(2, 4),), clip_norm=clip_norm)
+    assert measure_update(workload).seconds(3, 40) > 0
+    assert all(torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
+    assert all(p.grad is None for p in module.parameters())
+
+
+def test_nothing_to_train_costs_nothing():
+    """A frozen model has no update."""
+    module = nn.Linear(2, 1).requires_grad_(False)
+    assert measure_update(Workload(module, (torch.zeros(2, 2),))) == UpdateCost(0.0, 0.0, 0.0)
