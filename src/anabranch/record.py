@@ -28,7 +28,7 @@ from anabranch.jsonfile import (
 )
 from anabranch.plans.plan import Plan, Prediction, memory_text
 from anabranch.schedule.schedule import Action
-from anabranch.timeline import Span, Timeline
+from anabranch.timeline import Span, SumSpan, Timeline
 
 RUN = "anabranch.run/1"
 
@@ -193,6 +193,7 @@ def _to_dict(title: str, timeline: Timeline) -> dict[str, Any]:
         "devices": list(timeline.devices),
         "spans": [[s.device, s.start, s.end, str(s.action)] for s in timeline.spans],
         "memory": [[d, [[t, b] for t, b in points]] for d, points in timeline.memory.items()],
+        "sums": [[s.device, s.start, s.end, list(s.stages), s.nbytes] for s in timeline.sums],
     }
 
 
@@ -200,6 +201,7 @@ _Device = Annotated[int, Field(ge=0, lt=10**6)]
 _Count = Annotated[int, Field(ge=0)]
 # JSON has no tuples, so fixed-length lists must be read leniently.
 _Span = Annotated[tuple[_Device, float, float, str], Field(strict=False)]
+_Sum = Annotated[tuple[_Device, float, float, list[_Count], _Count], Field(strict=False)]
 _Point = Annotated[tuple[float, int], Field(strict=False)]
 _Memory = Annotated[tuple[_Device, list[_Point]], Field(strict=False)]
 
@@ -211,6 +213,7 @@ class _Timeline(Strict):
     devices: list[_Device]
     spans: list[_Span]
     memory: list[_Memory]
+    sums: list[_Sum] = Field(default_factory=list)
 
 
 class _RunFile(Strict):
@@ -238,4 +241,5 @@ def _to_timeline(file: _Timeline) -> Timeline:
         source=file.source,
         step_s=file.step_s,
         memory={device: tuple(points) for device, points in file.memory},
+        sums=tuple(SumSpan(d, start, end, tuple(s), n) for d, start, end, s, n in file.sums),
     )

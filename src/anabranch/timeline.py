@@ -19,6 +19,21 @@ class Span:
     action: Action
 
 
+@dataclass(frozen=True, slots=True)
+class SumSpan:
+    """Gradients of some stages that a device sums with others, in seconds from the start.
+
+    Attributes:
+        nbytes: of gradients.
+    """
+
+    device: int
+    start: float
+    end: float
+    stages: tuple[int, ...]
+    nbytes: int
+
+
 @dataclass(frozen=True)
 class Timeline:
     """Spans of every device, with memory over time.
@@ -29,6 +44,7 @@ class Timeline:
         source: ``predicted`` or ``measured``.
         step_s: seconds of the whole step, with what follows the last compute (all-reduce, update).
         memory: device -> ascending (time, bytes in use from then on).
+        sums: the all-reduces, piece by piece, by device and start; empty if not known.
     """
 
     spans: tuple[Span, ...]
@@ -36,6 +52,7 @@ class Timeline:
     source: str
     step_s: float
     memory: Mapping[int, tuple[tuple[float, int], ...]]
+    sums: tuple[SumSpan, ...] = ()
 
     @cached_property
     def busy_s(self) -> dict[int, float]:

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from anabranch.emulation.shared_links import SharedLinks
-from anabranch.simulator.program import Price
+from anabranch.simulator.program import Price, Sum
 
 AB, AC = (0, 1, 0), (0, 2, 0)
 
 
-def shared_links(rings: tuple[int, ...] = ()) -> SharedLinks:
+def summed(ranks: int, seconds: float) -> Sum:
+    """A sum of one queue, on port 0."""
+    return Sum(0, (0,), (0,), (0, 1, 2), ranks, 4, seconds, (0,))
+
+
+def shared_links(sums: Sequence[Sum] = ()) -> SharedLinks:
     """Two channels out of rank 0 with two messages each; port 0 is shared, 1 and 2 are not."""
-    made = SharedLinks({AB: 2, AC: 2}, 3, rings)
+    made = SharedLinks({AB: 2, AC: 2}, 3, sums)
     for rank in range(3):
         made.clear(rank)
     return made
@@ -85,23 +92,32 @@ def test_messages_of_a_channel_are_told_apart_by_number():
     assert made.arrival(AB, 1) == 11.5
 
 
-def test_the_last_rank_leads_an_all_reduce():
-    """It starts at the latest time, which need not be the last one's."""
-    made = shared_links(rings=(3,))
-    assert made.come(0, 1.0) is None
-    assert made.come(0, 7.0) is None
-    assert made.come(0, 2.0) == 7.0
+def test_sums_go_in_turn_when_the_last_rank_has_come():
+    """Gradients are final at 1, 7 and 2, so the first sum goes from 7 to 9. The second is final
+    earlier, but goes after it, and after a message that takes their port at 9.
+    """
+    made = shared_links([summed(3, seconds=2.0), summed(1, seconds=4.0)])
+    made.give(1, 0.5)
+    made.give(0, 1.0)
+    made.give(0, 7.0)
+    assert made.ended([0, 1], 7.0) == (13.0, False)
+    made.give(0, 2.0)
+    assert made.ended([0, 1], 7.0) == (13.0, False)  # the second may still have to wait
+    assert made.occupy((0,), 8.0, 1.0) == 10.0
+    assert made.ended([0, 1], 9.0) == (14.0, True)
 
 
 def test_links_that_are_cleared_knows_nothing_of_the_last_step():
     """Each rank clears what it receives."""
-    made = shared_links(rings=(1,))
+    made = shared_links([summed(1, seconds=1.0)])
     made.posted(AB, 0, 50.0, TO_B)
     made.sent(AB, 0, 50.0, TO_B)
-    made.come(0, 60.0)
+    made.give(0, 60.0)
+    assert made.ended([0], 60.0) == (61.0, True)
     for rank in range(3):
         made.clear(rank)
     made.sent(AB, 0, 0.0, TO_B)
     made.posted(AB, 0, 0.0, TO_B)
     assert made.arrival(AB, 0) == 2.5
-    assert made.come(0, 1.0) == 1.0
+    made.give(0, 7.0)
+    assert made.ended([0], 7.0) == (8.0, True)

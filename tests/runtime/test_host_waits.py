@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from anabranch.cost import buckets
 from anabranch.graph.capture import capture
 from anabranch.runtime.compute.options import ComputeOptions
-from anabranch.runtime.data_parallel import buckets
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.workload import Workload
 from tests.runtime.host_waits import host_waits

@@ -50,7 +50,7 @@ def everything(cost: CostModel, batch_size: int, policy: str, limit: int) -> Ite
                 try:
                     graph = endless.warm_up(graph)
                     versions = versions_of(graph, rule)
-                    stream.sums(ModelCosts(graph, cost))
+                    stream.require_untied(ModelCosts(graph, cost))
                 except (InvalidPlanError, PolicyError):
                     continue
                 if not check(graph, cost, versions):

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
+
 from anabranch.cluster import Cluster, Link
+from anabranch.cost.buckets import BUCKET_BYTES
 from anabranch.cost.stage_weights import Number
 
 Port = tuple[str, int, int]
@@ -25,7 +28,7 @@ def transfer_s(nbytes: Number, per_byte_s: Number, latency_s: Number) -> Number:
 
 
 def ring_price(link: Link, ranks: int, updates: int = 1) -> tuple[float, float]:
-    """Seconds per byte and of latency of ring all-reduces, for ``transfer_s``.
+    """Seconds per byte and of latency of ring all-reduces of one message, for ``transfer_s``.
 
     Args:
         link: the slowest among the ranks.
@@ -34,6 +37,23 @@ def ring_price(link: Link, ranks: int, updates: int = 1) -> tuple[float, float]:
     """
     steps = 2 * (ranks - 1)
     return steps / ranks / link.bandwidth * updates, steps * link.latency_s * updates
+
+
+def all_reduce_s(nbytes: Number, per_byte_s: Number, latency_s: Number) -> Number:
+    """Seconds of an all-reduce in full buckets, one after the other, by the price of a ring."""
+    return nbytes * per_byte_s + np.maximum(nbytes > 0, nbytes / BUCKET_BYTES) * latency_s
+
+
+def left_s(reduce_s: Number, nbytes: Number, backward_s: Number) -> Number:
+    """Seconds of an all-reduce that are left when the last backward ends, roughly: as if gradients
+    became final at one pace. At least the last bucket is.
+
+    Args:
+        nbytes: of all gradients.
+        backward_s: of the last backward.
+    """
+    last = BUCKET_BYTES / np.maximum(nbytes, BUCKET_BYTES)
+    return np.maximum(reduce_s * last, reduce_s - backward_s * (1 - last))
 
 
 def border_price(cluster: Cluster, devices: int) -> float:

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anabranch.cluster import Cluster
-from anabranch.cost.communication import Route, border_price, ring_price, transfer_s
+from anabranch.cost.communication import Route, all_reduce_s, border_price, ring_price, transfer_s
 from anabranch.cost.memory import DeviceMemory, device_memory
 from anabranch.cost.stage_weights import Border, Number, StageWeights, Traffic
 from anabranch.errors import ProfileError
@@ -218,6 +218,10 @@ class CostModel:
         """Seconds of a ring all-reduce over these devices, on the slowest link among them, as often
         as the weights are updated.
         """
+        return float(all_reduce_s(nbytes, *self.ring_price(devices, len(devices))))
+
+    def bucket_s(self, nbytes: float, devices: Sequence[int]) -> float:
+        """Seconds of one bucket of it."""
         return float(transfer_s(nbytes, *self.ring_price(devices, len(devices))))
 
     @cached_property

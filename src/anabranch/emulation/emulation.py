@@ -19,6 +19,7 @@ from anabranch.runtime.messages import Layout
 from anabranch.runtime.worker import executed
 from anabranch.schedule import SCHEDULES, schedule_of
 from anabranch.simulator.costs import ModelCosts
+from anabranch.simulator.program import Sum, plan_sums
 
 Links = Literal["modelled", "host"]
 
@@ -57,20 +58,16 @@ class Emulation:
         self.devices = graph.devices
         self._model, self._stages = profile, EmptyStages(profile.graph, graph)
         self.prices = LinkPrices(self.costs, self.devices)
-        self.rings = tuple(self.costs.all_reduces())
+        self.sums = self._plan_sums()
         self.message_bytes = self.num_messages = 0
         channels = self._channels()
         # Ranks look up ports, and must all find the same index; so all are known before the fork.
         for source, target, _ in channels:
             self.prices.price(source, target, 0)
-        for ring in self.rings:
-            self.prices.indices(ring.ports)
         for stage in range(len(graph)):
             for samples in graph.slice_sizes(stage):
                 self.costs.compute_s(stage, samples)
-        self.shared_links = SharedLinks(
-            channels, len(self.prices.ports), [len(ring.devices) for ring in self.rings]
-        )
+        self.shared_links = SharedLinks(channels, len(self.prices.ports), self.sums)
 
     def layout(self, device: int) -> Layout:
         """The messages of a device."""
@@ -95,9 +92,16 @@ class Emulation:
         """Sets of ranks that really reduce among themselves: none where links are modelled."""
         if self.links == "modelled":
             return ()
-        return {self.ranks(ring) for ring in range(len(self.rings))}
+        return {self.ranks(work) for work in self.sums}
 
-    def ranks(self, ring: int) -> tuple[int, ...]:
+    def ranks(self, work: Sum) -> tuple[int, ...]:
         """Ranks of an all-reduce, ascending."""
         rank_of = self.plan.stage_graph.rank_of
-        return tuple(sorted(rank_of[device] for device in self.rings[ring].devices))
+        return tuple(sorted(rank_of[device] for device in work.devices))
+
+    def _plan_sums(self) -> tuple[Sum, ...]:
+        graph = self.plan.stage_graph
+        return tuple(
+            work._replace(waits_for=sum(len(graph.stages[s].devices) for s in work.stages))
+            for work in plan_sums(self.costs, self.prices.indices)
+        )

@@ -4,29 +4,27 @@
 
     step()   clear the shared links, agree on when to begin    mesh
              the actions of the schedule                       worker, compute and links emulated
-             all-reduces                                       shared links, or mesh
+             all-reduces, from the last backwards on           shared links, or mesh
              when each rank was done                           mesh
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
 from dataclasses import replace
-from heapq import heapify, heappop, heappush
 
 import torch
 
 from anabranch.emulation.clock import DeviceClock, sleep_precisely
 from anabranch.emulation.emulation import Emulation
 from anabranch.emulation.stages import EmulatedCompute
+from anabranch.emulation.sums import EmulatedSums
 from anabranch.emulation.transports import HostLinks, ModelledTransport
 from anabranch.runtime.compute.stage_compute import Outcome
 from anabranch.runtime.guards.failure import POSITION
 from anabranch.runtime.measurement.timeline import gather_timeline
 from anabranch.runtime.mesh import Mesh
 from anabranch.runtime.worker import Worker
-from anabranch.simulator.step import PIECE_BYTES, num_pieces
 from anabranch.timeline import Span, Timeline
 
 _CPU = torch.device("cpu")
@@ -61,9 +59,8 @@ class EmulatedPipeline:
         self._links: ModelledTransport | HostLinks | None = None
         self._clock = DeviceClock()
         with self._mesh.failing(self.close):
+            self._sums = EmulatedSums(emulation, self._clock, self._mesh)
             self._worker = self._make_worker()
-        device = self._mesh.device
-        self._rings = [i for i, ring in enumerate(emulation.rings) if device in ring.devices]
         self.timeline: Timeline | None = None
         self.device_step_s = self.late_s = 0.0
         self.step_number = 0
@@ -84,7 +81,7 @@ class EmulatedPipeline:
             emulation.plan.stage_graph,
             emulation.schedule,
             mesh.device,
-            EmulatedCompute(layout, emulation.costs, self._clock),
+            EmulatedCompute(layout, emulation.costs, self._clock, self._sums),
             self._links,
             emulation.plan.stage_graph.rank_of,
             place=_CPU,
@@ -105,9 +102,9 @@ class EmulatedPipeline:
         with self._mesh.failing(self.close):
             POSITION.begin(self.step_number)
             self._begin()
-            outcome = self._worker.run({}, self.step_number)
-            end = self._finish()
-            seconds = self._gather(outcome, end, record)
+            outcome = self._worker.run({}, self.step_number, watcher=self._sums)
+            self._sums.finish()
+            seconds = self._gather(outcome, self._clock.wall, record)
             POSITION.leave()
         self.step_number += 1
         return seconds
@@ -121,18 +118,6 @@ class EmulatedPipeline:
         # Ranks come out of the meeting one after another; they begin together a little later.
         latest = max(float(theirs) for theirs in mesh.all_gather(now))
         self._clock.start(latest + 2e-3 + 3e-4 * mesh.size, self.time_scale)
-
-    def _finish(self) -> float:
-        """The all-reduces that this rank has a part in; when it was done, by the wall clock."""
-        clock = self._clock
-        clock.charge()
-        if self._emulation.links == "host":
-            _reduce(self._emulation, self._rings, self._mesh)
-            clock.catch_up()
-        else:
-            clock.pace()
-            _lead(self._emulation, self._rings, clock)
-        return clock.wall
 
     def _gather(self, outcome: Outcome, end: float, record: bool) -> float:
         """Learn when the last rank was done; nobody looks at the board any more after this."""
@@ -158,33 +143,3 @@ def _rescaled(timeline: Timeline, scale: float) -> Timeline:
     """A timeline of the wall clock in the devices' time."""
     spans = tuple(Span(s.device, s.start / scale, s.end / scale, s.action) for s in timeline.spans)
     return replace(timeline, spans=spans, step_s=timeline.step_s / scale)
-
-
-def _lead(emulation: Emulation, mine: Iterable[int], clock: DeviceClock) -> None:
-    """Come to the all-reduces of this rank, and lead those to which it comes last to their end."""
-    shared, came = emulation.shared_links, clock.now
-    events = []
-    for ring in mine:
-        starts = shared.come(ring, came)
-        if starts is not None:
-            pieces = num_pieces(emulation.rings[ring])
-            events.append((starts, ring, pieces, pieces))
-    heapify(events)
-    while events:
-        at, ring, left, pieces = heappop(events)
-        clock.meet(at)
-        if left:
-            work = emulation.rings[ring]
-            ports = emulation.prices.indices(work.ports)
-            end = shared.occupy(ports, at, work.seconds / pieces)
-            heappush(events, (end, ring, left - 1, pieces))
-
-
-def _reduce(emulation: Emulation, mine: Iterable[int], mesh: Mesh) -> None:
-    """Sum as many bytes as this rank has gradients over their holders."""
-    bucket = torch.zeros(PIECE_BYTES // 4)
-    for ring in sorted(mine, key=lambda ring: (emulation.ranks(ring), ring)):
-        left = emulation.rings[ring].nbytes
-        while left > 0:
-            mesh.all_reduce(bucket[: -(-min(left, PIECE_BYTES) // 4)], emulation.ranks(ring))
-            left -= PIECE_BYTES

@@ -1,8 +1,9 @@
 """Emulated links in memory that all ranks of one machine share.
 
 A message starts when it has been sent and its receive is posted, at the later of the two, and when
-every port on its way is free; whichever end comes second works out when it arrives. An all-reduce
-starts when the last of its ranks has come to it, and that rank leads it. These are the rules of
+every port on its way is free; whichever end comes second works out when it arrives. A piece of an
+all-reduce starts when the gradients of all of its ranks are final and the piece before it has
+ended; whoever next uses a port later than that works out when it ends. These are the rules of
 ``simulator.run``, on processes instead of a queue of events.
 
 Whoever is ready first by device time has a port first; but a rank that the host delays asks late.
@@ -15,11 +16,13 @@ message goes into the first gap after its own time::
 
 from __future__ import annotations
 
+import math
 import mmap
 import multiprocessing
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from anabranch.simulator.program import Price
+from anabranch.simulator.program import Price, Sum
 
 Channel = tuple[int, int, int]
 """Sending rank, receiving rank, tag."""
@@ -30,26 +33,31 @@ _PERIODS = 24
 _PER_PORT = 1 + 2 * _PERIODS  # how many, then the start and end of each, ascending
 _NEVER = -1.0
 _PER_MESSAGE = 3  # sent, posted, arrives
-_PER_RING = 2  # ranks that are still to come, when the latest of them came
+_PER_SUM = 2  # gradients that are still to come, when the latest of them came
+_PER_QUEUE = 2  # sums that have been started, when the latest of them ends
 
 
 class SharedLinks:
     """Times of one step, in device seconds since it began; made before the ranks are forked.
 
-    ``rings`` has, per all-reduce, how many ranks take part.
+    ``sums`` are the pieces of all all-reduces.
     """
 
-    def __init__(self, channels: Mapping[Channel, int], ports: int, rings: Sequence[int]) -> None:
+    def __init__(self, channels: Mapping[Channel, int], ports: int, sums: Sequence[Sum]) -> None:
         self._first: dict[Channel, int] = {}
-        self._rings = tuple(rings)
+        self._sums = tuple(sums)
+        self._queues: dict[int, list[int]] = defaultdict(list)
+        for number, work in enumerate(self._sums):
+            self._queues[work.queue].append(number)
         self._ports = range(ports)
         at = _PER_PORT * ports
         for channel, count in channels.items():
             self._first[channel] = at
             at += _PER_MESSAGE * count
-        self._ring = at
         self._counts = dict(channels)
-        size = at + _PER_RING * len(rings)
+        self._sum = at
+        self._queue = at + _PER_SUM * len(self._sums)
+        size = self._queue + _PER_QUEUE * len(self._queues)
         self._cells = memoryview(mmap.mmap(-1, max(8 * size, 8))).cast("d")
         self._lock = multiprocessing.get_context("fork").Lock()
 
@@ -62,9 +70,11 @@ class SharedLinks:
         if rank == 0:
             for port in self._ports:
                 self._cells[_PER_PORT * port] = 0.0
-            for ring, ranks in enumerate(self._rings):
-                at = self._ring + _PER_RING * ring
-                self._cells[at], self._cells[at + 1] = ranks, 0.0
+            for number, work in enumerate(self._sums):
+                at = self._sum + _PER_SUM * number
+                self._cells[at], self._cells[at + 1] = work.waits_for, 0.0
+            for i in range(_PER_QUEUE * len(self._queues)):
+                self._cells[self._queue + i] = 0.0
 
     def sent(self, channel: Channel, number: int, at: float, price: Price) -> None:
         """Note that the n-th message of a channel has been handed over."""
@@ -84,6 +94,7 @@ class SharedLinks:
             cells[row + end] = at
             other = cells[row + 1 - end]
             if other != _NEVER:
+                self._start_sums(max(at, other))
                 free = self._occupy(price.ports, max(at, other), price.occupies_s)
                 cells[row + 2] = free + price.latency_s
 
@@ -119,13 +130,52 @@ class SharedLinks:
         for i, (begin, end) in enumerate(periods):
             self._cells[first + 1 + 2 * i], self._cells[first + 2 + 2 * i] = begin, end
 
-    def come(self, ring: int, at: float) -> float | None:
-        """Come to an all-reduce; the last rank to come, and only that, is told when it starts."""
-        cells, row = self._cells, self._ring + _PER_RING * ring
+    def give(self, number: int, at: float) -> None:
+        """A rank's gradients of a sum are final."""
+        cells, row = self._cells, self._sum + _PER_SUM * number
         with self._lock:
             cells[row] -= 1
             cells[row + 1] = max(cells[row + 1], at)
-            return None if cells[row] else cells[row + 1]
+
+    def ended(self, numbers: Sequence[int], at: float) -> tuple[float, bool]:
+        """When the last of some sums ends, or the earliest time that it can, and which it is.
+
+        Args:
+            at: what happens until then is known.
+        """
+        with self._lock:
+            self._start_sums(at)
+            latest, is_sure = 0.0, True
+            for queue in {self._sums[number].queue for number in numbers}:
+                started, end = self._cells[self._queue + _PER_QUEUE * queue :][:2]
+                left = self._queues[queue][int(started) :]
+                seconds = sum(self._sums[number].seconds for number in left)
+                latest = max(latest, end if not left else max(end, at) + seconds)
+                is_sure = is_sure and not left
+        return latest, is_sure
+
+    def _start_sums(self, until: float) -> None:
+        """Start the sums that come before a time, in the order of their times."""
+        while True:
+            found = [start for start in map(self._next_start, self._queues) if start[0] <= until]
+            if not found:
+                return
+            at, queue = min(found)
+            cells, row = self._cells, self._queue + _PER_QUEUE * queue
+            number = self._queues[queue][int(cells[row])]
+            work = self._sums[number]
+            end = self._occupy(work.ports, at, work.seconds)
+            cells[row] += 1
+            cells[row + 1] = end
+
+    def _next_start(self, queue: int) -> tuple[float, int]:
+        """When the next sum of a queue can start, infinite if that is not known."""
+        cells, row = self._cells, self._queue + _PER_QUEUE * queue
+        done = int(cells[row])
+        if done == len(self._queues[queue]):
+            return math.inf, queue
+        at = self._sum + _PER_SUM * self._queues[queue][done]
+        return (math.inf if cells[at] else max(cells[at + 1], cells[row + 1])), queue
 
 
 def _joined(periods: list[tuple[float, float]]) -> list[tuple[float, float]]:

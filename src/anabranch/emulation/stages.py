@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
+from typing import Protocol
 
 import torch
 from torch import Tensor, fx, nn
@@ -55,6 +56,13 @@ class EmptyStages:
         return torch.Size((samples, told.nbytes) if told.batched else (told.nbytes,))
 
 
+class Sums(Protocol):
+    """Who sums gradients while a backward goes on."""
+
+    def during(self, stage: int, samples: int, backward_s: float) -> float:
+        """Seconds of a backward that are left when the last gradients in its middle are final."""
+
+
 class EmulatedCompute:
     """A ``Compute`` that waits for the profiled seconds and makes tensors that nobody reads.
 
@@ -62,8 +70,10 @@ class EmulatedCompute:
     may be on its way. The loss of an emulated step is 0.
     """
 
-    def __init__(self, layout: Layout, costs: StepCosts, clock: DeviceClock) -> None:
-        self._layout, self._costs, self._clock = layout, costs, clock
+    def __init__(
+        self, layout: Layout, costs: StepCosts, clock: DeviceClock, sums: Sums | None = None
+    ) -> None:
+        self._layout, self._costs, self._clock, self._sums = layout, costs, clock, sums
         self._buffers: dict[torch.Size, Tensor] = {}
 
     def begin(self, leaves: Mapping[str, Tensor], step: int, *, train: bool) -> Outcome:
@@ -83,7 +93,10 @@ class EmulatedCompute:
     def _wait(self, key: Key, which: int) -> None:
         self._clock.charge()
         start, stop = self._layout.slice(*key)
-        self._clock.pass_by(self._costs.compute_s(key[0], stop - start)[which])
+        seconds = self._costs.compute_s(key[0], stop - start)[which]
+        if which and self._sums is not None:
+            seconds = self._sums.during(key[0], stop - start, seconds)
+        self._clock.pass_by(seconds)
         self._clock.resume()
 
     def _buffer(self, shape: torch.Size) -> Tensor:

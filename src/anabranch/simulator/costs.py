@@ -6,29 +6,64 @@ stage and links that cost nothing: a step is then the schedule's ideal for measu
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple, Protocol
 
+import numpy as np
+
 from anabranch.cost import CostModel
+from anabranch.cost.buckets import BUCKET_BYTES, cut_into_buckets, turn
 from anabranch.cost.communication import Port, Route
 from anabranch.cost.stage_weights import StageWeights
 from anabranch.errors import InvalidPlanError
+from anabranch.graph.opgraph import Parameter
 from anabranch.plans.edges import EVERY_EDGE, MessageEdges, edge_values, message_edges
 from anabranch.plans.rings import Holder, rings
-from anabranch.plans.stages import StageGraph
+from anabranch.plans.stages import StageGraph, split_evenly
+
+PIECE_SHARE = 0.125
+"""Largest piece of an all-reduce that is simulated as one, as a share of the bytes before it or
+after it, whichever are fewer: less makes more events, more is coarser.
+"""
+
+
+class Piece(NamedTuple):
+    """Gradients that are final together and take their ports together: a bucket, part of a large
+    one, so that messages get between, or several small ones.
+
+    Attributes:
+        final: per stage of the all-reduce, the operator whose backward is the last that adds to
+            them there.
+    """
+
+    nbytes: int
+    seconds: float
+    final: tuple[int, ...]
 
 
 class AllReduce(NamedTuple):
-    """Gradients that devices sum up once all of these stages have run their last backward."""
+    """Gradients that devices sum up, piece after piece, each as soon as it is final in the last
+    backwards of all of these stages.
+    """
 
     stages: tuple[int, ...]
     devices: tuple[int, ...]
-    nbytes: int
-    seconds: float
+    pieces: tuple[Piece, ...]
     ports: tuple[Port, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Of all pieces."""
+        return sum(bucket.nbytes for bucket in self.pieces)
+
+    @property
+    def seconds(self) -> float:
+        """Of all pieces, one after the other."""
+        return sum(bucket.seconds for bucket in self.pieces)
 
 
 class StepCosts(Protocol):
@@ -52,7 +87,13 @@ class StepCosts(Protocol):
         """The way from device a to device b."""
 
     def all_reduces(self) -> Sequence[AllReduce]:
-        """What follows the last backwards."""
+        """The sums of gradients before an update; those of the same devices in their order."""
+
+    def gradient_share(self, stage: int, samples: int, operator: int) -> float:
+        """Share of a backward after which an operator has been passed."""
+
+    def update_s(self, stage: int) -> float:
+        """Seconds of the update of a stage's parameters, on each of its devices."""
 
     def base_bytes(self, stage: int) -> float:
         """Memory of each device of a stage with nothing in flight."""
@@ -142,23 +183,64 @@ class ModelCosts:
 
     @cached_property
     def _all_reduces(self) -> tuple[AllReduce, ...]:
-        holders: dict[str, list[int]] = defaultdict(list)
+        readers: dict[str, dict[int, int]] = defaultdict(dict)
         for s, ops in enumerate(self._ops):
-            for name in {name for i in ops for name in self.cost.graph.ops[i].parameters}:
-                holders[name].append(s)
-        nbytes: dict[tuple[int, ...], int] = defaultdict(int)
-        for parameter in self.cost.graph.parameters:
-            if parameter.trainable and parameter.name in holders:
-                nbytes[tuple(holders[parameter.name])] += parameter.nbytes
-        holders_of = [
+            for i in ops:
+                for name in self.cost.graph.ops[i].parameters:
+                    readers[name][s] = min(i, readers[name].get(s, i))
+        owned: dict[tuple[int, ...], list[Parameter]] = defaultdict(list)
+        for parameter in reversed(self.cost.graph.parameters):
+            if parameter.trainable and parameter.nbytes and parameter.name in readers:
+                owned[tuple(sorted(readers[parameter.name]))].append(parameter)
+        nbytes = {stages: sum(p.nbytes for p in owned[stages]) for stages in owned}
+        holders = [
             Holder(stage.devices, stage.tensor, self._shard(s))
             for s, stage in enumerate(self.graph.stages)
         ]
         result = []
-        for stages, devices, size in rings(nbytes, holders_of):
-            seconds = self.cost.allreduce_s(size, devices)
-            result.append(AllReduce(stages, devices, size, seconds, self._ring_ports(devices)))
-        return tuple(result)
+        for stages, devices, held in rings(nbytes, holders):
+            share = held / nbytes[stages]
+            cut = cut_into_buckets(owned[stages], partial(_held_bytes, share))
+            buckets = [
+                self._bucket(run, share, devices, [readers[p.name] for p in run], stages)
+                for run in cut
+            ]
+            ports = self._ring_ports(devices)
+            result.append(AllReduce(stages, devices, _pieces(buckets), ports))
+        return tuple(sorted(result, key=lambda work: turn(work.devices, work.stages)))
+
+    def _bucket(
+        self,
+        run: Sequence[Parameter],
+        share: float,
+        devices: tuple[int, ...],
+        readers: Sequence[Mapping[int, int]],
+        stages: tuple[int, ...],
+    ) -> Piece:
+        nbytes = sum(_held_bytes(share, parameter) for parameter in run)
+        final = tuple(min(first[s] for first in readers) for s in stages)
+        return Piece(nbytes, self.cost.bucket_s(nbytes, devices), final)
+
+    def gradient_share(self, stage: int, samples: int, operator: int) -> float:
+        """Backwards go through the operators from the last to the first; a recomputed forward comes
+        before them.
+        """
+        if (stage, samples) not in self._passed:
+            tensor, ops = self.graph.stages[stage].tensor, sorted(self._ops[stage])
+            whole = self.compute_s(stage, samples)[1]
+            seconds = self.cost.op_seconds(samples, tensor)[1][ops] if whole else np.zeros(len(ops))
+            before = np.cumsum(seconds) - seconds
+            shares = 1 - before / (whole or 1.0)
+            self._passed[stage, samples] = dict(zip(ops, shares.tolist(), strict=True))
+        return self._passed[stage, samples][operator]
+
+    @cached_property
+    def _passed(self) -> dict[tuple[int, int], dict[int, float]]:
+        return {}
+
+    def update_s(self, stage: int) -> float:
+        """Nothing."""
+        return 0.0
 
     def _shard(self, stage: int) -> float:
         """Share of a stage's trainable parameters that each of its devices holds."""
@@ -240,6 +322,14 @@ class StageTimes:
         """None."""
         return ()
 
+    def gradient_share(self, stage: int, samples: int, operator: int) -> float:
+        """At its end."""
+        return 1.0
+
+    def update_s(self, stage: int) -> float:
+        """Nothing."""
+        return 0.0
+
     def base_bytes(self, stage: int) -> float:
         """Nothing."""
         return 0.0
@@ -247,6 +337,50 @@ class StageTimes:
     def flight_bytes(self, stage: int, samples: int) -> tuple[float, float]:
         """Nothing."""
         return 0.0, 0.0
+
+
+def least_sum_s(costs: StepCosts, work: AllReduce, stage: int, samples: Collection[int]) -> float:
+    """A lower bound of the seconds from the end of a stage's last backward to the end of its sums.
+
+    Args:
+        samples: of the last backward, on each device.
+    """
+    at, bound = work.stages.index(stage), math.inf
+    for n in set(samples):
+        backward, left, longest = costs.compute_s(stage, n)[1], 0.0, 0.0
+        for piece in reversed(work.pieces):
+            left += piece.seconds
+            share = costs.gradient_share(stage, n, piece.final[at])
+            longest = max(longest, left - (1 - share) * backward)
+        bound = min(bound, longest)
+    return bound
+
+
+def _held_bytes(share: float, parameter: Parameter) -> int:
+    return math.ceil(parameter.nbytes * share)
+
+
+def _pieces(buckets: Sequence[Piece]) -> tuple[Piece, ...]:
+    """Small buckets together, large ones cut, the finer the nearer to the ends, which decide when
+    the first sum begins and what is left after the last backward.
+    """
+    left = sum(bucket.nbytes for bucket in buckets)
+    before, count = 0, 1
+    pieces: list[Piece] = []
+    for bucket in buckets:
+        size = max(BUCKET_BYTES, int(min(before, left) * PIECE_SHARE))
+        if pieces and count == 1 and pieces[-1].nbytes + bucket.nbytes <= size:
+            last = pieces.pop()
+            final = tuple(map(min, zip(last.final, bucket.final, strict=True)))
+            seconds = last.seconds + bucket.seconds
+            pieces.append(Piece(last.nbytes + bucket.nbytes, seconds, final))
+        else:
+            count = max(round(bucket.nbytes / size), 1)
+            seconds = bucket.seconds / count
+            parts = split_evenly(0, bucket.nbytes, count)
+            pieces += [Piece(stop - start, seconds, bucket.final) for start, stop in parts]
+        before, left = before + bucket.nbytes, left - bucket.nbytes
+    return tuple(pieces)
 
 
 def _at(seconds: Mapping[int, float], samples: int) -> float:

@@ -17,6 +17,7 @@ that takes, and which of two equally quick plans is the better one:
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,7 +29,7 @@ from anabranch.plans.stages import StageGraph, split_evenly
 from anabranch.schedule import compute_order, endless, rule_named
 from anabranch.schedule.schedule import Schedule
 from anabranch.simulator import stream
-from anabranch.simulator.costs import ModelCosts
+from anabranch.simulator.costs import AllReduce, ModelCosts, least_sum_s
 from anabranch.simulator.run import step_seconds
 from anabranch.simulator.staleness import versions_of
 from anabranch.simulator.steady import estimate_step_s
@@ -190,10 +191,15 @@ def least_step_s(graph: StageGraph, costs: ModelCosts) -> float:
 
     The busiest stage works through its micro-batches. Before its first forward lies at least one
     forward of each stage on the way to it, and after its last backward one backward of each stage
-    on the way back and the all-reduce of that stage. Messages are left out.
+    on the way back and what is left of the all-reduce of that stage. Messages are left out.
     """
     count = len(graph)
     busy, first, last = [0.0] * count, [0.0] * count, [0.0] * count
+    head, tail = [0.0] * count, [costs.update_s(s) for s in range(count)]
+    works: dict[int, list[AllReduce]] = defaultdict(list)
+    for work in costs.all_reduces():
+        for s in work.stages:
+            works[s].append(work)
     for s, stage in enumerate(graph.stages):
         final = graph.num_microbatches(s) - 1
         cut = (split_evenly(*graph.interval(s, i), stage.replicas) for i in (0, final))
@@ -203,10 +209,8 @@ def least_step_s(graph: StageGraph, costs: ModelCosts) -> float:
         # Of several slices, the bound must not assume which one a neighbour waits for.
         first[s] = min(seconds[n][0] for n in seconds if n)
         last[s] = min(seconds[n][1] for n in seconds if n)
-    head, tail = [0.0] * count, [0.0] * count
-    for work in costs.all_reduces():
-        for s in work.stages:
-            tail[s] = max(tail[s], work.seconds)
+        sizes = {z for _, z in slices}
+        tail[s] += max((least_sum_s(costs, work, s, sizes) for work in works[s]), default=0.0)
     for x, y in graph.edges:
         if costs.message_edges.goes_forward((x, y)):
             head[y] = max(head[y], head[x] + first[x])

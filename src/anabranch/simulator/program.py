@@ -10,11 +10,12 @@ instead of comparing actions. A device's list, with 40 messages in all::
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from anabranch.cost.communication import Port
 from anabranch.errors import InvalidScheduleError
 from anabranch.plans.edges import MessageEdges
 from anabranch.plans.stages import StageGraph
@@ -66,25 +67,58 @@ class MessageTable:
                 self.is_posted[message] = False
 
 
+class Mark(NamedTuple):
+    """Seconds of a compute, from the mark before, after which gradients of these pieces are
+    final.
+    """
+
+    seconds: float
+    pieces: tuple[int, ...]
+
+
 class ComputeUnit(NamedTuple):
     """Compute that many steps have in common.
 
     Attributes:
+        stage: index.
         before: bytes that are taken when it starts.
         after: bytes that are released when it ends.
-        last: index of its stage if it is the stage's last backward on its device, else -1.
         group: index of the devices that start it together, or -1.
-        pieces: what is not computed but goes over the network, an all-reduce that the group waits
-            for, has so many pieces.
+        marks: where gradients become final in it.
+        rest: seconds after the last mark.
+        final: pieces whose gradients are final at its end.
+        is_update: whether it is the update of the stage, which waits for the sums of its gradients.
     """
 
+    stage: int
     seconds: float
-    before: float
-    after: float
-    last: int
-    group: int
-    pieces: int = 0
-    ports: tuple[int, ...] = ()
+    before: float = 0.0
+    after: float = 0.0
+    group: int = -1
+    marks: tuple[Mark, ...] = ()
+    rest: float = 0.0
+    final: tuple[int, ...] = ()
+    is_update: bool = False
+
+
+class Sum(NamedTuple):
+    """The all-reduce of a piece.
+
+    Attributes:
+        queue: index of the queue of its devices; their sums go one after the other.
+        final: per stage, the operator whose backward is the last that adds to its gradients.
+        waits_for: gradients that it needs, of one stage on one device each.
+        nbytes: of gradients.
+    """
+
+    queue: int
+    stages: tuple[int, ...]
+    final: tuple[int, ...]
+    devices: tuple[int, ...]
+    waits_for: int
+    nbytes: int
+    seconds: float
+    ports: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +127,9 @@ class Program:
 
     Attributes:
         devices: as in the schedule; everything else counts devices by their position in here.
-        code: per device, its actions as integers.
+        code: per device, its actions as integers, and the updates.
         groups: devices that compute together, each being one replica.
-        finishes: stage -> how many devices run a last backward of it.
+        sums: the all-reduces of one update, by piece; those of a queue in their order.
     """
 
     devices: tuple[int, ...]
@@ -104,11 +138,17 @@ class Program:
     messages: MessageTable
     ports: dict[tuple[str, int, int], int]
     groups: list[tuple[int, ...]]
-    finishes: Counter[int]
+    sums: list[Sum]
 
 
-def compile_schedule(schedule: Schedule, graph: StageGraph, costs: StepCosts) -> Program:
+def compile_schedule(
+    schedule: Schedule, graph: StageGraph, costs: StepCosts, *, updates: int = 1
+) -> Program:
     """Price every action and number the messages.
+
+    Args:
+        updates: per stage; each is behind the last backward of its share of the micro-batches. A
+            single one is behind everything else.
 
     Raises:
         InvalidScheduleError: if a send has no receive.
@@ -119,27 +159,79 @@ def compile_schedule(schedule: Schedule, graph: StageGraph, costs: StepCosts) ->
     lowered = schedule.is_lowered
     rows = {} if lowered else _put_in(schedule, graph, costs.message_edges, prices, table)
     number = _numbering(schedule, prices, table) if lowered else None
-    units = ComputeUnits(graph, costs, prices.index)
+    sums = plan_sums(costs, prices.indices)
+    units = ComputeUnits(graph, costs, prices.index, sums)
     count = len(table.price)
+    per_update = [graph.num_microbatches(s) // updates for s in range(len(graph))]
     code = []
     for device, actions in schedule.actions.items():
-        last = {a.stage: at for at, a in enumerate(actions) if a.kind.ends_backward}
+        last = {
+            (a.stage, a.microbatch // per_update[a.stage] if updates > 1 else 0): at
+            for at, a in enumerate(actions)
+            if a.kind.ends_backward
+        }
+        ends = {at: stage for (stage, _), at in last.items()}
         mine: list[int] = []
+        due = -1
         for at, action in enumerate(actions):
+            if due >= 0 and not action.kind.is_send:
+                mine.append(~(count + units.update(due)))
+                due = -1
             if number is not None and action.peer >= 0:
                 mine.append(number(action, device))
                 continue
-            unit = ~(count + units.unit_of(action, device, last.get(action.stage) == at))
+            unit = ~(count + units.unit_of(action, device, at in ends))
+            if updates > 1 and at in ends and units.has_update(action.stage):
+                due = action.stage
             if lowered or not action.kind.has_messages:
                 mine.append(unit)
                 continue
             row = rows[action.stage, device, action.kind.is_forward]
             received, sent = row[action.microbatch]
             mine += (*received, unit, *sent)
+        behind = [due] if updates > 1 else [stage for _, stage in sorted(ends.items())]
+        mine += [~(count + units.update(s)) for s in behind if s >= 0 and units.has_update(s)]
         code.append(mine)
-    return Program(
-        prices.devices, code, units.known, table, prices.ports, units.groups, units.finishes
-    )
+    sums = [
+        work._replace(waits_for=sum(stage in work.stages for stage, _ in units.finishing))
+        for work in sums
+    ]
+    return Program(prices.devices, code, units.known, table, prices.ports, units.groups, sums)
+
+
+def plan_sums(costs: StepCosts, indices: Callable[[Sequence[Port]], tuple[int, ...]]) -> list[Sum]:
+    """The pieces of all all-reduces, by the numbers of their ports; nobody is waited for yet."""
+    sums: list[Sum] = []
+    queues: dict[tuple[int, ...], int] = {}
+    for work in costs.all_reduces():
+        queue = queues.setdefault(work.devices, len(queues))
+        ports = indices(work.ports)
+        for nbytes, seconds, final in work.pieces:
+            sums.append(Sum(queue, work.stages, final, work.devices, 0, nbytes, seconds, ports))
+    return sums
+
+
+def gradient_marks(
+    costs: StepCosts, sums: Sequence[Sum], stage: int, samples: int, backward_s: float
+) -> tuple[tuple[Mark, ...], tuple[int, ...]]:
+    """Where the last backward of a stage leaves final gradients, and those that are so at its end.
+
+    Args:
+        samples: on the device.
+        backward_s: its seconds.
+    """
+    found: dict[float, list[int]] = defaultdict(list)
+    for piece, work in enumerate(sums):
+        if stage in work.stages:
+            operator = work.final[work.stages.index(stage)]
+            share = costs.gradient_share(stage, samples, operator)
+            found[min(share * backward_s, backward_s)].append(piece)
+    final = tuple(found.pop(backward_s, ()))
+    marks, passed = [], 0.0
+    for seconds, pieces in sorted(found.items()):
+        marks.append(Mark(seconds - passed, tuple(pieces)))
+        passed = seconds
+    return tuple(marks), final
 
 
 def _is_in_order(schedule: Schedule, graph: StageGraph) -> bool:
@@ -251,23 +343,33 @@ class MessagePrices:
         way = self._ways.get((a, b))
         if way is None:
             route = self._costs.route(a, b)
-            indices = tuple(self.ports.setdefault(port, len(self.ports)) for port in route.ports)
-            way = self._ways[a, b] = route.per_byte_s, route.latency_s, indices
+            ports = self.indices(route.ports)
+            way = self._ways[a, b] = route.per_byte_s, route.latency_s, ports
         per_byte_s, latency_s, indices = way
         edge = (source, target, samples) if forward else (target, source, samples)
         if edge not in self._bytes:
             self._bytes[edge] = self._costs.message_bytes(*edge)
         return Price(self._bytes[edge][not forward] * per_byte_s, latency_s, indices)
 
+    def indices(self, ports: Iterable[Port]) -> tuple[int, ...]:
+        """Numbers of ports; those that are new get one."""
+        return tuple(self.ports.setdefault(port, len(self.ports)) for port in ports)
+
 
 class ComputeUnits:
-    """Compute units; each is priced once."""
+    """Compute units; each is priced once.
 
-    def __init__(self, graph: StageGraph, costs: StepCosts, index: dict[int, int]) -> None:
+    Attributes:
+        finishing: stages with the devices that run a last backward of them.
+    """
+
+    def __init__(
+        self, graph: StageGraph, costs: StepCosts, index: dict[int, int], sums: Sequence[Sum]
+    ) -> None:
         self._graph, self._costs = graph, costs
         self.known: list[ComputeUnit] = []
         self.groups: list[tuple[int, ...]] = []
-        self.finishes: Counter[int] = Counter()
+        self.finishing: set[tuple[int, int]] = set()
         self._group_of: dict[tuple[int, int], int] = {}
         for s, stage in enumerate(graph.stages):
             for first in range(0, len(stage.devices), stage.tensor) if stage.tensor > 1 else ():
@@ -280,12 +382,16 @@ class ComputeUnits:
             for at, device in enumerate(stage.devices)
         }
         self._index: dict[tuple[int, int, Kind, bool, int], int] = {}
+        self._updates: dict[int, int] = {}
+        self._sums = sums
+        self._summing = {stage for work in sums for stage in work.stages}
         self._of_action: dict[tuple[int, int, Kind, bool, bool], int] = {}
 
     def unit_of(self, action: Action, device: int, is_last: bool) -> int:
         """Unit of a scheduled action; ``is_last`` if it is its stage's last backward there."""
         s = action.stage
-        self.finishes[s] += is_last
+        if is_last:
+            self.finishing.add((s, device))
         is_short = action.microbatch == self._graph.num_microbatches(s) - 1
         key = s, device, action.kind, is_short, is_last
         if key not in self._of_action:
@@ -294,14 +400,32 @@ class ComputeUnits:
             self._of_action[key] = self._unit(s, action.kind, stop - start, replica, is_last)
         return self._of_action[key]
 
+    def has_update(self, stage: int) -> bool:
+        """Whether a stage has gradients to sum, or takes time to update."""
+        return stage in self._summing or self._costs.update_s(stage) > 0
+
+    def update(self, stage: int) -> int:
+        """Unit of the update of a stage."""
+        if stage not in self._updates:
+            self._updates[stage] = len(self.known)
+            seconds = self._costs.update_s(stage)
+            self.known.append(ComputeUnit(stage, seconds, is_update=True))
+        return self._updates[stage]
+
     def _unit(self, stage: int, kind: Kind, samples: int, replica: int, is_last: bool) -> int:
         group = self._group_of.get((stage, replica), -1)
         key = stage, samples, kind, is_last, group
         if key not in self._index:
             self._index[key] = len(self.known)
-            last = stage if is_last else -1
-            self.known.append(ComputeUnit(*self._price(stage, kind, samples), last, group))
+            unit = ComputeUnit(stage, *self._price(stage, kind, samples), group)
+            self.known.append(self._with_marks(unit, samples) if is_last else unit)
         return self._index[key]
+
+    def _with_marks(self, unit: ComputeUnit, samples: int) -> ComputeUnit:
+        """A last backward, with where it leaves final gradients."""
+        marks, final = gradient_marks(self._costs, self._sums, unit.stage, samples, unit.seconds)
+        rest = unit.seconds - sum(mark.seconds for mark in marks)
+        return unit._replace(marks=marks, rest=rest, final=final)
 
     def _price(self, stage: int, kind: Kind, samples: int) -> tuple[float, float, float]:
         forward, backward = self._costs.compute_s(stage, samples)

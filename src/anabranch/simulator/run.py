@@ -9,10 +9,12 @@ Every device goes through its list of actions:
   first come first served per port; it occupies them for bytes / bandwidth of the slowest link and
   arrives one latency later. Ports are a device's own link in each direction and the network cards
   it shares with the devices of its node;
-- when a stage has run its last backward on all replicas, its gradients are summed up, each shard
-  over the devices that have it, all shards at once; an all-reduce goes in pieces, so that messages
-  of other stages get between them;
-- the step ends with the last compute or all-reduce.
+- gradients are summed up in buckets while the last backward of a stage goes on: each bucket when
+  all of its replicas have passed the operators that add to it, those of the same devices one after
+  the other, as the runtime does it (``runtime.data_parallel.reducer``). They take the same ports as
+  messages, large ones in pieces, so that messages get between;
+- a device updates its stages when it is through its list and their gradients are summed;
+- the step ends with the last compute, all-reduce or update.
 """
 
 from __future__ import annotations
@@ -66,6 +68,7 @@ def timeline_of(step: Step, lowered: Schedule, graph: StageGraph, costs: StepCos
         source="predicted",
         step_s=step.end,
         memory=memory_of(step, graph, costs),
+        sums=tuple(sorted(step.sum_spans(), key=attrgetter("device", "start", "end"))),
     )
 
 

@@ -8,39 +8,29 @@ to move.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
 from operator import length_hint
 
 import numpy as np
 from numpy.typing import NDArray
 
-from anabranch.cost.communication import Port
 from anabranch.schedule.schedule import Schedule
-from anabranch.simulator.costs import AllReduce, StepCosts
+from anabranch.simulator.costs import StepCosts
 from anabranch.simulator.engine import Callback, Engine, SharedCores
 from anabranch.simulator.program import ComputeUnit, Program
-from anabranch.timeline import Span
-
-PIECE_BYTES = 25 * 2**20
-"""An all-reduce goes in buckets of this size, PyTorch's default."""
-
-MOST_PIECES = 16
-
-
-@dataclass(slots=True)
-class _Pending:
-    """An all-reduce, and how many (stage, device) pairs have still to finish before it."""
-
-    unit: ComputeUnit
-    waits_for: int
+from anabranch.timeline import Span, SumSpan
 
 
 class Step:
-    """The state of one simulated step; ``starts`` and ``ends`` are of computes, per device."""
+    """The state of one simulated step.
 
-    def __init__(self, program: Program, costs: StepCosts, *, sums_at_end: bool = True) -> None:
+    Attributes:
+        starts: per device of its computes, updates among them; ``ends`` likewise.
+        summed: per all-reduce of a piece, its index and when it began.
+    """
+
+    def __init__(self, program: Program, costs: StepCosts) -> None:
         devices, messages = len(program.devices), len(program.messages.price)
         self.program = program
         self.end = 0.0
@@ -59,23 +49,26 @@ class Step:
         self._arrival = [math.inf] * messages
         self._place = [0] * messages
         self._waiter = [-1] * messages
-        self._all_reduces = self._plan_all_reduces(costs) if sums_at_end else {}
         self._free_at = [0.0] * len(program.ports)
+        self._mark = [0] * devices
+        self.summed: list[tuple[int, float]] = []
+        self._queues: dict[int, list[int]] = defaultdict(list)
+        self._parts: Counter[int] = Counter()
+        for piece, work in enumerate(program.sums):
+            self._queues[work.queue].append(piece)
+            self._parts.update(work.stages)
+        # Pieces and updates are counted through, from update to update.
+        self._is_summing = dict.fromkeys(self._queues, False)
+        self._turns = dict.fromkeys(self._queues, 0)
+        self._given: Counter[tuple[int, int]] = Counter()
+        self._sums_of: Counter[tuple[int, int]] = Counter()
+        self._updates: Counter[tuple[int, int]] = Counter()
+        self._updating: dict[tuple[int, int], list[int]] = defaultdict(list)
 
     def _clock(self, cores: int) -> Callable[[float, Callback, int], None]:
         if 0 < cores < len(self.program.devices):
             return SharedCores(self._engine, cores).after
         return self._engine.after
-
-    def _plan_all_reduces(self, costs: StepCosts) -> dict[int, list[_Pending]]:
-        """Per stage, the all-reduces that wait for it."""
-        by_stage: dict[int, list[_Pending]] = defaultdict(list)
-        for work in costs.all_reduces():
-            waits_for = sum(self.program.finishes[s] for s in work.stages)
-            pending = _Pending(sum_unit(work, self.program.ports), waits_for)
-            for s in work.stages:
-                by_stage[s].append(pending)
-        return by_stage
 
     def run(self) -> None:
         """Start every device and go on until nothing happens."""
@@ -108,9 +101,10 @@ class Step:
                     is_ready[message] = True
             else:
                 unit = self._unit[d] = self._units[message - count]
-                if unit.group < 0:
-                    self.starts[d].append(now)
-                    self._compute(unit.seconds, self._computed, d)
+                if unit.is_update:
+                    self._await_sums(d, unit.stage)
+                elif unit.group < 0:
+                    self._start(d)
                 else:
                     self._come(unit)
                 return
@@ -143,18 +137,6 @@ class Step:
         if self._waiter[message] >= 0:
             engine.at_place(arrival, place, self._receive, message)
 
-    def _occupy(self, ports: tuple[int, ...], seconds: float) -> float:
-        """Take all ports as soon as the last of them is free; when they are free again."""
-        free_at = self._free_at
-        end = self._engine.now
-        for port in ports:
-            if free_at[port] > end:
-                end = free_at[port]
-        end += seconds
-        for port in ports:
-            free_at[port] = end
-        return end
-
     def _come(self, unit: ComputeUnit) -> None:
         """The last device of a replica to come to a unit starts it on all of them."""
         self._missing[unit.group] -= 1
@@ -162,22 +144,29 @@ class Step:
             members = self.program.groups[unit.group]
             self._missing[unit.group] = len(members)
             for d in members:
-                self.starts[d].append(self._engine.now)
-                if not unit.pieces:
-                    self._compute(unit.seconds, self._computed, d)
-            if unit.pieces:
-                self._sum((unit, unit.pieces))
+                self._start(d)
 
-    def _sum(self, state: tuple[ComputeUnit, int]) -> None:
-        """Start the next piece of an all-reduce; a group that waits goes on after the last."""
-        unit, left = state
-        self.end = max(self.end, self._engine.now)
-        if left:
-            end = self._occupy(unit.ports, unit.seconds / unit.pieces)
-            self._engine.at(end, self._sum, (unit, left - 1))
-        elif unit.group >= 0:
-            for d in self.program.groups[unit.group]:
-                self._computed(d)
+    def _start(self, d: int) -> None:
+        """Start the compute of a device."""
+        unit = self._unit[d]
+        assert unit is not None
+        self.starts[d].append(self._engine.now)
+        if unit.marks:
+            self._mark[d] = 0
+            self._compute(unit.marks[0].seconds, self._pass_mark, d)
+        else:
+            self._compute(unit.seconds, self._computed, d)
+
+    def _pass_mark(self, d: int) -> None:
+        """Gradients are final in the middle of a backward, which goes on."""
+        unit, at = self._unit[d], self._mark[d]
+        assert unit is not None
+        self._mark[d] = at + 1
+        if at + 1 < len(unit.marks):
+            self._compute(unit.marks[at + 1].seconds, self._pass_mark, d)
+        else:
+            self._compute(unit.rest, self._computed, d)
+        self._give(d, unit.stage, unit.marks[at].pieces)
 
     def _computed(self, d: int) -> None:
         now, unit = self._engine.now, self._unit[d]
@@ -186,16 +175,57 @@ class Step:
             self.end = now
         self.ends[d].append(now)
         self._unit[d] = None
+        if unit.is_update:
+            self._updates[d, unit.stage] += 1
         self._advance(d)
-        if unit.last >= 0:
+        if unit.final:
             # After the messages of this backward, which other stages wait for.
-            self._finish_stage(unit.last)
+            self._give(d, unit.stage, unit.final)
 
-    def _finish_stage(self, stage: int) -> None:
-        for pending in self._all_reduces.get(stage, ()):
-            pending.waits_for -= 1
-            if pending.waits_for == 0:
-                self._sum((pending.unit, pending.unit.pieces))
+    def _give(self, d: int, stage: int, pieces: tuple[int, ...]) -> None:
+        """A device's gradients of these pieces are final."""
+        number = self._updates[d, stage]
+        for piece in pieces:
+            self._given[number, piece] += 1
+            if self._given[number, piece] == self.program.sums[piece].waits_for:
+                self._sum_next(self.program.sums[piece].queue)
+
+    def _sum_next(self, queue: int) -> None:
+        """Start the next all-reduce of a queue, if it can."""
+        pieces = self._queues[queue]
+        number, turn = divmod(self._turns[queue], len(pieces))
+        work = self.program.sums[pieces[turn]]
+        if self._is_summing[queue] or self._given[number, pieces[turn]] < work.waits_for:
+            return
+        self._is_summing[queue] = True
+        self._turns[queue] += 1
+        engine, free_at = self._engine, self._free_at
+        start = max(engine.now, max((free_at[port] for port in work.ports), default=0.0))
+        for port in work.ports:
+            free_at[port] = start + work.seconds
+        self.summed.append((pieces[turn], start))
+        engine.at(start + work.seconds, self._summed, (number, pieces[turn]))
+
+    def _summed(self, which: tuple[int, int]) -> None:
+        """An all-reduce has ended: the next one, and updates that have waited for it."""
+        number, piece = which
+        self.end = max(self.end, self._engine.now)
+        work = self.program.sums[piece]
+        self._is_summing[work.queue] = False
+        self._sum_next(work.queue)
+        for stage in work.stages:
+            self._sums_of[number, stage] += 1
+            if self._sums_of[number, stage] == self._parts[stage]:
+                for d in self._updating.pop((number, stage), ()):
+                    self._start(d)
+
+    def _await_sums(self, d: int, stage: int) -> None:
+        """Update a stage as soon as all of its gradients are summed."""
+        number = self._updates[d, stage]
+        if self._sums_of[number, stage] == self._parts[stage]:
+            self._start(d)
+        else:
+            self._updating[number, stage].append(d)
 
     def positions(self) -> list[int]:
         """Per device, how many of its actions are done."""
@@ -210,8 +240,8 @@ class Step:
         computed, exchanged = [], []
         for d, device in enumerate(self.program.devices):
             clock = zip(self._units_of(d), self.starts[d], self.ends[d], strict=True)
-            times = ((start, end) for unit, start, end in clock if not unit.pieces)
-            code = [x for x in self.program.code[d] if not self._is_sum(x)]
+            times = ((start, end) for unit, start, end in clock if not unit.is_update)
+            code = [x for x in self.program.code[d] if not self._is_update(x)]
             for x, action in zip(code, schedule.actions[device], strict=True):
                 message = x if x >= 0 else ~x
                 if message >= len(self._price):
@@ -220,6 +250,13 @@ class Step:
                 start = self._freed[message] - self._price[message].occupies_s
                 exchanged.append(Span(device, start, self._arrival[message], action))
         return computed + exchanged
+
+    def sum_spans(self) -> Iterator[SumSpan]:
+        """The all-reduces, on every device that takes part."""
+        for piece, start in self.summed:
+            work = self.program.sums[piece]
+            for device in work.devices:
+                yield SumSpan(device, start, start + work.seconds, work.stages, work.nbytes)
 
     def logs(self) -> list[tuple[NDArray[np.float64], NDArray[np.bool_]]]:
         """Per device in the order of its list, when what it receives arrived and what it computes
@@ -237,6 +274,15 @@ class Step:
             result.append((times, computes))
         return result
 
+    @property
+    def updating(self) -> set[int]:
+        """Devices that wait for sums or update something."""
+        return {
+            device
+            for d, device in enumerate(self.program.devices)
+            if any(unit.is_update for unit in self._units_of(d))
+        }
+
     def memory(self, d: int) -> list[tuple[float, float]]:
         """When a device took or released how many bytes."""
         changes = []
@@ -251,17 +297,6 @@ class Step:
         first = len(self._price)
         return [self._units[~x - first] for x in self.program.code[d] if ~x >= first]
 
-    def _is_sum(self, x: int) -> bool:
+    def _is_update(self, x: int) -> bool:
         unit = ~x - len(self._price)
-        return unit >= 0 and self._units[unit].pieces > 0
-
-
-def sum_unit(work: AllReduce, ports: dict[Port, int], group: int = -1) -> ComputeUnit:
-    """An all-reduce as a unit, for which a group may wait; ``ports`` get those that are new."""
-    indices = tuple(ports.setdefault(port, len(ports)) for port in work.ports)
-    return ComputeUnit(work.seconds, 0.0, 0.0, -1, group, num_pieces(work), indices)
-
-
-def num_pieces(work: AllReduce) -> int:
-    """Pieces that an all-reduce goes in."""
-    return min(max(-(-work.nbytes // PIECE_BYTES), 1), MOST_PIECES)
+        return unit >= 0 and self._units[unit].is_update

@@ -23,15 +23,15 @@ micro-batches, which are whole mini-batches unless several make up one update (P
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from anabranch.errors import InvalidPlanError
 from anabranch.plans.stages import StageGraph
 from anabranch.schedule import compute_order, schedule_of
 from anabranch.schedule.endless import ENDLESS, repeated
 from anabranch.schedule.schedule import Schedule
-from anabranch.simulator.costs import AllReduce, StepCosts
-from anabranch.simulator.program import Program, compile_schedule
+from anabranch.simulator.costs import StepCosts, least_sum_s
+from anabranch.simulator.program import compile_schedule
 from anabranch.simulator.run import (
     collector_paused,
     execute,
@@ -39,7 +39,7 @@ from anabranch.simulator.run import (
     timeline_of,
 )
 from anabranch.simulator.steady import TOLERANCE, Log, find_period, logs_of
-from anabranch.simulator.step import Step, sum_unit
+from anabranch.simulator.step import Step
 from anabranch.timeline import Timeline
 from anabranch.weights import units_in_flight
 
@@ -82,7 +82,7 @@ def steady(graph: StageGraph, costs: StepCosts, *, slots: int = 1) -> Steady:
         DeadlockError: if the in-flight counts cannot be executed.
     """
     batches = 3 * max(units_held(graph, s) for s in range(len(graph))) + 4
-    summing = {device for work in sums(costs) for device in work.devices}
+    require_untied(costs)
     simulated = 0
     with collector_paused():
         for _ in range(MOST_STREAMS):
@@ -90,7 +90,7 @@ def steady(graph: StageGraph, costs: StepCosts, *, slots: int = 1) -> Steady:
             order = compute_order(whole, ENDLESS, slots=slots)
             step = _simulate(graph, whole, order, costs)
             simulated += batches * len(graph.devices)
-            logs = logs_of(step, whole, order, graph.batch_size, summing)
+            logs = logs_of(step, whole, order, graph.batch_size, step.updating)
             period = find_period(logs, TOLERANCE * step.end)
             if period is not None:
                 break
@@ -120,18 +120,23 @@ def busy_s(graph: StageGraph, costs: StepCosts) -> dict[int, float]:
 
 
 def least_period_s(graph: StageGraph, costs: StepCosts) -> float:
-    """A lower bound of the period: what the busiest device computes and sums up."""
+    """A lower bound of the period: what the busiest device computes, and sums up after that."""
+    require_untied(costs)
     busy = busy_s(graph, costs)
-    for work in sums(costs):
+    for work in costs.all_reduces():
+        (stage,) = work.stages
+        final = graph.num_microbatches(stage) - 1
+        replicas = range(graph.stages[stage].replicas)
+        sizes = {stop - start for start, stop in (graph.slice(stage, final, r) for r in replicas)}
+        left = least_sum_s(costs, work, stage, sizes)
         for device in work.devices:
-            busy[device] += work.seconds
+            busy[device] += left
     return max(busy.values())
 
 
-def sums(costs: StepCosts) -> list[AllReduce]:
-    """The all-reduces of one update; ``InvalidPlanError`` if one is of several stages."""
-    works = list(costs.all_reduces())
-    for work in works:
+def require_untied(costs: StepCosts) -> None:
+    """Raise an ``InvalidPlanError`` if stages sum gradients of the same parameters."""
+    for work in costs.all_reduces():
         if len(work.stages) > 1:
             raise InvalidPlanError(
                 f"stages {', '.join(map(str, work.stages))} read the same parameters; in "
@@ -139,7 +144,6 @@ def sums(costs: StepCosts) -> list[AllReduce]:
                 "is done, so tied parameters would drift apart: gather their operators in one "
                 "stage, or train with mode sync"
             )
-    return works
 
 
 def record(
@@ -164,45 +168,10 @@ def shown(graph: StageGraph) -> int:
 
 
 def _simulate(graph: StageGraph, whole: StageGraph, schedule: Schedule, costs: StepCosts) -> Step:
-    program = compile_schedule(schedule, whole, costs)
-    step = Step(_with_sums(program, schedule, graph, costs), costs, sums_at_end=False)
+    updates = whole.batch_size // graph.batch_size
+    step = Step(compile_schedule(schedule, whole, costs, updates=updates), costs)
     execute(step, whole, schedule, costs)
     return step
-
-
-def _with_sums(
-    program: Program, schedule: Schedule, graph: StageGraph, costs: StepCosts
-) -> Program:
-    """The all-reduces behind the last backward, and the messages, of every mini-batch."""
-    works = sums(costs)
-    if not works:
-        return program
-    first = len(program.messages.price)
-    units, groups = [*program.units], [*program.groups]
-    index = {device: d for d, device in enumerate(program.devices)}
-    sum_of: dict[tuple[int, int], int] = {}
-    for work in works:
-        for device in work.devices:
-            sum_of[work.stages[0], device] = ~(first + len(units))
-        units.append(sum_unit(work, program.ports, len(groups)))
-        groups.append(tuple(index[device] for device in work.devices))
-    code = []
-    for device, mine in zip(program.devices, program.code, strict=True):
-        computes = (a for a in schedule.actions[device] if a.kind.is_compute)
-        result: list[int] = []
-        due: int | None = None
-        for x in mine:
-            if due is not None and not (x < 0 and ~x < first):
-                result.append(due)
-                due = None
-            result.append(x)
-            if ~x >= first:
-                action = next(computes)
-                done = (action.microbatch + 1) % graph.num_microbatches(action.stage) == 0
-                if action.kind.ends_backward and done:
-                    due = sum_of.get((action.stage, device))
-        code.append(result if due is None else [*result, due])
-    return replace(program, code=code, units=units, groups=groups)
 
 
 def _slowest_pace(logs: list[Log]) -> float:

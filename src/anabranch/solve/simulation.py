@@ -264,7 +264,7 @@ def check_plan(
             edges = message_edges(graph, profile.graph)
         if is_async and not problems:
             try:
-                stream.sums(ModelCosts(graph, cost))
+                stream.require_untied(ModelCosts(graph, cost))
             except InvalidPlanError as error:
                 problems.append(str(error))
     whole = endless.repeated(graph, stream.shown(graph)) if is_async else graph

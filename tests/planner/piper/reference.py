@@ -9,7 +9,7 @@ from functools import cached_property
 from hypothesis import strategies as st
 
 from anabranch.cost import CostModel
-from anabranch.cost.communication import transfer_s
+from anabranch.cost.communication import all_reduce_s
 from anabranch.graph.opgraph import BATCH, Op, OpGraph, Value, bits
 from anabranch.planner.downsets import downsets
 from anabranch.planner.toolkit.prices import MicrobatchPrices, Mode
@@ -53,7 +53,7 @@ class Reference:
             nbytes += value.size(n) * (1 + value.grad) * bool(leaves or enters)
         seconds += nbytes * self.cost.border_price(mode.devices)
         reduced = self.cost.parameter_bytes(ops, trainable=True, tensor=mode.tensor)
-        reduce_s = transfer_s(reduced, *self.prices.ring(mode.replicas, mode.tensor))
+        reduce_s = all_reduce_s(reduced, *self.prices.ring(mode.replicas, mode.tensor))
         return seconds + float(reduce_s) / self.prices.num_microbatches
 
     def fits(self, mask: int, mode: Mode, behind: int) -> bool:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from anabranch import launch
-from anabranch.runtime.data_parallel import buckets
+from anabranch.cost import buckets
 from anabranch.runtime.data_parallel.gradients import (
     Holders,
     clip,

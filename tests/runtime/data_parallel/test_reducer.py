@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from anabranch import launch
+from anabranch.cost import buckets
 from anabranch.plans.plan import Plan
 from anabranch.runtime.data_feed import leaves_of
-from anabranch.runtime.data_parallel import buckets
 from anabranch.runtime.data_parallel.gradients import reduce_gradients
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.runtime.reference import reference

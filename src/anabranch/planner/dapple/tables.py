@@ -11,6 +11,7 @@ from functools import cached_property
 import numpy as np
 
 from anabranch.cost import CostModel
+from anabranch.cost.communication import transfer_s
 from anabranch.cost.nested_weights import Floats, Ints, NestedSets
 from anabranch.planner.dapple.links import Place, ring_price
 from anabranch.planner.toolkit.prices import MicrobatchPrices, degrees
@@ -120,16 +121,15 @@ class Tables:
 
     def _ring(self, degree: int, per_byte: float, latency_s: float) -> Floats:
         reduced = self.problem.row.matrices().trainable
-        ring = reduced * per_byte
-        if self.problem.overlap_allreduce:
-            # Column j: the gradients of the operators before cut j, which are complete when the
-            # backward of operator j - 1 is; what sticks out of a run is the largest so far.
-            done = self.backward_s[self.index[degree]]
-            before_last = np.concatenate([[0.0], done[:-1]])
-            late = ring - (before_last[None, :] - done[:, None])
-            late[np.tril_indices(len(late))] = -np.inf
-            ring = np.maximum.accumulate(late, axis=1)
-        return np.where(reduced > 0, ring + latency_s, 0.0)
+        if not self.problem.overlap_allreduce:
+            return np.asarray(transfer_s(reduced, per_byte, latency_s))
+        # Column j: the gradients of the operators before cut j, which are complete when the
+        # backward of operator j - 1 is; what sticks out of a run is the largest so far.
+        done = self.backward_s[self.index[degree]]
+        before_last = np.concatenate([[0.0], done[:-1]])
+        late = reduced * per_byte - (before_last[None, :] - done[:, None])
+        late[np.tril_indices(len(late))] = -np.inf
+        return np.where(reduced > 0, np.maximum.accumulate(late, axis=1) + latency_s, 0.0)
 
 
 def _sums(values: Floats) -> Floats:

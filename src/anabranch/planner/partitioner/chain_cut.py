@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from anabranch.cost import CostModel
-from anabranch.cost.communication import transfer_s
+from anabranch.cost.communication import all_reduce_s
 from anabranch.cost.nested_weights import NestedSets
 from anabranch.cost.period import period_s, traffic_s, work_s
 from anabranch.planner.partitioner.limits import SEARCH
@@ -123,7 +123,7 @@ class ChainCutter:
         link = self._cost.cluster.levels[0]
         price = 1 / link.bandwidth if inside else self._cost.border_price(mode.devices)
         traffic = traffic_s(weights.border.comes, weights.border.goes, n, price)
-        reduce_s = transfer_s(weights.trainable, *prices.ring(mode.replicas, mode.tensor))
+        reduce_s = all_reduce_s(weights.trainable, *prices.ring(mode.replicas, mode.tensor))
         period = period_s(work_s(compute, traffic), reduce_s, prices.num_microbatches)
         period[np.tril_indices(len(period))] = np.inf
         headroom = prices.headroom(weights, mode.replicas, recompute=mode.recompute)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from anabranch.cost.communication import transfer_s
+from anabranch.cost.communication import all_reduce_s
 from anabranch.cost.memory import DeviceMemory
 from anabranch.cost.nested_weights import NestedSets
 from anabranch.cost.period import period_s, traffic_s, work_s
@@ -171,7 +171,7 @@ class RangePrices:
         nbytes = self._weights(at).trainable
         wide = (-1, *(1,) * (nbytes.ndim - 1))
         per_byte, latency = self.sizes.ring_per_byte, self.sizes.ring_latency_s
-        return np.asarray(transfer_s(nbytes, per_byte.reshape(wide), latency.reshape(wide)))
+        return np.asarray(all_reduce_s(nbytes, per_byte.reshape(wide), latency.reshape(wide)))
 
     def memory(self, at: Places) -> DeviceMemory:
         """Bytes of some ranges (start, stop): [s, k, ...]."""

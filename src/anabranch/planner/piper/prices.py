@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anabranch.cost import CostModel
-from anabranch.cost.communication import transfer_s
+from anabranch.cost.communication import all_reduce_s
 from anabranch.cost.nested_weights import Floats, Ints, NestedSets, Pairs
 from anabranch.cost.stage_weights import Border, StageWeights, Traffic
 from anabranch.planner.downsets import nested_pairs
@@ -223,7 +223,7 @@ class DownsetPrices:
         n = prices.samples(mode.replicas)
         compute = self.downsets.compute_s(n, mode.tensor, recompute=mode.recompute)
         traffic = border.comes.at(n) + border.goes.at(n)
-        reduce_s = transfer_s(weights.trainable, *prices.ring(mode.replicas, mode.tensor))
+        reduce_s = all_reduce_s(weights.trainable, *prices.ring(mode.replicas, mode.tensor))
         load = pairs.difference(compute) + traffic * prices.cost.border_price(mode.devices)
         return np.asarray(load + reduce_s / prices.num_microbatches)
 

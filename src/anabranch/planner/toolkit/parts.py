@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anabranch.cost import CostModel
-from anabranch.cost.communication import Port, transfer_s
+from anabranch.cost.communication import Port, all_reduce_s
 from anabranch.cost.period import period_s, traffic_s, work_s
 from anabranch.cost.stage_weights import StageWeights
 from anabranch.graph.opgraph import bits
@@ -174,15 +174,15 @@ class PartPrices:
     def reduce_s(self, part: Part) -> float:
         """Seconds of the all-reduce of a part on devices in a row."""
         price = self.microbatch.ring(part.replicas, part.tensor)
-        return float(transfer_s(self._reduced_bytes(part), *price))
+        return float(all_reduce_s(self._reduced_bytes(part), *price))
 
     def _reduced_bytes(self, part: Part) -> float:
         return float(self.sets.weights(part.mask, part.tensor).trainable)
 
     def all_reduces(
         self, parts: Sequence[Part], devices: Sequence[Sequence[int]]
-    ) -> list[tuple[tuple[int, ...], float]]:
-        """The all-reduces of a step: which parts take part, as indices, and seconds."""
+    ) -> list[tuple[tuple[int, ...], float, float]]:
+        """The all-reduces of a step: which parts take part, as indices, bytes and seconds."""
         across: dict[tuple[int, ...], int] = {}
         own = [self._reduced_bytes(part) for part in parts]
         for mask, nbytes in self.sets.tied:
@@ -191,10 +191,10 @@ class PartPrices:
                 across[holders] = across.get(holders, 0) + nbytes
                 for s in holders:
                     own[s] -= math.ceil(nbytes * self._shard(parts[s]))
-        found: list[tuple[tuple[int, ...], float]] = [
-            ((s,), self.cost.allreduce_s(max(own[s], 0), devices[s][:: part.tensor]))
+        found: list[tuple[tuple[int, ...], float, float]] = [
+            ((s,), own[s], self.cost.allreduce_s(own[s], devices[s][:: part.tensor]))
             for s, part in enumerate(parts)
-            if part.replicas > 1
+            if part.replicas > 1 and own[s] > 0
         ]
         if across:
             held = [
@@ -202,7 +202,7 @@ class PartPrices:
                 for part, where in zip(parts, devices, strict=True)
             ]
             for stages, ring, nbytes in rings(across, held):
-                found.append((stages, self.cost.allreduce_s(nbytes, ring)))
+                found.append((stages, nbytes, self.cost.allreduce_s(nbytes, ring)))
         return found
 
     def _shard(self, part: Part) -> float:

@@ -16,10 +16,8 @@ from itertools import islice
 import torch
 from torch import Tensor, nn
 
+from anabranch.cost.buckets import cut_into_buckets
 from anabranch.runtime.mesh import Mesh, Pending
-
-BUCKET_BYTES = 25 * 2**20
-"""Gradients in one message of an all-reduce at most, unless a single one is larger."""
 
 Ranks = tuple[int, ...]
 Named = tuple[str, nn.Parameter]
@@ -106,17 +104,12 @@ def take(buckets: Iterable[Bucket]) -> None:
 
 
 def cut(ranks: Ranks, named: Iterable[Named], mesh: Mesh) -> list[Bucket]:
-    """Cut into runs of one element type, of at most ``BUCKET_BYTES``."""
-    runs: list[list[Named]] = []
-    size = 0
-    for name, parameter in named:
-        nbytes = parameter.numel() * parameter.element_size()
-        fits = runs and runs[-1][0][1].dtype == parameter.dtype
-        if not fits or size + nbytes > BUCKET_BYTES:
-            runs.append([])
-            size = 0
-        runs[-1].append((name, parameter))
-        size += nbytes
+    """Buckets of one element type each."""
+    runs = cut_into_buckets(
+        named,
+        lambda item: item[1].numel() * item[1].element_size(),
+        lambda item: item[1].dtype,
+    )
     return [Bucket(ranks, run, mesh) for run in runs]
 
 

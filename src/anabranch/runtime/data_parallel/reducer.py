@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from anabranch.cost.buckets import turn
 from anabranch.runtime.data_parallel.buckets import Bucket, Named, Ranks, cut, take
 from anabranch.runtime.data_parallel.gradients import Holders
 from anabranch.runtime.mesh import Mesh
@@ -74,7 +75,7 @@ class Reducer:
                 groups[ranks, holders.stages[name]].append((name, parameter))
         queues: dict[Ranks, _Queue] = {}
         self._places: dict[str, _Slot] = {}
-        for (ranks, _), named in sorted(groups.items(), key=lambda g: (g[0][0], -g[0][1][0], g[0])):
+        for (ranks, _), named in sorted(groups.items(), key=lambda g: (turn(*g[0]), g[0])):
             queue = queues.setdefault(ranks, _Queue([]))
             for bucket in cut(ranks, named, mesh):
                 queue.buckets.append(bucket)

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anabranch.cost import CostModel
-from anabranch.cost.communication import transfer_s
+from anabranch.cost.communication import all_reduce_s
 from anabranch.cost.nested_weights import NestedSets, Pairs
 from anabranch.cost.period import traffic_s, work_s
 from anabranch.cost.stage_weights import Border, StageWeights
@@ -159,6 +159,6 @@ def _price(
     return (
         work_s(compute, traffic_s(border.comes, border.goes, n, price)),
         compute + read * price,
-        transfer_s(stages.trainable, *prices.ring(mode.replicas, mode.tensor)),
+        all_reduce_s(stages.trainable, *prices.ring(mode.replicas, mode.tensor)),
         prices.headroom(stages, mode.replicas, recompute=mode.recompute),
     )

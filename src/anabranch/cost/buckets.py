@@ -1,0 +1,43 @@
+"""Buckets of gradients: what travels in one message of an all-reduce, and in which order.
+
+Gradients are final in the order of the backwards, last parameters first. So they are summed while
+the last backward goes on, a bucket at a time; runtime and simulator ask here for the same buckets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import TypeVar
+
+BUCKET_BYTES = 25 * 2**20
+"""Gradients in one bucket at most, unless a single one is larger; PyTorch's default."""
+
+Gradient = TypeVar("Gradient")
+
+
+def cut_into_buckets(
+    gradients: Iterable[Gradient],
+    nbytes: Callable[[Gradient], int],
+    kind: Callable[[Gradient], Hashable] = lambda _: None,
+) -> list[list[Gradient]]:
+    """Runs of one kind, of at most ``BUCKET_BYTES``.
+
+    Args:
+        gradients: in the order in which they become final: that of the parameters, reversed.
+        kind: what those of one bucket have in common, such as their element type.
+    """
+    buckets: list[list[Gradient]] = []
+    size = 0
+    for gradient in gradients:
+        more = nbytes(gradient)
+        if not buckets or kind(buckets[-1][0]) != kind(gradient) or size + more > BUCKET_BYTES:
+            buckets.append([])
+            size = 0
+        buckets[-1].append(gradient)
+        size += more
+    return buckets
+
+
+def turn(holders: tuple[int, ...], stages: Sequence[int]) -> tuple[tuple[int, ...], int]:
+    """What to sort by: sums of one set of holders start in one order on all, last stages first."""
+    return holders, -stages[0]

@@ -1,0 +1,128 @@
+"""Sums of gradients of one emulated rank, while its last backwards go on.
+
+They are the all-reduces of ``simulator.run``, piece by piece, each as soon as the operators that
+add to it have been passed. On modelled links the board that all ranks share knows when a sum starts
+and ends; on those of the host as many bytes really travel.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import torch
+
+from anabranch.emulation.clock import DeviceClock
+from anabranch.emulation.emulation import Emulation
+from anabranch.runtime.compute.stage_compute import Outcome
+from anabranch.runtime.mesh import Mesh, Pending
+from anabranch.simulator.program import gradient_marks
+
+POLL_S = 1e-3
+"""Device seconds between two looks at sums of which nothing is known yet."""
+
+
+class EmulatedSums:
+    """What a rank sums in a step; a ``Watcher`` of its worker."""
+
+    def __init__(self, emulation: Emulation, clock: DeviceClock, mesh: Mesh) -> None:
+        self._emulation, self._clock = emulation, clock
+        self._mine = [i for i, w in enumerate(emulation.sums) if mesh.device in w.devices]
+        self._host = _HostSums(emulation, self._mine, mesh) if emulation.links == "host" else None
+        self._last = -1
+        self._final: tuple[int, ...] = ()
+
+    def begins(self, stages: Sequence[int], outcome: Outcome) -> None:
+        """See ``Watcher``."""
+
+    def waits(self) -> None:
+        """See ``Watcher``."""
+
+    def before_last(self, stage: int) -> None:
+        """See ``Watcher``."""
+        self._last = stage
+
+    def during(self, stage: int, samples: int, backward_s: float) -> float:
+        """Go through a backward as far as gradients become final in it; the seconds that are left.
+
+        Args:
+            samples: of this device.
+        """
+        if stage != self._last:
+            return backward_s
+        emulation = self._emulation
+        marks, self._final = gradient_marks(
+            emulation.costs, emulation.sums, stage, samples, backward_s
+        )
+        for mark in marks:
+            self._clock.pass_by(mark.seconds)
+            self._give(mark.pieces)
+            backward_s -= mark.seconds
+        return backward_s
+
+    def after_last(self, stage: int) -> None:
+        """See ``Watcher``."""
+        self._give(self._final)
+        self._last, self._final = -1, ()
+
+    def _give(self, pieces: Sequence[int]) -> None:
+        for piece in pieces:
+            if self._host is not None:
+                self._host.give(piece)
+            else:
+                self._emulation.shared_links.give(piece, self._clock.now)
+
+    def finish(self) -> None:
+        """After the last action: wait for the sums."""
+        clock = self._clock
+        clock.charge()
+        if self._host is not None:
+            self._host.finish()
+            clock.catch_up()
+            return
+        clock.pace()
+        while True:
+            end, is_sure = self._emulation.shared_links.ended(self._mine, clock.now)
+            clock.meet(end if is_sure else max(end, clock.now + POLL_S))
+            if is_sure:
+                return
+
+
+class _HostSums:
+    """Sums of zeros; those of one set of ranks start in one order."""
+
+    def __init__(self, emulation: Emulation, mine: Sequence[int], mesh: Mesh) -> None:
+        self._emulation, self._mesh = emulation, mesh
+        self._queues: dict[int, list[int]] = defaultdict(list)
+        for piece in mine:
+            self._queues[emulation.sums[piece].queue].append(piece)
+        most = max((emulation.sums[piece].nbytes for piece in mine), default=0)
+        self._zeros = torch.zeros(-(-most // 4))
+        self._begin()
+
+    def _begin(self) -> None:
+        self._missing = {
+            piece: sum(
+                self._mesh.device in self._emulation.plan.stage_graph.stages[s].devices
+                for s in self._emulation.sums[piece].stages
+            )
+            for queue in self._queues.values()
+            for piece in queue
+        }
+        self._left = {queue: list(pieces) for queue, pieces in self._queues.items()}
+        self._pending: list[Pending] = []
+
+    def give(self, piece: int) -> None:
+        """Gradients are final; start what can be started."""
+        self._missing[piece] -= 1
+        left = self._left[self._emulation.sums[piece].queue]
+        while left and not self._missing[left[0]]:
+            work = self._emulation.sums[left.pop(0)]
+            zeros = self._zeros[: -(-work.nbytes // 4)]
+            self._pending.append(self._mesh.start_all_reduce(zeros, self._emulation.ranks(work)))
+
+    def finish(self) -> None:
+        """Wait for all, and be ready for the next step."""
+        for pending in self._pending:
+            pending.wait()
+        self._begin()

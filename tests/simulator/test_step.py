@@ -1,0 +1,155 @@
+"""Sums of gradients in a simulated step: when they begin, what they wait for, what they hold up."""
+
+from dataclasses import replace
+
+import pytest
+
+from anabranch.cost.buckets import BUCKET_BYTES
+from anabranch.plans.stages import Stage, StageGraph
+from anabranch.schedule import SCHEDULES, endless
+from anabranch.schedule.lower import lower
+from anabranch.simulator import stream
+from anabranch.simulator.costs import ModelCosts
+from anabranch.simulator.run import run
+from anabranch.timeline import Timeline
+from tests.simulator.helpers import chain, cluster, cost_model, simulate
+
+NAMES = ("op0", "op1", "op2")
+
+
+def three_buckets(bandwidth: float, *, replicas: int = 2, value_bytes: int = 0, devices: int = 4):
+    """Three operators of 1 s forward and 1 s backward per sample, a full bucket of gradients each;
+    two devices sum a bucket in 1 / ``bandwidth`` seconds.
+    """
+    machines = cluster(devices, bandwidth=bandwidth * BUCKET_BYTES, memory_bytes=10**12)
+    return cost_model(
+        chain(3),
+        [1.0] * 3,
+        [1.0] * 3,
+        machines,
+        parameter_bytes=BUCKET_BYTES,
+        value_bytes=value_bytes,
+    )
+
+
+def sums(timeline: Timeline, device: int) -> list[tuple[float, float]]:
+    """From when to when a device sums."""
+    return [(s.start, s.end) for s in timeline.sums if s.device == device]
+
+
+def replicated(batch_size: int = 4, **options: object) -> StageGraph:
+    """One stage on devices 0 and 1."""
+    return StageGraph((replace(Stage(NAMES, (0, 1), 2), **options),), (), batch_size)
+
+
+def test_a_bucket_is_summed_as_soon_as_the_last_backward_has_passed_it():
+    """Both replicas have B1 from 9 to 12; op2 is passed at 10, op1 at 11, op0 at its end. A bucket
+    takes 1 s, so 1 s is left after the backward, not 3.
+    """
+    timeline = simulate(replicated(), three_buckets(1.0))
+    assert sums(timeline, 0) == sums(timeline, 1) == [(10, 11), (11, 12), (12, 13)]
+    assert timeline.step_s == 13
+    assert timeline.makespan_s == 12
+
+
+def test_buckets_wait_for_one_another():
+    """A bucket takes 3 s: the first begins at 10, and the others follow without a pause."""
+    timeline = simulate(replicated(), three_buckets(1 / 3))
+    assert sums(timeline, 1) == [(10, 13), (13, 16), (16, 19)]
+    assert timeline.step_s == 19
+
+
+def test_a_recomputed_forward_comes_before_the_gradients():
+    """The backward goes from 12 to 18, its first half is the forward again."""
+    timeline = simulate(replicated(recompute=True), three_buckets(1.0))
+    assert sums(timeline, 0) == [(16, 17), (17, 18), (18, 19)]
+
+
+def test_the_slower_replica_decides():
+    """The batch of 5 leaves 1 sample for replica 0 and none for replica 1 in the last micro-batch:
+    replica 0 is the later one, its B2 goes from 15 to 18.
+    """
+    timeline = simulate(replicated(5), three_buckets(1.0))
+    assert sums(timeline, 1) == [(16, 17), (17, 18), (18, 19)]
+
+
+def test_a_large_bucket_is_cut_and_its_parts_follow_each_other():
+    """One parameter of 4 buckets: final at once, at the end of the backward of 1 s."""
+    machines = cluster(2, bandwidth=BUCKET_BYTES, memory_bytes=10**12)
+    cost = cost_model((), [1.0], [1.0], machines, parameter_bytes=4 * BUCKET_BYTES)
+    timeline = simulate(StageGraph((Stage(("op0",), (0, 1), 2),), (), 2), cost)
+    assert sums(timeline, 0) == [(2, 3), (3, 4), (4, 5), (5, 6)]
+
+
+def test_a_tied_parameter_waits_for_both_stages():
+    """Stage 0 of op0 reads what stage 1 of op1 and op2 reads in op2: its last backward, from 10 to
+    11 at the earliest, is the later one.
+    """
+    machines = cluster(2, bandwidth=BUCKET_BYTES, memory_bytes=10**12)
+    cost = cost_model(
+        chain(3), [1.0] * 3, [1.0] * 3, machines, parameter_bytes=BUCKET_BYTES, tied=(0, 2)
+    )
+    stages = (Stage(("op0",), (0,), 1), Stage(("op1", "op2"), (1,), 1))
+    timeline = simulate(StageGraph(stages, ((0, 1),), 2), cost)
+    ends = {s.device: s.end for s in timeline.spans if s.action.kind.is_compute}
+    assert ends == {0: 10.0, 1: 9.0}
+    assert sums(timeline, 0) == sums(timeline, 1) == [(10, 11)]
+
+
+def test_sums_and_messages_take_turns_on_a_port():
+    """Stage 1 has a replica for each of two samples. Its first bucket, final at 7, holds the ports
+    until 9, so the gradients, sent at 7 and 8, arrive at 10 and 11; the second bucket comes after
+    them.
+    """
+    cost = three_buckets(1 / 2, value_bytes=BUCKET_BYTES // 2)
+    stages = (Stage(("op0",), (0,), 2), Stage(("op1", "op2"), (1, 2), 2))
+    timeline = simulate(StageGraph(stages, ((0, 1),), 2), cost)
+    spans = [
+        (s.device, str(s.action.kind), s.start, s.end)
+        for s in timeline.spans
+        if s.action.kind.is_compute
+    ]
+    # Both messages forward leave device 0 by one port: they arrive at 3 and 4.
+    assert spans == [
+        (0, "F", 0.0, 2.0),
+        (0, "B", 11.0, 13.0),
+        (1, "F", 3.0, 5.0),
+        (1, "B", 5.0, 7.0),
+        (2, "F", 4.0, 6.0),
+        (2, "B", 6.0, 8.0),
+    ]
+    assert sums(timeline, 1) == [(7, 9), (11, 13)]
+
+
+def test_the_longest_all_reduce_that_a_search_meets_is_few_events():
+    """400 full buckets are some 60 pieces; the first and the last are still single buckets."""
+    count = 400
+    machines = cluster(2, bandwidth=1e9, memory_bytes=10**15)
+    cost = cost_model(
+        chain(count), [1.0] * count, [1.0] * count, machines, parameter_bytes=BUCKET_BYTES
+    )
+    names = tuple(f"op{i}" for i in range(count))
+    (work,) = ModelCosts(StageGraph((Stage(names, (0, 1), 2),), (), 2), cost).all_reduces()
+    assert len(work.pieces) < 100
+    assert work.nbytes == count * BUCKET_BYTES
+    assert work.pieces[0].nbytes == work.pieces[-1].nbytes == BUCKET_BYTES
+
+
+@pytest.mark.parametrize(("bandwidth", "period_s"), [(1.0, 7.0), (1 / 3, 13.0)])
+def test_without_a_flush_sums_begin_in_every_last_backward(bandwidth, period_s):
+    """A mini-batch is one micro-batch of 3 + 3 s; of its sums 1 s is left, or 7 s if they are slow:
+    the next forward waits for them, because it reads the new weights.
+    """
+    graph = endless.warm_up(replicated(2))
+    found = stream.steady(graph, ModelCosts(graph, three_buckets(bandwidth)))
+    assert found.period_s == pytest.approx(period_s)
+
+
+def test_the_order_with_messages_takes_as_long():
+    """A schedule that was lowered before, as an executed plan is read back."""
+    cost = three_buckets(1 / 2, value_bytes=BUCKET_BYTES // 2)
+    stages = (Stage(("op0",), (0,), 2), Stage(("op1", "op2"), (1, 2), 2))
+    graph = StageGraph(stages, ((0, 1),), 4)
+    rule = SCHEDULES["1f1b"]()
+    warm = rule.warm_up(graph)
+    assert run(warm, lower(rule.order(warm), warm), cost) == run(warm, rule.order(warm), cost)
