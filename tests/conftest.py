@@ -1,16 +1,20 @@
 """Settings for all tests."""
 
+import atexit
 import os
+import shutil
 import tempfile
 
 import torch
 from hypothesis import settings
 
+# No test reads or writes what the user's own commands keep: captures, and what was measured on the
+# machine at hand.
+os.environ["ANABRANCH_CACHE"] = tempfile.mkdtemp(prefix="anabranch-tests-")
+atexit.register(shutil.rmtree, os.environ["ANABRANCH_CACHE"], ignore_errors=True)
+
 # Results are compared bit for bit between processes, and additions are ordered by threads.
 torch.set_num_threads(1)
-
-# Predictions do not depend on what was measured on the machine at hand.
-os.environ["ANABRANCH_CACHE"] = tempfile.mkdtemp(prefix="anabranch-cache-")
 
 # A deadline measures the machine, which may be busy, not the code. In CI the examples are the same
 # each time, so a failure there is the change's; at home every run looks at new ones.

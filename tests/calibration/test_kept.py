@@ -69,15 +69,3 @@ def test_other_clusters_are_left_alone():
     assert found == theirs
     assert "its processor is Z80" in said
     assert "its predictions are for that machine" in said
-
-
-def test_the_cache_is_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Our own variable goes before that of the desktop, which goes before the home."""
-    monkeypatch.setenv("ANABRANCH_CACHE", str(tmp_path / "a"))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "b"))
-    assert cache_file() == tmp_path / "a" / "calibration.json"
-    monkeypatch.delenv("ANABRANCH_CACHE")
-    assert cache_file() == tmp_path / "b" / "anabranch" / "calibration.json"
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert cache_file() == tmp_path / ".cache" / "anabranch" / "calibration.json"

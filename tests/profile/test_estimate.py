@@ -119,7 +119,9 @@ def test_traces_at_every_count_agree_with_the_line(
 ) -> None:
     """A model whose kernels change with the samples is traced at each count; here all agree."""
     line = estimate(towers, "v100", (3, 5))
-    monkeypatch.setattr("anabranch.profile.estimate._Trace.is_like", lambda self, other: False)
+    monkeypatch.setattr(
+        "anabranch.profile.kernel_trace.KernelTrace.is_like", lambda self, other: False
+    )
     traced = estimate(towers, "v100", (3, 5))
     for a, b in zip(line.costs, traced.costs, strict=True):
         assert a.forward_s == pytest.approx(b.forward_s)
@@ -128,9 +130,9 @@ def test_traces_at_every_count_agree_with_the_line(
 
 def test_any_sample_count_from_two(towers: Captured) -> None:
     """Seconds at 6 samples, derived from traces at 2 and 4, are those of a trace at 6."""
-    from anabranch.profile.estimate import _Trace
+    from anabranch.profile.estimate import _kernels
 
-    trace = _Trace.of(towers, 6)
+    trace = _kernels(towers, 6)
     forward, backward = trace.seconds(DATA_SHEETS["a100"], "float32")
     profile = estimate(towers, "a100", (6,))
     assert [c.forward_s[0] for c in profile.costs] == pytest.approx(list(forward))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from anabranch.profile.kept_bytes import KeptBytes, per_sample
+from anabranch.profile.kept_bytes import KeptBytes
 
 
 def kept(at_hand: list[Tensor], *ops: Callable[[Tensor], Tensor], start: Tensor) -> list[int]:
@@ -66,9 +66,3 @@ def test_meta_tensors_have_storages_too() -> None:
     weight.requires_grad_()
     op = lambda x: ((x @ weight).exp() @ weight).exp().sum()  # noqa: E731
     assert kept([batch, weight], op, start=batch) == [320]
-
-
-def test_per_sample() -> None:
-    """The slope between two counts, rounded up; what does not grow drops out."""
-    assert per_sample([100, 50, 7], [200, 50, 10], (2, 4)) == [50, 0, 2]
-    assert per_sample([9], [9], (2, 2)) == [5]

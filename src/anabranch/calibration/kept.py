@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,17 +9,14 @@ from anabranch.calibration.machine import difference, this_machine
 from anabranch.cluster import Cluster
 from anabranch.errors import FileFormatError
 from anabranch.files import load_cluster, save_cluster
+from anabranch.files.cache_folder import cache_folder
 
 COMMAND = "anabranch cluster --calibrate"
 
 
 def cache_file() -> Path:
-    """Where the calibration is kept: in ``$ANABRANCH_CACHE``, ``$XDG_CACHE_HOME/anabranch`` or
-    ``~/.cache/anabranch``.
-    """
-    own = os.environ.get("ANABRANCH_CACHE")
-    shared = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return (Path(own) if own else Path(shared) / "anabranch") / "calibration.json"
+    """Where the calibration is kept."""
+    return cache_folder() / "calibration.json"
 
 
 def keep(measured: Cluster) -> Path:

@@ -90,6 +90,13 @@ Optimizer = Annotated[
         "a profile file has none].",
     ),
 ]
+NoCache = Annotated[
+    bool,
+    typer.Option(
+        "--no-cache",
+        help="Capture the model even where an earlier capture is kept, and keep none.",
+    ),
+]
 Output = Annotated[
     list[str] | None,
     typer.Option(
@@ -124,11 +131,13 @@ class ModelSettings:
         typer.Option(help="Size of a built-in model: as published, or small enough for a CPU."),
     ] = "published"
     granularity: Annotated[Granularity, typer.Option(help="How coarse operators are.")] = "layer"
+    no_cache: NoCache = False
 
     @property
     def source(self) -> ModelSource:
         """The model to read or build."""
-        return ModelSource(self.model, self.preset, split_output(self.output)[0], self.granularity)
+        options = split_output(self.output)[0]
+        return ModelSource(self.model, self.preset, options, self.granularity, not self.no_cache)
 
     @property
     def file(self) -> Path | None:
@@ -160,10 +169,12 @@ class PlannedModelSettings:
         typer.Option(help="Size of a built-in model [default: the plan's, or published]."),
     ] = None
     optimizer: Optimizer = None
+    no_cache: NoCache = False
 
     def source(self, plan: "Plan", model: str | None) -> ModelSource:
         """The model that the user names, or the plan's."""
-        return ModelSource.of_plan(plan, model, self.preset, split_output(self.output)[0])
+        options = split_output(self.output)[0]
+        return ModelSource.of_plan(plan, model, self.preset, options, keep=not self.no_cache)
 
     def cluster_of(self, plan: "Plan", file: Path) -> "Cluster":
         """The cluster that the user names, or the plan's."""

@@ -28,12 +28,17 @@ Preset = Literal["published", "small"]
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model as the user named it: MODEL with its preset and options, or a profile file."""
+    """A model as the user named it: MODEL with its preset and options, or a profile file.
+
+    Attributes:
+        keep: an estimate takes the capture that an earlier command kept, and keeps a new one.
+    """
 
     model: str
     preset: str = "published"
     options: Mapping[str, str] = field(default_factory=dict)
     granularity: str = "layer"
+    keep: bool = True
 
     @property
     def is_file(self) -> bool:
@@ -46,6 +51,8 @@ class ModelSource:
         model: str | None = None,
         preset: str | None = None,
         options: Mapping[str, str] | None = None,
+        *,
+        keep: bool = True,
     ) -> ModelSource:
         """The model that a plan was made for, with the plan's preset and options unless ``model``
         is another one; what the user gives as ``preset`` and ``options`` goes before.
@@ -57,6 +64,7 @@ class ModelSource:
             preset or planned,
             {**recorded, **(options or {})},
             plan.granularity,
+            keep,
         )
 
     def recorded(self) -> tuple[tuple[str, str], ...]:
@@ -88,7 +96,7 @@ class ModelSource:
         """The profile file as it is; otherwise the model captured, then measured or estimated."""
         if self.is_file:
             return self._from_file(device, samples)
-        return self._of_workload(self._built(device), device, batch_size, samples)
+        return self._costs(lambda: self._built(device), device, batch_size, samples)
 
     def profile_and_optimizer(
         self, device: str, batch_size: int, mode: str, optimizer: str | None
@@ -103,28 +111,44 @@ class ModelSource:
         facts = OPTIMIZERS[optimizer] if optimizer is not None else None
         if self.is_file:
             return self._from_file(device, None), facts
-        workload = self._built(device)
-        if facts is None:
-            from anabranch.runtime.asynchronous.optimizer_facts import optimizer_of
+        if facts is not None:
+            return self.profile(device, batch_size), facts
+        from anabranch.runtime.asynchronous.optimizer_facts import optimizer_of
 
-            facts = optimizer_of(workload)
-        return self._of_workload(workload, device, batch_size, None), facts
+        workload = self._built(device)
+        facts = optimizer_of(workload)
+        return self._costs(lambda: workload, device, batch_size, None), facts
 
     def _built(self, device: str) -> Workload:
         """The workload, with its parameters only where they are measured."""
         return self.workload(meta=not _is_here(device))
 
-    def _of_workload(
-        self, workload: Workload, device: str, batch_size: int, samples: tuple[int, ...] | None
+    def _costs(
+        self,
+        build: Callable[[], Workload],
+        device: str,
+        batch_size: int,
+        samples: tuple[int, ...] | None,
     ) -> Profile:
         counts = samples or powers_of_two(batch_size)
-        captured = self.capture(workload)
         if _is_here(device):
+            workload = build()
+            captured = self.capture(workload)
             with progress_bar(f"measuring {self.model} on {device}") as progress:
                 return measured(captured, workload, counts, device, progress)
-        from anabranch.profile.estimate import estimate
+        from anabranch.capture_cache.estimated import estimated
 
-        return usage(estimate, captured, device, counts)
+        return usage(
+            estimated,
+            self.model,
+            build,
+            device,
+            counts,
+            preset=self.preset,
+            options=self.options,
+            granularity=self.granularity,
+            keep=self.keep,
+        )
 
     def _from_file(self, device: str, samples: tuple[int, ...] | None) -> Profile:
         from anabranch.files import load_profile

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -11,7 +10,6 @@ from anabranch.files.fields import (
     MOST_DEVICES,
     FilePath,
     Name,
-    NameOrNone,
     Samples,
     Seconds,
     Size,
@@ -19,7 +17,15 @@ from anabranch.files.fields import (
     build,
     save,
 )
-from anabranch.graph.opgraph import BATCH, Op, OpGraph, Parameter, Value
+from anabranch.files.graphs import (
+    OperatorEntry,
+    ParameterEntry,
+    ValueEntry,
+    graph_to_dict,
+    to_graph,
+    unique_index,
+)
+from anabranch.graph.opgraph import OpGraph
 from anabranch.jsonfile import Strict, core_fields, document_fields, read_document
 from anabranch.profile.profile import OpCost, Profile, Sharded, UpdateCost
 
@@ -39,28 +45,19 @@ def load_profile(path: FilePath) -> Profile:
 def profile_to_dict(profile: Profile) -> dict[str, Any]:
     """The document that ``save_profile`` writes."""
     graph = profile.graph
+    fields = graph_to_dict(graph)
+    operators = zip(fields.pop("operators"), profile.costs, strict=True)
     document = {
         "schema": PROFILE,
-        "name": graph.name,
-        "granularity": graph.granularity,
+        "name": fields.pop("name"),
+        "granularity": fields.pop("granularity"),
         "device": profile.device,
         "source": profile.source,
         "proportional": profile.proportional,
         "samples": list(profile.samples),
-        "parameters": [document_fields(parameter, _Parameter) for parameter in graph.parameters],
-        "operators": [
-            {"name": op.name, "kind": op.kind, "parameters": list(op.parameters)} | _cost(cost)
-            for op, cost in zip(graph.ops, profile.costs, strict=True)
-        ],
-        "values": [
-            document_fields(
-                value,
-                _Value,
-                producer=None if value.producer == BATCH else graph.ops[value.producer].name,
-                consumers=[graph.ops[consumer].name for consumer in value.consumers],
-            )
-            for value in graph.values
-        ],
+        "parameters": fields.pop("parameters"),
+        "operators": [op | _cost(cost) for op, cost in operators],
+        **fields,
     }
     if profile.sharded:  # left out where there is none, which is nearly everywhere
         document["sharded"] = [_sharded_to_dict(graph, sharded) for sharded in profile.sharded]
@@ -88,12 +85,6 @@ def _cost(cost: OpCost) -> dict[str, Any]:
     }
 
 
-class _Parameter(Strict):
-    name: Name
-    nbytes: Size
-    trainable: bool
-
-
 class _Cost(Strict):
     name: Name
     forward_s: list[Seconds]
@@ -101,18 +92,8 @@ class _Cost(Strict):
     kept_bytes_per_sample: Size
 
 
-class _Operator(_Cost):
-    kind: Text
-    parameters: list[Name]
-
-
-class _Value(Strict):
-    name: NameOrNone
-    producer: Name | None
-    consumers: list[Name]
-    nbytes: Size
-    batched: bool
-    grad: bool
+class _Operator(OperatorEntry, _Cost):
+    pass
 
 
 class _ShardedOperator(_Cost):
@@ -138,41 +119,15 @@ class _ProfileFile(Strict):
     source: Literal["measured", "estimated", "imported"]
     proportional: bool
     samples: list[Samples]
-    parameters: list[_Parameter]
+    parameters: list[ParameterEntry]
     operators: list[_Operator]
-    values: list[_Value]
+    values: list[ValueEntry]
     sharded: list[_Sharded] = Field(default_factory=list)
     update: _Update | None = None
 
 
 def _to_profile(file: _ProfileFile) -> Profile:
-    index = _index([op.name for op in file.operators], "operators")
-
-    def find(name: str, where: str) -> int:
-        if name not in index:
-            raise ValueError(f'{where} is "{name}"; no operator has this name')
-        return index[name]
-
-    values = tuple(
-        Value(
-            producer=BATCH if v.producer is None else find(v.producer, f"values[{i}].producer"),
-            consumers=tuple(
-                find(c, f"values[{i}].consumers[{j}]") for j, c in enumerate(v.consumers)
-            ),
-            nbytes=v.nbytes,
-            batched=v.batched,
-            grad=v.grad,
-            name=v.name,
-        )
-        for i, v in enumerate(file.values)
-    )
-    graph = OpGraph(
-        ops=tuple(Op(op.name, tuple(op.parameters), op.kind) for op in file.operators),
-        values=values,
-        parameters=tuple(Parameter(**core_fields(parameter)) for parameter in file.parameters),
-        name=file.name,
-        granularity=file.granularity,
-    )
+    graph = to_graph(file)
     return Profile(
         graph,
         tuple(file.samples),
@@ -187,7 +142,7 @@ def _to_profile(file: _ProfileFile) -> Profile:
 
 def _to_sharded(i: int, file: _Sharded, graph: OpGraph) -> Sharded:
     where = f"sharded[{i}].operators"
-    index = _index([op.name for op in file.operators], where)
+    index = unique_index([op.name for op in file.operators], where)
     for name, j in index.items():
         if name not in graph.index:
             raise ValueError(f'{where}[{j}].name is "{name}"; no operator has this name')
@@ -204,13 +159,3 @@ def _to_sharded(i: int, file: _Sharded, graph: OpGraph) -> Sharded:
 
 def _to_cost(op: _Cost) -> OpCost:
     return OpCost(tuple(op.forward_s), tuple(op.backward_s), op.kept_bytes_per_sample)
-
-
-def _index(names: Sequence[str], where: str) -> dict[str, int]:
-    index: dict[str, int] = {}
-    for i, name in enumerate(names):
-        if index.setdefault(name, i) != i:
-            raise ValueError(
-                f'{where}[{i}].name is "{name}", and so is {where}[{index[name]}].name'
-            )
-    return index

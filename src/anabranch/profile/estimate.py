@@ -1,41 +1,41 @@
 """Estimated costs of every operator on a GPU that is not here, from its data sheet.
 
-The operators run on meta tensors at two sample counts, which gives their ``kernels``. The sizes of
-a kernel are affine functions of the samples, so two counts give every other; the data sheet turns
-sizes into seconds (``data_sheets``). Expect the right order of operators and about a third of error
-in absolute seconds.
+The operators run on meta tensors at two sample counts, which gives their ``kernels``; what these
+say of other counts, and in seconds, is in ``kernel_trace``. Expect the right order of operators and
+about a third of error in absolute seconds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain
-from typing import Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from anabranch.graph.capture import Captured
 from anabranch.graph.split import StageProgram
-from anabranch.profile.data_sheets import DATA_SHEETS, DataSheet, Floats
-from anabranch.profile.kept_bytes import KeptBytes, per_sample
-from anabranch.profile.kernels import Kernel, MetaRun, Recorder
+from anabranch.profile.data_sheets import DATA_SHEETS
+from anabranch.profile.kept_bytes import KeptBytes
+from anabranch.profile.kernel_trace import (
+    FEW,
+    MANY,
+    Kernel,
+    KernelTrace,
+    Precision,
+    TracedModel,
+    checked_counts,
+)
+from anabranch.profile.kernels import MetaRun, Recorder
 from anabranch.profile.operator_runner import (
     example_batch,
     operator_programs,
     run_operators,
     workable_counts,
 )
-from anabranch.profile.profile import OpCost, Profile
-
-Precision = Literal["float32", "tf32"]
-
-_FEW, _MANY = 2, 4
-"""The sample counts that are looked at. Not 1: a dimension of one sample may vanish."""
+from anabranch.profile.profile import Profile
 
 
 def estimate(
@@ -59,110 +59,42 @@ def estimate(
     Raises:
         ValueError: for an unknown device or precision, or sample counts that are not positive.
     """
-    if device not in DATA_SHEETS:
-        raise ValueError(f"no data sheet for {device!r}; there is one for {', '.join(DATA_SHEETS)}")
-    if precision not in ("float32", "tf32"):
-        raise ValueError(f"precision {precision!r} is neither float32 nor tf32")
-    counts = sorted(set(samples))
-    if not counts or counts[0] < 1:
-        raise ValueError(f"cannot estimate at {counts} samples")
-    if counts[0] < _FEW:
+    counts = checked_counts(device, samples, precision)
+    if counts[0] < FEW:
         counts = workable_counts(captured, counts, torch.device("meta"))
-    few, many = _Trace.of(captured, _FEW), _Trace.of(captured, _MANY)
-    sheet = DATA_SHEETS[device]
-    if few.is_like(many):
-        traces = [few.towards(many, (n - _FEW) / (_MANY - _FEW)) for n in counts]
-    else:  # the model does something else for other sample counts
-        traces = [_Trace.of(captured, n) for n in counts]
-    seconds = [trace.seconds(sheet, precision) for trace in traces]
-    kept = per_sample(few.kept, many.kept, (_FEW, _MANY))
-    costs = tuple(
-        OpCost(
-            tuple(float(s[0, op]) for s in seconds),
-            tuple(float(s[1, op]) for s in seconds),
-            kept[op],
-        )
-        for op in range(len(captured.graph))
-    )
-    name = device if precision == "float32" else f"{device} ({precision})"
-    graph = replace(captured.graph, granularity=captured.granularity)
-    return Profile(graph, tuple(counts), costs, device=name, source="estimated")
+    traced = trace(captured)
+    if traced.is_affine:
+        return traced.profile(device, counts, precision)
+    sheet = DATA_SHEETS[device]  # the model does something else for other sample counts
+    seconds = [_kernels(captured, n).seconds(sheet, precision) for n in counts]
+    return traced.with_seconds(counts, seconds, device, precision)
 
 
-@dataclass(frozen=True)
-class _Trace:
-    """All kernels of a step, in order: which operator and pass each belongs to, and their sizes.
+def trace(captured: Captured) -> TracedModel:
+    """The kernels of a captured model, also one on the meta device."""
+    return TracedModel(captured.graph, _kernels(captured, FEW), _kernels(captured, MANY))
 
-    Attributes:
-        passes: per kernel 0 (forward) or 1 (backward).
-        ops: per kernel its operator.
-        nbytes: per kernel.
-        products: per matrix product m, n, k, batch; shape (products, 4).
-        kept: per operator, bytes kept for the backward.
-    """
 
-    kernels: tuple[Kernel, ...]
-    passes: tuple[int, ...]
-    ops: tuple[int, ...]
-    nbytes: Floats
-    products: Floats
-    kept: tuple[int, ...]
+def _kernels(captured: Captured, samples: int) -> KernelTrace:
+    """What a step with that many samples launches."""
+    meta = torch.device("meta")
+    program = operator_programs(captured, samples, meta)
+    batch = example_batch(captured, samples, meta)
+    tensors = _meta_tensors(program)
+    at_hand = [t for named in tensors for t in named.values()]
+    watch = _Watch(KeptBytes(len(program), [*at_hand, *batch.values()]))
 
-    @staticmethod
-    def of(captured: Captured, samples: int) -> _Trace:
-        meta = torch.device("meta")
-        program = operator_programs(captured, samples, meta)
-        batch = example_batch(captured, samples, meta)
-        tensors = _meta_tensors(program)
-        at_hand = [t for named in tensors for t in named.values()]
-        watch = _Watch(KeptBytes(len(program), [*at_hand, *batch.values()]))
-
-        def call(op: int, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-            result: Sequence[Tensor] = MetaRun(program[op].module, tensors[op]).run(*inputs)
-            return result
-
-        run_operators(program, batch, call, watch)
-        kernels = tuple(k for _, _, k in watch.seen)
-        products = [p for k in kernels for p in k.products]
-        return _Trace(
-            kernels,
-            tuple(p for p, _, _ in watch.seen),
-            tuple(op for _, op, _ in watch.seen),
-            np.array([k.nbytes for k in kernels], dtype=np.float64),
-            np.array(products, dtype=np.float64).reshape(-1, 4),
-            tuple(watch.kept.nbytes),
-        )
-
-    def is_like(self, other: _Trace) -> bool:
-        """Whether only the sizes differ."""
-
-        def kinds(trace: _Trace) -> list[object]:
-            return [(k.name, k.dtype, len(k.products), k.launches) for k in trace.kernels]
-
-        return (self.ops, self.passes, kinds(self)) == (other.ops, other.passes, kinds(other))
-
-    def towards(self, other: _Trace, t: float) -> _Trace:
-        """The line through the sizes of this trace (t = 0) and of one like it (t = 1)."""
-        return replace(
-            self,
-            nbytes=np.maximum(self.nbytes + t * (other.nbytes - self.nbytes), 0),
-            products=np.maximum(self.products + t * (other.products - self.products), 0),
-        )
-
-    def seconds(self, sheet: DataSheet, precision: Precision) -> Floats:
-        """Forward and backward seconds per operator; shape (2, operators)."""
-        owner = np.repeat(np.arange(len(self.kernels)), [len(k.products) for k in self.kernels])
-        formats = np.array([_number_format(self.kernels[i], precision) for i in owner])
-        compute = np.zeros(len(self.kernels))
-        for number_format in set(formats.tolist()):
-            chosen = formats == number_format
-            m, n, k, batch = self.products[chosen].T
-            np.add.at(compute, owner[chosen], sheet.matmul_s(m, n, k, batch, number_format))
-        launches = np.array([k.launches for k in self.kernels], dtype=np.float64)
-        result = np.zeros((2, len(self.kept)))
-        kernel_s = sheet.kernel_s(self.nbytes, compute, launches)
-        np.add.at(result, (np.array(self.passes), np.array(self.ops)), kernel_s)
+    def call(op: int, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        result: Sequence[Tensor] = MetaRun(program[op].module, tensors[op]).run(*inputs)
         return result
+
+    run_operators(program, batch, call, watch)
+    return KernelTrace(
+        tuple(kernel for _, _, kernel in watch.seen),
+        tuple(which for which, _, _ in watch.seen),
+        tuple(op for _, op, _ in watch.seen),
+        tuple(watch.kept.nbytes),
+    )
 
 
 class _Watch:
@@ -207,10 +139,3 @@ def _meta_tensors(program: Sequence[StageProgram]) -> list[dict[str, Tensor]]:
         named = chain(parameters, module.named_buffers(remove_duplicate=False))
         states.append({name: twin(tensor) for name, tensor in named})
     return states
-
-
-def _number_format(kernel: Kernel, precision: Precision) -> str:
-    if kernel.dtype != torch.float32:
-        return str(kernel.dtype).removeprefix("torch.")
-    # torch.backends.cudnn.allow_tf32 is on by default, other than that of matrix products.
-    return "tf32" if "convolution" in kernel.name else precision

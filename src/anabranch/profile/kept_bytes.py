@@ -53,11 +53,3 @@ class KeptBytes:
             self._maker[key] = op
             self._alive.append(storage)
         return key
-
-
-def per_sample(few: Sequence[int], many: Sequence[int], samples: tuple[int, int]) -> list[int]:
-    """Bytes per sample from two sample counts; what does not grow (a causal mask) drops out."""
-    low, high = samples
-    if low == high:
-        return [-(-b // high) for b in many]
-    return [max(0, -(-(b - a) // (high - low))) for a, b in zip(few, many, strict=True)]

@@ -7,7 +7,6 @@ dropout are replaced by PyTorch's fused kernels for GPUs.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,27 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from anabranch.graph.call_traits import words
+from anabranch.profile.kernel_trace import Kernel
 
 aten = torch.ops.aten
-
-
-@dataclass(frozen=True, slots=True)
-class Kernel:
-    """One tensor operation on the device.
-
-    Attributes:
-        name: of the ATen operation.
-        nbytes: read and written.
-        products: matrix products in it, each (m, n, k, batch).
-        dtype: of the numbers that are multiplied.
-        launches: how many kernels it is made of.
-    """
-
-    name: str
-    nbytes: float
-    products: tuple[tuple[float, float, float, float], ...]
-    dtype: torch.dtype
-    launches: int = 1
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -153,7 +134,8 @@ def _kernel(
     products = _PRODUCTS[name](args, outputs) if name in _PRODUCTS else ()
     floats = (t.dtype for t in (*outputs, *inputs) if t.is_floating_point())
     dtype = next(floats, torch.float32)
-    return Kernel(name, nbytes, products, dtype, _LAUNCHES.get(name, 1))
+    number = str(dtype).removeprefix("torch.")
+    return Kernel(name, nbytes, products, number, _LAUNCHES.get(name, 1))
 
 
 def _nbytes(tensor: Tensor) -> float:

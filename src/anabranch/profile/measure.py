@@ -28,14 +28,14 @@ from torch.utils._pytree import tree_map
 from anabranch.errors import ProfileError
 from anabranch.graph.capture import Captured
 from anabranch.graph.split import StageProgram
-from anabranch.profile.kept_bytes import KeptBytes, per_sample
+from anabranch.profile.kept_bytes import KeptBytes
 from anabranch.profile.operator_runner import (
     example_batch,
     operator_programs,
     run_operators,
     workable_counts,
 )
-from anabranch.profile.profile import OpCost, Profile
+from anabranch.profile.profile import OpCost, Profile, kept_per_sample
 
 Progress = Callable[[int, int], None]
 
@@ -247,7 +247,7 @@ class _CudaClock(_Clock):
 
 def _profile(captured: Captured, benches: list[_Bench], device: str, pool: bool) -> Profile:
     first, last = benches[0], benches[-1]
-    kept = per_sample(first.kept, last.kept, (first.samples, last.samples))
+    kept = kept_per_sample(first.kept, last.kept, (first.samples, last.samples))
     groups: dict[str, list[int]] = {}
     for i, step in enumerate(first.programs):
         key = _likeness(captured, step, first.batch) if pool else str(i)

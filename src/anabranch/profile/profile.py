@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from anabranch.graph.opgraph import OpGraph
@@ -130,3 +131,13 @@ class Profile:
         """One line for every output that rests on this profile."""
         how = f"{self.source}, {self.device}, at {', '.join(map(str, self.samples))} samples"
         return f"{how}; taken as proportional to samples" if self.proportional else how
+
+
+def kept_per_sample(few: Sequence[int], many: Sequence[int], samples: tuple[int, int]) -> list[int]:
+    """``OpCost.kept_bytes`` of every operator from the bytes kept at two sample counts; what does
+    not grow with them (a causal mask) drops out.
+    """
+    low, high = samples
+    if low == high:
+        return [-(-b // high) for b in many]
+    return [max(0, -(-(b - a) // (high - low))) for a, b in zip(few, many, strict=True)]

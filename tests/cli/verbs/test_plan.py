@@ -28,6 +28,25 @@ def test_a_profile_file_is_planned_without_torch(profile, tmp_path):
     assert json.loads(done.stdout)["schema"] == "anabranch.plan/1"
 
 
+def test_a_builtin_is_captured_once(document):
+    """The second command loads no torch, and finds the same plan; --no-cache captures again."""
+    arguments = ("plan", "candle-uno", "--preset", "small", "--cluster", "summit:1x2",
+                 "--batch-size", "4", "--no-baselines", "--json")  # fmt: skip
+    first = document(*arguments[:-1])
+    code = (
+        "import sys; from anabranch import cli\n"
+        f"sys.argv = ['anabranch', *{arguments!r}, *sys.argv[1:]]\n"
+        "try:\n    cli.main()\nexcept SystemExit as end:\n    assert not end.code\n"
+        "print('torch' in sys.modules, file=sys.stderr)"
+    )
+    run = [sys.executable, "-c", code]
+    done = subprocess.run(run, capture_output=True, text=True, check=True)
+    assert done.stderr.split() == ["False"]
+    assert json.loads(done.stdout)["stages"] == first["stages"]
+    done = subprocess.run([*run, "--no-cache"], capture_output=True, text=True, check=True)
+    assert done.stderr.split() == ["True"]
+
+
 def test_plan_has_the_fields_of_the_contract(document, profile):
     """Other programs rely on them."""
     found = document("plan", profile, "--cluster", "summit:1x4", "--batch-size", "16")

@@ -1,0 +1,91 @@
+"""Files of captured models with the kernels that they launch, as the capture cache keeps them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from anabranch.files.fields import FilePath, Size, Text, build, save
+from anabranch.files.graphs import (
+    OperatorEntry,
+    ParameterEntry,
+    ValueEntry,
+    graph_to_dict,
+    to_graph,
+)
+from anabranch.jsonfile import LARGEST_SIZE, Strict, read_document
+from anabranch.profile.kernel_trace import Kernel, KernelTrace, TracedModel
+
+CAPTURE = "anabranch.capture/1"
+
+_Extent = Annotated[float, Field(ge=0, le=LARGEST_SIZE)]
+
+
+def save_capture(traced: TracedModel, key: str, path: FilePath) -> None:
+    """Write a captured model; raises FileFormatError if that fails."""
+    document = {
+        "schema": CAPTURE,
+        "key": key,
+        **graph_to_dict(traced.graph),
+        "few": _trace_to_dict(traced.few),
+        "many": _trace_to_dict(traced.many),
+    }
+    save(path, _CaptureFile, document)
+
+
+def load_capture(path: FilePath, key: str) -> TracedModel:
+    """Read a captured model; raises FileFormatError if it is none, or has another key."""
+
+    def construct(file: _CaptureFile) -> TracedModel:
+        if file.key != key:
+            raise ValueError(f"key is {file.key}, not {key}")
+        return TracedModel(to_graph(file), _to_trace(file.few), _to_trace(file.many))
+
+    return build(path, construct, read_document(path, CAPTURE, _CaptureFile))
+
+
+class _Trace(Strict):
+    kernels: list[Text]
+    dtypes: list[Text]
+    nbytes: list[_Extent]
+    products: list[list[Annotated[list[_Extent], Field(min_length=4, max_length=4)]]]
+    launches: list[Annotated[int, Field(ge=0, le=10**6)]]
+    passes: list[Annotated[int, Field(ge=0, le=1)]]
+    operators: list[Annotated[int, Field(ge=0)]]
+    kept_bytes: list[Size]
+
+
+class _CaptureFile(Strict):
+    schema_: Literal["anabranch.capture/1"] = Field(alias="schema")
+    key: Text
+    name: Text
+    granularity: Text
+    parameters: list[ParameterEntry]
+    operators: list[OperatorEntry]
+    values: list[ValueEntry]
+    few: _Trace
+    many: _Trace
+
+
+def _trace_to_dict(trace: KernelTrace) -> dict[str, Any]:
+    kernels = trace.kernels
+    return {
+        "kernels": [kernel.name for kernel in kernels],
+        "dtypes": [kernel.dtype for kernel in kernels],
+        "nbytes": [float(kernel.nbytes) for kernel in kernels],
+        "products": [[[*map(float, p)] for p in kernel.products] for kernel in kernels],
+        "launches": [kernel.launches for kernel in kernels],
+        "passes": list(trace.passes),
+        "operators": list(trace.ops),
+        "kept_bytes": list(trace.kept),
+    }
+
+
+def _to_trace(file: _Trace) -> KernelTrace:
+    columns = file.kernels, file.nbytes, file.products, file.dtypes, file.launches
+    kernels = tuple(
+        Kernel(name, nbytes, tuple((m, n, k, b) for m, n, k, b in products), dtype, launches)
+        for name, nbytes, products, dtype, launches in zip(*columns, strict=True)
+    )
+    return KernelTrace(kernels, tuple(file.passes), tuple(file.operators), tuple(file.kept_bytes))

@@ -1,0 +1,124 @@
+"""Operator graphs as profile files and kept captures write them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from anabranch.files.fields import Name, NameOrNone, Size, Text
+from anabranch.graph.opgraph import BATCH, Op, OpGraph, Parameter, Value
+from anabranch.jsonfile import Strict, core_fields, document_fields
+
+
+class ParameterEntry(Strict):
+    """A parameter."""
+
+    name: Name
+    nbytes: Size
+    trainable: bool
+
+
+class OperatorEntry(Strict):
+    """An operator with the names of its parameters."""
+
+    name: Name
+    kind: Text
+    parameters: list[Name]
+
+
+class ValueEntry(Strict):
+    """A value by the names of the operators that make and read it."""
+
+    name: NameOrNone
+    producer: Name | None
+    consumers: list[Name]
+    nbytes: Size
+    batched: bool
+    grad: bool
+
+
+class GraphFile(Protocol):
+    """A document that holds an operator graph, perhaps with more about every operator."""
+
+    @property
+    def name(self) -> str:
+        """Class of the module."""
+
+    @property
+    def granularity(self) -> str:
+        """How coarse operators are."""
+
+    @property
+    def parameters(self) -> Sequence[ParameterEntry]:
+        """In the model's order."""
+
+    @property
+    def operators(self) -> Sequence[OperatorEntry]:
+        """In topological order."""
+
+    @property
+    def values(self) -> Sequence[ValueEntry]:
+        """What flows."""
+
+
+def graph_to_dict(graph: OpGraph) -> dict[str, Any]:
+    """The keys of a ``GraphFile``."""
+    return {
+        "name": graph.name,
+        "granularity": graph.granularity,
+        "parameters": [
+            document_fields(parameter, ParameterEntry) for parameter in graph.parameters
+        ],
+        "operators": [document_fields(op, OperatorEntry) for op in graph.ops],
+        "values": [
+            document_fields(
+                value,
+                ValueEntry,
+                producer=None if value.producer == BATCH else graph.ops[value.producer].name,
+                consumers=[graph.ops[consumer].name for consumer in value.consumers],
+            )
+            for value in graph.values
+        ],
+    }
+
+
+def to_graph(file: GraphFile) -> OpGraph:
+    """The graph of a document; raises ValueError, which names the key, if it is none."""
+    index = unique_index([op.name for op in file.operators], "operators")
+
+    def find(name: str, where: str) -> int:
+        if name not in index:
+            raise ValueError(f'{where} is "{name}"; no operator has this name')
+        return index[name]
+
+    values = tuple(
+        Value(
+            producer=BATCH if v.producer is None else find(v.producer, f"values[{i}].producer"),
+            consumers=tuple(
+                find(c, f"values[{i}].consumers[{j}]") for j, c in enumerate(v.consumers)
+            ),
+            nbytes=v.nbytes,
+            batched=v.batched,
+            grad=v.grad,
+            name=v.name,
+        )
+        for i, v in enumerate(file.values)
+    )
+    return OpGraph(
+        ops=tuple(Op(op.name, tuple(op.parameters), op.kind) for op in file.operators),
+        values=values,
+        parameters=tuple(Parameter(**core_fields(parameter)) for parameter in file.parameters),
+        name=file.name,
+        granularity=file.granularity,
+    )
+
+
+def unique_index(names: Sequence[str], where: str) -> dict[str, int]:
+    """Name -> position; raises ValueError for a name that occurs twice."""
+    index: dict[str, int] = {}
+    for i, name in enumerate(names):
+        if index.setdefault(name, i) != i:
+            raise ValueError(
+                f'{where}[{i}].name is "{name}", and so is {where}[{index[name]}].name'
+            )
+    return index

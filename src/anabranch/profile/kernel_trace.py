@@ -1,0 +1,192 @@
+"""What a model launches on a GPU at two sample counts, from which a data sheet makes a profile.
+
+Nothing here runs the model: sizes of a kernel are affine functions of the samples, so two counts
+give every other, and the data sheet turns sizes into seconds (``data_sheets``). ``estimate`` makes
+the traces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from anabranch.graph.opgraph import OpGraph
+from anabranch.profile.data_sheets import DATA_SHEETS, DataSheet, Floats
+from anabranch.profile.profile import OpCost, Profile, kept_per_sample
+
+Precision = Literal["float32", "tf32"]
+
+FEW, MANY = 2, 4
+"""The sample counts that are looked at. Not 1: a dimension of one sample may vanish."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """One tensor operation on the device.
+
+    Attributes:
+        name: of the ATen operation.
+        nbytes: read and written.
+        products: matrix products in it, each (m, n, k, batch).
+        dtype: torch's name of the type of the numbers that are multiplied, such as ``float32``.
+        launches: how many kernels it is made of.
+    """
+
+    name: str
+    nbytes: float
+    products: tuple[tuple[float, float, float, float], ...]
+    dtype: str
+    launches: int = 1
+
+
+@dataclass(frozen=True)
+class KernelTrace:
+    """All kernels of a step, in order: which operator and pass each belongs to.
+
+    Attributes:
+        passes: per kernel 0 (forward) or 1 (backward).
+        ops: per kernel its operator.
+        kept: per operator, bytes kept for the backward.
+
+    Raises:
+        ValueError: if these do not fit each other.
+    """
+
+    kernels: tuple[Kernel, ...]
+    passes: tuple[int, ...]
+    ops: tuple[int, ...]
+    kept: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not len(self.kernels) == len(self.passes) == len(self.ops):
+            raise ValueError(
+                f"{len(self.kernels)} kernels, but {len(self.passes)} passes and "
+                f"{len(self.ops)} operators of them"
+            )
+        if not set(self.passes) <= {0, 1} or not set(self.ops) <= set(range(len(self.kept))):
+            raise ValueError(f"a kernel belongs to none of {len(self.kept)} operators or 2 passes")
+
+    def is_like(self, other: KernelTrace) -> bool:
+        """Whether only the sizes differ."""
+
+        def kinds(trace: KernelTrace) -> list[object]:
+            return [(k.name, k.dtype, len(k.products), k.launches) for k in trace.kernels]
+
+        return (self.ops, self.passes, kinds(self)) == (other.ops, other.passes, kinds(other))
+
+    @property
+    def nbytes(self) -> Floats:
+        """Bytes per kernel."""
+        return np.array([k.nbytes for k in self.kernels], dtype=np.float64)
+
+    @property
+    def products(self) -> Floats:
+        """Per matrix product m, n, k, batch; shape (products, 4)."""
+        products = [p for k in self.kernels for p in k.products]
+        return np.array(products, dtype=np.float64).reshape(-1, 4)
+
+    def seconds(self, sheet: DataSheet, precision: Precision) -> Floats:
+        """Forward and backward seconds per operator; shape (2, operators)."""
+        return self.seconds_of(self.nbytes, self.products, sheet, precision)
+
+    def seconds_of(
+        self, nbytes: Floats, products: Floats, sheet: DataSheet, precision: Precision
+    ) -> Floats:
+        """``seconds`` for other sizes of the same kernels."""
+        owner = np.repeat(np.arange(len(self.kernels)), [len(k.products) for k in self.kernels])
+        formats = np.array([_number_format(self.kernels[i], precision) for i in owner])
+        compute = np.zeros(len(self.kernels))
+        for number_format in set(formats.tolist()):
+            chosen = formats == number_format
+            m, n, k, batch = products[chosen].T
+            np.add.at(compute, owner[chosen], sheet.matmul_s(m, n, k, batch, number_format))
+        launches = np.array([k.launches for k in self.kernels], dtype=np.float64)
+        result = np.zeros((2, len(self.kept)))
+        kernel_s = sheet.kernel_s(nbytes, compute, launches)
+        np.add.at(result, (np.array(self.passes), np.array(self.ops)), kernel_s)
+        return result
+
+
+@dataclass(frozen=True)
+class TracedModel:
+    """A captured model and its kernels at ``FEW`` and ``MANY`` samples.
+
+    Raises:
+        ValueError: if the traces have other operators than the graph.
+    """
+
+    graph: OpGraph
+    few: KernelTrace
+    many: KernelTrace
+
+    def __post_init__(self) -> None:
+        for trace in (self.few, self.many):
+            if len(trace.kept) != len(self.graph):
+                raise ValueError(
+                    f"the graph has {len(self.graph)} operators, the trace {len(trace.kept)}"
+                )
+
+    @property
+    def is_affine(self) -> bool:
+        """Whether the same kernels run for both sample counts, so that every other is known."""
+        return self.few.is_like(self.many)
+
+    def profile(self, device: str, samples: Sequence[int], precision: Precision) -> Profile:
+        """What the operators of an affine model take; as ``estimate`` says it.
+
+        Raises:
+            ValueError: see ``checked_counts``.
+        """
+        counts = checked_counts(device, samples, precision)
+        sheet = DATA_SHEETS[device]
+        nbytes, products = self.few.nbytes, self.few.products
+        more_bytes = self.many.nbytes - nbytes
+        larger = self.many.products - products
+        seconds = []
+        for count in counts:
+            t = (count - FEW) / (MANY - FEW)
+            sizes = np.maximum(nbytes + t * more_bytes, 0), np.maximum(products + t * larger, 0)
+            seconds.append(self.few.seconds_of(*sizes, sheet, precision))
+        return self.with_seconds(counts, seconds, device, precision)
+
+    def with_seconds(
+        self, counts: Sequence[int], seconds: Sequence[Floats], device: str, precision: Precision
+    ) -> Profile:
+        """A profile of forward and backward seconds per operator, for each sample count."""
+        kept = kept_per_sample(self.few.kept, self.many.kept, (FEW, MANY))
+        costs = tuple(
+            OpCost(
+                tuple(float(s[0, op]) for s in seconds),
+                tuple(float(s[1, op]) for s in seconds),
+                kept[op],
+            )
+            for op in range(len(self.graph))
+        )
+        name = device if precision == "float32" else f"{device} ({precision})"
+        return Profile(self.graph, tuple(counts), costs, device=name, source="estimated")
+
+
+def checked_counts(device: str, samples: Sequence[int], precision: Precision) -> list[int]:
+    """The sample counts of an estimate, ascending.
+
+    Raises:
+        ValueError: for an unknown device or precision, or sample counts that are not positive.
+    """
+    if device not in DATA_SHEETS:
+        raise ValueError(f"no data sheet for {device!r}; there is one for {', '.join(DATA_SHEETS)}")
+    if precision not in ("float32", "tf32"):
+        raise ValueError(f"precision {precision!r} is neither float32 nor tf32")
+    counts = sorted(set(samples))
+    if not counts or counts[0] < 1:
+        raise ValueError(f"cannot estimate at {counts} samples")
+    return counts
+
+
+def _number_format(kernel: Kernel, precision: Precision) -> str:
+    if kernel.dtype != "float32":
+        return kernel.dtype
+    # torch.backends.cudnn.allow_tf32 is on by default, other than that of matrix products.
+    return "tf32" if "convolution" in kernel.name else precision

@@ -1,0 +1,68 @@
+"""Kept captures as files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from anabranch.errors import FileFormatError
+from anabranch.files.captures import load_capture, save_capture
+from anabranch.graph.opgraph import BATCH, Op, OpGraph, Parameter, Value
+from anabranch.profile.kernel_trace import Kernel, KernelTrace, TracedModel
+
+GRAPH = OpGraph(
+    (Op("a", ("w",), "Linear"), Op("b")),
+    (Value(BATCH, (0,), 4, grad=False, name="x"), Value(0, (1,), 8)),
+    (Parameter("w", 64),),
+    "Net",
+    "block",
+)
+
+
+def traced(n: float = 1.0) -> TracedModel:
+    kernels = (
+        Kernel("mm", 8.0 * n, ((n, 2.0, 3.0, 1.0),), "float32"),
+        Kernel("add", n, (), "x", 2),
+    )
+    few = KernelTrace(kernels, (0, 1), (0, 1), (16, 0))
+    return TracedModel(GRAPH, few, few)
+
+
+def test_a_capture_comes_back(tmp_path: Path) -> None:
+    """Operators, values, kernels with sizes, and the names that comparisons leave out."""
+    path = tmp_path / "kept.json"
+    save_capture(traced(), "key", path)
+    found = load_capture(path, "key")
+    assert found == traced()
+    assert (found.graph.name, found.graph.granularity) == ("Net", "block")
+
+
+def test_a_capture_of_another_key_is_none(tmp_path: Path) -> None:
+    """A file that was renamed or copied is not taken for what its name says."""
+    save_capture(traced(), "key", tmp_path / "kept.json")
+    with pytest.raises(FileFormatError, match="key is key, not other"):
+        load_capture(tmp_path / "kept.json", "other")
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"nbytes": [1.0]}, "argument 2 is shorter"),
+        ({"operators": [0, 7]}, "belongs to none of 2 operators"),
+        ({"kept_bytes": [1]}, "belongs to none of 1 operators"),
+        ({"kept_bytes": [1, 2, 3]}, "2 operators, the trace 3"),
+        ({"nbytes": [1.0, -1.0]}, "greater than or equal to 0"),
+        ({"products": [[], [[1.0]]]}, "at least 4"),
+    ],
+)
+def test_what_does_not_fit_is_refused(tmp_path: Path, change: dict, says: str) -> None:
+    """A damaged file never becomes a plan."""
+    path = tmp_path / "kept.json"
+    save_capture(traced(), "key", path)
+    document = json.loads(path.read_text())
+    document["few"].update(change)
+    path.write_text(json.dumps(document))
+    with pytest.raises(FileFormatError, match=says):
+        load_capture(path, "key")
