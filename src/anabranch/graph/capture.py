@@ -13,6 +13,7 @@ operations have to be the same ones each time.
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -235,9 +236,9 @@ def _other_operations(module: nn.Module, a: int, b: int) -> CaptureError:
 
 
 def _device(module: nn.Module) -> torch.device:
-    for tensor in itertools.chain(module.parameters(), module.buffers()):
-        return tensor.device
-    return torch.device("cpu")
+    places = [tensor.device for tensor in (*module.parameters(), *module.buffers())]
+    meta = (place for place in places if place.type == "meta")
+    return next(meta, places[0] if places else torch.device("cpu"))
 
 
 class _Exporter:
@@ -246,7 +247,8 @@ class _Exporter:
     def __init__(
         self, module: nn.Module, layout: BatchLayout, training: bool, device: torch.device
     ) -> None:
-        self.module = module
+        # What has sizes alone stays so here, whatever values the module is given.
+        self.module = module = on_meta(module) if device.type == "meta" else module
         self.layout = layout
         self.training = training
         self.device = device
@@ -339,6 +341,17 @@ def on_one_device(module: nn.Module, device: torch.device) -> Iterator[None]:
     finally:
         for tensor, data in away:
             tensor.data = data
+
+
+def on_meta(module: nn.Module) -> nn.Module:
+    """A copy without values, and without the memory of any."""
+    memo: dict[int, torch.Tensor] = {}
+    for tensor in itertools.chain(module.parameters(), module.buffers()):
+        bare = tensor.detach().to("meta")
+        if isinstance(tensor, nn.Parameter):
+            bare = nn.Parameter(bare, requires_grad=tensor.requires_grad)
+        memo[id(tensor)] = bare
+    return copy.deepcopy(module, memo)
 
 
 def _first_names(module: nn.Module) -> dict[str, str]:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from anabranch import checkpoint as disk
 from anabranch.errors import FileFormatError, TrainingError
 from anabranch.runtime.data_parallel.gradients import Holders, same_start, share_first
+from anabranch.runtime.initialisation import materialise, meta_names, require_values
 from anabranch.runtime.mesh import Mesh
 from anabranch.runtime.placement import move
 from anabranch.workload import Workload
@@ -26,16 +27,20 @@ class ModelState:
     """A rank's parameters, buffers, optimizer and scheduler; None where there is nothing to train.
 
     Ranks that built the module from another seed get the tensors of rank 0. Those of this rank's
-    stages are moved to its device.
+    stages are moved to its device, or made there from ``seed`` where the module is on the meta
+    device.
     """
 
     def __init__(
-        self, workload: Workload, holders: Holders, mesh: Mesh, place: torch.device
+        self, workload: Workload, holders: Holders, mesh: Mesh, place: torch.device, seed: int
     ) -> None:
         module = workload.module
         self._module, self._holders, self._mesh = module, holders, mesh
         _refuse_forgotten(module)
-        same_start(self._everything(), mesh)
+        nothing = {*meta_names(module)}
+        same_start({n: t for n, t in self._everything().items() if n not in nothing}, mesh)
+        mine = {name for name in nothing if self._is_held(name)}
+        self._without = materialise(module, mine, seed=seed, place=place)
         self.parameters: dict[str, nn.Parameter] = {
             name: parameter
             for name, parameter in module.named_parameters()
@@ -60,6 +65,15 @@ class ModelState:
     def _is_unheld(self, name: str) -> bool:
         return name not in self._holders.parameters and name not in self._holders.buffers
 
+    def _is_held(self, name: str) -> bool:
+        """Whether this rank has values of a tensor; what no stage reads is with rank 0."""
+        ranks = self._holders.parameters.get(name) or self._holders.buffers.get(name) or (0,)
+        return self._mesh.rank in ranks
+
+    def require_values(self) -> None:
+        """Raise a TrainingError where something of this rank has never got values."""
+        require_values(self._module, self._without)
+
     def _saves(self, name: str) -> bool:
         owner = 0 if self._is_unheld(name) else self._holders.owner(name)
         return owner == self._mesh.rank
@@ -69,7 +83,7 @@ class ModelState:
         if self._mesh.size == 1:
             return
         for name, parameter in self._module.named_parameters():
-            if name not in self.parameters and not self._is_unheld(name):
+            if name not in self.parameters and not self._is_unheld(name) and not parameter.is_meta:
                 nothing = torch.tensor(float("nan") if parameter.is_floating_point() else 0)
                 nothing = nothing.to(dtype=parameter.dtype, device=parameter.device)
                 parameter.data = nothing.expand(parameter.shape)
@@ -158,8 +172,9 @@ class ModelState:
         with torch.no_grad():
             for name, tensor in model.items():
                 mine = name in self.parameters or name in self.buffers
-                if mine or everything or self._is_unheld(name):
+                if (mine or everything or self._is_unheld(name)) and not tensor.is_meta:
                     tensor.copy_(saved.tensor(f"model/{name}", like=tensor))
+        self._without = []
         if self.optimizer is not None:
             disk.restore_optimizer(self.optimizer, self._names(), saved)
             if self.scheduler is not None:

@@ -21,10 +21,16 @@ def place_of(module: nn.Module) -> torch.device:
     place = next((p.device for p in module.parameters()), torch.device("cpu"))
     if place.type == "meta":
         raise TrainingError(
-            "the model is on the meta device: it has sizes but no weights; build it on the CPU to "
-            "train it"
+            "the model is on the meta device: it has sizes but no weights, so it cannot run in one "
+            "process; build it on the CPU"
         )
     return place
+
+
+def start_of(module: nn.Module) -> torch.device:
+    """Where a model's stages begin: where it is, or the CPU where it is on the meta device."""
+    places = (t.device for t in (*module.parameters(), *module.buffers()) if not t.is_meta)
+    return next(places, torch.device("cpu"))
 
 
 def own_device(wanted: torch.device | str) -> torch.device:

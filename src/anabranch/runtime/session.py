@@ -26,11 +26,12 @@ from anabranch.runtime.evaluation import Evaluation
 from anabranch.runtime.guards.agreement import facts_of, require_agreement
 from anabranch.runtime.guards.memory_budget import require_memory
 from anabranch.runtime.guards.self_check import compare_with_eager
+from anabranch.runtime.initialisation import meta_names, require_constants
 from anabranch.runtime.mesh import Mesh, require_whole_replicas
 from anabranch.runtime.messages import channels
 from anabranch.runtime.model_state import ModelState
 from anabranch.runtime.numerics.nonfinite import Trace
-from anabranch.runtime.placement import claim, own_device, place_of
+from anabranch.runtime.placement import claim, own_device, start_of
 from anabranch.runtime.plan_parts import captured_for, parts_of
 from anabranch.runtime.process_groups import join
 from anabranch.runtime.transport import Channel, Transport
@@ -73,13 +74,17 @@ class Session:
         self._plan = plan
         self.captured = captured or captured_for(workload, plan)
         module = self.captured.module
-        self._home = place_of(module)
+        # The self-check needs the whole model on one rank.
+        check_gradients = check_gradients and not meta_names(module)
+        self._home = start_of(module)
         self.place = place = self._home if device is None else own_device(device)
         claim(place)
         join(timeout)
         require_agreement(
             facts_of(self.captured, plan, {**facts, **asdict(compute), "device": place.type})
         )
+        if meta_names(module):
+            require_constants(self.captured, place)
         self.parts = parts_of(self.captured, plan, exact=exact)
         if exact:
             require_exact(compute, self.parts)
@@ -91,11 +96,11 @@ class Session:
                 self.require_memory(plan)
             wanted = sorted({*channels(graph), *further})
             self.transport = self.mesh.transport(place, wanted)
-            self.state = ModelState(
-                replace(workload, module=module), self.holders, self.mesh, place
-            )
             seed = torch.tensor([torch.initial_seed() % 2**62])
             self.mesh.broadcast(seed, 0)
+            self.state = ModelState(
+                replace(workload, module=module), self.holders, self.mesh, place, int(seed)
+            )
         self.workers = WorkerCache(
             self.captured,
             self.parts,
@@ -128,6 +133,7 @@ class Session:
         if self._is_prepared:
             return
         self._is_prepared = True
+        self.state.require_values()
         if self._check_gradients:
             compare_with_eager(self.workers, self.holders, self.mesh, batch, leaves, self._home)
         self.state.forget_others()
@@ -153,6 +159,7 @@ class Session:
         """Means over held-out batches; nothing may be under way."""
         chosen = self.feed.held_out() if loader is None else loader
         with self.failing():
+            self.state.require_values()
             self.state.share_buffers()
         return self._evaluation.means(self.feed.read(chosen), self.step_number, self.failing)
 
@@ -168,6 +175,7 @@ class Session:
             0 if scale is None else scale.streak,
         )
         with self.failing():
+            self.state.require_values()
             self.state.save(Path(folder).absolute(), progress, further)
 
     def load(self, folder: str | Path) -> disk.Checkpoint:

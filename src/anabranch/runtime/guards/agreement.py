@@ -28,12 +28,14 @@ from anabranch.errors import InvalidPlanError
 from anabranch.graph.capture import Captured
 from anabranch.plans.plan import Plan
 from anabranch.runtime.guards.failure import PeerLostError
+from anabranch.runtime.initialisation import meta_names
 from anabranch.runtime.transport import guarded
 
 _REMEDY = {
     "version": "install the same versions on every machine",
     "plan": "start every rank with the same plan file",
     "model": "build the same model, with the same example batch, on every rank",
+    "weights": "build the model anew for every pipeline, and in one way on every rank",
 }
 
 
@@ -96,10 +98,12 @@ def facts_of(captured: Captured, plan: Plan, options: Mapping[str, object]) -> d
     numbers = sum(p.numel() for p in captured.module.parameters())
     graph, stages = captured.graph, plan.stage_graph
     model = repr((graph.ops, graph.values, graph.parameters, parameters))
+    without = meta_names(captured.module)
     return {
         "version": version(),
         "model": f"{type(captured.module).__name__} with {len(graph)} operators and "
         f"{numbers} parameters ({_short(model)})",
+        "weights": f"{len(without)} tensors on the meta device ({_short(repr(without))})",
         "plan": f"{len(stages)} stages on {len(stages.devices)} devices, {plan.schedule}, batch "
         f"{stages.batch_size} ({_short(repr((stages, plan.schedule)))})",
         "options": ", ".join(f"{name} {value}" for name, value in options.items()),

@@ -1,0 +1,204 @@
+"""Values for a module that was built on the meta device, tensor by tensor, the same under any plan.
+
+A module on the meta device has sizes but no weights, so every rank can build the whole of it and
+hold only its own stages::
+
+    with torch.device("meta"):        rank 0   embedding, blocks.0          values
+        module = Model()                       blocks.1, head               none
+                                      rank 1   embedding, blocks.0          none
+                                               blocks.1, head               values
+
+A constructor that ran on the meta device cannot be repeated for one layer, but layers can
+initialise themselves. A tensor of layer P gets its values from
+
+1. ``P.reset_parameters()``, as torch's own layers have it, or ``P._reset_parameters()``;
+2. the same method of the modules around P, from the inner to the outer ones, which may change it;
+3. ``_init_weights(P)`` of the nearest module around it, as transformers and many models have it.
+
+All of it on the CPU, from a seed that is made of the run's and of P's name. So values depend on the
+layer and on nothing else. What a constructor does to the tensors of its parts by other means is not
+repeated. Of a tensor that several layers share the first one, in the model's order, decides.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from anabranch.errors import TrainingError
+from anabranch.graph.capture import Captured
+
+_CPU = torch.device("cpu")
+
+
+def meta_names(module: nn.Module) -> list[str]:
+    """Parameters and buffers without values, by their first names."""
+    named = (*module.named_parameters(), *module.named_buffers())
+    return [name for name, tensor in named if tensor.is_meta]
+
+
+def materialise(
+    module: nn.Module,
+    names: Collection[str] | None = None,
+    *,
+    seed: int,
+    place: torch.device = _CPU,
+) -> list[str]:
+    """Give parameters and buffers that are on the meta device memory and values.
+
+    The module gets other ``Parameter`` objects in their place, the same one wherever one is shared.
+
+    Args:
+        names: which of ``meta_names``; all by default.
+        seed: the same on all ranks.
+        place: where they are to be.
+
+    Returns:
+        Names of those that no layer has initialised; they are NaN.
+
+    Raises:
+        TrainingError: if an initialisation raised.
+    """
+    wanted = set(meta_names(module) if names is None else names)
+    made: dict[int, Tensor] = {}
+    without = []
+    for path, leaves in _layers(module).items():
+        mine = {leaf: name for leaf, name in leaves.items() if name in wanted}
+        if not mine:
+            continue
+        layer = module.get_submodule(path)
+        originals = {leaf: _registered(layer)[leaf] for leaf in mine}
+        with _real(layer) as filled:
+            _initialise(module, path, seed)
+            for leaf, name in mine.items():
+                if _is_blank(filled[leaf]):
+                    without.append(name)
+                made[id(originals[leaf])] = _like(originals[leaf], filled[leaf].detach().to(place))
+    for layer in module.modules():
+        for table in (layer._parameters, layer._buffers):
+            for leaf, tensor in table.items():
+                if tensor is not None and id(tensor) in made:
+                    table[leaf] = made[id(tensor)]  # type: ignore[assignment]
+    return without
+
+
+def require_values(module: nn.Module, without: Collection[str]) -> None:
+    """Raise a TrainingError where ``materialise`` has left tensors without values."""
+    if not without:
+        return
+    name = sorted(without)[0]
+    path, _, leaf = name.rpartition(".")
+    kind = type(module.get_submodule(path)).__name__
+    raise TrainingError(
+        f"the model was built on the meta device, and {len(without)} of its tensors on this rank "
+        f"have no initialisation that could be repeated, such as {name}: {kind} fills {leaf} "
+        f"elsewhere than in a method reset_parameters; give {kind} such a method (torch's own "
+        "layers have one), or _init_weights to the model, or resume from a checkpoint, or build "
+        "the model on the CPU"
+    )
+
+
+def require_constants(captured: Captured, place: torch.device) -> None:
+    """Raise a TrainingError where the forward reads tensors that are neither parameters nor buffers
+    and were made on the meta device.
+    """
+    for name, value in captured.at(captured.samples, device=place).constants.items():
+        if value.is_meta:
+            raise TrainingError(
+                f"the model was built on the meta device, and its forward reads a tensor of shape "
+                f"{list(value.shape)} ({name}) that is neither parameter nor buffer, so nothing "
+                "can give it values; make it in the forward, register it as a buffer that a "
+                "method reset_parameters fills, or build the model on the CPU"
+            )
+
+
+def _layers(module: nn.Module) -> Mapping[str, Mapping[str, str]]:
+    """Path of a layer -> its own tensors without values -> their first names in the model."""
+    found: dict[str, dict[str, str]] = {}
+    for name in meta_names(module):
+        path, _, leaf = name.rpartition(".")
+        found.setdefault(path, {})[leaf] = name
+    return found
+
+
+def _registered(layer: nn.Module) -> dict[str, Tensor]:
+    """A layer's own parameters and buffers."""
+    both = {**layer._parameters, **layer._buffers}
+    return {leaf: tensor for leaf, tensor in both.items() if tensor is not None}
+
+
+@contextmanager
+def _real(layer: nn.Module) -> Iterator[dict[str, Tensor]]:
+    """Inside, what a layer has on the meta device is on the CPU, blank."""
+    before = {leaf: tensor for leaf, tensor in _registered(layer).items() if tensor.is_meta}
+    blank = {leaf: _like(tensor, _blank(tensor)) for leaf, tensor in before.items()}
+    _register(layer, blank)
+    try:
+        yield blank
+    finally:
+        _register(layer, before)
+
+
+def _register(layer: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    for leaf, tensor in tensors.items():
+        table = layer._parameters if leaf in layer._parameters else layer._buffers
+        table[leaf] = tensor  # type: ignore[assignment]
+
+
+def _like(original: Tensor, values: Tensor) -> Tensor:
+    if not isinstance(original, nn.Parameter):
+        return values
+    return nn.Parameter(values, requires_grad=original.requires_grad)
+
+
+def _blank(like: Tensor) -> Tensor:
+    """Memory of a value that no initialisation leaves behind."""
+    dtype = like.dtype
+    if dtype == torch.bool:
+        return torch.zeros_like(like, device=_CPU)
+    least = torch.nan if dtype.is_floating_point or dtype.is_complex else torch.iinfo(dtype).min
+    return torch.full_like(like, least, device=_CPU)
+
+
+def _is_blank(tensor: Tensor) -> bool:
+    """Whether any element has never been written."""
+    if tensor.dtype == torch.bool:
+        return tensor._version == 0
+    with torch.no_grad():
+        blank = _blank(tensor)
+        if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+            return bool(tensor.isnan().any())
+        return bool((tensor == blank).any())
+
+
+def _initialise(module: nn.Module, path: str, seed: int) -> None:
+    """Run what fills a layer, whose tensors are real, and nothing else."""
+    parts = path.split(".") if path else []
+    around = [
+        module.get_submodule(".".join(parts[:length])) for length in reversed(range(len(parts) + 1))
+    ]
+    layer = around[0]
+    digest = hashlib.sha256(f"{seed}/{path}".encode()).digest()
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        # Not torch.manual_seed, which would seed GPUs as well.
+        torch.default_generator.manual_seed(int.from_bytes(digest[:8], "big") % 2**63)
+        try:
+            for part in around:
+                reset = getattr(part, "reset_parameters", getattr(part, "_reset_parameters", None))
+                if callable(reset):
+                    with _real(part):
+                        reset()
+            general = next((part for part in around if hasattr(part, "_init_weights")), None)
+            if general is not None:
+                general._init_weights(layer)  # type: ignore[operator]
+        except Exception as error:
+            raise TrainingError(
+                f"the initialisation of {path or 'the model'} ({type(layer).__name__}), which was "
+                f"built on the meta device, raised {type(error).__name__}: {error}; it can only "
+                "use tensors of the layer itself and of the module that it is a method of; correct "
+                "it, or build the model on the CPU"
+            ) from error
