@@ -13,7 +13,7 @@ from anabranch.plans.plan import Plan, Prediction
 from anabranch.plans.stages import Stage, StageGraph
 from anabranch.profile.profile import OpCost, Profile, UpdateCost
 from anabranch.schedule.schedule import Action, Kind
-from anabranch.timeline import Span, Timeline
+from anabranch.timeline import Span, SumSpan, Timeline
 
 SECONDS = st.floats(0, 1e3)
 
@@ -173,7 +173,20 @@ def timelines(draw: st.DrawFn, graph: StageGraph, max_actions: int = 12) -> Time
         source=draw(st.sampled_from(["predicted", "measured"])),
         step_s=last + draw(st.sampled_from([0.0, 0.3])),
         memory={d: ((0.0, draw(st.integers(0, 2**40))),) for d in graph.devices},
+        sums=tuple(draw(sum_spans(graph, last))),
     )
+
+
+@st.composite
+def sum_spans(draw: st.DrawFn, graph: StageGraph, end: float) -> list[SumSpan]:
+    """All-reduces of the stages of some devices, in pieces of any length, until ``end``."""
+    spans = []
+    for s, stage in enumerate(graph.stages):
+        cuts = sorted(draw(st.lists(st.floats(0, end), max_size=4)))
+        nbytes = draw(st.integers(1, 2**40))
+        for device in stage.devices:
+            spans += [SumSpan(device, a, b, (s,), nbytes) for a, b in pairwise(cuts)]
+    return sorted(spans, key=lambda span: (span.device, span.start, span.end))
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,13 @@
 
 import json
 from collections import defaultdict
+from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from anabranch.report.chrome import trace
+from anabranch.timeline import SumSpan
 from tests.report.examples import STEP, TWO_TOWERS, timeline
 from tests.strategies import stage_graphs, timelines
 
@@ -69,7 +71,21 @@ def test_messages_at_the_same_time_get_threads_of_their_own():
     """Slices of one thread must nest; two sends that overlap by half would not."""
     text = "0: 0SF0>1@1[0:2] 1-3 | 0SF1>1@1[2:4] 2-4 | 0SF2>1@1[4:6] 3-5"
     events = trace(timeline(text), TWO_TOWERS)["traceEvents"]
-    assert [e["tid"] for e in events if e["ph"] == "X"] == [2, 3, 2]
+    assert [e["tid"] for e in events if e["ph"] == "X"] == [3, 4, 3]
+
+
+def test_all_reduces_have_a_thread_of_their_own():
+    """Beside the compute that they overlap; both devices of the ring have it."""
+    sums = tuple(SumSpan(d, 7.5e-3, 8.5e-3, (0,), 400) for d in (0, 1))
+    events = trace(replace(timeline(STEP), sums=sums), TWO_TOWERS)["traceEvents"]
+    found = [e for e in events if e["ph"] == "X" and e["name"] == "all-reduce"]
+    assert [(e["pid"], e["tid"], e["ts"], round(e["dur"])) for e in found] == [
+        (0, 2, 7500, 1000),
+        (1, 2, 7500, 1000),
+    ]
+    assert found[0]["args"] == {"stages": [0], "bytes": 400}
+    threads = [e for e in events if e["ph"] == "M" and e["name"] == "thread_name"]
+    assert {e["pid"] for e in threads if e["args"]["name"] == "all-reduce"} == {0, 1}
 
 
 def test_equal_actions_are_all_there():
@@ -91,4 +107,4 @@ def test_any_step_gives_a_trace(data, graph):
     }
     for event in events:
         assert needed[event["ph"]] <= event.keys()
-    assert sum(event["ph"] == "X" for event in events) == len(step.spans)
+    assert sum(event["ph"] == "X" for event in events) == len(step.spans) + len(step.sums)

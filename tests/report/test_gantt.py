@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 
 from anabranch.plans.stages import Stage, StageGraph
 from anabranch.report.gantt import timeline_svg
+from anabranch.report.theme import text_width
 from anabranch.report.timeline_layout import arrange
 from anabranch.schedule.schedule import Action, Kind
-from anabranch.timeline import Span, Timeline
+from anabranch.timeline import Span, SumSpan, Timeline
 from tests.report.examples import STEP, TWO_TOWERS, chain, of_class, parse, texts, timeline
 from tests.strategies import stage_graphs, timelines
 
@@ -117,6 +118,53 @@ def test_what_follows_the_last_action_is_shown():
     assert of_class(root, "rect", "tail") == []
 
 
+SUMS = tuple(SumSpan(d, at / 1e3, (at + 0.5) / 1e3, (0,), 100) for d in (0, 1) for at in (7, 7.5))
+"""Two pieces on devices 0 and 1, from 7 ms to the end of 7B1."""
+
+
+def test_all_reduces_have_a_strip_of_their_row():
+    """Below the boxes, as long as the sums; the row is that much higher, and nothing else is."""
+    step = replace(PREDICTED, sums=SUMS)
+    layout, plain = (arrange([("predicted", t)], TWO_TOWERS) for t in (step, PREDICTED))
+    root = parse(timeline_svg([("predicted", step)], TWO_TOWERS))
+    boxes = [box for box in of_class(root, "rect", "sum") if box.get("data-n")]
+    pixels = (layout.right - layout.left) * 0.5 / 8.5
+    assert [float(b.get("width", "")) for b in boxes] == [pytest.approx(pixels - 0.5, abs=0.01)] * 4
+    panel = layout.panels[0]
+    assert panel.box_height == plain.panels[0].box_height
+    for box, top in zip(boxes, (panel.tops[0],) * 2 + (panel.tops[1],) * 2, strict=True):
+        y, height = float(box.get("y", "")), float(box.get("height", ""))
+        assert top + panel.box_height < y < y + height == top + panel.row_height
+
+
+def test_the_legend_names_all_reduces_where_they_are_drawn():
+    """What is left after the last action is then more than they."""
+    for sums, said in ((SUMS, {"all-reduce", "after the last action"}), ((), set())):
+        step = replace(PREDICTED, sums=sums)
+        written = set(texts(parse(timeline_svg([("predicted", step)], TWO_TOWERS))))
+        assert written & {"all-reduce", "after the last action"} == said
+        assert ("all-reduce and update" in written) == (not sums)
+
+
+def test_a_thousand_pieces_of_an_all_reduce_are_drawn_together():
+    """One box for three pixels at most, as for actions."""
+    pieces = tuple(SumSpan(0, i * 1e-3, (i + 1) * 1e-3, (0,), 1) for i in range(8000))
+    step = Timeline((), (0,), "predicted", 8.0, {}, pieces)
+    root = parse(timeline_svg([("predicted", step)], chain(1)))
+    boxes = [box for box in of_class(root, "rect", "sum") if box.get("data-n")]
+    assert sum(int(box.get("data-n", "")) for box in boxes) == 8000
+    assert len(boxes) < 600
+
+
+def test_a_legend_that_is_too_long_goes_on_below():
+    """At 480 pixels nothing sticks out."""
+    step = replace(PREDICTED, sums=SUMS)
+    root = parse(timeline_svg([("predicted", step)], TWO_TOWERS, width=480))
+    (label,) = [e for e in root.iter() if e.text == "messages between devices"]
+    assert float(label.get("x", "")) + text_width(label.text, 12) <= 480
+    assert float(label.get("y", "")) > 32
+
+
 def test_kinds_of_a_split_backward_are_told_apart():
     """The legend changes with them."""
     step = timeline("0: 0F0 0-1 | 0I0 1-2 | 0W0 2-3")
@@ -179,7 +227,9 @@ def test_any_step_is_drawn_in_full_and_in_the_picture(data, graph):
     root = parse(svg)
     width, height = float(root.get("width", "")), float(root.get("height", ""))
     assert drawn_actions(root) == len(step.spans)
-    for box in of_class(root, "rect", "f", "b", "w", "lane", "tail"):
+    drawn_sums = [int(box.get("data-n", "0")) for box in of_class(root, "rect", "sum")]
+    assert sum(drawn_sums) == len(step.sums)
+    for box in of_class(root, "rect", "f", "b", "w", "lane", "tail", "sum"):
         x, y = float(box.get("x", "")), float(box.get("y", ""))
         assert 0 <= x <= x + float(box.get("width", "")) <= width
         assert 0 <= y <= y + float(box.get("height", "")) <= height
@@ -199,7 +249,9 @@ def test_names_are_escaped():
 def test_rows_never_overlap(devices):
     """However many there are."""
     graph = chain(devices)
-    layout = arrange([("step", Timeline((), graph.devices, "predicted", 1.0, {}))], graph)
-    tops = layout.panels[0].tops
-    height = layout.panels[0].row_height
-    assert all(b - a >= height + 1 for a, b in pairwise(tops))
+    sums = (SumSpan(0, 0.0, 1.0, (0,), 1),)
+    for known in ((), sums):
+        step = Timeline((), graph.devices, "predicted", 1.0, {}, known)
+        panel = arrange([("step", step)], graph).panels[0]
+        assert all(b - a >= panel.row_height + 1 for a, b in pairwise(panel.tops))
+        assert panel.box_height >= 3

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from anabranch.plans.stages import Stage, StageGraph
 from anabranch.report.html import WeightVersions, page
 from anabranch.report.page_data import as_json
+from anabranch.timeline import SumSpan
 from tests.report.examples import STEP, TWO_TOWERS, chain, plan, timeline
 from tests.strategies import plans, timelines
 
@@ -65,6 +66,14 @@ def figures(html: str) -> dict[str, tuple[str, str]]:
 def data_of(html: str):
     found = re.search(r'<script type="application/json" id="timeline-data">(.*?)</script>', html)
     return json.loads(found[1])
+
+
+def test_the_script_knows_the_all_reduces():
+    """Start and end in microseconds, bytes and stages, by row."""
+    step = replace(PREDICTED, sums=(SumSpan(1, 7.5e-3, 8.5e-3, (0, 1, 2), 3 * 2**20),))
+    (panel,) = data_of(page(plan(), [("predicted", step)]))["panels"]
+    assert panel["sums"] == [[], [[7500, 8500, "3 MiB", "0-2"]], []]
+    assert panel["sumHeight"] > 0
 
 
 def test_the_headline_figures_are_the_plans():

@@ -1,23 +1,26 @@
 """A timeline in Google's "Trace Event Format", for chrome://tracing and ui.perfetto.dev.
 
-A process per device, with threads for compute and for messages (as many as overlap), an arrow per
-message, a counter for memory. Times are microseconds.
+A process per device, with threads for compute, for all-reduces and for messages (as many as
+overlap), an arrow per message, a counter for memory. Times are microseconds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from anabranch.plans.stages import StageGraph
 from anabranch.report import lanes, names
 from anabranch.schedule.schedule import Action
-from anabranch.timeline import Span, Timeline
+from anabranch.timeline import Span, SumSpan, Timeline
 
 Event = dict[str, Any]
 
 COMPUTE_THREAD = 1
-FIRST_MESSAGE_THREAD = 2
+SUM_THREAD = 2
+FIRST_MESSAGE_THREAD = 3
+
+_Timed = TypeVar("_Timed", Span, SumSpan)
 
 
 def trace(timeline: Timeline, graph: StageGraph) -> dict[str, Any]:
@@ -27,12 +30,16 @@ def trace(timeline: Timeline, graph: StageGraph) -> dict[str, Any]:
     spans: dict[int, list[Span]] = {device: [] for device in timeline.devices}
     for span in timeline.spans:
         spans[span.device].append(span)
+    sums = lanes.sums_by_device(timeline)
     for order, row in enumerate(lanes.rows(timeline, graph)):
         compute = [s for s in spans[row.device] if s.action.kind.is_compute]
         messages = [s for s in spans[row.device] if not s.action.kind.is_compute]
         here = [(span, COMPUTE_THREAD + 1000 * n) for span, n in _without_overlap(compute)]
         here += [(span, FIRST_MESSAGE_THREAD + n) for span, n in _without_overlap(messages)]
-        events += _metadata(row, order, sorted({COMPUTE_THREAD, *(t for _, t in here)}))
+        summing = [(span, SUM_THREAD + 1000 * n) for span, n in _without_overlap(sums[row.device])]
+        threads = {COMPUTE_THREAD, *(t for _, t in here), *(t for _, t in summing)}
+        events += _metadata(row, order, sorted(threads))
+        events += [_sum(span, thread) for span, thread in summing]
         placed += here
     events += [_slice(span, thread, graph) for span, thread in placed]
     events += _flows(timeline, dict(placed))
@@ -41,7 +48,7 @@ def trace(timeline: Timeline, graph: StageGraph) -> dict[str, Any]:
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": facts}
 
 
-def _without_overlap(spans: Iterable[Span]) -> list[tuple[Span, int]]:
+def _without_overlap(spans: Iterable[_Timed]) -> list[tuple[_Timed, int]]:
     """Every span with the first lane that is free at its start."""
     free_at: list[float] = []
     placed = []
@@ -54,13 +61,16 @@ def _without_overlap(spans: Iterable[Span]) -> list[tuple[Span, int]]:
     return placed
 
 
+_THREADS = {COMPUTE_THREAD: "compute", SUM_THREAD: "all-reduce"}
+
+
 def _metadata(row: lanes.Row, order: int, threads: Iterable[int]) -> list[Event]:
     events = [
         _about(row.device, 0, "process_name", name=row.label),
         _about(row.device, 0, "process_sort_index", sort_index=order),
     ]
     for thread in threads:
-        kind = "compute" if thread % 1000 == COMPUTE_THREAD else "messages"
+        kind = _THREADS.get(thread % 1000, "messages")
         events.append(_about(row.device, thread, "thread_name", name=kind))
         events.append(_about(row.device, thread, "thread_sort_index", sort_index=thread))
     return events
@@ -82,6 +92,19 @@ def _slice(span: Span, thread: int, graph: StageGraph) -> Event:
         "ts": span.start * 1e6,
         "dur": max(span.end - span.start, 0.0) * 1e6,
         "args": _details(action, graph),
+    }
+
+
+def _sum(span: SumSpan, thread: int) -> Event:
+    return {
+        "ph": "X",
+        "pid": span.device,
+        "tid": thread,
+        "name": "all-reduce",
+        "cat": "all-reduce",
+        "ts": span.start * 1e6,
+        "dur": max(span.end - span.start, 0.0) * 1e6,
+        "args": {"stages": list(span.stages), "bytes": span.nbytes},
     }
 
 

@@ -2,7 +2,9 @@
 
     predicted   step 12.3 ms . bubble 24%
     device 0 . stage 0   [0][1][2]......[0][1][2]
+                                         ====      all-reduces of its gradients
     device 1 . stage 1      [0][1][2][0][1][2]
+                                            ====
     measured    step 13.1 ms . bubble 29%
     ...
     |----|----|----|----|----|----|----|----|---- ms
@@ -40,7 +42,7 @@ from anabranch.report.timeline_layout import (
     labels,
 )
 from anabranch.schedule.schedule import Kind
-from anabranch.timeline import Timeline
+from anabranch.timeline import SumSpan, Timeline
 
 NUMBER_SIZES = 12.0, 10.0, 8.0
 
@@ -82,13 +84,14 @@ def paint(layout: TimelineLayout) -> Drawing:
         drawing.add(f'<g class="panel" data-panel="{i}">')
         messages = _arrows(layout, panel) if panel.has_arrows else _marks(layout, panel)
         drawing.add(*_empty_rows(layout, panel), *messages)
-        spans = lanes.by_device(panel.timeline)
+        spans, sums = lanes.by_device(panel.timeline), lanes.sums_by_device(panel.timeline)
         sizes = _number_sizes(layout, panel)
         for row, top in zip(panel.rows, panel.tops, strict=True):
             for box in lanes.boxes(spans[row.device], layout.pixel_s):
                 drawing.add(*_box(layout, panel, box, top, sizes))
                 total += len(box.spans)
                 merged += len(box.spans) if len(box.spans) > 1 else 0
+            drawing.add(*_sums(layout, panel, sums[row.device], top))
         drawing.add(_step_end(layout, panel), "</g>")
     if merged:
         said = (
@@ -105,21 +108,28 @@ def _paint_legend(drawing: Drawing, layout: TimelineLayout) -> None:
     if Kind.WEIGHT_GRADIENT in kinds:
         entries = [("f", "forward"), ("b", "input gradient"), ("w", "weight gradient")]
     entries.append(("lane", "waiting"))
+    has_sums = any(panel.sum_height for panel in layout.panels)
+    if has_sums:
+        entries.append(("sum", "all-reduce"))
     if any(_tail(layout, panel) for panel in layout.panels):
-        entries.append(("tail", "all-reduce and update"))
-    x = MARGIN
-    for css, label in entries:
-        drawing.add(rect(css, x, 22, 16, 12, radius=2.5), text("", x + 22, 32, LABEL, label))
-        x += 22 + text_width(label, LABEL) + 14
+        entries.append(("tail", "after the last action" if has_sums else "all-reduce and update"))
     if any(not kind.is_compute for kind in kinds):
-        drawing.add(f'<path class="wf" stroke-width="1.6" d="M{num(x)} 25h18"/>')
-        drawing.add(f'<path class="wb" stroke-width="1.6" d="M{num(x)} 31h18"/>')
-        label = "messages between devices"
-        drawing.add(text("", x + 24, 32, LABEL, label))
-        x += 24 + text_width(label, LABEL) + 14
+        entries.append(("wires", "messages between devices"))
+    x, y = MARGIN, 22.0
+    for css, label in entries:
+        wide = 22 + text_width(label, LABEL)
+        if x > MARGIN and x + wide > layout.right:
+            x, y = MARGIN, y + 17
+        if css == "wires":
+            drawing.add(f'<path class="wf" stroke-width="1.6" d="M{num(x)} {num(y + 3)}h16"/>')
+            drawing.add(f'<path class="wb" stroke-width="1.6" d="M{num(x)} {num(y + 9)}h16"/>')
+        else:
+            drawing.add(rect(css, x, y, 16, 12, radius=2.5))
+        drawing.add(text("", x + 22, y + 10, LABEL, label))
+        x += wide + 14
     said = f"numbers: {layout.counted}es \u00b7 bubble: share of time without compute"
     if x + text_width(said, LABEL) < layout.right:
-        drawing.add(text("muted right", layout.right, 32, LABEL, said))
+        drawing.add(text("muted right", layout.right, y + 10, LABEL, said))
 
 
 def _axis(layout: TimelineLayout) -> list[str]:
@@ -223,6 +233,18 @@ def _box(
     return pieces
 
 
+def _sums(layout: TimelineLayout, panel: Panel, sums: Sequence[SumSpan], top: float) -> list[str]:
+    """The strip of all-reduces at the foot of a row."""
+    pieces = []
+    y, height = top + panel.row_height - panel.sum_height + 1, panel.sum_height - 1
+    for run in lanes.runs(sums, layout.pixel_s):
+        x = layout.x(run[0].start)
+        width = max(layout.x(max(span.end for span in run)) - x, 0.4)
+        gap = 0.5 if width > 4 else 0.0
+        pieces.append(rect("sum", x, y, width - gap, height, extra=f' data-n="{len(run)}"'))
+    return pieces
+
+
 def _number_sizes(layout: TimelineLayout, panel: Panel) -> dict[Kind, float]:
     """Kind -> largest type in which every number fits into a typical box; 0 if none does."""
     result = {}
@@ -262,7 +284,7 @@ def _marks(layout: TimelineLayout, panel: Panel) -> list[str]:
     top_of = {row.device: top for row, top in zip(panel.rows, panel.tops, strict=True)}
     pieces = []
     for css, device, start, end in _sending(panel.timeline, layout.pixel_s):
-        x, y = layout.x(start), top_of[device] + panel.row_height - MARK + 0.75
+        x, y = layout.x(start), top_of[device] + panel.box_height + 0.75
         pieces.append(rect(css, x, y, max(layout.x(end) - x, 0.5), MARK - 1))
     return pieces
 

@@ -8,7 +8,8 @@ Rows are in the order of the branches, so that the devices of one tower lie toge
     device 1 . stage 1   image      [F0][F1]......[B0][B1]
 
 Neighbours that are narrower than a pixel are drawn as one box in which every kind fills its share
-of the height, so that areas stay true.
+of the height, so that areas stay true. All-reduces run while their device computes, and have a thin
+strip of the row for themselves.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ from anabranch.plans.plan import ranges
 from anabranch.plans.stages import StageGraph
 from anabranch.report.names import branches
 from anabranch.schedule.schedule import Action, Kind
-from anabranch.timeline import Span, Timeline
+from anabranch.timeline import Span, SumSpan, Timeline
 
 _Key = TypeVar("_Key", bound=Hashable)
+_Timed = TypeVar("_Timed", Span, SumSpan)
 
 MERGED_PIXELS = 3
 """Widest box that several actions are drawn as; wider would hide the bubbles between them."""
@@ -120,9 +122,24 @@ def by_device(timeline: Timeline) -> dict[int, list[Span]]:
     return result
 
 
+def sums_by_device(timeline: Timeline) -> dict[int, list[SumSpan]]:
+    """Device -> its all-reduces, by start."""
+    result: dict[int, list[SumSpan]] = {device: [] for device in timeline.devices}
+    for span in sorted(timeline.sums, key=lambda span: (span.start, span.end)):
+        result[span.device].append(span)
+    return result
+
+
 def boxes(spans: Iterable[Span], pixel_s: float) -> Iterator[Box]:
     """Boxes for the actions of one device, sorted by start; a pixel is ``pixel_s`` wide."""
-    run: list[Span] = []
+    return map(Box, runs(spans, pixel_s))
+
+
+def runs(spans: Iterable[_Timed], pixel_s: float) -> Iterator[tuple[_Timed, ...]]:
+    """What is drawn as one, of actions or all-reduces by start: neighbours below a pixel, or one
+    that is wider.
+    """
+    run: list[_Timed] = []
     for span in spans:
         narrow = span.end - span.start < pixel_s
         fits = (
@@ -131,14 +148,14 @@ def boxes(spans: Iterable[Span], pixel_s: float) -> Iterator[Box]:
             and span.end - run[0].start < MERGED_PIXELS * pixel_s
         )
         if run and not (narrow and fits):
-            yield Box(tuple(run))
+            yield tuple(run)
             run = []
         if narrow:
             run.append(span)
         else:
-            yield Box((span,))
+            yield (span,)
     if run:
-        yield Box(tuple(run))
+        yield tuple(run)
 
 
 def messages(timeline: Timeline) -> list[DrawnMessage]:

@@ -83,7 +83,7 @@
     for (const [a, , start, end, forward] of panel.messages) {
       if (end < from || start > to) continue;
       const x1 = x(Math.max(start, from));
-      const y = panel.tops[a] + panel.rowHeight - data.mark + 0.75;
+      const y = panel.tops[a] + panel.boxHeight + 0.75;
       out.push(rect(forward ? "hf" : "hb", x1, y, Math.max(x(Math.min(end, to)) - x1, 0.5), data.mark - 1));
     }
   }
@@ -117,12 +117,13 @@
     }
   }
 
-  function drawRow(panel, row, top, out) {
+  // What is drawn as one: neighbours below a pixel, or one action or all-reduce that is wider.
+  function runs(row) {
     const pixel = (to - from) / (right - left);
+    const found = [];
     let run = [];
     const flush = () => {
-      if (run.length === 1) drawOne(panel, run[0], top, out);
-      else if (run.length) drawMerged(panel, run, top, out);
+      if (run.length) found.push(run);
       run = [];
     };
     for (let i = firstAfter(row, from); i < row.length && row[i][0] < to; i++) {
@@ -133,10 +134,27 @@
         span[0] - run[run.length - 1][1] < pixel &&
         span[1] - run[0][0] < data.mergedPixels * pixel;
       if (!(narrow && fits)) flush();
-      if (narrow) run.push(span);
-      else drawOne(panel, span, top, out);
+      run.push(span);
+      if (!narrow) flush();
     }
     flush();
+    return found;
+  }
+
+  function drawRow(panel, row, top, out) {
+    for (const run of runs(row)) {
+      if (run.length === 1) drawOne(panel, run[0], top, out);
+      else drawMerged(panel, run, top, out);
+    }
+  }
+
+  function drawSums(panel, sums, top, out) {
+    for (const run of runs(sums)) {
+      const x1 = x(Math.max(run[0][0], from));
+      const width = Math.max(x(Math.min(Math.max(...run.map((s) => s[1])), to)) - x1, 0.4);
+      const y = top + panel.rowHeight - panel.sumHeight + 1;
+      out.push(rect("sum", x1, y, width - (width > 4 ? 0.5 : 0), panel.sumHeight - 1));
+    }
   }
 
   // One size of numbers for all boxes of a kind: the largest that fits a typical one.
@@ -156,7 +174,10 @@
       if (b - a >= 2) out.push(rect("tail", a, top, b - a, panel.rowHeight));
     }
     (panel.hasArrows ? drawArrows : drawMarks)(panel, out);
-    panel.rows.forEach((row, i) => drawRow(panel, row, panel.tops[i], out));
+    panel.rows.forEach((row, i) => {
+      drawRow(panel, row, panel.tops[i], out);
+      drawSums(panel, panel.sums[i], panel.tops[i], out);
+    });
     if (panel.step >= from && panel.step <= to) {
       const path = `M${n(x(panel.step))} ${panel.tops[0] - 5}V${panel.bottom + 5}`;
       out.push(`<path class="end" stroke-width="1.5" stroke-dasharray="4 3" d="${path}"/>`);
@@ -200,17 +221,19 @@
     for (const panel of data.panels) {
       const r = panel.tops.findIndex((top) => py >= top && py <= top + panel.rowHeight);
       if (r < 0) continue;
-      const row = panel.rows[r];
+      const isSum = py > panel.tops[r] + panel.rowHeight - panel.sumHeight;
+      const row = (isSum ? panel.sums : panel.rows)[r];
       const i = firstAfter(row, t);
-      if (i < row.length && row[i][0] <= t) return [panel, r, row[i]];
+      if (i < row.length && row[i][0] <= t) return [panel, r, row[i], isSum];
       const near = [row[i - 1], row[i]].filter((s) => s && s[0] - reach < t && t < s[1] + reach);
-      return [panel, r, near[0] || null];
+      return [panel, r, near[0] || null, isSum];
     }
     return null;
   }
 
-  function describe([panel, r, span]) {
-    if (!span) return [`device ${panel.devices[r]}`, "waiting"];
+  function describe([panel, r, span, isSum]) {
+    if (!span) return [`device ${panel.devices[r]}`, isSum ? "no all-reduce" : "waiting"];
+    if (isSum) return describeSum(panel.devices[r], span);
     const [start, end, kind, stage, microbatch] = span;
     const size = panel.microbatchSize[stage] || 0;
     const first = (microbatch * size) % (data.isEndless ? panel.batchSize : Infinity);
@@ -220,6 +243,14 @@
       `${ms(end - start)} ms, from ${ms(start)} to ${ms(end)} ms`,
       `device ${panel.devices[r]} \u00b7 samples ${first === last ? first : `${first} to ${last}`}`,
       panel.operators[stage] || "",
+    ];
+  }
+
+  function describeSum(device, [start, end, bytes, stages]) {
+    return [
+      `all-reduce \u00b7 ${bytes} of gradients`,
+      `${ms(end - start)} ms, from ${ms(start)} to ${ms(end)} ms`,
+      `device ${device} \u00b7 stage${/^\d+$/.test(stages) ? "" : "s"} ${stages}`,
     ];
   }
 
@@ -245,12 +276,14 @@
     const below = event.clientY + 18;
     const fits = below + tip.offsetHeight < window.innerHeight;
     tip.style.top = `${fits ? below : event.clientY - tip.offsetHeight - 12}px`;
-    const [panel, r, span] = found;
+    const [panel, r, span, isSum] = found;
     if (!span) return;
     const a = clamp(x(span[0]), left, right);
     const b = clamp(x(span[1]), left, right);
     const mark = document.createElementNS("http://www.w3.org/2000/svg", "rect");
-    const place = { class: "hot", x: a, y: panel.tops[r], width: Math.max(b - a, 1), height: panel.boxHeight, rx: 2 };
+    const high = isSum ? panel.sumHeight : panel.boxHeight;
+    const y = isSum ? panel.tops[r] + panel.rowHeight - high : panel.tops[r];
+    const place = { class: "hot", x: a, y, width: Math.max(b - a, 1), height: high, rx: isSum ? 0 : 2 };
     for (const [key, value] of Object.entries(place)) mark.setAttribute(key, value);
     svg.append(mark);
   }

@@ -8,9 +8,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from anabranch.report import gantt, lanes, names, timeline_layout
+from anabranch.plans.plan import ranges
+from anabranch.report import gantt, lanes, names, theme, timeline_layout
 from anabranch.schedule.schedule import Kind
-from anabranch.timeline import Span
+from anabranch.timeline import Span, SumSpan
 
 KINDS = [kind for kind in Kind if kind.is_compute]
 
@@ -39,7 +40,7 @@ def data(layout: timeline_layout.TimelineLayout) -> dict[str, Any]:
 
 
 def _panel(panel: timeline_layout.Panel) -> dict[str, Any]:
-    spans = lanes.by_device(panel.timeline)
+    spans, sums = lanes.by_device(panel.timeline), lanes.sums_by_device(panel.timeline)
     prefix = names.graph_prefix(panel.graph)
     typical = lanes.typical(panel.timeline)
     return {
@@ -48,6 +49,7 @@ def _panel(panel: timeline_layout.Panel) -> dict[str, Any]:
         "bottom": round(panel.bottom, 2),
         "rowHeight": panel.row_height,
         "boxHeight": panel.box_height,
+        "sumHeight": panel.sum_height,
         "hasArrows": panel.has_arrows,
         "step": _us(panel.timeline.step_s),
         "makespan": _us(panel.timeline.makespan_s),
@@ -58,6 +60,7 @@ def _panel(panel: timeline_layout.Panel) -> dict[str, Any]:
         "microbatchSize": [stage.microbatch_size for stage in panel.graph.stages],
         "batchSize": panel.graph.batch_size,
         "rows": [[_action(span) for span in spans[row.device]] for row in panel.rows],
+        "sums": [[_sum(span) for span in sums[row.device]] for row in panel.rows],
         "messages": _messages(panel),
     }
 
@@ -67,6 +70,11 @@ def _action(span: Span) -> list[float]:
     action = span.action
     times = [_us(span.start), _us(span.end)]
     return [*times, KINDS.index(action.kind), action.stage, action.microbatch]
+
+
+def _sum(span: SumSpan) -> list[Any]:
+    """Start, end, bytes, stages."""
+    return [_us(span.start), _us(span.end), theme.size(span.nbytes), ranges(span.stages)]
 
 
 def _messages(panel: timeline_layout.Panel) -> list[list[float]]:

@@ -29,6 +29,7 @@ _COLOURS = {
     "weight-ink": ("#3d3000", "#2a2200"),
     "wire-forward": ("#7fa6e3", "#456fae"),
     "wire-backward": ("#e0a55a", "#94703a"),
+    "sum": ("#2a8c78", "#4db8a0"),
     "tail": ("#c9bfe3", "#4a4369"),
     "end": ("#b3261e", "#ff8a80"),
 }
@@ -42,6 +43,7 @@ _RULES = """\
 .ab .muted{{fill:{muted}}}
 .ab .lane{{fill:{lane}}}
 .ab .tail{{fill:{tail}}}
+.ab .sum{{fill:{sum}}}
 .ab .card{{fill:{card};stroke:{rule}}}
 .ab .rule{{stroke:{rule};fill:none}}
 .ab .edge{{stroke:{edge};fill:none}}

@@ -31,7 +31,8 @@ class Panel:
     Attributes:
         graph: the stages that the timeline executed.
         rows, tops: from top to bottom, with the top of each.
-        row_height: of each row, with the marks below the boxes.
+        row_height: of each row, with the marks and all-reduces below the boxes.
+        sum_height: of the strip of all-reduces in it; 0 where none are known.
         has_arrows: messages are arrows between rows; otherwise marks below the boxes.
         heading: baseline of the heading.
         bottom: lower end of the last row.
@@ -43,6 +44,7 @@ class Panel:
     rows: tuple[lanes.Row, ...]
     tops: tuple[float, ...]
     row_height: float
+    sum_height: float
     has_arrows: bool
     heading: float
     bottom: float
@@ -50,7 +52,8 @@ class Panel:
     @property
     def box_height(self) -> float:
         """What is left for the boxes."""
-        return self.row_height if self.has_arrows else self.row_height - MARK
+        marks = 0.0 if self.has_arrows else MARK
+        return self.row_height - self.sum_height - marks
 
 
 @dataclass(frozen=True)
@@ -126,7 +129,9 @@ def _panel(
     top: float,
     longest: int,
 ) -> Panel:
-    height, gap, branch_gap = next(sizes for most, sizes in _ROW_SIZES if longest <= most)
+    sizes = next(sizes for most, sizes in _ROW_SIZES if longest <= most)
+    height, strip, gap, branch_gap = sizes
+    strip = strip if timeline.sums else 0.0
     few = sum(not span.action.kind.is_compute for span in timeline.spans) <= 2 * MOST_ARROWS
     heading = top + 14
     y = heading + 14
@@ -135,20 +140,32 @@ def _panel(
         if i:
             y += branch_gap if row.branch != rows[i - 1].branch else gap
         tops.append(y)
-        y += height
+        y += height + strip
     has_arrows = few and len(rows) <= MOST_ROWS_WITH_ARROWS
-    return Panel(title, timeline, graph, tuple(rows), tuple(tops), height, has_arrows, heading, y)
+    return Panel(
+        title,
+        timeline,
+        graph,
+        tuple(rows),
+        tuple(tops),
+        height + strip,
+        strip,
+        has_arrows,
+        heading,
+        y,
+    )
 
 
 _ROW_SIZES = (
-    (8, (34.0, 8.0, 18.0)),
-    (16, (24.0, 6.0, 13.0)),
-    (32, (17.0, 3.0, 9.0)),
-    (64, (12.0, 2.0, 6.0)),
-    (128, (9.0, 1.0, 4.0)),
-    (math.inf, (6.0, 1.0, 3.0)),
+    (8, (34.0, 7.0, 8.0, 18.0)),
+    (16, (24.0, 6.0, 6.0, 13.0)),
+    (32, (17.0, 5.0, 3.0, 9.0)),
+    (64, (12.0, 4.0, 2.0, 6.0)),
+    (128, (9.0, 3.0, 1.0, 4.0)),
+    (math.inf, (6.0, 2.0, 1.0, 3.0)),
 )
-"""Rows at most, then height of a row, gap to the next, gap to the next branch."""
+"""Rows at most, then height of a row, of its strip of all-reduces below that, gap to the next row,
+gap to the next branch."""
 
 
 def _label_width(panels: Sequence[Panel]) -> float:
