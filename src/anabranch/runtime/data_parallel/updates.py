@@ -31,7 +31,6 @@ from anabranch.runtime.data_parallel.gradients import (
     Holders,
     clip,
     fold_tied,
-    reduce_gradients,
     sum_of_squares,
 )
 from anabranch.runtime.data_parallel.reducer import Reducer
@@ -66,8 +65,9 @@ class Updates:
         self._state, self._parts, self._graph = state, parts, graph
         self._holders, self._mesh, self._exact = holders, mesh, exact
         self._parameters = state.parameters
-        self._reducer = Reducer(self._parameters, holders, mesh)
-        self._folded = self._uses() if exact else {}
+        folded = self._folded = self._uses() if exact else {}
+        summed = {n: p for n, p in self._parameters.items() if n not in folded}
+        self._reducer = Reducer(summed, holders, mesh)
         self._has_parts = sum(mesh.device in stage.devices for stage in graph.stages) > 1
         self.accumulate, self.accumulated = accumulate, 0
         self._is_open = self._is_last = self._is_summed = self._at_once = False
@@ -128,7 +128,7 @@ class Updates:
         if self._exact:
             # A stage may hold a parameter without using it in a way that has a gradient; its copy
             # must be updated all the same. One holder has the whole, so the sum changes no bit.
-            self._sum_now()
+            self._reducer.sum_now()
         else:
             self._reducer.take_all()
         self._divide(self._parameters)
@@ -145,7 +145,7 @@ class Updates:
     def finish_early(self) -> None:
         """Make do with the batches since the last update."""
         self._is_last = self._is_summed = True
-        self._sum_now()
+        self._reducer.sum_now()
         self._divide(self._parameters)
 
     def drop(self) -> None:
@@ -220,10 +220,6 @@ class Updates:
                 if gradient is not None:
                     gradient.div_(self._divisor)
 
-    def _sum_now(self) -> None:
-        names = {n: p for n, p in self._parameters.items() if n not in self._folded}
-        reduce_gradients(names, self._holders, self._mesh)
-
     # What a worker tells
 
     @property
@@ -232,16 +228,14 @@ class Updates:
 
     def begins(self, stages: Sequence[int], outcome: Outcome) -> None:
         self._order, self._outcome = stages, outcome
-        if self._overlaps:
-            self._reducer.begin(stages)
+        self._reducer.begin(stages, is_last=self._overlaps)
 
     def before_last(self, stage: int) -> None:
         if self._overlaps:
             self._reducer.arm(stage)
 
     def after_last(self, stage: int) -> None:
-        if self._overlaps:
-            self._reducer.complete(stage)
+        self._reducer.complete(stage)
         if self._at_once:
             self._ready.append(stage)
 
