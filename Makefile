@@ -36,6 +36,7 @@ check: install
 bench: install
 	$(BIN)/python -m benchmarks.planners
 	$(BIN)/python -m benchmarks.runtime
+	$(BIN)/python -m benchmarks.memory
 	$(BIN)/python -m benchmarks.asynchronous
 
 # With a Python whose torch sees a GPU, as `make install` takes torch's CPU build; without one it says

@@ -11,12 +11,12 @@ from anabranch.cost.memory import DeviceMemory, device_memory
 from anabranch.cost.stage_weights import Border, StageWeights, Traffic
 
 #              per sample
-#  parameters   1000, of which 800 are trained
+#  parameters   1000, of which 800 are trained, the largest 300
 #  kept           10
 #  entering        4
 #  gradients       6 come back for what leaves, and 5 bytes whatever the samples
 WEIGHTS = StageWeights(
-    1000, 800, 10, Border(Traffic(4, 0), Traffic(6, 5), Traffic(6, 5), Traffic(4, 0))
+    1000, 800, 10, Border(Traffic(4, 0), Traffic(6, 5), Traffic(6, 5), Traffic(4, 0)), 300
 )
 
 
@@ -27,15 +27,33 @@ def memory(weights: StageWeights = WEIGHTS, **options: Any) -> DeviceMemory:
 
 
 def test_the_formula():
-    """1000 + 800 * (1 version + 2 of Adam), 4 * 3 + (6 * 3 + 5) ahead; 12 + 30 per micro-batch."""
-    assert memory() == DeviceMemory(1000 + 2400 + 12 + 23, 12 + 30, 0)
-    assert memory().peak(5) == 3435 + 5 * 42
+    """1000 + 800 * (1 version + 2 of Adam), 4 * 3 + (6 * 3 + 5) ahead; 12 + 30 per micro-batch; a
+    gradient of 300 bytes before it is added. While 800 bytes of gradients are summed there are two
+    terms of other replicas.
+    """
+    assert memory() == DeviceMemory(1000 + 2400 + 12 + 23, 12 + 30, 300, 1600)
+    assert memory().peak(40) == 3435 + 300 + 40 * 42
+    assert memory().peak(5) == 3435 + 1600
+
+
+@pytest.mark.parametrize(("replicas", "terms"), [(1, 0), (2, 1), (3, 2), (8, 2)])
+def test_sums_take_a_bucket_at_a_time(replicas, terms):
+    """Of 25 MiB, or of one parameter if that is larger; with one replica there are none."""
+
+    def sums(trainable, largest):
+        nothing = Border(*(Traffic(0, 0),) * 4)
+        weights = StageWeights(trainable, trainable, 0, nothing, largest)
+        return device_memory(weights, 8, replicas, optimizer_factor=2.0, receive_slots=1).sums
+
+    assert sums(100, 10) == terms * 100
+    assert sums(2**30, 10) == terms * 25 * 2**20
+    assert sums(2**30, 2**28) == terms * 2**28
 
 
 def test_recomputation_keeps_one_inside():
     """Of each micro-batch only what entered; the inside of the one whose backward runs."""
-    assert memory(recompute=True) == DeviceMemory(3435, 12, 30)
-    assert memory(recompute=True).peak(5) == 3435 + 30 + 5 * 12
+    assert memory(recompute=True) == DeviceMemory(3435, 12, 30 + 300, 1600)
+    assert memory(recompute=True).peak(200) == 3435 + 330 + 200 * 12
 
 
 @pytest.mark.parametrize(
@@ -49,7 +67,7 @@ def test_recomputation_keeps_one_inside():
 )
 def test_options(options, more):
     """Each changes what is there whatever is in flight, and nothing else."""
-    assert memory(**options) == DeviceMemory(3435 + more, 42, 0)
+    assert memory(**options) == DeviceMemory(3435 + more, 42, 300, 1600)
 
 
 def test_frozen_parameters():
@@ -64,6 +82,13 @@ def test_what_fits_into_a_device():
     assert [held.most_in_flight(nbytes, 8) for nbytes in (149, 150, 209, 210)] == [0, 1, 2, 3]
     assert held.most_in_flight(10**6, 8) == 8
     assert held.most_in_flight(0, 8) == 0
+
+
+def test_sums_have_to_fit_as_well():
+    """Resident 100, and 60 on top when nothing is in flight."""
+    held = DeviceMemory(100, 30, 20, 60)
+    assert [held.most_in_flight(nbytes, 8) for nbytes in (159, 160)] == [0, 1]
+    assert (held.peak(1), held.peak(2)) == (160, 180)
 
 
 def test_micro_batches_that_take_nothing_fit_all_or_none():

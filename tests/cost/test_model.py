@@ -143,9 +143,13 @@ def test_memory_of_a_device():
     kept                        3 in flight * 2 samples * (20 + 30) =  300
     what entered, held          3 in flight * 2 samples * 10        =   60
     posted ahead                20 of x, 100 of the gradient of z   =  120
+    gradient of w, unless       1000
+    the other's, all at once    1200
     """
     need = cost_model().device_bytes([1, 2], microbatch_size=4, replicas=2, in_flight=3)
-    assert need == 4800 + 300 + 60 + 120
+    assert need == 4800 + 300 + 60 + 120 + 1000
+    need = cost_model().device_bytes([1, 2], microbatch_size=4, replicas=2, in_flight=1)
+    assert need == 4800 + 120 + 1200
 
 
 @given(op_graphs(), st.data())

@@ -211,13 +211,15 @@ def test_memory_is_the_same_to_the_last_byte(case, in_flight, versions):
     need = roomy.device_bytes(ops, in_flight=in_flight, **shape)
     costs, stage = case.simulated(roomy, versions)
     flight, backward = costs.flight_bytes(stage, -(-case.size // case.mode.replicas))
-    assert costs.base_bytes(stage) + in_flight * flight + backward == roomy.device_bytes(
+    on_top = max(in_flight * flight + backward, costs.sum_bytes(stage))
+    assert costs.base_bytes(stage) + on_top == roomy.device_bytes(
         ops, in_flight=in_flight, versions=versions, **shape
     )
-    fewer = in_flight - 1 if flight else 0
-    for memory, held in ((need, in_flight if flight else COUNT), (need - 1, fewer)):
+    needs = [roomy.device_bytes(ops, in_flight=n, **shape) for n in range(1, COUNT + 1)]
+    for memory in (need, need - 1):
         if memory < 1:
             continue
+        held = sum(bytes_ <= memory for bytes_ in needs)
         height = UNBOUNDED if held == COUNT else held - 1
         cost = case.cost(memory)
         for name, _, found in listed(case, cost):

@@ -91,10 +91,11 @@ def test_tensor_parallelism_halves_what_a_device_computes_and_keeps():
     """What enters is whole on each of the two."""
     assert sharded().compute_s(0, 3) == (6, 12)
     assert sharded().compute_s(1, 3) == (3, 6)
-    assert sharded().flight_bytes(1, 3) == (30 + 9, 0)
+    assert sharded().flight_bytes(1, 3) == (30 + 9, 8)
     # Half of the parameters with gradient and two optimizer states, and one posted micro-batch of
-    # 2 samples.
+    # 2 samples; while gradients are summed those of the other replica as well.
     assert sharded().base_bytes(1) == 8 * 4 + 20
+    assert sharded().sum_bytes(1) == 8
 
 
 def test_a_ring_for_each_shard():

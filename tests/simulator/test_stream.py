@@ -125,6 +125,8 @@ def test_memory_by_hand():
     stage 0   100 * (2 versions + 1 + 2)  2 in flight * 20    4 per sample posted back
     stage 1   100 * (1 + 1 + 2)           1 in flight * 20    8 entered, 8 posted
     ========  ==========================  ==================  =======================
+
+    and 100 bytes of a gradient before it is added.
     """
     cost = cost_model(
         chain(2), [1.0] * 2, [1.0] * 2, cluster(2), value_bytes=4, parameter_bytes=100,
@@ -133,8 +135,8 @@ def test_memory_by_hand():
     graph = endless.warm_up(stage_graph(chain(2), [(0,), (1,)], 2, [2, 2]))
     costs = ModelCosts(graph, cost, versions=(2, 1))
     assert stream.steady(graph, costs).device_peak_bytes == (
-        500 + 2 * 20 + 8,
-        400 + 20 + 8 + 8,
+        500 + 2 * 20 + 8 + 100,
+        400 + 20 + 8 + 8 + 100,
     )
 
 

@@ -117,36 +117,38 @@ def test_the_planner_is_asked_for_a_row_of_mini_batches(propose):
 
 
 def test_memory_counts_every_version():
-    """Stage 0 of 4 under stash: 100 * (4 versions + gradient + 2 of optimizer) bytes."""
+    """Stage 0 of 4 under stash: 100 * (4 versions + gradient + 2 of optimizer) bytes, and 100 of a
+    gradient before it is added.
+    """
     cost = on_chain()
     peaks = asynchronous(cost, 1, policy="stash").predicted.device_peak_bytes
-    assert peaks == (700, 600, 500, 400)
-    assert asynchronous(cost, 1, policy="naive").predicted.device_peak_bytes == (400,) * 4
+    assert peaks == (800, 700, 600, 500)
+    assert asynchronous(cost, 1, policy="naive").predicted.device_peak_bytes == (500,) * 4
     two = asynchronous(cost, 1, policy="pipeoptim").predicted.device_peak_bytes
-    assert two == (500, 500, 500, 400)
+    assert two == (600, 600, 600, 500)
 
 
 @pytest.mark.parametrize("planner", ["graphpipe", "pipedream", "sequential", "piper"])
 def test_versions_that_do_not_fit_shift_the_cuts(planner):
-    """Eight operators on four devices, 100 bytes of weights each, in 1250 bytes.
+    """Eight operators on four devices, 100 bytes of weights each, in 1350 bytes.
 
-    In equal parts stage 0 holds 200 * (4 + 3) = 1400 under stash; with 1, 2, 2 and 3 operators the
-    stages hold 700, 1200, 1000 and 1200.
+    In equal parts stage 0 holds 200 * (4 + 3) + 100 = 1500 under stash; with 1, 2, 2 and 3
+    operators the stages hold 800, 1300, 1100 and 1300.
     """
     cost = cost_model(
-        chain(8), [1.0] * 8, [2.0] * 8, cluster(4, memory_bytes=1250), parameter_bytes=100
+        chain(8), [1.0] * 8, [2.0] * 8, cluster(4, memory_bytes=1350), parameter_bytes=100
     )
     equal = asynchronous(cost, 1, planner=planner, policy="pipeoptim")
     assert equal.predicted.step_s == pytest.approx(6.0)
     plan = asynchronous(cost, 1, planner=planner, policy="stash")
     assert plan.predicted.step_s == pytest.approx(9.0)
-    assert max(plan.predicted.device_peak_bytes) <= 1250
+    assert max(plan.predicted.device_peak_bytes) <= 1350
 
 
 def test_what_does_not_fit_at_all_is_said():
     """No plan: the policy, the least that would do, and a way on."""
     with pytest.raises(InfeasiblePlanError, match=r"policy stash.*GiB.*2bw, pipeoptim"):
-        asynchronous(on_chain(memory_bytes=450), 4, policy="stash", max_replicas=1)
+        asynchronous(on_chain(memory_bytes=550), 4, policy="stash", max_replicas=1)
 
 
 def test_auto_says_why():
@@ -274,13 +276,13 @@ def test_an_optimizer_without_a_rule_takes_one_more_copy():
     """100 bytes of weights at each of four stages; the last predicts nothing."""
     one = asynchronous(on_chain(), 1, policy="pipeoptim", optimizer=OPTIMIZERS["adamw"])
     two = asynchronous(on_chain(), 1, policy="pipeoptim", optimizer=OPTIMIZERS["other"])
-    assert one.predicted.device_peak_bytes == (500, 500, 500, 400)
-    assert two.predicted.device_peak_bytes == (600, 600, 600, 400)
+    assert one.predicted.device_peak_bytes == (600, 600, 600, 500)
+    assert two.predicted.device_peak_bytes == (700, 700, 700, 500)
 
 
 def test_auto_leaves_room_for_the_last_update():
     """Two copies fit, not the third that a prediction takes here."""
-    cost = on_chain(memory_bytes=550)
+    cost = on_chain(memory_bytes=650)
     options = {"max_replicas": 1, "planner_options": {"recompute": False}}
     known = asynchronous(cost, 1, optimizer=OPTIMIZERS["adamw"], **options)
     assert known.policy == "pipeoptim"

@@ -175,7 +175,7 @@ def test_any_size_of_micro_batches_is_tried():
     where there is a choice.
     """
     cost = cost_model(
-        (), [1.0], [2.0], machines_of(1, memory_bytes=650), parameter_bytes=100, kept_bytes=100
+        (), [1.0], [2.0], machines_of(1, memory_bytes=750), parameter_bytes=100, kept_bytes=100
     )
     options = {"planner_options": {"recompute": False}}
     plan = asynchronous(cost, 8, policy="2bw", **options)

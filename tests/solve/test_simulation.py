@@ -170,14 +170,14 @@ def test_check_finds_what_is_wrong():
     tied = cost_model(chain(4), [1.0] * 4, [2.0] * 4, cluster(4), parameter_bytes=100, tied=(0, 3))
     (problem,) = solve.check_plan(plan, tied.profile, tied.cluster)
     assert "stages 0, 3 read the same parameters" in problem
-    small = on_chain(memory_bytes=650)
+    small = on_chain(memory_bytes=750)
     (problem,) = solve.check_plan(plan, small.profile, small.cluster)
     assert "4 versions of its weights" in problem
 
 
 def test_the_optimizer_counts_in_a_simulation_and_a_check():
     """One more copy where it has no rule, and no policy that it cannot serve."""
-    cost = on_chain(memory_bytes=550)
+    cost = on_chain(memory_bytes=650)
     plan = asynchronous(cost, 4, policy="pipeoptim", max_replicas=1)
     arguments = plan, cost.profile, cost.cluster
     assert solve.check_plan(*arguments, optimizer=OPTIMIZERS["adamw"]) == []

@@ -3,12 +3,17 @@
     n        samples on the fullest replica: micro-batch size / replicas, rounded up
     fixed    parameters + trainable * (versions + optimizer factor)
              + receive slots * (entering + gradients of what leaves)
+             + largest                      gradient of one parameter, before it is added
              + kept * n                     with recomputation: the inside of one micro-batch
     flight   entering + kept * n            without; with recomputation only what entered
-    peak     fixed + in flight * flight
+    sums     terms of other replicas in a bucket of gradients, when nothing is in flight any more
+    peak     fixed + in flight * flight     or, if that is more, with the sums instead of a backward
 
 The versions of the trainable weights include the current one, whose place on top is taken by the
-gradients. What enters is held until the backward; receives of each kind are posted ahead.
+gradients, which lie in the buckets of their all-reduce. What enters is held until the backward;
+receives of each kind are posted ahead. The optimizer updates in place, as the fused ones do, which
+are the default; others need some more in an update (``torch.optim`` with ``foreach``: as much as
+the trainable parameters), mostly less than what is in flight before.
 """
 
 from __future__ import annotations
@@ -17,6 +22,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from anabranch.cost.buckets import BUCKET_BYTES
 from anabranch.cost.stage_weights import Number, StageWeights
 
 
@@ -28,20 +34,27 @@ class DeviceMemory:
         resident: whatever is in flight.
         flight: of each micro-batch between its forward and its backward.
         backward: on top during a backward.
+        sums: on top while gradients are summed, with nothing in flight.
     """
 
     resident: Number
     flight: Number
     backward: Number
+    sums: Number = 0.0
 
     @property
     def fixed(self) -> Number:
-        """What does not depend on how many micro-batches are in flight."""
+        """What does not depend on how many micro-batches are in flight, in a backward."""
         return self.resident + self.backward
+
+    @property
+    def at_the_end(self) -> Number:
+        """When gradients are summed."""
+        return self.resident + self.sums
 
     def peak(self, in_flight: Number) -> Number:
         """Most bytes with so many micro-batches in flight."""
-        return self.fixed + in_flight * self.flight
+        return np.maximum(self.fixed + in_flight * self.flight, self.at_the_end)
 
     def most_in_flight(self, capacity: Number, num_microbatches: Number) -> Number:
         """Micro-batches that fit into so many bytes: 0 if none, ``num_microbatches`` at most."""
@@ -49,6 +62,7 @@ class DeviceMemory:
         # Where a micro-batch takes nothing, all of them fit or none.
         share = free / np.where(self.flight > 0, self.flight, 1.0)
         count = np.where(self.flight > 0, share, (free >= 0) * num_microbatches)
+        count = np.where(self.at_the_end <= capacity, count, 0)
         return np.minimum(np.maximum(count, 0), num_microbatches).astype(np.int32)
 
 
@@ -74,4 +88,14 @@ def device_memory(
     ahead = receive_slots * (entering + weights.border.entering_gradients.at(samples))
     kept = weights.kept * samples
     inside = kept * recompute
-    return DeviceMemory(state + ahead, entering + (kept - inside), inside)
+    bucket = np.maximum(weights.largest, np.minimum(weights.trainable, BUCKET_BYTES))
+    terms = np.minimum(replicas - 1, _TERMS)
+    return DeviceMemory(
+        state + ahead, entering + (kept - inside), inside + weights.largest, bucket * terms
+    )
+
+
+_TERMS = 2
+"""Terms of other replicas that are at hand while a bucket is summed: what has been added up, and
+the next one.
+"""

@@ -290,6 +290,27 @@ class CostModel:
             )
         return total
 
+    def largest_gradients(self, tensor: int = 1) -> Floats:
+        """Per operator, bytes of the largest trainable parameter that it reads, on each of its
+        devices.
+
+        Under tensor parallelism parameters of one operator are taken to be cut alike.
+        """
+        if tensor not in self._largest:
+            largest, whole = np.zeros(len(self.graph)), np.zeros(len(self.graph))
+            for i, op in enumerate(self.graph.ops):
+                read = [self.parameters[name] for name in op.parameters]
+                largest[i] = max((p.nbytes for p in read if p.trainable), default=0)
+                whole[i] = sum(p.nbytes for p in read)
+            if tensor > 1:
+                largest *= self.own_parameter_bytes(tensor)[0] / np.maximum(whole, 1)
+            self._largest[tensor] = largest
+        return self._largest[tensor]
+
+    @cached_property
+    def _largest(self) -> dict[int, Floats]:
+        return {}
+
     def border(self, mask: int) -> Border:
         """What crosses the border of a set of operators."""
         values, ops = self.graph.values, list(bits(mask))
@@ -316,6 +337,7 @@ class CostModel:
             float(self.parameter_bytes(ops, trainable=True, tensor=tensor)),
             float(self.kept_bytes(tensor)[ops].sum()),
             self.border(mask),
+            float(self.largest_gradients(tensor)[ops].max(initial=0.0)),
         )
 
     def memory(

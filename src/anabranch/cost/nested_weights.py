@@ -198,6 +198,7 @@ class NestedSets:
                     )
                 )
             ),
+            matrix(weights.largest),
         )
 
     # Each set inside the next: matrices [lower, upper]
@@ -206,7 +207,23 @@ class NestedSets:
         total, trainable = map(_between, self.parameter_bytes(tensor))
         if tensor == 1 and self.cost.tied:
             total, trainable = total + self._tied(False), trainable + self._tied(True)
-        return StageWeights(total, trainable, _between(self.kept_bytes(tensor)), self._chain_border)
+        return StageWeights(
+            total,
+            trainable,
+            _between(self.kept_bytes(tensor)),
+            self._chain_border,
+            self._chain_largest(tensor),
+        )
+
+    def _chain_largest(self, tensor: int) -> Floats:
+        per_op = self.cost.largest_gradients(tensor)
+        operators, starts = self._flat
+        largest = np.zeros((len(self), len(self)))
+        if len(starts):
+            of_parts = np.maximum.reduceat(per_op[operators], starts)
+            from_each = np.triu(np.broadcast_to(of_parts, (len(of_parts),) * 2))
+            largest[:-1, 1:] = np.maximum.accumulate(from_each, axis=1)
+        return largest
 
     def _tied(self, trainable: bool) -> Floats:
         total = _Ranges(len(self))
@@ -274,7 +291,16 @@ class NestedSets:
                 used = (left[pairs.lower] > left[pairs.upper]) * float(parameter.nbytes)
                 total, trainable = total + used, trainable + used * parameter.trainable
         kept = pairs.difference(self.kept_bytes(tensor))
-        return StageWeights(total, trainable, kept, border or self.border(pairs))
+        largest = self._largest(pairs, tensor)
+        return StageWeights(total, trainable, kept, border or self.border(pairs), largest)
+
+    def _largest(self, pairs: Pairs, tensor: int) -> Floats:
+        per_op = self.cost.largest_gradients(tensor)
+        result = np.zeros(len(pairs))
+        for nbytes in np.unique(per_op[per_op > 0]):
+            held = self._members[:, per_op == nbytes].sum(axis=1, dtype=np.int32)
+            result[held[pairs.upper] > held[pairs.lower]] = nbytes
+        return result
 
     @cached_property
     def _tied_to_come(self) -> list[tuple[NDArray[np.int16], Parameter]]:

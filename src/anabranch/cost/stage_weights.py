@@ -87,15 +87,21 @@ class StageWeights:
         trainable: bytes of those that are trained.
         kept: bytes per sample that its operators keep for their backward.
         border: what crosses its border.
+        largest: bytes of the largest parameter that is trained.
     """
 
     parameters: Number
     trainable: Number
     kept: Number
     border: Border
+    largest: Number = 0.0
 
     def __getitem__(self, places: Any) -> StageWeights:
         """Those of some stages."""
         return StageWeights(
-            self.parameters[places], self.trainable[places], self.kept[places], self.border[places]
+            self.parameters[places],
+            self.trainable[places],
+            self.kept[places],
+            self.border[places],
+            self.largest[places],
         )

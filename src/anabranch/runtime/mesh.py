@@ -105,7 +105,7 @@ class _Reduced:
 class _Exchanged:
     """A sum of terms that ranks send to each other, added in one order for the same bits."""
 
-    def __init__(self, tensor: Tensor, rank: int, receipts: Mapping[int, Receipt]) -> None:
+    def __init__(self, tensor: Tensor, rank: int, receipts: dict[int, Receipt]) -> None:
         self._tensor, self._rank, self._receipts = tensor, rank, receipts
 
     @property
@@ -114,17 +114,15 @@ class _Exchanged:
 
     def wait(self) -> Tensor:
         if self._receipts:
-            terms = {rank: receipt.wait()[0] for rank, receipt in self._receipts.items()}
-            terms[self._rank] = self._tensor
-            first, second, *others = (terms[rank] for rank in sorted(terms))
-            if others:
-                total = first + second
-                for term in others:
-                    total += term
+            total: Tensor | None = None
+            # In the memory of the first term, and one more at a time.
+            for rank in sorted([self._rank, *self._receipts]):
+                mine = rank == self._rank
+                term = self._tensor if mine else self._receipts.pop(rank).wait()[0]
+                total = term if total is None else total.add_(term)
+            assert total is not None
+            if total is not self._tensor:
                 self._tensor.copy_(total)
-            else:
-                torch.add(first, second, out=self._tensor)
-            self._receipts = {}
         return self._tensor
 
 

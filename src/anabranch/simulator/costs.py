@@ -18,6 +18,7 @@ import numpy as np
 from anabranch.cost import CostModel
 from anabranch.cost.buckets import BUCKET_BYTES, cut_into_buckets, turn
 from anabranch.cost.communication import Port, Route
+from anabranch.cost.memory import DeviceMemory
 from anabranch.cost.stage_weights import StageWeights
 from anabranch.errors import InvalidPlanError
 from anabranch.graph.opgraph import Parameter
@@ -100,6 +101,9 @@ class StepCosts(Protocol):
 
     def flight_bytes(self, stage: int, samples: int) -> tuple[float, float]:
         """Memory from a forward to the end of its backward, and on top during the backward."""
+
+    def sum_bytes(self, stage: int) -> float:
+        """Memory on top of ``base_bytes`` while its gradients are summed, after all backwards."""
 
 
 @dataclass(frozen=True)
@@ -267,14 +271,20 @@ class ModelCosts:
 
     def base_bytes(self, stage: int) -> float:
         """Weights, gradients, optimizer state and receive buffers."""
+        return float(self._held(stage).resident)
+
+    def sum_bytes(self, stage: int) -> float:
+        """Terms of other replicas."""
+        return float(self._held(stage).sums)
+
+    def _held(self, stage: int) -> DeviceMemory:
         planned = self.graph.stages[stage]
-        held = self.cost.memory(
+        return self.cost.memory(
             self._weights[stage],
             planned.microbatch_size,
             planned.replicas,
             versions=self.versions[stage] if self.versions else 1,
         )
-        return float(held.resident)
 
     def flight_bytes(self, stage: int, samples: int) -> tuple[float, float]:
         """What entered and what the operators keep, if recomputed only during the backward."""
@@ -337,6 +347,10 @@ class StageTimes:
     def flight_bytes(self, stage: int, samples: int) -> tuple[float, float]:
         """Nothing."""
         return 0.0, 0.0
+
+    def sum_bytes(self, stage: int) -> float:
+        """Nothing."""
+        return 0.0
 
 
 def least_sum_s(costs: StepCosts, work: AllReduce, stage: int, samples: Collection[int]) -> float:

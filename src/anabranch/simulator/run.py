@@ -77,13 +77,19 @@ def memory_of(
 ) -> dict[int, tuple[tuple[float, int], ...]]:
     """Device -> ascending (time, bytes in use from then on)."""
     base: dict[int, float] = defaultdict(float)
+    sums: dict[int, float] = defaultdict(float)
     for s, stage in enumerate(graph.stages):
         for device in stage.devices:
             base[device] += costs.base_bytes(s)
-    return {
-        device: memory_curve(base[device], step.memory(d))
-        for d, device in enumerate(step.program.devices)
-    }
+            sums[device] = max(sums[device], costs.sum_bytes(s))
+    curves = {}
+    for d, device in enumerate(step.program.devices):
+        changes = step.memory(d)
+        if sums[device]:
+            # What is summed earlier, beside the last backwards, is taken when they have ended.
+            changes.append((max((time for time, _ in changes), default=0.0), sums[device]))
+        curves[device] = memory_curve(base[device], changes)
+    return curves
 
 
 def step_seconds(graph: StageGraph, schedule: Schedule, costs: CostModel | StepCosts) -> float:

@@ -143,7 +143,7 @@ def test_compare_document(run, four_files):
 
 def test_compare_without_any_plan(run, tmp_path, four_files):
     """A row that says so, a line with the reason, and exit code 1."""
-    save_cluster(four(memory_bytes=450).cluster, tmp_path / "box.json")
+    save_cluster(four(memory_bytes=550).cluster, tmp_path / "box.json")
     code, out, err = run("compare", *four_files, "--mode", "async", "--policy", "stash")
     assert code == 1
     assert "no plan" in out

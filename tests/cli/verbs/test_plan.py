@@ -157,7 +157,7 @@ def test_plan_has_mode_and_policy(run, four_files):
     assert (found["mode"], found["policy"], found["schedule"]) == ("async", "stash", "1f1b")
     assert found["predicted"]["step_s"] == pytest.approx(12.0)
     assert found["predicted"]["samples_per_s"] == pytest.approx(1 / 3)
-    assert found["predicted"]["device_peak_bytes"] == [700, 600, 500, 400]
+    assert found["predicted"]["device_peak_bytes"] == [800, 700, 600, 500]
     assert [stage["in_flight"] for stage in found["stages"]] == [4, 3, 2, 1]
     assert set(found["baselines"]) == {"sequential", "straight sequential"}
     assert all(each["mode"] == "async" for each in found["baselines"].values())
@@ -209,7 +209,7 @@ def test_an_optimizer_by_name(run, four_files):
     other = ("--policy", "pipeoptim", "--optimizer", "other")
     found = json.loads(run(*arguments, *other, "--json")[1])
     assert [each["versions"] for each in found["staleness"]] == [3, 3, 3, 1]
-    assert found["predicted"]["device_peak_bytes"] == [600, 600, 600, 400]
+    assert found["predicted"]["device_peak_bytes"] == [700, 700, 700, 500]
     code, _, err = run(*arguments, "--policy", "spectrain", "--optimizer", "adamw")
     assert code == 1
     assert "the optimizer is AdamW" in err

@@ -47,7 +47,7 @@ def test_a_plan_file_is_checked_and_simulated(run, four_files, tmp_path):
     found = json.loads(out)
     assert found["step_s"] == pytest.approx(12.0)
     assert found["bubble"] == pytest.approx(0.0, abs=1e-9)
-    assert found["device_peak_bytes"] == [500, 500, 500, 400]
+    assert found["device_peak_bytes"] == [600, 600, 600, 500]
     assert (found["mode"], found["policy"], found["periodic"]) == ("async", "pipeoptim", True)
     assert found["staleness"][0] == {
         "difference": 3,

@@ -102,9 +102,10 @@ def test_several_sizes_and_bounds_at_once():
 def test_the_last_height_may_stand_for_greater_ones():
     """Memory for three micro-batches in flight: height 2 but not 5."""
     chain = line(CostModel(TWO_PROFILED, TWO_NODES, optimizer_factor=1.0), range(2))
-    limited = MicrobatchPrices(CostModel(TWO_PROFILED, TWO_NODES, 1.0), 16, 1, (1,), 2830.0)
+    limited = MicrobatchPrices(CostModel(TWO_PROFILED, TWO_NODES, 1.0), 16, 1, (1,), 3730.0)
     ranges = RangePrices(chain.row, RangeSizes([limited]))
-    # 900 bytes three times and 100 to receive; 10 per micro-batch in flight.
+    # 900 bytes three times, once more for a gradient before it is added, and 100 to receive; 10 per
+    # micro-batch in flight.
     assert int(ranges.headroom[0, 0, 0]) == 2
     assert ranges.need([Bound(1e9)], 3)[0, :, 1, 0].tolist() == [1]
     assert ranges.need([Bound(1e9)], 3, 5)[0, :, 1, 0].tolist() == [1, 1, INFINITE]

@@ -86,7 +86,7 @@ def test_no_cut_that_is_too_slow_inside_a_component():
     )
     costs = tuple(OpCost((1.0,), (2.0,), 0) for _ in range(n))
     profile = Profile(graph, (1,), costs, device="cpu", source="imported", proportional=True)
-    cluster = nodes(2, 2, bandwidths=(1.0, 1.0), memory=400)
+    cluster = nodes(2, 2, bandwidths=(1.0, 1.0), memory=500)
     terms = terms_for(profile, cluster, microbatch_size=1, batch_size=1)
     found = memory.solve(terms, Meter(MANY), terms.ideal_s(), 1e-9)
     assert found is not None

@@ -218,12 +218,12 @@ def test_gives_up_on_too_many_pairs():
 
 def test_says_what_memory_would_do():
     """A model that fits nowhere: 384 MiB of weights with gradients and as much of an optimizer, in
-    two halves. With that it fits.
+    two halves, and a layer's gradients before they are added. With that it fits.
     """
     profile = shapes.towers("small", 2, 0, layers=2, top=1)
-    with pytest.raises(InfeasiblePlanError, match=r"small needs about 0\.6 GiB per device on 2 "):
+    with pytest.raises(InfeasiblePlanError, match=r"small needs about 0\.7 GiB per device on 2 "):
         Piper()(cost_model(profile, 2, memory=10**6), batch_size=8)
-    assert list(Piper()(cost_model(profile, 2, memory=600 * 2**20), batch_size=8))
+    assert list(Piper()(cost_model(profile, 2, memory=740 * 2**20), batch_size=8))
 
 
 def test_a_row_never_has_a_smaller_load():

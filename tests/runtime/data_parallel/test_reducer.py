@@ -140,3 +140,46 @@ def test_buffers_are_kept_and_one_holder_has_none() -> None:
     same, counts = zip(*run(model, chosen, work), strict=True)
     assert same == (True, True, True)
     assert counts[0] == counts[1] > 0 == counts[2]
+
+
+def test_gradients_grow_where_they_are_summed() -> None:
+    """Between two batches of one update those of a replicated stage take no other memory."""
+    model = built("Chain")
+    chosen = plan(model, 1, replicas=[2])
+
+    def work(pipeline: Pipeline) -> bool:
+        pipeline._updates.accumulate = 2
+        pipeline.step(batch(16))
+        flats = {flat.untyped_storage().data_ptr() for flat in pipeline._updates._reducer.buffers}
+        gradients = pipeline._state.gradients()
+        return {g.untyped_storage().data_ptr() for g in gradients} == flats != set()
+
+    assert run(model, chosen, work) == [True, True]
+
+
+def test_after_an_interrupted_batch_sums_are_whole(small_buckets: None) -> None:
+    """A batch ends in the middle of its last backward on both ranks: what it began is forgotten."""
+    model = built("Chain")
+    chosen = plan(model, 1, replicas=[2])
+
+    def work(pipeline: Pipeline) -> bool:
+        expected = {k: g.clone() for k, g in pipeline.gradients(batch(16))[1].items()}
+        reducer = pipeline._updates._reducer
+        final, left = reducer._is_final, [2]
+
+        def interrupted(name: str) -> None:
+            left[0] -= 1
+            if left[0] < 0:
+                raise KeyboardInterrupt
+            final(name)
+
+        reducer._is_final = interrupted  # type: ignore[method-assign]
+        pipeline._updates.prepare(alone=True)
+        worker = pipeline._session.workers.worker(16)
+        with pytest.raises(KeyboardInterrupt):
+            worker.run(leaves_of(model.captured, batch(16, 5), CPU), 0, watcher=pipeline._updates)
+        del reducer._is_final
+        found = pipeline.gradients(batch(16))[1]
+        return all(torch.equal(found[key], value) for key, value in expected.items())
+
+    assert run(model, chosen, work) == [True, True]

@@ -87,7 +87,8 @@ class Stages:
         seconds = limits.per_bound(ranges.compute_s(at), ranges.traffic_s(at), ranges.reduce_s(at))
         seconds[COMPUTE][~limits.sizes.valid[limits.at]] = np.inf
         memory = ranges.memory(at)
-        fixed = np.array(memory.fixed[limits.at])
+        fits = memory.at_the_end <= limits.sizes.memory_bytes
+        fixed = np.where(fits, memory.fixed, np.inf)[limits.at]
         fixed[~limits.sizes.valid[limits.at]] = np.inf
         return Stages(seconds, fixed, memory.flight[limits.at])
 

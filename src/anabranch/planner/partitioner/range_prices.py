@@ -151,6 +151,7 @@ class RangePrices:
             by_mode([weights.trainable for weights in per_tensor]),
             by_mode([weights.kept for weights in per_tensor]),
             per_tensor[0].border[at],
+            by_mode([weights.largest for weights in per_tensor]),
         )
 
     def compute_s(self, at: Places) -> Floats:

@@ -7,9 +7,7 @@
 The buffer is kept from step to step, and gradients are views of it from the first micro-batch on:
 autograd makes the first gradient of a parameter, which is copied to its place, and adds the others
 there. So the bits are those without buckets (zeros in their place would turn -0 into 0), and
-accumulating takes no memory besides the buffer. Measured, a stage of 32 MiB of parameters with Adam
-and two replicas takes 129 MiB while it accumulates, where a buffer beside the gradients made it
-164 MiB.
+accumulating takes no memory besides the buffer (``benchmarks.memory``).
 
 A parameter without a gradient on any holder must keep none, so that the optimizer leaves it alone;
 hence the flags.
@@ -55,21 +53,32 @@ class Bucket:
         return self._flat
 
     def hold(self, index: int) -> None:
-        """Make a parameter's gradient, if it has one, a view of the buffer, dense."""
+        """Make a parameter's gradient a view of the buffer.
+
+        Rows of an embedding stay what they are until ``put``: they are small, and autograd loses
+        some that it adds to a dense gradient (PyTorch 2.13: the only row of one column).
+        """
+        gradient = self.named[index][1].grad
+        if gradient is not None and not gradient.is_sparse:
+            self._move(index, gradient)
+
+    def _move(self, index: int, gradient: Tensor) -> None:
         self._buffer()
-        parameter, view = self.named[index][1], self._views[index]
-        if parameter.grad is not None and parameter.grad is not view:
-            view.copy_(dense(parameter.grad.detach()))
-            parameter.grad = view
+        view = self._views[index]
+        if gradient is not view:
+            view.copy_(dense(gradient.detach()))
+            self.named[index][1].grad = view
 
     def put(self, index: int) -> None:
         """Take a parameter's gradient of this rank; ``.grad`` is None until ``take``."""
         flat = self._buffer()
-        self.hold(index)
         parameter = self.named[index][1]
-        gradient, parameter.grad = parameter.grad, None
+        gradient = parameter.grad
         if gradient is None:
             self._views[index].zero_()
+        else:
+            self._move(index, gradient)
+        parameter.grad = None
         flat[len(flat) - len(self.named) + index] = float(gradient is not None)
         self.missing -= 1
 

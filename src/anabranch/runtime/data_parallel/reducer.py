@@ -1,9 +1,9 @@
 """A reducer sums gradients over their holders while the rest of the step goes on.
 
 A hook on every parameter that others hold as well moves its first gradient into its bucket, where
-the following ones are added (``buckets``). A gradient is final once autograd has added the last micro-batch's share, in the backward of the
-stage on this rank that has its last backward last. The hook notes that; when all of a bucket are
-final, its sum starts in the background::
+the following ones are added (``buckets``). A gradient is final once autograd has added the last
+micro-batch's share, in the backward of the stage on this rank that has its last backward last. The
+hook notes that; when all of a bucket are final, its sum starts in the background::
 
     rank 1   1B6 | 1B7: layer 3  layer 2  layer 1 |
                               [ 3 and 2: all-reduce   ]

@@ -8,9 +8,9 @@ storages that are alive are added up::
     on top     what operations make or are handed, from when it is first seen until nobody, autograd
                included, has it any more
 
-A prediction speaks of the same (``CostModel.device_bytes``), less temporaries between two
-operations. What a kernel takes inside is not seen, nor are messages on their way. The batch does
-not count: every rank has it at hand. The step takes several times as long.
+A prediction speaks of the same (``CostModel.device_bytes``), less temporaries of activations
+between two operations. What a kernel takes inside is not seen, nor are messages on their way. The
+batch does not count: every rank has it at hand. The step takes several times as long.
 """
 
 from __future__ import annotations
