@@ -145,6 +145,12 @@ class Cluster:
         return tuple(accumulate((level.size for level in self.levels), mul))
 
     @cached_property
+    def shared_cores(self) -> int:
+        """Cores of all hosts, where the devices share fewer than they are; 0 where they do not."""
+        cores = self.cores * (self.num_devices // self.levels[0].size)
+        return cores if cores < self.num_devices else 0
+
+    @cached_property
     def slowdown(self) -> tuple[float, ...]:
         """``Calibration.slowdown`` of a host, without one 1 for as many ranks as it has cores;
         empty where each device computes on its own.

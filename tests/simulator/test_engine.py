@@ -2,7 +2,7 @@
 
 import pytest
 
-from anabranch.simulator.engine import Engine, SharedCores
+from anabranch.simulator.engine import Engine, SharedCores, slowdown_of
 
 
 def test_events_happen_in_the_order_of_time():
@@ -50,7 +50,7 @@ def test_a_place_is_kept_for_an_event_that_is_put_in_later():
 def ends(cores: int, jobs: list[tuple[float, float]]) -> list[float]:
     """When each (start, seconds of work) ends."""
     engine = Engine()
-    shared = SharedCores(engine, cores)
+    shared = SharedCores(engine, (1.0,) * cores)
     result = [0.0] * len(jobs)
 
     def finish(i):
@@ -60,6 +60,19 @@ def ends(cores: int, jobs: list[tuple[float, float]]) -> list[float]:
         engine.at(start, lambda job: shared.after(job[1], finish, job[0]), (i, work))
     engine.run()
     return result
+
+
+def test_jobs_take_as_long_as_the_table_says():
+    """Two side by side at a half more, so 3 s of work in 4.5 s; a third one more is past the table,
+    whose last entry grows with the jobs: 1.5 * 3 / 2.
+    """
+    assert [slowdown_of((1.0, 1.5), jobs) for jobs in (1, 2, 3, 4)] == [1.0, 1.5, 2.25, 3.0]
+    engine, ends = Engine(), []
+    shared = SharedCores(engine, (1.0, 1.5))
+    for work in (3.0, 3.0):
+        shared.after(work, lambda _: ends.append(engine.now), None)
+    engine.run()
+    assert ends == [4.5, 4.5]
 
 
 def test_enough_cores_slow_nobody():

@@ -10,10 +10,12 @@ samples has n = ceil(b / d) samples on its fullest replica:
     allreduce  2 (d-1)/d * bytes / bandwidth + 2 (d-1) * latency        (ring)
     memory     parameters + trainable parameters * (versions + optimizer)
                + in flight * n * kept bytes + what enters, for as long as it is held
+    update     fixed + per parameter + per byte of them
+    overheads  of messages at both ends, of passes and of steps, where a cluster was calibrated
 
 ``model`` knows one profile on one cluster. ``stage_weights`` has bytes of stages whatever the
 micro-batch, ``nested_weights`` those of all stages between nested sets of operators. ``memory``,
-``communication`` and ``period`` have the formulas.
+``communication``, ``overheads`` and ``period`` have the formulas.
 """
 
 from anabranch.cost.model import CostModel

@@ -19,10 +19,11 @@ from numpy.typing import NDArray
 from anabranch.cluster import Cluster
 from anabranch.cost.communication import Route, all_reduce_s, border_price, ring_price, transfer_s
 from anabranch.cost.memory import DeviceMemory, device_memory
+from anabranch.cost.overheads import agreement_s, message_s, update_cost
 from anabranch.cost.stage_weights import Border, Number, StageWeights, Traffic
 from anabranch.errors import ProfileError
 from anabranch.graph.opgraph import BATCH, OpGraph, Parameter, bits
-from anabranch.profile.profile import OpCost, Profile, Sharded
+from anabranch.profile.profile import OpCost, Profile, Sharded, UpdateCost
 
 Floats = NDArray[np.float64]
 
@@ -223,6 +224,29 @@ class CostModel:
     def bucket_s(self, nbytes: float, devices: Sequence[int]) -> float:
         """Seconds of one bucket of it."""
         return float(transfer_s(nbytes, *self.ring_price(devices, len(devices))))
+
+    @cached_property
+    def update(self) -> UpdateCost:
+        """What updates cost on a device."""
+        return update_cost(self.profile, self.cluster, self.optimizer_factor)
+
+    def message_s(self, nbytes: float) -> tuple[float, float]:
+        """Processor seconds of a message at its sender and at its receiver."""
+        return message_s(self.cluster.calibration, nbytes)
+
+    def agreement_s(self, devices: int) -> float:
+        """Seconds until so many devices have the totals of the last to come."""
+        return agreement_s(self.cluster, devices)
+
+    @property
+    def microbatch_s(self) -> float:
+        """Seconds of a forward or backward of a stage besides its operators."""
+        return self.cluster.calibration.microbatch_s if self.cluster.calibration else 0.0
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of each device in a step besides its actions, sums and updates."""
+        return self.cluster.calibration.step_s if self.cluster.calibration else 0.0
 
     @cached_property
     def parameters(self) -> dict[str, Parameter]:

@@ -61,6 +61,9 @@ class EmulatedPipeline:
         with self._mesh.failing(self.close):
             self._sums = EmulatedSums(emulation, self._clock, self._mesh)
             self._worker = self._make_worker()
+        graph, costs = emulation.plan.stage_graph, emulation.costs
+        mine = (s for s, stage in enumerate(graph.stages) if self._mesh.device in stage.devices)
+        self._update_s = sum(map(costs.update_s, mine))
         self.timeline: Timeline | None = None
         self.device_step_s = self.late_s = 0.0
         self.step_number = 0
@@ -97,7 +100,7 @@ class EmulatedPipeline:
 
         Returns:
             Seconds of the step in the devices' time, as the wall clock showed them: from the common
-            start to the end of the last compute or all-reduce on any rank.
+            start to the end of the last compute or all-reduce on any rank, and the longest update.
         """
         with self._mesh.failing(self.close):
             POSITION.begin(self.step_number)
@@ -122,9 +125,11 @@ class EmulatedPipeline:
     def _gather(self, outcome: Outcome, end: float, record: bool) -> float:
         """Learn when the last rank was done; nobody looks at the board any more after this."""
         mesh, clock = self._mesh, self._clock
-        mine = torch.tensor([clock.now, end, clock.late_s], dtype=torch.float64)
+        mine = torch.tensor([clock.now, end, clock.late_s, self._update_s], dtype=torch.float64)
         everybody = torch.stack(mesh.all_gather(mine)).amax(0)
-        self.device_step_s, seconds, self.late_s = everybody.tolist()
+        self.device_step_s, seconds, self.late_s, update_s = everybody.tolist()
+        # Updates begin together, when all ranks have agreed; there is nothing to wait for in them.
+        self.device_step_s, seconds = self.device_step_s + update_s, seconds + update_s
         if record:
             start = clock.origin
             stop = start + seconds * clock.scale

@@ -150,10 +150,10 @@ class GraphPipe:
         self, problem: Problem, microbatch_size: int | None, first: StageGraph
     ) -> list[Candidate]:
         """What ``Sequential`` proposes, where its plans may be as good."""
-        cluster = problem.cost.cluster
-        shared = 0 < cluster.cores < cluster.num_devices
         is_row = 1 < len(first) == first.depth
-        if not (shared or is_row or len(problem.order) <= MOST_OPERATORS):
+        if not (
+            problem.cost.cluster.shared_cores or is_row or len(problem.order) <= MOST_OPERATORS
+        ):
             return []
         rows = Sequential(self.max_replicas, self.candidates, self.tolerance, self.recompute)
         return rows.propose(replace(problem, chained=True), microbatch_size)

@@ -71,8 +71,13 @@ class StepCosts(Protocol):
     """Prices of one stage graph. Samples are those of one replica's slice of a micro-batch."""
 
     @property
-    def cores(self) -> int:
-        """Processor cores that all devices share; 0 where each computes on its own."""
+    def slowdown(self) -> Sequence[float]:
+        """How many times as long computing takes while 1, 2, ... devices of a host compute; empty
+        where each computes on its own.
+        """
+
+    def host(self, device: int) -> int:
+        """The host whose processors a device shares."""
 
     @property
     def message_edges(self) -> MessageEdges:
@@ -95,6 +100,17 @@ class StepCosts(Protocol):
 
     def update_s(self, stage: int) -> float:
         """Seconds of the update of a stage's parameters, on each of its devices."""
+
+    def message_s(self, nbytes: float) -> tuple[float, float]:
+        """Seconds of the devices at both ends of a message: its sender and its receiver."""
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of each device in a step besides its actions, sums and updates."""
+
+    @property
+    def agreement_s(self) -> float:
+        """Seconds until all devices know that the last one is through its list."""
 
     def base_bytes(self, stage: int) -> float:
         """Memory of each device of a stage with nothing in flight."""
@@ -151,9 +167,13 @@ class ModelCosts:
         return edge_values(self.graph, self.cost.graph)
 
     @property
-    def cores(self) -> int:
+    def slowdown(self) -> Sequence[float]:
         """The cluster's."""
-        return self.cost.cluster.cores
+        return self.cost.cluster.slowdown
+
+    def host(self, device: int) -> int:
+        """The innermost group of the cluster."""
+        return device // self.cost.cluster.levels[0].size
 
     @cached_property
     def message_edges(self) -> MessageEdges:
@@ -161,14 +181,18 @@ class ModelCosts:
         return message_edges(self.graph, self.cost.graph)
 
     def compute_s(self, stage: int, samples: int) -> tuple[float, float]:
-        """From the profile, with recomputation where the stage asks for it."""
+        """From the profile, with recomputation where the stage asks for it, and the bookkeeping of
+        a micro-batch.
+        """
         if (stage, samples) not in self._seconds:
             ops, planned = self._ops[stage], self.graph.stages[stage]
+            besides_s = self.cost.microbatch_s if samples else 0.0
             self._seconds[stage, samples] = (
-                self.cost.forward_s(ops, samples, tensor=planned.tensor),
+                self.cost.forward_s(ops, samples, tensor=planned.tensor) + besides_s,
                 self.cost.backward_s(
                     ops, samples, recompute=planned.recompute, tensor=planned.tensor
-                ),
+                )
+                + besides_s,
             )
         return self._seconds[stage, samples]
 
@@ -243,8 +267,31 @@ class ModelCosts:
         return {}
 
     def update_s(self, stage: int) -> float:
-        """Nothing."""
-        return 0.0
+        """By number and bytes of its trainable parameters."""
+        return self._updates[stage]
+
+    @cached_property
+    def _updates(self) -> tuple[float, ...]:
+        trainable = {p.name for p in self.cost.graph.parameters if p.trainable}
+        found = []
+        for ops, weights in zip(self._ops, self._weights, strict=True):
+            read = {name for i in ops for name in self.cost.graph.ops[i].parameters}
+            found.append(self.cost.update.seconds(len(read & trainable), weights.trainable))
+        return tuple(found)
+
+    def message_s(self, nbytes: float) -> tuple[float, float]:
+        """As calibrated."""
+        return self.cost.message_s(nbytes)
+
+    @property
+    def step_s(self) -> float:
+        """As calibrated."""
+        return self.cost.step_s
+
+    @cached_property
+    def agreement_s(self) -> float:
+        """As calibrated, by the number of devices."""
+        return self.cost.agreement_s(len(self.graph.devices))
 
     def _shard(self, stage: int) -> float:
         """Share of a stage's trainable parameters that each of its devices holds."""
@@ -309,12 +356,23 @@ class StageTimes:
     backward_s: Sequence[Mapping[int, float]]
     cores: int = 0
     message_edges: MessageEdges = EVERY_EDGE
+    step_s: float = field(default=0.0, init=False)
+    agreement_s: float = field(default=0.0, init=False)
 
     def __post_init__(self) -> None:
         for what, stages in (("forward_s", self.forward_s), ("backward_s", self.backward_s)):
             for s, seconds in enumerate(stages):
                 if not seconds or min(seconds) < 1:
                     raise ValueError(f"{what} of stage {s} needs a time for at least one sample")
+
+    @property
+    def slowdown(self) -> Sequence[float]:
+        """None up to the cores."""
+        return (1.0,) * self.cores
+
+    def host(self, device: int) -> int:
+        """One for all."""
+        return 0
 
     def compute_s(self, stage: int, samples: int) -> tuple[float, float]:
         """The given seconds."""
@@ -339,6 +397,10 @@ class StageTimes:
     def update_s(self, stage: int) -> float:
         """Nothing."""
         return 0.0
+
+    def message_s(self, nbytes: float) -> tuple[float, float]:
+        """Nothing."""
+        return 0.0, 0.0
 
     def base_bytes(self, stage: int) -> float:
         """Nothing."""

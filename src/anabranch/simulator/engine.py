@@ -6,7 +6,7 @@ same time happen in the order in which they were put in, so a run is repeatable 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 from typing import Any
 
@@ -50,16 +50,27 @@ class Engine:
             callback(argument)
 
 
+def slowdown_of(slowdown: Sequence[float], jobs: int) -> float:
+    """How many times as long so many jobs take; see ``SharedCores``."""
+    if jobs <= len(slowdown):
+        return slowdown[jobs - 1]
+    return slowdown[-1] * jobs / len(slowdown)
+
+
 class SharedCores:
-    """Jobs on a number of cores: with more jobs than cores, all run equally slowed.
+    """Jobs that share processors and memory: the more there are, the longer all take.
+
+    Args:
+        slowdown: how many times as long with 1, 2, ... jobs; with more than there are entries, as
+            many times longer than the last as they are more.
 
     Jobs are kept by the work that one running job will have done by its end, so only the job that
     ends next has an event in the engine.
     """
 
-    def __init__(self, engine: Engine, cores: int) -> None:
+    def __init__(self, engine: Engine, slowdown: Sequence[float]) -> None:
         self._engine = engine
-        self._cores = cores
+        self._slowdown = slowdown
         self._jobs: list[tuple[float, int, Callback, Any]] = []
         self._count = 0
         self._work = 0.0
@@ -75,7 +86,7 @@ class SharedCores:
 
     @property
     def _speed(self) -> float:
-        return min(1.0, self._cores / len(self._jobs))
+        return 1 / slowdown_of(self._slowdown, len(self._jobs))
 
     def _catch_up(self) -> None:
         if self._jobs:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import NamedTuple
 
 from anabranch.cost.communication import Port
@@ -27,12 +28,14 @@ from anabranch.simulator.costs import StepCosts
 
 class Price(NamedTuple):
     """What a message costs: seconds that it occupies its ports, seconds from then until it has
-    arrived, indices of the ports on its way.
+    arrived, indices of the ports on its way, seconds of the devices at both ends.
     """
 
     occupies_s: float
     latency_s: float
     ports: tuple[int, ...]
+    send_s: float = 0.0
+    receive_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -76,18 +79,31 @@ class Mark(NamedTuple):
     pieces: tuple[int, ...]
 
 
+class Role(Enum):
+    """What a unit stands for.
+
+    ``UPDATE`` of a stage waits for the sums of its gradients. ``AGREEMENT`` waits for those of all
+    stages of the device, and then for all devices. ``OVERHEAD`` is a device's time that no action
+    takes: of messages, or of the step.
+    """
+
+    ACTION = auto()
+    OVERHEAD = auto()
+    AGREEMENT = auto()
+    UPDATE = auto()
+
+
 class ComputeUnit(NamedTuple):
     """Compute that many steps have in common.
 
     Attributes:
-        stage: index.
+        stage: index, or -1.
         before: bytes that are taken when it starts.
         after: bytes that are released when it ends.
         group: index of the devices that start it together, or -1.
         marks: where gradients become final in it.
         rest: seconds after the last mark.
         final: pieces whose gradients are final at its end.
-        is_update: whether it is the update of the stage, which waits for the sums of its gradients.
     """
 
     stage: int
@@ -98,7 +114,7 @@ class ComputeUnit(NamedTuple):
     marks: tuple[Mark, ...] = ()
     rest: float = 0.0
     final: tuple[int, ...] = ()
-    is_update: bool = False
+    role: Role = Role.ACTION
 
 
 class Sum(NamedTuple):
@@ -127,7 +143,7 @@ class Program:
 
     Attributes:
         devices: as in the schedule; everything else counts devices by their position in here.
-        code: per device, its actions as integers, and the updates.
+        code: per device, its actions as integers, and the units of other roles.
         groups: devices that compute together, each being one replica.
         sums: the all-reduces of one update, by piece; those of a queue in their order.
     """
@@ -160,8 +176,10 @@ def compile_schedule(
     rows = {} if lowered else _put_in(schedule, graph, costs.message_edges, prices, table)
     number = _numbering(schedule, prices, table) if lowered else None
     sums = plan_sums(costs, prices.indices)
-    units = ComputeUnits(graph, costs, prices.index, sums)
+    # Where updates follow each other, each has the bookkeeping of its batch.
+    units = ComputeUnits(graph, costs, prices.index, sums, costs.step_s if updates > 1 else 0.0)
     count = len(table.price)
+    agrees = updates == 1 and (costs.agreement_s > 0 or any(map(costs.update_s, range(len(graph)))))
     per_update = [graph.num_microbatches(s) // updates for s in range(len(graph))]
     code = []
     for device, actions in schedule.actions.items():
@@ -189,6 +207,11 @@ def compile_schedule(
             row = rows[action.stage, device, action.kind.is_forward]
             received, sent = row[action.microbatch]
             mine += (*received, unit, *sent)
+        mine = _with_overheads(mine, table.price, units)
+        if updates == 1 and costs.step_s:
+            mine.insert(0, ~(count + units.overhead(costs.step_s)))
+        if agrees:
+            mine.append(~(count + units.agreement()))
         behind = [due] if updates > 1 else [stage for _, stage in sorted(ends.items())]
         mine += [~(count + units.update(s)) for s in behind if s >= 0 and units.has_update(s)]
         code.append(mine)
@@ -197,6 +220,20 @@ def compile_schedule(
         for work in sums
     ]
     return Program(prices.devices, code, units.known, table, prices.ports, units.groups, sums)
+
+
+def _with_overheads(code: list[int], price: Sequence[Price], units: ComputeUnits) -> list[int]:
+    """The code of a device with the time that it takes for messages behind each of them."""
+    count = len(price)
+    result: list[int] = []
+    for x in code:
+        result.append(x)
+        message = x if x >= 0 else ~x
+        if message < count:
+            seconds = price[message].receive_s if x >= 0 else price[message].send_s
+            if seconds:
+                result.append(~(count + units.overhead(seconds)))
+    return result
 
 
 def plan_sums(costs: StepCosts, indices: Callable[[Sequence[Port]], tuple[int, ...]]) -> list[Sum]:
@@ -337,6 +374,7 @@ class MessagePrices:
         self._costs = costs
         self._ways: dict[tuple[int, int], tuple[float, float, tuple[int, ...]]] = {}
         self._bytes: dict[tuple[int, int, int], tuple[float, float]] = {}
+        self._ends: dict[float, tuple[float, float]] = {}
 
     def price(self, source: int, target: int, a: int, b: int, forward: bool, samples: int) -> Price:
         """Price of so many samples from stage ``source`` on device a to ``target`` on device b."""
@@ -349,7 +387,10 @@ class MessagePrices:
         edge = (source, target, samples) if forward else (target, source, samples)
         if edge not in self._bytes:
             self._bytes[edge] = self._costs.message_bytes(*edge)
-        return Price(self._bytes[edge][not forward] * per_byte_s, latency_s, indices)
+        nbytes = self._bytes[edge][not forward]
+        if nbytes not in self._ends:
+            self._ends[nbytes] = self._costs.message_s(nbytes)
+        return Price(nbytes * per_byte_s, latency_s, indices, *self._ends[nbytes])
 
     def indices(self, ports: Iterable[Port]) -> tuple[int, ...]:
         """Numbers of ports; those that are new get one."""
@@ -361,12 +402,22 @@ class ComputeUnits:
 
     Attributes:
         finishing: stages with the devices that run a last backward of them.
+
+    Args:
+        besides_s: seconds of each update besides its own.
     """
 
     def __init__(
-        self, graph: StageGraph, costs: StepCosts, index: dict[int, int], sums: Sequence[Sum]
+        self,
+        graph: StageGraph,
+        costs: StepCosts,
+        index: dict[int, int],
+        sums: Sequence[Sum],
+        besides_s: float = 0.0,
     ) -> None:
-        self._graph, self._costs = graph, costs
+        self._graph, self._costs, self._besides_s = graph, costs, besides_s
+        self._overheads: dict[float, int] = {}
+        self._agreement = -1
         self.known: list[ComputeUnit] = []
         self.groups: list[tuple[int, ...]] = []
         self.finishing: set[tuple[int, int]] = set()
@@ -402,15 +453,31 @@ class ComputeUnits:
 
     def has_update(self, stage: int) -> bool:
         """Whether a stage has gradients to sum, or takes time to update."""
-        return stage in self._summing or self._costs.update_s(stage) > 0
+        return stage in self._summing or self._update_s(stage) > 0
+
+    def _update_s(self, stage: int) -> float:
+        return self._costs.update_s(stage) + self._besides_s
 
     def update(self, stage: int) -> int:
         """Unit of the update of a stage."""
         if stage not in self._updates:
             self._updates[stage] = len(self.known)
-            seconds = self._costs.update_s(stage)
-            self.known.append(ComputeUnit(stage, seconds, is_update=True))
+            self.known.append(ComputeUnit(stage, self._update_s(stage), role=Role.UPDATE))
         return self._updates[stage]
+
+    def overhead(self, seconds: float) -> int:
+        """Unit of a device's time that no action takes."""
+        if seconds not in self._overheads:
+            self._overheads[seconds] = len(self.known)
+            self.known.append(ComputeUnit(-1, seconds, role=Role.OVERHEAD))
+        return self._overheads[seconds]
+
+    def agreement(self) -> int:
+        """Unit that all devices wait for together."""
+        if self._agreement < 0:
+            self._agreement = len(self.known)
+            self.known.append(ComputeUnit(-1, 0.0, role=Role.AGREEMENT))
+        return self._agreement
 
     def _unit(self, stage: int, kind: Kind, samples: int, replica: int, is_last: bool) -> int:
         group = self._group_of.get((stage, replica), -1)

@@ -13,7 +13,11 @@ Every device goes through its list of actions:
   all of its replicas have passed the operators that add to it, those of the same devices one after
   the other, as the runtime does it (``runtime.data_parallel.reducer``). They take the same ports as
   messages, large ones in pieces, so that messages get between;
-- a device updates its stages when it is through its list and their gradients are summed;
+- a device updates its stages when all devices are through their lists, their gradients are summed,
+  and they have agreed on the loss;
+- on a calibrated cluster devices of one host compute the slower the more of them do at a time
+  (``cost.overheads`` and ``SharedCores``), sends and receives take time of the devices at both
+  ends, and so does the bookkeeping of passes and steps;
 - the step ends with the last compute, all-reduce or update.
 """
 
@@ -120,9 +124,8 @@ def with_messages(schedule: Schedule, graph: StageGraph, costs: StepCosts) -> Sc
 def execute(step: Step, graph: StageGraph, schedule: Schedule, costs: StepCosts) -> None:
     """Run a step to its end, or raise a ``DeadlockError``."""
     step.run()
-    program = step.program
-    stuck = dict(zip(program.devices, step.positions(), strict=True))
-    if any(at < len(code) for at, code in zip(stuck.values(), program.code, strict=True)):
+    if not step.is_done:
+        stuck = dict(zip(step.program.devices, step.positions(), strict=True))
         raise DeadlockError(describe_deadlock(with_messages(schedule, graph, costs), graph, stuck))
 
 

@@ -10,15 +10,16 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from operator import length_hint
+from functools import cached_property
+from operator import eq, length_hint
 
 import numpy as np
 from numpy.typing import NDArray
 
 from anabranch.schedule.schedule import Schedule
 from anabranch.simulator.costs import StepCosts
-from anabranch.simulator.engine import Callback, Engine, SharedCores
-from anabranch.simulator.program import ComputeUnit, Program
+from anabranch.simulator.engine import Callback, Engine, SharedCores, slowdown_of
+from anabranch.simulator.program import ComputeUnit, Program, Role
 from anabranch.timeline import Span, SumSpan
 
 
@@ -37,7 +38,8 @@ class Step:
         self.starts: list[list[float]] = [[] for _ in range(devices)]
         self.ends: list[list[float]] = [[] for _ in range(devices)]
         self._engine = Engine()
-        self._compute = self._clock(costs.cores)
+        self._compute = self._clock(costs)
+        self._agreement_s, self._agreed = costs.agreement_s, 0
         self._code = [iter(code) for code in program.code]
         self._price, self._releases = program.messages.price, program.messages.releases
         self._units = program.units
@@ -65,10 +67,15 @@ class Step:
         self._updates: Counter[tuple[int, int]] = Counter()
         self._updating: dict[tuple[int, int], list[int]] = defaultdict(list)
 
-    def _clock(self, cores: int) -> Callable[[float, Callback, int], None]:
-        if 0 < cores < len(self.program.devices):
-            return SharedCores(self._engine, cores).after
-        return self._engine.after
+    def _clock(self, costs: StepCosts) -> Callable[[float, Callback, int], None]:
+        slowdown, hosts = costs.slowdown, [costs.host(device) for device in self.program.devices]
+        if not slowdown or slowdown_of(slowdown, max(Counter(hosts).values())) == 1:
+            return self._engine.after
+        shared = {host: SharedCores(self._engine, slowdown) for host in set(hosts)}
+        clocks = [shared[host].after for host in hosts]
+        if len(shared) == 1:
+            return clocks[0]
+        return lambda seconds, callback, d: clocks[d](seconds, callback, d)
 
     def run(self) -> None:
         """Start every device and go on until nothing happens."""
@@ -101,8 +108,11 @@ class Step:
                     is_ready[message] = True
             else:
                 unit = self._unit[d] = self._units[message - count]
-                if unit.is_update:
+                if unit.role is Role.UPDATE:
                     self._await_sums(d, unit.stage)
+                elif unit.role is Role.AGREEMENT:
+                    self.starts[d].append(now)
+                    self._agree(d)
                 elif unit.group < 0:
                     self._start(d)
                 else:
@@ -122,7 +132,7 @@ class Step:
 
     def _transfer(self, message: int) -> None:
         # What _occupy does, without the call.
-        seconds, latency_s, ports = self._price[message]
+        seconds, latency_s, ports, _, _ = self._price[message]
         engine, free_at = self._engine, self._free_at
         end = engine.now
         for port in ports:
@@ -175,7 +185,7 @@ class Step:
             self.end = now
         self.ends[d].append(now)
         self._unit[d] = None
-        if unit.is_update:
+        if unit.role is Role.UPDATE:
             self._updates[d, unit.stage] += 1
         self._advance(d)
         if unit.final:
@@ -217,7 +227,12 @@ class Step:
             self._sums_of[number, stage] += 1
             if self._sums_of[number, stage] == self._parts[stage]:
                 for d in self._updating.pop((number, stage), ()):
-                    self._start(d)
+                    unit = self._unit[d]
+                    assert unit is not None
+                    if unit.role is Role.UPDATE:
+                        self._start(d)
+                    else:
+                        self._agree(d)
 
     def _await_sums(self, d: int, stage: int) -> None:
         """Update a stage as soon as all of its gradients are summed."""
@@ -227,21 +242,49 @@ class Step:
         else:
             self._updating[number, stage].append(d)
 
-    def positions(self) -> list[int]:
-        """Per device, how many of its actions are done."""
+    def _agree(self, d: int) -> None:
+        """A device is through its list; the last one to have its sums lets all go on."""
+        for stage in self._stages[d]:
+            if self._sums_of[0, stage] != self._parts[stage]:
+                self._updating[0, stage].append(d)
+                return
+        self._agreed += 1
+        if self._agreed == len(self._code):
+            for other in range(len(self._code)):
+                self._engine.after(self._agreement_s, self._computed, other)
+
+    @cached_property
+    def _stages(self) -> list[set[int]]:
+        """Per device, the stages whose gradients it has."""
+        return [
+            {unit.stage for unit in self._units_of(d) if unit.stage >= 0}
+            for d in range(len(self._code))
+        ]
+
+    def _reached(self) -> list[list[int]]:
+        """Per device, the part of its code that is done."""
         waiting = {d for d in self._waiter if d >= 0}
         return [
-            len(code) - length_hint(rest) - (d in waiting or self._unit[d] is not None)
+            code[: len(code) - length_hint(rest) - (d in waiting or self._unit[d] is not None)]
             for d, (code, rest) in enumerate(zip(self.program.code, self._code, strict=True))
         ]
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all devices are through their lists."""
+        return all(map(eq, map(len, self._reached()), map(len, self.program.code)))
+
+    def positions(self) -> list[int]:
+        """Per device, how many of its actions are done."""
+        return [sum(map(self._is_action, code)) for code in self._reached()]
 
     def spans(self, schedule: Schedule) -> list[Span]:
         """Everything that happened but for all-reduces; messages are spans at both ends."""
         computed, exchanged = [], []
         for d, device in enumerate(self.program.devices):
             clock = zip(self._units_of(d), self.starts[d], self.ends[d], strict=True)
-            times = ((start, end) for unit, start, end in clock if not unit.is_update)
-            code = [x for x in self.program.code[d] if not self._is_update(x)]
+            times = ((start, end) for unit, start, end in clock if unit.role is Role.ACTION)
+            code = filter(self._is_action, self.program.code[d])
             for x, action in zip(code, schedule.actions[device], strict=True):
                 message = x if x >= 0 else ~x
                 if message >= len(self._price):
@@ -263,13 +306,17 @@ class Step:
         ended, and which of these are computes.
         """
         arrival, first = np.array(self._arrival), len(self._price)
+        logged = np.array([unit.role in (Role.ACTION, Role.UPDATE) for unit in self._units])
         result = []
         for listed, ends in zip(self.program.code, self.ends, strict=True):
             code = np.array(listed)
             code = code[(code >= 0) | (code <= ~first)]  # without sends
-            computes = code < 0
-            times = np.empty(len(code))
-            times[computes] = ends
+            chosen = np.ones(len(code), dtype=bool)
+            chosen[code < 0] = logged[~code[code < 0] - first]
+            computes = (code < 0)[chosen]
+            times = np.empty(len(computes))
+            times[computes] = np.array(ends)[chosen[code < 0]]
+            code = code[chosen]
             times[~computes] = arrival[code[~computes]]
             result.append((times, computes))
         return result
@@ -280,7 +327,7 @@ class Step:
         return {
             device
             for d, device in enumerate(self.program.devices)
-            if any(unit.is_update for unit in self._units_of(d))
+            if any(unit.role is Role.UPDATE for unit in self._units_of(d))
         }
 
     def memory(self, d: int) -> list[tuple[float, float]]:
@@ -297,6 +344,6 @@ class Step:
         first = len(self._price)
         return [self._units[~x - first] for x in self.program.code[d] if ~x >= first]
 
-    def _is_update(self, x: int) -> bool:
+    def _is_action(self, x: int) -> bool:
         unit = ~x - len(self._price)
-        return unit >= 0 and self._units[unit].is_update
+        return unit < 0 or self._units[unit].role is Role.ACTION

@@ -89,8 +89,8 @@ class _Pipeline:
         self._successors = successors
         cluster = prices.cost.cluster
         work = sum(part.devices * sum(compute[s]) for s, part in enumerate(parts))
-        shared = 0 < cluster.cores < cluster.num_devices
-        least = self._least = work / cluster.cores if shared else 0.0
+        shared = cluster.shared_cores
+        least = self._least = work / shared if shared else 0.0
         self._round = [0.0] * len(parts)
         self._pace = [0.0] * len(parts)
         self._held = [0] * len(parts)
