@@ -32,6 +32,32 @@ def test_the_number_of_samples_is_free() -> None:
         }
 
 
+def test_only_what_is_read_here_is_brought_to_the_device() -> None:
+    """A rank of the first stages has no use for labels; the meta device stands for one."""
+    captured = built("TwoBranch").captured
+    leaves = leaves_of(captured, batch(4), torch.device("meta"), read={"x"})
+    assert {name: leaf.device.type for name, leaf in leaves.items()} == {
+        "x": "meta",
+        "word": "cpu",
+        "label": "cpu",
+    }
+
+
+@pytest.mark.dist
+def test_a_rank_reads_the_leaves_of_its_own_stages() -> None:
+    """All ranks together read all of them, and the first one has no label."""
+    model = built("TwoBranch")
+    chosen = plan(model, 3, batch_size=8, microbatch_size=8)
+
+    def work() -> frozenset[str]:
+        return Pipeline(model.workload, chosen, captured=model.captured)._workers.leaves
+
+    found = launch.run(work, num_ranks(chosen), timeout=60.0)
+    assert "label" not in found[0]
+    assert "label" in found[-1]
+    assert frozenset().union(*found) == {"x", "word", "label"}
+
+
 def test_another_size_is_refused_with_both() -> None:
     """It used to fail inside a stage, in the words of some operator."""
     with pytest.raises(DataError, match=r"x is \[samples, 9\] float32, not \[samples, 8\] float32"):

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 
+from anabranch.runtime.compute import stage_compute
+from anabranch.runtime.pipeline import Pipeline
+from anabranch.runtime.worker import Worker
 from tests.runtime.small import (
     batch,
     built,
@@ -28,3 +35,30 @@ def test_evaluation_is_in_evaluation_mode() -> None:
         model.module.train()
         expected = (16 * losses[0] + 7 * losses[1]) / 23
         assert [r["loss"] for r in results] == pytest.approx([expected] * 3, rel=1e-6)
+
+
+def test_a_batch_is_looked_at_when_the_next_one_is_under_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a GPU the host would wait for it, with nothing to do behind."""
+    model, log = built("TwoBranch"), list[str]()
+    run_batch, look = Worker.run, stage_compute.fetched
+
+    def noted_run(worker: Worker, *arguments: Any, **options: Any) -> Any:
+        log.append("run")
+        return run_batch(worker, *arguments, **options)
+
+    def noted_look(numbers: Sequence[Tensor]) -> list[float]:
+        if numbers:
+            log.append("look")
+        return look(numbers)
+
+    monkeypatch.setattr(Worker, "run", noted_run)
+    monkeypatch.setattr(stage_compute, "fetched", noted_look)
+
+    def work(pipeline: Pipeline) -> list[str]:
+        pipeline.evaluate([batch(8, seed) for seed in range(3)])
+        return log
+
+    (found,) = run(model, plan(model, 1), work)
+    assert found == ["run", "run", "look", "run", "look", "look"]

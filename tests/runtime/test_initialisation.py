@@ -236,9 +236,7 @@ def test_a_checkpoint_gives_values_to_what_cannot_initialise_itself(tmp_path: Pa
     def fresh() -> None:
         Pipeline(workload(meta), chosen, captured=captured).step(batch())
 
-    with pytest.raises(
-        TrainingError, match=r"such as blocks\.0\.weight: Raw fills weight"
-    ):
+    with pytest.raises(TrainingError, match=r"such as blocks\.0\.weight: Raw fills weight"):
         launch.run(fresh, 1, timeout=LIMIT_S)
 
     def resumed() -> dict[str, Tensor]:
@@ -289,9 +287,7 @@ def test_an_initialisation_that_raises_is_named() -> None:
     with torch.device("meta"):
         module = nn.Sequential(nn.Linear(2, 2))
     module[0].__class__ = Fails
-    with pytest.raises(
-        TrainingError, match=r"of 0 \(Fails\).*ZeroDivisionError: by"
-    ):
+    with pytest.raises(TrainingError, match=r"of 0 \(Fails\).*ZeroDivisionError: by"):
         materialise(module, seed=0)
 
 

@@ -9,13 +9,13 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from anabranch import launch
 from anabranch.errors import TrainingError
 from anabranch.runtime import model_state, session
 from anabranch.runtime.pipeline import Pipeline
-from anabranch.runtime.placement import claim, own_device
+from anabranch.runtime.placement import claim, own_device, roomy_home
 from tests.runtime.small import batch, built, plan
 
 
@@ -116,3 +116,12 @@ def test_a_model_of_the_cpu_trains_on_a_gpu() -> None:
         losses[device] = [pipe.step(leaves), pipe.step(leaves), pipe.evaluate([leaves])["loss"]]
         assert {p.device.type for p in workload.module.parameters()} == {device}
     assert losses["cuda"] == pytest.approx(losses["cpu"], rel=1e-4)
+
+
+def test_a_whole_model_runs_on_its_gpu_where_there_is_room() -> None:
+    """Its weights that are elsewhere, and gradients, in half of what is free; 20 bytes each here."""
+    module, gpu = nn.Linear(4, 1), torch.device("cuda", 0)
+    assert roomy_home(module, gpu, 80) == gpu
+    assert roomy_home(module, gpu, 79) == torch.device("cpu")
+    assert roomy_home(module.requires_grad_(False), gpu, 40) == gpu
+    assert roomy_home(module, torch.device("cpu")) == torch.device("cpu")

@@ -144,11 +144,18 @@ class Split:
 
     def buffers(self, stage: int) -> dict[str, torch.Tensor]:
         """The model's buffers that a stage reads or updates, in the model's order."""
+        read = self._sources(stage, BUFFER)
+        return {n: b for n, b in self.captured.module.named_buffers() if n in read}
+
+    def leaves(self, stage: int) -> set[str]:
+        """Names of the tensors of a batch that a stage reads."""
+        return self._sources(stage, BATCH_LEAF)
+
+    def _sources(self, stage: int, kind: str) -> set[str]:
         program = self.captured.at(self.captured.samples, device=self.captured.capture_device)
         needed = _needed(program, self.captured.owners(program), self.stage_of, stage)
         sources = [program.sources[n] for n in needed if n in program.sources]
-        read = {source.name for source in sources if source.kind == BUFFER}
-        return {n: b for n, b in self.captured.module.named_buffers() if n in read}
+        return {source.name for source in sources if source.kind == kind}
 
     def program(
         self, stage: int, samples: int, *, device: torch.device | str | None = None

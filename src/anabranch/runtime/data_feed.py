@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -100,9 +100,15 @@ class DataFeed:
 
 
 def leaves_of(
-    captured: Captured, batch: Batch, place: torch.device, which: str = ""
+    captured: Captured,
+    batch: Batch,
+    place: torch.device,
+    which: str = "",
+    *,
+    read: Collection[str] | None = None,
 ) -> dict[str, Tensor]:
-    """The tensors of a batch by the names of its leaves, where the model is.
+    """The tensors of a batch by the names of its leaves; those that are ``read`` here, by default
+    all, are brought to where the model is.
 
     Raises:
         DataError: if the batch is built otherwise than the workload's example, or has tensors of
@@ -123,7 +129,8 @@ def leaves_of(
     if other:
         bad = {name: leaves[name] for name in other}
         raise DataError(_differs(captured, bad, which or "a batch"))
-    return {name: uploaded(leaf, place) for name, leaf in leaves.items()}
+    mine = leaves.keys() if read is None else read
+    return {n: uploaded(leaf, place) if n in mine else leaf for n, leaf in leaves.items()}
 
 
 def _differs(captured: Captured, leaves: dict[str, Tensor], which: str) -> str:

@@ -9,6 +9,7 @@ import torch
 
 from anabranch.errors import DataError
 from anabranch.graph.capture import Captured
+from anabranch.runtime.compute.stage_compute import Outcome
 from anabranch.runtime.data_feed import leaves_of, samples_of
 from anabranch.runtime.guards.failure import POSITION
 from anabranch.runtime.worker_cache import WorkerCache
@@ -41,18 +42,26 @@ class Evaluation:
         names = workers.captured.metrics
         sums = torch.zeros(1 + len(names), dtype=torch.float64)
         samples = 0
+        before: tuple[Outcome, int] | None = None
+
+        def add(outcome: Outcome, size: int) -> None:
+            shares = [outcome.loss, *(outcome.metrics.get(name, 0.0) for name in names)]
+            sums.add_(torch.tensor(shares, dtype=torch.float64) * size)
+
         for number, batch in enumerate(batches):
             what = f"held-out batch {number}"
-            leaves = leaves_of(training.captured, batch, training.place, what)
+            leaves = leaves_of(training.captured, batch, training.place, what, read=workers.leaves)
             size = samples_of(leaves)
             with failing():
                 outcome = workers.worker(size).run(leaves, step, train=False)
-            shares = [outcome.loss, *(outcome.metrics.get(name, 0.0) for name in names)]
-            sums += torch.tensor(shares, dtype=torch.float64) * size
-            samples += size
-        if samples == 0:
+                # A look at a device waits for it, so the next batch is under way by then.
+                if before is not None:
+                    add(*before)
+            before, samples = (outcome, size), samples + size
+        if before is None:
             raise DataError("the held-out data has no batches")
         with failing():
+            add(*before)
             totals = (training.mesh.all_reduce(sums) / samples).tolist()
             POSITION.leave()
         return dict(zip(("loss", *names), totals, strict=True))

@@ -51,8 +51,13 @@ class ModelState:
             for name, buffer in module.named_buffers()
             if mesh.rank in holders.buffers.get(name, ())
         }
+        self._homes = {name: tensor.device for name, tensor in self._everything().items()}
         # Before there is an optimizer, which may look where they are.
         move((*self.parameters.values(), *self.buffers.values()), place)
+        if place.type != "cpu":
+            # They may be needed once more, for the self-check.
+            others = [t for name, t in self._everything().items() if not self._is_held(name)]
+            move((t for t in others if t.device == place), torch.device("cpu"))
         trainable = [(name, p) for name, p in self.parameters.items() if p.requires_grad]
         self.optimizer = workload.optimizer(trainable) if trainable else None
         recipe = workload.scheduler
@@ -85,7 +90,7 @@ class ModelState:
         for name, parameter in self._module.named_parameters():
             if name not in self.parameters and not self._is_unheld(name) and not parameter.is_meta:
                 nothing = torch.tensor(float("nan") if parameter.is_floating_point() else 0)
-                nothing = nothing.to(dtype=parameter.dtype, device=parameter.device)
+                nothing = nothing.to(dtype=parameter.dtype, device=self._homes[name])
                 parameter.data = nothing.expand(parameter.shape)
                 parameter.grad = None
 

@@ -1,8 +1,8 @@
 """The device on which a rank computes, and the way of its stages to it.
 
 A model that was built on the CPU stays there but for the stages of this rank, so a GPU never holds
-more of it than the plan counts with. One that is on a GPU already gives the other stages back when
-training starts.
+more of it than the plan counts with. One that is on a GPU already gives the other stages back as
+soon as the pipeline is made; the self-check runs it there only where there is room.
 """
 
 from __future__ import annotations
@@ -74,6 +74,24 @@ def move(tensors: Iterable[Tensor], place: torch.device) -> None:
     for tensor in tensors:
         if tensor.device != place:
             tensor.data = tensor.data.to(place)
+
+
+def roomy_home(
+    module: nn.Module, home: torch.device, free_bytes: int | None = None
+) -> torch.device:
+    """Where a whole model runs once, with its gradients: on its GPU if that has room for what is not
+    there, else on the CPU.
+
+    Args:
+        free_bytes: of the GPU, by default as it says.
+    """
+    if home.type != "cuda":
+        return home
+    free = torch.cuda.mem_get_info(home)[0] if free_bytes is None else free_bytes
+    sizes = [(p, p.numel() * p.element_size()) for p in module.parameters()]
+    weights = sum(size for p, size in sizes if p.device != home)
+    gradients = sum(size for p, size in sizes if p.requires_grad)
+    return home if weights + gradients <= free // 2 else torch.device("cpu")
 
 
 def uploaded(tensor: Tensor, place: torch.device) -> Tensor:

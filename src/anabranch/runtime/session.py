@@ -31,7 +31,7 @@ from anabranch.runtime.mesh import Mesh, require_whole_replicas
 from anabranch.runtime.messages import channels
 from anabranch.runtime.model_state import ModelState
 from anabranch.runtime.numerics.nonfinite import Trace
-from anabranch.runtime.placement import claim, own_device, start_of
+from anabranch.runtime.placement import claim, own_device, roomy_home, start_of
 from anabranch.runtime.plan_parts import captured_for, parts_of
 from anabranch.runtime.process_groups import join
 from anabranch.runtime.transport import Channel, Transport
@@ -126,7 +126,8 @@ class Session:
 
     def leaves(self, batch: Batch) -> dict[str, Tensor]:
         """The tensors of a batch by their names; DataError if it is not built as the example."""
-        return leaves_of(self.captured, batch, self.place, self.feed.where)
+        read = self.workers.leaves
+        return leaves_of(self.captured, batch, self.place, self.feed.where, read=read)
 
     def prepare(self, batch: Batch, leaves: dict[str, Tensor]) -> None:
         """Once, with the first batch at hand: the check needs the whole model on rank 0."""
@@ -135,7 +136,8 @@ class Session:
         self._is_prepared = True
         self.state.require_values()
         if self._check_gradients:
-            compare_with_eager(self.workers, self.holders, self.mesh, batch, leaves, self._home)
+            home = roomy_home(self.captured.module, self._home)
+            compare_with_eager(self.workers, self.holders, self.mesh, batch, leaves, home)
         self.state.forget_others()
 
     def count(self) -> None:

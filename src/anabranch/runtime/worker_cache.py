@@ -7,6 +7,7 @@ those of the plan, so only the number of micro-batches changes, and with it the 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cached_property
 
 import torch
 
@@ -69,6 +70,13 @@ class WorkerCache:
             seed=self.seed,
             options=self.options,
         )
+
+    @cached_property
+    def leaves(self) -> frozenset[str]:
+        """Names of the tensors of a batch that this rank's stages read."""
+        stages = enumerate(self.stage_graph.stages)
+        mine = [s for s, stage in stages if self.mesh.device in stage.devices]
+        return frozenset[str]().union(*(self.parts.leaves(s) for s in mine))
 
     def worker(self, samples: int) -> Worker:
         """What this rank does for a batch of that many samples."""
