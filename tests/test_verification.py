@@ -105,6 +105,18 @@ def test_random_numbers_by_sample_can_be_compared() -> None:
 
 
 @pytest.mark.dist
+def test_a_model_on_the_meta_device_is_compared() -> None:
+    """The one process makes all the values of which each rank makes its own."""
+    with torch.device("meta"):
+        module = TwoBranch()
+    captured = capture(module, batch(4))
+    workload = Workload(module, batch(4))
+    result = verify(workload, even_plan(captured.graph, 2, 4), captured=captured, timeout=LIMIT_S)
+    assert result.bitwise
+    assert result.num_parameters == len(list(module.parameters()))
+
+
+@pytest.mark.dist
 def test_a_number_of_devices_is_enough() -> None:
     """The model is captured and cut evenly, the example is the batch."""
     model = built("Chain")

@@ -28,6 +28,7 @@ from anabranch.plans.stages import Stage, StageGraph
 from anabranch.runtime import plan_parts as steps
 from anabranch.runtime.compute.options import ComputeOptions, Dropout
 from anabranch.runtime.compute.programs import is_random as is_random_module
+from anabranch.runtime.initialisation import SEEDS, materialise, require_values
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.runtime.placement import claim, own_device
 from anabranch.runtime.reference import Reference, num_samples, reference
@@ -157,6 +158,7 @@ def verify(
         return Reference(loss, {}, _on_cpu(gradients))
 
     def one_process() -> Reference:
+        require_values(module, materialise(module, seed=seed % SEEDS))
         if device is not None:
             claim(place := own_device(device))
             module.to(place)

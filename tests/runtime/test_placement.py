@@ -119,7 +119,7 @@ def test_a_model_of_the_cpu_trains_on_a_gpu() -> None:
 
 
 def test_a_whole_model_runs_on_its_gpu_where_there_is_room() -> None:
-    """Its weights that are elsewhere, and gradients, in half of what is free; 20 bytes each here."""
+    """Weights that are elsewhere, and gradients, in half of what is free; 20 bytes each here."""
     module, gpu = nn.Linear(4, 1), torch.device("cuda", 0)
     assert roomy_home(module, gpu, 80) == gpu
     assert roomy_home(module, gpu, 79) == torch.device("cpu")

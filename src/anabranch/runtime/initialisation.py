@@ -32,6 +32,9 @@ from torch import Tensor, nn
 from anabranch.errors import TrainingError
 from anabranch.graph.capture import Captured
 
+SEEDS = 2**62
+"""Seeds of a run are below it, as they travel in an int64; torch's own are not."""
+
 _CPU = torch.device("cpu")
 
 

@@ -79,8 +79,8 @@ def move(tensors: Iterable[Tensor], place: torch.device) -> None:
 def roomy_home(
     module: nn.Module, home: torch.device, free_bytes: int | None = None
 ) -> torch.device:
-    """Where a whole model runs once, with its gradients: on its GPU if that has room for what is not
-    there, else on the CPU.
+    """Where a whole model runs once, with its gradients: on its GPU if half of what is free there
+    has room for what is missing, else on the CPU.
 
     Args:
         free_bytes: of the GPU, by default as it says.

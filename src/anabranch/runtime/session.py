@@ -26,7 +26,7 @@ from anabranch.runtime.evaluation import Evaluation
 from anabranch.runtime.guards.agreement import facts_of, require_agreement
 from anabranch.runtime.guards.memory_budget import require_memory
 from anabranch.runtime.guards.self_check import compare_with_eager
-from anabranch.runtime.initialisation import meta_names, require_constants
+from anabranch.runtime.initialisation import SEEDS, meta_names, require_constants
 from anabranch.runtime.mesh import Mesh, require_whole_replicas
 from anabranch.runtime.messages import channels
 from anabranch.runtime.model_state import ModelState
@@ -96,7 +96,7 @@ class Session:
                 self.require_memory(plan)
             wanted = sorted({*channels(graph), *further})
             self.transport = self.mesh.transport(place, wanted)
-            seed = torch.tensor([torch.initial_seed() % 2**62])
+            seed = torch.tensor([torch.initial_seed() % SEEDS])
             self.mesh.broadcast(seed, 0)
             self.state = ModelState(
                 replace(workload, module=module), self.holders, self.mesh, place, int(seed)
