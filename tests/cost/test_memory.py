@@ -70,6 +70,15 @@ def test_options(options, more):
     assert memory(**options) == DeviceMemory(3435 + more, 42, 300, 1600)
 
 
+@pytest.mark.parametrize(("replicas", "held"), [(1, 800), (2, 400), (4, 300)])
+def test_shared_optimizer_state(replicas, held):
+    """A part of the 800 trained bytes, but at least the largest parameter."""
+    options = {"optimizer_factor": 2.0, "receive_slots": 0}
+    whole = device_memory(WEIGHTS, 8, replicas, **options)
+    shared = device_memory(WEIGHTS, 8, replicas, **options, shard_optimizer=True)
+    assert whole.resident - shared.resident == 2 * (800 - held)
+
+
 def test_frozen_parameters():
     """No gradient, no optimizer state, one version."""
     nothing = Border(*(Traffic(0, 0),) * 4)

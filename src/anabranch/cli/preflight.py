@@ -9,7 +9,12 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from anabranch.cli.settings import FlushSettings, TrainedPlanSettings, TrainingSettings
+from anabranch.cli.settings import (
+    ComputeSettings,
+    FlushSettings,
+    TrainedPlanSettings,
+    TrainingSettings,
+)
 from anabranch.cli.spread import given
 from anabranch.cluster import Cluster
 from anabranch.errors import DataError, InvalidPlanError, TrainingError
@@ -22,8 +27,9 @@ if TYPE_CHECKING:
     from anabranch.workload import Workload
 
 
-def refuse_mode(is_async: bool, flush: FlushSettings, accumulate: int) -> None:
+def refuse_mode(is_async: bool, flush: FlushSettings, compute: ComputeSettings) -> None:
     """Refuse options of the other mode."""
+    accumulate = compute.accumulate
     norm = flush.clip_stage_norm
     if not is_async and flush.round_robin:
         raise typer.BadParameter(
@@ -39,6 +45,11 @@ def refuse_mode(is_async: bool, flush: FlushSettings, accumulate: int) -> None:
         raise typer.BadParameter(
             f"--accumulate {accumulate}: not with --mode async, where every mini-batch makes an "
             "update; take a larger --batch-size"
+        )
+    if is_async and compute.shard_optimizer:
+        raise typer.BadParameter(
+            "--shard-optimizer: not with --mode async, where every replica makes its own versions "
+            "of the weights; leave it out, or train with a flush"
         )
     if norm is None:
         return

@@ -307,6 +307,13 @@ class ComputeSettings:
         int,
         _computing(min=1, help="Batches that make one update."),
     ] = 1
+    shard_optimizer: Annotated[
+        bool,
+        _computing(
+            "--shard-optimizer",
+            help="Replicas of a stage share its optimizer state instead of each holding it.",
+        ),
+    ] = False
 
     def options(self) -> "ComputeOptions":
         """As the runtime takes it.

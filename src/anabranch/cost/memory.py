@@ -2,6 +2,7 @@
 
     n        samples on the fullest replica: micro-batch size / replicas, rounded up
     fixed    parameters + trainable * (versions + optimizer factor)
+               of the optimizer factor, where replicas share its state, the part of one of them
              + receive slots * (entering + gradients of what leaves)
              + largest                      gradient of one parameter, before it is added
              + kept * n                     with recomputation: the inside of one micro-batch
@@ -75,15 +76,21 @@ def device_memory(
     receive_slots: int,
     recompute: Number = False,
     versions: int = 1,
+    shard_optimizer: bool = False,
 ) -> DeviceMemory:
     """The formula at the head of this file, for one stage or many.
 
     Args:
         optimizer_factor: optimizer state in bytes per byte of trainable parameter.
         receive_slots: receives posted ahead per channel.
+        shard_optimizer: replicas share the optimizer's state, each parameter's is whole on one.
     """
     samples = -(-microbatch_size // replicas)
-    state = weights.parameters + weights.trainable * (versions + optimizer_factor)
+    updated = weights.trainable
+    if shard_optimizer:
+        share = np.maximum(updated / replicas, weights.largest)
+        updated = np.minimum(updated, share)
+    state = weights.parameters + weights.trainable * versions + updated * optimizer_factor
     entering = weights.border.entering.at(samples)
     ahead = receive_slots * (entering + weights.border.entering_gradients.at(samples))
     kept = weights.kept * samples

@@ -40,6 +40,8 @@ class CostModel:
         receive_slots: receives posted ahead per channel, beyond the micro-batches in flight.
         updates: of the weights in one batch, each with its all-reduce; more than 1 where a planner
             is asked for a row of mini-batches without a flush.
+        shard_optimizer: whether replicas share the optimizer's state, see ``Pipeline``; in memory
+            only, the seconds are those of an all-reduce.
     """
 
     profile: Profile
@@ -47,6 +49,7 @@ class CostModel:
     optimizer_factor: float = 2.0
     receive_slots: int = 1
     updates: int = 1
+    shard_optimizer: bool = False
     _tables: dict[tuple[float, int], tuple[Floats, Floats]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -379,6 +382,7 @@ class CostModel:
             microbatch_size,
             replicas,
             optimizer_factor=self.optimizer_factor,
+            shard_optimizer=self.shard_optimizer,
             receive_slots=self.receive_slots,
             recompute=recompute,
             versions=versions,

@@ -267,6 +267,24 @@ class Mesh:
         work = guarded(lambda: dist.all_reduce(tensor, group=self._groups[key], async_op=True))
         return _Reduced(tensor, work)
 
+    def start_reduce(self, tensor: Tensor, ranks: tuple[int, ...], target: int) -> Pending:
+        """As ``start_all_reduce``, for one rank of a set; what others have then is undefined."""
+        if len(ranks) == 1:
+            return _Reduced(tensor, None)
+        most = _MOST_SMALL if tensor.numel() <= _SMALL else _MOST_LARGE
+        if self._near is not None and len(ranks) <= most and not tensor.is_cuda:
+            tag = -1 - sorted(self._groups).index(ranks)
+            if target != self.rank:
+                self._near.send([tensor], target, tag)
+                return _Reduced(tensor, None)
+            specs = [(tensor.shape, tensor.dtype)]
+            others = [rank for rank in ranks if rank != target]
+            receipts = {r: self._near.receive(specs, _CPU, r, tag) for r in others}
+            return _Exchanged(tensor, self.rank, receipts)
+        group = self._groups[ranks]
+        work = guarded(lambda: dist.reduce(tensor, target, group=group, async_op=True))
+        return _Reduced(tensor, work)
+
     def _exchange_terms(
         self, near: Transport, tensor: Tensor, ranks: tuple[int, ...], tag: int
     ) -> _Exchanged:

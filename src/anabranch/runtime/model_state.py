@@ -58,7 +58,11 @@ class ModelState:
             # They may be needed once more, for the self-check.
             others = [t for name, t in self._everything().items() if not self._is_held(name)]
             move((t for t in others if t.device == place), torch.device("cpu"))
-        trainable = [(name, p) for name, p in self.parameters.items() if p.requires_grad]
+        trainable = [
+            (name, p)
+            for name, p in self.parameters.items()
+            if p.requires_grad and holders.updaters.get(name, mesh.rank) == mesh.rank
+        ]
         self.optimizer = workload.optimizer(trainable) if trainable else None
         recipe = workload.scheduler
         self.scheduler = recipe(self.optimizer) if recipe and self.optimizer else None

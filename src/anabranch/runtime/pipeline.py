@@ -76,6 +76,10 @@ class Pipeline(BasePipeline):
             the scheduler count updates. What the last batches leave over, ``update`` uses.
         compute: precision, compilation, offloading, random numbers; the same on every rank.
         exact: gradients bitwise those of one process that accumulates the same micro-batches.
+        shard_optimizer: replicas of a stage share its optimizer state: each parameter is updated by
+            one of them, which alone has its state and gets its summed gradient, and sends it to the
+            others (ZeRO stage 1). Parameters are those of a run without, bit for bit where sums
+            have one order. Not with ``exact``.
         check_gradients: before the first step, compare loss and gradients of one micro-batch with
             the user's own module in one process.
         check_memory: before anything is allocated, compare the predicted peaks of all ranks with
@@ -90,7 +94,7 @@ class Pipeline(BasePipeline):
             disagree, or a stage has tensor parallelism.
         InfeasiblePlanError: if a rank would take more memory than there is.
         CaptureError: if the module cannot be captured.
-        ValueError: if ``accumulate`` is less than 1.
+        ValueError: if ``accumulate`` is less than 1, or ``shard_optimizer`` meets ``exact``.
     """
 
     def __init__(
@@ -103,6 +107,7 @@ class Pipeline(BasePipeline):
         accumulate: int = 1,
         compute: ComputeOptions = PLAIN,
         exact: bool = False,
+        shard_optimizer: bool = False,
         check_gradients: bool = True,
         check_memory: bool = True,
         timeout: float = 600.0,
@@ -110,6 +115,11 @@ class Pipeline(BasePipeline):
     ) -> None:
         if accumulate < 1:
             raise ValueError(f"accumulate is {accumulate}; an update takes at least one batch")
+        if exact and shard_optimizer:
+            raise ValueError(
+                "exact mode adds gradients of tied parameters on all their holders, which "
+                "shard_optimizer gives to one of them; take one of the two"
+            )
         self.workload, self.plan = workload, plan
         self._session = session = Session(
             workload,
@@ -119,6 +129,7 @@ class Pipeline(BasePipeline):
             facts={
                 "accumulate": accumulate,
                 "exact": exact,
+                "shard_optimizer": shard_optimizer,
                 "check_gradients": check_gradients,
                 "check_memory": check_memory,
                 "clip_norm": workload.clip_norm,
@@ -129,6 +140,7 @@ class Pipeline(BasePipeline):
             check_memory=check_memory,
             timeout=timeout,
             device=device,
+            shard_optimizer=shard_optimizer,
         )
         self._mesh, self._state, self._workers = session.mesh, session.state, session.workers
         self.optimizer, self.scheduler = session.state.optimizer, session.state.scheduler
@@ -339,6 +351,7 @@ class Pipeline(BasePipeline):
             self._updates.drop()
         else:
             self._updates.apply(tally.squares, largest)
+            self._updates.share()
         return tally.loss
 
     def _tally(
@@ -364,6 +377,7 @@ class Pipeline(BasePipeline):
             _, outcome = self._run(leaves, at_once=True)
             self._updates.finish()
             self._update_alone(outcome)
+            self._updates.share()
             tally = self._tally(outcome, is_first=False)
             POSITION.leave()
         self._session.count()

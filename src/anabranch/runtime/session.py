@@ -68,6 +68,7 @@ class Session:
         timeout: float,
         device: torch.device | str | None,
         further: Collection[Channel] = (),
+        shard_optimizer: bool = False,
     ) -> None:
         graph = plan.stage_graph
         require_whole_replicas(graph)
@@ -89,6 +90,13 @@ class Session:
         if exact:
             require_exact(compute, self.parts)
         self.holders = Holders.of(self.parts, graph)
+        if shard_optimizer:
+            trainable = {
+                name: p.numel() * p.element_size()
+                for name, p in module.named_parameters()
+                if p.requires_grad
+            }
+            self.holders = self.holders.sharded(trainable)
         self.mesh = Mesh(graph.devices, self.holders.sets, place=place, timeout=timeout)
         self.transport: Transport | None = None
         with self.failing():

@@ -89,12 +89,15 @@ def train(
     options = compute.options()
     job = Job.of(model.source, local)
     is_async = flush.is_async(job.plan)
-    refuse_mode(is_async, flush, compute.accumulate)
+    refuse_mode(is_async, flush, compute)
     shown, policy = _plan(job, local, training, options, flush)
     is_first = os.environ.get("RANK", "0") == "0"
     if is_first and not as_json:
         typer.echo(shown.summary())
-    special: dict[str, Any] = {"accumulate": compute.accumulate}
+    special: dict[str, Any] = {
+        "accumulate": compute.accumulate,
+        "shard_optimizer": compute.shard_optimizer,
+    }
     if is_async:
         special = {
             "policy": policy,

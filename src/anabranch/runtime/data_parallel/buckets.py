@@ -33,14 +33,18 @@ class Bucket:
 
     Args:
         ranks: who holds them, ascending.
+        updater: who alone updates them; None where all do.
     """
 
-    def __init__(self, ranks: Ranks, named: Iterable[Named], mesh: Mesh) -> None:
-        self.ranks, self.named = ranks, tuple(named)
+    def __init__(
+        self, ranks: Ranks, named: Iterable[Named], mesh: Mesh, updater: int | None = None
+    ) -> None:
+        self.ranks, self.named, self.updater = ranks, tuple(named), updater
         self._mesh = mesh
         self._flat: Tensor | None = None
         self._views: list[Tensor] = []
         self._pending: Pending | None = None
+        self._is_mine = True
         self.begin()
 
     def begin(self) -> None:
@@ -82,10 +86,34 @@ class Bucket:
         flat[len(flat) - len(self.named) + index] = float(gradient is not None)
         self.missing -= 1
 
-    def start(self) -> None:
-        """Start to sum over the ranks, once every gradient has been put."""
+    def start(self, *, everywhere: bool = False) -> None:
+        """Start to sum over the ranks, once every gradient has been put.
+
+        Args:
+            everywhere: all ranks get the sums, whoever updates.
+        """
         assert self.missing == 0
-        self._pending = self._mesh.start_all_reduce(self._buffer(), self.ranks)
+        flat, updater = self._buffer(), None if everywhere else self.updater
+        self._is_mine = updater in (None, self._mesh.rank)
+        if updater is None:
+            self._pending = self._mesh.start_all_reduce(flat, self.ranks)
+        else:
+            self._pending = self._mesh.start_reduce(flat, self.ranks, updater)
+
+    def share(self) -> None:
+        """Give all ranks the parameters that one of them has updated; gradients are gone then."""
+        assert self.updater is not None
+        self._buffer()
+        is_mine = self.updater == self._mesh.rank
+        with torch.no_grad():
+            for (_, parameter), view in zip(self.named, self._views, strict=True):
+                parameter.grad = None
+                if is_mine:
+                    view.copy_(parameter)
+            self._mesh.broadcast(self._buffer(), self.updater, self.ranks)
+            if not is_mine:
+                for (_, parameter), view in zip(self.named, self._views, strict=True):
+                    parameter.copy_(view)
 
     @property
     def is_pending(self) -> bool:
@@ -107,7 +135,7 @@ class Bucket:
     def hand_out(self, flags: Sequence[float]) -> None:
         """Make the sums the gradients of those parameters."""
         for (_, parameter), view, has in zip(self.named, self._views, flags, strict=True):
-            parameter.grad = view if has > 0 else None
+            parameter.grad = view if has > 0 and self._is_mine else None
 
     def _buffer(self) -> Tensor:
         if self._flat is None:
@@ -129,14 +157,16 @@ def take(buckets: Iterable[Bucket]) -> None:
         bucket.hand_out(list(islice(numbers, len(bucket.named))))
 
 
-def cut(ranks: Ranks, named: Iterable[Named], mesh: Mesh) -> list[Bucket]:
+def cut(
+    ranks: Ranks, named: Iterable[Named], mesh: Mesh, updater: int | None = None
+) -> list[Bucket]:
     """Buckets of one element type each."""
     runs = cut_into_buckets(
         named,
         lambda item: item[1].numel() * item[1].element_size(),
         lambda item: item[1].dtype,
     )
-    return [Bucket(ranks, run, mesh) for run in runs]
+    return [Bucket(ranks, run, mesh, updater) for run in runs]
 
 
 def dense(gradient: Tensor) -> Tensor:

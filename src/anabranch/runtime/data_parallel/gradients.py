@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -32,11 +32,38 @@ class Holders:
         parameters: name -> ranks, ascending.
         buffers: name -> ranks, ascending.
         stages: parameter -> stages that read it, ascending.
+        updaters: trainable parameter -> the rank that alone has its optimizer state and updates it,
+            for those whose state is not held by every holder (see ``sharded``).
     """
 
     parameters: Mapping[str, Ranks]
     buffers: Mapping[str, Ranks]
     stages: Mapping[str, tuple[int, ...]]
+    updaters: Mapping[str, int] = field(default_factory=dict)
+
+    def sharded(self, trainable: Mapping[str, int]) -> Holders:
+        """With the optimizer state of each parameter on one of its holders (ZeRO, Rajbhandari et
+        al. 2020, stage 1, but for whole parameters, as ``torch.distributed.optim`` has it).
+
+        So any optimizer will do, also one that looks at a whole parameter. Those that the same
+        ranks hold are cut, last first, into as many runs as there are ranks, of about equal bytes:
+        the gradients of a run are final together.
+
+        Args:
+            trainable: bytes of the trainable parameters, in the model's order.
+        """
+        groups: dict[Ranks, list[str]] = defaultdict(list)
+        for name in reversed(list(trainable)):
+            if len(self.parameters.get(name, ())) > 1:
+                groups[self.parameters[name]].append(name)
+        updaters = {}
+        for ranks, names in groups.items():
+            total, before = sum(trainable[name] for name in names) or 1, 0
+            for name in names:
+                middle = before + trainable[name] / 2
+                updaters[name] = ranks[min(int(middle / total * len(ranks)), len(ranks) - 1)]
+                before += trainable[name]
+        return replace(self, updaters=updaters)
 
     @staticmethod
     def of(split: Split, graph: StageGraph) -> Holders:
@@ -51,7 +78,7 @@ class Holders:
                 stages[name].add(s)
             for name in split.buffers(s):
                 buffers[name] |= ranks
-        return Holders(*map(_ascending, (parameters, buffers, stages)))
+        return Holders(_ascending(parameters), _ascending(buffers), _ascending(stages))
 
     @property
     def sets(self) -> set[Ranks]:
@@ -70,6 +97,8 @@ class Holders:
 
     def owner(self, name: str) -> int:
         """The rank that speaks for a parameter or buffer where it must be counted or saved once."""
+        if name in self.updaters:
+            return self.updaters[name]
         return (self.parameters.get(name) or self.buffers[name])[0]
 
 

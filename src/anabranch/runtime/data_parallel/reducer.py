@@ -69,16 +69,19 @@ class Reducer:
     ) -> None:
         self._parameters, self._stages_of = parameters, holders.stages
         self._notes, self._totals = notes, list[Tensor]()
-        groups: dict[tuple[Ranks, tuple[int, ...]], list[Named]] = defaultdict(list)
+        groups: dict[tuple[Ranks, tuple[int, ...], int], list[Named]] = defaultdict(list)
         for name, parameter in reversed(list(parameters.items())):
             ranks = holders.parameters[name]
             if parameter.requires_grad and len(ranks) > 1:
-                groups[ranks, holders.stages[name]].append((name, parameter))
+                updater = holders.updaters.get(name, -1)
+                groups[ranks, holders.stages[name], updater].append((name, parameter))
         queues: dict[Ranks, _Queue] = {}
         self._places: dict[str, _Slot] = {}
-        for (ranks, _), named in sorted(groups.items(), key=lambda g: (turn(*g[0]), g[0])):
+        for (ranks, _, updater), named in sorted(
+            groups.items(), key=lambda g: (turn(*g[0][:2]), g[0])
+        ):
             queue = queues.setdefault(ranks, _Queue([]))
-            for bucket in cut(ranks, named, mesh):
+            for bucket in cut(ranks, named, mesh, updater if updater >= 0 else None):
                 queue.buckets.append(bucket)
                 for index, (name, _) in enumerate(bucket.named):
                     self._places[name] = _Slot(queue, bucket, index)
@@ -114,12 +117,16 @@ class Reducer:
         flats = (bucket.flat for queue in self._queues for bucket in queue.buckets)
         return [flat for flat in flats if flat is not None]
 
-    def begin(self, order: Sequence[int], *, is_last: bool = True) -> None:
+    def begin(
+        self, order: Sequence[int], *, is_last: bool = True, everywhere: bool = False
+    ) -> None:
         """A batch begins; see ``finals``.
 
         Args:
             is_last: its last backwards make gradients final, which are to be summed.
+            everywhere: all holders get the sums, not only who updates a parameter.
         """
+        self._everywhere = everywhere
         self._release(list(self._handles))
         self._order, self._armed = tuple(order), set()
         finals = self.finals(self._order)
@@ -178,8 +185,15 @@ class Reducer:
             bucket = queue.buckets[queue.started]
             if self._notes and bucket.flat is not None:
                 self._totals.append(bucket.flat.sum())
-            bucket.start()
+            bucket.start(everywhere=self._everywhere)
             queue.started += 1
+
+    def share(self) -> None:
+        """Give all holders the parameters that one of them has updated; all call it together."""
+        for queue in sorted(self._queues, key=lambda queue: queue.buckets[0].ranks):
+            for bucket in queue.buckets:
+                if bucket.updater is not None:
+                    bucket.share()
 
     @property
     def has_finite_terms(self) -> bool:

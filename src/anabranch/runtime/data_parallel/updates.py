@@ -108,7 +108,9 @@ class Updates:
         self._is_last = alone or self.accumulated == self.accumulate
         self._divisor = max(self.accumulated, 1)
         self._is_summed = False
+        self._is_alone = alone
         splits = at_once and self._has_parts and _may_split(self._state.optimizer)
+        splits = splits and not self._holders.updaters  # who updates waits for nobody in between
         self._at_once = splits and self._is_last and not self._exact
         self._ready = []
 
@@ -170,6 +172,13 @@ class Updates:
         if self._state.scheduler is not None:
             self._state.scheduler.step()
 
+    def share(self) -> None:
+        """After an update, or instead of one that some ranks refuse: all holders of a parameter get
+        it from the one that updates it.
+        """
+        if self._is_last:
+            self._reducer.share()
+
     @property
     def may_guard(self) -> bool:
         """Whether an update is due from an optimizer that can be told on the device to do nothing:
@@ -228,7 +237,7 @@ class Updates:
 
     def begins(self, stages: Sequence[int], outcome: Outcome) -> None:
         self._order, self._outcome = stages, outcome
-        self._reducer.begin(stages, is_last=self._overlaps)
+        self._reducer.begin(stages, is_last=self._overlaps, everywhere=self._is_alone)
 
     def before_last(self, stage: int) -> None:
         if self._overlaps:

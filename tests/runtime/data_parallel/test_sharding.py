@@ -1,0 +1,171 @@
+"""Optimizer state on one of the holders of a parameter, against state on all of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from anabranch import launch
+from anabranch.runtime.data_parallel.gradients import Holders
+from anabranch.runtime.pipeline import Pipeline
+from tests.runtime.data_parallel.test_updates import BATCHES, adam, decay, momentum, run, trained
+from tests.runtime.small import Built, batch, built, num_ranks, on_devices, plan, with_options
+
+
+def test_parameters_are_cut_in_runs_last_first() -> None:
+    """Of 4 + 2 + 1 + 1 bytes rank 0 updates the last 4; what one rank holds alone is not cut."""
+    holders = Holders({"a": (0, 1), "b": (0, 1), "c": (0, 1), "d": (0, 1), "e": (2,)}, {}, {})
+    sharded = holders.sharded({"a": 4, "b": 2, "c": 1, "d": 1, "e": 9})
+    assert sharded.updaters == {"d": 0, "c": 0, "b": 0, "a": 1}
+    assert [sharded.owner(name) for name in "abcde"] == [1, 0, 0, 0, 2]
+    assert holders.owner("a") == 0
+
+
+CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("TwoBranch", {"num_stages": 2, "replicas": [2, 1]}, {}),
+    ("TwoBranch", {"num_stages": 1, "replicas": [3]}, {"clip_norm": 0.05}),
+    ("Tied", {"num_stages": 2, "replicas": [2, 1]}, {"optimizer": momentum}),
+    ("Unused", {"num_stages": 1, "replicas": [2]}, {}),
+]
+
+
+@pytest.mark.dist
+@pytest.mark.filterwarnings("ignore:no gradient reaches")
+@pytest.mark.parametrize("way", ["step", "steps"])
+@pytest.mark.parametrize(("name", "shape", "options"), CASES)
+def test_training_is_bitwise_that_without(
+    name: str, shape: dict[str, Any], options: dict[str, Any], way: str
+) -> None:
+    """Replicas, tied parameters, those without a gradient; short batches, a clipped norm, a
+    learning rate that falls, two batches per update and one that is left.
+    """
+    model = built(name)
+    workload = with_options(model, **({"optimizer": adam, "scheduler": decay} | options))
+    chosen = plan(model, **shape)
+
+    def work(pipeline: Pipeline) -> list[float]:
+        one_by_one = [pipeline.step(each) for each in BATCHES] if way == "step" else []
+        losses = one_by_one or list(pipeline.steps(BATCHES))
+        pipeline.update()
+        return losses
+
+    whole = trained(model, chosen, workload, work, accumulate=2)
+    sharded = trained(model, chosen, workload, work, accumulate=2, shard_optimizer=True)
+    assert sharded[0] == whole[0]
+    assert all(torch.equal(sharded[1][key], value) for key, value in whole[1].items())
+
+
+@pytest.mark.dist
+def test_two_stages_on_a_device() -> None:
+    """Without a barrier, where stages are otherwise updated one by one."""
+    model = built("TwoBranch")
+    workload = with_options(model, optimizer=adam)
+    devices = [(0, 1), (2,), (1, 0), (2,)]
+    chosen = on_devices(plan(model, 4, replicas=[2, 1, 2, 1]), devices)
+
+    def work(pipeline: Pipeline) -> list[float]:
+        return list(pipeline.steps(BATCHES))
+
+    whole = trained(model, chosen, workload, work)
+    sharded = trained(model, chosen, workload, work, shard_optimizer=True)
+    assert sharded[0] == whole[0]
+    assert all(torch.equal(sharded[1][key], value) for key, value in whole[1].items())
+
+
+def state_bytes(pipeline: Pipeline) -> int:
+    if pipeline.optimizer is None:
+        return 0
+    entries = pipeline.optimizer.state.values()
+    tensors = [t for e in entries for t in e.values() if isinstance(t, Tensor) and t.ndim]
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+@pytest.mark.dist
+def test_replicas_hold_the_state_once() -> None:
+    """All together as much as one without; none has more than half and the largest parameter."""
+    model = built("Chain")
+    workload = with_options(model, optimizer=adam)
+    chosen = plan(model, 1, replicas=[2])
+
+    def work(pipeline: Pipeline) -> int:
+        pipeline.step(BATCHES[0])
+        return state_bytes(pipeline)
+
+    whole = run(model, chosen, workload, work)
+    sharded = run(model, chosen, workload, work, shard_optimizer=True)
+    assert sum(sharded) == whole[0] == whole[1]
+    largest = max(p.numel() * p.element_size() for p in model.module.parameters())
+    assert 0 < min(sharded) <= max(sharded) <= whole[0] / 2 + 2 * largest
+
+
+def resumed(
+    model: Built, folder: Path, workload: Any, shape: dict[str, Any], **options: Any
+) -> list[dict[str, Tensor]]:
+    chosen = plan(model, **shape)
+
+    def rank() -> dict[str, Tensor]:
+        pipeline = Pipeline.resume(
+            folder, workload, chosen, captured=model.captured, check_gradients=False, **options
+        )
+        for each in BATCHES[2:]:
+            pipeline.step(each)
+        return {n: p.detach() for n, p in pipeline._state.parameters.items()}
+
+    found: list[dict[str, Tensor]] = launch.run(rank, num_ranks(chosen), timeout=60.0)
+    return found
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("before", [False, True])
+def test_checkpoints_know_nothing_of_it(before: bool, tmp_path: Path) -> None:
+    """What was saved with it goes on without, and the other way round, on other replicas too."""
+    model = built("TwoBranch")
+    workload = with_options(model, optimizer=adam, scheduler=decay)
+    shape = {"num_stages": 2, "replicas": [2, 1]}
+
+    def work(pipeline: Pipeline) -> None:
+        for each in BATCHES[:2]:
+            pipeline.step(each)
+        pipeline.save(tmp_path / "saved")
+
+    run(model, plan(model, **shape), workload, work, shard_optimizer=before)
+    same = resumed(model, tmp_path / "saved", workload, shape, shard_optimizer=before)
+    other = resumed(model, tmp_path / "saved", workload, shape, shard_optimizer=not before)
+    assert all(torch.equal(a[key], b[key]) for a, b in zip(same, other, strict=True) for key in a)
+    three = {"num_stages": 1, "replicas": [3]}
+    for held in resumed(model, tmp_path / "saved", workload, three, shard_optimizer=not before):
+        for key, value in same[0].items():
+            torch.testing.assert_close(held[key], value, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.dist
+def test_gradients_of_one_batch_are_everywhere() -> None:
+    """They are for the caller, who may ask any holder."""
+    model = built("Chain")
+    chosen = plan(model, 1, replicas=[2])
+
+    def work(pipeline: Pipeline) -> dict[str, Tensor]:
+        return pipeline.gradients(batch(16))[1]
+
+    whole = run(model, chosen, model.workload, work)
+    sharded = run(model, chosen, model.workload, work, shard_optimizer=True)
+    for mine, theirs in zip(sharded, whole, strict=True):
+        assert mine.keys() == theirs.keys()
+        assert all(torch.equal(mine[key], theirs[key]) for key in mine)
+
+
+def test_exact_mode_is_refused() -> None:
+    """One paragraph with the reason, before anything is made."""
+    model = built("Chain")
+    with pytest.raises(ValueError, match="tied parameters on all their holders"):
+        Pipeline(
+            model.workload,
+            plan(model, 1),
+            captured=model.captured,
+            exact=True,
+            shard_optimizer=True,
+        )
