@@ -81,6 +81,8 @@ class Calibration:
         receive_s: likewise at its receiver, and ``receive_byte_s`` per byte.
         microbatch_s: of a forward or backward, besides its operators.
         step_s: of each rank in a step, besides its actions, sums and update.
+        sum_tensor_s: of summing gradients, for each parameter that other ranks hold as well, and
+            ``sum_byte_s`` per byte of it and other rank.
         memory_bandwidth: bytes/s at which an optimizer goes through its tensors.
     """
 
@@ -93,6 +95,8 @@ class Calibration:
     receive_byte_s: float
     microbatch_s: float
     step_s: float
+    sum_tensor_s: float
+    sum_byte_s: float
     memory_bandwidth: float
 
     def __post_init__(self) -> None:

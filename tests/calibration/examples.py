@@ -20,6 +20,8 @@ def calibration(**changed: Any) -> Calibration:
         "receive_byte_s": 0.5,
         "microbatch_s": 0.125,
         "step_s": 4.0,
+        "sum_tensor_s": 0.25,
+        "sum_byte_s": 0.125,
         "memory_bandwidth": 100.0,
     }
     return Calibration(**{**fields, **changed})

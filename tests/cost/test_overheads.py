@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from anabranch.cluster import Cluster
-from anabranch.cost.overheads import agreement_s, message_s, update_cost
+from anabranch.cost.overheads import agreement_s, message_s, sum_s, update_cost
 from anabranch.profile.data_sheets import DATA_SHEETS
 from anabranch.profile.profile import UpdateCost
 from tests.calibration.examples import calibration, cluster
@@ -23,6 +23,13 @@ def test_a_message_takes_both_processors():
     assert message_s(calibration(), 8) == (3.0, 6.0)
     assert message_s(calibration(), 0) == (0.0, 0.0)
     assert message_s(None, 8) == (0.0, 0.0)
+
+
+def test_sums_by_number_bytes_and_ranks():
+    """4 gradients of 8 bytes in all over 3 ranks: 4 / 4 s, and 8 / 8 s for each of two others."""
+    assert sum_s(calibration(), 4, 8, 3) == 3.0
+    assert sum_s(calibration(), 4, 8, 1) == 0.0
+    assert sum_s(None, 4, 8, 3) == 0.0
 
 
 def test_everybody_tells_everybody():

@@ -50,6 +50,8 @@ def test_a_calibration_that_cannot_be_is_refused(tmp_path: Path) -> None:
         "receive_byte_s": 0.0,
         "microbatch_s": 0.0,
         "step_s": 0.0,
+        "sum_tensor_s": 0.0,
+        "sum_byte_s": 0.0,
         "memory_bytes_per_s": 1.0,
     }
     file = tmp_path / "c.json"

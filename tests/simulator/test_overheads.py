@@ -27,6 +27,8 @@ NOTHING: dict[str, Any] = {
     "receive_byte_s": 0.0,
     "microbatch_s": 0.0,
     "step_s": 0.0,
+    "sum_tensor_s": 0.0,
+    "sum_byte_s": 0.0,
     "memory_bandwidth": 1e30,
 }
 ROW = StageGraph((Stage(("op0",), (0,), 1), Stage(("op1",), (1,), 1)), ((0, 1),), 1)
@@ -111,6 +113,15 @@ def test_replicas_update_when_they_have_summed():
     cluster = replace(machine(2), levels=(Level("l0", 2, 1.0, 0.0),))
     cost = costs(cluster, 1.0, update=UpdateCost(1.0, 0.0, 0.0))
     assert timeline(graph, cost).step_s == pytest.approx(2.0 + 4.0 + 1.0)
+
+
+def test_sums_take_time_of_the_backward():
+    """Two replicas of 1 + 1 s, whose links are free: a parameter of 4 bytes costs 1 + 4 / 4 s."""
+    graph = StageGraph((Stage(("op0",), (0, 1), 2),), (), 2)
+    cost = costs(machine(sum_tensor_s=1.0, sum_byte_s=0.25), 1.0)
+    found = timeline(graph, cost)
+    assert found.step_s == pytest.approx(2.0 + 2.0)
+    assert [span.end - span.start for span in found.spans] == pytest.approx([1.0, 3.0] * 2)
 
 
 def test_several_stages_of_a_device_update_one_after_the_other():

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from anabranch import launch
-from anabranch.calibration import messages, overheads, side_by_side
+from anabranch.calibration import messages, overheads, side_by_side, sums
 from anabranch.calibration.machine import this_machine
 from anabranch.calibration.messages import Exchange, Line
 from anabranch.calibration.overheads import Overheads
@@ -60,6 +60,7 @@ class _Seen:
     host: str
     paces: dict[int, list[Pace]]
     links: dict[tuple[int, int], list[Exchange]]
+    sums: Line | None = None
 
 
 def calibrate(progress: Progress | None = None) -> Calibrated:
@@ -107,7 +108,7 @@ def _silent(done: int, total: int) -> None:
 def _rank(ks: Sequence[int], progress: Progress) -> _Seen:
     """One rank's measurements: side by side, then with each other rank in turn."""
     size = int(os.environ.get("WORLD_SIZE", "0")) or dist.get_world_size()
-    mesh = Mesh(range(size))
+    mesh = Mesh(range(size), {sums.RANKS} if size > 1 else ())
     hosts: list[str] = [""] * size
     dist.all_gather_object(hosts, _host())
     local = sum(host == hosts[mesh.rank] for host in hosts[: mesh.rank])
@@ -129,11 +130,13 @@ def _rank(ks: Sequence[int], progress: Progress) -> _Seen:
             links[a, b] = messages.exchange(transport, peer, first=mesh.rank == a, tag=tag)
         told(windows + tag + 1)
     mesh.barrier()
+    summing = sums.measure_sums(mesh) if size > 1 and mesh.rank in sums.RANKS else None
+    mesh.barrier()
     if transport is not None:
         transport.flush()
         mesh.part("calibration", 10.0)
         transport.close()
-    return _Seen(hosts[mesh.rank], paces, links)
+    return _Seen(hosts[mesh.rank], paces, links, summing)
 
 
 def _host() -> str:
@@ -166,6 +169,7 @@ def _joined(
         levels.append(_level("network", len(hosts), far))
     send = _line([[x.send_s for x in exchanges] for exchanges in ends])
     receive = _line([[x.receive_s for x in exchanges] for exchanges in ends])
+    summing = [one.sums for one in seen if one.sums is not None]
     calibration = Calibration(
         this_machine(),
         datetime.now(UTC).date().isoformat(),
@@ -176,6 +180,8 @@ def _joined(
         receive_byte_s=receive.byte_s,
         microbatch_s=alone.microbatch_s,
         step_s=alone.step_s,
+        sum_tensor_s=statistics.fmean(s.fixed_s for s in summing) if summing else 0.0,
+        sum_byte_s=statistics.fmean(s.byte_s for s in summing) if summing else 0.0,
         memory_bandwidth=alone.memory_bandwidth,
     )
     cluster = Cluster(name, "cpu", preset.memory_bytes, tuple(levels), cores, calibration)

@@ -2,9 +2,9 @@
 
 A pipeline of one rank trains a model whose operators take next to nothing, with few micro-batches
 and with many. What they differ by, without the operators as the profiler times them, is the
-bookkeeping of passes; the rest, without the update, is that of steps::
+bookkeeping of passes; the rest is that of steps, as the optimizer does nothing::
 
-    step(M) = step_s + update + M * (2 * microbatch_s + operators)
+    step(M) = step_s + M * (2 * microbatch_s + operators)
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ from anabranch.cluster import Cluster
 from anabranch.graph.capture import Captured, capture
 from anabranch.profile.measure import measure
 from anabranch.profile.profile import Profile
-from anabranch.runtime.measurement.update import measure_update
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.solve import plan
-from anabranch.workload import Workload, adamw
+from anabranch.workload import NamedParameters, Workload, adamw
 
 _SAMPLES = 4
 """Of a micro-batch."""
@@ -52,21 +51,26 @@ class _Tiny(nn.Module):
         return result.square().mean()
 
 
+class _Idle(torch.optim.Optimizer):
+    def __init__(self, parameters: NamedParameters) -> None:
+        super().__init__(parameters, {})
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        """Change nothing."""
+
+
 def measure_overheads() -> Overheads:
     """Measure them on this processor core; no process group may have been made."""
     torch.manual_seed(0)
-    workload = Workload(_Tiny(), (torch.randn(_SAMPLES, 8),))
+    workload = Workload(_Tiny(), (torch.randn(_SAMPLES, 8),), optimizer=_Idle)
     captured = capture(workload.module, workload.example)
     profile = measure(captured, (_SAMPLES, 2 * _SAMPLES), repeats=24)
     operators_s = sum(cost.forward_s[0] + cost.backward_s[0] for cost in profile.costs)
-    update = measure_update(workload)
-    parameters = list(workload.module.parameters())
-    update_s = update.seconds(len(parameters), sum(p.nbytes for p in parameters))
     few, many = (_step_s(workload, captured, profile, m) for m in (_FEW, _MANY))
     microbatch_s = (many - few) / (_MANY - _FEW)
     return Overheads(
         max(0.0, microbatch_s - operators_s) / 2,
-        max(0.0, few - _FEW * microbatch_s - update_s),
+        max(0.0, few - _FEW * microbatch_s),
         _memory_bandwidth(),
     )
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from anabranch.cluster import Cluster
 from anabranch.cost.communication import Route, all_reduce_s, border_price, ring_price, transfer_s
 from anabranch.cost.memory import DeviceMemory, device_memory
-from anabranch.cost.overheads import agreement_s, message_s, update_cost
+from anabranch.cost.overheads import agreement_s, message_s, sum_s, update_cost
 from anabranch.cost.stage_weights import Border, Number, StageWeights, Traffic
 from anabranch.errors import ProfileError
 from anabranch.graph.opgraph import BATCH, OpGraph, Parameter, bits
@@ -236,6 +236,10 @@ class CostModel:
     def message_s(self, nbytes: float) -> tuple[float, float]:
         """Processor seconds of a message at its sender and at its receiver."""
         return message_s(self.cluster.calibration, nbytes)
+
+    def sum_s(self, tensors: int, nbytes: float, devices: int) -> float:
+        """Processor seconds of a device for the sums of so many gradients."""
+        return sum_s(self.cluster.calibration, tensors, nbytes, devices)
 
     def agreement_s(self, devices: int) -> float:
         """Seconds until so many devices have the totals of the last to come."""

@@ -8,6 +8,8 @@
 
                     bytes moved = (3 + 2 * optimizer state per weight) * bytes of weights
 
+    sums        per gradient + per byte and other rank, of the processors; the links' time is in
+                ``communication``
     agreement   of loss and metrics: every rank sends its totals to all others and takes theirs
 
 What a cluster was not calibrated for costs nothing.
@@ -28,6 +30,13 @@ def message_s(calibration: Calibration | None, nbytes: float) -> tuple[float, fl
         calibration.send_s + calibration.send_byte_s * nbytes,
         calibration.receive_s + calibration.receive_byte_s * nbytes,
     )
+
+
+def sum_s(calibration: Calibration | None, tensors: int, nbytes: float, ranks: int) -> float:
+    """Processor seconds of a rank for the sums of so many gradients."""
+    if calibration is None or ranks < 2:
+        return 0.0
+    return calibration.sum_tensor_s * tensors + calibration.sum_byte_s * nbytes * (ranks - 1)
 
 
 def agreement_s(cluster: Cluster, ranks: int) -> float:

@@ -93,6 +93,8 @@ class _Calibration(Strict):
     receive_byte_s: Seconds
     microbatch_s: Seconds
     step_s: Seconds
+    sum_tensor_s: Seconds
+    sum_byte_s: Seconds
     memory_bytes_per_s: Annotated[float, Field(gt=0, le=1e18)]
 
 

@@ -49,12 +49,16 @@ class Piece(NamedTuple):
 class AllReduce(NamedTuple):
     """Gradients that devices sum up, piece after piece, each as soon as it is final in the last
     backwards of all of these stages.
+
+    Attributes:
+        device_s: what all of it takes of each device's own time.
     """
 
     stages: tuple[int, ...]
     devices: tuple[int, ...]
     pieces: tuple[Piece, ...]
     ports: tuple[Port, ...]
+    device_s: float = 0.0
 
     @property
     def nbytes(self) -> int:
@@ -234,7 +238,8 @@ class ModelCosts:
                 for run in cut
             ]
             ports = self._ring_ports(devices)
-            result.append(AllReduce(stages, devices, _pieces(buckets), ports))
+            own_s = self.cost.sum_s(len(owned[stages]), held, len(devices))
+            result.append(AllReduce(stages, devices, _pieces(buckets), ports, own_s))
         return tuple(sorted(result, key=lambda work: turn(work.devices, work.stages)))
 
     def _bucket(

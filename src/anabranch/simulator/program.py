@@ -11,7 +11,7 @@ instead of comparing actions. A device's list, with 40 messages in all::
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import NamedTuple
@@ -248,6 +248,16 @@ def plan_sums(costs: StepCosts, indices: Callable[[Sequence[Port]], tuple[int, .
     return sums
 
 
+def summing_s(costs: StepCosts) -> Mapping[int, float]:
+    """Per stage, how much longer the last backward is for the sums that begin in it; those of
+    several stages begin in the last one of them.
+    """
+    found: defaultdict[int, float] = defaultdict(float)
+    for work in costs.all_reduces():
+        found[work.stages[0]] += work.device_s
+    return found
+
+
 def gradient_marks(
     costs: StepCosts, sums: Sequence[Sum], stage: int, samples: int, backward_s: float
 ) -> tuple[tuple[Mark, ...], tuple[int, ...]]:
@@ -435,6 +445,7 @@ class ComputeUnits:
         self._index: dict[tuple[int, int, Kind, bool, int], int] = {}
         self._updates: dict[int, int] = {}
         self._sums = sums
+        self._summing_s = summing_s(costs)
         self._summing = {stage for work in sums for stage in work.stages}
         self._of_action: dict[tuple[int, int, Kind, bool, bool], int] = {}
 
@@ -484,7 +495,10 @@ class ComputeUnits:
         key = stage, samples, kind, is_last, group
         if key not in self._index:
             self._index[key] = len(self.known)
-            unit = ComputeUnit(stage, *self._price(stage, kind, samples), group)
+            seconds, before, after = self._price(stage, kind, samples)
+            if is_last:
+                seconds += self._summing_s[stage]
+            unit = ComputeUnit(stage, seconds, before, after, group)
             self.known.append(self._with_marks(unit, samples) if is_last else unit)
         return self._index[key]
 

@@ -153,5 +153,7 @@ def calibration_rows(calibration: Calibration) -> list[str]:
         f"{calibration.receive_byte_s * 2**20 * 1e6:.0f} us per MiB",
         f"besides its operators a forward or backward takes {calibration.microbatch_s * 1e6:.0f} "
         f"us, a step {calibration.step_s * 1e3:.2f} ms",
+        f"summing gradients takes {calibration.sum_tensor_s * 1e6:.0f} us per parameter and "
+        f"{calibration.sum_byte_s * 2**20 * 1e6:.0f} us per MiB and other rank",
         f"an update goes through memory at {calibration.memory_bandwidth / 1e9:.1f} GB/s",
     ]
