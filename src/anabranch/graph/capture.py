@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 
 from anabranch.errors import CaptureError
 from anabranch.graph.batch_layout import BatchLayout, leaf_name
-from anabranch.graph.export import ReturnsLoss, export
+from anabranch.graph.export import ReturnsLoss, export, plain_calls
 from anabranch.graph.flat_program import (
     BATCH_LEAF,
     BUFFER,
@@ -40,6 +40,7 @@ from anabranch.graph.flat_program import (
     propagate,
 )
 from anabranch.graph.group import Grouping, group, group_like
+from anabranch.graph.meta_trace import NotPlainError, trace_on_meta
 from anabranch.graph.opgraph import Granularity, OpGraph
 from anabranch.graph.opgraph_builder import build
 from anabranch.workload import Batch
@@ -113,7 +114,13 @@ class Captured:
         device = _device(module) if like is None else like.capture_device
         exporter = _Exporter(module, layout, training, device)
         samples = max(2, layout.samples)
-        program, other = exporter.at(samples), exporter.at(2 * samples)
+        try:
+            program, other = exporter.traced(samples), exporter.traced(2 * samples)
+            is_same = other.signature() == program.signature()
+        except NotPlainError:
+            is_same = False
+        if not is_same:
+            program, other = exporter.at(samples), exporter.at(2 * samples)
         if other.signature() != program.signature():
             raise _other_operations(module, samples, 2 * samples)
         loss = program.outputs[0]
@@ -195,11 +202,20 @@ class Captured:
         if place.type == "cuda" and not torch.cuda.is_available():
             raise ValueError(f"a program for {place} was asked for, but no such device is here")
         if (samples, place) not in self._programs:
-            program = self._exporter.at(samples, place)
-            if program.signature() != self._programs_at(self.samples).signature():
-                raise _other_operations(self.module, self.samples, samples)
-            self._programs[samples, place] = program
+            self._programs[samples, place] = self._made(samples, place)
         return self._programs[samples, place]
+
+    def _made(self, samples: int, place: torch.device) -> FlatProgram:
+        signature = self._programs_at(self.samples).signature()
+        if not self._exporter.is_exported:
+            with suppress(NotPlainError):
+                program = self._exporter.traced(samples, place)
+                if program.signature() == signature:
+                    return program
+        program = self._exporter.at(samples, place)
+        if program.signature() != signature:
+            raise _other_operations(self.module, self.samples, samples)
+        return program
 
     def _programs_at(self, samples: int) -> FlatProgram:
         return self._programs[samples, self._exporter.device]
@@ -258,37 +274,69 @@ class _Exporter:
             **{PlaceholderSource(PARAMETER, n): p for n, p in module.named_parameters()},
             **{PlaceholderSource(BUFFER, n): b for n, b in module.named_buffers()},
         }
-        self.samples = samples = max(2, layout.samples)
+        self.samples = max(2, layout.samples)
         self.fixed: dict[int, torch.export.ExportedProgram] = {}
         self.dynamic: torch.export.ExportedProgram | None = None
+        self.outputs: tuple[str, ...] = ()
+        self.is_exported = False
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """Names of the scalars besides the loss, once there is a program."""
+        return self.outputs[1:]
+
+    def traced(self, samples: int, device: torch.device | None = None) -> FlatProgram:
+        """A program with values and without an export; raises NotPlainError."""
+        if self.device.type != "meta" or (device or self.device) != self.device:
+            raise NotPlainError("the module has values")
+        leaves = self.layout.resized(samples, self.device)
+        sources = [PlaceholderSource(BATCH_LEAF, name) for name in self.layout.names]
+        batch = dict(zip(sources, leaves, strict=True))
+        with self.in_mode(), plain_calls():
+            program, self.outputs = trace_on_meta(
+                self.wrapped, leaves, samples, {**self.tensors, **batch}
+            )
+        return program
+
+    def export(self) -> None:
+        """Export the module, if possible for any number of samples."""
+        if self.is_exported:
+            return
         try:
-            self.dynamic = self.run(samples, dynamic=True)
+            self.dynamic = self.run(self.samples, dynamic=True)
         except CaptureError as error:
             if error.__cause__ is None:
                 raise  # what is wrong does not depend on how the module is exported
-            self.fixed[samples] = self.run(samples, dynamic=False)
+            self.fixed[self.samples] = self.run(self.samples, dynamic=False)
         if self.dynamic is not None and _is_fixed(self.dynamic):
             self.dynamic = None
-            self.fixed[samples] = self.run(samples, dynamic=False)
-        chosen = self.dynamic or self.fixed[samples]
-        self.metrics = tuple(chosen.call_spec.out_spec.context)[1:]
+            self.fixed[self.samples] = self.run(self.samples, dynamic=False)
+        chosen = self.dynamic or self.fixed[self.samples]
+        self.outputs = tuple(chosen.call_spec.out_spec.context)
+        self.is_exported = True
 
-    def run(
-        self, samples: int, *, dynamic: bool, works_with: int | None = None
-    ) -> torch.export.ExportedProgram:
+    @contextmanager
+    def in_mode(self) -> Iterator[None]:
+        """Inside, the module is in the mode that it is captured in."""
         modes = {part: part.training for part in self.module.modules()}
         try:
             if self.module.training != self.training:
                 self.module.train(self.training)
-            leaves = self.layout.resized(samples, self.device)
-            with on_one_device(self.module, self.device):
-                return export(self.wrapped, leaves, dynamic=dynamic, works_with=works_with)
+            yield
         finally:
             for part, mode in modes.items():
                 part.training = mode
 
+    def run(
+        self, samples: int, *, dynamic: bool, works_with: int | None = None
+    ) -> torch.export.ExportedProgram:
+        leaves = self.layout.resized(samples, self.device)
+        with self.in_mode(), on_one_device(self.module, self.device):
+            return export(self.wrapped, leaves, dynamic=dynamic, works_with=works_with)
+
     def at(self, samples: int, device: torch.device | None = None) -> FlatProgram:
         """A program with values; tensors are constructed on the device."""
+        self.export()
         if self.dynamic is not None:
             with suppress(RefusedError):
                 return self.lowered(self.dynamic, samples, device)

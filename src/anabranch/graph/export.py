@@ -24,6 +24,7 @@ from torch import nn
 from torch.utils import checkpoint
 
 from anabranch.errors import CaptureError
+from anabranch.graph.meta_trace import NotPlainError
 
 _SYMBOLS = "torch.fx.experimental.symbolic_shapes"
 
@@ -186,6 +187,21 @@ def _watched(checkpoints: set[str]) -> Iterator[None]:
     finally:
         function.apply = before  # type: ignore[method-assign]
         checkpoint._checkpoint_without_reentrant_generator = plain
+
+
+@contextlib.contextmanager
+def plain_calls() -> Iterator[None]:
+    """Inside, custom gradients and checkpoints raise NotPlainError: the export has a word to say
+    about them.
+    """
+    checkpoints: set[str] = set()
+    with _quiet(), _watched(checkpoints):
+        try:
+            yield
+        except CaptureError as error:
+            raise NotPlainError(str(error)) from error
+    if checkpoints:
+        raise NotPlainError("a part of the forward is computed again in the backward")
 
 
 def _try_functions(module: ReturnsLoss, leaves: list[torch.Tensor]) -> None:

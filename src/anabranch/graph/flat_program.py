@@ -156,7 +156,7 @@ def lower(
         RefusedError: if the export fixed its batch size to another number.
         CaptureError: if the module needs something that is neither a tensor nor a constant.
     """
-    builder = _Builder(_symbols(exported, samples), device)
+    builder = ProgramBuilder(_symbols(exported, samples), device)
     kinds = torch.export.graph_signature.InputKind
     batch = iter(batch_names)
     nodes = iter(exported.graph.nodes)
@@ -205,7 +205,9 @@ def batch_sizes(exported: torch.export.ExportedProgram) -> list[int | torch.SymI
     return [node.meta["val"].shape[0] for spec, node in pairs if spec.kind is user_input]
 
 
-class _Builder:
+class ProgramBuilder:
+    """A flat program under construction: from the calls of an exported one, or call by call."""
+
     def __init__(self, symbols: dict[Any, int], device: torch.device | None) -> None:
         self.symbols = symbols
         self.device = device
