@@ -2,9 +2,9 @@
 
 python -m benchmarks.memory [--models mmt dlrm] [--json]
 
-Small presets on two local ranks, as a pipeline of two stages under 1F1B and as data parallelism,
-with the optimizer of each model. Measured is the third step (``Pipeline.step(weigh=True)``):
-bytes of tensors that are alive at once, on each rank.
+Small presets on two local ranks, as a pipeline of two stages under 1F1B, as data parallelism, and
+as data parallelism that shares the optimizer's state, with the optimizer of each model. Measured is
+the third step (``Pipeline.step(weigh=True)``): bytes of tensors that are alive at once, by rank.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ import torch
 import anabranch
 from anabranch import launch
 from anabranch.cluster import Cluster
+from anabranch.cost import CostModel
 from anabranch.models import MODELS, build
+from anabranch.plans.check import stage_bytes
 from anabranch.plans.plan import Plan
 from anabranch.profile.profile import Profile
 from anabranch.runtime.pipeline import Pipeline
@@ -33,8 +35,12 @@ from benchmarks.planners.common import Row, table
 RANKS, BATCH, SIZE = 2, 64, 8
 """Samples of a step and of a micro-batch."""
 
-WAYS = {"1f1b": ("sequential", 1), "data parallel": ("data-parallel", None)}
-"""What runs -> planner, and most replicas of a stage."""
+WAYS = {
+    "1f1b": ("sequential", 1, False),
+    "data parallel": ("data-parallel", None, False),
+    "sharded": ("data-parallel", None, True),
+}
+"""What runs -> planner, most replicas of a stage, whether they share the optimizer's state."""
 
 LOW, HIGH = 0.05, 0.10
 """How far a prediction may be below the measurement, and from it at all, as shares of it."""
@@ -52,8 +58,8 @@ def _model(name: str) -> list[Row]:
     result = []
     for way in WAYS:
         plan = _plan(profile, way)
-        measured = _measured(name, plan)
-        predicted = list(plan.figures.device_peak_bytes)
+        measured = _measured(name, plan, shard_optimizer=WAYS[way][2])
+        predicted = _predicted(plan, profile, shard_optimizer=WAYS[way][2])
         result.append(
             {
                 "model": name,
@@ -68,7 +74,7 @@ def _model(name: str) -> list[Row]:
 
 
 def _plan(profile: Profile, way: str) -> Plan:
-    planner, replicas = WAYS[way]
+    planner, replicas, _ = WAYS[way]
     cluster = replace(Cluster.preset(f"local:{RANKS}"), cores=0)
     return anabranch.plan(
         profile,
@@ -81,10 +87,20 @@ def _plan(profile: Profile, way: str) -> Plan:
     )
 
 
-def _measured(name: str, plan: Plan) -> list[int]:
+def _predicted(plan: Plan, profile: Profile, *, shard_optimizer: bool) -> list[int]:
+    """Of one stage on all devices, or as the plan has it."""
+    if not shard_optimizer:
+        return list(plan.figures.device_peak_bytes)
+    assert plan.machines is not None
+    cost, graph = CostModel(profile, plan.machines, shard_optimizer=True), plan.stage_graph
+    need = stage_bytes(graph, cost, 0, in_flight=graph.stages[0].in_flight)
+    return [round(need)] * len(graph.devices)
+
+
+def _measured(name: str, plan: Plan, **options: bool) -> list[int]:
     def rank() -> tuple[int, ...]:
         workload: Workload = build(name, preset="small")
-        pipe = Pipeline(workload, plan, check_gradients=False, timeout=120.0)
+        pipe = Pipeline(workload, plan, check_gradients=False, timeout=120.0, **options)
         first, second, third = islice(pipe.batches(), 3)
         pipe.step(first)
         pipe.step(second)

@@ -95,7 +95,7 @@ def device_memory(
     ahead = receive_slots * (entering + weights.border.entering_gradients.at(samples))
     kept = weights.kept * samples
     inside = kept * recompute
-    bucket = np.maximum(weights.largest, np.minimum(weights.trainable, BUCKET_BYTES))
+    bucket = np.maximum(weights.largest, np.minimum(updated, BUCKET_BYTES))
     terms = np.minimum(replicas - 1, _TERMS)
     return DeviceMemory(
         state + ahead, entering + (kept - inside), inside + weights.largest, bucket * terms
