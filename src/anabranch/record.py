@@ -118,6 +118,7 @@ class Run:
         return {
             "step_s": self.median_step_s,
             "predicted_step_s": predicted_s,
+            "predicted_period_s": predicted.period_s if predicted is not None else None,
             "ideal_step_s": self.ideal_step_s,
             "device_peak_bytes": list(self.device_peak_bytes),
             "predicted_device_peak_bytes": peaks,

@@ -45,6 +45,8 @@ class Timeline:
         step_s: seconds of the whole step, with what follows the last compute (all-reduce, update).
         memory: device -> ascending (time, bytes in use from then on).
         sums: the all-reduces, piece by piece, by device and start; empty if not known.
+        period_s: seconds of such a step among others in a row, each device beginning the next when
+            it has ended one; None if not known.
     """
 
     spans: tuple[Span, ...]
@@ -53,6 +55,7 @@ class Timeline:
     step_s: float
     memory: Mapping[int, tuple[tuple[float, int], ...]]
     sums: tuple[SumSpan, ...] = ()
+    period_s: float | None = None
 
     @cached_property
     def busy_s(self) -> dict[int, float]:

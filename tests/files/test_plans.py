@@ -166,5 +166,6 @@ def test_contract_of_the_plan_document() -> None:
         "bottleneck_s_per_sample": 0.0625,
         "bubble": 0.0,
         "device_peak_bytes": [7],
+        "period_s": None,
     }
     assert (document["depth"], document["batch_size"]) == (1, 8)

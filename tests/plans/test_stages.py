@@ -87,13 +87,13 @@ def test_a_summary_names_what_some_stage_has():
 
     plain = lines(Stage(("a",), (0,), 4), Stage(("b",), (1,), 4))
     assert " ".join(plain[1].split()) == (
-        "stage 1 after 0 devices 1 micro-batch 4 in flight 0 1 operators: b"
+        "stage 1 after 0 devices 1 micro-batch 4 in flight 0 1 operator: b"
     )
     first, last = lines(
         Stage(("a",), (0, 1), 4, k=2, tensor=2, recompute=True), Stage(("b",), (2,), 4)
     )
-    assert "in flight   0  k  2  tensor  2  recompute    1 operators: a" in first
-    assert "in flight   0  k  1  tensor  1               1 operators: b" in last
+    assert "in flight   0  k  2  tensor  2  recompute    1 operator: a" in first
+    assert "in flight   0  k  1  tensor  1               1 operator: b" in last
 
 
 def test_the_headline_chooses_its_units():

@@ -3,16 +3,18 @@
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
 
 from anabranch.cost.buckets import BUCKET_BYTES
 from anabranch.plans.stages import Stage, StageGraph
 from anabranch.schedule import SCHEDULES, endless
 from anabranch.schedule.lower import lower
 from anabranch.simulator import stream
-from anabranch.simulator.costs import ModelCosts
-from anabranch.simulator.run import run
+from anabranch.simulator.costs import ModelCosts, StageTimes
+from anabranch.simulator.run import period_seconds, run, step_seconds
 from anabranch.timeline import Timeline
 from tests.simulator.helpers import chain, cluster, cost_model, simulate
+from tests.strategies import stage_graphs
 
 NAMES = ("op0", "op1", "op2")
 
@@ -143,6 +145,40 @@ def test_without_a_flush_sums_begin_in_every_last_backward(bandwidth, period_s):
     graph = endless.warm_up(replicated(2))
     found = stream.steady(graph, ModelCosts(graph, three_buckets(bandwidth)))
     assert found.period_s == pytest.approx(period_s)
+
+
+def test_steps_in_a_row_hide_what_a_single_step_waits_for():
+    """Stage 1 ends its last backward at 5 and sums until 9, the end of the step. Stage 0 is done at
+    6, and what it makes from then on waits until 9: the second step ends at 17.
+
+    stage 0   F0 F1 .. B0 .. B1 F0 F1 .. .. .. B0 .. B1
+    stage 1   .. F0 B0 F1 B1 [  sum  ] F0 B0 F1 B1 [  sum  ]
+    """
+    machines = cluster(3, bandwidth=BUCKET_BYTES / 4, memory_bytes=10**12)
+    cost = cost_model(
+        chain(2), [0.5, 1.0], [0.5, 1.0], machines, parameter_bytes=BUCKET_BYTES, value_bytes=0
+    )
+    stages = (Stage(("op0",), (0,), 2), Stage(("op1",), (1, 2), 2))
+    rule = SCHEDULES["1f1b"]()
+    graph = rule.warm_up(StageGraph(stages, ((0, 1),), 4))
+    order = rule.order(graph)
+    assert step_seconds(graph, order, cost) == 9
+    assert period_seconds(graph, order, cost) == 8
+    lowered = lower(order, graph)
+    assert period_seconds(graph, lowered, cost) == 8
+
+
+@given(stage_graphs())
+@settings(max_examples=40, deadline=None)
+def test_a_step_in_a_row_takes_no_longer_than_alone(graph):
+    """Whatever the next step waits for, it would have waited for after a barrier too."""
+    costs = StageTimes([{1: 1.0 + s} for s in range(len(graph))], [{1: 2.0}] * len(graph))
+    rule = SCHEDULES["1f1b"]()
+    warm = rule.warm_up(graph)
+    order = rule.order(warm)
+    period_s = period_seconds(warm, order, costs)
+    assert period_s is not None
+    assert period_s <= step_seconds(warm, order, costs) * (1 + 1e-9)
 
 
 def test_the_order_with_messages_takes_as_long():

@@ -63,7 +63,11 @@ def step_rows(run: Run) -> list[list[str]]:
     predicted = run.predicted
     rows = [["step", f"{run.median_step_s * 1e3:.2f} ms{_beside(predicted)}"]]
     if run.period_s:
-        rows.append(["step after step", f"{run.period_s * 1e3:.2f} ms without a barrier between"])
+        said = ""
+        if predicted is not None and predicted.period_s is not None:
+            said = f", predicted {predicted.period_s * 1e3:.2f} ms"
+        text = f"{run.period_s * 1e3:.2f} ms without a barrier between{said}"
+        rows.append(["step after step", text])
     if run.ideal_step_s:
         rows.append(["ideal step", f"{run.ideal_step_s * 1e3:.2f} ms for the measured stage times"])
     if run.device_peak_bytes:

@@ -1,10 +1,12 @@
 """Period of a stage: seconds from one micro-batch to the next.
 
     work     max(forward + backward,  price per byte * max(bytes in, bytes out))
-    period   work + all-reduce / micro-batches of a step
+    hidden   2/3 of forward + backward: the backward of the last micro-batch, roughly
+    period   work + max(all-reduce - hidden, 0) / micro-batches of a step
 
-Compute hides transfers, and the all-reduce of a step is spread over its micro-batches. ``planner``
-has other objectives, as published: PipeDream's takes the larger of all three, Piper's the sum.
+Compute hides transfers, the last backward hides what it can of the all-reduce, and the rest is
+spread over the micro-batches. ``planner`` has other objectives, as published: PipeDream's takes the
+larger of all three, Piper's the sum.
 """
 
 from __future__ import annotations
@@ -12,6 +14,9 @@ from __future__ import annotations
 import numpy as np
 
 from anabranch.cost.stage_weights import Number, Traffic
+
+HIDING = 2 / 3
+"""Share of a micro-batch's compute that is its backward, which goes on beside an all-reduce."""
 
 
 def traffic_s(comes: Traffic, goes: Traffic, samples: Number, per_byte_s: Number) -> Number:
@@ -26,6 +31,13 @@ def work_s(compute_s: Number, traffic_s: Number) -> Number:
     return np.maximum(compute_s, traffic_s)
 
 
-def period_s(work_s: Number, reduce_s: Number, num_microbatches: Number) -> Number:
+def spread_s(compute_s: Number, reduce_s: Number, num_microbatches: Number) -> Number:
+    """What a micro-batch has of an all-reduce."""
+    return np.maximum(reduce_s - HIDING * compute_s, 0.0) / num_microbatches
+
+
+def period_s(
+    work_s: Number, compute_s: Number, reduce_s: Number, num_microbatches: Number
+) -> Number:
     """The formula at the head of this file."""
-    return work_s + reduce_s / num_microbatches
+    return work_s + spread_s(compute_s, reduce_s, num_microbatches)

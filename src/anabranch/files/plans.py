@@ -107,6 +107,7 @@ class _Prediction(Strict):
     bottleneck_s_per_sample: Seconds
     bubble: Annotated[float, Field(ge=-1e-6, le=1)]  # rounding may take it just below 0
     device_peak_bytes: list[Size]
+    period_s: Seconds | None = None
 
 
 class _PlanFile(Strict):

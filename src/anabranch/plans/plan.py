@@ -22,12 +22,15 @@ class Prediction:
         bottleneck_s_per_sample: slowest stage's compute seconds per sample.
         bubble: share of device time that is not compute.
         device_peak_bytes: per device of the plan, ascending, peak bytes.
+        period_s: seconds of a synchronous step among others in a row, each device beginning the
+            next when it has ended one; None where that was not simulated.
     """
 
     step_s: float
     bottleneck_s_per_sample: float
     bubble: float
     device_peak_bytes: tuple[int, ...]
+    period_s: float | None = None
 
 
 NOT_PREDICTED = "not predicted"
@@ -35,14 +38,26 @@ NOT_PREDICTED = "not predicted"
 
 
 def headline(
-    step_s: float, bubble: float, peak_bytes: int, batch_size: int, mode: str = "sync"
+    step_s: float,
+    bubble: float,
+    peak_bytes: int,
+    batch_size: int,
+    mode: str = "sync",
+    period_s: float | None = None,
 ) -> str:
-    """The figures of one step for people, in the units of every summary."""
+    """The figures of one step for people, in the units of every summary.
+
+    Args:
+        period_s: seconds of a step among others in a row, if known.
+    """
     what = "a batch every" if mode == "async" else "step"
     samples_per_s = batch_size / step_s if step_s else 0.0
     rate = f"{samples_per_s:.0f}" if samples_per_s >= 100 else f"{samples_per_s:.3g}"
     peak = memory_text(peak_bytes)
-    return f"{what} {step_s * 1e3:.2f} ms, {rate} samples/s, bubble {bubble:.1%}, peak {peak}"
+    text = f"{what} {step_s * 1e3:.2f} ms, {rate} samples/s, bubble {bubble:.1%}, peak {peak}"
+    if period_s is None or f"{period_s * 1e3:.2f}" == f"{step_s * 1e3:.2f}":
+        return text
+    return f"{text}; step after step, without a barrier, {period_s * 1e3:.2f} ms each"
 
 
 def memory_text(nbytes: float) -> str:
@@ -124,7 +139,14 @@ class Plan:
         said = NOT_PREDICTED
         if predicted is not None:
             peak = max(predicted.device_peak_bytes)
-            said = headline(predicted.step_s, predicted.bubble, peak, graph.batch_size, self.mode)
+            said = headline(
+                predicted.step_s,
+                predicted.bubble,
+                peak,
+                graph.batch_size,
+                self.mode,
+                predicted.period_s,
+            )
         count = len(graph.devices)
         shape = f"{len(graph)} stages, depth {graph.depth}"
         if len(graph) == 1:

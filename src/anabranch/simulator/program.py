@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import NamedTuple
 
@@ -84,13 +84,14 @@ class Role(Enum):
 
     ``UPDATE`` of a stage waits for the sums of its gradients. ``AGREEMENT`` waits for those of all
     stages of the device, and then for all devices. ``OVERHEAD`` is a device's time that no action
-    takes: of messages, or of the step.
+    takes: of messages, or of the step. ``BEGIN`` is where a step begins behind another one.
     """
 
     ACTION = auto()
     OVERHEAD = auto()
     AGREEMENT = auto()
     UPDATE = auto()
+    BEGIN = auto()
 
 
 class ComputeUnit(NamedTuple):
@@ -104,6 +105,7 @@ class ComputeUnit(NamedTuple):
         marks: where gradients become final in it.
         rest: seconds after the last mark.
         final: pieces whose gradients are final at its end.
+        posts: receives that a ``BEGIN`` posts.
     """
 
     stage: int
@@ -115,6 +117,7 @@ class ComputeUnit(NamedTuple):
     rest: float = 0.0
     final: tuple[int, ...] = ()
     role: Role = Role.ACTION
+    posts: tuple[int, ...] = ()
 
 
 class Sum(NamedTuple):
@@ -234,6 +237,38 @@ def _with_overheads(code: list[int], price: Sequence[Price], units: ComputeUnits
             if seconds:
                 result.append(~(count + units.overhead(seconds)))
     return result
+
+
+def in_a_row(program: Program, count: int) -> Program:
+    """So many steps, one after the other: a device begins the next when it has ended one, and they
+    agree on nothing in between.
+    """
+    table, size = program.messages, len(program.messages.price)
+    messages, units, code = MessageTable(), [*program.units], []
+    for step in range(count):
+        first = messages.add(table.price)
+        for message, released in enumerate(table.releases):
+            messages.releases[first + message] = tuple(other + first for other in released)
+            messages.is_posted[first + message] = step == 0 and table.is_posted[message]
+    for listed in program.code:
+        mine = [x for x in listed if ~x < size or units[~x - size].role is not Role.AGREEMENT]
+        posted = [x for x in mine if x >= 0 and table.is_posted[x]]
+        result: list[int] = []
+        for step in range(count):
+            if step:
+                result.append(~(count * size + len(units)))
+                posts = tuple(message + step * size for message in posted)
+                units.append(ComputeUnit(-1, 0.0, role=Role.BEGIN, posts=posts))
+            result += (_shifted(x, size, step, count) for x in mine)
+        code.append(result)
+    return replace(program, code=code, units=units, messages=messages)
+
+
+def _shifted(x: int, size: int, step: int, count: int) -> int:
+    """An entry of a device's list where it stands ``step`` lists later, among ``count``."""
+    if x >= 0:
+        return x + step * size
+    return x - step * size if ~x < size else x - (count - 1) * size
 
 
 def plan_sums(costs: StepCosts, indices: Callable[[Sequence[Port]], tuple[int, ...]]) -> list[Sum]:

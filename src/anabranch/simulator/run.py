@@ -36,7 +36,7 @@ from anabranch.schedule.check import check_handovers, describe_deadlock
 from anabranch.schedule.lower import lower
 from anabranch.schedule.schedule import Schedule
 from anabranch.simulator.costs import ModelCosts, StepCosts
-from anabranch.simulator.program import compile_schedule
+from anabranch.simulator.program import compile_schedule, in_a_row
 from anabranch.simulator.step import Step
 from anabranch.timeline import Timeline
 
@@ -100,6 +100,29 @@ def step_seconds(graph: StageGraph, schedule: Schedule, costs: CostModel | StepC
     """Seconds of the step that ``run`` would record, in a fraction of the time."""
     with collector_paused():
         return simulate(graph, schedule, costs).end
+
+
+STEPS_IN_A_ROW = 3
+"""Steps that are simulated to see how long one takes behind others."""
+
+MOST_IN_A_ROW = 400_000
+"""Actions of them at most; more take too long to be worth it."""
+
+
+def period_seconds(
+    graph: StageGraph, schedule: Schedule, costs: CostModel | StepCosts
+) -> float | None:
+    """Seconds of a step among others in a row, where a device begins the next as soon as it has
+    ended one, as in ``Pipeline.steps``; None where the step is too large to simulate several.
+    """
+    prices = _prices(graph, costs)
+    with collector_paused():
+        program = compile_schedule(schedule, graph, prices)
+        if STEPS_IN_A_ROW * sum(map(len, program.code)) > MOST_IN_A_ROW:
+            return None
+        step = Step(in_a_row(program, STEPS_IN_A_ROW), prices)
+        step.run()
+        return step.end - step.begun
 
 
 def simulate(graph: StageGraph, schedule: Schedule, costs: CostModel | StepCosts) -> Step:

@@ -28,13 +28,14 @@ class Step:
 
     Attributes:
         starts: per device of its computes, updates among them; ``ends`` likewise.
+        begun: of several steps, when a device last began one.
         summed: per all-reduce of a piece, its index and when it began.
     """
 
     def __init__(self, program: Program, costs: StepCosts) -> None:
         devices, messages = len(program.devices), len(program.messages.price)
         self.program = program
-        self.end = 0.0
+        self.end = self.begun = 0.0
         self.starts: list[list[float]] = [[] for _ in range(devices)]
         self.ends: list[list[float]] = [[] for _ in range(devices)]
         self._engine = Engine()
@@ -108,6 +109,10 @@ class Step:
                     is_ready[message] = True
             else:
                 unit = self._unit[d] = self._units[message - count]
+                if unit.role is Role.BEGIN:
+                    self._unit[d] = None
+                    self._begin(unit)
+                    continue
                 if unit.role is Role.UPDATE:
                     self._await_sums(d, unit.stage)
                 elif unit.role is Role.AGREEMENT:
@@ -118,6 +123,15 @@ class Step:
                 else:
                     self._come(unit)
                 return
+
+    def _begin(self, unit: ComputeUnit) -> None:
+        """A device begins a step behind another one."""
+        self.begun = self._engine.now
+        for message in unit.posts:
+            if self._is_ready[message]:
+                self._transfer(message)
+            else:
+                self._is_ready[message] = True
 
     def _receive(self, message: int) -> None:
         """A message has arrived that a device waits for."""

@@ -144,6 +144,7 @@ def plan(
             bottleneck_s_per_sample=bottleneck_s_per_sample(best.graph, cost),
             bubble=timeline.bubble,
             device_peak_bytes=tuple(timeline.peak_bytes.values()),
+            period_s=timeline.period_s,
         ),
         device=profile.device,
         granularity=profile.graph.granularity,

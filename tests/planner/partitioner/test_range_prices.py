@@ -63,9 +63,8 @@ def test_ranges_agree_with_parts(profile, size, count, memory, tensor, recompute
 def fewest(parts: PartPrices, mask: int, bound: Bound, height: int) -> int:
     for mode in parts.microbatch.modes:
         part = Part(mask, mode.replicas, mode.recompute, mode.tensor)
-        period, reduce_s = parts.period_s(part), parts.reduce_s(part)
-        if not bound.spread:
-            period -= reduce_s / parts.microbatch.num_microbatches
+        period = parts.period_s(part) if bound.spread else parts.work_s(part)
+        reduce_s = parts.reduce_s(part)
         within = period <= bound.period_s + 1e-9 and reduce_s <= bound.reduce_s
         if within and parts.headroom(part) >= height:
             return part.devices

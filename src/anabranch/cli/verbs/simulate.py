@@ -89,7 +89,7 @@ def _say(
     """Print the figures of a step or, where there is no flush, of the full pipeline."""
     batch_size = plan.stage_graph.batch_size
     step_s, bubble, peaks = timeline.step_s, timeline.bubble, [*timeline.peak_bytes.values()]
-    more: dict[str, Any] = {}
+    more: dict[str, Any] = {"period_s": timeline.period_s}
     if found is not None:
         steady = found.steady
         step_s, bubble, peaks = steady.period_s, steady.bubble, [*steady.device_peak_bytes]
@@ -115,7 +115,7 @@ def _say(
             }
         )
         return
-    typer.echo(headline(step_s, bubble, max(peaks), batch_size, plan.mode))
+    typer.echo(headline(step_s, bubble, max(peaks), batch_size, plan.mode, timeline.period_s))
     typer.echo(f"costs: {plan.profile}")
     if found is not None:
         print_table(*staleness_table(plan.policy, found.staleness))

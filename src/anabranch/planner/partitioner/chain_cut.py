@@ -124,7 +124,7 @@ class ChainCutter:
         price = 1 / link.bandwidth if inside else self._cost.border_price(mode.devices)
         traffic = traffic_s(weights.border.comes, weights.border.goes, n, price)
         reduce_s = all_reduce_s(weights.trainable, *prices.ring(mode.replicas, mode.tensor))
-        period = period_s(work_s(compute, traffic), reduce_s, prices.num_microbatches)
+        period = period_s(work_s(compute, traffic), compute, reduce_s, prices.num_microbatches)
         period[np.tril_indices(len(period))] = np.inf
         headroom = prices.headroom(weights, mode.replicas, recompute=mode.recompute)
         return period, compute + traffic, headroom

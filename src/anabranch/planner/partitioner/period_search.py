@@ -190,10 +190,7 @@ class PeriodSearch:
         ]
         reduce_s = [prices.reduce_s(part) for part in parts]
         allowed = max(SEARCH.reduce_factor * max(reduce_s), SEARCH.reduce_share * best.step_s)
-        likely = max(
-            prices.period_s(part) - reduce / size.count
-            for part, reduce in zip(parts, reduce_s, strict=True)
-        )
+        likely = max(map(prices.work_s, parts))
         return Bound(np.inf, spread=False, reduce_s=allowed), likely * (1 + 1e-9)
 
     def _shallow(self, sizes: Sequence[Size]) -> Iterator[Candidate]:

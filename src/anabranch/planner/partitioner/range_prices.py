@@ -119,7 +119,8 @@ class RangePrices:
         self.sizes = sizes
         # Row after row of the upper triangle.
         self._all: tuple[NDArray[np.intp], NDArray[np.intp]] = np.triu_indices(len(row), 1)
-        self._slowest_s = work_s(self.compute_s(self._all), self.traffic_s(self._all))
+        self._compute_s = self.compute_s(self._all)
+        self._slowest_s = work_s(self._compute_s, self.traffic_s(self._all))
         # A size that may not use a mode never has it within a bound.
         self._slowest_s[~sizes.valid] = np.inf
 
@@ -203,7 +204,7 @@ class RangePrices:
     def spread_s(self) -> Floats:
         """Periods, the all-reduce spread over the micro-batches: [s, k, p]."""
         count = self.sizes.count[:, None, None]
-        return np.asarray(period_s(self._slowest_s, self._reduce_s, count))
+        return np.asarray(period_s(self._slowest_s, self._compute_s, self._reduce_s, count))
 
     @cached_property
     def _at_sink(self) -> dict[bool, Floats]:

@@ -146,17 +146,21 @@ class PartPrices:
         forward, backward = self.cost.op_seconds(n, part.tensor)
         return forward * (1 + part.recompute) + backward
 
+    def work_s(self, part: Part) -> float:
+        """Seconds of compute or of transfers per micro-batch, whichever is more."""
+        border = self.sets.weights(part.mask, part.tensor).border
+        price = self.cost.border_price(part.devices)
+        traffic = traffic_s(
+            border.comes, border.goes, self.microbatch.samples(part.replicas), price
+        )
+        return float(work_s(sum(self.compute_s(part)), traffic))
+
     def period_s(self, part: Part) -> float:
         """Seconds from one micro-batch to the next."""
         if part not in self._period_s:
-            border = self.sets.weights(part.mask, part.tensor).border
-            price = self.cost.border_price(part.devices)
-            traffic = traffic_s(
-                border.comes, border.goes, self.microbatch.samples(part.replicas), price
-            )
-            work = work_s(sum(self.compute_s(part)), traffic)
+            compute, reduce = sum(self.compute_s(part)), self.reduce_s(part)
             count = self.microbatch.num_microbatches
-            self._period_s[part] = float(period_s(work, self.reduce_s(part), count))
+            self._period_s[part] = float(period_s(self.work_s(part), compute, reduce, count))
         return self._period_s[part]
 
     def headroom(self, part: Part) -> int:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from anabranch.cost import CostModel
 from anabranch.cost.communication import all_reduce_s
 from anabranch.cost.nested_weights import NestedSets, Pairs
-from anabranch.cost.period import traffic_s, work_s
+from anabranch.cost.period import spread_s, traffic_s, work_s
 from anabranch.cost.stage_weights import Border, StageWeights
 from anabranch.graph.opgraph import bits
 from anabranch.planner.partitioner.exact.lattice import Lattice
@@ -97,14 +97,15 @@ class PricedStages:
             columns.append(_price(weights, prices, mode))
             if (columns[-1][-1] >= heights - 1).all():
                 roomy.add((mode.replicas, mode.tensor))
-        slowest, path, reduce_s, room = (np.stack(rows) for rows in zip(*columns, strict=True))
-        path = path + reduce_s / prices.num_microbatches
+        slowest, path, compute, reduce_s, room = map(np.stack, zip(*columns, strict=True))
+        spread = spread_s(compute, reduce_s, prices.num_microbatches)
+        path = path + spread
         return PricedStages(
             tuple(modes),
             slowest_s=slowest,
             path_share=path / (2 * len(weights.atoms) * path.max(initial=1e-300)),
             reduce_s=reduce_s,
-            spread_s=slowest + reduce_s / prices.num_microbatches,
+            spread_s=slowest + spread,
             headroom=room,
         )
 
@@ -148,8 +149,10 @@ class PricedStages:
 
 def _price(
     weights: LatticeWeights, prices: MicrobatchPrices, mode: Mode
-) -> tuple[Floats, Floats, Floats, Ints]:
-    """Slowest and path seconds, those of the all-reduce, and the headroom of every stage."""
+) -> tuple[Floats, Floats, Floats, Floats, Ints]:
+    """Slowest and path seconds, those of compute and of the all-reduce, and the headroom of every
+    stage.
+    """
     n, price = prices.samples(mode.replicas), prices.cost.border_price(mode.devices)
     running = weights.sets.compute_s(n, mode.tensor, recompute=mode.recompute)
     compute = weights.pairs.difference(running)
@@ -159,6 +162,7 @@ def _price(
     return (
         work_s(compute, traffic_s(border.comes, border.goes, n, price)),
         compute + read * price,
+        compute,
         all_reduce_s(stages.trainable, *prices.ring(mode.replicas, mode.tensor)),
         prices.headroom(stages, mode.replicas, recompute=mode.recompute),
     )
