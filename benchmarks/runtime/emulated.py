@@ -18,6 +18,8 @@ from benchmarks.planners.common import Row, profile_of, table
 from benchmarks.planners.models import BATCHES
 
 DEVICES = (8, 16, 32)
+DATA_PARALLEL = {"mmt": (1, 2, 4, 8), "candle-uno": (1, 2, 4, 8)}
+"""Micro-batches of one step of data parallelism on the most devices, by model."""
 PLANNERS = ("graphpipe", "sequential")
 TURNS, STEPS = 2, 3
 
@@ -40,10 +42,28 @@ def rows(devices: tuple[int, ...] = DEVICES, models: tuple[str, ...] = tuple(BAT
                     )
                 except InfeasiblePlanError:
                     continue
+            if count == max(devices):
+                plans |= _data_parallel(model, profile, count)
             result += [
                 {"model": model, "devices": count, **row} for row in _rehearsed(plans, profile)
             ]
     return result
+
+
+def _data_parallel(model: str, profile: Profile, count: int) -> dict[str, Plan]:
+    """Data parallelism, whose all-reduce goes on beside the last backward, by micro-batches."""
+    batch = BATCHES[model][count]
+    return {
+        f"data-parallel, M = {number}": anabranch.plan(
+            profile,
+            anabranch.Cluster.preset(f"summit:{count // 4}x4"),
+            batch,
+            planner="data-parallel",
+            microbatch_size=batch // number,
+            model=model,
+        )
+        for number in DATA_PARALLEL.get(model, ())
+    }
 
 
 def _rehearsed(plans: dict[str, Plan], profile: Profile) -> list[Row]:
@@ -90,4 +110,22 @@ def show(found: list[Row]) -> str:
         lines.append([model, f"{devices}", *cells, *gains, f"{late:.1%}", f"{scale:g}"])
     heads = ["model", "devices", *(f"{p} ms (predicted)" for p in PLANNERS)]
     heads += ["gain measured", "predicted", "measured/predicted", "latest rank", "time scale"]
+    return f"{table(heads, lines)}\n\n{_show_data_parallel(found)}"
+
+
+def _show_data_parallel(found: list[Row]) -> str:
+    lines = [
+        [
+            row["model"],
+            f"{row['devices']}",
+            row["planner"],
+            f"{row['step_s'] * 1e3:.1f}",
+            f"{row['predicted_s'] * 1e3:.1f}",
+            f"{row['step_s'] / row['predicted_s']:.3f}",
+            f"{row['late']:.1%}",
+        ]
+        for row in found
+        if row["planner"] not in PLANNERS
+    ]
+    heads = ["model", "devices", "plan", "ms", "predicted", "measured/predicted", "latest rank"]
     return table(heads, lines)
