@@ -3,7 +3,7 @@
 import pytest
 
 from anabranch.schedule.schedule import Action
-from anabranch.timeline import Span, Timeline
+from anabranch.timeline import OverheadSpan, Span, Timeline
 
 
 def span(device: int, start: float, end: float, action: str) -> Span:
@@ -58,3 +58,16 @@ def test_summary():
     )
     assert lines[1] == "  device   0  computes     3000 ms  bubble  70.0%  peak 0.000 GiB"
     assert len(lines) == 4
+
+
+def test_parts_add_up_to_the_step():
+    """Of 10 s the mean of two devices computes 2, updates 1, and waits for the rest."""
+    timeline = Timeline(
+        spans=(Span(0, 0.0, 4.0, Action.parse("0F0")),),
+        devices=(0, 1),
+        source="predicted",
+        step_s=10.0,
+        memory={},
+        overheads=(OverheadSpan(0, 4.0, 5.0, "update"), OverheadSpan(1, 4.0, 5.0, "update")),
+    )
+    assert timeline.parts == {"compute": 2.0, "update": 1.0, "wait": 7.0}

@@ -28,7 +28,7 @@ from anabranch.jsonfile import (
 )
 from anabranch.plans.plan import Plan, Prediction, memory_text
 from anabranch.schedule.schedule import Action
-from anabranch.timeline import Span, SumSpan, Timeline
+from anabranch.timeline import OverheadSpan, Span, SumSpan, Timeline
 
 RUN = "anabranch.run/1"
 
@@ -195,6 +195,7 @@ def _to_dict(title: str, timeline: Timeline) -> dict[str, Any]:
         "spans": [[s.device, s.start, s.end, str(s.action)] for s in timeline.spans],
         "memory": [[d, [[t, b] for t, b in points]] for d, points in timeline.memory.items()],
         "sums": [[s.device, s.start, s.end, list(s.stages), s.nbytes] for s in timeline.sums],
+        "overheads": [[s.device, s.start, s.end, s.what] for s in timeline.overheads],
     }
 
 
@@ -203,6 +204,8 @@ _Count = Annotated[int, Field(ge=0)]
 # JSON has no tuples, so fixed-length lists must be read leniently.
 _Span = Annotated[tuple[_Device, float, float, str], Field(strict=False)]
 _Sum = Annotated[tuple[_Device, float, float, list[_Count], _Count], Field(strict=False)]
+_What = Literal["bookkeeping", "agreement", "update"]
+_Overhead = Annotated[tuple[_Device, float, float, _What], Field(strict=False)]
 _Point = Annotated[tuple[float, int], Field(strict=False)]
 _Memory = Annotated[tuple[_Device, list[_Point]], Field(strict=False)]
 
@@ -215,6 +218,7 @@ class _Timeline(Strict):
     spans: list[_Span]
     memory: list[_Memory]
     sums: list[_Sum] = Field(default_factory=list)
+    overheads: list[_Overhead] = Field(default_factory=list)
 
 
 class _RunFile(Strict):
@@ -243,4 +247,5 @@ def _to_timeline(file: _Timeline) -> Timeline:
         step_s=file.step_s,
         memory={device: tuple(points) for device, points in file.memory},
         sums=tuple(SumSpan(d, start, end, tuple(s), n) for d, start, end, s, n in file.sums),
+        overheads=tuple(OverheadSpan(*span) for span in file.overheads),
     )

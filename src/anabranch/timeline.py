@@ -34,6 +34,20 @@ class SumSpan:
     nbytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class OverheadSpan:
+    """What a device does besides its actions, in seconds from the start.
+
+    Attributes:
+        what: ``bookkeeping`` (of messages and of the step), ``agreement`` or ``update``.
+    """
+
+    device: int
+    start: float
+    end: float
+    what: str
+
+
 @dataclass(frozen=True)
 class Timeline:
     """Spans of every device, with memory over time.
@@ -45,6 +59,7 @@ class Timeline:
         step_s: seconds of the whole step, with what follows the last compute (all-reduce, update).
         memory: device -> ascending (time, bytes in use from then on).
         sums: the all-reduces, piece by piece, by device and start; empty if not known.
+        overheads: what else devices do, likewise.
         period_s: seconds of such a step among others in a row, each device beginning the next when
             it has ended one; None if not known.
     """
@@ -55,6 +70,7 @@ class Timeline:
     step_s: float
     memory: Mapping[int, tuple[tuple[float, int], ...]]
     sums: tuple[SumSpan, ...] = ()
+    overheads: tuple[OverheadSpan, ...] = ()
     period_s: float | None = None
 
     @cached_property
@@ -65,6 +81,17 @@ class Timeline:
             if span.action.kind.is_compute:
                 busy[span.device] += span.end - span.start
         return busy
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Seconds of the step by what the mean device does in them: ``compute``, whatever else it
+        is known to do, and ``wait`` for the rest.
+        """
+        spent = {"compute": sum(self.busy_s.values())}
+        for span in self.overheads:
+            spent[span.what] = spent.get(span.what, 0.0) + span.end - span.start
+        parts = {what: seconds / len(self.devices) for what, seconds in spent.items()}
+        return {**parts, "wait": max(0.0, self.step_s - sum(parts.values()))}
 
     @property
     def makespan_s(self) -> float:

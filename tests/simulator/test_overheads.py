@@ -144,3 +144,14 @@ def test_messages_that_were_put_in_cost_the_same(microbatch_size: int):
     prices = ModelCosts(warm, cost)
     lowered = lower(rule.order(warm), warm, prices.message_edges)
     assert run(warm, lowered, prices) == run(warm, rule.order(warm), prices)
+
+
+def test_the_timeline_has_what_devices_do_besides():
+    """Half a second of bookkeeping at first, an update of 2 s at last, nothing of no length."""
+    cost = costs(machine(step_s=0.5), 1.0, 1.0, update=UpdateCost(2.0, 0.0, 0.0))
+    found = timeline(ROW, cost).overheads
+    assert [(span.device, span.what) for span in found] == [
+        (0, "bookkeeping"), (0, "update"), (1, "bookkeeping"), (1, "update"),
+    ]  # fmt: skip
+    times = [time for span in found for time in (span.start, span.end)]
+    assert times == pytest.approx([0.0, 0.5, 4.5, 6.5] * 2)

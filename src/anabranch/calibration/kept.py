@@ -65,6 +65,11 @@ def calibrated(cluster: Cluster) -> tuple[Cluster, str]:
     return found, f"{cluster.name} as calibrated on {kept.calibration.date} ({file})"
 
 
+def is_calibrated(cluster: Cluster) -> bool:
+    """Whether there is a calibration of this machine for a cluster of local ranks."""
+    return calibrated(cluster)[0].calibration is not None
+
+
 def is_local(cluster: Cluster) -> bool:
     """Whether it is the preset of ranks on this machine, without a calibration."""
     is_preset = cluster.name.startswith("local:") and len(cluster.levels) == 1

@@ -73,6 +73,7 @@ def timeline_of(step: Step, lowered: Schedule, graph: StageGraph, costs: StepCos
         step_s=step.end,
         memory=memory_of(step, graph, costs),
         sums=tuple(sorted(step.sum_spans(), key=attrgetter("device", "start", "end"))),
+        overheads=tuple(sorted(step.overhead_spans(), key=attrgetter("device", "start", "end"))),
     )
 
 

@@ -20,7 +20,9 @@ from anabranch.schedule.schedule import Schedule
 from anabranch.simulator.costs import StepCosts
 from anabranch.simulator.engine import Callback, Engine, SharedCores, slowdown_of
 from anabranch.simulator.program import ComputeUnit, Program, Role
-from anabranch.timeline import Span, SumSpan
+from anabranch.timeline import OverheadSpan, Span, SumSpan
+
+_WHAT = {Role.OVERHEAD: "bookkeeping", Role.AGREEMENT: "agreement", Role.UPDATE: "update"}
 
 
 class Step:
@@ -116,7 +118,6 @@ class Step:
                 if unit.role is Role.UPDATE:
                     self._await_sums(d, unit.stage)
                 elif unit.role is Role.AGREEMENT:
-                    self.starts[d].append(now)
                     self._agree(d)
                 elif unit.group < 0:
                     self._start(d)
@@ -265,6 +266,7 @@ class Step:
         self._agreed += 1
         if self._agreed == len(self._code):
             for other in range(len(self._code)):
+                self.starts[other].append(self._engine.now)
                 self._engine.after(self._agreement_s, self._computed, other)
 
     @cached_property
@@ -314,6 +316,14 @@ class Step:
             work = self.program.sums[piece]
             for device in work.devices:
                 yield SumSpan(device, start, start + work.seconds, work.stages, work.nbytes)
+
+    def overhead_spans(self) -> Iterator[OverheadSpan]:
+        """What devices did besides their actions."""
+        for d, device in enumerate(self.program.devices):
+            clock = zip(self._units_of(d), self.starts[d], self.ends[d], strict=True)
+            for unit, start, end in clock:
+                if unit.role is not Role.ACTION and end > start:
+                    yield OverheadSpan(device, start, end, _WHAT[unit.role])
 
     def logs(self) -> list[tuple[NDArray[np.float64], NDArray[np.bool_]]]:
         """Per device in the order of its list, when what it receives arrived and what it computes

@@ -14,7 +14,7 @@ from anabranch.cli.settings import AsJson, NoCalibration
 from anabranch.cli.source import read_cluster
 
 if TYPE_CHECKING:
-    from anabranch.cluster import Calibration, Cluster
+    from anabranch.cluster import Cluster
 
 
 def cluster(
@@ -129,13 +129,15 @@ def _show(cluster: Cluster) -> None:
     print_table("links", ["between", "members", "GB/s", "latency us"], rows)
     if cluster.cores:
         say(f"{cluster.cores} processor cores per {cluster.levels[0].name}, which its ranks share")
-    if cluster.calibration is not None:
-        for row in calibration_rows(cluster.calibration):
-            say(row)
+    for row in calibration_rows(cluster):
+        say(row)
 
 
-def calibration_rows(calibration: Calibration) -> list[str]:
-    """What was measured, a line each."""
+def calibration_rows(cluster: Cluster) -> list[str]:
+    """What was measured, a line each; none without a calibration."""
+    calibration = cluster.calibration
+    if calibration is None:
+        return []
     machine = calibration.machine
     shown = {1, 2, machine.cores, machine.cores + 1, len(calibration.slowdown)}
     slower = ", ".join(

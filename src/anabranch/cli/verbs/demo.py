@@ -19,7 +19,9 @@ from anabranch.cli.output import print_json
 from anabranch.cli.preflight import require_new_run
 from anabranch.cli.settings import AsJson, LocalPlanSettings, RunFolder, TrainingSettings
 from anabranch.cli.source import ModelSource
+from anabranch.cli.verbs.cluster import calibration_rows
 from anabranch.cli.verbs.plan import against
+from anabranch.cluster import Cluster
 
 if TYPE_CHECKING:
     from anabranch.plans.plan import Plan
@@ -40,6 +42,7 @@ def demo(
     local = LocalPlanSettings(devices=devices, batch_size=batch_size)
     # For people the story is the result; with --json it goes where progress goes.
     story = _Story(sys.stderr if as_json else sys.stdout)
+    _calibrate(story, devices)
     with story.chapter(f"Capture {model} and its data"):
         job = Job(ModelSource(model, "small"), None)
         parameters = sum(p.numel() for p in job.workload.module.parameters())
@@ -90,6 +93,20 @@ def demo(
         )
 
 
+def _calibrate(story: _Story, devices: int) -> None:
+    """Measure this machine, unless that was done."""
+    from anabranch.calibration.kept import is_calibrated, keep
+
+    if is_calibrated(Cluster.preset(f"local:{devices}")):
+        return
+    from anabranch.calibration.measure import calibrate
+
+    with story.chapter("Calibrate this machine, once"):
+        found = calibrate()
+        story.say("\n".join([*calibration_rows(found.cluster), found.remark]).strip())
+        story.say(f"kept in {keep(found.cluster)}")
+
+
 def _results(run: Run) -> str:
     last = run.losses[-20:]
     lines = [f"loss {run.losses[0]:.3f} at first, {sum(last) / len(last):.3f} over the last steps"]
@@ -110,8 +127,7 @@ def _times(plan: Plan, shared_s: float, run: Run) -> str:
     if devices > cores:
         lines.append(
             f"{devices} ranks take turns on {cores} cores, so no schedule can be faster than the "
-            "compute of all of them divided by the cores; what remains is the cost of taking "
-            "turns, of reading the batches and of the optimizer, which the prediction leaves out"
+            "compute of all of them divided by the cores"
         )
     return "\n".join(lines)
 

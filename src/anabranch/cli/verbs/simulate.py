@@ -109,6 +109,7 @@ def _say(
                 "device_peak_bytes": peaks,
                 "samples_per_s": batch_size / step_s if step_s else 0.0,
                 "profile": plan.profile,
+                "parts": {f"{what}_s": seconds for what, seconds in timeline.parts.items()},
                 **more,
                 "trace": str(trace) if trace else None,
                 "report": str(report) if report else None,
@@ -116,6 +117,8 @@ def _say(
         )
         return
     typer.echo(headline(step_s, bubble, max(peaks), batch_size, plan.mode, timeline.period_s))
+    shares = (f"{what} {seconds * 1e3:.2f} ms" for what, seconds in timeline.parts.items())
+    typer.echo(f"of {timeline.step_s * 1e3:.2f} ms a device has on average: {', '.join(shares)}")
     typer.echo(f"costs: {plan.profile}")
     if found is not None:
         print_table(*staleness_table(plan.policy, found.staleness))
