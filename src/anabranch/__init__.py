@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from anabranch.runtime.compute.options import ComputeOptions as ComputeOptions
     from anabranch.runtime.pipeline import Pipeline as Pipeline
     from anabranch.solve import compare as compare
+    from anabranch.solve import explain as explain
     from anabranch.solve import plan as plan
     from anabranch.solve import simulate as simulate
     from anabranch.timeline import Timeline as Timeline
@@ -48,6 +49,7 @@ _HOME = {
     "capture": "graph.capture",
     "compare": "solve",
     "estimate": "profile.estimate",
+    "explain": "solve",
     "load_cluster": "files",
     "load_plan": "files",
     "load_profile": "files",

@@ -1,5 +1,9 @@
 """Small models and a picture of a timeline."""
 
+from dataclasses import replace
+
+from hypothesis import strategies as st
+
 from anabranch.cluster import Cluster, Level
 from anabranch.cost import CostModel
 from anabranch.graph.opgraph import Op, OpGraph, Parameter, Value
@@ -8,6 +12,7 @@ from anabranch.profile.profile import OpCost, Profile, Sharded
 from anabranch.schedule import SCHEDULES
 from anabranch.simulator.run import run
 from anabranch.timeline import Timeline
+from tests.strategies import calibrations, sharded_stage_graphs, stage_graphs
 
 Edges = tuple[tuple[int, int], ...]
 
@@ -98,3 +103,30 @@ def draw(timeline: Timeline) -> list[str]:
                     cells[second] = f"{span.action.kind}{span.action.microbatch}"
         rows.append(" ".join(cells).rstrip(" ."))
     return rows
+
+
+@st.composite
+def priced_stage_graphs(draw: st.DrawFn) -> tuple[StageGraph, CostModel, str]:
+    """Stages with replicas of one or several devices, prices in small whole numbers, and a key of
+    ``SCHEDULES``: shared ports, tied parameters, devices alone or on shared processors.
+    """
+    graph = draw(st.one_of(stage_graphs(max_stages=4), sharded_stage_graphs(max_stages=3)))
+    whole = st.lists(st.integers(0, 4), min_size=len(graph), max_size=len(graph))
+    machines = cluster(2, -(-len(graph.devices) // 2), bandwidth=2, latency_s=0.5)
+    if draw(st.booleans()):
+        machines = replace(machines, cores=2, calibration=draw(st.none() | calibrations()))
+    cost = cost_model(
+        graph.edges[::2],
+        draw(whole),
+        draw(whole),
+        machines,
+        value_bytes=draw(st.integers(0, 3)),
+        parameter_bytes=draw(st.sampled_from([0, 12])),
+        tied=draw(st.sampled_from([(), (0, 1)])),
+        degrees=(2, 3),
+    )
+    stages = [(s.devices, s.microbatch_size, s.tensor) for s in graph.stages]
+    devices, sizes, tensor = (list(column) for column in zip(*stages, strict=True))
+    schedule = draw(st.sampled_from(sorted(SCHEDULES)))
+    drawn = stage_graph(graph.edges, devices, graph.batch_size, sizes, tensor)
+    return SCHEDULES[schedule]().warm_up(drawn), cost, schedule

@@ -364,6 +364,19 @@ class Step:
                 changes.append((end, -unit.after))
         return changes
 
+    @cached_property
+    def units(self) -> list[list[ComputeUnit]]:
+        """Per device, what ``starts`` and ``ends`` are of."""
+        return [self._units_of(d) for d in range(len(self._code))]
+
+    @property
+    def moved(self) -> list[tuple[float, float]]:
+        """Per message, when it began to occupy its ports, and when it had arrived."""
+        return [
+            (freed - price.occupies_s, arrival)
+            for price, freed, arrival in zip(self._price, self._freed, self._arrival, strict=True)
+        ]
+
     def _units_of(self, d: int) -> list[ComputeUnit]:
         first = len(self._price)
         return [self._units[~x - first] for x in self.program.code[d] if ~x >= first]

@@ -6,6 +6,8 @@ flushes and minimises the time from one mini-batch to the next.
 
 from __future__ import annotations
 
+from anabranch.solve.attribution import explain
+from anabranch.solve.explanation import Explanation
 from anabranch.solve.planner_options import bottleneck_s_per_sample, options_of
 from anabranch.solve.policy_choice import MODES, check_mode
 from anabranch.solve.search import comparable, compare, compare_policies, plan
@@ -23,6 +25,7 @@ from anabranch.solve.simulation import (
 __all__ = [
     "AUTO",
     "MODES",
+    "Explanation",
     "Simulated",
     "bottleneck_s_per_sample",
     "check_mode",
@@ -30,6 +33,7 @@ __all__ = [
     "comparable",
     "compare",
     "compare_policies",
+    "explain",
     "ideal_step_s",
     "options_of",
     "plan",

@@ -72,6 +72,15 @@ def simulate(
         check_mode("async", plan_.policy, schedule or "auto")
         return simulate_async(plan_, profile, cluster, optimizer_factor=optimizer_factor).timeline
     cost = CostModel(profile, cluster, optimizer_factor=optimizer_factor)
+    return checked_run(*scheduled(plan_, cost, schedule), cost)
+
+
+def scheduled(plan_: Plan, cost: CostModel, schedule: str | None = None) -> tuple[StageGraph, str]:
+    """The stages of a synchronous plan with their in-flight counts, and the key of the schedule.
+
+    Args:
+        schedule: as for ``simulate``, and so are the errors.
+    """
     graph, name = plan_.stage_graph, schedule or plan_.schedule
     if name == "published" and plan_.planner not in planners.PLANNERS:
         raise ValueError(f"planner {plan_.planner!r} is unknown here, and so is its schedule")
@@ -84,7 +93,7 @@ def simulate(
     elif schedule is not None and schedule != plan_.schedule:
         graph = rule_named(name).warm_up(graph)
     _require_suits(graph, cost, shared=True)
-    return checked_run(graph, name, cost)
+    return graph, name
 
 
 def checked_run(graph: StageGraph, schedule: str, cost: CostModel) -> Timeline:

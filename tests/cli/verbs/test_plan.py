@@ -57,6 +57,21 @@ def test_plan_has_the_fields_of_the_contract(document, profile):
     assert set(found["baselines"]) == {"sequential", "straight sequential"}
     assert found["gain"]["sequential"] >= 1 - 1e-9
     assert sorted(d for stage in found["stages"] for d in stage["devices"]) == [0, 1, 2, 3]
+    why = found["explanation"]
+    assert {"device", "floors", "losses", "changes"} <= why.keys()
+    assert {"cause", "stages", "seconds"} <= why["losses"][0].keys()
+    lost = sum(loss["seconds"] for loss in why["losses"])
+    assert lost == pytest.approx(found["predicted"]["step_s"])
+
+
+def test_plan_says_why(run, profile):
+    """For people, below the plan: what it loses, in parts that add up, and what would help."""
+    code, out, _ = run("plan", profile, "--cluster", "summit:1x4", "--batch-size", "16")
+    assert code == 0
+    lines = out.splitlines()
+    first = lines.index("why this plan: no step can be shorter than")
+    assert all(len(line) <= 80 for line in lines[first:])
+    assert any(line.startswith("  together") for line in lines[first:])
 
 
 def test_planner_options_reach_the_planner(document, run, profile):

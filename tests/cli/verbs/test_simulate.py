@@ -16,6 +16,13 @@ def test_check_and_simulate_a_plan_file(run, document, profile, tmp_path):
     found = document("simulate", plan, profile, "--report", page, "--trace", trace)
     assert found["step_s"] == pytest.approx(made["predicted"]["step_s"])
     assert len(found["device_peak_bytes"]) == 2
+    assert "explanation" not in found
+    why = document("simulate", plan, profile, "--why")["explanation"]
+    assert why == made["explanation"]
+    assert "why this plan" in run("simulate", plan, profile, "--why")[1]
+    code, _, err = run("simulate", plan, profile, "--why", "--mode", "async")
+    assert code == 2
+    assert "without a flush" in err
     assert "<svg" in Path(page).read_text(encoding="utf-8")
     assert json.loads(Path(trace).read_text())["traceEvents"]
     for option in ("--report", "--trace"):

@@ -67,6 +67,7 @@ def plan(
     - `anabranch plan mmt --cluster summit:2x4 --batch-size 8 --mode async --policy pipeoptim`
     """
     from anabranch.files import plan_to_dict, save_plan
+    from anabranch.solve import explain
     from anabranch.solve import plan as search
 
     cluster = read_cluster(planning.cluster, calibrated=not planning.no_calibration)
@@ -103,6 +104,7 @@ def plan(
             )
         with suppress(KeyboardInterrupt):
             others.update(_baselines(costs, cluster, found, planning, optimizer))
+    why = explain(found, costs, cluster) if found.mode == "sync" else None
     if as_json:
         document = plan_to_dict(found)
         document["baselines"] = {name: plan_or_error(name, plan) for name, plan in others.items()}
@@ -111,6 +113,8 @@ def plan(
             for name, plan in others.items()
             if not isinstance(plan, AnabranchError)
         }
+        if why is not None:
+            document["explanation"] = why.to_dict()
         if found.mode == "async":
             document["optimizer"] = optimizer.name if optimizer is not None else None
         print_json(document | staleness_document(found, optimizer))
@@ -126,6 +130,8 @@ def plan(
         typer.echo(against(name, other, found))
     if better := _faster(others, found):
         typer.echo(better)
+    if why is not None:
+        typer.echo(why.summary())
     say_written(model.file)
 
 

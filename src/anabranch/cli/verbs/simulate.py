@@ -17,7 +17,7 @@ from anabranch.cli.spread import spread
 from anabranch.plans.plan import Mode, Plan, headline
 
 if TYPE_CHECKING:
-    from anabranch.solve import Simulated
+    from anabranch.solve import Explanation, Simulated
     from anabranch.timeline import Timeline
 
 
@@ -34,6 +34,9 @@ def simulate(
     ] = None,
     mode: Annotated[Mode | None, typer.Option(help="Another mode than the plan's.")] = None,
     policy: Policy = None,
+    why: Annotated[
+        bool, typer.Option("--why", help="Also say what the step is spent on, and what would help.")
+    ] = False,
     trace: Annotated[
         Path | None, typer.Option(help="Write a trace for Perfetto or chrome://tracing.")
     ] = None,
@@ -57,7 +60,10 @@ def simulate(
     costs, optimizer = other.source(plan, model).profile_and_optimizer(
         other.device_of(plan, cluster), batch_size, chosen, other.optimizer
     )
+    explanation = None
     if chosen == "async":
+        if why:
+            raise typer.BadParameter("--why explains a step; without a flush there is none")
         found = solve.simulate_async(plan, costs, cluster, policy=policy or "", optimizer=optimizer)
         shown, timeline, graph = found.plan, found.timeline, found.graph
         title = f"predicted, {graph.batch_size // batch_size} mini-batches"
@@ -65,6 +71,8 @@ def simulate(
         shown = replace(solve.synchronous(plan), profile=costs.origin)
         timeline = predict(shown, costs, cluster, schedule=schedule)
         found, graph, title = None, shown.stage_graph, "predicted"
+        if why:
+            explanation = solve.explain(shown, costs, cluster, schedule=schedule)
     if trace is not None:
         from anabranch.report.chrome import trace as to_trace
 
@@ -74,13 +82,14 @@ def simulate(
 
         text = page(shown, [(title, timeline)], graphs=[graph])
         report.write_text(text, encoding="utf-8")
-    _say(shown, timeline, found, as_json=as_json, trace=trace, report=report)
+    _say(shown, timeline, found, explanation, as_json=as_json, trace=trace, report=report)
 
 
 def _say(
     plan: Plan,
     timeline: Timeline,
     found: Simulated | None,
+    why: Explanation | None,
     *,
     as_json: bool,
     trace: Path | None,
@@ -101,6 +110,8 @@ def _say(
             "timeline_batches": found.graph.batch_size // batch_size,
             "timeline_s": timeline.step_s,
         }
+    if why is not None:
+        more["explanation"] = why.to_dict()
     if as_json:
         print_json(
             {
@@ -122,5 +133,7 @@ def _say(
     typer.echo(f"costs: {plan.profile}")
     if found is not None:
         print_table(*staleness_table(plan.policy, found.staleness))
+    if why is not None:
+        typer.echo(why.summary())
     say_written(trace)
     say_written(report)

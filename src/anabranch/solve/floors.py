@@ -1,0 +1,133 @@
+"""Floors of a step: seconds that no plan, or no step of one plan, can be faster than.
+
+work              every operator at the slice where a sample takes least, over all devices
+largest operator  likewise of one operator alone, on as many devices as there are slices
+longest path      the smallest slice through the model and back
+busiest link      what one port of this plan's cluster carries, messages and all-reduces
+all-reduce        of the stages that sum longest; and of the whole model over all devices, which
+                  is what data parallelism sums
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from anabranch.cost import CostModel
+from anabranch.cost.communication import Port
+from anabranch.cost.model import Floats
+from anabranch.plans.plan import memory_text, ranges
+from anabranch.plans.stages import StageGraph
+from anabranch.simulator.step import Step
+
+
+@dataclass(frozen=True, slots=True)
+class Floor:
+    """Seconds that something takes at least.
+
+    Attributes:
+        kind: ``work``, ``largest_operator``, ``longest_path``, ``busiest_link``, ``all_reduce`` or
+            ``data_parallel_all_reduce``.
+        what: which operator, link or gradients, in words.
+        any_plan: whether it holds for every plan, not only for this one.
+    """
+
+    kind: str
+    seconds: float
+    what: str
+    any_plan: bool
+
+
+def work_floor(cost: CostModel, batch_size: int) -> float:
+    """Seconds per device of all operators, each at the slice where a sample takes least."""
+    return float(_least_s_per_sample(cost, batch_size).sum()) * batch_size / _devices(cost)
+
+
+def floors(graph: StageGraph, cost: CostModel) -> Iterator[Floor]:
+    """Those that hold for any plan of this batch on this cluster."""
+    batch_size, total = graph.batch_size, _devices(cost)
+    per_sample = _least_s_per_sample(cost, batch_size)
+    yield Floor("work", work_floor(cost, batch_size), f"over {total} devices", True)
+    smallest = 1 if cost.profile.proportional else cost.profile.samples[0]
+    parts = min(total, max(batch_size // smallest, 1) * max(cost.tensor_degrees))
+    largest = int(per_sample.argmax())
+    where = f"{cost.graph.ops[largest].name}, over {parts}"
+    yield Floor("largest_operator", float(per_sample[largest]) * batch_size / parts, where, True)
+    slices = "1 sample" if smallest == 1 else f"{smallest} samples"
+    yield Floor("longest_path", _longest_path_s(cost, smallest), f"of {slices}", True)
+
+
+def _devices(cost: CostModel) -> int:
+    return cost.cluster.num_devices
+
+
+def _least_s_per_sample(cost: CostModel, batch_size: int) -> Floats:
+    """Per operator; between measured counts seconds are linear, so these are enough to ask."""
+    if cost.profile.proportional:
+        counts = [1]
+    else:
+        counts = [n for n in cost.profile.samples if n <= batch_size]
+        if not counts or (counts[-1] < batch_size and cost.covers(batch_size)):
+            counts.append(max(batch_size, cost.profile.samples[0]))
+    least = [
+        np.add(*cost.op_seconds(n, tensor)) * tensor / n
+        for tensor in cost.tensor_degrees
+        for n in counts
+    ]
+    return np.asarray(np.min(least, axis=0))
+
+
+def _longest_path_s(cost: CostModel, samples: int) -> float:
+    """Forward and backward along the longest path of operators."""
+    degrees = cost.tensor_degrees
+    seconds = np.min([np.add(*cost.op_seconds(samples, t)) for t in degrees], axis=0)
+    until = [0.0] * len(cost.graph)
+    for a, b in sorted(cost.graph.edges):
+        until[b] = max(until[b], until[a] + float(seconds[a]))
+    return max(before + float(s) for before, s in zip(until, seconds, strict=True))
+
+
+def busiest_link(step: Step) -> Floor:
+    """What the port carries that carries most."""
+    program = step.program
+    carried: dict[int, float] = defaultdict(float)
+    for price in program.messages.price:
+        for port in price.ports:
+            carried[port] += price.occupies_s
+    for work in program.sums:
+        for port in work.ports:
+            carried[port] += work.seconds
+    names = {index: port for port, index in program.ports.items()}
+    if not carried:
+        return Floor("busiest_link", 0.0, "nothing is sent", False)
+    busiest = max(carried, key=lambda port: carried[port])
+    return Floor("busiest_link", carried[busiest], _named(names[busiest]), False)
+
+
+def _named(port: Port) -> str:
+    direction, level, group = port
+    way = "out of" if direction == "out" else "into"
+    where = {0: "device", 1: "node"}.get(level, f"group of level {level - 1}")
+    return f"{way} {where} {group}"
+
+
+def sum_floors(step: Step, cost: CostModel) -> Iterator[Floor]:
+    """The longest all-reduce, and that of data parallelism where it is another."""
+    seconds: dict[tuple[int, ...], float] = defaultdict(float)
+    nbytes: dict[tuple[int, ...], int] = defaultdict(int)
+    for work in step.program.sums:
+        seconds[work.devices] += work.seconds
+        nbytes[work.devices] += work.nbytes
+    if seconds:
+        longest = max(seconds, key=lambda devices: seconds[devices])
+        what = f"{memory_text(nbytes[longest])} over devices {ranges(longest)}"
+        yield Floor("all_reduce", seconds[longest], what, False)
+    everywhere = tuple(range(_devices(cost)))
+    held = cost.parameter_bytes(range(len(cost.graph)), trainable=True)
+    if len(everywhere) > 1 and held and everywhere not in seconds:
+        what = f"{memory_text(held)} over all devices"
+        whole_s = cost.allreduce_s(held, everywhere)
+        yield Floor("data_parallel_all_reduce", whole_s, what, False)

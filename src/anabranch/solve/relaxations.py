@@ -1,0 +1,183 @@
+"""What a plan's step would be if one thing that holds it up were gone, by simulating that.
+
+Stages, devices, micro-batches and schedule stay what they are, so these are what a change of the
+machines, the model or the balance could gain this very plan; a new plan may gain more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from anabranch.cost import CostModel
+from anabranch.errors import DeadlockError, InvalidScheduleError
+from anabranch.plans.stages import StageGraph
+from anabranch.profile.profile import OpCost, Profile
+from anabranch.schedule import compute_order
+from anabranch.simulator.costs import AllReduce, ModelCosts
+from anabranch.simulator.run import step_seconds
+
+FREE_BANDWIDTH = 1e30
+"""Bytes/s of a link that is as good as infinitely fast."""
+
+
+@dataclass(frozen=True, slots=True)
+class Relaxation:
+    """One thing that would be different, and the step then.
+
+    Attributes:
+        change: key of it.
+        what: in words.
+    """
+
+    change: str
+    what: str
+    step_s: float
+
+
+class _WithoutSums(ModelCosts):
+    """Prices of stages whose gradients are summed in no time."""
+
+    def all_reduces(self) -> Sequence[AllReduce]:
+        """None."""
+        return ()
+
+
+def relaxations(
+    graph: StageGraph,
+    schedule: str,
+    cost: CostModel,
+    step_s: float,
+    device_seconds: dict[int, float],
+) -> list[Relaxation]:
+    """Every change that makes sense for a plan, the shortest step first.
+
+    Args:
+        graph: stages with their in-flight counts.
+        schedule: key of ``schedule.SCHEDULES``.
+        step_s: as it is.
+        device_seconds: what each device computes in a step.
+    """
+    found = []
+    for change, what, relaxed in _changes(graph, cost, device_seconds):
+        stages, costs = relaxed()
+        try:
+            order = compute_order(stages, schedule, slots=cost.receive_slots)
+            seconds = step_seconds(stages, order, costs)
+        except (InvalidScheduleError, DeadlockError):
+            continue  # some counts in flight cannot be scheduled where a device has several stages
+        # Memory need not be used.
+        found.append(Relaxation(change, what, min(seconds, step_s) if stages != graph else seconds))
+    return sorted(found, key=lambda relaxation: relaxation.step_s)
+
+
+_Relaxed = Callable[[], tuple[StageGraph, ModelCosts]]
+
+
+def _changes(
+    graph: StageGraph, cost: CostModel, device_seconds: dict[int, float]
+) -> Iterator[tuple[str, str, _Relaxed]]:
+    """Key, words, and the stages and prices of every change."""
+    levels = cost.cluster.levels
+    costs = ModelCosts(graph, cost)
+    if len(graph.devices) > 1:
+        yield "fast_links", "links infinitely fast", lambda: (graph, _linked(graph, cost, None))
+        if any(level.latency_s for level in levels):
+            yield "no_latency", "links without latency", lambda: (graph, _linked(graph, cost, 0.0))
+        if len(levels) > 1 and cost.cluster.link(graph.devices[0], graph.devices[-1]).level:
+            faster = replace(
+                cost.cluster,
+                levels=(
+                    levels[0],
+                    *(replace(level, bandwidth=2 * level.bandwidth) for level in levels[1:]),
+                ),
+            )
+            yield (
+                "fast_network",
+                "a network between nodes twice as fast",
+                lambda: (graph, ModelCosts(graph, replace(cost, cluster=faster))),
+            )
+        if costs.all_reduces():
+            yield (
+                "free_all_reduce",
+                "all-reduces for nothing",
+                lambda: (
+                    graph,
+                    _WithoutSums(graph, cost),
+                ),
+            )
+        if len(graph) > 1:
+            yield (
+                "even_stages",
+                "no stage slower than the average",
+                lambda: (
+                    graph,
+                    ModelCosts(graph, _evened(graph, cost, device_seconds)),
+                ),
+            )
+    if any(stage.recompute for stage in graph.stages):
+        lighter = replace(
+            graph, stages=tuple(replace(stage, recompute=False) for stage in graph.stages)
+        )
+        yield (
+            "no_recompute",
+            "memory for everything, nothing recomputed",
+            lambda: (
+                lighter,
+                ModelCosts(lighter, cost),
+            ),
+        )
+    # Twice as many beyond those that a stage at the end of the model has, as of "1f1b-deep".
+    deeper = replace(
+        graph,
+        stages=tuple(
+            replace(stage, in_flight=min(2 * stage.in_flight - stage.k, graph.num_microbatches(s)))
+            for s, stage in enumerate(graph.stages)
+        ),
+    )
+    if deeper != graph:
+        yield (
+            "more_in_flight",
+            "memory for a warm-up twice as deep",
+            lambda: (
+                deeper,
+                ModelCosts(deeper, cost),
+            ),
+        )
+
+
+def _linked(graph: StageGraph, cost: CostModel, latency_s: float | None) -> ModelCosts:
+    """Prices with another latency, or without an end to bandwidth."""
+    levels = tuple(
+        replace(level, bandwidth=FREE_BANDWIDTH)
+        if latency_s is None
+        else replace(level, latency_s=latency_s)
+        for level in cost.cluster.levels
+    )
+    return ModelCosts(graph, replace(cost, cluster=replace(cost.cluster, levels=levels)))
+
+
+def _evened(graph: StageGraph, cost: CostModel, device_seconds: dict[int, float]) -> CostModel:
+    """Prices of operators that are quicker in stages whose devices compute more than the mean."""
+    mean = sum(device_seconds.values()) / len(device_seconds)
+    share = {}
+    for stage in graph.stages:
+        slowest = max(device_seconds[device] for device in stage.devices)
+        for name in stage.operators:
+            share[name] = min(1.0, mean / slowest) if slowest else 1.0
+    scales = [share[op.name] for op in cost.graph.ops]
+    profile = cost.profile
+    sharded = tuple(replace(shard, costs=_scaled(shard.costs, scales)) for shard in profile.sharded)
+    evened: Profile = replace(profile, costs=_scaled(profile.costs, scales), sharded=sharded)
+    return replace(cost, profile=evened)
+
+
+def _scaled(costs: Sequence[OpCost], scales: Sequence[float]) -> tuple[OpCost, ...]:
+    return tuple(
+        replace(
+            cost,
+            forward_s=tuple(seconds * scale for seconds in cost.forward_s),
+            backward_s=tuple(seconds * scale for seconds in cost.backward_s),
+        )
+        for cost, scale in zip(costs, scales, strict=True)
+    )

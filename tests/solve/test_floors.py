@@ -1,0 +1,87 @@
+"""Floors of a step, by eye and against any simulated step."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given
+
+from anabranch.profile.profile import OpCost
+from anabranch.schedule import compute_order
+from anabranch.simulator.costs import ModelCosts
+from anabranch.simulator.run import simulate
+from anabranch.solve.floors import busiest_link, floors, sum_floors, work_floor
+from tests.simulator.helpers import chain, cluster, cost_model, priced_stage_graphs, stage_graph
+from tests.solve.helpers import a_plan
+
+
+def test_floors_of_any_plan():
+    """8 samples of a chain of 1 + 2 and 3 + 4 seconds on 4 devices: 10 s each, 20 s on each device.
+
+    The larger operator alone takes 14 s on them, and one sample needs all 10 s.
+    """
+    cost = cost_model(chain(2), [1, 3], [2, 4], cluster(4))
+    found = list(floors(stage_graph(chain(2), [(0, 1), (2, 3)], 8, [2, 2]), cost))
+    assert [(floor.kind, floor.seconds) for floor in found] == [
+        ("work", 20.0),
+        ("largest_operator", 14.0),
+        ("longest_path", 10.0),
+    ]
+    assert found[1].what == "op1, over 4"
+    assert all(floor.any_plan for floor in found)
+
+
+def test_work_is_priced_where_a_sample_takes_least():
+    """1 s for 1 sample, 1.5 s for 4 of them: 8 samples are two slices of 4, not eight of 1."""
+    cost = cost_model((), [1], [0], cluster(1))
+    measured = replace(
+        cost.profile,
+        samples=(1, 4),
+        costs=(OpCost((1.0, 1.5), (0.0, 0.0), 0),),
+        proportional=False,
+    )
+    assert work_floor(replace(cost, profile=measured), 8) == pytest.approx(3.0)
+    assert work_floor(replace(cost, profile=measured), 1) == 1.0
+
+
+def test_the_longest_path_of_branches_is_the_longer_one():
+    """Two branches of 2 and 5 seconds meet in one of 1 second."""
+    edges = ((0, 2), (1, 2))
+    cost = cost_model(edges, [1, 2, 1], [1, 3, 0], cluster(3))
+    graph = stage_graph(edges, [(0,), (1,), (2,)], 4)
+    assert {f.kind: f.seconds for f in floors(graph, cost)}["longest_path"] == 6.0
+
+
+def test_the_busiest_link_carries_messages_and_sums():
+    """Two branches of 4 samples send 8 bytes into device 2 at 2 bytes/s, and take as many back."""
+    edges = ((0, 2), (1, 2))
+    cost = cost_model(edges, [1, 1, 1], [1, 1, 1], cluster(3, bandwidth=2.0), value_bytes=1)
+    graph = a_plan(stage_graph(edges, [(0,), (1,), (2,)], 4)).stage_graph
+    step = simulate(graph, compute_order(graph, "1f1b"), ModelCosts(graph, cost))
+    found = busiest_link(step)
+    assert found.seconds == 4.0
+    assert found.what.endswith(" device 2")
+
+
+def test_all_reduces_of_the_plan_and_of_data_parallelism():
+    """Stage 0 sums 6 bytes over two devices, 1 byte/s: 6 s. Data parallelism sums 12 over three."""
+    cost = cost_model(chain(2), [1, 1], [1, 1], cluster(3, bandwidth=1.0), parameter_bytes=6)
+    graph = a_plan(stage_graph(chain(2), [(0, 1), (2,)], 2, [2, 2])).stage_graph
+    step = simulate(graph, compute_order(graph, "1f1b"), ModelCosts(graph, cost))
+    found = list(sum_floors(step, cost))
+    assert [(f.kind, f.seconds) for f in found] == [
+        ("all_reduce", 6.0),
+        ("data_parallel_all_reduce", pytest.approx(16.0)),
+    ]
+    assert found[0].what == "6 B over devices 0-1"
+
+
+@given(priced_stage_graphs())
+def test_no_step_is_below_its_floors(drawn):
+    """Whatever the plan; profiles in proportion, so that slices do not matter."""
+    graph, cost, schedule = drawn
+    assume(all(stage.microbatch_size >= stage.replicas for stage in graph.stages))
+    step = simulate(graph, compute_order(graph, schedule), ModelCosts(graph, cost))
+    found = [*floors(graph, cost), busiest_link(step), *sum_floors(step, cost)]
+    for floor in found:
+        if floor.kind != "data_parallel_all_reduce":
+            assert floor.seconds <= step.end * (1 + 1e-9)
