@@ -65,6 +65,10 @@ class Machine:
     torch: str
 
 
+BUSY = 0.1
+"""Share of a core that others may take while a machine is calibrated, before that is said."""
+
+
 @dataclass(frozen=True, slots=True)
 class Calibration:
     """What computing and training cost on a host of the cluster, as measured there.
@@ -84,6 +88,7 @@ class Calibration:
         sum_tensor_s: of summing gradients, for each parameter that other ranks hold as well, and
             ``sum_byte_s`` per byte of it and other rank.
         memory_bandwidth: bytes/s at which an optimizer goes through its tensors.
+        lost_share: what other processes took of a core meanwhile, 0 to 1.
     """
 
     machine: Machine
@@ -98,6 +103,7 @@ class Calibration:
     sum_tensor_s: float
     sum_byte_s: float
     memory_bandwidth: float
+    lost_share: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.slowdown or self.slowdown[0] != 1 or any(s < 1 for s in self.slowdown):
@@ -107,6 +113,16 @@ class Calibration:
             )
         if list(self.slowdown) != sorted(self.slowdown):
             raise ValueError(f"slowdown {list(self.slowdown)} falls with more ranks")
+
+    @property
+    def remark(self) -> str:
+        """A sentence where the machine was too busy for figures that last; else empty."""
+        if self.lost_share <= BUSY:
+            return ""
+        return (
+            f"other processes took {self.lost_share:.0%} of a core while it was calibrated, so "
+            "latencies are too long at least; calibrate again when the machine is quiet"
+        )
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,14 @@ def test_local_ranks_have_what_was_kept():
     assert said == f"local:4 as calibrated on 2026-01-31 ({file})"
 
 
+def test_one_of_a_busy_machine_is_used_with_a_remark():
+    """It is better than none, and whoever reads the prediction should know."""
+    keep(cluster(2, lost_share=0.4))
+    found, said = calibrated(Cluster.preset("local:4"))
+    assert found.calibration is not None
+    assert "took 40% of a core while it was calibrated" in said
+
+
 def test_without_one_the_remedy_is_named():
     """A prediction that leaves something out says so."""
     found, said = calibrated(Cluster.preset("local:4"))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from anabranch.calibration import measure, side_by_side
+from anabranch.calibration import side_by_side
 from anabranch.calibration.machine import this_machine
-from anabranch.calibration.measure import Calibrated, calibrate
-from anabranch.cluster import Cluster
+from anabranch.calibration.measure import calibrate
+from anabranch.cluster import BUSY
+from tests.calibration import examples
 
 
 @pytest.mark.dist
@@ -33,6 +34,5 @@ def test_a_calibration_of_this_machine(monkeypatch: pytest.MonkeyPatch):
 
 def test_a_busy_machine_is_said():
     """What others took while it was measured makes figures doubtful, and the user has to know."""
-    local = Cluster.preset("local:2")
-    assert Calibrated(local, {}, measure.BUSY).remark == ""
-    assert "took 40% of the processors" in Calibrated(local, {}, 0.4).remark
+    assert examples.calibration(lost_share=BUSY).remark == ""
+    assert "took 40% of a core" in examples.calibration(lost_share=0.4).remark

@@ -62,7 +62,9 @@ def calibrated(cluster: Cluster) -> tuple[Cluster, str]:
         )
     links = replace(kept.levels[0], size=cluster.num_devices)
     found = replace(cluster, levels=(links,), calibration=kept.calibration)
-    return found, f"{cluster.name} as calibrated on {kept.calibration.date} ({file})"
+    said = f"{cluster.name} as calibrated on {kept.calibration.date} ({file})"
+    remark = kept.calibration.remark
+    return found, f"{said}; {remark}" if remark else said
 
 
 def is_calibrated(cluster: Cluster) -> bool:

@@ -24,9 +24,6 @@ from anabranch.runtime.mesh import Mesh
 
 Progress = Callable[[int, int], None]
 
-BUSY = 0.1
-"""Share of a core that others may take while a machine is calibrated, before that is said."""
-
 
 @dataclass(frozen=True)
 class Calibrated:
@@ -35,22 +32,10 @@ class Calibrated:
     Attributes:
         cluster: as many devices as there were ranks, or cores on one machine.
         links: pair of ranks -> its exchanges; of a sample where there are many.
-        lost_share: of the processors' time, what other processes took meanwhile.
     """
 
     cluster: Cluster
     links: dict[tuple[int, int], list[Exchange]]
-    lost_share: float
-
-    @property
-    def remark(self) -> str:
-        """A sentence where the machine was too busy for figures that last; else empty."""
-        if self.lost_share <= BUSY:
-            return ""
-        return (
-            f"other processes took {self.lost_share:.0%} of the processors meanwhile, so latencies "
-            "are too long at least; calibrate again when the machine is quiet"
-        )
 
 
 @dataclass(frozen=True)
@@ -183,9 +168,10 @@ def _joined(
         sum_tensor_s=statistics.fmean(s.fixed_s for s in summing) if summing else 0.0,
         sum_byte_s=statistics.fmean(s.byte_s for s in summing) if summing else 0.0,
         memory_bandwidth=alone.memory_bandwidth,
+        lost_share=side_by_side.lost_share(on_host),
     )
     cluster = Cluster(name, "cpu", preset.memory_bytes, tuple(levels), cores, calibration)
-    return Calibrated(cluster, links, side_by_side.lost_share(on_host))
+    return Calibrated(cluster, links)
 
 
 def _level(name: str, size: int, links: dict[tuple[int, int], list[Exchange]]) -> Level:

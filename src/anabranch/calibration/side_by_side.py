@@ -117,7 +117,7 @@ def slowdown(paces: Sequence[dict[int, list[Pace]]], cores: int) -> tuple[float,
         for k in range(low + 1, high + 1):
             share = (k - low) / (high - low)
             shared = ratio[low] * (1 - share) + ratio[high] * share
-            table.append(max(table[-1], shared * max(1.0, k / cores)))
+            table.append(max(table[-1], max(1.0, shared) * max(1.0, k / cores)))
     return tuple(table)
 
 

@@ -18,7 +18,7 @@ def calibrated(monkeypatch, tmp_path):
 
     def calibrate(progress):
         progress(1, 1)
-        return Calibrated(examples.cluster(2), {}, 0.0)
+        return Calibrated(examples.cluster(2), {})
 
     monkeypatch.setattr(measure, "calibrate", calibrate)
 

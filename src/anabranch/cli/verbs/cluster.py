@@ -53,18 +53,18 @@ def cluster(
     if calibrate and (name is not None or no_calibration):
         raise typer.BadParameter("--calibrate measures this machine; leave out the rest but -o")
     if calibrate:
-        shown, kept, remark = _calibrated(output)
+        shown, kept = _calibrated(output)
         if shown is None:
             return
     else:
         default = f"local:{os.cpu_count() or 1}"
-        shown, kept, remark = read_cluster(name or default, calibrated=not no_calibration), None, ""
+        shown, kept = read_cluster(name or default, calibrated=not no_calibration), None
         if output is not None:
             from anabranch.files import save_cluster
 
             save_cluster(shown, output)
     if as_json:
-        print_json(_document(shown, output, kept, remark))
+        print_json(_document(shown, output, kept))
         return
     _show(shown)
     say_written(output)
@@ -72,8 +72,8 @@ def cluster(
         say(f"local:N is predicted with this from now on; kept in {kept}")
 
 
-def _calibrated(output: Path | None) -> tuple[Cluster | None, Path | None, str]:
-    """What was measured, where it is kept, and a remark; nothing but on the first rank."""
+def _calibrated(output: Path | None) -> tuple[Cluster | None, Path | None]:
+    """What was measured, and where it is kept; nothing but on the first rank."""
     from anabranch.calibration.kept import keep
     from anabranch.calibration.measure import calibrate
     from anabranch.files import save_cluster
@@ -84,18 +84,16 @@ def _calibrated(output: Path | None) -> tuple[Cluster | None, Path | None, str]:
     with progress_bar("calibrating") as progress:
         found = calibrate(progress)
     if int(os.environ.get("RANK", "0")):
-        return None, None, ""
+        return None, None
     if output is not None:
         save_cluster(found.cluster, output)
     kept = None if is_job else keep(found.cluster)
-    if found.remark:
-        note(found.remark)
-    return found.cluster, kept, found.remark
+    if found.cluster.calibration is not None and found.cluster.calibration.remark:
+        note(found.cluster.calibration.remark)
+    return found.cluster, kept
 
 
-def _document(
-    shown: Cluster, output: Path | None, kept: Path | None, remark: str
-) -> dict[str, object]:
+def _document(shown: Cluster, output: Path | None, kept: Path | None) -> dict[str, object]:
     from anabranch.files import cluster_to_dict
 
     calibration = shown.calibration
@@ -106,7 +104,7 @@ def _document(
         if calibration is None
         else {"send": calibration.send_s, "receive": calibration.receive_s},
         "slowdown": list(shown.slowdown),
-        "remark": remark,
+        "remark": "" if calibration is None else calibration.remark,
         "file": str(output) if output else None,
         "kept": str(kept) if kept else None,
     }

@@ -103,7 +103,9 @@ def _calibrate(story: _Story, devices: int) -> None:
 
     with story.chapter("Calibrate this machine, once"):
         found = calibrate()
-        story.say("\n".join([*calibration_rows(found.cluster), found.remark]).strip())
+        story.say("\n".join(calibration_rows(found.cluster)))
+        assert found.cluster.calibration is not None
+        story.say(found.cluster.calibration.remark)
         story.say(f"kept in {keep(found.cluster)}")
 
 

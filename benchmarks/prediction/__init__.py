@@ -1,0 +1,1 @@
+"""Predicted steps beside measured ones, with real compute on local ranks."""

@@ -1,0 +1,209 @@
+"""The simulator's step beside the measured one: built-in models, real compute, local ranks.
+
+    python -m benchmarks.prediction [--models mmt] [--ranks 2 4] [--turns 3] [--actions] [--json]
+
+The machine is calibrated first. Then plans take turns: operators and update of the model are timed,
+the plan is trained for some steps, and the model is timed again; the prediction is the mean of
+those by the two profiles. So a machine whose speed drifts is predicted at the speed that it has. A
+row is the turn with the median error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections import defaultdict
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+
+from anabranch import launch
+from anabranch.calibration.measure import Calibrated, calibrate
+from anabranch.cli.source import measured
+from anabranch.cluster import Cluster
+from anabranch.graph.capture import Captured, capture
+from anabranch.models import MODELS, build
+from anabranch.plans.plan import Plan
+from anabranch.profile.profile import Profile
+from anabranch.runtime.pipeline import Pipeline
+from anabranch.runtime.plan_parts import prepare
+from anabranch.solve import plan, simulate
+from anabranch.timeline import Timeline
+from anabranch.workload import Workload
+from benchmarks.planners.common import Row, table
+
+BATCH = 32
+STEPS, SETTLING = 16, 4
+"""Steps of a turn, and how many more before them."""
+
+KINDS: dict[str, dict[str, Any]] = {
+    "1f1b": {"planner": "graphpipe", "schedule": "1f1b", "max_replicas": 1},
+    "data-parallel": {"planner": "data-parallel"},
+}
+
+
+def main() -> None:
+    """Measure, then print a table or JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", nargs="*", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--ranks", nargs="*", type=int, default=[2, 4])
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--actions", action="store_true", help="also where the time goes")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    arguments = parser.parse_args()
+    machine = calibrate()
+    rows: list[Row] = []
+    for model in arguments.models:
+        rows += measure(model, arguments.ranks, arguments.turns, machine)
+        if not arguments.json:
+            show(rows[-len(arguments.ranks) * len(KINDS) :], actions=arguments.actions)
+    off = [abs(row["predicted_s"] / row["step_s"] - 1) for row in rows]
+    summary = {"median": statistics.median(off), "worst": max(off), "steps": len(off)}
+    if arguments.json:
+        calibration = machine.cluster.calibration
+        found = {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "cores": os.cpu_count(),
+            "calibration": None if calibration is None else asdict(calibration),
+            "rows": rows,
+            "error": summary,
+        }
+        sys.stdout.write(json.dumps(found, indent=2) + "\n")
+        return
+    remark = machine.cluster.calibration.remark if machine.cluster.calibration else ""
+    sys.stdout.write(
+        f"\n{remark}\nerror of the prediction: median {summary['median']:.1%}, worst "
+        f"{summary['worst']:.1%}, of {len(off)} steps\n"
+    )
+
+
+def measure(model: str, ranks: list[int], turns: int, machine: Calibrated) -> list[Row]:
+    """A row for every number of ranks and kind of plan."""
+    workload = build(model, preset="small")
+    captured = capture(workload.module, workload.example)
+    counts = tuple(1 << i for i in range(BATCH.bit_length()))
+    profile = measured(captured, workload, counts, "cpu")
+    plans = {
+        (count, kind): plan(profile, local(machine, count), BATCH, model=model, **options)
+        for count in ranks
+        for kind, options in KINDS.items()
+    }
+    seen: dict[tuple[int, str], list[Row]] = defaultdict(list)
+    for _ in range(turns):
+        for (count, kind), chosen in plans.items():
+            profiles = [measured(captured, workload, sizes_of(chosen), "cpu")]
+            steps, timeline = launch.run(trained, count, workload, chosen, captured)[0]
+            profiles.append(measured(captured, workload, sizes_of(chosen), "cpu"))
+            found = [simulate(chosen, profile, local(machine, count)) for profile in profiles]
+            plain = [uncalibrated(chosen, profile, count) for profile in profiles]
+            seen[count, kind].append(
+                {
+                    "step_s": statistics.median(steps),
+                    "predicted_s": statistics.fmean(timeline.step_s for timeline in found),
+                    "uncalibrated_s": statistics.fmean(plain),
+                    "actions": beside(found[0], timeline),
+                }
+            )
+    return [
+        {"model": model, "ranks": count, "kind": kind, **middle(found)}
+        for (count, kind), found in seen.items()
+    ]
+
+
+def sizes_of(chosen: Plan) -> tuple[int, ...]:
+    """The sample counts that a plan needs; two at least."""
+    graph = chosen.stage_graph
+    sizes = {size for s in range(len(graph)) for size in graph.slice_sizes(s)} - {0}
+    return tuple(sorted(sizes | {2 * max(sizes)}))
+
+
+def middle(found: list[Row]) -> Row:
+    """The turn with the median error."""
+    ordered = sorted(found, key=lambda row: row["predicted_s"] / row["step_s"])
+    return ordered[len(ordered) // 2]
+
+
+def local(machine: Calibrated, count: int) -> Cluster:
+    """So many local ranks with the calibration."""
+    preset = Cluster.preset(f"local:{count}")
+    levels = (replace(machine.cluster.levels[0], size=count),)
+    return replace(preset, levels=levels, calibration=machine.cluster.calibration)
+
+
+def uncalibrated(chosen: Plan, profile: Profile, count: int) -> float:
+    """The step as it is predicted without calibration and update."""
+    return simulate(chosen, replace(profile, update=None), Cluster.preset(f"local:{count}")).step_s
+
+
+def trained(
+    workload: Workload, chosen: Plan, captured: Captured
+) -> tuple[list[float], Timeline | None]:
+    """Steps of one rank, in seconds, and the timeline of one of them."""
+
+    prepare(captured, chosen.stage_graph)
+    pipe = Pipeline(workload, chosen, captured=captured, check_gradients=False)
+    batches = pipe.batches()
+    steps: list[float] = []
+    for step in range(SETTLING + STEPS):
+        batch = next(batches)
+        begun = time.perf_counter()
+        pipe.step(batch)
+        if step >= SETTLING:
+            steps.append(time.perf_counter() - begun)
+    timelines = []
+    for _ in range(3):
+        pipe.step(next(batches), record=True)
+        assert pipe.timeline is not None
+        timelines.append(pipe.timeline)
+    return steps, sorted(timelines, key=lambda timeline: timeline.step_s)[1]
+
+
+def beside(predicted: Timeline, recorded: Timeline | None) -> Row:
+    """Per device and kind of action: seconds predicted and measured; what is left at the end."""
+    found: Row = defaultdict(lambda: [0.0, 0.0])
+    for column, timeline in enumerate((predicted, recorded)):
+        if timeline is None:
+            continue
+        last: dict[int, float] = defaultdict(float)
+        for span in timeline.spans:
+            last[span.device] = max(last[span.device], span.end)
+            if span.action.kind.is_compute:
+                name = f"{span.device} {span.action.kind.name.lower()}"
+                found[name][column] += span.end - span.start
+        for device, end in last.items():
+            found[f"{device} after the last action"][column] += timeline.step_s - end
+    return dict(sorted(found.items()))
+
+
+def show(rows: list[Row], *, actions: bool) -> None:
+    """Print some rows."""
+    columns = ["model", "ranks", "plan", "step ms", "predicted", "off", "uncalibrated"]
+    lines = [
+        [
+            row["model"],
+            str(row["ranks"]),
+            row["kind"],
+            f"{row['step_s'] * 1e3:.1f}",
+            f"{row['predicted_s'] * 1e3:.1f}",
+            f"{row['predicted_s'] / row['step_s'] - 1:+.1%}",
+            f"{row['uncalibrated_s'] / row['step_s'] - 1:+.1%}",
+        ]
+        for row in rows
+    ]
+    sys.stdout.write(table(columns, lines) + "\n")
+    for row in rows if actions else ():
+        sys.stdout.write(f"{row['model']}, {row['ranks']} ranks, {row['kind']}\n")
+        for name, (said, seen) in row["actions"].items():
+            sys.stdout.write(f"    {name:28s} {said * 1e3:8.2f} {seen * 1e3:8.2f}\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,38 @@
+"""The benchmark of predicted steps: what stands beside each other."""
+
+from __future__ import annotations
+
+from anabranch.plans.plan import Plan
+from anabranch.plans.stages import Stage, StageGraph
+from anabranch.schedule.schedule import Action
+from anabranch.timeline import Span, Timeline
+from benchmarks.prediction.__main__ import beside, middle, sizes_of
+
+
+def timeline(step_s: float, *spans: tuple[float, float, str]) -> Timeline:
+    found = tuple(Span(0, start, end, Action.parse(text)) for start, end, text in spans)
+    return Timeline(found, (0,), "predicted", step_s, {})
+
+
+def test_actions_stand_beside_each_other():
+    """Forwards and backwards are added up; what follows the last action is the rest of the step."""
+    predicted = timeline(10.0, (0, 1, "0F0"), (1, 2, "0F1"), (2, 6, "0B0"), (6, 9, "0B1"))
+    recorded = timeline(12.0, (0, 2, "0F0"), (2, 4, "0F1"), (4, 8, "0B0"), (8, 11, "0B1"))
+    assert beside(predicted, recorded) == {
+        "0 after the last action": [1.0, 1.0],
+        "0 backward": [7.0, 7.0],
+        "0 forward": [2.0, 4.0],
+    }
+
+
+def test_the_turn_with_the_median_error_counts():
+    """Not the best one, and no mixture of several."""
+    turns = [{"predicted_s": p, "step_s": 10.0} for p in (5.0, 20.0, 9.0)]
+    assert middle(turns) == {"predicted_s": 9.0, "step_s": 10.0}
+
+
+def test_profiles_have_the_sample_counts_of_the_plan():
+    """Two replicas with 3 samples of 6, and another one because a profile needs two."""
+    graph = StageGraph((Stage(("a",), (0, 1), 6),), (), 12)
+    plan = Plan(graph, "1f1b", "even", "model", "local:2", "", 0.0, 0.0, None)
+    assert sizes_of(plan) == (3, 6)
