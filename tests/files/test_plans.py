@@ -134,6 +134,7 @@ def test_modes_in_plan_files(tmp_path: Path) -> None:
         ({"mode": "async", "policy": "hoard"}, "policy is"),
         ({"mode": "async"}, "mode is 'async', but policy is empty; it takes one of naive, stash"),
         ({"policy": "stash"}, "policy is 'stash', but mode is 'sync'"),
+        ({"mode": "async", "policy": "stash", "shard_optimizer": True}, "shard_optimizer is true"),
         ({"mode": None}, "mode is null"),
     ],
 )

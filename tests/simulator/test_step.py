@@ -61,6 +61,17 @@ def test_buckets_wait_for_one_another():
     assert timeline.step_s == 19
 
 
+def test_shared_optimizer_state_is_half_of_the_ring_before_the_update_and_half_behind_it():
+    """Each of three buckets takes half a second to who updates it; what was updated takes 1.5 s to
+    the other.
+    """
+    cost = replace(three_buckets(1.0), shard_optimizer=True)
+    timeline = simulate(replicated(), cost)
+    assert sums(timeline, 0) == [(10, 10.5), (11, 11.5), (12, 12.5)]
+    assert timeline.step_s == 14
+    assert simulate(StageGraph((Stage(NAMES, (0,), 2),), (), 4), cost).step_s == 24
+
+
 def test_a_recomputed_forward_comes_before_the_gradients():
     """The backward goes from 12 to 18, its first half is the forward again."""
     timeline = simulate(replicated(recompute=True), three_buckets(1.0))

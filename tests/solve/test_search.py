@@ -15,7 +15,7 @@ from anabranch.errors import (
     SearchStoppedError,
 )
 from anabranch.plans.plan import Plan
-from anabranch.plans.stages import StageGraph
+from anabranch.plans.stages import Stage, StageGraph
 from anabranch.schedule import SCHEDULES
 from anabranch.simulator.judge import Judge
 from anabranch.simulator.run import step_seconds
@@ -97,6 +97,25 @@ def test_nothing_fits(propose):
     with pytest.raises(InfeasiblePlanError, match=r"needs 4\.66 GiB on a device, which has 0\.93"):
         found(cost, 4)
     assert found(replace(cost, cluster=cluster(1, memory_bytes=5 * GB)), 4).predicted.step_s == 8
+
+
+def test_replicas_share_the_state_of_the_optimizer_where_nothing_fits_without(propose):
+    """Two parameters of 1 GB take 9 GB on each of two replicas with gradients and Adam, and 7 GB
+    with the state of one of them. Asked not to share, nothing fits; with memory nobody shares.
+    """
+    machines = cluster(2, memory_bytes=8 * GB)
+    cost = cost_model(chain(2), [1, 1], [1, 1], machines, parameter_bytes=GB)
+    propose(StageGraph((Stage(("op0", "op1"), (0, 1), 2),), (), 4))
+    shared = found(cost, 4)
+    assert shared.shard_optimizer
+    assert "replicas share the optimizer's state" in shared.summary()
+    assert max(shared.predicted.device_peak_bytes) == 7 * GB
+    assert simulate(shared, cost.profile, machines).step_s == shared.predicted.step_s
+    with pytest.raises(InfeasiblePlanError, match="none of the"):
+        found(cost, 4, shard_optimizer=False)
+    roomy = replace(cost, cluster=cluster(2, memory_bytes=12 * GB))
+    assert not found(roomy, 4).shard_optimizer
+    assert found(roomy, 4, shard_optimizer=True).shard_optimizer
 
 
 def test_no_proposals(propose):

@@ -103,6 +103,7 @@ class Job:
         own_cores: bool = False,
         mode: str = "sync",
         policy: str = "",
+        shard_optimizer: bool | None = None,
     ) -> Plan:
         """Plan for local ranks; ``own_cores`` as if each had a core of its own."""
         from anabranch.runtime.asynchronous.optimizer_facts import optimizer_of
@@ -123,6 +124,7 @@ class Job:
             mode=mode,
             policy=policy,
             optimizer=optimizer_of(self.workload) if mode == "async" else None,
+            shard_optimizer=shard_optimizer,
         )
         return replace(found, options=self.source.recorded())
 

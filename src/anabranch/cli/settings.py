@@ -206,6 +206,14 @@ class PlanningSettings:
         ),
     ] = "sync"
     optimizer: Optimizer = None
+    shard_optimizer: Annotated[
+        bool | None,
+        typer.Option(
+            "--shard-optimizer/--no-shard-optimizer",
+            help="Replicas of a stage share its optimizer state [default: where nothing fits "
+            "without].",
+        ),
+    ] = None
 
     @property
     def search(self) -> dict[str, Any]:
@@ -214,6 +222,7 @@ class PlanningSettings:
             "microbatch_size": self.microbatch_size,
             "schedule": self.schedule,
             "max_replicas": self.max_replicas,
+            "shard_optimizer": self.shard_optimizer,
         }
 
 

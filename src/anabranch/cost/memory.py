@@ -88,8 +88,7 @@ def device_memory(
     samples = -(-microbatch_size // replicas)
     updated = weights.trainable
     if shard_optimizer:
-        share = np.maximum(updated / replicas, weights.largest)
-        updated = np.minimum(updated, share)
+        updated = updated_bytes(weights, replicas)
     state = weights.parameters + weights.trainable * versions + updated * optimizer_factor
     entering = weights.border.entering.at(samples)
     ahead = receive_slots * (entering + weights.border.entering_gradients.at(samples))
@@ -100,6 +99,14 @@ def device_memory(
     return DeviceMemory(
         state + ahead, entering + (kept - inside), inside + weights.largest, bucket * terms
     )
+
+
+def updated_bytes(weights: StageWeights, replicas: Number) -> Number:
+    """Trainable parameters that the fullest of replicas updates where they share the optimizer's
+    state: each parameter is one's.
+    """
+    share = np.maximum(weights.trainable / replicas, weights.largest)
+    return np.minimum(weights.trainable, share)
 
 
 _TERMS = 2

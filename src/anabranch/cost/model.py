@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from anabranch.cluster import Cluster
 from anabranch.cost.communication import Route, all_reduce_s, border_price, ring_price, transfer_s
-from anabranch.cost.memory import DeviceMemory, device_memory
+from anabranch.cost.memory import DeviceMemory, device_memory, updated_bytes
 from anabranch.cost.overheads import agreement_s, message_s, sum_s, update_cost
 from anabranch.cost.stage_weights import Border, Number, StageWeights, Traffic
 from anabranch.errors import ProfileError
@@ -391,6 +391,12 @@ class CostModel:
             recompute=recompute,
             versions=versions,
         )
+
+    def updated_share(self, weights: StageWeights, replicas: int) -> float:
+        """Share of a stage's trainable parameters that each of its replicas updates at most."""
+        if not (self.shard_optimizer and weights.trainable):
+            return 1.0
+        return float(updated_bytes(weights, replicas) / weights.trainable)
 
     def device_bytes(
         self,

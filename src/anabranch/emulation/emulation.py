@@ -53,7 +53,9 @@ class Emulation:
                 f"{', '.join(sorted(SCHEDULES))}"
             )
         self.plan, self.links = plan, links
-        self.costs = ModelCosts(graph, CostModel(profile, cluster))
+        self.costs = ModelCosts(
+            graph, CostModel(profile, cluster, shard_optimizer=plan.shard_optimizer)
+        )
         self.schedule = schedule_of(graph, plan.schedule, self.costs.message_edges)
         self.devices = graph.devices
         self._model, self._stages = profile, EmptyStages(profile.graph, graph)

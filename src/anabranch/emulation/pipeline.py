@@ -62,8 +62,10 @@ class EmulatedPipeline:
             self._sums = EmulatedSums(emulation, self._clock, self._mesh)
             self._worker = self._make_worker()
         graph, costs = emulation.plan.stage_graph, emulation.costs
-        mine = (s for s, stage in enumerate(graph.stages) if self._mesh.device in stage.devices)
-        self._update_s = sum(map(costs.update_s, mine))
+        device = self._mesh.device
+        mine = (s for s, stage in enumerate(graph.stages) if device in stage.devices)
+        gathers = (work.gather_s for work in costs.all_reduces() if device in work.devices)
+        self._update_s = sum(map(costs.update_s, mine)) + sum(gathers)
         self.timeline: Timeline | None = None
         self.device_step_s = self.late_s = 0.0
         self.step_number = 0

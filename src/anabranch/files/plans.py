@@ -124,6 +124,7 @@ class _PlanFile(Strict):
     schedule: Text
     mode: Mode = "sync"
     policy: Annotated[str, AfterValidator(_check_policy)] = ""
+    shard_optimizer: bool = False
     depth: int | None = None
     search_s: Seconds = 0.0
     simulate_s: Seconds = 0.0
@@ -204,6 +205,11 @@ def _check_mode(file: _PlanFile) -> None:
     if file.mode == "async" and not file.policy:
         known = ", ".join(POLICIES)
         raise ValueError(f"mode is 'async', but policy is empty; it takes one of {known}")
+    if file.mode == "async" and file.shard_optimizer:
+        raise ValueError(
+            "shard_optimizer is true, but mode is 'async', where every replica makes its own "
+            "versions of the weights; leave it out"
+        )
 
 
 def _to_stage(index: int, stage: _Stage) -> Stage:

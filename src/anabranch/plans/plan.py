@@ -96,6 +96,7 @@ class Plan:
             its backward. The in-flight counts of an asynchronous plan are those of the full
             pipeline and may exceed the micro-batches of one mini-batch.
         policy: key of ``weights.POLICIES``; empty for ``sync``.
+        shard_optimizer: whether replicas of a stage share its optimizer state, see ``Pipeline``.
     """
 
     stage_graph: StageGraph
@@ -115,6 +116,7 @@ class Plan:
     machines: Cluster | None = None
     mode: str = "sync"
     policy: str = ""
+    shard_optimizer: bool = False
 
     @property
     def figures(self) -> Prediction:
@@ -158,6 +160,7 @@ class Plan:
             f"batch {graph.batch_size}",
             said,
             self.costs,
+            *(["replicas share the optimizer's state"] if self.shard_optimizer else []),
             *self.notes,
         ]
         modes = _modes(graph.stages)

@@ -79,7 +79,7 @@ class Pipeline(BasePipeline):
         shard_optimizer: replicas of a stage share its optimizer state: each parameter is updated by
             one of them, which alone has its state and gets its summed gradient, and sends it to the
             others (ZeRO stage 1). Parameters are those of a run without, bit for bit where sums
-            have one order. Not with ``exact``.
+            have one order. Not with ``exact``. By default as the plan says.
         check_gradients: before the first step, compare loss and gradients of one micro-batch with
             the user's own module in one process.
         check_memory: before anything is allocated, compare the predicted peaks of all ranks with
@@ -107,7 +107,7 @@ class Pipeline(BasePipeline):
         accumulate: int = 1,
         compute: ComputeOptions = PLAIN,
         exact: bool = False,
-        shard_optimizer: bool = False,
+        shard_optimizer: bool | None = None,
         check_gradients: bool = True,
         check_memory: bool = True,
         timeout: float = 600.0,
@@ -115,6 +115,8 @@ class Pipeline(BasePipeline):
     ) -> None:
         if accumulate < 1:
             raise ValueError(f"accumulate is {accumulate}; an update takes at least one batch")
+        if shard_optimizer is None:
+            shard_optimizer = plan.shard_optimizer and not exact
         if exact and shard_optimizer:
             raise ValueError(
                 "exact mode adds gradients of tied parameters on all their holders, which "

@@ -52,6 +52,8 @@ class AllReduce(NamedTuple):
 
     Attributes:
         device_s: what all of it takes of each device's own time.
+        gather_s: where the devices share the optimizer's state, seconds in which they send each
+            other what they have updated, after the update.
     """
 
     stages: tuple[int, ...]
@@ -59,6 +61,7 @@ class AllReduce(NamedTuple):
     pieces: tuple[Piece, ...]
     ports: tuple[Port, ...]
     device_s: float = 0.0
+    gather_s: float = 0.0
 
     @property
     def nbytes(self) -> int:
@@ -239,7 +242,8 @@ class ModelCosts:
             ]
             ports = self._ring_ports(devices)
             own_s = self.cost.sum_s(len(owned[stages]), held, len(devices))
-            result.append(AllReduce(stages, devices, _pieces(buckets), ports, own_s))
+            work = AllReduce(stages, devices, _pieces(buckets), ports, own_s)
+            result.append(_sharded(work) if self.cost.shard_optimizer else work)
         return tuple(sorted(result, key=lambda work: turn(work.devices, work.stages)))
 
     def _bucket(
@@ -279,9 +283,10 @@ class ModelCosts:
     def _updates(self) -> tuple[float, ...]:
         trainable = {p.name for p in self.cost.graph.parameters if p.trainable}
         found = []
-        for ops, weights in zip(self._ops, self._weights, strict=True):
+        for stage, ops, weights in zip(self.graph.stages, self._ops, self._weights, strict=True):
             read = {name for i in ops for name in self.cost.graph.ops[i].parameters}
-            found.append(self.cost.update.seconds(len(read & trainable), weights.trainable))
+            seconds = self.cost.update.seconds(len(read & trainable), weights.trainable)
+            found.append(seconds * self.cost.updated_share(weights, stage.replicas))
         return tuple(found)
 
     def message_s(self, nbytes: float) -> tuple[float, float]:
@@ -439,6 +444,12 @@ def least_sum_s(costs: StepCosts, work: AllReduce, stage: int, samples: Collecti
 
 def _held_bytes(share: float, parameter: Parameter) -> int:
     return math.ceil(parameter.nbytes * share)
+
+
+def _sharded(work: AllReduce) -> AllReduce:
+    """A sum that one device of the ring has, and its way to the others: half of the ring each."""
+    pieces = tuple(piece._replace(seconds=piece.seconds / 2) for piece in work.pieces)
+    return work._replace(pieces=pieces, gather_s=work.seconds / 2)
 
 
 def _pieces(buckets: Sequence[Piece]) -> tuple[Piece, ...]:

@@ -23,7 +23,7 @@ from anabranch.plans.stages import StageGraph
 from anabranch.schedule.check import Channel, channel
 from anabranch.schedule.lower import device_pairs, directions, exchanges, lower
 from anabranch.schedule.schedule import Action, Kind, Schedule
-from anabranch.simulator.costs import StepCosts
+from anabranch.simulator.costs import AllReduce, StepCosts
 
 
 class Price(NamedTuple):
@@ -183,6 +183,7 @@ def compile_schedule(
     units = ComputeUnits(graph, costs, prices.index, sums, costs.step_s if updates > 1 else 0.0)
     count = len(table.price)
     agrees = updates == 1 and (costs.agreement_s > 0 or any(map(costs.update_s, range(len(graph)))))
+    shared = [work for work in costs.all_reduces() if work.gather_s]
     per_update = [graph.num_microbatches(s) // updates for s in range(len(graph))]
     code = []
     for device, actions in schedule.actions.items():
@@ -217,6 +218,7 @@ def compile_schedule(
             mine.append(~(count + units.agreement()))
         behind = [due] if updates > 1 else [stage for _, stage in sorted(ends.items())]
         mine += [~(count + units.update(s)) for s in behind if s >= 0 and units.has_update(s)]
+        mine += [~(count + units.gather(work)) for work in shared if device in work.devices]
         code.append(mine)
     sums = [
         work._replace(waits_for=sum(stage in work.stages for stage, _ in units.finishing))
@@ -479,6 +481,8 @@ class ComputeUnits:
         }
         self._index: dict[tuple[int, int, Kind, bool, int], int] = {}
         self._updates: dict[int, int] = {}
+        self._gathers: dict[tuple[int, ...], int] = {}
+        self._device = index
         self._sums = sums
         self._summing_s = summing_s(costs)
         self._summing = {stage for work in sums for stage in work.stages}
@@ -503,6 +507,17 @@ class ComputeUnits:
 
     def _update_s(self, stage: int) -> float:
         return self._costs.update_s(stage) + self._besides_s
+
+    def gather(self, work: AllReduce) -> int:
+        """Unit in which the devices of an all-reduce send each other what they have updated."""
+        key = (*work.devices, -1, *work.stages)
+        if key not in self._gathers:
+            self._gathers[key] = len(self.known)
+            self.known.append(
+                ComputeUnit(-1, work.gather_s, group=len(self.groups), role=Role.OVERHEAD)
+            )
+            self.groups.append(tuple(self._device[device] for device in work.devices))
+        return self._gathers[key]
 
     def update(self, stage: int) -> int:
         """Unit of the update of a stage."""

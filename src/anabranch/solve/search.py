@@ -7,13 +7,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import anabranch.planner as planners
 from anabranch.cluster import Cluster
 from anabranch.cost import CostModel
-from anabranch.errors import AnabranchError, PolicyError, SearchStoppedError
+from anabranch.errors import (
+    AnabranchError,
+    InfeasiblePlanError,
+    PolicyError,
+    SearchStoppedError,
+)
 from anabranch.planner.base import Improver, Planner
 from anabranch.planner.exhaustive import MOST_DEVICES, MOST_OPERATORS
 from anabranch.plans.check import require
@@ -55,6 +62,7 @@ def plan(
     mode: str = "sync",
     policy: str = "",
     optimizer: OptimizerFacts | None = None,
+    shard_optimizer: bool | None = None,
 ) -> Plan:
     """Find the stage graph and schedule with the shortest simulated step.
 
@@ -83,6 +91,8 @@ def plan(
             one that ``weights.recommend`` names.
         optimizer: for ``async`` what policies have to know of it, if anything is known: it decides
             what ``auto`` chooses, and how many copies of the weights a policy that predicts holds.
+        shard_optimizer: whether replicas of a stage share its optimizer state, see ``Pipeline``; by
+            default where nothing fits without. Not for ``async``.
 
     Raises:
         InfeasiblePlanError: if nothing fits the devices.
@@ -98,59 +108,87 @@ def plan(
         notes.append(f"planner {planner} has no limit on replicas; {max_replicas} is ignored")
     cost = CostModel(profile, cluster, optimizer_factor=optimizer_factor)
     if mode == "async":
+        if shard_optimizer:
+            raise ValueError("shard_optimizer is for mode sync; without a flush, leave it out")
         endless = EndlessSearch(
             cost, batch_size, microbatch_size, planner, search, improve, optimizer
         )
         return endless.plan(policy or "auto", model, notes)
-    started = time.perf_counter()
-    proposals, stopped = collect(
-        search(cost, batch_size=batch_size, microbatch_size=microbatch_size)
-    )
-    searched = time.perf_counter()
-    objective = ShortestStep(cost, _schedules(schedule, search))
-    judge = Judge(objective)
-    judged = uninterrupted(lambda: judge.consider(proposals, BUDGET.simulation))
-    if judge.best is None and not judged:
-        judge = _first_that_fits(objective, proposals)
-    best = judge.winner(planner)
-    simulated = time.perf_counter()
-    if improve and judged and not stopped and isinstance(search, Improver):
-        near = search.neighbourhood(cost, batch_size, microbatch_size)
-        size = {"operators": len(profile.graph), "devices": cluster.num_devices}
-        judged = uninterrupted(lambda: improve_on(judge, near, BUDGET, **size))
-        best = judge.winner(planner)
-    improved = time.perf_counter()
-    require(best.graph, cost)
+    task = _StepSearch(batch_size, planner, search, microbatch_size, schedule, improve, model)
     try:
-        timeline = checked_run(best.graph, best.schedule, cost)
-    except KeyboardInterrupt:  # the search is over, and a moment is left: only insisting ends it
-        timeline = checked_run(best.graph, best.schedule, cost)
-    finished = time.perf_counter()
-    if stopped or not judged:
-        why = stopped or "interrupted"
-        notes.append(f"{why}: the best of the first {len(proposals)} proposals")
-    return Plan(
-        stage_graph=best.graph,
-        schedule=best.schedule,
-        planner=planner,
-        model=model or profile.graph.name,
-        cluster=cluster.name,
-        profile=profile.origin,
-        search_s=searched - started,
-        simulate_s=simulated - searched + finished - improved,
-        improve_s=improved - simulated,
-        predicted=Prediction(
-            step_s=timeline.step_s,
-            bottleneck_s_per_sample=bottleneck_s_per_sample(best.graph, cost),
-            bubble=timeline.bubble,
-            device_peak_bytes=tuple(timeline.peak_bytes.values()),
-            period_s=timeline.period_s,
-        ),
-        device=profile.device,
-        granularity=profile.graph.granularity,
-        notes=tuple(notes),
-        machines=cluster,
-    )
+        return task.plan(replace(cost, shard_optimizer=bool(shard_optimizer)), notes)
+    except InfeasiblePlanError:
+        if shard_optimizer is None and cluster.num_devices > 1:
+            with suppress(InfeasiblePlanError):
+                return task.plan(replace(cost, shard_optimizer=True), notes)
+        raise
+
+
+@dataclass(frozen=True)
+class _StepSearch:
+    """A search for the shortest step; the fields are arguments of ``plan``."""
+
+    batch_size: int
+    planner: str
+    search: Planner
+    microbatch_size: int | None
+    schedule: str
+    improve: bool
+    model: str
+
+    def plan(self, cost: CostModel, notes: Sequence[str]) -> Plan:
+        """The plan with the shortest simulated step."""
+        started = time.perf_counter()
+        proposals, stopped = collect(
+            self.search(cost, batch_size=self.batch_size, microbatch_size=self.microbatch_size)
+        )
+        searched = time.perf_counter()
+        objective = ShortestStep(cost, _schedules(self.schedule, self.search))
+        judge = Judge(objective)
+        judged = uninterrupted(lambda: judge.consider(proposals, BUDGET.simulation))
+        if judge.best is None and not judged:
+            judge = _first_that_fits(objective, proposals)
+        best = judge.winner(self.planner)
+        simulated = time.perf_counter()
+        if self.improve and judged and not stopped and isinstance(self.search, Improver):
+            near = self.search.neighbourhood(cost, self.batch_size, self.microbatch_size)
+            size = {"operators": len(cost.profile.graph), "devices": cost.cluster.num_devices}
+            judged = uninterrupted(lambda: improve_on(judge, near, BUDGET, **size))
+            best = judge.winner(self.planner)
+        improved = time.perf_counter()
+        require(best.graph, cost)
+        try:
+            timeline = checked_run(best.graph, best.schedule, cost)
+        except (
+            KeyboardInterrupt
+        ):  # the search is over, and a moment is left: only insisting ends it
+            timeline = checked_run(best.graph, best.schedule, cost)
+        finished = time.perf_counter()
+        why = stopped or ("" if judged else "interrupted")
+        stops = [f"{why}: the best of the first {len(proposals)} proposals"] if why else []
+        return Plan(
+            stage_graph=best.graph,
+            schedule=best.schedule,
+            planner=self.planner,
+            model=self.model or cost.profile.graph.name,
+            cluster=cost.cluster.name,
+            profile=cost.profile.origin,
+            search_s=searched - started,
+            simulate_s=simulated - searched + finished - improved,
+            improve_s=improved - simulated,
+            predicted=Prediction(
+                step_s=timeline.step_s,
+                bottleneck_s_per_sample=bottleneck_s_per_sample(best.graph, cost),
+                bubble=timeline.bubble,
+                device_peak_bytes=tuple(timeline.peak_bytes.values()),
+                period_s=timeline.period_s,
+            ),
+            device=cost.profile.device,
+            granularity=cost.profile.graph.granularity,
+            notes=(*notes, *stops),
+            machines=cost.cluster,
+            shard_optimizer=cost.shard_optimizer,
+        )
 
 
 def _notes(profile: Profile) -> list[str]:

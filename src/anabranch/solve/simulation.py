@@ -71,7 +71,12 @@ def simulate(
     if plan_.mode == "async":
         check_mode("async", plan_.policy, schedule or "auto")
         return simulate_async(plan_, profile, cluster, optimizer_factor=optimizer_factor).timeline
-    cost = CostModel(profile, cluster, optimizer_factor=optimizer_factor)
+    cost = CostModel(
+        profile,
+        cluster,
+        optimizer_factor=optimizer_factor,
+        shard_optimizer=plan_.shard_optimizer,
+    )
     return checked_run(*scheduled(plan_, cost, schedule), cost)
 
 
@@ -267,7 +272,7 @@ def check_plan(
         except (InvalidPlanError, PolicyError, ValueError) as error:
             return [str(error)]
     if profile is not None and cluster is not None:
-        cost = CostModel(profile, cluster)
+        cost = CostModel(profile, cluster, shard_optimizer=plan_.shard_optimizer)
         problems = check_stages(graph, cost, versions, shared=not is_async, idle=True)
         if not problems:
             edges = message_edges(graph, profile.graph)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -90,13 +91,12 @@ def train(
     job = Job.of(model.source, local)
     is_async = flush.is_async(job.plan)
     refuse_mode(is_async, flush, compute)
-    shown, policy = _plan(job, local, training, options, flush)
+    shown, policy = _plan(job, local, training, options, flush, compute.shard_optimizer)
     is_first = os.environ.get("RANK", "0") == "0"
     if is_first and not as_json:
         typer.echo(shown.summary())
     special: dict[str, Any] = {
         "accumulate": compute.accumulate,
-        "shard_optimizer": compute.shard_optimizer,
     }
     if is_async:
         special = {
@@ -132,6 +132,7 @@ def _plan(
     training: TrainingSettings,
     options: ComputeOptions,
     flush: FlushSettings,
+    shard_optimizer: bool,
 ) -> tuple[Plan, WeightPolicy | str | None]:
     """Plan the job if it has no plan; the plan as it will be executed, and another policy for it.
 
@@ -155,9 +156,12 @@ def _plan(
         max_replicas=local.max_replicas,
         mode="async" if is_async else "sync",
         policy=flush.policy or "",
+        shard_optimizer=shard_optimizer or None,
     )
     is_file = job.plan is not None
     job.plan = job.plan or (agreed(search) if "RANK" in os.environ else search())
+    if shard_optimizer and not job.plan.shard_optimizer:
+        job.plan = replace(job.plan, shard_optimizer=True, predicted=None)
     policy = flush.other_policy(job.plan, is_file=is_file) if is_async else None
     how = {"is_async": is_async, "round_robin": flush.round_robin}
     if is_file:
