@@ -204,7 +204,7 @@ _Count = Annotated[int, Field(ge=0)]
 # JSON has no tuples, so fixed-length lists must be read leniently.
 _Span = Annotated[tuple[_Device, float, float, str], Field(strict=False)]
 _Sum = Annotated[tuple[_Device, float, float, list[_Count], _Count], Field(strict=False)]
-_What = Literal["bookkeeping", "agreement", "update"]
+_What = Literal["bookkeeping", "agreement", "update", "gather"]
 _Overhead = Annotated[tuple[_Device, float, float, _What], Field(strict=False)]
 _Point = Annotated[tuple[float, int], Field(strict=False)]
 _Memory = Annotated[tuple[_Device, list[_Point]], Field(strict=False)]

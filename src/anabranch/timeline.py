@@ -39,7 +39,8 @@ class OverheadSpan:
     """What a device does besides its actions, in seconds from the start.
 
     Attributes:
-        what: ``bookkeeping`` (of messages and of the step), ``agreement`` or ``update``.
+        what: ``bookkeeping`` (of messages and of the step), ``agreement``, ``update`` or ``gather``
+            (of what replicas that share the optimizer's state have updated).
     """
 
     device: int

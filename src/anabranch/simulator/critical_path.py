@@ -35,6 +35,7 @@ class Cause(StrEnum):
     ALL_REDUCE_PORTS = "all_reduce_ports"
     AGREEMENT = "agreement"
     UPDATE = "update"
+    GATHER = "gather"
     OVERHEAD = "overhead"
 
 
@@ -70,6 +71,7 @@ _BY_ROLE = {
     Role.OVERHEAD: Cause.OVERHEAD,
     Role.AGREEMENT: Cause.AGREEMENT,
     Role.UPDATE: Cause.UPDATE,
+    Role.GATHER: Cause.GATHER,
 }
 
 _WAITING = {

@@ -84,13 +84,15 @@ class Role(Enum):
 
     ``UPDATE`` of a stage waits for the sums of its gradients. ``AGREEMENT`` waits for those of all
     stages of the device, and then for all devices. ``OVERHEAD`` is a device's time that no action
-    takes: of messages, or of the step. ``BEGIN`` is where a step begins behind another one.
+    takes: of messages, or of the step. In ``GATHER`` devices that share an optimizer's state send
+    each other what they have updated. ``BEGIN`` is where a step begins behind another one.
     """
 
     ACTION = auto()
     OVERHEAD = auto()
     AGREEMENT = auto()
     UPDATE = auto()
+    GATHER = auto()
     BEGIN = auto()
 
 
@@ -514,7 +516,7 @@ class ComputeUnits:
         if key not in self._gathers:
             self._gathers[key] = len(self.known)
             self.known.append(
-                ComputeUnit(-1, work.gather_s, group=len(self.groups), role=Role.OVERHEAD)
+                ComputeUnit(-1, work.gather_s, group=len(self.groups), role=Role.GATHER)
             )
             self.groups.append(tuple(self._device[device] for device in work.devices))
         return self._gathers[key]

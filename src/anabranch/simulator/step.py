@@ -22,7 +22,12 @@ from anabranch.simulator.engine import Callback, Engine, SharedCores, slowdown_o
 from anabranch.simulator.program import ComputeUnit, Program, Role
 from anabranch.timeline import OverheadSpan, Span, SumSpan
 
-_WHAT = {Role.OVERHEAD: "bookkeeping", Role.AGREEMENT: "agreement", Role.UPDATE: "update"}
+_WHAT = {
+    Role.OVERHEAD: "bookkeeping",
+    Role.AGREEMENT: "agreement",
+    Role.UPDATE: "update",
+    Role.GATHER: "gather",
+}
 
 
 class Step:

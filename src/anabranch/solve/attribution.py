@@ -67,7 +67,12 @@ def explain(
             "only the step of a synchronous plan can be explained; without a flush, the slowest "
             "stage decides the time from one mini-batch to the next"
         )
-    cost = CostModel(profile, cluster, optimizer_factor=optimizer_factor)
+    cost = CostModel(
+        profile,
+        cluster,
+        optimizer_factor=optimizer_factor,
+        shard_optimizer=plan_.shard_optimizer,
+    )
     graph, name = scheduled(plan_, cost, schedule)
     costs = ModelCosts(graph, cost)
     with collector_paused():

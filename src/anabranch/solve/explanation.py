@@ -52,6 +52,7 @@ _CAUSES = {
     "all_reduce": ("all-reduce that sticks out", "of the last backward"),
     "agreement": ("agreement on the loss", ""),
     "update": ("update", ""),
+    "gather": ("sending what was updated", "to replicas that share the optimizer"),
 }
 
 _MERGED = {Cause.ALL_REDUCE_PORTS.value: "all_reduce"}
