@@ -4,7 +4,9 @@ from dataclasses import replace
 
 import pytest
 from hypothesis import assume, given
+from hypothesis import strategies as st
 
+from anabranch.cost import CostModel
 from anabranch.profile.profile import OpCost
 from anabranch.schedule import compute_order
 from anabranch.simulator.costs import ModelCosts
@@ -12,6 +14,7 @@ from anabranch.simulator.run import simulate
 from anabranch.solve.floors import busiest_link, floors, sum_floors, work_floor
 from tests.simulator.helpers import chain, cluster, cost_model, priced_stage_graphs, stage_graph
 from tests.solve.helpers import a_plan
+from tests.strategies import planning_profiles
 
 
 def test_floors_of_any_plan():
@@ -41,6 +44,16 @@ def test_work_is_priced_where_a_sample_takes_least():
     )
     assert work_floor(replace(cost, profile=measured), 8) == pytest.approx(3.0)
     assert work_floor(replace(cost, profile=measured), 1) == 1.0
+
+
+@given(planning_profiles(), st.integers(1, 16))
+def test_no_slice_is_below_the_work_floor(profile, batch_size):
+    """Of sizes that were measured or lie between, up to the batch."""
+    cost = CostModel(profile, cluster(1))
+    least = work_floor(cost, batch_size)
+    for samples in range(1, min(batch_size, 8) + 1):
+        seconds = sum(float(direction.sum()) for direction in cost.op_seconds(samples))
+        assert least <= seconds * batch_size / samples * (1 + 1e-9)
 
 
 def test_the_longest_path_of_branches_is_the_longer_one():

@@ -21,7 +21,7 @@ def relaxed(graph, cost, schedule="1f1b"):
         device: sum(unit.seconds for unit in units)
         for device, units in zip(step.program.devices, step.units, strict=True)
     }
-    found = relaxations(graph, schedule, cost, step.end, seconds)
+    found = relaxations(graph, schedule, cost, step, seconds)
     assert [r.step_s for r in found] == sorted(r.step_s for r in found)
     return {r.change: r.step_s for r in found}, step.end
 
@@ -78,6 +78,18 @@ def test_recompute_and_counts_in_flight_are_what_memory_would_buy():
     assert step_s == pytest.approx(20.0)
     assert found["more_in_flight"] < step_s
     assert found["no_latency"] == pytest.approx(14.0)
+
+
+def test_a_step_that_takes_long_to_simulate_is_not_changed_often(monkeypatch):
+    """Two micro-batches on two devices have 16 actions with their messages: 32 are two steps."""
+    machines = cluster(2, bandwidth=1.0, latency_s=1.0)
+    cost = cost_model(chain(2), [1, 1], [1, 1], machines, value_bytes=1)
+    graph = warm(stage_graph(chain(2), [(0,), (1,)], 2))
+    everything, _ = relaxed(graph, cost)
+    assert len(everything) == 3
+    for most, count in ((15, 0), (31, 1), (32, 2), (400_000, len(everything))):
+        monkeypatch.setattr("anabranch.solve.relaxations.MOST_ACTIONS", most)
+        assert len(relaxed(graph, cost)[0]) == count
 
 
 @given(

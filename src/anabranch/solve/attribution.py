@@ -101,7 +101,7 @@ def explain(
             device,
             (*floors(graph, cost), busiest_link(step), *sum_floors(step, cost)),
             tuple(_gathered(losses)),
-            tuple(relaxations(graph, name, cost, step.end, device_seconds)),
+            tuple(relaxations(graph, name, cost, step, device_seconds)),
             _too_few_samples(graph, costs),
         )
 

@@ -210,6 +210,9 @@ def _pair(a: str, b: str, room: int) -> str:
 
 
 def _helps(why: Explanation) -> Iterator[str]:
+    if not why.relaxations and len(why.graph.devices) > 1:
+        yield "the step has too many actions to simulate what would help"
+        return
     best = [r for r in why.relaxations if why.saves(r) >= 0.001][:MOST_CHANGES]
     if not best:
         yield "no single change of links, memory or balance would save 0.1% of it"

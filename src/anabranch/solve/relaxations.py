@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 from anabranch.cost import CostModel
 from anabranch.errors import DeadlockError, InvalidScheduleError
@@ -16,6 +17,10 @@ from anabranch.profile.profile import OpCost, Profile
 from anabranch.schedule import compute_order
 from anabranch.simulator.costs import AllReduce, ModelCosts
 from anabranch.simulator.run import step_seconds
+from anabranch.simulator.step import Step
+
+MOST_ACTIONS = 400_000
+"""Actions of all changed steps together at most, some two seconds; further changes are left out."""
 
 FREE_BANDWIDTH = 1e30
 """Bytes/s of a link that is as good as infinitely fast."""
@@ -47,19 +52,21 @@ def relaxations(
     graph: StageGraph,
     schedule: str,
     cost: CostModel,
-    step_s: float,
+    step: Step,
     device_seconds: dict[int, float],
 ) -> list[Relaxation]:
-    """Every change that makes sense for a plan, the shortest step first.
+    """The changes that make sense for a plan, the shortest step first; of a step with so many
+    actions that it takes long to simulate, fewer or none.
 
     Args:
         graph: stages with their in-flight counts.
         schedule: key of ``schedule.SCHEDULES``.
-        step_s: as it is.
+        step: as it is.
         device_seconds: what each device computes in a step.
     """
     found = []
-    for change, what, relaxed in _changes(graph, cost, device_seconds):
+    affordable = MOST_ACTIONS // max(sum(map(len, step.program.code)), 1)
+    for change, what, relaxed in islice(_changes(graph, cost, device_seconds), affordable):
         stages, costs = relaxed()
         try:
             order = compute_order(stages, schedule, slots=cost.receive_slots)
@@ -67,7 +74,9 @@ def relaxations(
         except (InvalidScheduleError, DeadlockError):
             continue  # some counts in flight cannot be scheduled where a device has several stages
         # Memory need not be used.
-        found.append(Relaxation(change, what, min(seconds, step_s) if stages != graph else seconds))
+        found.append(
+            Relaxation(change, what, min(seconds, step.end) if stages != graph else seconds)
+        )
     return sorted(found, key=lambda relaxation: relaxation.step_s)
 
 

@@ -104,7 +104,10 @@ def plan(
             )
         with suppress(KeyboardInterrupt):
             others.update(_baselines(costs, cluster, found, planning, optimizer))
-    why = explain(found, costs, cluster) if found.mode == "sync" else None
+    why = None
+    if found.mode == "sync":
+        with suppress(KeyboardInterrupt):  # the plan is what counts
+            why = explain(found, costs, cluster)
     if as_json:
         document = plan_to_dict(found)
         document["baselines"] = {name: plan_or_error(name, plan) for name, plan in others.items()}
