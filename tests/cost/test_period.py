@@ -21,8 +21,9 @@ def test_compute_hides_transfers():
 
 
 def test_the_all_reduce_is_spread_over_the_micro_batches():
-    """40 s once per step of 8."""
-    assert period_s(9.0, 40.0, 8) == 14.0
+    """40 s once per step of 8, of which a backward of 6 s hides as much."""
+    assert period_s(16.0, 9.0, 46.0, 8) == 21.0
+    assert period_s(16.0, 9.0, 5.0, 8) == 16.0
 
 
 def test_many_stages_at_once():
@@ -31,4 +32,5 @@ def test_many_stages_at_once():
     goes = Traffic(np.array([4.0, 4.0]), np.array([0.0, 20.0]))
     traffic = traffic_s(comes, goes, 3, 0.5)
     assert traffic.tolist() == [15.0, 16.0]
-    assert period_s(work_s(np.array([9.0, 20.0]), traffic), 40.0, 8).tolist() == [20.0, 25.0]
+    compute = np.array([9.0, 18.0])
+    assert period_s(work_s(compute, traffic), compute, 46.0, 8).tolist() == [20.0, 22.25]

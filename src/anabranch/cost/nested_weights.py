@@ -143,6 +143,7 @@ class NestedSets:
         """All operators, part after part, and where each part begins."""
         members = [list(bits(part)) for part in self.parts]
         lengths = np.array([len(operators) for operators in members], dtype=np.intp)
+        assert lengths.all(), "reduceat takes no empty parts"
         flat = np.array([op for operators in members for op in operators], dtype=np.intp)
         return flat, np.cumsum(lengths) - lengths
 

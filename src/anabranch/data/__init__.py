@@ -1,0 +1,1 @@
+"""Data sets on real data that install from the package registry, and batches of them."""

@@ -1,0 +1,1 @@
+"""Profiles: seconds and bytes of every operator, measured, estimated or read from a file."""

@@ -1,4 +1,4 @@
-"""What lies near a plan: the same stages with one thing changed.
+"""Neighbours of a plan: the same stages with one thing changed.
 
 A search under a bound knows the longest period, but a step is more: the way in and out, transfers
 that meet at a card, all-reduces that nothing hides. So the best candidates are changed a little,
