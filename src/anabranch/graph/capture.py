@@ -40,6 +40,7 @@ from anabranch.graph.flat_program import (
     propagate,
 )
 from anabranch.graph.group import Grouping, group, group_like
+from anabranch.graph.meta_kernels import MetaKernels
 from anabranch.graph.meta_trace import NotPlainError, trace_on_meta
 from anabranch.graph.opgraph import Granularity, OpGraph
 from anabranch.graph.opgraph_builder import build
@@ -279,6 +280,7 @@ class _Exporter:
         self.dynamic: torch.export.ExportedProgram | None = None
         self.outputs: tuple[str, ...] = ()
         self.is_exported = False
+        self.known = MetaKernels()
 
     @property
     def metrics(self) -> tuple[str, ...]:
@@ -294,7 +296,7 @@ class _Exporter:
         batch = dict(zip(sources, leaves, strict=True))
         with self.in_mode(), plain_calls():
             program, self.outputs = trace_on_meta(
-                self.wrapped, leaves, samples, {**self.tensors, **batch}
+                self.wrapped, leaves, samples, {**self.tensors, **batch}, self.known
             )
         return program
 

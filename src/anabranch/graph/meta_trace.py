@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from anabranch.graph.flat_program import FlatProgram, PlaceholderSource, ProgramBuilder
+from anabranch.graph.meta_kernels import KnownResults, MetaKernels
 
 
 class NotPlainError(Exception):
@@ -35,6 +36,7 @@ def trace_on_meta(
     leaves: Sequence[torch.Tensor],
     samples: int,
     sources: Mapping[PlaceholderSource, torch.Tensor],
+    known: MetaKernels,
 ) -> tuple[FlatProgram, tuple[str, ...]]:
     """The flat program of a module, with values, and the names of what it returns.
 
@@ -42,11 +44,12 @@ def trace_on_meta(
         wrapped: returns a dict of scalars, ``loss`` first.
         leaves: of the batch, on the meta device.
         sources: parameters, buffers and the leaves, in order.
+        known: what operations returned in earlier traces.
 
     Raises:
         NotPlainError: if the module has to be exported; also for any error of its own.
     """
-    recorder = _Recorder(samples)
+    recorder = _Recorder(samples, KnownResults(known))
     for source, tensor in sources.items():
         recorder.place(source, tensor)
     paths = {id(part): name for name, part in wrapped.named_modules()}
@@ -61,12 +64,13 @@ def trace_on_meta(
 class _Recorder(ProxyTorchDispatchMode):
     """Writes down every call above autograd; only a mode of this class is let in there."""
 
-    def __init__(self, samples: int) -> None:
+    def __init__(self, samples: int, known: KnownResults) -> None:
         # Not that of the parent, which prepares for more than is recorded here.
         TorchDispatchMode.__init__(self, torch._C.DispatchKey.PreDispatch)  # type: ignore[no-untyped-call]
         self._mode_key = torch._C._TorchDispatchModeKey.PROXY
         self.enter_stack: list[Any] = []
         self.samples = samples
+        self.known = known
         self.builder = ProgramBuilder({}, torch.device("meta"))
         self.stack: list[str] = []
         self.nodes: dict[int, fx.Node] = {}
@@ -100,7 +104,7 @@ class _Recorder(ProxyTorchDispatchMode):
         if not torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
             raise NotPlainError(f"{func} runs without gradients, or under autocast")
         written_args, written_kwargs = tree_map(self.node_of, (args, kwargs))
-        with no_python_dispatcher():  # whose kernels in Python take many times as long
+        with no_python_dispatcher(), self.known:  # whose kernels in Python take many times as long
             result = func(*args, **kwargs)
         graph = self.builder.graph
         name = graph._target_to_str(func.overloadpacket.__name__)  # as the export names it

@@ -50,17 +50,19 @@ def build(
                 sizes = (program.samples, other.samples)
                 value, dim = _value(node, twins[node], sizes, owners[node], consumers, grad)
                 values.append((value, position[node], dim))
+    parameters = dict(module.named_parameters())
     ops = []
     for i, (name, kind) in enumerate(zip(grouping.names, grouping.kinds, strict=True)):
-        ordered = tuple(n for n, _ in module.named_parameters() if n in read[i])
+        ordered = tuple(n for n in parameters if n in read[i])
         ops.append(Op(name, ordered, kind))
-    parameters = tuple(
+    used = set[str]().union(*read)
+    held = tuple(
         Parameter(n, p.numel() * p.element_size(), p.requires_grad)
-        for n, p in module.named_parameters()
-        if any(n in names for names in read)
+        for n, p in parameters.items()
+        if n in used
     )
     entries = [*batch_values, *values]
-    graph = OpGraph(tuple(ops), tuple(e[0] for e in entries), parameters, type(module).__name__)
+    graph = OpGraph(tuple(ops), tuple(e[0] for e in entries), held, type(module).__name__)
     return graph, tuple(e[1] for e in entries), tuple(e[2] for e in entries)
 
 

@@ -28,7 +28,7 @@ from anabranch.profile.kernel_trace import (
     TracedModel,
     checked_counts,
 )
-from anabranch.profile.kernels import MetaRun, Recorder
+from anabranch.profile.kernels import KnownKernels, MetaRun, Recorder
 from anabranch.profile.operator_runner import (
     example_batch,
     operator_programs,
@@ -65,24 +65,27 @@ def estimate(
     traced = trace(captured)
     if traced.is_affine:
         return traced.profile(device, counts, precision)
+    known = KnownKernels()
     sheet = DATA_SHEETS[device]  # the model does something else for other sample counts
-    seconds = [_kernels(captured, n).seconds(sheet, precision) for n in counts]
+    seconds = [_kernels(captured, n, known).seconds(sheet, precision) for n in counts]
     return traced.with_seconds(counts, seconds, device, precision)
 
 
 def trace(captured: Captured) -> TracedModel:
     """The kernels of a captured model, also one on the meta device."""
-    return TracedModel(captured.graph, _kernels(captured, FEW), _kernels(captured, MANY))
+    known = KnownKernels()
+    few, many = (_kernels(captured, samples, known) for samples in (FEW, MANY))
+    return TracedModel(captured.graph, few, many)
 
 
-def _kernels(captured: Captured, samples: int) -> KernelTrace:
+def _kernels(captured: Captured, samples: int, known: KnownKernels) -> KernelTrace:
     """What a step with that many samples launches."""
     meta = torch.device("meta")
     program = operator_programs(captured, samples, meta)
     batch = example_batch(captured, samples, meta)
     tensors = _meta_tensors(program)
     at_hand = [t for named in tensors for t in named.values()]
-    watch = _Watch(KeptBytes(len(program), [*at_hand, *batch.values()]))
+    watch = _Watch(KeptBytes(len(program), [*at_hand, *batch.values()]), known)
 
     def call(op: int, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         result: Sequence[Tensor] = MetaRun(program[op].module, tensors[op]).run(*inputs)
@@ -100,13 +103,14 @@ def _kernels(captured: Captured, samples: int) -> KernelTrace:
 class _Watch:
     """Observes kernels, and what is kept."""
 
-    def __init__(self, kept: KeptBytes) -> None:
+    def __init__(self, kept: KeptBytes, known: KnownKernels) -> None:
         self.kept = kept
+        self.known = known
         self.seen: list[tuple[int, int, Kernel]] = []
 
     @contextmanager
     def _recorded(self, which: int, op: int) -> Iterator[None]:
-        with Recorder() as recorder:
+        with Recorder(self.known) as recorder:
             yield
         self.seen += [(which, op, kernel) for kernel in recorder.kernels]
 

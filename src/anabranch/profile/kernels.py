@@ -6,7 +6,8 @@ dropout are replaced by PyTorch's fused kernels for GPUs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -15,17 +16,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from anabranch.graph.call_traits import words
+from anabranch.graph.meta_kernels import MetaKernels
 from anabranch.profile.kernel_trace import Kernel
 
 aten = torch.ops.aten
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Collects the kernels of whatever runs under it."""
+    """Collects the kernels of whatever runs under it; ``known`` has those of equal calls."""
 
-    def __init__(self) -> None:
+    def __init__(self, known: KnownKernels | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.known = known or KnownKernels()
         self.kernels: list[Kernel] = []
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # whose wrapper takes longer than what it wraps
 
     def __torch_dispatch__(
         self,
@@ -34,12 +41,25 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        result = func(*args, **(kwargs or {}))
+        result, key = self.known.results.call(func, args, kwargs or {})
         if not _is_free(func):
-            inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-            outputs = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
-            self.kernels.append(_kernel(func, args, inputs, outputs))
+            kernel = self.known.kernels.get(key)
+            if kernel is None:
+                inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+                outputs = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
+                kernel = _kernel(func, args, inputs, outputs)
+                if key is not None:
+                    self.known.kernels[key] = kernel
+            self.kernels.append(kernel)
         return result
+
+
+class KnownKernels:
+    """What operations on meta tensors return and launch, once for equal calls."""
+
+    def __init__(self) -> None:
+        self.results = MetaKernels()
+        self.kernels: dict[Hashable, Kernel] = {}
 
 
 class MetaRun(fx.Interpreter):
@@ -111,6 +131,7 @@ _FREE = words(
 """Operations that launch nothing, besides those that only return a view."""
 
 
+@cache
 def _is_free(func: Any) -> bool:
     if func._schema.name.removeprefix("aten::") in _FREE:
         return True
