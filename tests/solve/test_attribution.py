@@ -1,7 +1,7 @@
 """Explanations of steps that can be checked by eye, and of any."""
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 
 import anabranch
 from anabranch.errors import InvalidPlanError
@@ -64,6 +64,7 @@ def test_data_parallelism_is_said_plainly():
     assert why.relaxations[0].change == "fast_links"
     assert why.too_few_samples == 1
     said = " ".join(why.summary().split())
+    assert said.endswith(why.verdict)
     assert "data parallelism is best here: the last backward hides 0% of the all-reduce" in said
     assert "have to lose less than 66.7% of its step" in said
 
@@ -116,6 +117,7 @@ def test_an_asynchronous_plan_has_no_step():
         explain(asynchronous(cost, 2), cost.profile, cost.cluster)
 
 
+@settings(max_examples=50)
 @given(priced_stage_graphs())
 def test_the_parts_of_any_step_add_up(drawn):
     """Whatever the stages and the machines, and the text fits 80 columns and a screen."""

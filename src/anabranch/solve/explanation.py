@@ -109,6 +109,11 @@ class Explanation:
         """What no plan can be faster than."""
         return self.floors[0].seconds
 
+    @property
+    def verdict(self) -> str:
+        """Data parallelism against a graph of stages, where the floors decide that; else empty."""
+        return _verdict(self)
+
     def to_dict(self) -> dict[str, Any]:
         """For a JSON document."""
         return {
@@ -126,6 +131,7 @@ class Explanation:
                 }
                 for relaxation in self.relaxations
             ],
+            "verdict": self.verdict,
         }
 
     def summary(self) -> str:
@@ -146,7 +152,7 @@ def _lines(why: Explanation) -> Iterator[str]:
         yield f"  {label:{LABEL}s}{_ms(seconds)} {share:6.1%}  {remark}"
     yield f"  {'together':{LABEL}s}{_ms(why.step_s)} {1:6.1%}"
     yield from _helps(why)
-    yield from wrap(_verdict(why), WIDTH)
+    yield from wrap(why.verdict, WIDTH)
 
 
 def _ms(seconds: float) -> str:
@@ -227,7 +233,6 @@ def _said(why: Explanation, relaxation: Relaxation) -> str:
 
 
 def _verdict(why: Explanation) -> str:
-    """Data parallelism against a graph of stages, where the floors decide that."""
     graph, seconds = why.graph, {floor.kind: floor.seconds for floor in why.floors}
     if len(graph.devices) == 1 or not why.step_s:
         return ""

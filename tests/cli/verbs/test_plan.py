@@ -58,7 +58,7 @@ def test_plan_has_the_fields_of_the_contract(document, profile):
     assert found["gain"]["sequential"] >= 1 - 1e-9
     assert sorted(d for stage in found["stages"] for d in stage["devices"]) == [0, 1, 2, 3]
     why = found["explanation"]
-    assert {"device", "floors", "losses", "changes"} <= why.keys()
+    assert {"device", "floors", "losses", "changes", "verdict"} <= why.keys()
     assert {"cause", "stages", "seconds"} <= why["losses"][0].keys()
     lost = sum(loss["seconds"] for loss in why["losses"])
     assert lost == pytest.approx(found["predicted"]["step_s"])
