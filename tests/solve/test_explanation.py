@@ -52,5 +52,5 @@ def test_data_parallelism_that_cannot_be_faster():
 
 def test_an_operator_keeps_both_ends_of_its_name():
     """The first part says where it is, the last what it is."""
-    assert shorten("encoder.0.layers.1.attention", 16) == "encoder..tention"
-    assert shorten("attention", 16) == "attention"
+    assert shorten("encoder.0.layers.1.attention", 20) == "encoder.0..attention"
+    assert shorten("attention", 20) == "attention"
