@@ -312,6 +312,13 @@ class ComputeSettings:
         Literal["stage", "sample"],
         _computing(help="sample: random numbers are the same under any plan."),
     ] = "stage"
+    sparse_embeddings: Annotated[
+        bool,
+        _computing(
+            "--sparse-embeddings",
+            help="Gradients of embedding tables are the rows that were looked up.",
+        ),
+    ] = False
     accumulate: Annotated[
         int,
         _computing(min=1, help="Batches that make one update."),
@@ -338,6 +345,7 @@ class ComputeSettings:
             compile=self.backend or False,
             offload=self.offload,
             dropout=self.dropout,
+            sparse_embeddings=self.sparse_embeddings,
         )
 
 

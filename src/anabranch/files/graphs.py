@@ -6,8 +6,16 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from anabranch.files.fields import Name, NameOrNone, Size, Text
-from anabranch.graph.opgraph import BATCH, Op, OpGraph, Parameter, Value
+from anabranch.graph.opgraph import BATCH, Op, OpGraph, Parameter, Table, Value
 from anabranch.jsonfile import Strict, core_fields, document_fields
+
+
+class TableEntry(Strict):
+    """A table of embeddings."""
+
+    lookups: Size
+    row_bytes: Size
+    sparse: bool = False
 
 
 class ParameterEntry(Strict):
@@ -16,6 +24,7 @@ class ParameterEntry(Strict):
     name: Name
     nbytes: Size
     trainable: bool
+    table: TableEntry | None = None
 
 
 class OperatorEntry(Strict):
@@ -66,9 +75,7 @@ def graph_to_dict(graph: OpGraph) -> dict[str, Any]:
     return {
         "name": graph.name,
         "granularity": graph.granularity,
-        "parameters": [
-            document_fields(parameter, ParameterEntry) for parameter in graph.parameters
-        ],
+        "parameters": [_parameter_to_dict(parameter) for parameter in graph.parameters],
         "operators": [document_fields(op, OperatorEntry) for op in graph.ops],
         "values": [
             document_fields(
@@ -107,10 +114,25 @@ def to_graph(file: GraphFile) -> OpGraph:
     return OpGraph(
         ops=tuple(Op(op.name, tuple(op.parameters), op.kind) for op in file.operators),
         values=values,
-        parameters=tuple(Parameter(**core_fields(parameter)) for parameter in file.parameters),
+        parameters=tuple(_to_parameter(parameter) for parameter in file.parameters),
         name=file.name,
         granularity=file.granularity,
     )
+
+
+def _parameter_to_dict(parameter: Parameter) -> dict[str, Any]:
+    """Most are no tables, and files say nothing of that."""
+    table = parameter.table
+    entry = document_fields(parameter, ParameterEntry)
+    if table is None:
+        del entry["table"]
+        return entry
+    return {**entry, "table": document_fields(table, TableEntry)}
+
+
+def _to_parameter(entry: ParameterEntry) -> Parameter:
+    table = Table(**core_fields(entry.table)) if entry.table else None
+    return Parameter(**core_fields(entry, ("table",)), table=table)
 
 
 def unique_index(names: Sequence[str], where: str) -> dict[str, int]:

@@ -26,12 +26,38 @@ BATCH = -1
 
 
 @dataclass(frozen=True, slots=True)
+class Table:
+    """A table of embeddings: each sample looks some rows up, and only these have gradients.
+
+    Attributes:
+        lookups: rows of one sample, a row that is looked up twice counted twice.
+        row_bytes: bytes of a row.
+        sparse: the model asks for sparse gradients.
+    """
+
+    lookups: int
+    row_bytes: int
+    sparse: bool = False
+
+    def __post_init__(self) -> None:
+        if self.lookups < 1 or self.row_bytes < 1:
+            raise ValueError(
+                f"a table of which a sample looks up {self.lookups} rows of {self.row_bytes} bytes "
+                "is none"
+            )
+
+
+@dataclass(frozen=True, slots=True)
 class Parameter:
-    """A parameter under the model's own name. Operators that name the same one are tied."""
+    """A parameter under the model's own name. Operators that name the same one are tied.
+
+    ``table``: what is known of it where the model does nothing with it but look up rows.
+    """
 
     name: str
     nbytes: int
     trainable: bool = True
+    table: Table | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from torch import fx, nn
 
 from anabranch.graph.call_traits import batch_dim, tensor
+from anabranch.graph.embeddings import tables
 from anabranch.graph.flat_program import (
     BATCH_LEAF,
     PARAMETER,
@@ -55,9 +56,9 @@ def build(
     for i, (name, kind) in enumerate(zip(grouping.names, grouping.kinds, strict=True)):
         ordered = tuple(n for n in parameters if n in read[i])
         ops.append(Op(name, ordered, kind))
-    used = set[str]().union(*read)
+    used, looked_up = set[str]().union(*read), tables(program, other)
     held = tuple(
-        Parameter(n, p.numel() * p.element_size(), p.requires_grad)
+        Parameter(n, p.numel() * p.element_size(), p.requires_grad, looked_up.get(n))
         for n, p in parameters.items()
         if n in used
     )

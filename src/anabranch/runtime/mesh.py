@@ -75,14 +75,14 @@ def require_whole_replicas(graph: StageGraph) -> None:
 
 
 class Pending(Protocol):
-    """An all-reduce that is under way."""
+    """A collective that is under way."""
 
     @property
     def is_done(self) -> bool:
         """Whether ``wait`` would return at once."""
 
     def wait(self) -> Tensor:
-        """The sum, once it is there; PeerLostError if another rank is gone."""
+        """The result, once it is there; PeerLostError if another rank is gone."""
 
 
 class _Reduced:
@@ -124,6 +124,28 @@ class _Exchanged:
             if total is not self._tensor:
                 self._tensor.copy_(total)
         return self._tensor
+
+
+class _Gathered:
+    """What ranks have sent each other, one below the other."""
+
+    def __init__(
+        self, rows: Tensor, receipts: Mapping[int, Receipt], work: dist.Work | None
+    ) -> None:
+        self._rows, self._receipts, self._work = rows, dict(receipts), work
+
+    @property
+    def is_done(self) -> bool:
+        return not self._receipts and (self._work is None or self._work.is_completed())
+
+    def wait(self) -> Tensor:
+        while self._receipts:
+            place, receipt = self._receipts.popitem()
+            self._rows[place] = receipt.wait()[0]
+        if self._work is not None:
+            guarded(self._work.wait)
+            self._work = None
+        return self._rows
 
 
 def _unequal(ended: Mapping[int, int], more: Mapping[int, int]) -> str:
@@ -259,11 +281,9 @@ class Mesh:
         chosen, key = (self._everyone, _ALL) if ranks is None else (ranks, ranks)
         if len(chosen) == 1:
             return _Reduced(tensor, None)
-        most = _MOST_SMALL if tensor.numel() <= _SMALL else _MOST_LARGE
-        if self._near is not None and len(chosen) <= most and not tensor.is_cuda:
-            # Sums of one set start in one order, those of different sets do not.
-            tag = -1 - sorted(self._groups).index(key)
-            return self._exchange_terms(self._near, tensor, chosen, tag)
+        near = self._near_to(tensor, chosen)
+        if near is not None:
+            return self._exchange_terms(near, tensor, chosen, self._tag(key))
         work = guarded(lambda: dist.all_reduce(tensor, group=self._groups[key], async_op=True))
         return _Reduced(tensor, work)
 
@@ -271,29 +291,59 @@ class Mesh:
         """As ``start_all_reduce``, for one rank of a set; what others have then is undefined."""
         if len(ranks) == 1:
             return _Reduced(tensor, None)
-        most = _MOST_SMALL if tensor.numel() <= _SMALL else _MOST_LARGE
-        if self._near is not None and len(ranks) <= most and not tensor.is_cuda:
-            tag = -1 - sorted(self._groups).index(ranks)
+        near = self._near_to(tensor, ranks)
+        if near is not None:
+            tag = self._tag(ranks)
             if target != self.rank:
-                self._near.send([tensor], target, tag)
+                near.send([tensor], target, tag)
                 return _Reduced(tensor, None)
             specs = [(tensor.shape, tensor.dtype)]
             others = [rank for rank in ranks if rank != target]
-            receipts = {r: self._near.receive(specs, _CPU, r, tag) for r in others}
+            receipts = {r: near.receive(specs, _CPU, r, tag) for r in others}
             return _Exchanged(tensor, self.rank, receipts)
         group = self._groups[ranks]
         work = guarded(lambda: dist.reduce(tensor, target, group=group, async_op=True))
         return _Reduced(tensor, work)
 
+    def start_all_gather(self, tensor: Tensor, ranks: tuple[int, ...]) -> Pending:
+        """Gather the tensors of a set, which have one shape, in the background; the result has a
+        row for each rank. It is one of the sums of the set as to their order.
+        """
+        rows = tensor.new_empty((len(ranks), *tensor.shape))
+        rows[ranks.index(self.rank)] = tensor
+        if len(ranks) == 1:
+            return _Gathered(rows, {}, None)
+        near = self._near_to(tensor, ranks)
+        if near is not None:
+            receipts = self._to_all(near, tensor, ranks, self._tag(ranks))
+            return _Gathered(rows, {ranks.index(r): got for r, got in receipts.items()}, None)
+        group, parts = self._groups[ranks], list(rows.unbind(0))
+        work = guarded(lambda: dist.all_gather(parts, tensor, group=group, async_op=True))
+        return _Gathered(rows, {}, work)
+
+    def _near_to(self, tensor: Tensor, ranks: tuple[int, ...]) -> Transport | None:
+        """The transport by which these ranks had better send each other the whole tensor."""
+        most = _MOST_SMALL if tensor.numel() <= _SMALL else _MOST_LARGE
+        return self._near if len(ranks) <= most and not tensor.is_cuda else None
+
+    def _tag(self, key: tuple[int, ...]) -> int:
+        # Sums of one set start in one order, those of different sets do not.
+        return -1 - sorted(self._groups).index(key)
+
     def _exchange_terms(
         self, near: Transport, tensor: Tensor, ranks: tuple[int, ...], tag: int
     ) -> _Exchanged:
+        return _Exchanged(tensor, self.rank, self._to_all(near, tensor, ranks, tag))
+
+    def _to_all(
+        self, near: Transport, tensor: Tensor, ranks: tuple[int, ...], tag: int
+    ) -> dict[int, Receipt]:
         others = [rank for rank in ranks if rank != self.rank]
         specs = [(tensor.shape, tensor.dtype)]
         receipts = {rank: near.receive(specs, _CPU, rank, tag) for rank in others}
         for rank in others:
             near.send([tensor], rank, tag)
-        return _Exchanged(tensor, self.rank, receipts)
+        return receipts
 
     def broadcast(self, tensor: Tensor, source: int, ranks: tuple[int, ...] | None = None) -> None:
         """Copy a tensor from one rank of a set to the others, in place."""

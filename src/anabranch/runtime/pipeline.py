@@ -154,6 +154,7 @@ class Pipeline(BasePipeline):
             session.mesh,
             accumulate=accumulate,
             exact=exact,
+            tables=session.shared_tables(accumulate),
         )
         self._is_first = True
         self._unread: StepTotals | None = None
@@ -307,8 +308,9 @@ class Pipeline(BasePipeline):
     ) -> tuple[Worker, Outcome]:
         """Run one batch; sums of gradients may still be on their way."""
         POSITION.begin(self.step_number)
-        self._updates.prepare(at_once=at_once, alone=alone)
-        worker = self._workers.worker(samples_of(leaves))
+        samples = samples_of(leaves)
+        self._updates.prepare(samples, at_once=at_once, alone=alone)
+        worker = self._workers.worker(samples)
         outcome = worker.run(leaves, self.step_number, watcher=self._updates)
         self._updates.collect(worker, outcome)
         self._ran = worker, leaves, outcome

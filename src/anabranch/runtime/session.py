@@ -17,11 +17,13 @@ import torch
 from torch import Tensor
 
 from anabranch import checkpoint as disk
+from anabranch.errors import TrainingError
 from anabranch.graph.capture import Captured
 from anabranch.plans.plan import Plan
 from anabranch.runtime.compute.options import ComputeOptions, require_exact
 from anabranch.runtime.data_feed import DataFeed, leaves_of
 from anabranch.runtime.data_parallel.gradients import Holders
+from anabranch.runtime.data_parallel.rows import SharedTable, shared_tables, takes_rows
 from anabranch.runtime.evaluation import Evaluation
 from anabranch.runtime.guards.agreement import facts_of, require_agreement
 from anabranch.runtime.guards.memory_budget import require_memory
@@ -109,6 +111,8 @@ class Session:
             self.state = ModelState(
                 replace(workload, module=module), self.holders, self.mesh, place, int(seed)
             )
+            if compute.sparse_embeddings:
+                self._require_sparse_updates()
         self.workers = WorkerCache(
             self.captured,
             self.parts,
@@ -124,6 +128,35 @@ class Session:
         self._evaluation = Evaluation(self.workers, evaluation)
         self._check_gradients, self._is_prepared = check_gradients, False
         self.step_number = 0
+
+    def _require_sparse_updates(self) -> None:
+        mine = self.state.parameters
+        tables = [p.name for p in self.captured.graph.parameters if p.table and p.name in mine]
+        if tables and not takes_rows(self.state.optimizer):
+            raise TrainingError(
+                f"{type(self.state.optimizer).__name__}, as it is set, takes no sparse gradients, "
+                f"which sparse_embeddings gives {', '.join(tables)}; take SparseAdam for tables, "
+                "or SGD or Adagrad without momentum, weight decay and fused updates, or leave "
+                "sparse_embeddings out"
+            )
+
+    def shared_tables(self, accumulate: int) -> dict[str, SharedTable]:
+        """Tables whose holders exchange rows of gradients; all ranks ask together.
+
+        Args:
+            accumulate: batches of an update.
+        """
+        if self.workers.options.backend is not None:
+            return {}  # compiled backwards give whole gradients
+        return shared_tables(
+            self.captured.graph,
+            self._plan.stage_graph,
+            self.holders,
+            self.mesh,
+            self.state.optimizer,
+            sparse_embeddings=self.workers.options.sparse_embeddings,
+            accumulate=accumulate,
+        )
 
     def require_memory(self, plan: Plan) -> None:
         """Refuse a plan whose predicted peaks exceed the memory that there is."""

@@ -62,7 +62,7 @@ def test_sums_are_those_of_afterwards(
     def work(pipeline: Pipeline) -> tuple[list[str], list[str]]:
         _, found = pipeline.gradients(leaves)
         found = {key: value.clone() for key, value in found.items()}
-        pipeline._updates.prepare(alone=True)
+        pipeline._updates.prepare(16, alone=True)
         worker = pipeline._session.workers.worker(samples)
         worker.run(leaves_of(model.captured, leaves, CPU), 0)
         parameters = pipeline._state.parameters
@@ -174,7 +174,7 @@ def test_after_an_interrupted_batch_sums_are_whole(small_buckets: None) -> None:
             final(name)
 
         reducer._is_final = interrupted  # type: ignore[method-assign]
-        pipeline._updates.prepare(alone=True)
+        pipeline._updates.prepare(16, alone=True)
         worker = pipeline._session.workers.worker(16)
         with pytest.raises(KeyboardInterrupt):
             worker.run(leaves_of(model.captured, batch(16, 5), CPU), 0, watcher=pipeline._updates)

@@ -46,7 +46,7 @@ from anabranch.runtime.asynchronous.versions import VersionedWeights
 from anabranch.runtime.compute.options import PLAIN, ComputeOptions
 from anabranch.runtime.compute.stage_compute import Outcome
 from anabranch.runtime.data_feed import samples_of
-from anabranch.runtime.data_parallel.buckets import dense
+from anabranch.runtime.data_parallel.buckets import entries
 from anabranch.runtime.data_parallel.reducer import Reducer
 from anabranch.runtime.guards.failure import POSITION
 from anabranch.runtime.numerics.nonfinite import Finding, bad_names, data_advice
@@ -349,7 +349,7 @@ class AsyncPipeline(BasePipeline):
             self._note(flight, bad if blame else [])
         if self._clip is not None:
             with_gradient = [p for p in parameters.values() if p.grad is not None]
-            norm = torch.nn.utils.get_total_norm([dense(g) for g in gradients.values()])
+            norm = torch.nn.utils.get_total_norm([entries(g) for g in gradients.values()])
             torch.nn.utils.clip_grads_with_norm_(with_gradient, self._clip, norm)
         self._weights.update(skip=self._has_stopped, minibatches=minibatches)
 

@@ -29,7 +29,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from anabranch.checkpoint import Checkpoint
 from anabranch.runtime.asynchronous.optimizer_facts import require_rule
 from anabranch.runtime.asynchronous.prediction import WeightPrediction
-from anabranch.runtime.data_parallel.buckets import dense
+from anabranch.runtime.data_parallel.buckets import entries
 from anabranch.weights import PredictStash, Reading, VersionTracker, WeightPolicy
 
 Storage = list[Tensor]
@@ -227,7 +227,7 @@ class VersionedWeights:
 
         The running norm is over the clipped ones, so one outlier does not raise it.
         """
-        norms = torch._foreach_norm([dense(gradient) for gradient in grads])
+        norms = torch._foreach_norm([entries(gradient) for gradient in grads])
         norm = torch.linalg.vector_norm(torch.stack(norms))
         if self._norm is None:
             self._norm = torch.zeros_like(norm)

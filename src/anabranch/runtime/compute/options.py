@@ -50,17 +50,28 @@ class ComputeOptions:
             element-wise kernels, which ``compile`` joins; attention with dropout does without fused
             kernels, so its weights take memory quadratic in the length. Operations that draw in
             another way (multinomial, randperm, dropout within nn.LSTM) are refused.
+        sparse_embeddings: tables of ``nn.Embedding`` and ``nn.EmbeddingBag`` (sum, mean) have
+            sparse gradients, as with their own ``sparse=True``: rows that were looked up instead of
+            whole tables. With optimizers that take them only: SparseAdam, SGD and Adagrad without
+            momentum, weight decay and fused updates, and those that are not PyTorch's. Not with
+            ``compile``, under which gradients are whole.
 
     Raises:
-        ValueError: for a value that is not listed.
+        ValueError: for a value that is not listed, or options that exclude each other.
     """
 
     precision: Precision = "fp32"
     compile: bool | str = False
     offload: bool = False
     dropout: Dropout = "stage"
+    sparse_embeddings: bool = False
 
     def __post_init__(self) -> None:
+        if self.sparse_embeddings and self.compile:
+            raise ValueError(
+                "compiled stages give whole gradients of embeddings: leave out one of compile and "
+                "sparse_embeddings"
+            )
         if self.precision not in ("fp32", *_DTYPES):
             raise ValueError(f"precision {self.precision!r} is none of fp32, bf16, fp16")
         if self.dropout not in ("stage", "sample"):

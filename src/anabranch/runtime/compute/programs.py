@@ -1,7 +1,7 @@
 """Programs of the stages as they are called for each micro-batch, under the compute options::
 
-    program --> random numbers by sample --> torch.compile --> under autocast --> call
-                (option dropout)             (compile)         (precision)
+    program --> sparse gradients --> random numbers --> torch.compile --> autocast --> call
+                (sparse_embeddings)  (dropout)          (compile)         (precision)
 
 Made once per stage and number of samples, and kept for all batch sizes.
 """
@@ -20,6 +20,7 @@ from torch._dynamo.exc import TorchDynamoException
 
 from anabranch.errors import TrainingError
 from anabranch.graph.capture import Captured
+from anabranch.graph.embeddings import make_sparse
 from anabranch.graph.split import Split, StageProgram
 from anabranch.runtime.compute.options import ComputeOptions
 from anabranch.runtime.numerics.dropout import BySample, draws
@@ -73,6 +74,8 @@ class StagePrograms:
 
     def _prepare(self, stage: int, samples: int) -> StageCall:
         program = self.program(stage, samples)
+        if self.options.sparse_embeddings:
+            program = replace(program, module=with_sparse_lookups(program.module))
         rewritten = None
         if self.options.dropout == "sample":
             rewritten = self._by_sample.rewritten(program, samples)
@@ -114,6 +117,14 @@ class StagePrograms:
                 f"{type(error).__name__}: {text[:300]}; choose another backend "
                 '("aot_eager" needs no compiler), or leave compile out'
             ) from error
+
+
+def with_sparse_lookups(module: fx.GraphModule) -> fx.GraphModule:
+    """The same stage with sparse gradients of its tables."""
+    graph, copied = fx.Graph(), dict[fx.Node, fx.Node]()
+    graph.output(graph.graph_copy(module.graph, copied))
+    make_sparse(graph)
+    return fx.GraphModule(module, graph)
 
 
 def is_random(module: nn.Module) -> bool:

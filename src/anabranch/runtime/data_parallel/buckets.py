@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import islice
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -47,8 +48,8 @@ class Bucket:
         self._is_mine = True
         self.begin()
 
-    def begin(self) -> None:
-        """No gradient has been put."""
+    def begin(self, batch_sizes: Sequence[int] = ()) -> None:
+        """No gradient has been put; their sizes do not depend on the batches."""
         self.missing = len(self.named)
 
     @property
@@ -132,9 +133,9 @@ class Bucket:
         self._pending = None
         return flat[len(flat) - len(self.named) :]
 
-    def hand_out(self, flags: Sequence[float]) -> None:
+    def hand_out(self, numbers: Sequence[float]) -> None:
         """Make the sums the gradients of those parameters."""
-        for (_, parameter), view, has in zip(self.named, self._views, flags, strict=True):
+        for (_, parameter), view, has in zip(self.named, self._views, numbers, strict=True):
             parameter.grad = view if has > 0 and self._is_mine else None
 
     def _buffer(self) -> Tensor:
@@ -148,13 +149,27 @@ class Bucket:
         return self._flat
 
 
-def take(buckets: Iterable[Bucket]) -> None:
+class Summed(Protocol):
+    """A bucket whose sums can be taken."""
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether there are sums to take."""
+
+    def wait(self) -> Tensor:
+        """Wait for the sums; numbers that tell of their gradients."""
+
+    def hand_out(self, numbers: Sequence[float]) -> None:
+        """Make the sums the gradients, by these numbers."""
+
+
+def take(buckets: Iterable[Summed]) -> None:
     """Wait for the sums of buckets and make them the gradients, with one look at the device."""
     pending = [bucket for bucket in buckets if bucket.is_pending]
-    flags = [bucket.wait() for bucket in pending]
-    numbers = iter(torch.cat(flags).tolist() if flags else ())
-    for bucket in pending:
-        bucket.hand_out(list(islice(numbers, len(bucket.named))))
+    told = [bucket.wait().double() for bucket in pending]
+    numbers = iter(torch.cat(told).tolist() if told else ())
+    for bucket, part in zip(pending, told, strict=True):
+        bucket.hand_out(list(islice(numbers, len(part))))
 
 
 def cut(
@@ -167,6 +182,11 @@ def cut(
         lambda item: item[1].dtype,
     )
     return [Bucket(ranks, run, mesh, updater) for run in runs]
+
+
+def entries(gradient: Tensor) -> Tensor:
+    """The numbers of a gradient, without the zeros of a sparse one."""
+    return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 
 def dense(gradient: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from anabranch.graph.split import Split
 from anabranch.plans.stages import StageGraph
-from anabranch.runtime.data_parallel.buckets import Bucket, Named, Ranks, cut, dense, take
+from anabranch.runtime.data_parallel.buckets import Bucket, Named, Ranks, cut, dense, entries, take
 from anabranch.runtime.mesh import Mesh
 
 
@@ -186,7 +186,7 @@ def fold_tied(
             folded: Tensor | None = None
             for order, rank in sorted(expected[name]):
                 mine = uses.get((name, microbatch, order))
-                gradient = torch.zeros_like(parameter) if mine is None else mine.contiguous()
+                gradient = torch.zeros_like(parameter) if mine is None else dense(mine).contiguous()
                 gradient = gradient.detach()
                 mesh.broadcast(gradient, rank, ranks)
                 folded = gradient if folded is None else folded + gradient
@@ -202,7 +202,7 @@ def sum_of_squares(
     number if there are any.
     """
     norms = [
-        torch.linalg.vector_norm(dense(p.grad), dtype=torch.float64)
+        torch.linalg.vector_norm(entries(p.grad), dtype=torch.float64)
         for name, p in parameters.items()
         if p.grad is not None and holders.owner(name) == rank
     ]

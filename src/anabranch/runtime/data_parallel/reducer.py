@@ -31,15 +31,18 @@ from torch.utils.hooks import RemovableHandle
 from anabranch.cost.buckets import turn
 from anabranch.runtime.data_parallel.buckets import Bucket, Named, Ranks, cut, take
 from anabranch.runtime.data_parallel.gradients import Holders
+from anabranch.runtime.data_parallel.rows import RowBucket, SharedTable, cut_tables
 from anabranch.runtime.mesh import Mesh
 from anabranch.runtime.placement import fetched
+
+AnyBucket = Bucket | RowBucket
 
 
 @dataclass(slots=True)
 class _Queue:
     """The buckets of one set of ranks, in their order, and how many have started."""
 
-    buckets: list[Bucket]
+    buckets: list[AnyBucket]
     started: int = 0
 
 
@@ -48,7 +51,7 @@ class _Slot:
     """Where a parameter is: which bucket of which queue, and where in it."""
 
     queue: _Queue
-    bucket: Bucket
+    bucket: AnyBucket
     index: int
 
 
@@ -57,6 +60,7 @@ class Reducer:
 
     Args:
         notes: whether to note if this rank's own terms are finite, for who asks afterwards.
+        tables: those whose holders exchange rows; gradients of all others are summed whole.
     """
 
     def __init__(
@@ -66,22 +70,31 @@ class Reducer:
         mesh: Mesh,
         *,
         notes: bool = False,
+        tables: Mapping[str, SharedTable] | None = None,
     ) -> None:
+        tables = tables or {}
         self._parameters, self._stages_of = parameters, holders.stages
         self._notes, self._totals = notes, list[Tensor]()
-        groups: dict[tuple[Ranks, tuple[int, ...], int], list[Named]] = defaultdict(list)
+        groups: dict[tuple[Ranks, tuple[int, ...], int, bool], list[Named]] = defaultdict(list)
         for name, parameter in reversed(list(parameters.items())):
             ranks = holders.parameters[name]
             if parameter.requires_grad and len(ranks) > 1:
-                updater = holders.updaters.get(name, -1)
-                groups[ranks, holders.stages[name], updater].append((name, parameter))
+                number = holders.updaters.get(name, -1)
+                key = ranks, holders.stages[name], number, name in tables
+                groups[key].append((name, parameter))
         queues: dict[Ranks, _Queue] = {}
         self._places: dict[str, _Slot] = {}
-        for (ranks, _, updater), named in sorted(
+        for (ranks, _, number, are_tables), named in sorted(
             groups.items(), key=lambda g: (turn(*g[0][:2]), g[0])
         ):
             queue = queues.setdefault(ranks, _Queue([]))
-            for bucket in cut(ranks, named, mesh, updater if updater >= 0 else None):
+            updater = number if number >= 0 else None
+            buckets: Sequence[AnyBucket] = (
+                cut_tables(ranks, named, tables, mesh, updater)
+                if are_tables
+                else cut(ranks, named, mesh, updater)
+            )
+            for bucket in buckets:
                 queue.buckets.append(bucket)
                 for index, (name, _) in enumerate(bucket.named):
                     self._places[name] = _Slot(queue, bucket, index)
@@ -113,16 +126,22 @@ class Reducer:
 
     @property
     def buffers(self) -> list[Tensor]:
-        """What sums are made in, kept from step to step."""
+        """What sums are made in; that of whole gradients is kept from step to step."""
         flats = (bucket.flat for queue in self._queues for bucket in queue.buckets)
         return [flat for flat in flats if flat is not None]
 
     def begin(
-        self, order: Sequence[int], *, is_last: bool = True, everywhere: bool = False
+        self,
+        order: Sequence[int],
+        *,
+        is_last: bool = True,
+        everywhere: bool = False,
+        batch_sizes: Sequence[int] = (),
     ) -> None:
         """A batch begins; see ``finals``.
 
         Args:
+            batch_sizes: of all batches whose gradients are summed together; for tables.
             is_last: its last backwards make gradients final, which are to be summed.
             everywhere: all holders get the sums, not only who updates a parameter.
         """
@@ -140,7 +159,7 @@ class Reducer:
         for queue in self._queues:
             queue.started = 0
             for bucket in queue.buckets:
-                bucket.begin()
+                bucket.begin(batch_sizes)
         self.complete(-1)
 
     def _release(self, names: Iterable[str]) -> None:
@@ -169,9 +188,9 @@ class Reducer:
         for name in names:
             self._is_final(name)
 
-    def sum_now(self) -> None:
-        """Sum the gradients as they are, and wait for it."""
-        self.begin(())
+    def sum_now(self, batch_sizes: Sequence[int] = ()) -> None:
+        """Sum the gradients as they are, and wait for it; see ``begin``."""
+        self.begin((), batch_sizes=batch_sizes)
         self.take_all()
 
     def _is_final(self, name: str) -> None:

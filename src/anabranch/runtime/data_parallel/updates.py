@@ -18,7 +18,7 @@ over all of them, is summed over its holders with the last one, and is divided b
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ from anabranch.runtime.data_parallel.gradients import (
     sum_of_squares,
 )
 from anabranch.runtime.data_parallel.reducer import Reducer
+from anabranch.runtime.data_parallel.rows import SharedTable
 from anabranch.runtime.mesh import Mesh
 from anabranch.runtime.model_state import ModelState
 from anabranch.runtime.numerics.nonfinite import bad_names, norms
@@ -49,6 +50,7 @@ class Updates:
 
     Args:
         exact: gradients of tied parameters are added in the order of one process, after the step.
+        tables: those whose holders exchange rows in place of whole gradients.
     """
 
     def __init__(
@@ -61,17 +63,19 @@ class Updates:
         *,
         accumulate: int = 1,
         exact: bool = False,
+        tables: Mapping[str, SharedTable] | None = None,
     ) -> None:
         self._state, self._parts, self._graph = state, parts, graph
         self._holders, self._mesh, self._exact = holders, mesh, exact
         self._parameters = state.parameters
         folded = self._folded = self._uses() if exact else {}
         summed = {n: p for n, p in self._parameters.items() if n not in folded}
-        self._reducer = Reducer(summed, holders, mesh)
+        self._reducer = Reducer(summed, holders, mesh, tables=tables)
         self._has_parts = sum(mesh.device in stage.devices for stage in graph.stages) > 1
         self.accumulate, self.accumulated = accumulate, 0
         self._is_open = self._is_last = self._is_summed = self._at_once = False
         self._divisor = 1
+        self._batch_sizes: list[int] = []  # since the last update
         self._ready: list[int] = []
 
     @property
@@ -91,10 +95,11 @@ class Updates:
         """Whether an update is due after the batch that was prepared last."""
         return self._is_last
 
-    def prepare(self, *, at_once: bool = False, alone: bool = False) -> None:
+    def prepare(self, samples: int, *, at_once: bool = False, alone: bool = False) -> None:
         """A batch is about to run.
 
         Args:
+            samples: of all ranks.
             at_once: update stages as soon as their gradients are there.
             alone: nothing is accumulated and no update will follow.
         """
@@ -103,6 +108,7 @@ class Updates:
         if self.accumulated == 0:
             self._clear()
         self._is_open = True
+        self._batch_sizes.append(samples)
         if not alone:
             self.accumulated += 1
         self._is_last = alone or self.accumulated == self.accumulate
@@ -130,7 +136,7 @@ class Updates:
         if self._exact:
             # A stage may hold a parameter without using it in a way that has a gradient; its copy
             # must be updated all the same. One holder has the whole, so the sum changes no bit.
-            self._reducer.sum_now()
+            self._reducer.sum_now(self._batch_sizes)
         else:
             self._reducer.take_all()
         self._divide(self._parameters)
@@ -147,7 +153,7 @@ class Updates:
     def finish_early(self) -> None:
         """Make do with the batches since the last update."""
         self._is_last = self._is_summed = True
-        self._reducer.sum_now()
+        self._reducer.sum_now(self._batch_sizes)
         self._divide(self._parameters)
 
     def drop(self) -> None:
@@ -219,6 +225,7 @@ class Updates:
             self._state.scheduler.step()
 
     def _clear(self) -> None:
+        self._batch_sizes.clear()
         for parameter in self._parameters.values():
             parameter.grad = None
 
@@ -237,7 +244,12 @@ class Updates:
 
     def begins(self, stages: Sequence[int], outcome: Outcome) -> None:
         self._order, self._outcome = stages, outcome
-        self._reducer.begin(stages, is_last=self._overlaps, everywhere=self._is_alone)
+        self._reducer.begin(
+            stages,
+            is_last=self._overlaps,
+            everywhere=self._is_alone,
+            batch_sizes=self._batch_sizes,
+        )
 
     def before_last(self, stage: int) -> None:
         if self._overlaps:

@@ -1,0 +1,282 @@
+"""Rows of embedding tables that travel in place of the whole gradients.
+
+Every holder of a table sends all others the rows that it looked up and what they are to change by;
+each adds up what it gets, in the order of the ranks, so all have the same bits::
+
+    rank 0   | how many | which rows, room for more | their gradients, room for more |
+    rank 1   | how many | which rows, room for more | their gradients, room for more |
+
+The room follows from the batch (``cost.sparse``), so that messages have one size that all know. The
+sum is a sparse gradient without repeated rows. It equals that of one process up to the order of its
+terms: there, too, rows that are looked up more than once are added up in the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from anabranch.cost.buckets import cut_into_buckets
+from anabranch.cost.sparse import INDEX_BYTES, message_bytes, most_samples, rows_pay
+from anabranch.errors import TrainingError
+from anabranch.graph.opgraph import OpGraph, Table
+from anabranch.plans.stages import StageGraph
+from anabranch.runtime.data_parallel.buckets import Named, Ranks
+from anabranch.runtime.data_parallel.gradients import Holders
+from anabranch.runtime.mesh import Mesh, Pending
+
+
+@dataclass(frozen=True, slots=True)
+class SharedTable:
+    """A table whose holders exchange rows.
+
+    Attributes:
+        slices: micro-batch size and replicas of the stages that read it.
+        batch_size: the plan's.
+    """
+
+    table: Table
+    slices: tuple[tuple[int, int], ...]
+    batch_size: int
+
+    def samples(self, batch_size: int) -> int:
+        """Of a batch on the fullest holder, at most."""
+        return max(most_samples(batch_size, *size) for size in self.slices)
+
+    def rows(self, batch_sizes: Iterable[int]) -> int:
+        """Rows that a holder looks up in batches, at most."""
+        return self.table.lookups * sum(map(self.samples, batch_sizes))
+
+    @property
+    def planned_bytes(self) -> int:
+        """Of its part of a message, for the batch of the plan."""
+        return message_bytes(self.table, self.samples(self.batch_size))
+
+
+class RowBucket:
+    """Tables of one element type that the same ranks hold; see ``Bucket``.
+
+    Args:
+        tables: of ``named``, by name.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        named: Iterable[Named],
+        tables: Mapping[str, SharedTable],
+        mesh: Mesh,
+        updater: int | None = None,
+    ) -> None:
+        self.ranks, self.named, self.updater = ranks, tuple(named), updater
+        self._mesh, self._tables = mesh, [tables[name] for name, _ in self.named]
+        self._gradients: list[Tensor | None] = []
+        self._values: Tensor | None = None
+        self._gathered: Tensor | None = None
+        self._pending: Pending | None = None
+        self._is_mine = True
+        self.begin()
+
+    def begin(self, batch_sizes: Sequence[int] = ()) -> None:
+        """No gradient has been put; it will be of these batches."""
+        self.missing = len(self.named)
+        self._room = [table.rows(batch_sizes) for table in self._tables]
+        self._gradients = [None] * len(self.named)
+        self._values = self._gathered = None
+
+    @property
+    def flat(self) -> Tensor | None:
+        """This rank's terms, as they are sent."""
+        return self._values
+
+    def hold(self, index: int) -> None:
+        """Nothing: rows of several micro-batches are kept as they come."""
+
+    def put(self, index: int) -> None:
+        """Take a parameter's gradient of this rank; ``.grad`` is None until ``take``."""
+        parameter = self.named[index][1]
+        self._gradients[index], parameter.grad = parameter.grad, None
+        self.missing -= 1
+
+    def start(self, *, everywhere: bool = False) -> None:
+        """Start to exchange rows, once every gradient has been put.
+
+        Args:
+            everywhere: all ranks get the sums, whoever updates.
+        """
+        assert self.missing == 0
+        self._is_mine = everywhere or self.updater in (None, self._mesh.rank)
+        first = self.named[0][1]
+        head = INDEX_BYTES * (len(self.named) + sum(self._room))
+        size = sum(
+            room * p[0].numel() * p.element_size()
+            for room, (_, p) in zip(self._room, self.named, strict=True)
+        )
+        message = torch.zeros(head + size, dtype=torch.uint8, device=first.device)
+        counts, indices, values = self._parts(message)
+        self._values = message[head:].view(first.dtype)
+        for i, ((name, _), gradient) in enumerate(zip(self.named, self._gradients, strict=True)):
+            taken = None if gradient is None else self._fill(name, gradient, indices[i], values[i])
+            counts[i] = -1 if taken is None else taken
+        self._gradients = [None] * len(self.named)
+        self._pending = self._mesh.start_all_gather(message, self.ranks)
+
+    @staticmethod
+    def _fill(name: str, gradient: Tensor, indices: Tensor, values: Tensor) -> int:
+        gradient = gradient.detach()
+        if not gradient.is_sparse:
+            gradient = gradient.to_sparse(1)
+        count = gradient._nnz()
+        if count > len(indices):
+            raise TrainingError(
+                f"{name} has a gradient in {count} rows, but the batch looks {len(indices)} up at "
+                "most; does a hook on the parameter add to it? Use sparse=False in its embedding"
+            )
+        indices[:count] = gradient._indices()[0]
+        values[:count] = gradient._values()
+        return count
+
+    def _parts(self, message: Tensor) -> tuple[Tensor, Sequence[Tensor], Sequence[Tensor]]:
+        """Of a rank's message: counts, and per table the rows and their gradients."""
+        tables, rooms = len(self.named), self._room
+        head = INDEX_BYTES * (tables + sum(rooms))
+        numbers = message[:head].view(torch.int64)
+        widths = [p[0].numel() for _, p in self.named]
+        sizes = [room * width for room, width in zip(rooms, widths, strict=True)]
+        values = torch.split(message[head:].view(self.named[0][1].dtype), sizes)
+        shaped = [v.view(room, width) for v, room, width in zip(values, rooms, widths, strict=True)]
+        return numbers[:tables], torch.split(numbers[tables:], rooms), shaped
+
+    def share(self) -> None:
+        """Give all ranks the parameters that one of them has updated; gradients are gone then."""
+        assert self.updater is not None
+        for _, parameter in self.named:
+            parameter.grad = None
+            value = parameter.detach().contiguous()
+            self._mesh.broadcast(value, self.updater, self.ranks)
+            with torch.no_grad():
+                parameter.copy_(value)
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether there are rows to take."""
+        return self._pending is not None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether ``take`` would not wait."""
+        return self._pending is None or self._pending.is_done
+
+    def wait(self) -> Tensor:
+        """Wait for the rows of all ranks; how many there are of each table, rank after rank, -1
+        where a rank has no gradient.
+        """
+        assert self._pending is not None
+        self._gathered = self._pending.wait()
+        self._pending = None
+        return torch.cat([self._parts(message)[0] for message in self._gathered])
+
+    def hand_out(self, numbers: Sequence[float]) -> None:
+        """Add the rows up and make them the gradients, by the counts."""
+        assert self._gathered is not None
+        parts = [self._parts(message) for message in self._gathered] if self._is_mine else []
+        for i, (_, parameter) in enumerate(self.named):
+            found: list[tuple[Tensor, Tensor]] = []
+            for r, (_, indices, values) in enumerate(parts):
+                count = int(numbers[r * len(self.named) + i])
+                if count >= 0:
+                    found.append((indices[i][:count], values[i][:count]))
+            parameter.grad = _added(parameter, found) if found else None
+        self._gathered = self._values = None
+
+
+def _added(parameter: nn.Parameter, terms: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    indices = torch.cat([rows for rows, _ in terms])[None]
+    values = torch.cat([values for _, values in terms])
+    return torch.sparse_coo_tensor(
+        indices, values, parameter.shape, check_invariants=False
+    ).coalesce()
+
+
+def cut_tables(
+    ranks: Ranks,
+    named: Iterable[Named],
+    tables: Mapping[str, SharedTable],
+    mesh: Mesh,
+    updater: int | None = None,
+) -> list[RowBucket]:
+    """Buckets of one element type each."""
+    runs = cut_into_buckets(
+        named, lambda item: tables[item[0]].planned_bytes, lambda item: item[1].dtype
+    )
+    return [RowBucket(ranks, run, tables, mesh, updater) for run in runs]
+
+
+# Which tables
+
+_NOTHING, _DENSE, _EITHER, _ROWS = range(4)
+"""What gradients of tables the optimizer of a rank takes: it has none, whole ones, any, rows."""
+
+
+def shared_tables(
+    graph: OpGraph,
+    stages: StageGraph,
+    holders: Holders,
+    mesh: Mesh,
+    optimizer: torch.optim.Optimizer | None,
+    *,
+    sparse_embeddings: bool = False,
+    accumulate: int = 1,
+) -> dict[str, SharedTable]:
+    """The tables whose holders exchange rows, the same on all ranks, which all call it: gradients
+    are sparse, the optimizers of all holders take them so, and rows are less than the table for
+    the plan's batch, or an optimizer takes nothing else.
+
+    Args:
+        sparse_embeddings: also those for which the model does not ask for it.
+        accumulate: batches of an update.
+    """
+    found = {}
+    for parameter in graph.parameters:
+        table, name = parameter.table, parameter.name
+        is_shared = len(holders.parameters.get(name, ())) > 1
+        if parameter.trainable and is_shared and table and (table.sparse or sparse_embeddings):
+            read = (stages.stages[s] for s in holders.stages[name])
+            slices = tuple((stage.microbatch_size, stage.replicas) for stage in read)
+            found[name] = SharedTable(table, slices, stages.batch_size)
+    if not found:
+        return {}
+    takes = [int(kind) for kind in mesh.all_gather(torch.tensor([_takes(optimizer)]))]
+    sizes = {parameter.name: parameter.nbytes for parameter in graph.parameters}
+    chosen = {}
+    for name, shared in found.items():
+        kinds = {takes[rank] for rank in holders.parameters[name]}
+        samples = shared.samples(stages.batch_size) * accumulate
+        pays = rows_pay(shared.table, sizes[name], samples, len(holders.parameters[name]))
+        if _ROWS in kinds or (_DENSE not in kinds and pays):
+            chosen[name] = shared
+    return chosen
+
+
+def _takes(optimizer: torch.optim.Optimizer | None) -> int:
+    """By what PyTorch's optimizers refuse. Those of others get what the model asks for."""
+    if optimizer is None:
+        return _NOTHING
+    if isinstance(optimizer, torch.optim.SparseAdam) or not (
+        type(optimizer).__module__.startswith("torch.optim.")
+    ):
+        return _ROWS
+    if not isinstance(optimizer, torch.optim.SGD | torch.optim.Adagrad):
+        return _DENSE
+    # Momentum would be kept as rows, more of them with every step. The others are refused.
+    besides = ("momentum", "weight_decay", "fused")
+    takes_rows = not any(group.get(key) for group in optimizer.param_groups for key in besides)
+    return _EITHER if takes_rows else _DENSE
+
+
+def takes_rows(optimizer: torch.optim.Optimizer | None) -> bool:
+    """Whether an optimizer takes sparse gradients."""
+    return _takes(optimizer) != _DENSE

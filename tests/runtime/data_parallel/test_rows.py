@@ -1,0 +1,271 @@
+"""Rows of embedding tables exchanged between their holders, against one process with the same
+sparse gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from anabranch import launch
+from anabranch.errors import TrainingError
+from anabranch.graph.capture import capture
+from anabranch.plans.plan import Plan
+from anabranch.runtime.compute.options import ComputeOptions
+from anabranch.runtime.data_parallel.rows import RowBucket
+from anabranch.runtime.pipeline import Pipeline
+from anabranch.workload import NamedParameters, Workload
+from tests.runtime.small import Batch, Built, num_ranks, plan, train_alone
+
+pytestmark = [
+    pytest.mark.dist,
+    pytest.mark.filterwarnings("ignore:Sparse invariant checks"),  # Adagrad makes such tensors
+]
+
+ROWS, WIDTH, BAG = 400, 4, 3
+LIMIT_S = 60.0
+
+
+class Bags(nn.Module):
+    """Two tables, one read twice, whose gradients are sparse, and a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(ROWS, WIDTH, sparse=True, padding_idx=0)
+        self.bags = nn.EmbeddingBag(ROWS, WIDTH, mode="sum", sparse=True)
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, word: Tensor, more: Tensor, x: Tensor) -> Tensor:
+        h = torch.tanh(self.layer(self.words(word).sum(1) + self.bags(more)))
+        return F.mse_loss(h + F.embedding(more, self.words.weight, sparse=True).mean(1), x)
+
+
+class Tables(nn.Module):
+    """A table alone in the first stage, and a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(ROWS, WIDTH, sparse=True)
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, word: Tensor, more: Tensor, x: Tensor) -> Tensor:
+        return F.mse_loss(self.layer(self.words(word).sum(1)), x)
+
+
+def batch(samples: int, seed: int = 0) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "word": torch.randint(0, ROWS // 40, (samples, BAG), generator=generator),
+        "more": torch.randint(0, ROWS, (samples, BAG), generator=generator),
+        "x": torch.randn(samples, WIDTH, generator=generator),
+    }
+
+
+BATCHES = [batch(n, seed) for seed, n in enumerate((16, 10, 1, 16))]
+
+
+def sgd(parameters: NamedParameters) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.5)
+
+
+def adagrad(parameters: NamedParameters) -> torch.optim.Optimizer:
+    return torch.optim.Adagrad(parameters, lr=0.1)
+
+
+WHOLE = partial(torch.optim.SGD, lr=0.5, momentum=1e-30)
+"""As ``sgd``, but it gets whole gradients."""
+
+
+class Two(torch.optim.Optimizer):
+    """SparseAdam for tables, Adam for the rest, as users of sparse gradients have it."""
+
+    def __init__(self, parameters: NamedParameters) -> None:
+        super().__init__([p for _, p in parameters], {})
+        tables = [p for name, p in parameters if "layer" not in name]
+        others = [p for name, p in parameters if "layer" in name]
+        self.parts = [torch.optim.SparseAdam(tables)] if tables else []
+        self.parts += [torch.optim.Adam(others)] if others else []  # type: ignore[list-item]
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for part in self.parts:
+            part.step()
+
+
+def made(kind: type[nn.Module]) -> Built:
+    torch.manual_seed(0)
+    module = kind()
+    return Built(capture(module, batch(4)), Workload(module, batch(4)))
+
+
+@pytest.fixture(scope="module")
+def bags() -> Built:
+    return made(Bags)
+
+
+def on_ranks(
+    model: Built, chosen: Plan, workload: Workload, work: Callable[[Pipeline], Any], **options: Any
+) -> list[Any]:
+    def rank() -> Any:
+        return work(Pipeline(workload, chosen, captured=model.captured, timeout=20.0, **options))
+
+    return launch.run(rank, num_ranks(chosen), timeout=LIMIT_S)
+
+
+def row_tables(pipeline: Pipeline) -> list[str]:
+    """The tables whose rows are exchanged."""
+    buckets = [b for queue in pipeline._updates._reducer._queues for b in queue.buckets]
+    return sorted(name for b in buckets if isinstance(b, RowBucket) for name, _ in b.named)
+
+
+def trained(pipeline: Pipeline) -> tuple[list[float], dict[str, Tensor], list[str]]:
+    losses = [pipeline.step(each) for each in BATCHES]
+    pipeline.update()
+    parameters = {n: p.detach().clone() for n, p in pipeline._state.parameters.items()}
+    return losses, parameters, row_tables(pipeline)
+
+
+def assert_as_alone(model: Built, workload: Workload, found: list[Any]) -> None:
+    """Within float32's rounding: rows are added up in another order. Copies are equal bitwise."""
+    module = made(type(model.module)).module
+    if workload.clip_norm is not None:  # torch clips no sparse gradients; here they are the same
+        for part in module.modules():
+            if isinstance(part, nn.Embedding | nn.EmbeddingBag):
+                part.sparse = False
+    alone = replace(workload, module=module)
+    losses, parameters = train_alone(alone, BATCHES, 4)
+    for rank, (mine, tensors, _) in enumerate(found):
+        assert mine == pytest.approx(losses, rel=1e-5), rank
+        for name, tensor in tensors.items():
+            torch.testing.assert_close(tensor, parameters[name], rtol=1e-5, atol=1e-6)
+            for _, others, _ in found:
+                if name in others:
+                    assert torch.equal(tensor, others[name])
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "replicas", "shard"),
+    [(sgd, 3, False), (sgd, 2, True), (adagrad, 2, False), (Two, 3, False), (Two, 2, True)],
+)
+def test_training_is_that_of_one_process(
+    bags: Built, optimizer: Any, replicas: int, shard: bool
+) -> None:
+    """Batches of 10 and 1 samples leave some ranks without a row."""
+    clip_norm = None if optimizer is Two else 0.5
+    workload = replace(bags.workload, optimizer=optimizer, clip_norm=clip_norm)
+    chosen = plan(bags, 1, replicas=[replicas])
+    found = on_ranks(bags, chosen, workload, trained, shard_optimizer=shard)
+    assert all(tables == ["bags.weight", "words.weight"] for _, _, tables in found)
+    assert_as_alone(bags, workload, found)
+
+
+def test_a_table_that_two_stages_read(bags: Built) -> None:
+    """Its rows come from all replicas of both, of which one has three times as many samples."""
+    workload = replace(bags.workload, optimizer=sgd)
+    chosen = plan(bags, 2, replicas=[1, 2], microbatch_size=[2, 4])
+    found = on_ranks(bags, chosen, workload, trained)
+    assert "words.weight" in found[0][2]
+    assert_as_alone(bags, workload, found)
+
+
+def test_a_stage_of_tables_alone_takes_sparse_adam() -> None:
+    """Which refuses whole gradients, so rows are exchanged though they are more than the table."""
+    model = made(Tables)
+
+    def recipe(parameters: NamedParameters) -> torch.optim.Optimizer:
+        tables = [p for name, p in parameters if name.startswith("words")]
+        return torch.optim.SparseAdam(tables) if tables else torch.optim.Adam(parameters)
+
+    two = replace(model.workload, optimizer=Two)
+    chosen = plan(model, 2, replicas=[2, 1], batch_size=400)
+    found = on_ranks(model, chosen, replace(two, optimizer=recipe), trained)
+    assert [tables for _, _, tables in found] == [["words.weight"], ["words.weight"], []]
+    assert_as_alone(model, two, found)
+
+
+def test_several_batches_make_an_update(bags: Built) -> None:
+    """Rows of all of them are exchanged once: as with whole gradients, which momentum asks for."""
+
+    def work(pipeline: Pipeline) -> tuple[list[str], dict[str, Tensor]]:
+        for each in BATCHES[:3]:
+            pipeline.step(each)
+        pipeline.update()
+        parameters = {n: p.detach().clone() for n, p in pipeline._state.parameters.items()}
+        return row_tables(pipeline), parameters
+
+    chosen = plan(bags, 1, replicas=[2])
+    rows, whole = (
+        on_ranks(bags, chosen, replace(bags.workload, optimizer=o), work, accumulate=2)
+        for o in (sgd, WHOLE)
+    )
+    assert rows[0][0]
+    assert not whole[0][0]
+    for name, tensor in rows[0][1].items():
+        torch.testing.assert_close(tensor, whole[0][1][name], rtol=1e-5, atol=1e-6)
+
+
+def test_half_precision_and_steps_without_a_barrier(bags: Built) -> None:
+    """Rows are unscaled like whole gradients, and looked at for what is not finite."""
+    chosen = plan(bags, 1, replicas=[2])
+
+    def work(pipeline: Pipeline) -> list[float]:
+        return list(pipeline.steps(BATCHES))
+
+    rows, whole = (
+        on_ranks(
+            bags,
+            chosen,
+            replace(bags.workload, optimizer=optimizer),
+            work,
+            compute=ComputeOptions(precision="fp16"),
+        )[0]
+        for optimizer in (sgd, WHOLE)
+    )
+    assert rows == pytest.approx(whole, rel=1e-2)
+
+
+def test_more_rows_than_the_table_has_go_whole(bags: Built) -> None:
+    """Two holders with 6 * 100 lookups each against a table of 400 rows."""
+    workload = replace(bags.workload, optimizer=sgd)
+    chosen = plan(bags, 1, replicas=[2], batch_size=200)
+    assert on_ranks(bags, chosen, workload, row_tables) == [[], []]
+
+
+class Whole(nn.Module):
+    """A table with whole gradients, as users write it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.EmbeddingBag(ROWS, WIDTH)
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, word: Tensor, more: Tensor, x: Tensor) -> Tensor:
+        return F.mse_loss(self.layer(self.words(word)), x)
+
+
+SPARSE = ComputeOptions(sparse_embeddings=True)
+
+
+def test_an_option_makes_gradients_of_tables_sparse() -> None:
+    """With what the model learns without it; the model's own program stays as it is."""
+    model = made(Whole)
+    workload = replace(model.workload, optimizer=adagrad)
+    chosen = plan(model, 1, replicas=[2])
+    found = on_ranks(model, chosen, workload, trained, compute=SPARSE)
+    assert found[0][2] == ["words.weight"]
+    assert_as_alone(model, workload, found)
+    assert on_ranks(model, chosen, workload, row_tables) == [[], []]
+
+
+def test_the_option_asks_for_an_optimizer_that_takes_it() -> None:
+    """On a rank with tables."""
+    model = made(Whole)
+    chosen = plan(model, 1, replicas=[2])
+    with pytest.raises(TrainingError, match=r"AdamW, as it is set, takes no sparse gradients.*"):
+        on_ranks(model, chosen, model.workload, row_tables, compute=SPARSE)
