@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.planners import models, profiles, random_graphs, shapes, table4
+from benchmarks.planners import models, profiles, random_graphs, shapes, table4, winners
 from benchmarks.planners.common import Row
 
 Section = tuple[Callable[[argparse.Namespace], Any], Callable[[Any], str]]
@@ -24,7 +24,15 @@ def _sweep(arguments: argparse.Namespace) -> list[Row]:
     return list(profiles.rows(arguments.profiles, devices=devices, share=arguments.share))
 
 
+def _map(arguments: argparse.Namespace) -> list[Row]:
+    found = winners.rows()
+    if arguments.picture is not None:
+        winners.draw(found, arguments.picture)
+    return found
+
+
 SECTIONS: dict[str, Section] = {
+    "map": (_map, winners.show),
     "models": (lambda _: models.rows(), models.show),
     "branches": (lambda _: shapes.branch_rows(), shapes.show_branches),
     "case-study": (lambda _: shapes.case_rows(), shapes.show_case),
@@ -44,6 +52,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--only", nargs="*", choices=SECTIONS, help="these tables only")
+    parser.add_argument("--picture", type=Path, help="file for the picture of the map, SVG or PNG")
     parser.add_argument("--profiles", type=Path, help="folder of public profiles")
     parser.add_argument("--devices", default="4,8,16,32", help="for the table of profiles")
     parser.add_argument(

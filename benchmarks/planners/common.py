@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any
 
 import anabranch
+from anabranch.cluster import Cluster
 from anabranch.errors import BudgetError, InfeasiblePlanError
 from anabranch.models import build
 from anabranch.plans.plan import Plan
@@ -28,10 +29,12 @@ def profile_of(name: str, largest: int, **options: str) -> Profile:
     return anabranch.estimate(captured, "v100", tuple(1 << i for i in range(largest.bit_length())))
 
 
-def plan_row(planner: str, profile: Profile, cluster: str, batch: int, **options: Any) -> Row:
-    """A plan as a row of figures, or the reason why there is none."""
-    row: Row = {"planner": planner, "cluster": cluster, "batch": batch}
-    machines = anabranch.Cluster.preset(cluster)
+def plan_row(
+    planner: str, profile: Profile, cluster: str | Cluster, batch: int, **options: Any
+) -> Row:
+    """A plan as a row of figures, or the reason why there is none; a cluster or its preset."""
+    machines = Cluster.preset(cluster) if isinstance(cluster, str) else cluster
+    row: Row = {"planner": planner, "cluster": machines.name, "batch": batch}
     started = time.process_time()
     try:
         plan = anabranch.plan(profile, machines, batch, planner=planner, **options)

@@ -54,7 +54,7 @@ def test_plan_has_the_fields_of_the_contract(document, profile):
     assert {"operators", "devices", "microbatch_size", "k", "in_flight"} <= found["stages"][
         0
     ].keys()
-    assert set(found["baselines"]) == {"sequential", "straight sequential"}
+    assert set(found["baselines"]) == {"data-parallel", "sequential", "straight sequential"}
     assert found["gain"]["sequential"] >= 1 - 1e-9
     assert sorted(d for stage in found["stages"] for d in stage["devices"]) == [0, 1, 2, 3]
     why = found["explanation"]
@@ -86,6 +86,18 @@ def test_planner_options_reach_the_planner(document, run, profile):
     assert code == 2
 
 
+def test_data_parallelism_is_a_baseline_of_every_plan(run, document, profile):
+    """On links that are fast it beats a pipeline that may not have replicas, and plan says so."""
+    arguments = ("plan", profile, "--cluster", "summit:1x4", "--batch-size", "64")
+    free, straight = (document(*arguments, *more) for more in ((), ("--max-replicas", "1")))
+    baseline = straight["baselines"]["data-parallel"]["predicted"]["step_s"]
+    assert baseline == free["baselines"]["data-parallel"]["predicted"]["step_s"]
+    assert baseline < straight["predicted"]["step_s"]
+    assert free["gain"]["data-parallel"] >= 1 - 1e-9
+    _, out, _ = run(*arguments, "--max-replicas", "1")
+    assert "data parallelism is faster than this plan: --planner data-parallel plans it\n" in out
+
+
 def test_a_plan_remembers_how_its_model_was_built(document, tmp_path):
     """So that ``simulate PLAN`` alone can build it again, options included."""
     plan = str(tmp_path / "plan.json")
@@ -115,7 +127,7 @@ def test_an_interrupted_plan_is_compared_all_the_same(run, write_chain, monkeypa
     code, out, err = run("plan", *write_chain(), "-o", "plan.json")
     assert code == 0, err
     assert "interrupted: the best of the first 1 proposals" in out
-    assert "the sequential pipeline is faster than this plan: --planner sequential plans it" in out
+    assert "data parallelism is faster than this plan: --planner data-parallel plans it, or" in out
     assert "Ctrl-C again leaves them out" in err
     assert Path("plan.json").exists()
 
@@ -165,7 +177,7 @@ def test_a_plan_for_a_cluster_file_knows_its_cluster(run, write_chain):
 
 
 def test_plan_has_mode_and_policy(run, four_files):
-    """12 s per mini-batch of 4 samples, 4 in flight at the first stage, both baselines alike."""
+    """12 s per mini-batch of 4 samples, 4 in flight at the first stage, baselines alike."""
     code, out, err = run("plan", *four_files, "--mode", "async", "--policy", "stash", "--json")
     assert code == 0, err
     found = json.loads(out)
@@ -174,7 +186,7 @@ def test_plan_has_mode_and_policy(run, four_files):
     assert found["predicted"]["samples_per_s"] == pytest.approx(1 / 3)
     assert found["predicted"]["device_peak_bytes"] == [800, 700, 600, 500]
     assert [stage["in_flight"] for stage in found["stages"]] == [4, 3, 2, 1]
-    assert set(found["baselines"]) == {"sequential", "straight sequential"}
+    assert set(found["baselines"]) == {"data-parallel", "sequential", "straight sequential"}
     assert all(each["mode"] == "async" for each in found["baselines"].values())
 
 

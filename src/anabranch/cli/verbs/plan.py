@@ -46,7 +46,7 @@ def plan(
     ] = None,
     policy: Policy = None,
     baselines: Annotated[
-        bool, typer.Option(help="Also plan the sequential baselines, to compare with.")
+        bool, typer.Option(help="Also plan the baselines, to compare with.")
     ] = True,
     as_json: AsJson = False,
 ) -> None:
@@ -145,7 +145,7 @@ def _baselines(
     planning: PlanningSettings,
     optimizer: OptimizerFacts | None,
 ) -> Iterator[tuple[str, Plan | AnabranchError]]:
-    """The search's best sequential plan and the straight one without replicas, as found."""
+    """Data parallelism, the best sequential plan and the straight one, as they are found."""
     from anabranch.solve import plan
 
     search = partial(
@@ -153,14 +153,13 @@ def _baselines(
         costs,
         cluster,
         planning.batch_size,
-        planner="sequential",
         model=found.model,
         improve=False,
         mode=found.mode,
         policy=found.policy,
         optimizer=optimizer,
     )
-    for name, changed in (("sequential", {}), ("straight sequential", {"max_replicas": 1})):
+    for name, changed in _BASELINES.items():
         try:
             yield name, search(**planning.search | changed)
         except AnabranchError as error:
@@ -180,7 +179,15 @@ def against(name: str, other: Plan | AnabranchError, ours: Plan) -> str:
     )
 
 
+_BASELINES: dict[str, dict[str, str | int | None]] = {
+    "data-parallel": {"planner": "data-parallel", "max_replicas": None},
+    "sequential": {"planner": "sequential"},
+    "straight sequential": {"planner": "sequential", "max_replicas": 1},
+}
+"""Name -> what its search has in place of the command's options. Data parallelism is replicas."""
+
 _OPTIONS = {
+    "data-parallel": "--planner data-parallel",
     "sequential": "--planner sequential",
     "straight sequential": "--planner sequential --max-replicas 1",
 }
@@ -199,8 +206,10 @@ def _faster(others: Mapping[str, Plan | AnabranchError], ours: Plan) -> str:
             if depth == mine
             else f"at depth {depth} instead of {mine}, which decides how stale weights are"
         )
-        return f"the {name} pipeline is faster than this plan, {stale}: {_OPTIONS[name]} plans it"
-    return (
-        f"the {name} pipeline is faster than this plan: {_OPTIONS[name]} plans it, or let the "
-        "search of this planner come to its end"
-    )
+        return f"{_title(name)} is faster than this plan, {stale}: {_OPTIONS[name]} plans it"
+    end = ", or let the search of this planner come to its end" if interrupted(ours) else ""
+    return f"{_title(name)} is faster than this plan: {_OPTIONS[name]} plans it{end}"
+
+
+def _title(baseline: str) -> str:
+    return "data parallelism" if baseline == "data-parallel" else f"the {baseline} pipeline"

@@ -1,0 +1,56 @@
+"""The map of the benchmark of planners: which kind of plan has won a case, and by how much."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from benchmarks.planners.winners import BASE, CHANGED, behind, judged, verdict
+
+
+def plan(step_s: float, stages: int, depth: int) -> dict[str, Any]:
+    """The row of a plan."""
+    return {"step_s": step_s, "stages": stages, "depth": depth}
+
+
+NONE = {"error": "InfeasiblePlanError", "message": "needs 20 GiB"}
+
+
+@pytest.mark.parametrize(
+    ("data_parallel", "sequential", "graphpipe", "expected"),
+    [
+        (plan(3, 1, 1), plan(2, 4, 4), plan(1, 5, 3), "graph 2.00x"),
+        # Both pipelines fell back to data parallelism.
+        (plan(1, 1, 1), plan(1, 1, 1), plan(1, 1, 1), "data parallelism"),
+        # A row of stages is a chain, whoever has found it.
+        (plan(3, 1, 1), plan(2.5, 4, 4), plan(2, 6, 6), "chain 1.50x"),
+        # 0.4 % count as equal, and the simpler plan wins.
+        (plan(3, 1, 1), plan(1.004, 4, 4), plan(1, 5, 3), "chain 2.99x"),
+        (NONE, plan(1, 4, 4), NONE, "chain, alone"),
+        (NONE, NONE, NONE, "nothing fits"),
+    ],
+)
+def test_the_winner_is_the_simplest_of_the_best(data_parallel, sequential, graphpipe, expected):
+    """By the shape of the plan, over the best plan that is simpler."""
+    plans = {"data-parallel": data_parallel, "sequential": sequential, "graphpipe": graphpipe}
+    assert verdict(judged(plans)) == expected
+
+
+def test_behind_is_said_of_graphpipe_alone():
+    """More than 0.5 % longer than any other planner's step, or no plan where there is one."""
+    chain = plan(1, 4, 4)
+    assert behind({"sequential": chain, "graphpipe": plan(1.006, 5, 3)})
+    assert behind({"sequential": chain, "graphpipe": NONE})
+    assert not behind({"sequential": chain, "graphpipe": plan(1.004, 5, 3)})
+    assert not behind({"sequential": plan(2, 4, 4), "graphpipe": chain})
+
+
+def test_settings_change_one_thing():
+    """The network between the nodes, or the memory of a device."""
+    base = BASE.cluster(32)
+    fast, slow, large = (setting.cluster(32) for setting in CHANGED)
+    assert fast.levels[1].bandwidth == 16 * slow.levels[1].bandwidth
+    assert fast.levels[0] == slow.levels[0] == base.levels[0]
+    assert (large.levels, large.memory_bytes) == (base.levels, 80 * 10**9)
+    assert {c.num_devices for c in (base, fast, slow, large)} == {32}
