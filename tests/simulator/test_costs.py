@@ -3,9 +3,9 @@
 import pytest
 
 from anabranch.cost import CostModel
-from anabranch.graph.opgraph import Op, OpGraph, Parameter, Value
+from anabranch.graph.opgraph import Op, OpGraph, Parameter, Table, Value
 from anabranch.plans.stages import Stage, StageGraph
-from anabranch.profile.profile import OpCost, Profile
+from anabranch.profile.profile import OpCost, Profile, UpdateCost
 from anabranch.simulator.costs import ModelCosts, StageTimes
 from tests.simulator.helpers import chain, cluster, cost_model, stage_graph
 
@@ -43,6 +43,25 @@ def test_a_ring_over_two_nodes_occupies_both_cards():
     cards = {(way, 1, node) for way in ("out", "in") for node in range(2)}
     assert set(work.ports) == own | cards
     assert len(work.ports) == 12
+
+
+def test_rows_of_a_table_are_summed_and_updated() -> None:
+    """2 samples on each of 2 replicas look up 2 rows of 12 bytes and 8 for the number: each sends
+    40 bytes, as in a ring of 40, beside the 8 of the layer. 4 rows of 12 bytes are updated.
+    """
+    parameters = Parameter("table", 1000, table=Table(1, 12)), Parameter("layer", 8)
+    model = OpGraph((Op("op0", ("table", "layer")),), (), parameters)
+    costs = (OpCost((1.0,), (1.0,), 5),)
+    update = UpdateCost(0.0, 0.0, 1.0)
+    profile = Profile(model, (1,), costs, "v100", "measured", True, update=update)
+    graph = StageGraph((Stage(("op0",), (0, 1), 4),), (), 4)
+    found = []
+    for sparse in (False, True):
+        cost = CostModel(profile, cluster(2, bandwidth=8), sparse_embeddings=sparse)
+        priced = ModelCosts(graph, cost)
+        (work,) = priced.all_reduces()
+        found.append((work.nbytes, work.seconds, priced.update_s(0)))
+    assert found == [(1008, 126.0, 1008.0), (48, 6.0, 56.0)]
 
 
 def unbatched() -> ModelCosts:

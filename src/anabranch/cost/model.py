@@ -42,6 +42,8 @@ class CostModel:
             is asked for a row of mini-batches without a flush.
         shard_optimizer: whether replicas share the optimizer's state, see ``Pipeline``; in memory
             only, the seconds are those of an all-reduce.
+        sparse_embeddings: whether embedding tables have sparse gradients, see ``ComputeOptions``;
+            in the seconds of all-reduces and updates only, not in memory.
     """
 
     profile: Profile
@@ -50,6 +52,7 @@ class CostModel:
     receive_slots: int = 1
     updates: int = 1
     shard_optimizer: bool = False
+    sparse_embeddings: bool = False
     _tables: dict[tuple[float, int], tuple[Floats, Floats]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )

@@ -27,6 +27,11 @@ def message_bytes(table: Table, samples: int) -> int:
     return table.lookups * samples * (table.row_bytes + INDEX_BYTES)
 
 
+def ring_bytes(table: Table, samples: int, holders: int) -> int:
+    """Bytes whose ring sends as much as all holders that send all others their rows."""
+    return -(-holders * message_bytes(table, samples) // 2)
+
+
 def rows_pay(table: Table, nbytes: int, samples: int, holders: int) -> bool:
     """Whether rows are less to send than the ring of the table of ``nbytes``."""
-    return holders * message_bytes(table, samples) < 2 * nbytes
+    return ring_bytes(table, samples, holders) < nbytes

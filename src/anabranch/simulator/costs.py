@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import NamedTuple, Protocol
@@ -19,12 +19,13 @@ from anabranch.cost import CostModel
 from anabranch.cost.buckets import BUCKET_BYTES, cut_into_buckets, turn
 from anabranch.cost.communication import Port, Route
 from anabranch.cost.memory import DeviceMemory
+from anabranch.cost.sparse import most_samples, ring_bytes, rows_pay
 from anabranch.cost.stage_weights import StageWeights
 from anabranch.errors import InvalidPlanError
 from anabranch.graph.opgraph import Parameter
 from anabranch.plans.edges import EVERY_EDGE, MessageEdges, edge_values, message_edges
 from anabranch.plans.rings import Holder, rings
-from anabranch.plans.stages import StageGraph, split_evenly
+from anabranch.plans.stages import Stage, StageGraph, split_evenly
 
 PIECE_SHARE = 0.125
 """Largest piece of an all-reduce that is simulated as one, as a share of the bytes before it or
@@ -235,26 +236,44 @@ class ModelCosts:
         result = []
         for stages, devices, held in rings(nbytes, holders):
             share = held / nbytes[stages]
-            cut = cut_into_buckets(owned[stages], partial(_held_bytes, share))
+            size = partial(self._summed_bytes, share, stages, len(devices))
+            # Tables whose rows are exchanged come last, as in the runtime.
+            rows = [p for p in owned[stages] if size(p) < _held_bytes(share, p)]
+            whole = [p for p in owned[stages] if p not in rows]
+            cut = cut_into_buckets(whole, size) + cut_into_buckets(rows, size)
             buckets = [
-                self._bucket(run, share, devices, [readers[p.name] for p in run], stages)
+                self._bucket(sum(map(size, run)), devices, [readers[p.name] for p in run], stages)
                 for run in cut
             ]
             ports = self._ring_ports(devices)
-            own_s = self.cost.sum_s(len(owned[stages]), held, len(devices))
+            summed = sum(map(size, owned[stages]))
+            own_s = self.cost.sum_s(len(owned[stages]), summed, len(devices))
             work = AllReduce(stages, devices, _pieces(buckets), ports, own_s)
             result.append(_sharded(work) if self.cost.shard_optimizer else work)
         return tuple(sorted(result, key=lambda work: turn(work.devices, work.stages)))
 
+    def _summed_bytes(
+        self, share: float, stages: tuple[int, ...], holders: int, parameter: Parameter
+    ) -> int:
+        """Bytes of a gradient in a ring, or those of a ring that takes as long as its rows."""
+        held = _held_bytes(share, parameter)
+        if parameter.table is None or not self.cost.sparse_embeddings or share < 1:
+            return held
+        return min(held, ring_bytes(parameter.table, self._most_samples(stages), holders))
+
+    def _most_samples(self, stages: Iterable[int]) -> int:
+        """Of a batch on the fullest device of these stages."""
+        read = (self.graph.stages[s] for s in stages)
+        sizes = ((stage.microbatch_size, stage.replicas) for stage in read)
+        return max(most_samples(self.graph.batch_size, *size) for size in sizes)
+
     def _bucket(
         self,
-        run: Sequence[Parameter],
-        share: float,
+        nbytes: int,
         devices: tuple[int, ...],
         readers: Sequence[Mapping[int, int]],
         stages: tuple[int, ...],
     ) -> Piece:
-        nbytes = sum(_held_bytes(share, parameter) for parameter in run)
         final = tuple(min(first[s] for first in readers) for s in stages)
         return Piece(nbytes, self.cost.bucket_s(nbytes, devices), final)
 
@@ -285,9 +304,24 @@ class ModelCosts:
         found = []
         for stage, ops, weights in zip(self.graph.stages, self._ops, self._weights, strict=True):
             read = {name for i in ops for name in self.cost.graph.ops[i].parameters}
-            seconds = self.cost.update.seconds(len(read & trainable), weights.trainable)
+            updated = weights.trainable - self._untouched_bytes(stage, read & trainable)
+            seconds = self.cost.update.seconds(len(read & trainable), updated)
             found.append(seconds * self.cost.updated_share(weights, stage.replicas))
         return tuple(found)
+
+    def _untouched_bytes(self, stage: Stage, names: Iterable[str]) -> int:
+        """Rows of a stage's tables that an update by rows leaves alone."""
+        if not self.cost.sparse_embeddings or stage.tensor > 1:
+            return 0
+        samples = most_samples(self.graph.batch_size, stage.microbatch_size, stage.replicas)
+        left = 0
+        for parameter in (self.cost.parameters[name] for name in names):
+            table, nbytes = parameter.table, parameter.nbytes
+            alone = stage.replicas == 1
+            if table and (alone or rows_pay(table, nbytes, samples, stage.replicas)):
+                rows = table.lookups * samples * stage.replicas
+                left += max(nbytes - rows * table.row_bytes, 0)
+        return left
 
     def message_s(self, nbytes: float) -> tuple[float, float]:
         """As calibrated."""

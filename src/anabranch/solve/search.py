@@ -63,6 +63,7 @@ def plan(
     policy: str = "",
     optimizer: OptimizerFacts | None = None,
     shard_optimizer: bool | None = None,
+    sparse_embeddings: bool = False,
 ) -> Plan:
     """Find the stage graph and schedule with the shortest simulated step.
 
@@ -93,6 +94,8 @@ def plan(
             what ``auto`` chooses, and how many copies of the weights a policy that predicts holds.
         shard_optimizer: whether replicas of a stage share its optimizer state, see ``Pipeline``; by
             default where nothing fits without. Not for ``async``.
+        sparse_embeddings: whether embedding tables have sparse gradients, see ``ComputeOptions``,
+            and an optimizer that takes them. Not for ``async``.
 
     Raises:
         InfeasiblePlanError: if nothing fits the devices.
@@ -106,8 +109,15 @@ def plan(
     notes = _notes(profile)
     if ignored:
         notes.append(f"planner {planner} has no limit on replicas; {max_replicas} is ignored")
-    cost = CostModel(profile, cluster, optimizer_factor=optimizer_factor)
+    cost = CostModel(
+        profile,
+        cluster,
+        optimizer_factor=optimizer_factor,
+        sparse_embeddings=sparse_embeddings,
+    )
     if mode == "async":
+        if sparse_embeddings:
+            raise ValueError("sparse_embeddings is for mode sync; without a flush, leave it out")
         if shard_optimizer:
             raise ValueError("shard_optimizer is for mode sync; without a flush, leave it out")
         endless = EndlessSearch(

@@ -48,6 +48,7 @@ def simulate(
     *,
     schedule: str | None = None,
     optimizer_factor: float = 2.0,
+    sparse_embeddings: bool = False,
 ) -> Timeline:
     """Predict the timeline of one step of a plan.
 
@@ -62,6 +63,7 @@ def simulate(
             ``auto`` for the faster of those that ``plan`` chooses from, ``published`` for those of
             the planner's paper.
         optimizer_factor: optimizer state in bytes per byte of trainable parameter.
+        sparse_embeddings: as for ``plan``.
 
     Raises:
         InvalidPlanError: if the plan does not suit model and cluster; the message lists every
@@ -76,6 +78,7 @@ def simulate(
         cluster,
         optimizer_factor=optimizer_factor,
         shard_optimizer=plan_.shard_optimizer,
+        sparse_embeddings=sparse_embeddings,
     )
     return checked_run(*scheduled(plan_, cost, schedule), cost)
 
