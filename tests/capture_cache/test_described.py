@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import cmath
+import math
 import random
+import re
 import sys
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -73,19 +77,31 @@ def test_equal_modules_have_equal_descriptions() -> None:
         lambda net: setattr(net.second, "bias", None),
         lambda net: setattr(net, "alias", net.first),
         lambda net: net.first.register_forward_hook(print),
+        lambda net: setattr(net, "name", re.compile("a" * 300 + "c")),
+        lambda net: setattr(net, "sizes", defaultdict(float)),
+        lambda net: setattr(net, "size_of", {"a": 2}.get),
+        lambda net: setattr(net, "root", cmath.sqrt),
+        lambda net: setattr(net, "table", nn.Parameter(torch.zeros(2, 3).T)),
         lambda net: setattr(Plain, "factor", 2),
     ],
 )
 def test_whatever_may_change_a_capture_changes_it(
     change: Callable[[Net], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An attribute, a setting in an object, a function, a mode, a tied part, a class's value."""
+    """An attribute, a setting in an object, a function, a mode, a tied part, a class's value; a
+    long pattern, what a dict makes, what a method is bound to, a module of functions, strides.
+    """
     monkeypatch.setattr(Plain, "factor", 1)
     settings = {
         "config": Config(),
         "plain": Plain(a=[1, (2.0, None)]),
         "act": nn.functional.relu,
         "mask": torch.ones(3),
+        "name": re.compile("a" * 300 + "b"),
+        "sizes": defaultdict(int),
+        "size_of": {"a": 1}.get,
+        "root": math.sqrt,
+        "table": nn.Parameter(torch.zeros(3, 2)),
     }
     net = Net(**settings)
     before = of(Net(**settings))

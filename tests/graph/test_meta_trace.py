@@ -154,6 +154,44 @@ def test_what_a_trace_would_lose_is_exported(
         found.traced(2)
 
 
+class Again(nn.Module):
+    """A part that runs under two names, as in ALBERT."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        part = nn.Linear(4, 4)
+        self.part, self.parts = part, nn.ModuleList([part, nn.Linear(4, 4), part])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self.parts:
+            x = part(x)
+        return x.mean()
+
+
+class Growing(nn.Module):
+    """Does in each forward something else than in the one before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part, self.ran = nn.Linear(4, 4), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.ran += 1
+        for _ in range(self.ran):
+            x = self.part(x)
+        return x.mean()
+
+
+@pytest.mark.parametrize("make", [Again, Growing])
+def test_a_capture_on_meta_is_that_of_ranks(make: Callable[[], nn.Module]) -> None:
+    """A plan that is made without values names the operators of the module that is trained."""
+    with META:
+        bare = make()
+    for granularity in ("operator", "layer", "block"):
+        found = capture(bare, torch.empty(2, 4), granularity=granularity)
+        assert found.graph == capture(make(), torch.empty(2, 4), granularity=granularity).graph
+
+
 def test_a_module_with_values_is_exported() -> None:
     """Ranks run what they capture, on their devices."""
     found = _Exporter(

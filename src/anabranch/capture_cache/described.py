@@ -30,7 +30,7 @@ LARGEST_VALUES = 2**20
 _PLAIN = (bool, int, str, bytes, float, complex, type(None), type(...), type(NotImplemented))
 _SHOWN = (
     *(torch.dtype, torch.device, torch.memory_format, torch.layout, torch.Size),
-    *(slice, range, re.Pattern, PurePath, types.GenericAlias, types.UnionType),
+    *(slice, range, PurePath, types.GenericAlias, types.UnionType),
 )
 _BUILT_IN = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
 _HEAP_TYPE = 1 << 9
@@ -83,6 +83,8 @@ class _Describer:
             return ["module", value.__name__]
         if isinstance(value, logging.Logger):
             return ["logger", value.name]
+        if isinstance(value, re.Pattern):
+            return ["pattern", repr(value.pattern), value.flags]
         if isinstance(value, torch.Tensor):
             return self.tensor(value)
         if isinstance(value, type):
@@ -92,7 +94,9 @@ class _Describer:
     def collection(self, value: Any) -> Any:
         kind = type(value)
         if isinstance(value, Mapping) and kind.__module__ in ("builtins", "collections"):
-            return [kind.__name__, [[self.value(k), self.value(v)] for k, v in value.items()]]
+            factory = self.value(getattr(value, "default_factory", None))
+            items = [[self.value(k), self.value(v)] for k, v in value.items()]
+            return [kind.__name__, factory, items]
         if kind in (list, tuple):
             return [kind.__name__, [self.value(item) for item in value]]
         if kind in (set, frozenset):
@@ -116,7 +120,8 @@ class _Describer:
             line = value.__code__.co_firstlineno
             return [value.__module__, value.__qualname__, line, *map(self.value, bound)]
         if isinstance(value, _BUILT_IN):
-            return ["built in", value.__qualname__]
+            bound_to = getattr(value, "__self__", None)  # a module, where it is a plain function
+            return ["built in", value.__qualname__, self.value(bound_to)]
         return None
 
     def instance(self, value: Any) -> Any:
@@ -173,13 +178,15 @@ class _Describer:
         if type(value) not in (torch.Tensor, nn.Parameter):
             raise UncertainError(f"a tensor of class {_name(type(value))}")
         like = [str(value.dtype), list(value.shape), str(value.device), value.requires_grad]
+        if value.layout is torch.strided:
+            like.append(list(value.stride()))
         if isinstance(value, nn.Parameter) or value.is_meta:
             return ["tensor", *like]
         large = value.numel() * value.element_size() > LARGEST_VALUES
         if large or value.layout is not torch.strided:
             raise UncertainError("a tensor is too large to compare its values")
         data = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-        return ["tensor", *like, list(value.stride()), hashlib.sha256(data).hexdigest()]
+        return ["tensor", *like, hashlib.sha256(data).hexdigest()]
 
     def example(self, batch: Any) -> Any:
         """A batch without the values of its tensors."""

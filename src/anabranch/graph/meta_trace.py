@@ -4,7 +4,8 @@ Planning needs no more than shapes, so a module without values runs as it is, on
 every call is written down before PyTorch takes it apart. That takes a tenth of the time of
 ``torch.export`` with a symbol for the samples, whose result it is equal to for plain tensor code.
 Whatever else happens (gradients switched off, autocast, tensors from nowhere, values that are
-needed, slices that depend on the symbol) raises ``NotPlainError``, and the module is exported.
+needed, slices that depend on the symbol, modules of several names, attributes that the forward
+sets) raises ``NotPlainError``, and the module is exported.
 """
 
 from __future__ import annotations
@@ -52,9 +53,19 @@ def trace_on_meta(
     recorder = _Recorder(samples, KnownResults(known))
     for source, tensor in sources.items():
         recorder.place(source, tensor)
-    paths = {id(part): name for name, part in wrapped.named_modules()}
+    paths: dict[int, str] = {}
+    for name, part in wrapped.named_modules(remove_duplicate=False):
+        if id(part) in paths:
+            raise NotPlainError(f"{name} is {paths[id(part)]} too; an export tells by which it ran")
+        paths[id(part)] = name
     try:
-        with _paths(paths, recorder.stack), _Slices(), enable_python_dispatcher(), recorder:
+        with (
+            _paths(paths, recorder.stack),
+            _attributes_kept(wrapped),
+            _Slices(),
+            enable_python_dispatcher(),
+            recorder,
+        ):
             result = wrapped(*leaves)
     except Exception as error:
         raise NotPlainError(str(error)) from error
@@ -172,6 +183,26 @@ _INDEXING = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
 
 def _may_be_whole(item: slice, shape: torch.Size) -> bool:
     return item.start in (None, 0) and (item.stop is None or item.stop in shape)
+
+
+@contextmanager
+def _attributes_kept(module: nn.Module) -> Iterator[None]:
+    """Afterwards every attribute of a module and its parts is as it was; refuses one that has been
+    set, since the next forward may do something else.
+    """
+    before = [(vars(part), dict(vars(part))) for part in module.modules()]
+    changed: list[str] = []
+    try:
+        yield
+    finally:
+        for now, was in before:
+            names = [n for n in now.keys() | was if now.get(n) is not was.get(n)]
+            if names:
+                changed += names
+                now.clear()
+                now.update(was)
+    if changed:
+        raise NotPlainError(f"the forward sets {sorted(changed)[0]}")
 
 
 @contextmanager
