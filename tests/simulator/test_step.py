@@ -177,6 +177,7 @@ def test_steps_in_a_row_hide_what_a_single_step_waits_for():
     assert period_seconds(graph, order, cost) == 8
     lowered = lower(order, graph)
     assert period_seconds(graph, lowered, cost) == 8
+    assert run(graph, order, cost, period=True).period_s == 8
 
 
 @given(stage_graphs())

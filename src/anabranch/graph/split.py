@@ -119,6 +119,7 @@ class Split:
         self.num_stages = num_stages
         self.exact = exact
         self._cache: dict[tuple[int, int, torch.device], StageProgram] = {}
+        self._whole: dict[tuple[int, torch.device], _WholeProgram] = {}
         program = captured.at(captured.samples, device=captured.capture_device)
         self._uses = PortMap(captured, program, stage_of, exact)
 
@@ -152,10 +153,10 @@ class Split:
         return self._sources(stage, BATCH_LEAF)
 
     def _sources(self, stage: int, kind: str) -> set[str]:
-        program = self.captured.at(self.captured.samples, device=self.captured.capture_device)
-        needed = _needed(program, self.captured.owners(program), self.stage_of, stage)
-        sources = [program.sources[n] for n in needed if n in program.sources]
-        return {source.name for source in sources if source.kind == kind}
+        whole = self._program(self.captured.samples, self.captured.capture_device)
+        known = whole.program.sources
+        read = [known[node] for node in whole.needed(self.stage_of, stage) if node in known]
+        return {source.name for source in read if source.kind == kind}
 
     def program(
         self, stage: int, samples: int, *, device: torch.device | str | None = None
@@ -164,36 +165,50 @@ class Split:
         place = torch.device(device) if device is not None else self.captured.device
         key = (stage, samples, place)
         if key not in self._cache:
-            program = self.captured.at(samples, device=place)
-            self._cache[key] = _Cutter(self, program, stage).cut()
+            self._cache[key] = _Cutter(self, self._program(samples, place), stage).cut()
         return self._cache[key]
 
+    def _program(self, samples: int, place: torch.device) -> _WholeProgram:
+        key = samples, place
+        if key not in self._whole:
+            program = self.captured.at(samples, device=place)
+            self._whole[key] = _WholeProgram(program, self.captured.owners(program))
+        return self._whole[key]
 
-def _needed(
-    program: FlatProgram, owners: Mapping[fx.Node, int], stage_of: Sequence[int], stage: int
-) -> set[fx.Node]:
-    """The nodes of a stage: its calls, the free calls they read, and placeholders."""
-    needed: set[fx.Node] = set()
-    for node in reversed(list(program.graph.nodes)):
-        mine = node in owners and owners[node] != FREE and stage_of[owners[node]] == stage
-        if mine or (node in needed and owners.get(node, FREE) == FREE):
-            needed.add(node)
-            needed.update(n for n in node.all_input_nodes if owners.get(n, FREE) == FREE)
-    return needed
+
+class _WholeProgram:
+    """The program that stages are cut from, with what each of them asks of it."""
+
+    def __init__(self, program: FlatProgram, owners: Mapping[fx.Node, int]) -> None:
+        self.program = program
+        self.owners = owners
+        self.calls = program.calls
+        self.nodes = list(program.graph.nodes)
+        self.position = {node: i for i, node in enumerate(self.calls)}
+
+    def needed(self, stage_of: Sequence[int], stage: int) -> list[fx.Node]:
+        """The nodes of a stage in order: its calls, the free calls they read, and placeholders."""
+        needed: set[fx.Node] = set()
+        for node in reversed(self.nodes):
+            owner = self.owners.get(node, FREE)
+            if (owner != FREE and stage_of[owner] == stage) or (node in needed and owner == FREE):
+                needed.add(node)
+                sources = node.all_input_nodes
+                needed.update(n for n in sources if self.owners.get(n, FREE) == FREE)
+        return [node for node in self.nodes if node in needed]
 
 
 class _Cutter:
     """Builds the program of one stage."""
 
-    def __init__(self, parts: Split, program: FlatProgram, stage: int) -> None:
+    def __init__(self, parts: Split, whole: _WholeProgram, stage: int) -> None:
         self.parts = parts
         self.uses = parts._uses
         self.captured = parts.captured
-        self.program = program
+        self.program = whole.program
         self.stage = stage
-        self.owners = self.captured.owners(program)
-        self.needed = _needed(program, self.owners, parts.stage_of, stage)
-        self.position = {node: i for i, node in enumerate(program.calls)}
+        self.needed = whole.needed(parts.stage_of, stage)
+        self.position = whole.position
         self.graph = fx.Graph()
         self.env: dict[fx.Node, fx.Node] = {}
         self.received: dict[Port, fx.Node] = {}
@@ -201,7 +216,7 @@ class _Cutter:
         self.aliases: dict[int, list[fx.Node]] = {}
         self.attributes: dict[str, Any] = {}
         self.transient: set[str] = set()
-        self.calls = program.calls
+        self.calls = whole.calls
 
     def node_of(self, value: int) -> fx.Node:
         return self.calls[self.captured.value_calls[value]]
@@ -217,8 +232,8 @@ class _Cutter:
         batch = tuple(self.leaves())
         for port in inputs:
             self.received[port] = self.restored(port)
-        for node in self.program.graph.nodes:
-            if node.op == "call_function" and node in self.needed:
+        for node in self.needed:
+            if node.op == "call_function":
                 self.copy(node)
         loss, *metrics = self.program.outputs
         made = [
@@ -249,8 +264,9 @@ class _Cutter:
 
     def leaves(self) -> list[str]:
         names = []
+        needed = set(self.needed)
         for node, source in self.program.sources.items():
-            if source.kind == BATCH_LEAF and node in self.needed:
+            if source.kind == BATCH_LEAF and node in needed:
                 self.env[node] = self.graph.placeholder(node.name)
                 names.append(source.name)
         return names

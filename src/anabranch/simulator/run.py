@@ -27,6 +27,7 @@ import gc
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from operator import attrgetter
 
 from anabranch.cost import CostModel
@@ -36,17 +37,20 @@ from anabranch.schedule.check import check_handovers, describe_deadlock
 from anabranch.schedule.lower import lower
 from anabranch.schedule.schedule import Schedule
 from anabranch.simulator.costs import ModelCosts, StepCosts
-from anabranch.simulator.program import compile_schedule, in_a_row
+from anabranch.simulator.program import Program, compile_schedule, in_a_row
 from anabranch.simulator.step import Step
 from anabranch.timeline import Timeline
 
 
-def run(graph: StageGraph, schedule: Schedule, costs: CostModel | StepCosts) -> Timeline:
+def run(
+    graph: StageGraph, schedule: Schedule, costs: CostModel | StepCosts, *, period: bool = False
+) -> Timeline:
     """Simulate one step and record it.
 
     Args:
         schedule: actions per device; messages are put in if it has none.
         costs: a cost model for the model of this graph, or seconds per stage.
+        period: say what ``period_seconds`` says as well.
 
     Returns:
         The predicted timeline. Messages are spans at both ends, from the start of the transfer to
@@ -61,7 +65,9 @@ def run(graph: StageGraph, schedule: Schedule, costs: CostModel | StepCosts) -> 
         prices = _prices(graph, costs)
         check_handovers(schedule, graph, prices.message_edges)
         lowered = with_messages(schedule, graph, prices)
-        return timeline_of(simulate(graph, lowered, prices), lowered, graph, prices)
+        step = simulate(graph, lowered, prices)
+        timeline = timeline_of(step, lowered, graph, prices)
+        return replace(timeline, period_s=_period_s(step.program, prices)) if period else timeline
 
 
 def timeline_of(step: Step, lowered: Schedule, graph: StageGraph, costs: StepCosts) -> Timeline:
@@ -118,12 +124,15 @@ def period_seconds(
     """
     prices = _prices(graph, costs)
     with collector_paused():
-        program = compile_schedule(schedule, graph, prices)
-        if STEPS_IN_A_ROW * sum(map(len, program.code)) > MOST_IN_A_ROW:
-            return None
-        step = Step(in_a_row(program, STEPS_IN_A_ROW), prices)
-        step.run()
-        return step.end - step.begun
+        return _period_s(compile_schedule(schedule, graph, prices), prices)
+
+
+def _period_s(program: Program, costs: StepCosts) -> float | None:
+    if STEPS_IN_A_ROW * sum(map(len, program.code)) > MOST_IN_A_ROW:
+        return None
+    step = Step(in_a_row(program, STEPS_IN_A_ROW), costs)
+    step.run()
+    return step.end - step.begun
 
 
 def simulate(graph: StageGraph, schedule: Schedule, costs: CostModel | StepCosts) -> Step:

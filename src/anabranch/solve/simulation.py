@@ -24,7 +24,7 @@ from anabranch.simulator import stream
 from anabranch.simulator.costs import ModelCosts, StageTimes
 from anabranch.simulator.judge import Judge
 from anabranch.simulator.objective import ShortestStep
-from anabranch.simulator.run import period_seconds, run, step_seconds
+from anabranch.simulator.run import run, step_seconds
 from anabranch.simulator.staleness import Staleness, staleness
 from anabranch.solve.planner_options import bottleneck_s_per_sample
 from anabranch.solve.policy_choice import check_mode, recommended
@@ -108,7 +108,7 @@ def checked_run(graph: StageGraph, schedule: str, cost: CostModel) -> Timeline:
     """The timeline of one step, by a schedule that was checked."""
     costs = ModelCosts(graph, cost)
     checked = schedule_of(graph, schedule, costs.message_edges, slots=cost.receive_slots)
-    return replace(run(graph, checked, costs), period_s=period_seconds(graph, checked, costs))
+    return run(graph, checked, costs, period=True)
 
 
 @dataclass(frozen=True)
