@@ -201,3 +201,16 @@ def test_the_order_with_messages_takes_as_long():
     rule = SCHEDULES["1f1b"]()
     warm = rule.warm_up(graph)
     assert run(warm, lower(rule.order(warm), warm), cost) == run(warm, rule.order(warm), cost)
+
+
+def test_gathers_share_ports_as_sums_do():
+    """Two rings over the same network cards take turns, sharded optimizer or not: 2 * 8 s in all;
+    a gather is no work of processors that ranks share.
+    """
+    machines = replace(cluster(2, 2, bandwidth=1.0), cores=1)
+    cost = cost_model(chain(2), [0, 0], [0, 0], machines, parameter_bytes=8)
+    rows = [((0, 2), 2), ((1, 3), 2)]
+    stages = (Stage((f"op{s}",), devices, size) for s, (devices, size) in enumerate(rows))
+    graph = SCHEDULES["1f1b"]().warm_up(StageGraph(tuple(stages), ((0, 1),), 2))
+    for shard in (False, True):
+        assert simulate(graph, replace(cost, shard_optimizer=shard)).step_s == 16.0

@@ -108,6 +108,7 @@ class ComputeUnit(NamedTuple):
         rest: seconds after the last mark.
         final: pieces whose gradients are final at its end.
         posts: receives that a ``BEGIN`` posts.
+        ports: that a ``GATHER`` takes.
     """
 
     stage: int
@@ -120,6 +121,7 @@ class ComputeUnit(NamedTuple):
     final: tuple[int, ...] = ()
     role: Role = Role.ACTION
     posts: tuple[int, ...] = ()
+    ports: tuple[int, ...] = ()
 
 
 class Sum(NamedTuple):
@@ -220,7 +222,11 @@ def compile_schedule(
             mine.append(~(count + units.agreement()))
         behind = [due] if updates > 1 else [stage for _, stage in sorted(ends.items())]
         mine += [~(count + units.update(s)) for s in behind if s >= 0 and units.has_update(s)]
-        mine += [~(count + units.gather(work)) for work in shared if device in work.devices]
+        mine += [
+            ~(count + units.gather(work, prices.indices(work.ports)))
+            for work in shared
+            if device in work.devices
+        ]
         code.append(mine)
     sums = [
         work._replace(waits_for=sum(stage in work.stages for stage, _ in units.finishing))
@@ -510,13 +516,15 @@ class ComputeUnits:
     def _update_s(self, stage: int) -> float:
         return self._costs.update_s(stage) + self._besides_s
 
-    def gather(self, work: AllReduce) -> int:
+    def gather(self, work: AllReduce, ports: tuple[int, ...]) -> int:
         """Unit in which the devices of an all-reduce send each other what they have updated."""
         key = (*work.devices, -1, *work.stages)
         if key not in self._gathers:
             self._gathers[key] = len(self.known)
             self.known.append(
-                ComputeUnit(-1, work.gather_s, group=len(self.groups), role=Role.GATHER)
+                ComputeUnit(
+                    -1, work.gather_s, group=len(self.groups), role=Role.GATHER, ports=ports
+                )
             )
             self.groups.append(tuple(self._device[device] for device in work.devices))
         return self._gathers[key]

@@ -173,8 +173,20 @@ class Step:
         if self._missing[unit.group] == 0:
             members = self.program.groups[unit.group]
             self._missing[unit.group] = len(members)
+            if unit.role is Role.GATHER:
+                self._gather(unit, members)
+                return
             for d in members:
                 self._start(d)
+
+    def _gather(self, unit: ComputeUnit, members: tuple[int, ...]) -> None:
+        """Devices send each other what they have updated, on the ports of their sums."""
+        start = max([self._engine.now, *(self._free_at[port] for port in unit.ports)])
+        for port in unit.ports:
+            self._free_at[port] = start + unit.seconds
+        for d in members:
+            self.starts[d].append(start)
+            self._engine.at(start + unit.seconds, self._computed, d)
 
     def _start(self, d: int) -> None:
         """Start the compute of a device."""
