@@ -68,6 +68,8 @@ def step_rows(run: Run) -> list[list[str]]:
             said = f", predicted {predicted.period_s * 1e3:.2f} ms"
         text = f"{run.period_s * 1e3:.2f} ms without a barrier between{said}"
         rows.append(["step after step", text])
+    if (times := _compute_ratio(run)) is not None:
+        rows.append(["compute", f"{times:.2f} times as long as profiled"])
     if run.ideal_step_s:
         rows.append(["ideal step", f"{run.ideal_step_s * 1e3:.2f} ms for the measured stage times"])
     if run.device_peak_bytes:
@@ -79,6 +81,14 @@ def step_rows(run: Run) -> list[list[str]]:
     else:
         rows.append(["peak memory", _unweighed(run)])
     return rows
+
+
+def _compute_ratio(run: Run) -> float | None:
+    """How much longer forwards and backwards took than the profile and calibration say."""
+    busy = {title: sum(timeline.busy_s.values()) for title, timeline in run.timelines}
+    if not busy.get("predicted") or "measured" not in busy:
+        return None
+    return busy["measured"] / busy["predicted"]
 
 
 def _unweighed(run: Run) -> str:

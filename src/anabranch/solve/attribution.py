@@ -32,7 +32,7 @@ from anabranch.schedule import compute_order
 from anabranch.schedule.schedule import Action
 from anabranch.simulator.costs import ModelCosts
 from anabranch.simulator.critical_path import Cause, History, Ran, Segment
-from anabranch.simulator.program import Role
+from anabranch.simulator.program import Role, summing_s
 from anabranch.simulator.run import collector_paused
 from anabranch.simulator.run import simulate as simulate_step
 from anabranch.solve.explanation import Explanation, Loss
@@ -87,7 +87,7 @@ def explain(
         d = _busiest(history, device_seconds)
         device = step.program.devices[d]
         losses = [
-            *_work(graph, cost, device_seconds, device),
+            *_work(graph, costs, device_seconds, device),
             Loss(
                 "sharing",
                 sum(ran.end - ran.start - ran.unit.seconds for ran in computed[d]),
@@ -125,16 +125,28 @@ def _busiest(history: History, device_seconds: Mapping[int, float]) -> int:
 
 
 def _work(
-    graph: StageGraph, cost: CostModel, device_seconds: Mapping[int, float], device: int
+    graph: StageGraph, costs: ModelCosts, device_seconds: Mapping[int, float], device: int
 ) -> Iterator[Loss]:
     """What the busiest device computes, by the reason why it is more than an even share."""
+    cost = costs.cost
     whole, total = sum(device_seconds.values()), cost.cluster.num_devices
     again = _recomputed_s(graph, cost)
+    summing = sum(s * len(graph.stages[at].devices) for at, s in summing_s(costs).items())
+    besides = sum(
+        2 * cost.microbatch_s
+        for s, stage in enumerate(graph.stages)
+        for i in range(graph.num_microbatches(s))
+        for replica in range(stage.replicas)
+        for _ in range(stage.tensor)
+        if len(range(*graph.slice(s, i, replica)))
+    )
     least = work_floor(cost, graph.batch_size)
     mean = whole / len(device_seconds)
     yield Loss("work", least)
     yield Loss("recompute", again / total)
-    yield Loss("small_slices", (whole - again) / total - least)
+    yield Loss("summing", summing / total)
+    yield Loss(Cause.OVERHEAD.value, besides / total)
+    yield Loss("small_slices", (whole - again - summing - besides) / total - least)
     yield Loss("idle_devices", mean - whole / total)
     yield Loss("imbalance", device_seconds[device] - mean)
 

@@ -41,6 +41,7 @@ _FLOORS = {
 _CAUSES = {
     "work": ("work", "evenly, in its best slices"),
     "small_slices": ("smaller slices", "of fewer samples each"),
+    "summing": ("summing gradients", "of its processor, the mean"),
     "recompute": ("recompute", "the mean of all devices"),
     "idle_devices": ("devices without a stage", ""),
     "imbalance": ("imbalance", "above the mean device"),
@@ -243,7 +244,9 @@ def _verdict(why: Explanation) -> str:
     known = why.plan.planner in ("", "data-parallel")
     sums = seconds.get("all_reduce", 0.0)
     sticks = why.lost_s(Cause.ALL_REDUCE.value, Cause.ALL_REDUCE_PORTS.value)
-    hides = f"the last backward hides {1 - sticks / sums:.0%} of the all-reduce" if sums else ""
+    hides = (
+        f"the last backward hides {max(1 - sticks / sums, 0):.0%} of the all-reduce" if sums else ""
+    )
     said = (
         f"{'this is data parallelism' if known else 'data parallelism is best here'}: "
         f"{f'{hides}, and ' if hides else ''}a graph of stages would have to lose less than "
