@@ -40,8 +40,8 @@ class CostModel:
         receive_slots: receives posted ahead per channel, beyond the micro-batches in flight.
         updates: of the weights in one batch, each with its all-reduce; more than 1 where a planner
             is asked for a row of mini-batches without a flush.
-        shard_optimizer: whether replicas share the optimizer's state, see ``Pipeline``; in memory
-            only, the seconds are those of an all-reduce.
+        shard_optimizer: whether replicas share the optimizer's state, see ``Pipeline``; in memory,
+            and in the seconds of the simulator, not in planners' own estimates.
         sparse_embeddings: whether embedding tables have sparse gradients, see ``ComputeOptions``;
             in the seconds of all-reduces and updates only, not in memory.
     """

@@ -77,6 +77,7 @@ _BY_ROLE = {
 _WAITING = {
     Cause.MESSAGE: Cause.MESSAGE_PORTS,
     Cause.ALL_REDUCE: Cause.ALL_REDUCE_PORTS,
+    Cause.GATHER: Cause.GATHER,
 }
 """What it is when an event begins later than what it waited for ended."""
 

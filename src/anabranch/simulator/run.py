@@ -132,6 +132,8 @@ def _period_s(program: Program, costs: StepCosts) -> float | None:
         return None
     step = Step(in_a_row(program, STEPS_IN_A_ROW), costs)
     step.run()
+    # Steps alone were executed before; in a row they wait for nothing more.
+    assert step.is_done
     return step.end - step.begun
 
 
