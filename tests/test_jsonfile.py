@@ -41,7 +41,8 @@ def test_file_is_for_people(tmp_path: Path) -> None:
         '"latency_s": 5e-06},\n'
         '    {"name": "network", "size": 8, "bandwidth_bytes_per_s": 12500000000.0, '
         '"latency_s": 1e-05}\n'
-        "  ]\n"
+        "  ],\n"
+        '  "calibration": null\n'
         "}\n"
     )
 

@@ -331,11 +331,11 @@ def test_an_interrupt_at_the_last_moment_keeps_the_plan(propose, monkeypatch):
     propose(graph)
     whole, times = simulation.run, []
 
-    def run(*arguments):
+    def run(*arguments, **options):
         times.append(1)
         if len(times) == 1:
             raise KeyboardInterrupt
-        return whole(*arguments)
+        return whole(*arguments, **options)
 
     monkeypatch.setattr(simulation, "run", run)
     assert found(cost, 8).predicted.step_s == pytest.approx((8 + 1) * 2)
