@@ -1,0 +1,160 @@
+"""Draft: a plan under search, as arrays that are cheap to copy and to change.
+
+A draft says which stage holds each operator and each device; what else a ``StageGraph`` has
+follows from that::
+
+    operators   a  b  c  d  e          devices   0  1  2  3
+    home        0  0  1  1  2          owner     0  0  1  2
+
+    stage 0: a b on devices 0 1        stage 1: c d on device 2        stage 2: e on device 3
+
+Stage edges are where a value crosses. Numbers of stages say nothing but which of two stages that no
+value orders is listed first, and so runs first where stages are chained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from heapq import heapify, heappop, heappush
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from anabranch.cost import CostModel
+from anabranch.errors import InvalidPlanError
+from anabranch.graph.opgraph import OpGraph
+from anabranch.plans.stages import Stage, StageGraph
+
+Ints = NDArray[np.int32]
+
+
+class Draft(NamedTuple):
+    """A plan under search; a change makes a new one. S is the number of stages.
+
+    Attributes:
+        home: [operators] stage of each operator, 0 to S-1.
+        owner: [devices] stage of each device; those of a stage are its replicas in ascending order.
+        microbatch: [S] samples of one micro-batch, over all replicas.
+        k: [S] forwards and backwards alternate in groups of so many (kFkB).
+        recompute: [S] see ``Stage``.
+        tensor: [S] devices of one replica.
+        deep: whether the warm-up is that of ``1f1b-deep``, as far as memory allows, or the least.
+        chained: whether every stage waits for the one before it.
+        sharded: whether replicas share the optimizer's state, see ``CostModel.shard_optimizer``.
+    """
+
+    home: Ints
+    owner: Ints
+    microbatch: Ints
+    k: Ints
+    recompute: NDArray[np.bool_]
+    tensor: Ints
+    deep: bool
+    chained: bool
+    sharded: bool
+
+    @property
+    def num_stages(self) -> int:
+        """S."""
+        return len(self.microbatch)
+
+
+def draft_of(graph: StageGraph, cost: CostModel, *, deep: bool = False) -> Draft:
+    """The draft of a stage graph; edges beyond those of values remain only as a chain of all
+    stages, and devices of a stage in ascending order.
+
+    Args:
+        cost: ``shard_optimizer`` says whether the draft is sharded.
+        deep: the stage graph runs as ``1f1b-deep``.
+
+    Raises:
+        InvalidPlanError: if a device of the cluster holds no stage, or several.
+    """
+    owner = np.full(cost.cluster.num_devices, -1, dtype=np.int32)
+    home = np.full(len(cost.graph), -1, dtype=np.int32)
+    for s, stage in enumerate(graph.stages):
+        if (owner[list(stage.devices)] >= 0).any():
+            raise InvalidPlanError(
+                f"a device of stage {s} holds another stage as well; the search takes plans with "
+                "one stage on each device"
+            )
+        owner[list(stage.devices)] = s
+        home[[cost.graph.index[name] for name in stage.operators]] = s
+    if (owner < 0).any():
+        raise InvalidPlanError(
+            f"device {int(owner.argmin())} of {cost.cluster.name} holds no stage; the search takes "
+            "plans that use all devices"
+        )
+    chain = {(s, s + 1) for s in range(len(graph) - 1)}
+    return Draft(
+        home,
+        owner,
+        _ints(stage.microbatch_size for stage in graph.stages),
+        _ints(stage.k for stage in graph.stages),
+        np.array([stage.recompute for stage in graph.stages], dtype=np.bool_),
+        _ints(stage.tensor for stage in graph.stages),
+        deep,
+        chain <= set(graph.edges) and not chain <= _value_edges(home.tolist(), cost.graph),
+        cost.shard_optimizer,
+    )
+
+
+def stage_graph_of(draft: Draft, cost: CostModel, batch_size: int) -> StageGraph:
+    """The stages of a draft in topological order; of those that no value orders, the lower number
+    first. A schedule rule decides what is in flight.
+
+    Raises:
+        InvalidPlanError: if stages wait for each other in a circle.
+    """
+    edges = _value_edges(draft.home.tolist(), cost.graph)
+    order = _topological(draft.num_stages, edges)
+    place = {s: at for at, s in enumerate(order)}
+    stages = tuple(
+        Stage(
+            operators=tuple(cost.graph.ops[i].name for i in np.flatnonzero(draft.home == s)),
+            devices=tuple(np.flatnonzero(draft.owner == s).tolist()),
+            microbatch_size=int(draft.microbatch[s]),
+            k=int(draft.k[s]),
+            recompute=bool(draft.recompute[s]),
+            tensor=int(draft.tensor[s]),
+        )
+        for s in order
+    )
+    placed = {(place[x], place[y]) for x, y in edges}
+    if draft.chained:
+        placed |= {(at, at + 1) for at in range(len(order) - 1)}
+    return StageGraph(stages, tuple(sorted(placed)), batch_size)
+
+
+def _value_edges(home: Sequence[int], model: OpGraph) -> set[tuple[int, int]]:
+    """Pairs of stages of which the second reads a value of the first."""
+    return {(home[a], home[b]) for a, b in model.edges if home[a] != home[b]}
+
+
+def _topological(count: int, edges: set[tuple[int, int]]) -> list[int]:
+    after: list[list[int]] = [[] for _ in range(count)]
+    missing = [0] * count
+    for x, y in edges:
+        after[x].append(y)
+        missing[y] += 1
+    ready = [s for s in range(count) if not missing[s]]
+    heapify(ready)
+    order: list[int] = []
+    while ready:
+        order.append(heappop(ready))
+        for y in after[order[-1]]:
+            missing[y] -= 1
+            if not missing[y]:
+                heappush(ready, y)
+    if len(order) < count:
+        left = sorted(set(range(count)) - set(order))
+        raise InvalidPlanError(
+            f"stages {', '.join(map(str, left))} wait for each other in a circle: a path of "
+            "operators leaves one of them and comes back to it"
+        )
+    return order
+
+
+def _ints(numbers: Iterable[int]) -> Ints:
+    return np.fromiter(numbers, dtype=np.int32)
