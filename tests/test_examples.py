@@ -25,10 +25,10 @@ def example(name, monkeypatch, folder):
 
 
 def test_two_tower(tmp_path, monkeypatch, capfd):
-    """Each tower is a stage, and the plan is left for torchrun."""
+    """Planned as it was measured, trained by that, and the plan is left for torchrun."""
     example("two_tower", monkeypatch, tmp_path).main()
     printed = capfd.readouterr().out
-    assert "3 stages, depth 2, on 3 devices" in printed
+    assert re.search(r"\d stages?, depth \d, on \d devices?", printed)
     assert re.search(r"held-out accuracy 0\.\d+, by chance about 0\.1", printed)
     assert (tmp_path / "plan.json").exists()
 

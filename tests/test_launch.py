@@ -8,7 +8,9 @@ import signal
 import subprocess
 import sys
 import time
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -101,7 +103,18 @@ def test_a_rank_that_exits_without_a_result_is_named() -> None:
         launch.run(work, 1, timeout=LIMIT_S)
 
 
-def test_the_limit_says_who_is_late() -> None:
+def test_the_limit_says_who_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1; by a clock on which half a second has passed when rank 0 is done, and not before."""
+    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
+
+    def wait_for_one(pipes: list[Connection], limit: float) -> list[object]:
+        ready = wait(pipes, LIMIT_S)
+        clock.now += 1.0
+        return ready
+
+    monkeypatch.setattr(launch, "time", clock)
+    monkeypatch.setattr(launch, "wait", wait_for_one)
+
     def work() -> None:
         if dist.get_rank() == 1:
             time.sleep(3600)
@@ -140,7 +153,7 @@ def test_no_rank_outlives_the_parent(ending: signal.Signals) -> None:
     ranks = [receive.recv() for _ in range(2)]
     assert process.pid is not None
     os.kill(process.pid, ending)
-    process.join(10)
+    process.join(LIMIT_S)
     assert not process.is_alive()
     assert wait_until(lambda: not any(map(is_running, ranks)))
 
@@ -155,7 +168,7 @@ def interrupted(times: int) -> tuple[int, int, bool]:
     def rank() -> int:
         if dist.get_rank() == 1:
             os.kill(os.getppid(), signal.SIGINT)
-        assert wait_until(lambda: INTERRUPT.heard, LIMIT_S)
+        assert wait_until(lambda: INTERRUPT.heard)
         if dist.get_rank() == 1 and times > 1:
             os.kill(os.getppid(), signal.SIGINT)
         if times > 1:
@@ -190,7 +203,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def wait_until(condition: object, limit: float = 10.0) -> bool:
+def wait_until(condition: object, limit: float = LIMIT_S) -> bool:
     assert callable(condition)
     end = time.monotonic() + limit
     while not condition():

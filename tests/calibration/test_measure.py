@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from itertools import combinations
+from unittest.mock import ANY
+
 import pytest
 
 from anabranch.calibration import side_by_side
 from anabranch.calibration.machine import this_machine
-from anabranch.calibration.measure import calibrate
-from anabranch.cluster import BUSY
+from anabranch.calibration.measure import Seen, calibrate, joined
+from anabranch.calibration.messages import SIZES, Exchange, Line
+from anabranch.calibration.overheads import Overheads
+from anabranch.calibration.side_by_side import Pace
+from anabranch.cluster import BUSY, Calibration
 from tests.calibration import examples
 
 
@@ -17,8 +23,7 @@ def test_a_calibration_of_this_machine(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(side_by_side, "_ROUNDS", 1)
     monkeypatch.setattr(side_by_side, "_WINDOW_S", 0.01)
     monkeypatch.setattr(side_by_side, "counts", lambda cores, most: (1, 2))
-    told: list[tuple[int, int]] = []
-    found = calibrate(lambda done, total: told.append((done, total)))
+    found = calibrate()
     cluster, calibration = found.cluster, found.cluster.calibration
     assert cluster.name == f"local:{cluster.cores}"
     assert cluster.num_devices == cluster.cores == this_machine().cores
@@ -26,10 +31,50 @@ def test_a_calibration_of_this_machine(monkeypatch: pytest.MonkeyPatch):
     assert calibration is not None
     assert calibration.machine == this_machine()
     assert len(calibration.slowdown) == 2
-    # A message costs something at both ends, and a link has no infinite speed.
-    assert min(calibration.send_s, calibration.receive_s, cluster.levels[0].latency_s) > 0
-    assert 1e7 < cluster.levels[0].bandwidth < 1e13
-    assert calibration.memory_bandwidth > 1e7
+    assert [x.nbytes for x in found.links[0, 1]] == list(SIZES)
+    assert min(x.send_s for x in found.links[0, 1]) > 0
+    assert calibration.memory_bandwidth > 0
+
+
+def test_what_ranks_have_seen_is_one_cluster():
+    """Two hosts of two ranks. A message takes 1 s and half a second per byte inside a host and four
+    times as long between them; its ends 3 s and 5 s, and 1 s and 2 s per byte.
+    """
+
+    def exchanges(times: int) -> list[Exchange]:
+        return [Exchange(n, times * (1 + n / 2), 3.0 + n, 5.0 + 2 * n) for n in SIZES]
+
+    hosts = "aabb"
+    pairs = list(combinations(range(4), 2))
+    links = {(a, b): exchanges(1 if hosts[a] == hosts[b] else 4) for a, b in pairs}
+    seen = [
+        Seen(
+            hosts[rank],
+            {1: [Pace(1.0, 1.0)] if rank in (0, 2) else [], 2: [Pace(1.5, 1.5)]},
+            {pair: link for pair, link in links.items() if rank in pair},
+            Line(2.0, 4.0) if rank in (0, 1) else None,
+        )
+        for rank in range(4)
+    ]
+    found = joined(seen, Overheads(0.125, 0.25, 100.0), cores=2, name="two hosts", devices=4)
+    assert sorted(found.links) == pairs
+    assert [(x.name, x.size) for x in found.cluster.levels] == [("host", 2), ("network", 2)]
+    figures = [(x.latency_s, x.bandwidth) for x in found.cluster.levels]
+    assert figures == [(pytest.approx(1.0), 2.0), (pytest.approx(4.0), 0.5)]
+    assert found.cluster.calibration == Calibration(
+        this_machine(),
+        ANY,
+        slowdown=(1.0, 1.5),
+        send_s=3.0,
+        send_byte_s=1.0,
+        receive_s=5.0,
+        receive_byte_s=2.0,
+        microbatch_s=0.125,
+        step_s=0.25,
+        sum_tensor_s=2.0,
+        sum_byte_s=4.0,
+        memory_bandwidth=100.0,
+    )
 
 
 def test_a_busy_machine_is_said():

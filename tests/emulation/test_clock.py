@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import time
 
-import pytest
-
 from anabranch.emulation.clock import DeviceClock
 
 
@@ -62,6 +60,6 @@ def test_work_of_the_runtime_counts_as_cpu_time():
 def test_the_wall_clock_is_read_in_the_devices_time():
     """With links of this machine the devices' time is the wall's."""
     clock = started(ago=2.0, scale=2.0)
+    before = clock.wall
     clock.catch_up()
-    assert clock.now >= 1.0
-    assert clock.now == pytest.approx(clock.wall, abs=0.5)
+    assert 1.0 <= before <= clock.now <= clock.wall

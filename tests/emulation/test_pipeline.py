@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
+from typing import NamedTuple
 
 import pytest
 
@@ -21,13 +23,27 @@ pytestmark = pytest.mark.dist
 TOWERS = ((0, 2), (1, 2))
 
 
-def emulate(emulation: Emulation, steps: int = 1, **options: float) -> list[EmulatedPipeline]:
-    """Run steps on local ranks; what each of them found, without its connections."""
+class Found(NamedTuple):
+    """What a rank has of the last of its steps; ``wall_s`` is how long the call took."""
 
-    def rank() -> tuple[Timeline | None, float, float, float]:
+    timeline: Timeline
+    seconds: float
+    device_step_s: float
+    late_s: float
+    wall_s: float
+
+
+def emulate(emulation: Emulation, steps: int = 1, **options: float) -> list[Found]:
+    """Run steps on local ranks."""
+
+    def rank() -> Found:
         pipe = EmulatedPipeline(emulation, **options)
-        seconds = [pipe.step(record=True) for _ in range(steps)][-1]
-        return pipe.timeline, seconds, pipe.device_step_s, pipe.late_s
+        for _ in range(steps):
+            begun = time.perf_counter()
+            seconds = pipe.step(record=True)
+            wall_s = time.perf_counter() - begun
+        assert pipe.timeline is not None
+        return Found(pipe.timeline, seconds, pipe.device_step_s, pipe.late_s, wall_s)
 
     return launch.run(rank, len(emulation.devices), timeout=120)
 
@@ -46,10 +62,10 @@ def test_every_rank_has_the_same_step() -> None:
     on = machines(3)
     plan, profile = job(TOWERS, [(0,), (1,), (2,)], on)
     found = emulate(Emulation(plan, profile, on), steps=2)
-    assert all(times == found[0] for times in found)
-    timeline, seconds, _, _ = found[0]
-    assert timeline.step_s == pytest.approx(seconds)
-    assert seconds >= timeline.makespan_s - 1e-3
+    first = found[0]
+    assert all(times[:4] == first[:4] for times in found)
+    assert first.timeline.step_s == pytest.approx(first.seconds)
+    assert first.seconds >= first.timeline.makespan_s - 1e-9
 
 
 def test_computes_wait_for_what_they_need() -> None:
@@ -59,7 +75,7 @@ def test_computes_wait_for_what_they_need() -> None:
     on = machines(2, 2)
     plan, profile = job(TOWERS, [(0,), (1,), (2, 3)], on)
     emulation = Emulation(plan, profile, on)
-    timeline = emulate(emulation)[0][0]
+    timeline = emulate(emulation)[0].timeline
     times = ends(timeline)
     for microbatch in range(4):
         for x, y in TOWERS:
@@ -83,11 +99,11 @@ def test_no_step_is_shorter_than_the_devices_could_do_it(schedule) -> None:
     on = machines(3, bandwidth=1e8)
     plan, profile = job(chain(3), [(0,), (1,), (2,)], on, schedule=schedule, value_bytes=100_000)
     emulation = Emulation(plan, profile, on)
-    _, seconds, device_step_s, late_s = emulate(emulation)[0]
+    found = emulate(emulation)[0]
     predicted = step_seconds(plan.stage_graph, emulation.schedule, emulation.costs)
-    assert device_step_s >= predicted * (1 - 1e-9)
-    assert seconds >= device_step_s - 1e-9
-    assert late_s >= 0
+    assert found.device_step_s >= predicted * (1 - 1e-9)
+    assert found.seconds >= found.device_step_s - 1e-9
+    assert found.late_s >= 0
 
 
 def test_an_all_reduce_follows_the_last_backward() -> None:
@@ -96,35 +112,38 @@ def test_an_all_reduce_follows_the_last_backward() -> None:
     """
     on = machines(2, bandwidth=1e8, latency_s=0.0)
     plan, profile = job((), [(0, 1)], on, batch_size=4, parameter_bytes=2_000_000)
-    device_step_s = emulate(Emulation(plan, profile, on))[0][2]
+    device_step_s = emulate(Emulation(plan, profile, on))[0].device_step_s
     assert device_step_s >= 4 / 2 * 3e-3 + 0.02
 
 
 def test_time_can_be_scaled() -> None:
-    """Figures are the devices' all the same: three waits of each stage, not thirty."""
+    """Figures are the devices' all the same: the wall clock shows at least ten times as much, and
+    a busy host only adds to that. On the second device two micro-batches take 12 ms; before them is
+    a forward of 2 ms, after them a backward of 4.
+    """
     on = machines(2)
     plan, profile = job(chain(2), [(0,), (1,)], on, batch_size=4)
-    timeline = emulate(Emulation(plan, profile, on), time_scale=10.0)[0][0]
-    assert timeline.busy_s[0] == pytest.approx(4 * 3e-3, rel=0.2)
-    assert timeline.step_s < 0.06
+    found = emulate(Emulation(plan, profile, on), time_scale=10.0)[0]
+    assert found.device_step_s >= 18e-3
+    assert found.timeline.step_s == pytest.approx(found.seconds)
+    assert found.device_step_s - 1e-9 <= found.seconds <= found.wall_s / 10
+    assert max(span.end for span in found.timeline.spans) <= found.wall_s / 10
 
 
 def test_links_of_this_machine() -> None:
     """Messages and gradients really travel, and take the time they take."""
     on = machines(3, bandwidth=1.0)  # would take an hour, if it were modelled
     plan, profile = job(chain(2), [(0,), (1, 2)], on, parameter_bytes=60_000_000)
-    timeline, seconds, device_step_s, _ = emulate(Emulation(plan, profile, on, links="host"))[0]
-    assert timeline.busy_s[0] >= 8 * 3e-3 - 1e-3
-    assert 0.024 <= seconds < 60
-    assert device_step_s <= seconds
+    found = emulate(Emulation(plan, profile, on, links="host"))[0]
+    assert 8 * 3e-3 <= found.device_step_s <= found.seconds < 60
 
 
 def test_one_device_needs_no_messages() -> None:
     """Nor other ranks."""
     on = machines(1)
     plan, profile = job((), [(0,)], on, batch_size=4)
-    ((_, seconds, device_step_s, _),) = emulate(Emulation(plan, profile, on))
-    assert seconds >= device_step_s >= 4 * 3e-3
+    (found,) = emulate(Emulation(plan, profile, on))
+    assert found.seconds >= found.device_step_s >= 4 * 3e-3
 
 
 def test_many_more_ranks_than_cores() -> None:
@@ -135,7 +154,7 @@ def test_many_more_ranks_than_cores() -> None:
     emulation = Emulation(plan, profile, on)
     assert emulation.num_messages == 2 * 7 * 4 * 4
     assert emulation.message_bytes == 2 * 7 * 32 * 1000
-    timeline = emulate(emulation)[0][0]
+    timeline = emulate(emulation)[0].timeline
     assert len(timeline.devices) == 32
     assert len(timeline.spans) == 32 * 2 * 4 + 2 * emulation.num_messages
 

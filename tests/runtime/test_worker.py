@@ -167,7 +167,6 @@ def test_the_last_messages_of_a_run_leave_before_it_ends(train: bool) -> None:
     hubs: list[Hub] = []
 
     def staged(hub: Hub, rank: int) -> Transport:
-        hub.timeout = 2.0
         hubs.append(hub)
         return StagedTransport(LocalTransport(hub, rank), LateCopies())
 

@@ -39,7 +39,7 @@ class Calibrated:
 
 
 @dataclass(frozen=True)
-class _Seen:
+class Seen:
     """What one rank has to tell."""
 
     host: str
@@ -66,7 +66,7 @@ def calibrate(progress: Progress | None = None) -> Calibrated:
     machine = this_machine()
     ks = side_by_side.counts(machine.cores, 2 * machine.cores)
     seen = launch.run(_rank, max(2, ks[-1]), ks, progress or _silent)
-    return _joined(seen, alone, machine.cores, f"local:{machine.cores}", machine.cores)
+    return joined(seen, alone, machine.cores, f"local:{machine.cores}", machine.cores)
 
 
 def _of_job(progress: Progress | None) -> Calibrated:
@@ -78,19 +78,19 @@ def _of_job(progress: Progress | None) -> Calibrated:
     cores = os.cpu_count() or 1
     most = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     mine = _rank(side_by_side.counts(cores, most), progress or _silent)
-    seen: list[_Seen] = [mine] * dist.get_world_size()
+    seen: list[Seen] = [mine] * dist.get_world_size()
     dist.all_gather_object(seen, mine)
     dist.broadcast_object_list(alone, 0)
     assert alone[0] is not None
     size = len(seen)
-    return _joined(seen, alone[0], cores, f"calibrated on {platform.node()}", size)
+    return joined(seen, alone[0], cores, f"calibrated on {platform.node()}", size)
 
 
 def _silent(done: int, total: int) -> None:
     pass
 
 
-def _rank(ks: Sequence[int], progress: Progress) -> _Seen:
+def _rank(ks: Sequence[int], progress: Progress) -> Seen:
     """One rank's measurements: side by side, then with each other rank in turn."""
     size = int(os.environ.get("WORLD_SIZE", "0")) or dist.get_world_size()
     mesh = Mesh(range(size), {sums.RANKS} if size > 1 else ())
@@ -121,7 +121,7 @@ def _rank(ks: Sequence[int], progress: Progress) -> _Seen:
         transport.flush()
         mesh.part("calibration", 10.0)
         transport.close()
-    return _Seen(hosts[mesh.rank], paces, links, summing)
+    return Seen(hosts[mesh.rank], paces, links, summing)
 
 
 def _host() -> str:
@@ -133,8 +133,8 @@ def _host() -> str:
         return socket.gethostname()
 
 
-def _joined(
-    seen: Sequence[_Seen], alone: Overheads, cores: int, name: str, devices: int
+def joined(
+    seen: Sequence[Seen], alone: Overheads, cores: int, name: str, devices: int
 ) -> Calibrated:
     """What all ranks have seen, as one cluster."""
     hosts = list(dict.fromkeys(one.host for one in seen))
