@@ -34,10 +34,14 @@ class Evaluator:
     ) -> None:
         self._cost, self._batch_size, self._max_replicas = cost, batch_size, max_replicas
 
-    def step_s(self, draft: Draft) -> float:
+    def step_s(self, draft: Draft, limit: float = math.inf) -> float:
         """Seconds of a step; infinity for a draft that cannot run: a circle of stages, a stage
         without operators or devices, too little memory, slices that the profile does not cover, too
         many replicas, a replica over several nodes.
+
+        Args:
+            limit: infinity for all that takes longer. A search that draws its chance before it asks
+                knows which seconds it would take, and most answers come early then.
         """
         cost = replace(self._cost, shard_optimizer=draft.sharded)
         name = "1f1b-deep" if draft.deep else "1f1b"
@@ -49,7 +53,8 @@ class Evaluator:
             order = compute_order(graph, name, slots=cost.receive_slots)
             if check(graph, cost) or not self._suits(graph):
                 return math.inf
-            return float(run.step_seconds(graph, order, cost))
+            seconds = float(run.step_seconds(graph, order, cost))
+            return seconds if seconds <= limit else math.inf
         except (InvalidPlanError, InvalidScheduleError, ProfileError, ValueError):
             return math.inf
 
