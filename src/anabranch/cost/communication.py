@@ -44,18 +44,6 @@ def all_reduce_s(nbytes: Number, per_byte_s: Number, latency_s: Number) -> Numbe
     return nbytes * per_byte_s + np.maximum(nbytes > 0, nbytes / BUCKET_BYTES) * latency_s
 
 
-def left_s(reduce_s: Number, nbytes: Number, backward_s: Number) -> Number:
-    """Seconds of an all-reduce that are left when the last backward ends, roughly: as if gradients
-    became final at one pace. At least the last bucket is.
-
-    Args:
-        nbytes: of all gradients.
-        backward_s: of the last backward.
-    """
-    last = BUCKET_BYTES / np.maximum(nbytes, BUCKET_BYTES)
-    return np.maximum(reduce_s * last, reduce_s - backward_s * (1 - last))
-
-
 def border_price(cluster: Cluster, devices: int) -> float:
     """Seconds per byte that each of so many devices of a stage pays for what crosses its border.
 

@@ -1,8 +1,8 @@
 """Period of a stage: seconds from one micro-batch to the next.
 
     work     max(forward + backward,  price per byte * max(bytes in, bytes out))
-    hidden   2/3 of forward + backward: the backward of the last micro-batch, roughly
-    period   work + max(all-reduce - hidden, 0) / micro-batches of a step
+    left     what the last backward, 2/3 of forward + backward, does not hide of the all-reduce
+    period   work + left / micro-batches of a step
 
 Compute hides transfers, the last backward hides what it can of the all-reduce, and the rest is
 spread over the micro-batches. ``planner`` has other objectives, as published: PipeDream's takes the
@@ -31,9 +31,21 @@ def work_s(compute_s: Number, traffic_s: Number) -> Number:
     return np.maximum(compute_s, traffic_s)
 
 
+def left_s(reduce_s: Number, backward_s: Number, last: float = 0.0) -> Number:
+    """Seconds of an all-reduce that are left when the last backward ends: as if gradients became
+    final at one pace, which they do roughly.
+
+    Args:
+        backward_s: of the last backward.
+        last: share of the gradients that is final only at its end: ``buckets.last_share``, or
+            nothing.
+    """
+    return np.maximum(reduce_s * last, reduce_s - backward_s * (1 - last))
+
+
 def spread_s(compute_s: Number, reduce_s: Number, num_microbatches: Number) -> Number:
     """What a micro-batch has of an all-reduce."""
-    return np.maximum(reduce_s - HIDING * compute_s, 0.0) / num_microbatches
+    return left_s(reduce_s, HIDING * compute_s) / num_microbatches
 
 
 def period_s(

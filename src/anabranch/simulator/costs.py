@@ -10,7 +10,8 @@ import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
+from operator import attrgetter
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -47,6 +48,13 @@ class Piece(NamedTuple):
     final: tuple[int, ...]
 
 
+class _Gradient(NamedTuple):
+    """Bytes to be summed, and per stage the operator whose backward is the last that adds to it."""
+
+    nbytes: int
+    final: Mapping[int, int]
+
+
 class AllReduce(NamedTuple):
     """Gradients that devices sum up, piece after piece, each as soon as it is final in the last
     backwards of all of these stages.
@@ -67,12 +75,12 @@ class AllReduce(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Of all pieces."""
-        return sum(bucket.nbytes for bucket in self.pieces)
+        return sum(piece.nbytes for piece in self.pieces)
 
     @property
     def seconds(self) -> float:
         """Of all pieces, one after the other."""
-        return sum(bucket.seconds for bucket in self.pieces)
+        return sum(piece.seconds for piece in self.pieces)
 
 
 class StepCosts(Protocol):
@@ -236,18 +244,22 @@ class ModelCosts:
         result = []
         for stages, devices, held in rings(nbytes, holders):
             share = held / nbytes[stages]
-            size = partial(self._summed_bytes, share, stages, len(devices))
             # Tables whose rows are exchanged come last, as in the runtime.
-            rows = [p for p in owned[stages] if size(p) < _held_bytes(share, p)]
-            whole = [p for p in owned[stages] if p not in rows]
-            cut = cut_into_buckets(whole, size) + cut_into_buckets(rows, size)
+            whole: list[_Gradient] = []
+            by_rows: list[_Gradient] = []
+            for parameter in owned[stages]:
+                summed = self._summed_bytes(share, stages, len(devices), parameter)
+                is_whole = summed == _held_bytes(share, parameter)
+                gradient = _Gradient(summed, readers[parameter.name])
+                (whole if is_whole else by_rows).append(gradient)
             buckets = [
-                self._bucket(sum(map(size, run)), devices, [readers[p.name] for p in run], stages)
-                for run in cut
+                self._bucket(gradients, devices, stages)
+                for kind in (whole, by_rows)
+                for gradients in cut_into_buckets(kind, attrgetter("nbytes"))
             ]
             ports = self._ring_ports(devices)
-            summed = sum(map(size, owned[stages]))
-            own_s = self.cost.sum_s(len(owned[stages]), summed, len(devices))
+            total = sum(gradient.nbytes for gradient in whole + by_rows)
+            own_s = self.cost.sum_s(len(owned[stages]), total, len(devices))
             work = AllReduce(stages, devices, _pieces(buckets), ports, own_s)
             result.append(_sharded(work) if self.cost.shard_optimizer else work)
         return tuple(sorted(result, key=lambda work: turn(work.devices, work.stages)))
@@ -268,13 +280,10 @@ class ModelCosts:
         return max(most_samples(self.graph.batch_size, *size) for size in sizes)
 
     def _bucket(
-        self,
-        nbytes: int,
-        devices: tuple[int, ...],
-        readers: Sequence[Mapping[int, int]],
-        stages: tuple[int, ...],
+        self, gradients: Sequence[_Gradient], devices: tuple[int, ...], stages: tuple[int, ...]
     ) -> Piece:
-        final = tuple(min(first[s] for first in readers) for s in stages)
+        nbytes = sum(gradient.nbytes for gradient in gradients)
+        final = tuple(min(gradient.final[s] for gradient in gradients) for s in stages)
         return Piece(nbytes, self.cost.bucket_s(nbytes, devices), final)
 
     def gradient_share(self, stage: int, samples: int, operator: int) -> float:

@@ -489,7 +489,7 @@ class ComputeUnits:
         }
         self._index: dict[tuple[int, int, Kind, bool, int], int] = {}
         self._updates: dict[int, int] = {}
-        self._gathers: dict[tuple[int, ...], int] = {}
+        self._gathers: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
         self._device = index
         self._sums = sums
         self._summing_s = summing_s(costs)
@@ -518,7 +518,7 @@ class ComputeUnits:
 
     def gather(self, work: AllReduce, ports: tuple[int, ...]) -> int:
         """Unit in which the devices of an all-reduce send each other what they have updated."""
-        key = (*work.devices, -1, *work.stages)
+        key = work.devices, work.stages
         if key not in self._gathers:
             self._gathers[key] = len(self.known)
             self.known.append(

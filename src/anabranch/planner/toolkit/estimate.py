@@ -14,7 +14,7 @@
     last(s)   start of the last forward: after w - 1 forwards and M - w of both, or
               max over x of (last(x) + F(x) + f), or M - 1 - w paces after the first backward
     end(s)    max(start + (M - 1) * pace + F + B,   last + F + B,   max over y of (end(y) + b) + B)
-    step      max over s of (end + what is left of the all-reduce, ``cost.communication.left_s``)
+    step      max over s of (end + what is left of the all-reduce, ``cost.period.left_s``)
 
 With M much larger than w that is ``(M - 1) * bottleneck + critical path``. The all-reduce of a
 parameter tied across stages begins when the last of them has ended, and goes over the devices of
@@ -28,7 +28,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
-from anabranch.cost.communication import Port, left_s
+from anabranch.cost.buckets import last_share
+from anabranch.cost.communication import Port
+from anabranch.cost.period import left_s
 from anabranch.planner.toolkit.parts import MessagePorts, Part, PartPrices, heights
 from anabranch.plans.stages import split_evenly
 
@@ -63,7 +65,7 @@ def step_s(
     for stages, nbytes, reduce_s in prices.all_reduces(parts, devices):
         if len(stages) == 1:
             (s,) = stages
-            done[s] = ends[s] + left_s(reduce_s, nbytes, compute[s][1])
+            done[s] = ends[s] + left_s(reduce_s, compute[s][1], last_share(nbytes))
             continue
         # Those of one stage share its links, so that one follows the other.
         ready = max(done[s] for s in stages)
