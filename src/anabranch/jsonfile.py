@@ -165,8 +165,15 @@ def parse(text: str, where: str) -> Any:
     if not text.strip():
         raise FileFormatError(f"{where} is empty; a JSON document was expected")
     try:
-        document = json.loads(text, object_pairs_hook=_Object)
-        _refuse_twins(document, (), where)
+        objects: list[_Object] = []
+
+        def keep(pairs: list[tuple[str, Any]]) -> _Object:
+            objects.append(_Object(pairs))
+            return objects[-1]
+
+        document = json.loads(text, object_pairs_hook=keep)
+        if any(found.twin is not None for found in objects):
+            _refuse_twins(document, (), where)
     except json.JSONDecodeError as error:
         raise FileFormatError(
             f"{where} is no JSON: {error.msg} at line {error.lineno}, column {error.colno}"

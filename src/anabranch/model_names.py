@@ -15,6 +15,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from anabranch import models
 from anabranch.errors import AnabranchError, WorkloadError, place_of
+from anabranch.graph.without_dynamo import without_dynamo
 from anabranch.workload import Workload, to_meta, with_article
 
 
@@ -48,7 +49,8 @@ def resolve(
             f"A model of your own is written package.module:function, where the function returns "
             f"an anabranch.Workload"
         )
-    return models.build(text, preset=preset, options=options, meta=meta)
+    with without_dynamo() if meta else nullcontext():  # which making weights on meta would import
+        return models.build(text, preset=preset, options=options, meta=meta)
 
 
 def _from_function(text: str, preset: str, options: dict[str, str], meta: bool) -> Workload:

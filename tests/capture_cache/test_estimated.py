@@ -100,6 +100,14 @@ def test_one_capture_serves_every_device_and_batch(candle: Counted) -> None:
     assert candle.captures == 3
 
 
+def test_whether_a_capture_was_kept_is_told(candle: Counted) -> None:
+    """The user learns that nothing was captured."""
+    told: list[str] = []
+    candle(on_kept=lambda: told.append("first"))
+    candle(on_kept=lambda: told.append("second"))
+    assert told == ["second"]
+
+
 def test_other_options_are_other_captures(candle: Counted) -> None:
     """Size and granularity make other operators."""
     candle()

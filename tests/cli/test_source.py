@@ -174,3 +174,12 @@ def test_another_model_than_the_plans_is_built_as_the_user_says():
     assert (same.preset, same.options) == ("published", {"layers": "2"})
     other = ModelSource.of_plan(plan, "mmt")
     assert (other.model, other.preset, other.options) == ("mmt", "published", {})
+
+
+def test_a_kept_capture_is_said(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one line, and in the document; --no-cache captures anew."""
+    monkeypatch.setenv("ANABRANCH_CACHE", str(tmp_path / "cache"))
+    profile = ("profile", "candle-uno", "--preset", "small", "--device", "v100", "--json")
+    said = [run(*profile), run(*profile), run(*profile, "--no-cache")]
+    assert [json.loads(out)["kept_capture"] for _, out, _ in said] == [False, True, False]
+    assert ["by the capture that is kept" in err for _, _, err in said] == [False, True, False]

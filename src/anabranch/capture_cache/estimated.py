@@ -31,6 +31,7 @@ def estimated(
     options: Mapping[str, str],
     granularity: str,
     keep: bool = True,
+    on_kept: Callable[[], object] = lambda: None,
 ) -> Profile:
     """What ``profile.estimate.estimate`` gives for a model, which is captured if it has to be.
 
@@ -40,6 +41,7 @@ def estimated(
         device: with a data sheet.
         samples: sample counts.
         keep: read and write kept captures; a damaged one is said in a warning, and made again.
+        on_kept: called where a kept capture is used.
 
     Raises:
         ValueError, CaptureError, WorkloadError: as ``build``, ``capture`` and ``estimate`` do.
@@ -55,6 +57,7 @@ def estimated(
         files = own_modules(sys.modules)
         key = _key_of(model, workload, files, granularity)
     if key is not None and (found := _kept(key, model)) is not None:
+        on_kept()
         return found.profile(device, samples, "float32")
 
     from anabranch.capture_cache.file_watch import files_read

@@ -32,6 +32,8 @@ class ModelSource:
 
     Attributes:
         keep: an estimate takes the capture that an earlier command kept, and keeps a new one.
+        facts: for a JSON document, filled as the model is read: ``kept_capture``, whether an
+            earlier command captured it.
     """
 
     model: str
@@ -39,6 +41,7 @@ class ModelSource:
     options: Mapping[str, str] = field(default_factory=dict)
     granularity: str = "layer"
     keep: bool = True
+    facts: dict[str, bool] = field(default_factory=dict, init=False, compare=False)
 
     @property
     def is_file(self) -> bool:
@@ -130,6 +133,7 @@ class ModelSource:
         batch_size: int,
         samples: tuple[int, ...] | None,
     ) -> Profile:
+        self.facts["kept_capture"] = False
         counts = samples or powers_of_two(batch_size)
         if _is_here(device):
             workload = build()
@@ -148,7 +152,12 @@ class ModelSource:
             options=self.options,
             granularity=self.granularity,
             keep=self.keep,
+            on_kept=self._say_kept,
         )
+
+    def _say_kept(self) -> None:
+        self.facts["kept_capture"] = True
+        note(f"{self.model}: by the capture that is kept; --no-cache captures anew")
 
     def _from_file(self, device: str, samples: tuple[int, ...] | None) -> Profile:
         from anabranch.files import load_profile

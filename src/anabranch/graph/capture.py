@@ -44,6 +44,7 @@ from anabranch.graph.meta_kernels import MetaKernels
 from anabranch.graph.meta_trace import NotPlainError, trace_on_meta
 from anabranch.graph.opgraph import Granularity, OpGraph
 from anabranch.graph.opgraph_builder import build
+from anabranch.graph.without_dynamo import without_dynamo
 from anabranch.workload import Batch
 
 
@@ -294,7 +295,7 @@ class _Exporter:
         leaves = self.layout.resized(samples, self.device)
         sources = [PlaceholderSource(BATCH_LEAF, name) for name in self.layout.names]
         batch = dict(zip(sources, leaves, strict=True))
-        with self.in_mode(), plain_calls():
+        with self.in_mode(), plain_calls(), without_dynamo():
             program, self.outputs = trace_on_meta(
                 self.wrapped, leaves, samples, {**self.tensors, **batch}, self.known
             )

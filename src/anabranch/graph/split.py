@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.fx._lazy_graph_module import _make_graph_module
 from torch.fx.node import map_aggregate
 
 from anabranch.graph.capture import Captured
@@ -247,7 +248,7 @@ class _Cutter:
             self.graph.call_function(torch.ops.aten.detach.default, (self.env[n],)) for _, n in made
         ]
         self.graph.output(tuple(returned))
-        module = fx.GraphModule(self.attributes, self.graph, class_name=f"Stage{self.stage}")
+        module = _make_graph_module(self.attributes, self.graph, class_name=f"Stage{self.stage}")
         for target in self.transient:
             owner, _, name = target.rpartition(".")
             module.get_submodule(owner)._non_persistent_buffers_set.add(name)

@@ -14,9 +14,11 @@ from itertools import chain
 
 import torch
 from torch import Tensor
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
 from anabranch.graph.capture import Captured
 from anabranch.graph.split import StageProgram
+from anabranch.graph.without_dynamo import without_dynamo
 from anabranch.profile.data_sheets import DATA_SHEETS
 from anabranch.profile.kept_bytes import KeptBytes
 from anabranch.profile.kernel_trace import (
@@ -74,14 +76,16 @@ def estimate(
 def trace(captured: Captured) -> TracedModel:
     """The kernels of a captured model, also one on the meta device."""
     known = KnownKernels()
-    few, many = (_kernels(captured, samples, known) for samples in (FEW, MANY))
+    with without_dynamo():
+        few, many = (_kernels(captured, samples, known) for samples in (FEW, MANY))
     return TracedModel(captured.graph, few, many)
 
 
 def _kernels(captured: Captured, samples: int, known: KnownKernels) -> KernelTrace:
     """What a step with that many samples launches."""
     meta = torch.device("meta")
-    program = operator_programs(captured, samples, meta)
+    with _use_lazy_graph_module(True):  # they are interpreted: no code is needed
+        program = operator_programs(captured, samples, meta)
     batch = example_batch(captured, samples, meta)
     tensors = _meta_tensors(program)
     at_hand = [t for named in tensors for t in named.values()]

@@ -89,7 +89,8 @@ def compare(
     if policy and not is_async:
         raise typer.BadParameter("--policy is for --mode async; without it weights have no policy")
     cluster = read_cluster(planning.cluster, calibrated=not planning.no_calibration)
-    costs, optimizer = model.source.profile_and_optimizer(
+    source = model.source
+    costs, optimizer = source.profile_and_optimizer(
         planning.device or cluster.device, planning.batch_size, planning.mode, planning.optimizer
     )
     planners = list(dict.fromkeys(planner or ()))
@@ -122,6 +123,7 @@ def compare(
         "cluster": planning.cluster,
         "batch_size": planning.batch_size,
         "profile": costs.origin,
+        **source.facts,
         "plans": [
             ({"policy": contender.policy} if is_async else {})
             | plan_or_error(contender.planner, plan)

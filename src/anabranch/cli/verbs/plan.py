@@ -71,7 +71,8 @@ def plan(
     from anabranch.solve import plan as search
 
     cluster = read_cluster(planning.cluster, calibrated=not planning.no_calibration)
-    costs, optimizer = model.source.profile_and_optimizer(
+    source = model.source
+    costs, optimizer = source.profile_and_optimizer(
         planning.device or cluster.device, planning.batch_size, planning.mode, planning.optimizer
     )
     try:
@@ -93,7 +94,7 @@ def plan(
             f"interrupted before planner {planner} had proposed a plan; with a later Ctrl-C "
             "there is one, and with --planner sequential or data-parallel at once"
         ) from None
-    found = replace(found, options=model.source.recorded())
+    found = replace(found, options=source.recorded())
     if model.file is not None:
         save_plan(found, model.file)
     others: dict[str, Plan | AnabranchError] = {}
@@ -109,7 +110,7 @@ def plan(
         with suppress(KeyboardInterrupt):  # the plan is what counts
             why = explain(found, costs, cluster)
     if as_json:
-        document = plan_to_dict(found)
+        document = plan_to_dict(found) | source.facts
         document["baselines"] = {name: plan_or_error(name, plan) for name, plan in others.items()}
         document["gain"] = {
             name: ratio(plan.figures.step_s, found.figures.step_s)

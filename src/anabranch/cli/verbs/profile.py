@@ -32,7 +32,8 @@ def profile(
     Example: `anabranch profile mmt --device v100 --batch-size 512 -o mmt-v100.json`
     """
     counts = parse_counts(samples) if samples else None
-    result = model.source.profile(device, batch_size, counts)
+    source = model.source
+    result = source.profile(device, batch_size, counts)
     file = model.file
     if file is not None:
         from anabranch.files import save_profile
@@ -53,6 +54,7 @@ def profile(
                 "source": result.source,
                 "device": result.device,
                 "file": str(file) if file else None,
+                **source.facts,
             }
         )
         return

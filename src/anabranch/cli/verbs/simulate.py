@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -57,7 +58,8 @@ def simulate(
     cluster = other.cluster_of(plan, plan_file)
     chosen = mode or plan.mode
     usage(solve.check_mode, chosen, policy or "", schedule or "auto")
-    costs, optimizer = other.source(plan, model).profile_and_optimizer(
+    source = other.source(plan, model)
+    costs, optimizer = source.profile_and_optimizer(
         other.device_of(plan, cluster), batch_size, chosen, other.optimizer
     )
     explanation = None
@@ -82,7 +84,8 @@ def simulate(
 
         text = page(shown, [(title, timeline)], graphs=[graph])
         report.write_text(text, encoding="utf-8")
-    _say(shown, timeline, found, explanation, as_json=as_json, trace=trace, report=report)
+    files = {"trace": trace, "report": report}
+    _say(shown, timeline, found, explanation, source.facts if as_json else None, files)
 
 
 def _say(
@@ -90,12 +93,15 @@ def _say(
     timeline: Timeline,
     found: Simulated | None,
     why: Explanation | None,
-    *,
-    as_json: bool,
-    trace: Path | None,
-    report: Path | None,
+    facts: Mapping[str, bool] | None,
+    files: Mapping[str, Path | None],
 ) -> None:
-    """Print the figures of a step or, where there is no flush, of the full pipeline."""
+    """Print the figures of a step or, where there is no flush, of the full pipeline.
+
+    Args:
+        facts: of the source, for a JSON document; None for text.
+        files: that were written, by what they are.
+    """
     batch_size = plan.stage_graph.batch_size
     step_s, bubble, peaks = timeline.step_s, timeline.bubble, [*timeline.peak_bytes.values()]
     more: dict[str, Any] = {"period_s": timeline.period_s}
@@ -112,7 +118,7 @@ def _say(
         }
     if why is not None:
         more["explanation"] = why.to_dict()
-    if as_json:
+    if facts is not None:
         print_json(
             {
                 "step_s": step_s,
@@ -122,8 +128,8 @@ def _say(
                 "profile": plan.profile,
                 "parts": {f"{what}_s": seconds for what, seconds in timeline.parts.items()},
                 **more,
-                "trace": str(trace) if trace else None,
-                "report": str(report) if report else None,
+                **facts,
+                **{what: str(file) if file else None for what, file in files.items()},
             }
         )
         return
@@ -135,5 +141,5 @@ def _say(
         print_table(*staleness_table(plan.policy, found.staleness))
     if why is not None:
         typer.echo(why.summary())
-    say_written(trace)
-    say_written(report)
+    for file in files.values():
+        say_written(file)
