@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from anabranch import models
+from anabranch.graph import meta_trace
 from anabranch.graph.batch_layout import BatchLayout
 from anabranch.graph.capture import _Exporter, capture
 from anabranch.graph.flat_program import FlatProgram
@@ -190,6 +191,20 @@ def test_a_capture_on_meta_is_that_of_ranks(make: Callable[[], nn.Module]) -> No
     for granularity in ("operator", "layer", "block"):
         found = capture(bare, torch.empty(2, 4), granularity=granularity)
         assert found.graph == capture(make(), torch.empty(2, 4), granularity=granularity).graph
+
+
+def test_another_pytorch_exports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trace stands on private parts; where one of them is not there, captures are the same."""
+    module, example = conv()
+    expected = capture(module, example).graph
+
+    def without_proxies(*arguments: object) -> None:
+        raise AttributeError("_TorchDispatchModeKey has no attribute 'PROXY'")
+
+    monkeypatch.setattr(meta_trace._Recorder, "__init__", without_proxies)
+    with pytest.raises(NotPlainError, match="no attribute 'PROXY'"):
+        exporter(module, example).traced(2)
+    assert capture(module, example).graph == expected
 
 
 def test_a_module_with_values_is_exported() -> None:

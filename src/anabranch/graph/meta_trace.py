@@ -48,17 +48,18 @@ def trace_on_meta(
         known: what operations returned in earlier traces.
 
     Raises:
-        NotPlainError: if the module has to be exported; also for any error of its own.
+        NotPlainError: if the module has to be exported; also for any error of its own, and where
+            PyTorch's private parts are not those of this one.
     """
-    recorder = _Recorder(samples, KnownResults(known))
-    for source, tensor in sources.items():
-        recorder.place(source, tensor)
     paths: dict[int, str] = {}
     for name, part in wrapped.named_modules(remove_duplicate=False):
         if id(part) in paths:
             raise NotPlainError(f"{name} is {paths[id(part)]} too; an export tells by which it ran")
         paths[id(part)] = name
     try:
+        recorder = _Recorder(samples, KnownResults(known))
+        for source, tensor in sources.items():
+            recorder.place(source, tensor)
         with (
             _paths(paths, recorder.stack),
             _attributes_kept(wrapped),
