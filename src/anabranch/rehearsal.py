@@ -13,11 +13,11 @@ from typing import Any
 
 from anabranch import launch
 from anabranch.cluster import Cluster
-from anabranch.cost import CostModel
 from anabranch.emulation import EmulatedPipeline, Emulation
 from anabranch.emulation.emulation import Links
 from anabranch.errors import InvalidPlanError
 from anabranch.plans.plan import Plan, Prediction
+from anabranch.plans.prices import prices_of
 from anabranch.profile.profile import Profile
 from anabranch.record import Run
 from anabranch.solve import ideal_step_s, simulate
@@ -162,7 +162,7 @@ def foreseen(plan: Plan, profile: Profile, cluster: Cluster | None = None) -> tu
     figures = Prediction(
         step_s=predicted.step_s,
         bottleneck_s_per_sample=bottleneck_s_per_sample(
-            plan.stage_graph, CostModel(profile, machines)
+            plan.stage_graph, prices_of(plan, profile, machines)
         ),
         bubble=predicted.bubble,
         device_peak_bytes=tuple(predicted.peak_bytes[device] for device in predicted.devices),

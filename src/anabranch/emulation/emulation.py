@@ -7,12 +7,12 @@ from collections.abc import Collection
 from typing import Literal
 
 from anabranch.cluster import Cluster
-from anabranch.cost import CostModel
 from anabranch.emulation.shared_links import Channel, SharedLinks
 from anabranch.emulation.stages import EmptyStages
 from anabranch.emulation.transports import LinkPrices
 from anabranch.errors import InvalidPlanError
 from anabranch.plans.plan import Plan
+from anabranch.plans.prices import prices_of
 from anabranch.profile.profile import Profile
 from anabranch.runtime.mesh import require_whole_replicas
 from anabranch.runtime.messages import Layout
@@ -53,9 +53,7 @@ class Emulation:
                 f"{', '.join(sorted(SCHEDULES))}"
             )
         self.plan, self.links = plan, links
-        self.costs = ModelCosts(
-            graph, CostModel(profile, cluster, shard_optimizer=plan.shard_optimizer)
-        )
+        self.costs = ModelCosts(graph, prices_of(plan, profile, cluster))
         self.schedule = schedule_of(graph, plan.schedule, self.costs.message_edges)
         self.devices = graph.devices
         self._model, self._stages = profile, EmptyStages(profile.graph, graph)

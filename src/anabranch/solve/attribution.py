@@ -26,6 +26,7 @@ from itertools import pairwise
 from anabranch.cluster import Cluster
 from anabranch.cost import CostModel
 from anabranch.plans.plan import Plan
+from anabranch.plans.prices import prices_of
 from anabranch.plans.stages import StageGraph
 from anabranch.profile.profile import Profile
 from anabranch.schedule import compute_order
@@ -67,12 +68,7 @@ def explain(
             "only the step of a synchronous plan can be explained; without a flush, the slowest "
             "stage decides the time from one mini-batch to the next"
         )
-    cost = CostModel(
-        profile,
-        cluster,
-        optimizer_factor=optimizer_factor,
-        shard_optimizer=plan_.shard_optimizer,
-    )
+    cost = prices_of(plan_, profile, cluster, optimizer_factor=optimizer_factor)
     graph, name = scheduled(plan_, cost, schedule)
     costs = ModelCosts(graph, cost)
     with collector_paused():

@@ -17,6 +17,7 @@ from anabranch.graph.opgraph import OpGraph
 from anabranch.plans.check import check as check_stages
 from anabranch.plans.edges import EVERY_EDGE, message_edges
 from anabranch.plans.plan import Plan, Prediction
+from anabranch.plans.prices import prices_of
 from anabranch.plans.stages import StageGraph
 from anabranch.profile.profile import Profile
 from anabranch.schedule import compute_order, endless, rule_named, schedule_of
@@ -73,11 +74,11 @@ def simulate(
     if plan_.mode == "async":
         check_mode("async", plan_.policy, schedule or "auto")
         return simulate_async(plan_, profile, cluster, optimizer_factor=optimizer_factor).timeline
-    cost = CostModel(
+    cost = prices_of(
+        plan_,
         profile,
         cluster,
         optimizer_factor=optimizer_factor,
-        shard_optimizer=plan_.shard_optimizer,
         sparse_embeddings=sparse_embeddings,
     )
     return checked_run(*scheduled(plan_, cost, schedule), cost)
@@ -275,7 +276,7 @@ def check_plan(
         except (InvalidPlanError, PolicyError, ValueError) as error:
             return [str(error)]
     if profile is not None and cluster is not None:
-        cost = CostModel(profile, cluster, shard_optimizer=plan_.shard_optimizer)
+        cost = prices_of(plan_, profile, cluster)
         problems = check_stages(graph, cost, versions, shared=not is_async, idle=True)
         if not problems:
             edges = message_edges(graph, profile.graph)

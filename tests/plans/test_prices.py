@@ -1,0 +1,19 @@
+"""Prices of a model as a plan trains it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from anabranch.plans.prices import prices_of
+from tests.emulation.models import job, machines
+
+
+def test_what_a_plan_says_of_its_replicas_is_priced():
+    """Whether they share the optimizer's state; the rest is as it was asked for."""
+    on = machines(2)
+    plan, profile = job((), [(0, 1)], on)
+    cost = prices_of(plan, profile, on, optimizer_factor=1.0, sparse_embeddings=True)
+    assert (cost.profile, cost.cluster) == (profile, on)
+    assert (cost.optimizer_factor, cost.sparse_embeddings) == (1.0, True)
+    assert not cost.shard_optimizer
+    assert prices_of(replace(plan, shard_optimizer=True), profile, on).shard_optimizer
