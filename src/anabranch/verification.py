@@ -142,20 +142,26 @@ def verify(
     options = ComputeOptions(dropout=dropout)
     seed = torch.initial_seed()
 
-    def one_device() -> Reference:
+    def one_rank(plan: Plan, *, check_memory: bool = True) -> tuple[float, dict[str, Tensor]]:
+        """Loss, and the gradients of the parameters that this rank holds."""
         torch.manual_seed(seed)
-        alone = Pipeline(
+        pipeline = Pipeline(
             workload,
-            _on_one_device(captured, plan, slices[0][1]),
+            plan,
             captured=captured,
             exact=exact,
             compute=options,
             check_gradients=False,
-            check_memory=False,
+            check_memory=check_memory,
             device=device,
         )
-        loss, gradients = alone.gradients(batch)
-        return Reference(loss, {}, _on_cpu(gradients))
+        loss, gradients = pipeline.gradients(batch)
+        return loss, _on_cpu(gradients)
+
+    def one_device() -> Reference:
+        alone = _on_one_device(captured, plan, slices[0][1])
+        loss, gradients = one_rank(alone, check_memory=False)
+        return Reference(loss, {}, gradients)
 
     def one_process() -> Reference:
         require_values(module, materialise(module, seed=seed % SEEDS))
@@ -168,21 +174,7 @@ def verify(
     (expected,) = launch.run(one_device if by_sample else one_process, 1, timeout=timeout)
     num_devices = len(plan.stage_graph.devices)
 
-    def one_rank() -> tuple[float, dict[str, Tensor]]:
-        torch.manual_seed(seed)
-        pipeline = Pipeline(
-            workload,
-            plan,
-            captured=captured,
-            exact=exact,
-            compute=options,
-            check_gradients=False,
-            device=device,
-        )
-        loss, gradients = pipeline.gradients(batch)
-        return loss, _on_cpu(gradients)
-
-    results = launch.run(one_rank, num_devices, timeout=timeout)
+    results = launch.run(one_rank, num_devices, plan, timeout=timeout)
     gradients = {name: g for _, part in results for name, g in part.items()}
     result = _compare(results[0][0], gradients, expected, exact, num_devices)
     return replace(result, is_random=is_random and not by_sample, by_sample=by_sample)
