@@ -6,10 +6,11 @@ machines, the model or the balance could gain this very plan; a new plan may gai
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
+from anabranch.cluster import Level
 from anabranch.cost import CostModel
 from anabranch.errors import DeadlockError, InvalidScheduleError
 from anabranch.plans.stages import StageGraph
@@ -66,8 +67,9 @@ def relaxations(
     """
     found = []
     affordable = MOST_ACTIONS // max(sum(map(len, step.program.code)), 1)
-    for change, what, relaxed in islice(_changes(graph, cost, device_seconds), affordable):
-        stages, costs = relaxed()
+    # A change that is not asked for is not priced either.
+    for change, what, costs in islice(_changes(graph, cost, device_seconds), affordable):
+        stages = costs.graph
         try:
             order = compute_order(stages, schedule, slots=cost.receive_slots)
             seconds = step_seconds(stages, order, costs)
@@ -80,90 +82,44 @@ def relaxations(
     return sorted(found, key=lambda relaxation: relaxation.step_s)
 
 
-_Relaxed = Callable[[], tuple[StageGraph, ModelCosts]]
-
-
 def _changes(
     graph: StageGraph, cost: CostModel, device_seconds: dict[int, float]
-) -> Iterator[tuple[str, str, _Relaxed]]:
-    """Key, words, and the stages and prices of every change."""
+) -> Iterator[tuple[str, str, ModelCosts]]:
+    """Key, words and the prices of the stages after every change, one at a time."""
     levels = cost.cluster.levels
-    costs = ModelCosts(graph, cost)
     if len(graph.devices) > 1:
-        yield "fast_links", "links infinitely fast", lambda: (graph, _linked(graph, cost, None))
+        fast = [replace(level, bandwidth=FREE_BANDWIDTH) for level in levels]
+        yield "fast_links", "links infinitely fast", _linked(graph, cost, fast)
         if any(level.latency_s for level in levels):
-            yield "no_latency", "links without latency", lambda: (graph, _linked(graph, cost, 0.0))
+            prompt = [replace(level, latency_s=0.0) for level in levels]
+            yield "no_latency", "links without latency", _linked(graph, cost, prompt)
         if len(levels) > 1 and cost.cluster.link(graph.devices[0], graph.devices[-1]).level:
-            faster = replace(
-                cost.cluster,
-                levels=(
-                    levels[0],
-                    *(replace(level, bandwidth=2 * level.bandwidth) for level in levels[1:]),
-                ),
-            )
-            yield (
-                "fast_network",
-                "a network between nodes twice as fast",
-                lambda: (graph, ModelCosts(graph, replace(cost, cluster=faster))),
-            )
-        if costs.all_reduces():
-            yield (
-                "free_all_reduce",
-                "all-reduces for nothing",
-                lambda: (
-                    graph,
-                    _WithoutSums(graph, cost),
-                ),
-            )
+            faster = [replace(level, bandwidth=2 * level.bandwidth) for level in levels[1:]]
+            what = "a network between nodes twice as fast"
+            yield "fast_network", what, _linked(graph, cost, [levels[0], *faster])
+        if ModelCosts(graph, cost).all_reduces():
+            yield "free_all_reduce", "all-reduces for nothing", _WithoutSums(graph, cost)
         if len(graph) > 1:
-            yield (
-                "even_stages",
-                "no stage slower than the average",
-                lambda: (
-                    graph,
-                    ModelCosts(graph, _evened(graph, cost, device_seconds)),
-                ),
-            )
+            evened = ModelCosts(graph, _evened(graph, cost, device_seconds))
+            yield "even_stages", "no stage slower than the average", evened
     if any(stage.recompute for stage in graph.stages):
-        lighter = replace(
-            graph, stages=tuple(replace(stage, recompute=False) for stage in graph.stages)
-        )
-        yield (
-            "no_recompute",
-            "memory for everything, nothing recomputed",
-            lambda: (
-                lighter,
-                ModelCosts(lighter, cost),
-            ),
-        )
+        stages = tuple(replace(stage, recompute=False) for stage in graph.stages)
+        lighter = ModelCosts(replace(graph, stages=stages), cost)
+        yield "no_recompute", "memory for everything, nothing recomputed", lighter
     # Twice as many beyond those that a stage at the end of the model has, as of "1f1b-deep".
-    deeper = replace(
-        graph,
-        stages=tuple(
-            replace(stage, in_flight=min(2 * stage.in_flight - stage.k, graph.num_microbatches(s)))
-            for s, stage in enumerate(graph.stages)
-        ),
+    stages = tuple(
+        replace(stage, in_flight=min(2 * stage.in_flight - stage.k, graph.num_microbatches(s)))
+        for s, stage in enumerate(graph.stages)
     )
-    if deeper != graph:
-        yield (
-            "more_in_flight",
-            "memory for a warm-up twice as deep",
-            lambda: (
-                deeper,
-                ModelCosts(deeper, cost),
-            ),
-        )
+    if stages != graph.stages:
+        deeper = ModelCosts(replace(graph, stages=stages), cost)
+        yield "more_in_flight", "memory for a warm-up twice as deep", deeper
 
 
-def _linked(graph: StageGraph, cost: CostModel, latency_s: float | None) -> ModelCosts:
-    """Prices with another latency, or without an end to bandwidth."""
-    levels = tuple(
-        replace(level, bandwidth=FREE_BANDWIDTH)
-        if latency_s is None
-        else replace(level, latency_s=latency_s)
-        for level in cost.cluster.levels
-    )
-    return ModelCosts(graph, replace(cost, cluster=replace(cost.cluster, levels=levels)))
+def _linked(graph: StageGraph, cost: CostModel, levels: Sequence[Level]) -> ModelCosts:
+    """Prices with other links."""
+    cluster = replace(cost.cluster, levels=tuple(levels))
+    return ModelCosts(graph, replace(cost, cluster=cluster))
 
 
 def _evened(graph: StageGraph, cost: CostModel, device_seconds: dict[int, float]) -> CostModel:
