@@ -15,9 +15,9 @@ hence the flags.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from itertools import islice
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -29,32 +29,93 @@ Ranks = tuple[int, ...]
 Named = tuple[str, nn.Parameter]
 
 
-class Bucket:
-    """Parameters of one element type that the same ranks hold.
+class Bucket(ABC):
+    """Parameters of one element type that the same ranks hold, and what is summed of them.
+
+    Attributes:
+        missing: parameters whose gradient has not been put.
 
     Args:
         ranks: who holds them, ascending.
         updater: who alone updates them; None where all do.
     """
 
+    missing: int
+
     def __init__(
-        self, ranks: Ranks, named: Iterable[Named], mesh: Mesh, updater: int | None = None
+        self, ranks: Ranks, named: Iterable[Named], mesh: Mesh, updater: int | None
     ) -> None:
         self.ranks, self.named, self.updater = ranks, tuple(named), updater
         self._mesh = mesh
-        self._flat: Tensor | None = None
-        self._views: list[Tensor] = []
         self._pending: Pending | None = None
         self._is_mine = True
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether there is something to take."""
+        return self._pending is not None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether ``take`` would not wait."""
+        return self._pending is None or self._pending.is_done
+
+    @property
+    @abstractmethod
+    def flat(self) -> Tensor | None:
+        """This rank's terms, as they are sent, once there are any."""
+
+    @abstractmethod
+    def begin(self, batch_sizes: Sequence[int] = ()) -> None:
+        """No gradient has been put; they will be of batches of these sizes."""
+
+    @abstractmethod
+    def hold(self, index: int) -> None:
+        """Keep a parameter's gradient where those of other micro-batches are added to it."""
+
+    @abstractmethod
+    def put(self, index: int) -> None:
+        """Take a parameter's gradient of this rank; ``.grad`` is None until ``take``."""
+
+    @abstractmethod
+    def start(self, *, everywhere: bool = False) -> None:
+        """Start to sum over the ranks, once every gradient has been put.
+
+        Args:
+            everywhere: all ranks get the sums, whoever updates.
+        """
+
+    @abstractmethod
+    def wait(self) -> Tensor:
+        """Wait for the other ranks; numbers that tell of their gradients."""
+
+    @abstractmethod
+    def hand_out(self, numbers: Sequence[float]) -> None:
+        """Make the sums the gradients, by these numbers."""
+
+    @abstractmethod
+    def share(self) -> None:
+        """Give all ranks the parameters that one of them has updated; gradients are gone then."""
+
+
+class FlatBucket(Bucket):
+    """Gradients side by side in one buffer."""
+
+    def __init__(
+        self, ranks: Ranks, named: Iterable[Named], mesh: Mesh, updater: int | None = None
+    ) -> None:
+        super().__init__(ranks, named, mesh, updater)
+        self._flat: Tensor | None = None
+        self._views: list[Tensor] = []
         self.begin()
 
     def begin(self, batch_sizes: Sequence[int] = ()) -> None:
-        """No gradient has been put; their sizes do not depend on the batches."""
+        """Their sizes do not depend on the batches."""
         self.missing = len(self.named)
 
     @property
     def flat(self) -> Tensor | None:
-        """The buffer, once there is one."""
+        """The buffer."""
         return self._flat
 
     def hold(self, index: int) -> None:
@@ -75,7 +136,6 @@ class Bucket:
             self.named[index][1].grad = view
 
     def put(self, index: int) -> None:
-        """Take a parameter's gradient of this rank; ``.grad`` is None until ``take``."""
         flat = self._buffer()
         parameter = self.named[index][1]
         gradient = parameter.grad
@@ -88,11 +148,6 @@ class Bucket:
         self.missing -= 1
 
     def start(self, *, everywhere: bool = False) -> None:
-        """Start to sum over the ranks, once every gradient has been put.
-
-        Args:
-            everywhere: all ranks get the sums, whoever updates.
-        """
         assert self.missing == 0
         flat, updater = self._buffer(), None if everywhere else self.updater
         self._is_mine = updater in (None, self._mesh.rank)
@@ -102,7 +157,6 @@ class Bucket:
             self._pending = self._mesh.start_reduce(flat, self.ranks, updater)
 
     def share(self) -> None:
-        """Give all ranks the parameters that one of them has updated; gradients are gone then."""
         assert self.updater is not None
         self._buffer()
         is_mine = self.updater == self._mesh.rank
@@ -115,16 +169,6 @@ class Bucket:
             if not is_mine:
                 for (_, parameter), view in zip(self.named, self._views, strict=True):
                     parameter.copy_(view)
-
-    @property
-    def is_pending(self) -> bool:
-        """Whether there are sums to take."""
-        return self._pending is not None
-
-    @property
-    def is_done(self) -> bool:
-        """Whether ``take`` would not wait."""
-        return self._pending is None or self._pending.is_done
 
     def wait(self) -> Tensor:
         """Wait for the sums; which of the parameters have a gradient on some rank."""
@@ -149,21 +193,7 @@ class Bucket:
         return self._flat
 
 
-class Summed(Protocol):
-    """A bucket whose sums can be taken."""
-
-    @property
-    def is_pending(self) -> bool:
-        """Whether there are sums to take."""
-
-    def wait(self) -> Tensor:
-        """Wait for the sums; numbers that tell of their gradients."""
-
-    def hand_out(self, numbers: Sequence[float]) -> None:
-        """Make the sums the gradients, by these numbers."""
-
-
-def take(buckets: Iterable[Summed]) -> None:
+def take(buckets: Iterable[Bucket]) -> None:
     """Wait for the sums of buckets and make them the gradients, with one look at the device."""
     pending = [bucket for bucket in buckets if bucket.is_pending]
     told = [bucket.wait().double() for bucket in pending]
@@ -174,14 +204,14 @@ def take(buckets: Iterable[Summed]) -> None:
 
 def cut(
     ranks: Ranks, named: Iterable[Named], mesh: Mesh, updater: int | None = None
-) -> list[Bucket]:
+) -> list[FlatBucket]:
     """Buckets of one element type each."""
     runs = cut_into_buckets(
         named,
         lambda item: item[1].numel() * item[1].element_size(),
         lambda item: item[1].dtype,
     )
-    return [Bucket(ranks, run, mesh, updater) for run in runs]
+    return [FlatBucket(ranks, run, mesh, updater) for run in runs]
 
 
 def entries(gradient: Tensor) -> Tensor:

@@ -31,18 +31,16 @@ from torch.utils.hooks import RemovableHandle
 from anabranch.cost.buckets import turn
 from anabranch.runtime.data_parallel.buckets import Bucket, Named, Ranks, cut, take
 from anabranch.runtime.data_parallel.gradients import Holders
-from anabranch.runtime.data_parallel.rows import RowBucket, SharedTable, cut_tables
+from anabranch.runtime.data_parallel.rows import SharedTable, cut_tables
 from anabranch.runtime.mesh import Mesh
 from anabranch.runtime.placement import fetched
-
-AnyBucket = Bucket | RowBucket
 
 
 @dataclass(slots=True)
 class _Queue:
     """The buckets of one set of ranks, in their order, and how many have started."""
 
-    buckets: list[AnyBucket]
+    buckets: list[Bucket]
     started: int = 0
 
 
@@ -51,7 +49,7 @@ class _Slot:
     """Where a parameter is: which bucket of which queue, and where in it."""
 
     queue: _Queue
-    bucket: AnyBucket
+    bucket: Bucket
     index: int
 
 
@@ -89,7 +87,7 @@ class Reducer:
         ):
             queue = queues.setdefault(ranks, _Queue([]))
             updater = number if number >= 0 else None
-            buckets: Sequence[AnyBucket] = (
+            buckets: Sequence[Bucket] = (
                 cut_tables(ranks, named, tables, mesh, updater)
                 if are_tables
                 else cut(ranks, named, mesh, updater)

@@ -24,9 +24,9 @@ from anabranch.cost.sparse import INDEX_BYTES, message_bytes, most_samples, rows
 from anabranch.errors import TrainingError
 from anabranch.graph.opgraph import OpGraph, Table
 from anabranch.plans.stages import StageGraph
-from anabranch.runtime.data_parallel.buckets import Named, Ranks
+from anabranch.runtime.data_parallel.buckets import Bucket, Named, Ranks
 from anabranch.runtime.data_parallel.gradients import Holders
-from anabranch.runtime.mesh import Mesh, Pending
+from anabranch.runtime.mesh import Mesh
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +56,8 @@ class SharedTable:
         return message_bytes(self.table, self.samples(self.batch_size))
 
 
-class RowBucket:
-    """Tables of one element type that the same ranks hold; see ``Bucket``.
+class RowBucket(Bucket):
+    """Rows of tables, with room for as many as a batch looks up.
 
     Args:
         tables: of ``named``, by name.
@@ -71,17 +71,15 @@ class RowBucket:
         mesh: Mesh,
         updater: int | None = None,
     ) -> None:
-        self.ranks, self.named, self.updater = ranks, tuple(named), updater
-        self._mesh, self._tables = mesh, [tables[name] for name, _ in self.named]
+        super().__init__(ranks, named, mesh, updater)
+        self._tables = [tables[name] for name, _ in self.named]
         self._gradients: list[Tensor | None] = []
         self._values: Tensor | None = None
         self._gathered: Tensor | None = None
-        self._pending: Pending | None = None
-        self._is_mine = True
         self.begin()
 
     def begin(self, batch_sizes: Sequence[int] = ()) -> None:
-        """No gradient has been put; it will be of these batches."""
+        """Makes as much room as these batches need."""
         self.missing = len(self.named)
         self._room = [table.rows(batch_sizes) for table in self._tables]
         self._gradients = [None] * len(self.named)
@@ -89,24 +87,18 @@ class RowBucket:
 
     @property
     def flat(self) -> Tensor | None:
-        """This rank's terms, as they are sent."""
+        """Rows of this rank, and room."""
         return self._values
 
     def hold(self, index: int) -> None:
         """Nothing: rows of several micro-batches are kept as they come."""
 
     def put(self, index: int) -> None:
-        """Take a parameter's gradient of this rank; ``.grad`` is None until ``take``."""
         parameter = self.named[index][1]
         self._gradients[index], parameter.grad = parameter.grad, None
         self.missing -= 1
 
     def start(self, *, everywhere: bool = False) -> None:
-        """Start to exchange rows, once every gradient has been put.
-
-        Args:
-            everywhere: all ranks get the sums, whoever updates.
-        """
         assert self.missing == 0
         self._is_mine = everywhere or self.updater in (None, self._mesh.rank)
         first = self.named[0][1]
@@ -151,7 +143,6 @@ class RowBucket:
         return numbers[:tables], torch.split(numbers[tables:], rooms), shaped
 
     def share(self) -> None:
-        """Give all ranks the parameters that one of them has updated; gradients are gone then."""
         assert self.updater is not None
         for _, parameter in self.named:
             parameter.grad = None
@@ -159,16 +150,6 @@ class RowBucket:
             self._mesh.broadcast(value, self.updater, self.ranks)
             with torch.no_grad():
                 parameter.copy_(value)
-
-    @property
-    def is_pending(self) -> bool:
-        """Whether there are rows to take."""
-        return self._pending is not None
-
-    @property
-    def is_done(self) -> bool:
-        """Whether ``take`` would not wait."""
-        return self._pending is None or self._pending.is_done
 
     def wait(self) -> Tensor:
         """Wait for the rows of all ranks; how many there are of each table, rank after rank, -1
