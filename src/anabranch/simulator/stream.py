@@ -2,16 +2,17 @@
 
 The order of N mini-batches of B samples is that of one synchronous 1F1B step of N * B samples on
 the same stages, so nothing about orders and messages is new. What is: behind the last backward of
-every mini-batch a stage sums its gradients over its replicas and updates its own weights. The
-replicas wait for that sum, because whatever they run next may read the new weights::
+every mini-batch a stage has summed its gradients over its replicas and updates its own weights.
+Sums begin in that backward, as gradients become final, and the replicas wait for the last of them,
+because whatever they run next may read the new weights::
 
     stage 0, replicas 0 and 1    F0 F1 F2 B0 | sum | F3 B1 | sum | F4 B2 | sum | ...
     stage 1                         F0 F1 B0   F2 B1   F3 B2   F4 ...
     stage 2                            F0 B0 F1 B1 F2 B2 F3 ...
                                                  `-- period --'
 
-The messages of a backward are on their way before the sum begins; the two share ports, first come
-first served. The update itself costs nothing here, as in a synchronous step.
+Messages and sums share ports, first come first served. An update takes its seconds on each device,
+and those of a step's bookkeeping.
 
 A period (``simulator.steady``) over its mini-batches is what training takes for each. Where no
 state comes back, the pace of the slowest device is taken, which the others follow in the end.

@@ -3,6 +3,9 @@
 The stages are runs of operators behind the block (or before it), each at some cap and height.
 Caps and heights for which the block needs the same are one state, looked at once.
 
+Where a bound spreads the all-reduce over the micro-batches, all of it is spread here, as if no
+backward hid any, so that a stage's seconds are the sum of those of its parts.
+
 Arrays are [bound t, cap w, height h], [bound t, state m] or [range q, ...].
 """
 
