@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
+import torch
 
 from anabranch import launch
+from anabranch.checkpoint import Checkpoint, load_state_dict
+from anabranch.checkpoint.series import checkpoints
+from anabranch.errors import TrainingError
 from anabranch.record import Run
-from anabranch.train import StepProgress, train, train_async
+from anabranch.train import SaveEvery, StepProgress, require_new, train, train_async
 from anabranch.workload import Workload
 from tests.runtime.small import Built, batch, built, num_ranks, plan, train_alone, with_options
+from tests.runtime.training import sgd
 
 pytestmark = pytest.mark.dist
 
@@ -121,3 +129,64 @@ def test_without_a_flush_something_must_say_how_long() -> None:
     model = built("TwoBranch")
     with pytest.raises(ValueError, match="steps or of epochs"):
         train_async(model.workload, plan(model, 2))
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_checkpoints_during_training_are_those_of_their_steps(is_async: bool, tmp_path: Path):
+    """The last three of a run, of which two were written while it went on; training that goes on
+    from the first of them ends where the whole run did. Without a flush a checkpoint drains.
+    """
+    model = built("TwoBranch")
+    workload = with_options(model, data=data, optimizer=sgd)
+    chosen = plan(model, 2, microbatch_size=16 if is_async else 4)
+
+    def rank(steps: int, every: int, **options: Any) -> tuple[float, ...]:
+        common = {"captured": model.captured, "check_gradients": False, "steps": steps}
+        if is_async:
+            common["policy"] = "stash"
+        common["save_every"] = SaveEvery(every, keep=3)
+        return (train_async if is_async else train)(workload, chosen, **common, **options).losses
+
+    run = tmp_path / "run"
+    whole = launch.run(lambda: rank(11, 3, save=run), 2, timeout=60.0)[0]
+    assert [step for step, _ in checkpoints(run)] == [6, 9, 11]
+    for _, folder in checkpoints(run):
+        Checkpoint(folder).verify()
+    last = load_state_dict(run)
+    middle = {"resume": run / "step-6", "save": tmp_path / "b"}
+    again = launch.run(lambda: rank(5, 3, **middle), 2, timeout=60.0)
+    assert again[0] == whole[6:]
+    other = load_state_dict(tmp_path / "b")
+    assert all(torch.equal(other[name], value) for name, value in last.items())
+
+
+def test_checkpoints_by_time_are_of_one_step_on_all_ranks(tmp_path: Path):
+    """The first rank's clock decides; here every look at it finds that it is time."""
+    model = built("Chain")
+    workload, chosen = with_options(model, data=data), plan(model, 2)
+
+    def rank() -> None:
+        options = {"captured": model.captured, "check_gradients": False}
+        every = SaveEvery(seconds=1e-9, keep=100)
+        train(workload, chosen, steps=9, save=tmp_path / "run", save_every=every, **options)
+
+    launch.run(rank, 2, timeout=60.0)
+    steps = [step for step, _ in checkpoints(tmp_path / "run")]
+    assert len(steps) > 3
+    assert steps[-1] == 9
+    for _, folder in checkpoints(tmp_path / "run"):
+        Checkpoint(folder).verify()
+
+
+def test_folders_that_checkpoints_may_go_to(tmp_path: Path):
+    """A new one; or the one with the checkpoint that training goes on from, if that is the last."""
+    require_new(tmp_path / "new")
+    for name in ("step-2", "step-4"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "manifest.json").touch()
+    with pytest.raises(TrainingError, match="exists; checkpoints are never written over"):
+        require_new(tmp_path)
+    require_new(tmp_path, tmp_path)
+    require_new(tmp_path, tmp_path / "step-4")
+    with pytest.raises(TrainingError, match="is not the last one"):
+        require_new(tmp_path, tmp_path / "step-2")

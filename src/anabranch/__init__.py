@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from anabranch.checkpoint import load_state_dict as load_state_dict
     from anabranch.cluster import Cluster as Cluster
     from anabranch.errors import AnabranchError as AnabranchError
     from anabranch.files import load_cluster as load_cluster
@@ -53,6 +54,7 @@ _HOME = {
     "load_cluster": "files",
     "load_plan": "files",
     "load_profile": "files",
+    "load_state_dict": "checkpoint",
     "measure": "profile.measure",
     "plan": "solve",
     "read_profile": "profile.readers",

@@ -13,14 +13,17 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import count, islice, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from anabranch.checkpoint import MANIFEST, newest
+from anabranch.checkpoint.series import step_folder
 from anabranch.errors import TrainingError
 from anabranch.plans.plan import Plan
 from anabranch.record import Run
 from anabranch.runtime.asynchronous.pipeline import AsyncPipeline
 from anabranch.runtime.compute.options import PLAIN
 from anabranch.runtime.guards.interrupt import INTERRUPT
+from anabranch.runtime.guards.save_clock import SAVE_CLOCK
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.runtime.reference import num_samples
 from anabranch.schedule.schedule import Kind
@@ -33,6 +36,31 @@ _RECORDED = 3
 
 WEIGHED_STEP = 2 + _RECORDED
 """The step whose peak memory is measured: after one that sets up, and those with a timeline."""
+
+
+KEPT = 2
+"""Checkpoints of a run: the last one, and one before it in case that is damaged."""
+
+
+@dataclass(frozen=True, slots=True)
+class SaveEvery:
+    """Checkpoints during training, each in a folder ``step-N`` of the run's; the last step has one.
+
+    Attributes:
+        steps: between two of them; None for none by steps.
+        seconds: likewise. A checkpoint is written after the step in which it is due, or at the next
+            update (``accumulate``).
+        keep: how many there are at most.
+    """
+
+    steps: int | None = None
+    seconds: float | None = None
+    keep: int = KEPT
+
+    def __post_init__(self) -> None:
+        if min(self.steps or 1, self.seconds or 1.0, self.keep) <= 0:
+            raise ValueError(f"{self}: intervals and the number of checkpoints are more than 0")
+
 
 _SETTLED, _SHOWN = 8, 6
 """Without a flush: losses before a timeline is recorded, and mini-batches that it shows."""
@@ -64,7 +92,9 @@ def train(
     steps: int | None = None,
     epochs: int | None = None,
     resume: Path | None = None,
+    weights: Path | None = None,
     save: Path | None = None,
+    save_every: SaveEvery | None = None,
     watch: Callable[[StepProgress], None] | None = None,
     **options: Any,
 ) -> Run:
@@ -76,8 +106,11 @@ def train(
     Args:
         steps: steps to do; by default as many as ``epochs`` have.
         epochs: passes through the data in all; by default as many as ``steps`` need.
-        resume: a checkpoint to go on from.
+        resume: a checkpoint to go on from, or the folder of a run, whose newest it is.
+        weights: what ``Pipeline.from_weights`` takes, to begin with.
         save: a new folder for a checkpoint after the last step.
+        save_every: when there are checkpoints besides; all are in ``save`` then, which may have
+            earlier ones of the run that is resumed.
         watch: called after every step, on the first rank only.
         options: of ``Pipeline``, such as ``captured`` and ``accumulate``.
 
@@ -86,17 +119,18 @@ def train(
 
     Raises:
         AnabranchError: see ``Pipeline``.
-        TrainingError: if ``save`` exists, or the checkpoint has all epochs already.
+        TrainingError: if ``save`` exists, or a checkpoint cannot be written, or the one to resume
+            from has all epochs already.
         ValueError: if neither steps nor epochs are given.
     """
     _require_length(steps, epochs)
-    make = Pipeline if resume is None else partial(Pipeline.resume, resume)
-    pipe = make(workload, plan, **options)
-    require_new(save)
+    pipe = _begun(Pipeline, resume, weights)(workload, plan, **options)
+    require_new(save, resume if save_every is not None else None)
+    saver = _Saver(pipe, save, save_every)
     log = _Log(pipe, steps, watch)
     seconds: list[float] = []
     recorded: list[Timeline] = []
-    batches = pipe.batches(epochs=epochs)
+    batches = saver.between(pipe.batches(epochs=epochs))
     accumulate = int(options.get("accumulate", 1))
     # What is compiled cannot be looked into.
     can_weigh = options.get("compute", PLAIN).backend is None
@@ -129,7 +163,7 @@ def train(
     pipe.update()
     recorded.sort(key=lambda timeline: timeline.step_s)
     timeline = recorded[len(recorded) // 2] if recorded else None
-    _save(pipe, save)
+    saver.end()
     return _finished(
         pipe,
         workload,
@@ -150,7 +184,9 @@ def train_async(
     steps: int | None = None,
     epochs: int | None = None,
     resume: Path | None = None,
+    weights: Path | None = None,
     save: Path | None = None,
+    save_every: SaveEvery | None = None,
     watch: Callable[[StepProgress], None] | None = None,
     **options: Any,
 ) -> Run:
@@ -164,15 +200,15 @@ def train_async(
         What happened, the same on every rank but for the times.
     """
     _require_length(steps, epochs)
-    make = AsyncPipeline if resume is None else partial(AsyncPipeline.resume, resume)
-    pipe = make(workload, plan, **options)
-    require_new(save)
+    pipe = _begun(AsyncPipeline, resume, weights)(workload, plan, **options)
+    require_new(save, resume if save_every is not None else None)
+    saver = _Saver(pipe, save, save_every)
     log = _Log(pipe, steps, watch)
     sizes: deque[int] = deque()
     begun = before = time.perf_counter()
     full: list[float] = []  # when losses came while the pipeline was full
     put_in = 0
-    batches = _uninterrupted(islice(pipe.batches(epochs=epochs), steps))
+    batches = _uninterrupted(islice(saver.between(pipe.batches(epochs=epochs)), steps))
     for loss in pipe.steps(_noted(batches, sizes)):
         now = time.perf_counter()
         taken = 0.0
@@ -187,7 +223,7 @@ def train_async(
     if not log.losses:
         raise _nothing_done(resume, pipe.epoch, epochs)
     seconds = [end - start for start, end in pairwise(full)]
-    _save(pipe, save)
+    saver.end()
     return _finished(
         pipe,
         workload,
@@ -203,6 +239,16 @@ def train_async(
         weight_bytes=pipe.weight_bytes,
         round_robin=pipe.is_round_robin,
     )
+
+
+_Pipe = TypeVar("_Pipe", Pipeline, AsyncPipeline)
+
+
+def _begun(kind: type[_Pipe], resume: Path | None, weights: Path | None) -> Callable[..., _Pipe]:
+    """How the pipeline is made."""
+    if resume is not None:
+        return partial(kind.resume, resume)
+    return kind if weights is None else partial(kind.from_weights, weights)
 
 
 class _Log:
@@ -226,10 +272,52 @@ class _Log:
             self._watch(StepProgress(done, self._total, loss, metrics, seconds, samples))
 
 
-def _save(pipe: Pipeline | AsyncPipeline, folder: Path | None) -> None:
-    """Keep what was trained before anything else can fail."""
-    if folder is not None:
-        pipe.save(folder)
+class _Saver:
+    """Checkpoints of a run: those that are due, written while it goes on, and the last one."""
+
+    def __init__(
+        self, pipe: Pipeline | AsyncPipeline, folder: Path | None, every: SaveEvery | None
+    ) -> None:
+        self._pipe, self._folder, self._every = pipe, folder, every
+        self._saved_at = pipe.step_number
+        SAVE_CLOCK.start(every.seconds if every is not None else None, rank=pipe.rank)
+
+    def between(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """The same batches; before each the checkpoint of the step before is begun if it is due."""
+        while True:
+            self._look()
+            if (batch := next(batches, None)) is None:
+                return
+            yield batch
+
+    def _look(self) -> None:
+        """All ranks look between the same steps."""
+        if self._every is None or self._folder is None:
+            return
+        SAVE_CLOCK.look()
+        now, steps = self._pipe.step_number, self._every.steps
+        by_steps = steps is not None and now // steps > self._saved_at // steps
+        is_due = (by_steps or SAVE_CLOCK.is_due) and now > self._saved_at
+        if is_due and self._pipe.is_between_updates:
+            self._begin(wait=False)
+
+    def end(self) -> None:
+        """Keep what was trained before anything else can fail."""
+        if self._folder is None:
+            return
+        if self._every is None:
+            self._pipe.save(self._folder)
+        elif self._saved_at < self._pipe.step_number:
+            self._begin(wait=True)
+        self._pipe.finish_saving()
+
+    def _begin(self, *, wait: bool) -> None:
+        assert self._folder is not None
+        assert self._every is not None
+        self._saved_at = self._pipe.step_number
+        SAVE_CLOCK.begin()
+        folder = step_folder(self._folder, self._saved_at)
+        self._pipe.save(folder, wait=wait, keep=self._every.keep)
 
 
 def _finished(pipe: Pipeline | AsyncPipeline, workload: Workload, **figures: Any) -> Run:
@@ -245,11 +333,26 @@ def _require_length(steps: int | None, epochs: int | None) -> None:
         raise ValueError("give a number of steps or of epochs")
 
 
-def require_new(folder: Path | None) -> None:
-    """Accept the folder of a checkpoint, if any; raises TrainingError if it exists."""
-    if folder is not None and folder.exists():
+def require_new(folder: Path | None, resumed: Path | None = None) -> None:
+    """Accept the folder for checkpoints, if any.
+
+    Args:
+        resumed: the checkpoint of an earlier run whose later ones may be put beside it.
+
+    Raises:
+        TrainingError: if the folder exists.
+    """
+    if folder is None or not folder.exists():
+        return
+    if resumed is None or (folder / MANIFEST).exists():
         raise TrainingError(
             f"{folder} exists; checkpoints are never written over, name a new folder"
+        )
+    last, resumed = newest(folder), resumed.resolve()
+    if last is None or resumed not in (folder.resolve(), last.resolve()):
+        raise TrainingError(
+            f"{folder} exists, and the checkpoint to resume from, {resumed}, is not the last one "
+            "in it; checkpoints are never written over, name a new folder"
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import typer
 
-from anabranch.cli.parsing import options_by_planner
+from anabranch.cli.parsing import interval, options_by_planner
 
 KNOWN = {
     "graphpipe": {"candidates": "int", "recompute": "bool"},
@@ -39,3 +39,17 @@ def test_wrong_planner_options(value, message):
         options_by_planner([value], list(KNOWN), KNOWN)
     with pytest.raises(typer.BadParameter, match="candidates is given twice"):
         options_by_planner(["candidates=8", "candidates=9"], list(KNOWN), KNOWN)
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [("200", (200, None)), ("90s", (None, 90.0)), ("1.5m", (None, 90.0)), ("2H", (None, 7200.0))],
+)
+def test_an_interval_is_steps_or_time(text, found):
+    assert interval(text, "--save-every") == found
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1", "1.5", "m", "0s", "infs", "nans", "10 days"])
+def test_what_is_no_interval_is_refused_with_examples(text):
+    with pytest.raises(typer.BadParameter, match="write steps, as 200, or time, as 90s, 10m or 2h"):
+        interval(text, "--save-every")

@@ -148,3 +148,16 @@ def test_a_function_that_raises_before_its_first_batch_is_named_with_its_line() 
         ):
             read()
     assert len(told) == 2
+
+
+def test_a_position_behind_the_end_of_the_data_is_refused() -> None:
+    """The checkpoint is of other data, or of another batch size: nothing would be right."""
+    model = built("Chain")
+    workload = Workload(model.module, batch(4), data=lambda size, epoch: [batch(size)] * 3)
+    feed = DataFeed(workload, 4, lambda error: None)
+    feed.position = 4
+    with pytest.raises(DataError, match="after batch 4 of epoch 0, which now has only 3; resume"):
+        next(feed.batches(None))
+    feed.position = 3
+    next(feed.batches(None))
+    assert feed.epoch == 1

@@ -8,6 +8,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -166,6 +167,29 @@ def test_a_loss_that_is_not_finite_stops_before_the_update() -> None:
     assert "x in the batch is not finite itself, first in sample 9" in results[0][0]
     assert results[0][0].endswith("fix the data: step 0, sample 9")
     assert results[0][1]
+
+
+def test_a_bad_step_has_no_checkpoint(tmp_path: Path) -> None:
+    """Without a barrier it is known to be bad only after the next one, when its checkpoint has been
+    begun; that of the good step before it is there.
+    """
+    model = built("TwoBranch")
+    poisoned = batch(16)
+    poisoned["x"][9] = float("inf")
+
+    def work(pipeline: Pipeline) -> None:
+        def stream() -> Iterator[Batch]:
+            for i, each in enumerate([*BATCHES, poisoned, *BATCHES]):
+                if i >= 4:
+                    pipeline.save(tmp_path / f"step-{i}", wait=False)
+                yield each
+
+        with pytest.raises(NonFiniteError):
+            list(pipeline.steps(stream()))
+        pipeline.finish_saving()
+
+    run(model, plan(model, 2), work, workload=with_options(model, optimizer=sgd))
+    assert [path.name for path in tmp_path.iterdir()] == ["step-4"]
 
 
 def test_what_raises_in_a_stage_is_named_with_its_place() -> None:

@@ -146,7 +146,7 @@ class Job:
         from anabranch.runtime.plan_parts import prepare
         from anabranch.train import train, train_async
 
-        plan = self.plan
+        plan, saves = self.plan, training.saves()
         assert plan is not None
         # Once here rather than in every rank: forked ranks inherit it.
         prepare(self.captured, plan.stage_graph)
@@ -164,7 +164,9 @@ class Job:
                 captured=self.captured,
                 evaluation=evaluation,
                 resume=training.resume,
+                weights=training.weights,
                 save=training.save,
+                save_every=saves,
                 check_gradients=training.check_gradients,
                 watch=TrainingProgress(predicted_s, is_async=is_async),
                 device=self.device,

@@ -42,6 +42,18 @@ def named_values(values: list[str] | None, flag: str = "--planner-option") -> di
     return options
 
 
+def interval(text: str, flag: str) -> tuple[int | None, float | None]:
+    """``200`` is steps; ``90s``, ``10m`` and ``2h`` are time: steps, or seconds."""
+    seconds = {"s": 1, "m": 60, "h": 3600}.get(text[-1:].lower())
+    number = text if seconds is None else text[:-1]
+    with suppress(ValueError):
+        if seconds is None and int(number) > 0:
+            return int(number), None
+        if seconds is not None and 0 < float(number) < float("inf"):
+            return None, float(number) * seconds
+    raise typer.BadParameter(f"{flag} {text}: write steps, as 200, or time, as 90s, 10m or 2h")
+
+
 def options_by_planner(
     values: list[str] | None, chosen: Sequence[str], known: Mapping[str, Mapping[str, str]]
 ) -> dict[str, dict[str, object]]:

@@ -72,7 +72,8 @@ def refuse_emulation(
     asked = [*given(local), *given(training), *given(flush)]
     file = local.plan_file
     of_plan = () if file is None else ("--batch-size", "--microbatch-size", "--max-replicas")
-    useless = ("--devices", "--device", "--epochs", "--resume", "--save", *of_plan)
+    of_training = ("--epochs", "--resume", "--weights", "--save", "--save-every", "--keep")
+    useless = ("--devices", "--device", *of_training, *of_plan)
     named = [option for option in useless if option in asked]
     if named:
         why = f"{file} decides" if file is not None else "nothing is trained"
@@ -154,18 +155,18 @@ def require_trainable(
     policy: WeightPolicy | str | None,
     *,
     is_async: bool,
-    resume: Path | None,
-    save: Path | None,
+    training: TrainingSettings,
 ) -> None:
     """Accept what can be trained as far as that is known without a plan.
 
     Raises:
         DataError: if there is nothing to train on.
         TrainingError: if the checkpoint to write exists already.
-        FileFormatError: if the one to read is none.
+        FileFormatError: if the one to read is none, or there are no weights to begin with.
         PolicyError: if policy, optimizer, clipping and precision do not go together.
     """
     from anabranch.checkpoint import Checkpoint
+    from anabranch.checkpoint.plain import PlainWeights
     from anabranch.train import require_new
 
     if workload.data is None:
@@ -173,9 +174,12 @@ def require_trainable(
             "the workload has no data; give Workload a function data(batch_size, epoch) that "
             "yields batches"
         )
-    require_new(save)
+    resume, saves = training.resume, training.saves()
+    require_new(training.save, resume if saves is not None else None)
     if resume is not None:
         Checkpoint(resume)
+    if training.weights is not None:
+        PlainWeights(training.weights)
     if is_async:
         from anabranch.runtime.asynchronous.requirements import require_recipes
 

@@ -119,7 +119,11 @@ def say_stopping() -> None:
 
 def say_stopped(save: Path | None) -> None:
     """After the second Ctrl-C: what is there."""
-    there = f"the checkpoint is {save}" if save is not None and save.exists() else "nothing is kept"
+    there = "nothing is kept"
+    if save is not None and save.exists():
+        from anabranch.checkpoint import newest
+
+        there = f"the checkpoint is {newest(save) or save}"
     sys.stderr.write(f"stopped at once; {there}\n")
 
 
@@ -137,5 +141,7 @@ def how_to_go_on(run: Run, training: TrainingSettings, out: Path | None) -> str:
         left.append(f"--epochs {training.epochs}")
     if steps is not None:
         left.append(f"--steps {steps - done}")
-    other = "--save" if out is None else "--save and --out"
-    return f"{text}; to go on, the same command with {' '.join(left)} and another {other}"
+    # Checkpoints of several steps go on in their folder.
+    other = ["--save"] * (training.save_every is None) + ["--out"] * (out is not None)
+    also = f" and another {' and '.join(other)}" if other else ""
+    return f"{text}; to go on, the same command with {' '.join(left)}{also}"

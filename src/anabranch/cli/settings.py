@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from anabranch.cli.parsing import named_values, split_output, usage
+from anabranch.cli.parsing import interval, named_values, split_output, usage
 from anabranch.cli.source import ModelSource, Preset, cluster_of
 from anabranch.cli.spread import given
 from anabranch.graph.opgraph import Granularity
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from anabranch.cluster import Cluster
     from anabranch.plans.plan import Plan
     from anabranch.runtime.compute.options import ComputeOptions
+    from anabranch.train import SaveEvery
     from anabranch.weights import WeightPolicy
 
     PlannerName = str
@@ -274,11 +275,51 @@ class TrainingSettings:
         int | None, typer.Option(min=1, help="Steps to do [default: 100, or what --epochs has].")
     ] = None
     epochs: Annotated[int | None, typer.Option(min=1, help="Passes through the data.")] = None
-    resume: Annotated[Path | None, typer.Option(help="A checkpoint to go on from.")] = None
+    resume: Annotated[
+        Path | None,
+        typer.Option(help="A checkpoint to go on from, or the folder of several: the newest."),
+    ] = None
+    weights: Annotated[
+        Path | None,
+        typer.Option(help="Weights to begin with: a safetensors file, or a folder with one."),
+    ] = None
     save: Annotated[Path | None, typer.Option(help="A new folder for a checkpoint.")] = None
+    save_every: Annotated[
+        str | None,
+        typer.Option(
+            metavar="STEPS|TIME",
+            help="Also save during training, after so many steps or every 90s, 10m, 2h: the folder "
+            "of --save then has the checkpoints step-N.",
+        ),
+    ] = None
+    keep: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="With --save-every: so many checkpoints, the newest [default: 2]."
+        ),
+    ] = None
     check_gradients: Annotated[
         bool, typer.Option(help="First compare the gradients of a micro-batch with one process.")
     ] = True
+
+    def saves(self) -> "SaveEvery | None":
+        """When there are checkpoints during training.
+
+        Raises:
+            typer.BadParameter: if options do not go together.
+        """
+        from anabranch.train import KEPT, SaveEvery
+
+        if self.resume is not None and self.weights is not None:
+            raise typer.BadParameter("--resume and --weights: begin with one of them")
+        if self.save_every is None:
+            if self.keep is not None:
+                raise typer.BadParameter("--keep: only with --save-every")
+            return None
+        if self.save is None:
+            raise typer.BadParameter("--save-every needs --save, the folder for the checkpoints")
+        steps, seconds = interval(self.save_every, "--save-every")
+        return SaveEvery(steps, seconds, self.keep or KEPT)
 
     @property
     def last_step(self) -> int | None:

@@ -52,6 +52,11 @@ class DataFeed:
                     yield batch
             if count == 0:
                 raise DataError(f"epoch {self.epoch} of the data has no batches")
+            if count < skip:
+                raise DataError(
+                    f"training was after batch {skip} of epoch {self.epoch}, which now has only "
+                    f"{count}; resume with the data and the batch size that it was trained on"
+                )
             self.epoch, self.position, self._fetched = self.epoch + 1, 0, None
 
     def trained(self) -> None:

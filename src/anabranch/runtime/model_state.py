@@ -7,15 +7,16 @@ model.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
-from pathlib import Path
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from anabranch import checkpoint as disk
-from anabranch.errors import FileFormatError, TrainingError
+from anabranch.checkpoint import Checkpoint, RankPart
+from anabranch.checkpoint.optimizer import optimizer_part, restore_optimizer, restore_scheduler
+from anabranch.checkpoint.plain import PlainWeights
+from anabranch.errors import TrainingError
 from anabranch.runtime.data_parallel.gradients import Holders, same_start, share_first
 from anabranch.runtime.initialisation import materialise, meta_names, require_values
 from anabranch.runtime.mesh import Mesh
@@ -114,80 +115,114 @@ class ModelState:
         """Of this rank's parameters, as far as there are any."""
         return [p.grad for p in self.parameters.values() if p.grad is not None]
 
-    def save(
-        self, folder: Path, progress: disk.Progress, further: Mapping[str, Tensor] | None = None
-    ) -> None:
-        """Write a checkpoint, all ranks together.
+    def part(self, further: Mapping[str, Tensor], *, copies: dict[str, Tensor] | None) -> RankPart:
+        """What this rank has in a checkpoint, together with the other replicas.
+
+        Args:
+            further: tensors besides, by keys that end in a parameter's name.
+            copies: memory for copies of the tensors, which is used again and again; None for the
+                tensors themselves.
 
         Raises:
-            TrainingError: if the folder exists or cannot be written.
+            TrainingError: if the optimizer has what cannot be saved.
         """
-        mesh = self._mesh
-        # Not the global generator: saving must not change what is drawn after it.
-        generator = torch.Generator().manual_seed(time.time_ns() % 2**62)
-        shared = torch.randint(2**62, (1,), generator=generator)
-        mesh.broadcast(shared, 0)
-        token = int(shared)
-        try:
-            self.share_buffers()
-            if mesh.rank == 0:
-                disk.begin(folder, token)
-            mesh.barrier()
-            disk.write_part(folder, token, mesh.rank, self._part(further or {}))
-            mesh.barrier()
-            if mesh.rank == 0:
-                disk.finish(folder, token, mesh.size, progress)
-            mesh.barrier()
-        except BaseException:
-            if mesh.rank == 0:
-                disk.abandon(folder, token)
-            raise
+        self.share_buffers()
+        part = self._own_part(further)
+        if copies is None:
+            return part
+        for key, tensor in part.tensors.items():
+            if key not in copies or copies[key].shape != tensor.shape:
+                copies[key] = torch.empty_like(tensor, device="cpu")
+            copies[key].copy_(tensor.detach())
+        return replace(part, tensors={key: copies[key] for key in part.tensors})
 
-    def _part(self, further: Mapping[str, Tensor]) -> disk.RankPart:
+    def _own_part(self, further: Mapping[str, Tensor]) -> RankPart:
         tensors = {
             f"model/{name}": tensor
             for name, tensor in self._everything().items()
             if self._saves(name)
         }
-        mine = {key: t for key, t in further.items() if self._saves(key.partition("/")[2])}
-        tensors |= mine
+        tensors |= {key: t for key, t in further.items() if self._saves(key.partition("/")[2])}
+        part = RankPart(tensors)
+        if self._mesh.rank == 0:
+            aliases, transient = listed_names(self._module)
+            part = replace(part, aliases=aliases, transient=transient)
         if self.optimizer is None:
-            return disk.RankPart(tensors)
+            return part
         owned = {name for name in self.parameters if self._saves(name)}
-        state, groups, scalars = disk.optimizer_part(self.optimizer, self._names(), owned)
-        scheduler = self.scheduler.state_dict() if self.scheduler is not None else None
-        return disk.RankPart(
-            tensors | state, groups, type(self.optimizer).__name__, scalars, scheduler
+        state, groups, scalars = optimizer_part(self.optimizer, self._names(), owned)
+        return replace(
+            part,
+            tensors=tensors | state,
+            groups=groups,
+            kind=type(self.optimizer).__name__,
+            scalars=scalars,
+            scheduler=self.scheduler.state_dict() if self.scheduler is not None else None,
         )
 
     def _names(self) -> dict[int, str]:
         return {id(p): name for name, p in self.parameters.items()}
 
-    def load(self, saved: disk.Checkpoint, *, everything: bool = False) -> None:
+    def load(self, saved: Checkpoint, *, everything: bool = False) -> None:
         """Take over what a checkpoint has for this rank.
 
         Raises:
             FileFormatError: naming file and key, if it is damaged or of another model.
         """
-        model = self._everything()
-        saved.require([f"model/{name}" for name in model])
-        unknown = sorted(set(saved.keys("model")) - set(model))
-        if unknown:
-            raise FileFormatError(
-                f"{saved.folder / disk.MANIFEST} holds {len(unknown)} tensors that the model "
-                f"lacks, such as {unknown[0]}; the checkpoint is of another model, or of another "
-                "configuration of it"
-            )
-        with torch.no_grad():
-            for name, tensor in model.items():
-                mine = name in self.parameters or name in self.buffers
-                if (mine or everything or self._is_unheld(name)) and not tensor.is_meta:
-                    tensor.copy_(saved.tensor(f"model/{name}", like=tensor))
-        self._without = []
+        self._fill(saved, everything=everything)
         if self.optimizer is not None:
-            disk.restore_optimizer(self.optimizer, self._names(), saved)
+            restore_optimizer(self.optimizer, self._names(), saved)
             if self.scheduler is not None:
-                disk.restore_scheduler(self.scheduler, self.optimizer, saved)
+                restore_scheduler(self.scheduler, self.optimizer, saved)
+
+    def _fill(self, saved: Checkpoint, *, everything: bool) -> None:
+        saved.require_model(list(self._everything()))
+        with torch.no_grad():
+            for name, tensor in self._wanted(everything).items():
+                tensor.copy_(saved.tensor(f"model/{name}", like=tensor))
+        self._without = []
+
+    def load_weights(self, weights: PlainWeights, *, everything: bool = False) -> None:
+        """Take over the weights that this rank has; the optimizer begins anew.
+
+        Raises:
+            FileFormatError: naming file and tensor, if they are of another model or damaged.
+        """
+        aliases, transient = listed_names(self._module)
+        names = {name: [name] for name in self._everything()}
+        for alias, name in aliases.items():
+            names[name].append(alias)
+        found = weights.match(names, transient)
+        with torch.no_grad():
+            for name, tensor in self._wanted(everything).items():
+                if name in found:
+                    tensor.copy_(weights.tensor(found[name], tensor))
+        self._without = [name for name in self._without if name not in found]
+
+    def _wanted(self, everything: bool) -> dict[str, Tensor]:
+        """What is read from a checkpoint here: by default what this rank has."""
+        mine = {*self.parameters, *self.buffers}
+        return {
+            name: tensor
+            for name, tensor in self._everything().items()
+            if (everything or name in mine or self._is_unheld(name)) and not tensor.is_meta
+        }
+
+
+def listed_names(module: nn.Module) -> tuple[dict[str, str], list[str]]:
+    """How the ``state_dict`` of a module differs from its parameters and buffers.
+
+    Returns:
+        Further names of tensors with several -> their first names, and buffers that are not in it.
+    """
+    first = {id(t): n for n, t in (*module.named_parameters(), *module.named_buffers())}
+    every = (
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    )
+    aliases = {name: first[id(t)] for name, t in every if first[id(t)] != name}
+    listed = module.state_dict().keys()
+    return aliases, [name for name, _ in every if name not in listed]
 
 
 def _refuse_forgotten(module: nn.Module) -> None:

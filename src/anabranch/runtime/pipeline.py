@@ -459,21 +459,40 @@ class Pipeline(BasePipeline):
 
     # State on disk
 
-    def save(self, folder: str | Path) -> None:
+    def save(self, folder: str | Path, *, wait: bool = True, keep: int | None = None) -> None:
         """Write a checkpoint: parameters, buffers, optimizer, scheduler, position in the data.
 
         Args:
             folder: a new folder, on a file system that all ranks see; it appears when it is
                 complete.
+            wait: until it is on the disk. Otherwise this rank's part is copied and written by a
+                thread while training goes on; ``finish_saving``, or the next ``save``, waits for
+                it. What goes wrong is then raised by a later step.
+            keep: how many checkpoints named ``step-N`` may be beside it afterwards, with itself;
+                older ones are removed. By default all.
 
         Raises:
             TrainingError: if the folder exists, or cannot be written, or an update is still to come
                 for the last batches (``accumulate``).
         """
         with self._session.failing():
-            self._settle()
+            if wait:
+                self._settle()
+            else:
+                self._refuse_spoilt()
         self._refuse_between("checkpoint")
-        self._session.save(folder)
+        saving = self._session.save(folder, wait=wait, keep=keep)
+        if saving is None:
+            return
+        if self._unread is None:
+            saving.confirm()
+        else:
+            self._unread.then(saving.confirm, saving.give_up)
+
+    @property
+    def is_between_updates(self) -> bool:
+        """Whether a checkpoint can be written now."""
+        return not self._updates.accumulated
 
     @classmethod
     def resume(
@@ -499,4 +518,23 @@ class Pipeline(BasePipeline):
         """
         pipeline = cls(workload, plan, check_gradients=check_gradients, **options)
         pipeline._session.load(folder)
+        return pipeline
+
+    @classmethod
+    def from_weights(
+        cls, path: str | Path, workload: Workload, plan: Plan, **options: Any
+    ) -> Pipeline:
+        """Begin with weights that something else saved, such as a model of Hugging Face.
+
+        Args:
+            path: a safetensors file of the whole model by the names of its ``state_dict``, or a
+                folder with ``model.safetensors`` or ``model.safetensors.index.json``. Each rank
+                reads its own part. Numbers of a narrower type are taken as they are.
+            options: of ``Pipeline``.
+
+        Raises:
+            FileFormatError: naming file and tensor, if it is damaged or of another model.
+        """
+        pipeline = cls(workload, plan, **options)
+        pipeline._session.load_weights(path)
         return pipeline

@@ -6,7 +6,9 @@ they tell each other of failures. The order of passes and updates is the pipelin
 
 from __future__ import annotations
 
+import hashlib
 import multiprocessing
+import secrets
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -16,7 +18,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from anabranch import checkpoint as disk
+from anabranch.checkpoint import Checkpoint, Progress, RankPart
+from anabranch.checkpoint.plain import PlainWeights
+from anabranch.checkpoint.saving import Saving
+from anabranch.checkpoint.series import keep_newest
+from anabranch.checkpoint.writing import Target, abandon, begin, finish, write_part
 from anabranch.errors import TrainingError
 from anabranch.graph.capture import Captured
 from anabranch.plans.plan import Plan
@@ -74,7 +80,7 @@ class Session:
     ) -> None:
         graph = plan.stage_graph
         require_whole_replicas(graph)
-        self._plan = plan
+        self._plan, self._timeout = plan, timeout
         self.captured = captured or captured_for(workload, plan)
         module = self.captured.module
         # The self-check needs the whole model on one rank.
@@ -101,15 +107,19 @@ class Session:
             self.holders = self.holders.sharded(trainable)
         self.mesh = Mesh(graph.devices, self.holders.sets, place=place, timeout=timeout)
         self.transport: Transport | None = None
+        self._saving: Saving | None = None
+        self._copies: dict[str, Tensor] = {}
+        self._num_saved = 0
         with self.failing():
             if check_memory:
                 self.require_memory(plan)
             wanted = sorted({*channels(graph), *further})
             self.transport = self.mesh.transport(place, wanted)
-            seed = torch.tensor([torch.initial_seed() % SEEDS])
-            self.mesh.broadcast(seed, 0)
+            drawn = torch.tensor([torch.initial_seed() % SEEDS, secrets.randbits(62)])
+            self.mesh.broadcast(drawn, 0)
+            seed, self._run_id = map(int, drawn)
             self.state = ModelState(
-                replace(workload, module=module), self.holders, self.mesh, place, int(seed)
+                replace(workload, module=module), self.holders, self.mesh, place, seed
             )
             if compute.sparse_embeddings:
                 self._require_sparse_updates()
@@ -120,7 +130,7 @@ class Session:
             self.mesh,
             self.transport,
             place=place,
-            seed=int(seed),
+            seed=seed,
             options=compute,
         )
         self.feed = DataFeed(workload, graph.batch_size, self._fail)
@@ -185,6 +195,9 @@ class Session:
         """A step has been made with the batch that was fetched last."""
         self.step_number += 1
         self.feed.trained()
+        if self._saving is not None:
+            with self.failing():
+                self._saving.check()
 
     def warn_without_gradient(self) -> None:
         """Name the trainable parameters that no gradient has reached."""
@@ -206,10 +219,75 @@ class Session:
             self.state.share_buffers()
         return self._evaluation.means(self.feed.read(chosen), self.step_number, self.failing)
 
-    def save(self, folder: str | Path, further: Mapping[str, Tensor] | None = None) -> None:
-        """Write a checkpoint; nothing may be under way."""
+    def save(
+        self,
+        folder: str | Path,
+        further: Mapping[str, Tensor] | None = None,
+        *,
+        wait: bool = True,
+        keep: int | None = None,
+    ) -> Saving | None:
+        """Write a checkpoint; nothing may be under way.
+
+        Args:
+            wait: until it is on the disk. Otherwise it is written by a thread, and gets its name
+                once it is confirmed.
+            keep: how many checkpoints there may be in its parent folder.
+
+        Returns:
+            What is to be confirmed, unless it was waited for.
+        """
+        self.finish_saving()
+        with self.failing():
+            self.state.require_values()
+            target = Target(
+                Path(folder).absolute(), self._checkpoint_id(), self.mesh.size, self._progress()
+            )
+            part = self.state.part(further or {}, copies=None if wait else self._copies)
+            described = part.described()
+            if wait:
+                self._write(target, part, described)
+                if keep is not None and self.mesh.rank == 0:
+                    keep_newest(target.folder.parent, keep)
+                return None
+            self._saving = Saving(
+                target, self.mesh.rank, part, described, keep=keep, timeout=self._timeout
+            )
+        return self._saving
+
+    def finish_saving(self) -> None:
+        """Wait for the checkpoint that is being written, if there is one."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            with self.failing():
+                saving.wait()
+
+    def _write(self, target: Target, part: RankPart, described: Mapping[str, object]) -> None:
+        mesh = self.mesh
+        lock: int | None = None
+        try:
+            if mesh.rank == 0:
+                lock = begin(target)
+            mesh.barrier()
+            write_part(target, mesh.rank, part, described)
+            mesh.barrier()
+            if lock is not None:
+                finish(target, lock)
+                lock = None
+            mesh.barrier()
+        except BaseException:
+            if lock is not None:
+                abandon(target, lock)
+            raise
+
+    def _checkpoint_id(self) -> str:
+        """Of the next checkpoint, which no other has, the same on every rank."""
+        self._num_saved += 1
+        return hashlib.sha256(f"{self._run_id} {self._num_saved}".encode()).hexdigest()[:16]
+
+    def _progress(self) -> Progress:
         scale = self.workers.loss_scale
-        progress = disk.Progress(
+        return Progress(
             self.step_number,
             self.feed.epoch,
             self.feed.position,
@@ -217,22 +295,30 @@ class Session:
             None if scale is None else scale.scale,
             0 if scale is None else scale.streak,
         )
-        with self.failing():
-            self.state.require_values()
-            self.state.save(Path(folder).absolute(), progress, further)
 
-    def load(self, folder: str | Path) -> disk.Checkpoint:
+    def load(self, folder: str | Path) -> Checkpoint:
         """Take a checkpoint over, before the first step."""
         with self.failing():
-            saved = disk.Checkpoint(folder)
-            everything = self._check_gradients and self.mesh.rank == 0
-            self.state.load(saved, everything=everything)
+            saved = Checkpoint(folder)
+            saved.verify(self.mesh.rank, self.mesh.size)
+            self.mesh.barrier()  # nothing is taken over before all files are known to be whole
+            self.state.load(saved, everything=self._needs_all)
         progress, scale = saved.progress, self.workers.loss_scale
         self.step_number, self.workers.seed = progress.step, progress.seed
         self.feed.epoch, self.feed.position = progress.epoch, progress.position
         if scale is not None and progress.loss_scale is not None:
             scale.scale, scale.streak = progress.loss_scale, progress.loss_streak
         return saved
+
+    def load_weights(self, path: str | Path) -> None:
+        """Begin with weights that something else saved."""
+        with self.failing():
+            self.state.load_weights(PlainWeights(path), everything=self._needs_all)
+
+    @property
+    def _needs_all(self) -> bool:
+        """Whether this rank needs the whole model until the first step has been compared."""
+        return self._check_gradients and self.mesh.rank == 0
 
     # Failures
 
@@ -254,6 +340,8 @@ class Session:
 
     def abort(self) -> None:
         """As ``close``, after a failure: nothing that is under way is waited for."""
+        if self._saving is not None:
+            self._saving.give_up()
         self.mesh.abort()
         self.close()
 
@@ -299,6 +387,14 @@ class BasePipeline:
             DataError: if the workload has no data, or reading it raised.
         """
         return self._session.feed.batches(epochs)
+
+    def finish_saving(self) -> None:
+        """Wait until a checkpoint of ``save(wait=False)`` is on the disk.
+
+        Raises:
+            TrainingError: if it could not be written.
+        """
+        self._session.finish_saving()
 
     def close(self) -> None:
         """Break this rank's connections; the others find out when they next wait for it."""

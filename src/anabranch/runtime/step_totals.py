@@ -1,7 +1,8 @@
 """Totals of a step, summed over the ranks by one small all-reduce.
 
-Loss, metrics, the gradient norm, whether a number is not finite, and whether training is to end
-(``interrupt``) travel together. Whoever reads them waits for every rank.
+Loss, metrics, the gradient norm, whether a number is not finite, whether training is to end
+(``interrupt``) and whether a checkpoint is due (``save_clock``) travel together. Whoever reads them
+waits for every rank.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from anabranch.errors import NonFiniteError
 from anabranch.runtime.compute.stage_compute import Outcome
 from anabranch.runtime.guards.interrupt import INTERRUPT
+from anabranch.runtime.guards.save_clock import SAVE_CLOCK
 from anabranch.runtime.mesh import Mesh
 
 
@@ -38,8 +40,9 @@ class StepTotals:
         self._names, self._why = names, why
         self._sums: list[float] = []
         self._error: NonFiniteError | None = None
+        self._listeners: list[tuple[Callable[[], None], Callable[[], None]]] = []
         metrics = (outcome.metrics.get(name, 0.0) for name in names)
-        flags = float(overflow), float(INTERRUPT.heard)
+        flags = float(overflow), float(INTERRUPT.heard), float(SAVE_CLOCK.wanted)
         mine = [outcome.loss, float(outcome.is_bad), squares, *flags, *metrics]
         self._pending = mesh.start_all_reduce(torch.tensor(mine, dtype=torch.float64))
 
@@ -49,10 +52,23 @@ class StepTotals:
             self._sums = self._pending.wait().tolist()
             if self._sums[4]:
                 INTERRUPT.agreed = True
+            SAVE_CLOCK.agree(int(self._sums[5]))
             if self._sums[1] or not math.isfinite(self._sums[2]):
                 self._error = self._why()
+            self._tell()
         if self._error is not None:
             raise self._error
+
+    def then(self, good: Callable[[], None], bad: Callable[[], None]) -> None:
+        """Call one of two when it is known whether the step was a good one."""
+        self._listeners.append((good, bad))
+        if self._sums:
+            self._tell()
+
+    def _tell(self) -> None:
+        for good, bad in self._listeners:
+            (good if self._error is None else bad)()
+        self._listeners.clear()
 
     @property
     def loss(self) -> float:
@@ -72,4 +88,4 @@ class StepTotals:
     @property
     def metrics(self) -> dict[str, float]:
         """Means over the batch."""
-        return dict(zip(self._names, self._sums[5:], strict=True))
+        return dict(zip(self._names, self._sums[6:], strict=True))

@@ -74,6 +74,9 @@ def train(
     With --emulate a plan for any cluster runs here on emulated devices:
     `anabranch train mmt --plan plan.json --emulate`
 
+    With --save run --save-every 10m there are checkpoints during training, and --resume run goes on
+    from the newest.
+
     Ctrl-C ends training after the step under way: the checkpoint of --save, the figures and the
     report are written as far as it came, and the exit code is 130. A second Ctrl-C stops at once.
     """
@@ -146,8 +149,7 @@ def _plan(
         options,
         known,
         is_async=is_async,
-        resume=training.resume,
-        save=training.save,
+        training=training,
     )
     _ = job.captured  # ranks of torchrun do this at the same time
     search = partial(

@@ -447,10 +447,17 @@ class AsyncPipeline(BasePipeline):
         self.drain()
         return self._session.evaluate(loader)
 
-    def save(self, folder: str | Path) -> None:
+    def save(self, folder: str | Path, *, wait: bool = True, keep: int | None = None) -> None:
         """Drain, then do as ``Pipeline.save``; ``Pipeline.resume`` takes the checkpoint as well."""
         self.drain()
-        self._session.save(folder, self._weights.entries())
+        saving = self._session.save(folder, self._weights.entries(), wait=wait, keep=keep)
+        if saving is not None:
+            saving.confirm()
+
+    @property
+    def is_between_updates(self) -> bool:
+        """Whether a checkpoint can be written now."""
+        return True
 
     @classmethod
     def resume(
@@ -465,6 +472,15 @@ class AsyncPipeline(BasePipeline):
         saved = pipeline._session.load(folder)
         with pipeline._session.failing():
             pipeline._weights.load(saved)
+        return pipeline
+
+    @classmethod
+    def from_weights(
+        cls, path: str | Path, workload: Workload, plan: Plan, **options: Any
+    ) -> AsyncPipeline:
+        """Begin with weights that something else saved; see ``Pipeline.from_weights``."""
+        pipeline = cls(workload, plan, **options)
+        pipeline._session.load_weights(path)
         return pipeline
 
 

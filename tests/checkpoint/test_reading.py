@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from anabranch import launch
 from anabranch.checkpoint import Checkpoint
+from anabranch.checkpoint.manifest import file_checksum, sealed
 from anabranch.errors import FileFormatError, TrainingError
 from anabranch.plans.plan import Plan
 from anabranch.runtime.pipeline import Pipeline
@@ -241,15 +242,17 @@ def test_a_file_that_is_missing_is_named(tmp_path: Path) -> None:
 
 
 def edited(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """With the right checksum: by somebody who knows how to make one."""
     manifest = json.loads((folder / "manifest.json").read_text())
     change(manifest)
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    del manifest["checksum"]
+    (folder / "manifest.json").write_text(json.dumps(sealed(manifest)))
 
 
 def test_a_key_that_is_missing_is_named(tmp_path: Path) -> None:
     model, workload, folder = saved(tmp_path)
     edited(folder, lambda m: m["tensors"].pop("model/head.bias"))
-    with pytest.raises(FileFormatError, match=r"manifest.json lacks 1 .*model/head.bias"):
+    with pytest.raises(FileFormatError, match=r"only one of them has model/head.bias"):
         resume(model, workload, folder)
 
 
@@ -259,10 +262,12 @@ def test_a_tensor_of_another_shape_is_named(tmp_path: Path) -> None:
     file = folder / "rank-0.safetensors"
     tensors = load_file(file)
     tensors["model/head.bias"] = torch.zeros(5)
-    save_file(tensors, file)
+    told = json.loads((folder / "manifest.json").read_text())
+    save_file(tensors, file, {"checkpoint": told["id"]})
 
     def change(manifest: dict[str, Any]) -> None:
         manifest["files"][file.name] = file.stat().st_size
+        manifest["checksums"][file.name] = file_checksum(file)
         manifest["tensors"]["model/head.bias"]["shape"] = [5]
 
     edited(folder, change)

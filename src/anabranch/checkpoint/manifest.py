@@ -1,0 +1,120 @@
+"""The JSON document of a checkpoint, with a checksum of itself."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import Field
+
+from anabranch.jsonfile import Strict
+
+SCHEMA = "anabranch.checkpoint/1"
+MANIFEST = "manifest.json"
+
+Scalar = bool | int | float | str | None
+Option = Scalar | list[bool | int | float]
+"""What a parameter group may have as an option, such as ``lr`` and ``betas``."""
+
+_Count = Annotated[int, Field(ge=0, le=2**62)]
+_FileName = Annotated[str, Field(pattern=r"^rank-\d{1,6}\.safetensors$")]
+_Checksum = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
+class TensorEntry(Strict):
+    """Where a tensor is."""
+
+    file: _FileName
+    shape: list[_Count]
+    dtype: str
+
+
+class Group(Strict):
+    """One parameter group of an optimizer: its options, and the names of its parameters."""
+
+    options: dict[str, Option]
+    parameters: list[str]
+
+
+class OptimizerState(Strict):
+    """What an optimizer has besides tensors."""
+
+    kind: str
+    groups: list[Group]
+    scalars: dict[str, dict[str, Scalar]]
+
+
+class Manifest(Strict):
+    """The document.
+
+    Attributes:
+        id: drawn for each checkpoint; the other files have it as well.
+        files: bytes of each file.
+        checksums: SHA-256 of each file.
+        aliases: further names of tensors that the model has under several.
+        transient: buffers that are none of the model's ``state_dict``.
+        checksum: SHA-256 of everything else in this document, as ``checksum_of`` computes it.
+    """
+
+    schema_: Literal["anabranch.checkpoint/1"] = Field(alias="schema")
+    id: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
+    step: _Count
+    epoch: _Count
+    position: _Count
+    seed: _Count
+    files: dict[_FileName, _Count]
+    checksums: dict[_FileName, _Checksum]
+    tensors: dict[str, TensorEntry]
+    aliases: dict[str, str]
+    transient: list[str]
+    optimizer: OptimizerState | None
+    scheduler: dict[str, Any] | None
+    loss_scale: Annotated[float, Field(gt=0)] | None = None
+    loss_streak: _Count = 0
+    checksum: _Checksum
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Steps done, epoch, batches of the epoch done, seed of random numbers, and under fp16 the
+    scale of the loss with its steps without overflow.
+    """
+
+    step: int = 0
+    epoch: int = 0
+    position: int = 0
+    seed: int = 0
+    loss_scale: float | None = None
+    loss_streak: int = 0
+
+
+def checksum_of(document: Mapping[str, Any]) -> str:
+    """SHA-256 of a manifest without its checksum: JSON with sorted keys."""
+    rest = {key: value for key, value in document.items() if key != "checksum"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+
+
+def sealed(document: Mapping[str, Any]) -> dict[str, Any]:
+    """A document with its checksum."""
+    return {**document, "checksum": checksum_of(document)}
+
+
+def file_checksum(path: Path) -> str:
+    """SHA-256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As manifests have it: ``float32``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def type_text(dtype: torch.dtype, shape: Sequence[int]) -> str:
+    """For messages: ``float32[3, 8]``."""
+    return f"{dtype_name(dtype)}{list(shape)}"

@@ -1,0 +1,180 @@
+"""The state of optimizers and schedulers by the names of parameters, and back into their types."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from anabranch.checkpoint.manifest import Group, Option, Scalar
+from anabranch.checkpoint.reading import Checkpoint
+from anabranch.errors import FileFormatError, TrainingError
+from anabranch.jsonfile import shown
+
+
+def optimizer_part(
+    optimizer: torch.optim.Optimizer, names: Mapping[int, str], owned: set[str]
+) -> tuple[dict[str, Tensor], list[Group], dict[str, dict[str, Scalar]]]:
+    """Tensors, groups and other entries of this rank's optimizer, by names of parameters.
+
+    ``names`` has the name by ``id``, ``owned`` what this rank saves. Raises TrainingError for a
+    state that is neither tensor nor scalar.
+    """
+    tensors: dict[str, Tensor] = {}
+    scalars: dict[str, dict[str, Scalar]] = {}
+    groups = []
+    for group in optimizer.param_groups:
+        mine = {names[id(p)]: p for p in group["params"] if names[id(p)] in owned}
+        options = {k: _option(k, v) for k, v in group.items() if k not in _NO_OPTIONS}
+        groups.append(Group(options=options, parameters=list(mine)))
+        for name, parameter in mine.items():
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, Tensor):
+                    tensors[f"optimizer/{key}/{name}"] = value
+                elif value is None or isinstance(value, bool | int | float | str):
+                    scalars.setdefault(name, {})[key] = value
+                else:
+                    raise TrainingError(
+                        f"the optimizer keeps a {type(value).__name__} as {key!r} of {name}; a "
+                        "checkpoint takes tensors and numbers"
+                    )
+    return tensors, groups, scalars
+
+
+_NO_OPTIONS = ("params", "param_names")
+
+
+def _option(key: str, value: Any) -> Option:
+    found = value.tolist() if isinstance(value, Tensor) else value
+    found = list(found) if isinstance(found, tuple) else found
+    numbers = found if isinstance(found, list) else [found]
+    if not all(isinstance(number, bool | int | float | str | None) for number in numbers):
+        raise TrainingError(
+            f"the optimizer has a {type(value).__name__} as option {key!r}; a checkpoint takes "
+            "numbers, texts, and tuples of numbers"
+        )
+    return cast(Option, found)
+
+
+def restore_optimizer(
+    optimizer: torch.optim.Optimizer, names: Mapping[int, str], checkpoint: Checkpoint
+) -> None:
+    """Give an optimizer the state that its parameters had; raises FileFormatError if the checkpoint
+    has none for them, or that of another kind of optimizer.
+    """
+    saved = checkpoint.manifest.optimizer
+    where = checkpoint.where
+    kind = type(optimizer).__name__
+    if saved is None or saved.kind != kind:
+        found = "none" if saved is None else f"that of {saved.kind}"
+        raise FileFormatError(
+            f"{where}: the training resumes with {kind}, but the optimizer state is {found}; "
+            "resume with the optimizer that wrote it"
+        )
+    options = {name: group.options for group in saved.groups for name in group.parameters}
+    keys: dict[str, list[str]] = defaultdict(list)
+    for rest in checkpoint.keys("optimizer"):
+        key, _, name = rest.partition("/")
+        keys[name].append(key)
+    document = optimizer.state_dict()
+    state: dict[int, dict[str, Any]] = {}
+    for group, described in zip(optimizer.param_groups, document["param_groups"], strict=True):
+        for index, parameter in zip(described["params"], group["params"], strict=True):
+            name = names[id(parameter)]
+            if name not in options:
+                raise FileFormatError(f"{where}: optimizer.groups lacks the parameter {name}")
+            tensors = {key: checkpoint.tensor(f"optimizer/{key}/{name}") for key in keys[name]}
+            if entries := {**saved.scalars.get(name, {}), **tensors}:
+                state[index] = entries
+        if group["params"]:
+            mine = options[names[id(group["params"][0])]]
+            described.update(
+                {
+                    key: _in_type(value, described[key], f"{where}: optimizer option {key}")
+                    if key in described
+                    else value
+                    for key, value in mine.items()
+                }
+            )
+    optimizer.load_state_dict({"state": state, "param_groups": document["param_groups"]})
+
+
+def restore_scheduler(
+    scheduler: torch.optim.lr_scheduler.LRScheduler,
+    optimizer: torch.optim.Optimizer,
+    checkpoint: Checkpoint,
+) -> None:
+    """Give a scheduler its state, after ``restore_optimizer``; FileFormatError if there is none."""
+    saved = checkpoint.manifest.scheduler
+    if saved is None:
+        raise FileFormatError(
+            f"{checkpoint.where}: the training resumes with a scheduler, but scheduler is null; "
+            "resume with the workload that wrote it"
+        )
+    # Lists with an entry per parameter group: this rank may have other groups than the one that
+    # saved.
+    per_group = {
+        "base_lrs": [g.get("initial_lr", g["lr"]) for g in optimizer.param_groups],
+        "_last_lr": [g["lr"] for g in optimizer.param_groups],
+    }
+    mine = _with_own_groups(saved, per_group)
+    where = f"{checkpoint.where}: scheduler"
+    scheduler.load_state_dict(_in_type(mine, scheduler.state_dict(), where))
+
+
+def _with_own_groups(
+    state: Mapping[str, Any], per_group: Mapping[str, list[float]]
+) -> dict[str, Any]:
+    """A scheduler's state with this rank's lists, also in the schedulers that it is made of."""
+    result = {**state, **{k: list(v) for k, v in per_group.items() if k in state}}
+    if isinstance(parts := state.get("_schedulers"), list):
+        result["_schedulers"] = [_with_own_groups(part, per_group) for part in parts]
+    return result
+
+
+def _in_type(saved: Any, now: Any, where: str) -> Any:
+    """A saved value in the type that is used now: JSON has no tuples, tensors or keys but strings.
+
+    Raises:
+        FileFormatError: if it is of another kind.
+    """
+    if isinstance(now, Mapping) and isinstance(saved, dict):
+        return _mapping_in_type(saved, now, where)
+    if isinstance(now, tuple) and isinstance(saved, list) and len(saved) == len(now):
+        return tuple(_in_type(s, n, where) for s, n in zip(saved, now, strict=True))
+    if isinstance(now, list) and isinstance(saved, list):
+        # With an entry per parameter group, of which this rank may have other ones.
+        like = now if len(now) == len(saved) else [now[0] if now else None] * len(saved)
+        return [_in_type(s, n, where) for s, n in zip(saved, like, strict=True)]
+    if isinstance(now, Tensor) and isinstance(saved, bool | int | float):
+        return torch.as_tensor(saved, dtype=now.dtype, device=now.device)
+    if saved is None or now is None or _kind(saved) is _kind(now):
+        return saved
+    raise FileFormatError(
+        f"{where} is {shown(saved)}, where this training has {now!r}; resume with the workload "
+        "that wrote it"
+    )
+
+
+def _mapping_in_type(saved: dict[str, Any], now: Mapping[Any, Any], where: str) -> dict[Any, Any]:
+    if all(isinstance(key, int) for key in now):
+        # Such as the milestones of MultiStepLR, which are counted.
+        try:
+            return {int(key): value for key, value in saved.items()}
+        except ValueError:
+            raise FileFormatError(f"{where} has keys that are no numbers") from None
+    if saved.keys() != now.keys():
+        odd = min(saved.keys() ^ now.keys())
+        raise FileFormatError(
+            f"{where}.{odd} is {'unknown here' if odd in saved else 'missing'}; resume with the "
+            "workload, and the version of torch, that wrote it"
+        )
+    return {key: _in_type(value, now[key], f"{where}.{key}") for key, value in saved.items()}
+
+
+def _kind(value: Any) -> type:
+    """Numbers are one kind, whether whole or not; booleans are another."""
+    return float if type(value) is int else type(value)

@@ -1,0 +1,124 @@
+"""Weights that something else saved: plain safetensors of a whole model, to start training from.
+
+A file, or a folder with ``model.safetensors``, or with several files and the index that Hugging
+Face's ``save_pretrained`` writes (``model.safetensors.index.json``). Each rank reads its own part.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from anabranch.checkpoint.manifest import type_text
+from anabranch.errors import FileFormatError
+from anabranch.jsonfile import parse, read_text
+
+_ONE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+class PlainWeights:
+    """Tensors by the names of a model's ``state_dict``.
+
+    Raises:
+        FileFormatError: if there is no such file, or it is damaged.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self._files: dict[str, Path] = {}
+        for file in self._found():
+            for name in _names(file):
+                if name in self._files:
+                    raise FileFormatError(f"{name} is in {self._files[name]} and in {file}")
+                self._files[name] = file
+
+    def _found(self) -> list[Path]:
+        if self.path.is_file():
+            return [self.path]
+        if (self.path / _INDEX).is_file():
+            return self._indexed(self.path / _INDEX)
+        if (self.path / _ONE).is_file():
+            return [self.path / _ONE]
+        raise FileFormatError(
+            f"{self.path} has no weights to start from: it is neither a safetensors file nor a "
+            f"folder with {_ONE} or {_INDEX}"
+        )
+
+    def _indexed(self, index: Path) -> list[Path]:
+        document = parse(read_text(index), str(index))
+        table = document.get("weight_map") if isinstance(document, dict) else None
+        if not isinstance(table, dict) or not all(isinstance(f, str) for f in table.values()):
+            raise FileFormatError(f"{index}: weight_map has to say in which file each tensor is")
+        for name in table.values():
+            if Path(name).name != name:
+                raise FileFormatError(f"{index}: {name!r} is no plain file name")
+        files = [self.path / name for name in sorted(set(table.values()))]
+        listed = {name for file in files for name in _names(file)}
+        if lost := sorted(set(table) - listed):
+            raise FileFormatError(f"{index} lists {lost[0]}, which is not in {table[lost[0]]}")
+        return files
+
+    def match(
+        self, names: Mapping[str, Sequence[str]], transient: Collection[str]
+    ) -> dict[str, str]:
+        """By which name the file has each tensor of a model.
+
+        Args:
+            names: first name -> all names of a tensor.
+            transient: first names of those that no ``state_dict`` has, and the file need not.
+
+        Raises:
+            FileFormatError: if one is missing, or the file has others.
+        """
+        found = {
+            first: next((name for name in several if name in self._files), None)
+            for first, several in names.items()
+        }
+        missing = [name for name, key in found.items() if key is None and name not in transient]
+        unknown = sorted(
+            set(self._files) - {name for several in names.values() for name in several}
+        )
+        if missing or unknown:
+            told = [
+                f"{what} {len(some)}, such as {some[0]}"
+                for what, some in (("lacks", missing), ("has in addition", unknown))
+                if some
+            ]
+            raise FileFormatError(
+                f"{self.path} and the model do not have the same tensors: it {' and '.join(told)}; "
+                "weights to start from are those of the whole model, by the names of its state_dict"
+            )
+        return {name: key for name, key in found.items() if key is not None}
+
+    def tensor(self, name: str, like: Tensor) -> Tensor:
+        """Read one tensor, in the type of ``like`` where that holds every value.
+
+        Raises:
+            FileFormatError: if it is damaged, of another shape, or of a type that would be rounded.
+        """
+        file = self._files[name]
+        try:
+            with safe_open(file, framework="pt") as opened:
+                tensor: Tensor = opened.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise FileFormatError(f"{file}: tensor {name} cannot be read: {error}") from error
+        fits = torch.promote_types(tensor.dtype, like.dtype) == like.dtype
+        if tensor.shape != like.shape or not fits:
+            raise FileFormatError(
+                f"{file}: tensor {name} is {type_text(tensor.dtype, tensor.shape)}, but the model "
+                f"has {type_text(like.dtype, like.shape)} there"
+            )
+        return tensor.to(like.dtype)
+
+
+def _names(file: Path) -> list[str]:
+    try:
+        with safe_open(file, framework="pt") as opened:
+            return list(opened.keys())
+    except (SafetensorError, OSError) as error:
+        raise FileFormatError(f"{file} cannot be read as safetensors: {error}") from error

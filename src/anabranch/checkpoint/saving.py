@@ -1,0 +1,126 @@
+"""A checkpoint that is written while training goes on: on each rank a copy, then a thread.
+
+::
+
+    training   step 8 | copy | step 9 | totals of 8 are good: confirm | step 10 ...
+    threads                   write the copy ........................
+    rank 0                    ....... wait for all parts, and for the confirmation: finish
+
+Nobody waits for another rank to begin one: they meet in the folder. That a step was good may be
+known only after the next one (``Pipeline.steps``), so the folder gets its name no sooner.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+from anabranch.checkpoint.series import keep_newest
+from anabranch.checkpoint.writing import RankPart, Target, abandon, begin, finish, write_part
+from anabranch.errors import TrainingError
+
+_POLL_S = 0.01
+"""Seconds between two looks into the folder: little beside the writing of a file."""
+
+
+class Saving:
+    """One rank's share of a checkpoint that is being written.
+
+    Args:
+        part: its tensors belong to the thread from now on.
+        keep: how many checkpoints there may be in the parent folder afterwards; by default all.
+        timeout: seconds without anything new in the folder until another rank counts as lost.
+
+    Raises:
+        TrainingError: if the folder exists, or something cannot be saved.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        rank: int,
+        part: RankPart,
+        description: Mapping[str, Any],
+        *,
+        keep: int | None,
+        timeout: float,
+    ) -> None:
+        self._target, self._rank, self._keep, self._timeout = target, rank, keep, timeout
+        self._good, self._given_up = threading.Event(), threading.Event()
+        self._error: Exception | None = None
+        self._lock = begin(target) if rank == 0 else None
+        self._thread = threading.Thread(
+            target=self._work, args=(part, description), name=f"anabranch save {target.folder}"
+        )
+        self._thread.start()
+
+    def confirm(self) -> None:
+        """The step that is saved was a good one on all ranks."""
+        self._good.set()
+
+    def check(self) -> None:
+        """Raise what went wrong so far, a TrainingError."""
+        if self._error is not None and not self._given_up.is_set():
+            raise self._error
+
+    def wait(self) -> None:
+        """Until this rank's share is done, on the first rank the whole; raises TrainingError."""
+        self._thread.join()
+        self.check()
+
+    def give_up(self) -> None:
+        """The step that is saved was a bad one, or the run has failed: it never gets its name."""
+        self._given_up.set()
+
+    def _work(self, part: RankPart, description: Mapping[str, Any]) -> None:
+        try:
+            if self._rank != 0:
+                self._wait_for(self._target.partial.is_dir)
+            write_part(self._target, self._rank, part, description)
+            if self._lock is not None:
+                self._wait_for(self._all_parts)
+                self._wait_for(self._good.is_set, limited=False)
+                finish(self._target, self._lock)
+                self._lock = None
+                if self._keep is not None:
+                    keep_newest(self._target.folder.parent, self._keep)
+        except Exception as error:
+            self._error = error
+            if self._lock is not None:
+                abandon(self._target, self._lock)
+            elif self._rank != 0:
+                with suppress(OSError):  # the first rank need not wait in vain
+                    self._target.description(self._rank).with_suffix(".failed").touch()
+
+    def _all_parts(self) -> bool:
+        target = self._target
+        names = {path.name for path in target.partial.iterdir()}
+        if failed := sorted(name for name in names if name.endswith(".failed")):
+            raise TrainingError(
+                f"{target.folder} cannot be written: {failed[0].removesuffix('.failed')} failed"
+            )
+        return all(target.description(rank).name in names for rank in range(target.num_ranks))
+
+    def _wait_for(self, condition: Any, *, limited: bool = True) -> None:
+        """Look until it holds; TrainingError if it was given up, or nothing has come for long."""
+        seen, since = -1, time.monotonic()
+        while not condition():
+            if self._given_up.wait(_POLL_S) or not threading.main_thread().is_alive():
+                raise TrainingError(f"{self._target.folder} was given up")
+            if (size := self._written()) != seen:
+                seen, since = size, time.monotonic()
+            elif limited and time.monotonic() - since > self._timeout:
+                raise TrainingError(
+                    f"{self._target.folder} cannot be written: for {self._timeout:g} s no rank has "
+                    "written anything; with several machines, the folder has to be on a file "
+                    "system that all of them see"
+                )
+
+    def _written(self) -> int:
+        try:
+            return sum(path.stat().st_size for path in self._target.partial.iterdir())
+        except OSError:
+            return 0

@@ -1,0 +1,304 @@
+"""One checkpoint, written by all ranks into a folder that gets its name in the end.
+
+::
+
+    rank 0    begin: .step-8.9f31....partial    write_part    finish: manifest, rename to step-8
+    others                                      write_part
+
+A process that is killed leaves a ``.partial`` folder behind, which the next checkpoint in the same
+place removes: the first rank of a run that still writes holds a lock on its own.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from anabranch.checkpoint.manifest import (
+    MANIFEST,
+    SCHEMA,
+    Group,
+    Manifest,
+    Progress,
+    Scalar,
+    dtype_name,
+    file_checksum,
+    sealed,
+)
+from anabranch.errors import TrainingError
+from anabranch.jsonfile import explain, write_document
+
+_PARTIAL = re.compile(r"^\..+\.([0-9a-f]{1,16}|old)\.partial$")
+_NO_LOCK = -1
+
+
+@dataclass(frozen=True)
+class RankPart:
+    """What one rank saves.
+
+    Attributes:
+        tensors: keys as in the manifest.
+        groups: parameter groups with the names that it owns.
+        kind: class of its optimizer, or empty.
+        scalars: parameter -> other optimizer state.
+        aliases: see ``Manifest``, from the first rank only; so is ``transient``.
+    """
+
+    tensors: Mapping[str, Tensor]
+    groups: Sequence[Group] = ()
+    kind: str = ""
+    scalars: Mapping[str, Mapping[str, Scalar]] = field(default_factory=dict)
+    scheduler: Mapping[str, Any] | None = None
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    transient: Sequence[str] = ()
+
+    def described(self) -> dict[str, Any]:
+        """All but the tensors, as it is now, for the manifest.
+
+        Raises:
+            TrainingError: if something cannot be kept as JSON.
+        """
+        description = {
+            "kind": self.kind,
+            "groups": [group.model_dump() for group in self.groups],
+            "scalars": {name: dict(state) for name, state in self.scalars.items()},
+            "scheduler": self.scheduler,
+            "aliases": dict(self.aliases),
+            "transient": list(self.transient),
+        }
+        try:
+            copied: dict[str, Any] = json.loads(json.dumps(description, allow_nan=False))
+        except (TypeError, ValueError) as error:
+            raise TrainingError(
+                f"the state of the optimizer or the scheduler cannot be saved: {error}; a "
+                "checkpoint takes tensors, numbers, strings, and lists and mappings of them"
+            ) from error
+        return copied
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where a checkpoint is going to be.
+
+    Attributes:
+        folder: its final name.
+        id: in every file; the same on all ranks.
+    """
+
+    folder: Path
+    id: str
+    num_ranks: int
+    progress: Progress
+
+    @property
+    def partial(self) -> Path:
+        """Where it is written before it takes its name."""
+        return self.folder.with_name(f".{self.folder.name}.{self.id}.partial")
+
+    def file(self, rank: int) -> Path:
+        """The tensors of one rank."""
+        return self.partial / f"rank-{rank}.safetensors"
+
+    def description(self, rank: int) -> Path:
+        """What one rank tells the first; it is there when its tensors are on the disk."""
+        return self.partial / f"rank-{rank}.json"
+
+
+def begin(target: Target) -> int:
+    """Make the new folder, on one rank; a descriptor that locks it, for ``finish`` or ``abandon``.
+
+    Raises:
+        TrainingError: if the final name exists, or the folder cannot be made.
+    """
+    folder, partial = target.folder, target.partial
+    if os.path.lexists(folder):
+        raise TrainingError(
+            f"{folder} exists, and a checkpoint is never written over another; choose a new folder"
+        )
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        tidy(folder.parent)
+        while True:
+            partial.mkdir()
+            # Another run may tidy up before the lock is there.
+            if (lock := _lock(partial)) is not None:
+                return lock
+    except OSError as error:
+        raise TrainingError(f"{folder} cannot be written: {error.strerror}") from error
+
+
+def tidy(parent: Path) -> None:
+    """Remove what runs that were killed have left half-written in a folder."""
+    for partial in parent.iterdir():
+        if not _PARTIAL.match(partial.name) or not partial.is_dir():
+            continue
+        lock = _lock(partial)
+        if lock is not None and lock != _NO_LOCK:
+            shutil.rmtree(partial, ignore_errors=True)
+            _unlock(lock)
+
+
+def remove(folder: Path) -> None:
+    """Remove a checkpoint; what is left by a process that is killed meanwhile is tidied up."""
+    gone = folder.with_name(f".{folder.name}.old.partial")
+    try:
+        folder.rename(gone)
+    except OSError:
+        return  # another process was faster, or the folder may not be changed
+    shutil.rmtree(gone, ignore_errors=True)
+
+
+def _lock(folder: Path) -> int | None:
+    """Lock a folder as long as the descriptor is open; None if it is locked or gone."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    except OSError:  # a file system without locks: nothing is ever tidied up there
+        os.close(descriptor)
+        return _NO_LOCK
+    if folder.exists():
+        return descriptor
+    os.close(descriptor)
+    return None
+
+
+def _unlock(lock: int) -> None:
+    if lock != _NO_LOCK:
+        os.close(lock)
+
+
+def write_part(target: Target, rank: int, part: RankPart, description: Mapping[str, Any]) -> None:
+    """Write what one rank owns; raises TrainingError if it cannot be stored.
+
+    Args:
+        description: what ``part.described()`` gave.
+    """
+    file = target.file(rank)
+    tensors = {key: _plain(tensor) for key, tensor in part.tensors.items()}
+    where = {
+        key: {"file": file.name, "shape": list(t.shape), "dtype": dtype_name(t.dtype)}
+        for key, t in tensors.items()
+    }
+    try:
+        save_file(tensors, file, {"checkpoint": target.id, "step": str(target.progress.step)})
+        sync(file)
+        told = {
+            **description,
+            "tensors": where,
+            "bytes": file.stat().st_size,
+            "checksum": file_checksum(file),
+        }
+        final = target.description(rank)
+        incomplete = final.with_suffix(".tmp")
+        incomplete.write_text(json.dumps(told))
+        incomplete.rename(final)
+    except (OSError, SafetensorError) as error:
+        raise TrainingError(f"{file} cannot be written: {error}") from error
+
+
+def finish(target: Target, lock: int) -> None:
+    """Join the parts and give the folder its name; called by one rank when all parts are written.
+
+    Raises:
+        TrainingError: if a part is missing, or the file system refuses.
+    """
+    folder, partial = target.folder, target.partial
+    try:
+        parts = {}
+        for rank in range(target.num_ranks):
+            description = target.description(rank)
+            parts[target.file(rank).name] = json.loads(description.read_text())
+            description.unlink()
+        write_document(partial / MANIFEST, _manifest(target, parts))
+        sync(partial)
+        if os.path.lexists(folder):
+            raise FileExistsError(0, "it came into being meanwhile")
+        partial.rename(folder)
+        sync(folder.parent)
+    except OSError as error:
+        raise TrainingError(
+            f"{folder} cannot be written: {error}; with several machines, the folder has to be on "
+            "a file system that all of them see"
+        ) from error
+    _unlock(lock)
+
+
+def abandon(target: Target, lock: int) -> None:
+    """Remove what was written so far."""
+    shutil.rmtree(target.partial, ignore_errors=True)
+    _unlock(lock)
+
+
+def _manifest(target: Target, parts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    told = parts.values()
+    kinds = [part["kind"] for part in told if part["kind"]]
+    optimizer = None
+    if kinds:
+        optimizer = {
+            "kind": kinds[0],
+            "groups": _merged([group for part in told for group in part["groups"]]),
+            "scalars": {name: state for part in told for name, state in part["scalars"].items()},
+        }
+    document = {
+        "schema": SCHEMA,
+        "id": target.id,
+        **asdict(target.progress),
+        "files": {name: part["bytes"] for name, part in parts.items()},
+        "checksums": {name: part["checksum"] for name, part in parts.items()},
+        "tensors": {key: entry for part in told for key, entry in part["tensors"].items()},
+        "aliases": {alias: name for part in told for alias, name in part["aliases"].items()},
+        "transient": [name for part in told for name in part["transient"]],
+        "optimizer": optimizer,
+        "scheduler": next((part["scheduler"] for part in told if part["scheduler"]), None),
+    }
+    try:
+        checked = Manifest.model_validate({**document, "checksum": "0" * 64})
+    except ValidationError as error:
+        raise TrainingError(f"the training state cannot be saved: {explain(error)}") from error
+    return sealed(checked.model_dump(by_alias=True))
+
+
+def _merged(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Groups of several ranks that have the same options become one."""
+    merged: list[dict[str, Any]] = []
+    for group in groups:
+        twin = next((m for m in merged if m["options"] == group["options"]), None)
+        if twin is None:
+            merged.append(group)
+        else:
+            twin["parameters"] += group["parameters"]
+    return merged
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """Contiguous, on the host, with a storage of its own."""
+    tensor = tensor.detach().cpu().contiguous()
+    whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+    return tensor if whole else tensor.clone()
+
+
+def sync(path: Path) -> None:
+    """Make sure that a file or folder is on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,116 @@
+"""States of optimizers and schedulers on their way through JSON."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from anabranch.checkpoint import Checkpoint, Progress, RankPart
+from anabranch.checkpoint.manifest import sealed
+from anabranch.checkpoint.optimizer import optimizer_part, restore_optimizer, restore_scheduler
+from anabranch.checkpoint.saving import Saving
+from anabranch.checkpoint.writing import Target
+from anabranch.errors import FileFormatError, TrainingError
+
+rates = torch.optim.lr_scheduler
+
+
+class Trained:
+    """One parameter, Adam, and a scheduler that lowers its rate after two steps and after four."""
+
+    def __init__(self, milestones: tuple[int, ...] = (2, 4)) -> None:
+        self.weight = torch.nn.Parameter(torch.ones(3))
+        self.optimizer = torch.optim.Adam([self.weight], lr=0.5, betas=(0.5, 0.75))
+        self.scheduler = rates.MultiStepLR(self.optimizer, milestones)
+        self.names = {id(self.weight): "w"}
+
+    def step(self, count: int) -> None:
+        for _ in range(count):
+            self.weight.grad = torch.ones(3)
+            self.optimizer.step()
+            self.scheduler.step()
+
+    @property
+    def rate(self) -> float:
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def save(self, folder: Path) -> Path:
+        tensors, groups, scalars = optimizer_part(self.optimizer, self.names, {"w"})
+        state = self.scheduler.state_dict()
+        part = RankPart(tensors, groups, "Adam", scalars, state)
+        saving = Saving(
+            Target(folder, "0" * 16, 1, Progress(3)), 0, part, part.described(), keep=None,
+            timeout=5.0,
+        )  # fmt: skip
+        saving.confirm()
+        saving.wait()
+        return folder
+
+    def load(self, folder: Path) -> None:
+        saved = Checkpoint(folder)
+        restore_optimizer(self.optimizer, self.names, saved)
+        restore_scheduler(self.scheduler, self.optimizer, saved)
+
+
+def test_milestones_are_met_after_a_resume(tmp_path: Path):
+    """MultiStepLR counts them by number, and JSON has texts for keys: the rate stayed as it was."""
+    first, second = Trained(), Trained()
+    first.step(3)
+    second.load(first.save(tmp_path / "c"))
+    assert second.rate == pytest.approx(0.05)
+    for each in (first, second):
+        each.step(2)
+    assert first.rate == second.rate == pytest.approx(0.005)
+    assert second.optimizer.param_groups[0]["betas"] == (0.5, 0.75)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "said"),
+    [
+        (("optimizer", "groups", 0, "options", "lr"), "x", 'option lr is "x"'),
+        (("optimizer", "groups", 0, "options", "betas"), [0.5], r"option betas is \[0.5\]"),
+        (("optimizer", "groups", 0, "options", "betas"), 0.5, "option betas is 0.5"),
+        (("optimizer", "groups", 0, "options", "amsgrad"), 3, "option amsgrad is 3"),
+        (("scheduler", "last_epoch"), "3", 'scheduler.last_epoch is "3"'),
+        (("scheduler", "get_lr"), 1.0, "scheduler.get_lr is unknown here"),
+        (("scheduler", "milestones"), {"soon": 1}, "keys that are no numbers"),
+    ],
+)
+def test_values_of_another_kind_are_refused(
+    path: tuple[Any, ...], value: Any, said: str, tmp_path: Path
+):
+    """Also where the checksum is right. A method that is overwritten would fail at some step."""
+    first, second = Trained(), Trained()
+    first.step(3)
+    file = first.save(tmp_path / "c") / "manifest.json"
+    manifest = json.loads(file.read_text())
+    *inner, last = path
+    holder = manifest
+    for key in inner:
+        holder = holder[key]
+    holder[last] = value
+    file.write_text(json.dumps(sealed(manifest)))
+    with pytest.raises(FileFormatError, match=said):
+        second.load(tmp_path / "c")
+
+
+def test_a_field_that_is_missing_is_refused(tmp_path: Path):
+    """A scheduler without it would go on from its beginning."""
+    first = Trained()
+    file = first.save(tmp_path / "c") / "manifest.json"
+    manifest = json.loads(file.read_text())
+    del manifest["scheduler"]["last_epoch"]
+    file.write_text(json.dumps(sealed(manifest)))
+    with pytest.raises(FileFormatError, match=r"scheduler.last_epoch is missing"):
+        Trained().load(tmp_path / "c")
+
+
+def test_an_option_that_json_lacks_is_refused_when_saving(tmp_path: Path):
+    trained = Trained()
+    trained.optimizer.param_groups[0]["hook"] = print
+    with pytest.raises(TrainingError, match="as option 'hook'"):
+        trained.save(tmp_path / "c")
