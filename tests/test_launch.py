@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -134,8 +135,10 @@ def test_no_ranks_make_no_sense() -> None:
 
 
 @pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_no_rank_outlives_the_parent(ending: signal.Signals) -> None:
-    """However the parent ends. It is a fork here, which starts faster than an interpreter."""
+def test_no_rank_outlives_the_parent(ending: signal.Signals, tmp_path: Path) -> None:
+    """However the parent ends, and nothing is left in the folder for temporary files. It is a fork
+    here, which starts faster than an interpreter.
+    """
     context = multiprocessing.get_context("fork")
     receive, send = context.Pipe(duplex=False)
 
@@ -146,6 +149,7 @@ def test_no_rank_outlives_the_parent(ending: signal.Signals) -> None:
     def parent() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+        tempfile.tempdir = str(tmp_path)
         launch.run(rank, 2)
 
     process = context.Process(target=parent)
@@ -156,44 +160,67 @@ def test_no_rank_outlives_the_parent(ending: signal.Signals) -> None:
     process.join(LIMIT_S)
     assert not process.is_alive()
     assert wait_until(lambda: not any(map(is_running, ranks)))
+    assert list(tmp_path.iterdir()) == []
 
 
-def interrupted(times: int) -> tuple[int, int, bool]:
-    """Rank 1 sends Ctrl-C to its parent, each time when the one before has been heard, and then
+def interrupted(times: int, number: signal.Signals) -> tuple[int, int, bool]:
+    """Rank 1 sends a signal to its parent, each time when the one before has been heard, and then
     waits for ever unless the first is to be heard by the ranks: how often the parent answered,
     what the ranks returned in sum, and whether it ended with a KeyboardInterrupt.
     """
     answers = []
 
     def rank() -> int:
+        os.kill(os.getpid(), signal.SIGTERM)  # some send it to all processes: it is the parent's
         if dist.get_rank() == 1:
-            os.kill(os.getppid(), signal.SIGINT)
-        assert wait_until(lambda: INTERRUPT.heard)
+            os.kill(os.getppid(), number)
+        assert wait_until(lambda: INTERRUPT.heard, LIMIT_S)
         if dist.get_rank() == 1 and times > 1:
-            os.kill(os.getppid(), signal.SIGINT)
+            os.kill(os.getppid(), number)
         if times > 1:
             time.sleep(3600)
         return 1
 
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    before = {
+        signal.SIGINT: signal.signal(signal.SIGINT, signal.default_int_handler),
+        signal.SIGTERM: signal.signal(signal.SIGTERM, signal.SIG_DFL),
+    }
     try:
         results = launch.run(rank, 2, timeout=LIMIT_S, on_interrupt=lambda: answers.append(1))
     except KeyboardInterrupt:
         return len(answers), 0, True
     finally:
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        signal.signal(signal.SIGINT, before)
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        for each, handler in before.items():
+            signal.signal(each, handler)
     return len(answers), sum(results), False
 
 
-def test_the_first_ctrl_c_may_be_for_the_ranks_to_hear() -> None:
-    """All of them hear it, they end on their own, and afterwards Ctrl-C is what it was."""
-    assert interrupted(1) == (1, 2, False)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_ctrl_c_may_be_for_the_ranks_to_hear(number: signal.Signals) -> None:
+    """All of them hear it, they end on their own, and afterwards signals are what they were.
+    SIGTERM, which batch systems send, is as good.
+    """
+    assert interrupted(1, number) == (1, 2, False)
 
 
-def test_the_second_ctrl_c_ends_ranks_that_do_not() -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_second_ctrl_c_ends_ranks_that_do_not(number: signal.Signals) -> None:
     """At once, however long they would take."""
-    assert interrupted(2) == (1, 0, True)
+    assert interrupted(2, number) == (1, 0, True)
+
+
+def test_a_stopped_rank_is_ended() -> None:
+    """It hears no signal but the last one."""
+
+    def work() -> None:
+        if dist.get_rank() == 1:
+            raise KeyError("no such table")
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    with pytest.raises(StageFailedError, match="no such table"):
+        launch.run(work, 2, timeout=LIMIT_S)
 
 
 def is_running(pid: int) -> bool:

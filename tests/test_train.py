@@ -13,7 +13,7 @@ from anabranch.checkpoint import Checkpoint, load_state_dict
 from anabranch.checkpoint.series import checkpoints
 from anabranch.errors import TrainingError
 from anabranch.record import Run
-from anabranch.train import SaveEvery, StepProgress, require_new, train, train_async
+from anabranch.train import SaveEvery, StepProgress, require_place, train, train_async
 from anabranch.workload import Workload
 from tests.runtime.small import Built, batch, built, num_ranks, plan, train_alone, with_options
 from tests.runtime.training import sgd
@@ -180,13 +180,24 @@ def test_checkpoints_by_time_are_of_one_step_on_all_ranks(tmp_path: Path):
 
 def test_folders_that_checkpoints_may_go_to(tmp_path: Path):
     """A new one; or the one with the checkpoint that training goes on from, if that is the last."""
-    require_new(tmp_path / "new")
+    require_place(tmp_path / "new", None, is_series=False)
     for name in ("step-2", "step-4"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "manifest.json").touch()
     with pytest.raises(TrainingError, match="exists; checkpoints are never written over"):
-        require_new(tmp_path)
-    require_new(tmp_path, tmp_path)
-    require_new(tmp_path, tmp_path / "step-4")
+        require_place(tmp_path, None, is_series=True)
+    with pytest.raises(TrainingError, match="exists; checkpoints are never written over"):
+        require_place(tmp_path, tmp_path, is_series=False)
+    require_place(tmp_path, tmp_path, is_series=True)
+    require_place(tmp_path, tmp_path / "step-4", is_series=True)
     with pytest.raises(TrainingError, match="is not the last one"):
-        require_new(tmp_path, tmp_path / "step-2")
+        require_place(tmp_path, tmp_path / "step-2", is_series=True)
+
+
+def test_what_a_killed_run_began_is_no_checkpoint(tmp_path: Path):
+    """The next attempt saves to the same folder."""
+    (tmp_path / ".step-2.0123456789abcdef.partial").mkdir()
+    require_place(tmp_path, None, is_series=True)
+    (tmp_path / "notes").touch()
+    with pytest.raises(TrainingError, match="exists"):
+        require_place(tmp_path, None, is_series=True)

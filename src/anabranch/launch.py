@@ -79,8 +79,8 @@ def run(
         args: for the function; inherited, not copied.
         timeout: seconds for the whole call; by default there is no limit.
         on_interrupt: for functions that end early when ``runtime.guards.interrupt`` says so, such
-            as ``train.train``: the first Ctrl-C only tells the ranks, and calls this; the second
-            ends them. By default the first does, with a KeyboardInterrupt.
+            as ``train.train``: the first Ctrl-C, or SIGTERM, only tells the ranks, and calls this;
+            the second ends them. By default the first does, Ctrl-C with a KeyboardInterrupt.
 
     Returns:
         What the ranks returned, by rank. Results are pickled on their way back.
@@ -94,25 +94,42 @@ def run(
         raise ValueError(f"{num_ranks} ranks; at least 1 is needed")
     shared = memoryview(mmap.mmap(-1, 8 * (POSITION_INTS * num_ranks + 1))).cast("q")
     positions, flag = shared[:-1], shared[-1:]
-    with (
-        tempfile.TemporaryDirectory(prefix="anabranch-") as folder,
-        _telling(flag, on_interrupt),
-    ):
+    with _meeting_place() as store, _telling(flag, on_interrupt):
         ranks = _Ranks(positions, flag)
         try:
-            ranks.start(function, args, num_ranks, Path(folder) / "store")
+            ranks.start(function, args, num_ranks, store)
             return ranks.collect(timeout)
         finally:
             ranks.stop()
 
 
 @contextmanager
+def _meeting_place() -> Iterator[Path]:
+    """A file through which the ranks meet: in memory, so that nothing is left of it however this
+    process ends, or where there are no such files in a folder of its own.
+    """
+    if sys.platform == "linux":
+        descriptor = os.memfd_create("anabranch-store")  # which ranks inherit
+        try:
+            yield Path(f"/proc/self/fd/{descriptor}")
+        finally:
+            os.close(descriptor)
+        return
+    with tempfile.TemporaryDirectory(prefix="anabranch-") as folder:
+        yield Path(folder) / "store"
+
+
+@contextmanager
 def _telling(flag: memoryview, on_interrupt: Callable[[], None] | None) -> Iterator[None]:
-    """Inside, the first Ctrl-C sets a flag, and only the second is a KeyboardInterrupt."""
-    before, parent = signal.getsignal(signal.SIGINT), os.getpid()
+    """Inside, the first Ctrl-C or SIGTERM sets a flag, and only the second is obeyed at once, as a
+    KeyboardInterrupt.
+    """
+    parent = os.getpid()
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     is_main = threading.current_thread() is threading.main_thread()
     # What is ignored (in a background job, say) stays so; None is a handler that is not Python's.
-    if on_interrupt is None or not is_main or before in (None, signal.SIG_IGN):
+    heard = [number for number, was in before.items() if was not in (None, signal.SIG_IGN)]
+    if on_interrupt is None or not is_main:
         yield
         return
 
@@ -124,11 +141,13 @@ def _telling(flag: memoryview, on_interrupt: Callable[[], None] | None) -> Itera
         flag[0] = 1
         on_interrupt()
 
-    signal.signal(signal.SIGINT, hear)
+    for number in heard:
+        signal.signal(number, hear)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number in heard:
+            signal.signal(number, before[number])
 
 
 class _Ranks:
@@ -234,13 +253,11 @@ class _Ranks:
         """End every process, in a second at most."""
         done = len(self._results) == len(self._processes)
         for process in self._processes:
-            if not done and process.is_alive():
-                process.terminate()
+            if done:
+                process.join(5.0)
+            process.kill()  # also one that SIGSTOP holds up
         for process in self._processes:
-            process.join(5.0 if done else 1.0)
-            if process.is_alive():
-                process.kill()
-                process.join()
+            process.join()
             process.close()
         for pipe in self._pipes:
             pipe.close()
@@ -259,9 +276,10 @@ def _main(
 ) -> None:
     """One rank, from its first instruction to its last word."""
     _die_with(parent)
-    # Ctrl-C reaches the whole process group; the parent hears it too, and tells or stops the ranks.
+    # Ctrl-C reaches the whole process group, SIGTERM may; the parent hears it too, and tells or
+    # stops the ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    _leave_to_parent(signal.SIGTERM)
     torch.set_num_threads(1)
     os.environ["LOCAL_RANK"] = str(rank)
     POSITION.share(position)
@@ -275,6 +293,19 @@ def _main(
         _flush()
         os._exit(1)
     _say(pipe, reply)
+
+
+def _leave_to_parent(number: signal.Signals) -> None:
+    """Do nothing at a signal, but let processes that the user's data forks end with it."""
+    mine = os.getpid()
+
+    def hear(_: int, frame: FrameType | None) -> None:
+        if os.getpid() != mine:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    signal.signal(number, hear)
+    signal.siginterrupt(number, False)
 
 
 def _connect(rank: int, num_ranks: int, store: Path) -> None:

@@ -52,6 +52,7 @@ class Run:
             ``weight_bytes`` has their bytes.
         interrupted: the user ended it early, and nothing was evaluated.
         round_robin: replicas took mini-batches in turn, each of them whole.
+        restarts: how often ranks were started again after a failure; figures are of the last time.
     """
 
     plan: Plan
@@ -69,6 +70,7 @@ class Run:
     weight_bytes: tuple[int, ...] = ()
     interrupted: bool = False
     round_robin: bool = False
+    restarts: int = 0
 
     @property
     def median_step_s(self) -> float:
@@ -237,6 +239,7 @@ class _RunFile(Strict):
     weight_bytes: list[_Count] = Field(default_factory=list)
     interrupted: bool = False
     round_robin: bool = False
+    restarts: _Count = 0
 
 
 def _to_timeline(file: _Timeline) -> Timeline:

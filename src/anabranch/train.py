@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from anabranch.checkpoint import MANIFEST, newest
-from anabranch.checkpoint.series import step_folder
+from anabranch.checkpoint.series import is_unused, step_folder
 from anabranch.errors import TrainingError
 from anabranch.plans.plan import Plan
 from anabranch.record import Run
@@ -125,7 +125,7 @@ def train(
     """
     _require_length(steps, epochs)
     pipe = _begun(Pipeline, resume, weights)(workload, plan, **options)
-    require_new(save, resume if save_every is not None else None)
+    require_place(save, resume, is_series=save_every is not None)
     saver = _Saver(pipe, save, save_every)
     log = _Log(pipe, steps, watch)
     seconds: list[float] = []
@@ -201,7 +201,7 @@ def train_async(
     """
     _require_length(steps, epochs)
     pipe = _begun(AsyncPipeline, resume, weights)(workload, plan, **options)
-    require_new(save, resume if save_every is not None else None)
+    require_place(save, resume, is_series=save_every is not None)
     saver = _Saver(pipe, save, save_every)
     log = _Log(pipe, steps, watch)
     sizes: deque[int] = deque()
@@ -333,23 +333,24 @@ def _require_length(steps: int | None, epochs: int | None) -> None:
         raise ValueError("give a number of steps or of epochs")
 
 
-def require_new(folder: Path | None, resumed: Path | None = None) -> None:
-    """Accept the folder for checkpoints, if any.
+def require_place(folder: Path | None, resumed: Path | None, *, is_series: bool) -> None:
+    """Accept the folder for a checkpoint, if any.
 
     Args:
-        resumed: the checkpoint of an earlier run whose later ones may be put beside it.
+        resumed: the checkpoint that training goes on from.
+        is_series: the folder is for several checkpoints, which may be put beside that one.
 
     Raises:
         TrainingError: if the folder exists.
     """
-    if folder is None or not folder.exists():
+    if folder is None or not folder.exists() or (is_series and is_unused(folder)):
         return
-    if resumed is None or (folder / MANIFEST).exists():
+    last = newest(folder) if is_series and resumed is not None else None
+    if last is None or resumed is None or (folder / MANIFEST).exists():
         raise TrainingError(
             f"{folder} exists; checkpoints are never written over, name a new folder"
         )
-    last, resumed = newest(folder), resumed.resolve()
-    if last is None or resumed not in (folder.resolve(), last.resolve()):
+    if resumed.resolve() not in (folder.resolve(), last.resolve()):
         raise TrainingError(
             f"{folder} exists, and the checkpoint to resume from, {resumed}, is not the last one "
             "in it; checkpoints are never written over, name a new folder"

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from anabranch.checkpoint.manifest import MANIFEST
-from anabranch.checkpoint.writing import remove
+from anabranch.checkpoint.writing import is_partial, remove
 
 _NAME = re.compile(r"^step-(\d{1,19})$")
 
@@ -16,13 +16,19 @@ def step_folder(series: Path, step: int) -> Path:
     return series / f"step-{step}"
 
 
+def step_of(folder: Path) -> int | None:
+    """The number in the name of such a folder; None for other names."""
+    match = _NAME.match(folder.name)
+    return int(match[1]) if match else None
+
+
 def checkpoints(series: Path) -> list[tuple[int, Path]]:
     """Steps and folders of the complete ones, oldest first."""
     if not series.is_dir():
         return []
-    named = ((_NAME.match(path.name), path) for path in series.iterdir())
+    named = ((step_of(path), path) for path in series.iterdir())
     return sorted(
-        (int(match[1]), path) for match, path in named if match and (path / MANIFEST).is_file()
+        (step, path) for step, path in named if step is not None and (path / MANIFEST).is_file()
     )
 
 
@@ -36,3 +42,8 @@ def keep_newest(series: Path, count: int) -> None:
     """Remove all but so many."""
     for _, folder in checkpoints(series)[:-count]:
         remove(folder)
+
+
+def is_unused(folder: Path) -> bool:
+    """Whether there is nothing in a folder but what killed runs have left."""
+    return folder.is_dir() and all(is_partial(path) for path in folder.iterdir())

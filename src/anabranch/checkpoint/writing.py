@@ -142,12 +142,17 @@ def begin(target: Target) -> int:
 def tidy(parent: Path) -> None:
     """Remove what runs that were killed have left half-written in a folder."""
     for partial in parent.iterdir():
-        if not _PARTIAL.match(partial.name) or not partial.is_dir():
+        if not is_partial(partial):
             continue
         lock = _lock(partial)
         if lock is not None and lock != _NO_LOCK:
             shutil.rmtree(partial, ignore_errors=True)
             _unlock(lock)
+
+
+def is_partial(path: Path) -> bool:
+    """Whether a checkpoint was begun here, or is being removed."""
+    return _PARTIAL.match(path.name) is not None and path.is_dir()
 
 
 def remove(folder: Path) -> None:

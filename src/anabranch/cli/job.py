@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -51,6 +52,7 @@ class Job:
             from anabranch.runtime.placement import own_device
 
             own_device(device)
+        self._gpus: int | None = None
         self.workload: Workload = source.workload()
         self.profile: Profile | None = None
 
@@ -178,6 +180,23 @@ class Job:
                 return rank()
         return launch.run(rank, len(plan.stage_graph.devices), on_interrupt=on_interrupt)[0]
 
+    def devices_left(self) -> int:
+        """Devices for ranks, where some may have gone since the plan was made.
+
+        Under torchrun as many as there are ranks now; here GPUs may go, CPUs do not.
+        """
+        assert self.plan is not None
+        if "WORLD_SIZE" in os.environ:
+            return int(os.environ["WORLD_SIZE"])
+        planned = len(self.plan.stage_graph.devices)
+        if self.device != "cuda":
+            return planned
+        import torch
+
+        now = torch.cuda.device_count()
+        lost, self._gpus = max((self._gpus or now) - now, 0), now
+        return max(planned - lost, 1)
+
     def keep(self, run: Run, folder: Path, plan: Plan | None = None) -> Run:
         """Write the run's folder with the predicted timeline; ``plan`` as it was executed."""
         from anabranch.record import save_run
@@ -202,17 +221,21 @@ def agreed(search: Callable[[], Plan]) -> Plan:
     """Under torchrun: the first rank plans, the others take its plan (measurements differ)."""
     import torch.distributed as dist
 
+    from anabranch.files.plans import plan_from_dict, plan_to_dict
+    from anabranch.runtime.guards.agreement import from_first
+
     if not dist.is_initialized():
         dist.init_process_group("gloo")
-    found: list[Any] = [None]
+    found, failure = None, None
     if dist.get_rank() == 0:
         try:
-            found = [search()]
+            found = search()
         except AnabranchError as error:
-            found = [error]
-    dist.broadcast_object_list(found, 0)
-    if isinstance(found[0], AnabranchError):
-        # The first rank says why; the others just end.
-        raise found[0] if dist.get_rank() == 0 else typer.Exit(1)
-    plan: Plan = found[0]
-    return plan
+            failure = error
+    document = {} if found is None else plan_to_dict(found)
+    told = json.loads(from_first(json.dumps(document).encode()))
+    if failure is not None:
+        raise failure
+    if not told:
+        raise typer.Exit(1)  # the first rank says why; the others just end
+    return found or plan_from_dict(told, "the plan of rank 0")

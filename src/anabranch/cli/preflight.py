@@ -72,7 +72,15 @@ def refuse_emulation(
     asked = [*given(local), *given(training), *given(flush)]
     file = local.plan_file
     of_plan = () if file is None else ("--batch-size", "--microbatch-size", "--max-replicas")
-    of_training = ("--epochs", "--resume", "--weights", "--save", "--save-every", "--keep")
+    of_training = (
+        "--epochs",
+        "--resume",
+        "--weights",
+        "--save",
+        "--save-every",
+        "--keep",
+        "--max-restarts",
+    )
     useless = ("--devices", "--device", *of_training, *of_plan)
     named = [option for option in useless if option in asked]
     if named:
@@ -167,7 +175,7 @@ def require_trainable(
     """
     from anabranch.checkpoint import Checkpoint
     from anabranch.checkpoint.plain import PlainWeights
-    from anabranch.train import require_new
+    from anabranch.train import require_place
 
     if workload.data is None:
         raise DataError(
@@ -175,7 +183,7 @@ def require_trainable(
             "yields batches"
         )
     resume, saves = training.resume, training.saves()
-    require_new(training.save, resume if saves is not None else None)
+    require_place(training.save, resume, is_series=saves is not None)
     if resume is not None:
         Checkpoint(resume)
     if training.weights is not None:

@@ -24,7 +24,12 @@ def say_run(run: Run, folder: Path, ended: str, *, as_json: bool) -> None:
     """What came of training, and how it was ended, if early."""
     page = str(folder / "report.html")
     if as_json:
-        how = {"interrupted": run.interrupted, "run": str(folder), "report": page}
+        how = {
+            "interrupted": run.interrupted,
+            "restarts": run.restarts,
+            "run": str(folder),
+            "report": page,
+        }
         print_json({**run.figures(), **how})
     else:
         _say_result(run)
@@ -39,6 +44,8 @@ def _say_result(run: Run) -> None:
     for name, value in run.metrics.items():
         chance = f" (chance {run.chance[name]:.4g})" if name in run.chance else ""
         rows.append([run.metric_prefix + name, f"{value:.4f}{chance}"])
+    if run.restarts:
+        rows.append(["restarts", f"{run.restarts}; figures are of the last time"])
     rows += _async_rows(run) if run.policy else step_rows(run)
     for name, text in rows:
         typer.echo(f"  {name:20s} {text}")

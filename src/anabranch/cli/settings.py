@@ -298,6 +298,14 @@ class TrainingSettings:
             min=1, help="With --save-every: so many checkpoints, the newest [default: 2]."
         ),
     ] = None
+    max_restarts: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Where a rank fails, start all again from the last checkpoint, so often at most. "
+            "torchrun has an option of that name itself.",
+        ),
+    ] = 0
     check_gradients: Annotated[
         bool, typer.Option(help="First compare the gradients of a micro-batch with one process.")
     ] = True
@@ -310,6 +318,8 @@ class TrainingSettings:
         """
         from anabranch.train import KEPT, SaveEvery
 
+        if self.max_restarts and "RANK" in os.environ:
+            raise typer.BadParameter("--max-restarts: give it to torchrun, which starts the ranks")
         if self.resume is not None and self.weights is not None:
             raise typer.BadParameter("--resume and --weights: begin with one of them")
         if self.save_every is None:

@@ -22,7 +22,7 @@ from anabranch.files.fields import (
     build,
     save,
 )
-from anabranch.jsonfile import Strict, core_fields, document_fields, read_document
+from anabranch.jsonfile import Strict, core_fields, document_fields, read_document, validate
 from anabranch.plans.plan import Mode, Plan, Prediction
 from anabranch.plans.stages import Stage, StageGraph
 from anabranch.schedule import endless, rule_named
@@ -45,6 +45,11 @@ def save_plan(plan: Plan, path: FilePath) -> None:
 def load_plan(path: FilePath) -> Plan:
     """Read a plan file; raises FileFormatError, which names file, key and value."""
     return build(path, _to_plan, read_document(path, PLAN, _PlanFile))
+
+
+def plan_from_dict(document: dict[str, Any], where: str) -> Plan:
+    """A plan from what ``plan_to_dict`` gave, in another process say; ``where`` for errors."""
+    return build(where, _to_plan, validate(document, _PlanFile, where))
 
 
 def plan_to_dict(plan: Plan) -> dict[str, Any]:

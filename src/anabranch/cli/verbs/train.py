@@ -14,6 +14,7 @@ import typer
 from anabranch.cli.emulated_run import rehearse
 from anabranch.cli.executed_plan import executed_plan
 from anabranch.cli.job import Job, agreed
+from anabranch.cli.output import note
 from anabranch.cli.preflight import (
     refuse_emulation,
     refuse_mode,
@@ -21,6 +22,7 @@ from anabranch.cli.preflight import (
     require_runs,
     require_trainable,
 )
+from anabranch.cli.restarts import is_restarted, restarted, train_with_restarts
 from anabranch.cli.run_summary import (
     INTERRUPTED,
     how_to_go_on,
@@ -42,6 +44,7 @@ from anabranch.cli.spread import given, spread
 
 if TYPE_CHECKING:
     from anabranch.plans.plan import Plan
+    from anabranch.record import Run
     from anabranch.runtime.compute.options import ComputeOptions
     from anabranch.weights import WeightPolicy
 
@@ -75,7 +78,7 @@ def train(
     `anabranch train mmt --plan plan.json --emulate`
 
     With --save run --save-every 10m there are checkpoints during training, and --resume run goes on
-    from the newest.
+    from the newest; --max-restarts 3 does that by itself where a rank fails.
 
     Ctrl-C ends training after the step under way: the checkpoint of --save, the figures and the
     report are written as far as it came, and the exit code is 130. A second Ctrl-C stops at once.
@@ -92,6 +95,8 @@ def train(
         raise typer.BadParameter(f"{', '.join(others)}: only with --emulate")
     options = compute.options()
     job = Job.of(model.source, local)
+    if is_restarted():
+        training = restarted(training)
     is_async = flush.is_async(job.plan)
     refuse_mode(is_async, flush, compute)
     shown, policy = _plan(job, local, training, options, flush, compute.shard_optimizer)
@@ -107,9 +112,21 @@ def train(
             "round_robin": flush.round_robin,
             "clip_stage_norm": flush.clip_stage_norm,
         }
-    try:
-        result = job.train(
-            training,
+
+    def attempt(asked: TrainingSettings) -> Run:
+        nonlocal shown, special
+        assert job.plan is not None
+        planned, left = len(job.plan.stage_graph.devices), job.devices_left()
+        if (is_restarted() or asked is not training) and left != planned:
+            batch_size = job.plan.stage_graph.batch_size
+            fewer = replace(local, plan_file=None, devices=left, batch_size=batch_size)
+            job.plan = None
+            shown, policy = _plan(job, fewer, asked, options, flush, compute.shard_optimizer)
+            special |= {"policy": policy} if is_async else {}
+            if is_first:
+                note(f"{left} of {planned} devices are left, for which training is planned anew")
+        return job.train(
+            asked,
             is_async=is_async,
             # Of a run in another way than the plan's its prediction says nothing.
             predicted_s=shown.predicted.step_s if shown.predicted is not None else 0.0,
@@ -117,6 +134,9 @@ def train(
             compute=options,
             **special,
         )
+
+    try:
+        result, training = train_with_restarts(attempt, training, note)
     except KeyboardInterrupt:
         say_stopped(training.save)
         raise typer.Exit(INTERRUPTED) from None

@@ -65,6 +65,17 @@ def _gather(mine: bytes) -> list[bytes]:
     return [_bytes(theirs) for theirs in gathered]
 
 
+def from_first(mine: bytes) -> bytes:
+    """What the first rank has, on every rank; others may give nothing."""
+    length = torch.tensor([len(mine)], device=_place())
+    guarded(lambda: dist.broadcast(length, 0))
+    told = torch.frombuffer(bytearray(mine), dtype=torch.uint8) if dist.get_rank() == 0 else None
+    data = torch.empty(int(length), dtype=torch.uint8) if told is None else told
+    data = data.to(_place())
+    guarded(lambda: dist.broadcast(data, 0))
+    return bytes(data.cpu().numpy())
+
+
 def _bytes(tensor: Tensor) -> bytes:
     return bytes(tensor.tolist())
 

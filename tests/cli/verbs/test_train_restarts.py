@@ -1,0 +1,67 @@
+"""Ranks that are started again: what they go on from, and where that ends."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from anabranch.checkpoint.series import checkpoints
+from anabranch.cli.job import Job
+
+pytestmark = pytest.mark.dist
+
+KILLED = ("train", "tests.cli.models:killed_once", "--batch-size", "8", "--max-replicas", "1")
+SAVED = ("--save", "run", "--save-every", "3", "--steps", "10")
+
+
+def test_training_goes_on_from_the_last_checkpoint(document, tmp_path):
+    """A rank is killed in step 7: steps 6 to 9 are done again from the checkpoint after six, with
+    the losses of a run that nobody disturbed.
+    """
+    found = document(*KILLED, *SAVED, "--max-restarts", "1")
+    assert found["restarts"] == 1
+    assert [step for step, _ in checkpoints(tmp_path / "run")] == [9, 10]
+    whole = document(*KILLED, "--steps", "10")
+    assert (whole["restarts"], len(whole["losses"])) == (0, 10)
+    assert found["losses"] == pytest.approx(whole["losses"][6:], rel=1e-5)
+
+
+def test_where_no_checkpoint_is_kept_training_begins_again(run, tmp_path):
+    """Once; it is said why, and from where."""
+    code, _, err = run(*KILLED, "--steps", "9", "--max-restarts", "1", "--json")
+    assert code == 0
+    assert "restart 1 of 1, from the beginning" in err
+    assert "rank 1 was killed by signal 9" in err
+
+
+def test_with_fewer_devices_training_is_planned_anew(document, monkeypatch, tmp_path):
+    """Of two devices one is gone when the ranks are started again; the checkpoint loads all the
+    same.
+    """
+    left = iter([2, 1])
+    monkeypatch.setattr(Job, "devices_left", lambda job: next(left))
+    found = document(*KILLED, *SAVED, "--max-restarts", "1")
+    assert (found["restarts"], len(found["losses"])) == (1, 4)
+    assert len(found["device_peak_bytes"]) <= 1
+
+
+@pytest.mark.parametrize(
+    ("environment", "arguments", "said"),
+    [
+        ({"RANK": "0"}, ("--max-restarts", "1"), "give it to torchrun"),
+        ({}, ("--keep", "1"), "--keep: only with --save-every"),
+        ({}, ("--save-every", "3"), "--save-every needs --save"),
+        ({}, ("--resume", "a", "--weights", "b"), "begin with one of them"),
+    ],
+)
+def test_options_that_do_not_go_together(
+    environment: dict[str, str], arguments: tuple[str, ...], said: str, run: Any, monkeypatch: Any
+):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    code, _, err = run(*KILLED, *arguments)
+    assert code == 2
+    assert said in err
+    assert not Path("killed").exists()
