@@ -18,7 +18,7 @@ from anabranch.schedule.endless import ENDLESS
 from anabranch.simulator import stream
 from anabranch.simulator.judge import Judge
 from anabranch.simulator.objective import ScheduledProposal, ShortestPeriod
-from anabranch.solve.contract_tied import contract_tied
+from anabranch.solve.contract_tied import because, contract_tied
 from anabranch.solve.every_partition import EveryPartition, brought_down
 from anabranch.solve.improvement import SearchBudget, improve
 from anabranch.solve.planner_options import uninterrupted
@@ -137,10 +137,10 @@ class EndlessSearch:
             raise self._with_ties(error) from None
 
     def _with_ties(self, error: InfeasiblePlanError) -> InfeasiblePlanError:
-        if not self._contracted.because:
+        if not because(self._contracted):
             return error
         return InfeasiblePlanError(
-            f"without a flush stages cannot share a parameter: {self._contracted.because}. With "
+            f"without a flush stages cannot share a parameter: {because(self._contracted)}. With "
             f"these as one operator, {error}; or give each operator a parameter of its own, or "
             "plan with mode sync"
         )
@@ -259,7 +259,7 @@ class EndlessSearch:
         """What a reader of the figures should know."""
         remarks = []
         if len(graph) > 1:
-            remarks.append(self._contracted.because)
+            remarks.append(because(self._contracted))
         if self._optimizer is not None and graph.depth > 1:
             remarks.append(optimizer_remark(policy, self._optimizer))
         again = [str(s) for s, stage in enumerate(graph.stages) if stage.recompute]

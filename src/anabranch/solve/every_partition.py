@@ -28,12 +28,12 @@ from anabranch.errors import InvalidPlanError, PolicyError
 from anabranch.graph.opgraph import OpGraph, bits
 from anabranch.planner.partitions import partitions
 from anabranch.plans.check import stage_bytes
+from anabranch.plans.contraction import Contracted, contract, in_order
 from anabranch.plans.slices import profile_covers
 from anabranch.plans.stages import Stage, StageGraph
 from anabranch.profile.profile import Profile
 from anabranch.schedule import endless
 from anabranch.simulator.staleness import versions_of
-from anabranch.solve.contract_tied import Contracted, contract, in_order
 from anabranch.weights import WeightPolicy
 
 MOST_OPERATORS = 8

@@ -1,0 +1,102 @@
+"""Simulated annealing over drafts: from several starts, the better half going on each round.
+
+A move is drawn at random, and what it makes is taken if it is quicker, or by chance if it is
+slower: Kirkpatrick, Gelatt and Vecchi, "Optimization by simulated annealing" (1983). Temperatures
+are shares of the step, so that they mean the same for any model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from random import Random
+from typing import NamedTuple
+
+from anabranch.planner.auto.draft import Draft
+from anabranch.planner.auto.moves import draw
+from anabranch.planner.auto.settings import SETTINGS, Settings
+from anabranch.planner.auto.space import Space
+
+Evaluate = Callable[[Draft, float], float]
+"""Draft, limit -> seconds; infinity where it cannot run or takes longer than the limit."""
+
+
+class Found(NamedTuple):
+    """A draft with its seconds, the number of its start, and how many moves led from that to it."""
+
+    seconds: float
+    draft: Draft
+    start: int
+    moves: int = 0
+
+
+class Annealing:
+    """One search, with what it has found so far."""
+
+    def __init__(
+        self, space: Space, evaluate: Evaluate, rng: Random, settings: Settings = SETTINGS
+    ) -> None:
+        self._space, self._evaluate, self._rng, self._settings = space, evaluate, rng, settings
+        self._found: dict[float, Found] = {}
+        self._limit_s = math.inf
+
+    def search(self, starts: Sequence[Draft], evaluations: int) -> None:
+        """Anneal the most promising starts, in rounds."""
+        rounds = self._settings.rounds
+        chosen = self._promising(starts)
+        for number in range(rounds if chosen else 0):
+            chosen = sorted(chosen, key=_seconds)[: max(1, self._settings.starts >> number)]
+            share = evaluations // (rounds * len(chosen))
+            chosen = [self.anneal(start, share) for start in chosen]
+
+    def anneal(self, start: Found, evaluations: int) -> Found:
+        """The best draft on a way of so many evaluations from a start."""
+        here = best = start
+        settings, space, rng = self._settings, self._space, self._rng
+        temperature = settings.hot
+        cooling = (settings.cold / settings.hot) ** (1 / max(evaluations, 1))
+        for _ in range(evaluations):
+            temperature *= cooling
+            _, draft = draw(here.draft, space, rng)
+            if draft is None:
+                continue
+            # So slow may it be to be taken; drawn beforehand, as most evaluations end early then.
+            limit = here.seconds * (1 - temperature * math.log(1 - rng.random()))
+            seconds = self._evaluate(draft, limit)
+            if seconds < limit:
+                here = Found(seconds, draft, here.start, here.moves + 1)
+                if seconds < self._limit_s:
+                    self._keep(here)
+                if seconds < best.seconds:
+                    best = here
+        return best
+
+    def best(self, count: int) -> list[Found]:
+        """The quickest, no two of which take equally long."""
+        return [self._found[seconds] for seconds in sorted(self._found)[:count]]
+
+    def _promising(self, starts: Iterable[Draft]) -> list[Found]:
+        """Some starts unlike each other, the quickest first."""
+        found = [
+            Found(self._evaluate(draft, math.inf), draft, number)
+            for number, start in enumerate(starts)
+            for draft in (start, start._replace(deep=not start.deep))
+        ]
+        unlike: dict[tuple[object, ...], Found] = {}
+        for entry in sorted(found, key=_seconds):
+            draft = entry.draft
+            if entry.seconds < math.inf:
+                self._keep(entry)
+                unlike.setdefault((draft.num_stages, draft.microbatch[0], draft.chained), entry)
+        return list(unlike.values())
+
+    def _keep(self, found: Found) -> None:
+        self._found.setdefault(found.seconds, found)
+        if len(self._found) >= 4 * self._settings.proposed:
+            kept = sorted(self._found)[: 2 * self._settings.proposed]
+            self._found = {seconds: self._found[seconds] for seconds in kept}
+            self._limit_s = kept[-1]
+
+
+def _seconds(found: Found) -> float:
+    return found.seconds

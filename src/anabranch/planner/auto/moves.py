@@ -1,0 +1,438 @@
+"""Moves: from a draft to one that differs little from it.
+
+Every move is a function of a draft, the space of drafts and a source of random numbers. It returns
+a new draft, or None where it has nothing to do. It need not ask whether the draft can run: the
+evaluator says that of those that cannot. Whoever has a better move adds a function and a line of
+``MOVES``.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
+from random import Random
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from anabranch.planner.auto.draft import Draft
+from anabranch.planner.auto.space import Space
+
+Move = Callable[[Draft, Space, Random], Draft | None]
+Indices = NDArray[np.intp]
+Item = TypeVar("Item")
+
+
+# Operators and borders
+
+
+def shift_operator(draft: Draft, space: Space, rng: Random) -> Draft | None:
+    """An operator at a border goes to the other side.
+
+    ::
+
+        a b | c d   ->   a b c | d
+    """
+    edge = _crossing(draft, space, rng)
+    if edge is None:
+        return None
+    there, here = edge if rng.random() < 0.5 else edge[::-1]
+    return _shifted(draft, draft.home[there], np.array([here]))
+
+
+def shift_run(draft: Draft, space: Space, rng: Random) -> Draft | None:
+    """An operator crosses a border, and whatever of its stage lies between it and the border.
+
+    ::
+
+        a b | c d e   ->   a b c d | e
+    """
+    edge = _crossing(draft, space, rng)
+    if edge is None:
+        return None
+    a, b = edge
+    forward = rng.random() < 0.5
+    here, there = draft.home[[a, b] if forward else [b, a]]
+    members = _where(draft.home == here)
+    near = int(len(members) * rng.random() ** 2)  # mostly close to the border
+    if forward:
+        run = members[space.reaches[members[-1 - near], members]]
+    else:
+        run = members[space.reaches[members, members[near]]]
+    return _shifted(draft, there, run)
+
+
+def shift_tails(draft: Draft, space: Space, rng: Random) -> Draft | None:
+    """The last operators of the branches that meet at a join enter its stage, or leave it.
+
+    ::
+
+        b1 b2 | join                       b1 | b2 c2 join
+        c1 c2 |            <->             c1 |
+    """
+    return _shift_ends(draft, space.joins, space.cost.graph.predecessors, rng)
+
+
+def shift_heads(draft: Draft, space: Space, rng: Random) -> Draft | None:
+    """The first operators of the branches behind a fork enter its stage, or leave it."""
+    return _shift_ends(draft, space.forks, space.cost.graph.successors, rng)
+
+
+def _shift_ends(
+    draft: Draft,
+    meetings: tuple[tuple[int, tuple[int, ...]], ...],
+    beyond: tuple[int, ...],
+    rng: Random,
+) -> Draft | None:
+    if not meetings:
+        return None
+    op, ends = _choice(meetings, rng)
+    home = draft.home.copy()
+    here = home[op]
+    enter = rng.random() < 0.5
+    for end in ends:
+        if enter:
+            home[end] = here
+        elif home[end] == here and beyond[end]:
+            home[end] = draft.home[beyond[end].bit_length() - 1]
+    if np.array_equal(home, draft.home) or len(np.unique(home)) < len(draft.microbatch):
+        return None
+    return draft._replace(home=home)
+
+
+# Stages
+
+
+def merge(draft: Draft, space: Space, rng: Random) -> Draft | None:
+    """Two stages become one, on the devices of both.
+
+    ::
+
+        a b | c | d   ->   a b c | d
+    """
+    count = len(draft.microbatch)
+    if count == 1:
+        return None
+    edge = _crossing(draft, space, rng) if rng.random() < 0.75 else None
+    s, t = draft.home[list(edge)].tolist() if edge else _two(count, rng)
+    home, owner = draft.home.copy(), draft.owner.copy()
+    home[home == t] = s
+    owner[owner == t] = s
+    return _without(draft._replace(home=home, owner=owner), t)
+
+
+def split(draft: Draft, space: Space, rng: Random) -> Draft | None:
+    """A stage becomes two, each with about the share of the work that it has of the devices.
+
+    ::
+
+        a b c d | e   ->   a b | c d | e
+    """
+    s = _below(len(draft.microbatch), rng)
+    members = _where(draft.home == s)
+    devices = _where(draft.owner == s)
+    tensor = int(draft.tensor[s])
+    if len(members) < 2 or len(devices) < 2 * tensor:
+        return None
+    if rng.random() < 0.75:
+        members = members[np.argsort(space.place[members])]
+    taken = tensor * (1 + _below(len(devices) // tensor - 1, rng))
+    work = np.cumsum(space.work[members])
+    point = (1 - taken / len(devices)) * work[-1]
+    cut = int(np.searchsorted(work, point)) + _below(3, rng)
+    cut = min(max(cut, 1), len(members) - 1)
+    new = len(draft.microbatch)
+    home, owner = draft.home.copy(), draft.owner.copy()
+    home[members[cut:]] = new
+    owner[devices[-taken:]] = new
+    again = [*range(new), s]
+    return draft._replace(
+        home=home,
+        owner=owner,
+        microbatch=draft.microbatch[again],
+        k=draft.k[again],
+        recompute=draft.recompute[again],
+        tensor=draft.tensor[again],
+    )
+
+
+# Devices
+
+
+def move_device(draft: Draft, space: Space, rng: Random) -> Draft | None:
+    """A stage gives a device, or those of a replica, to another."""
+    count = len(draft.microbatch)
+    if count == 1:
+        return None
+    s, t = _two(count, rng)
+    given = int(max(draft.tensor[s], draft.tensor[t]))
+    return _given(draft, s, t, given, rng)
+
+
+def give_half(draft: Draft, space: Space, rng: Random) -> Draft | None:
+    """A stage keeps half of its replicas; another has the devices of the others."""
+    count = len(draft.microbatch)
+    if count == 1:
+        return None
+    s, t = _two(count, rng)
+    tensor = int(draft.tensor[s])
+    replicas = int(np.count_nonzero(draft.owner == s)) // tensor
+    return _given(draft, s, t, replicas // 2 * tensor, rng)
+
+
+def double_replicas(draft: Draft, space: Space, rng: Random) -> Draft | None:
+    """A stage has twice as many replicas; those with the most devices give one each, in turn."""
+    count = len(draft.microbatch)
+    sizes = np.bincount(draft.owner, minlength=count)
+    t = _below(count, rng)
+    wanted = int(sizes[t])
+    if count == 1 or len(draft.owner) - wanted < wanted + count - 1:
+        return None
+    owner = draft.owner.copy()
+    sizes[t] = 0
+    for _ in range(wanted):
+        s = int(sizes.argmax())
+        owner[_where(owner == s)[-1]] = t
+        sizes[s] -= 1
+    return draft._replace(owner=owner)
+
+
+def swap_devices(draft: Draft, space: Space, rng: Random) -> Draft | None:
+    """Two devices swap their stages."""
+    a, b = _below(len(draft.owner), rng), _below(len(draft.owner), rng)
+    if draft.owner[a] == draft.owner[b]:
+        return None
+    owner = draft.owner.copy()
+    owner[a], owner[b] = owner[b], owner[a]
+    return draft._replace(owner=owner)
+
+
+def swap_stages(draft: Draft, space: Space, rng: Random) -> Draft | None:
+    """Two stages swap their devices."""
+    count = len(draft.microbatch)
+    if count == 1:
+        return None
+    s, t = _two(count, rng)
+    swapped = np.arange(count, dtype=draft.owner.dtype)
+    swapped[s], swapped[t] = t, s
+    return draft._replace(owner=swapped[draft.owner])
+
+
+def gather_stage(draft: Draft, space: Space, rng: Random) -> Draft | None:
+    """A stage takes devices of one node in exchange for its own elsewhere."""
+    if len(draft.owner) == space.node:
+        return None
+    s = _below(len(draft.microbatch), rng)
+    first = space.node * _below(len(draft.owner) // space.node, rng)
+    inside = np.arange(first, first + space.node)
+    others = inside[draft.owner[inside] != s]
+    mine = _where(draft.owner == s)
+    mine = mine[(mine < first) | (mine >= first + space.node)]
+    some = min(len(mine), len(others))
+    if not some:
+        return None
+    owner = draft.owner.copy()
+    owner[mine[:some]], owner[others[:some]] = draft.owner[others[:some]], s
+    return draft._replace(owner=owner)
+
+
+def gather(draft: Draft, space: Space, rng: Random) -> Draft | None:
+    """Every stage on devices in a row, in the order of the model or the largest stage first."""
+    return _laid(draft, space, np.arange(len(draft.owner)), rng)
+
+
+def scatter(draft: Draft, space: Space, rng: Random) -> Draft | None:
+    """The replicas of every stage spread over the nodes."""
+    size = _choice(space.cost.cluster.group_sizes, rng)
+    if size == len(draft.owner):
+        return None
+    devices = np.arange(len(draft.owner))
+    return _laid(draft, space, np.lexsort((devices // size, devices % size)), rng)
+
+
+# How stages run
+
+
+def resize_all(draft: Draft, space: Space, rng: Random) -> Draft | None:
+    """Micro-batches of all stages twice or half as large."""
+    up = rng.random() < 0.5
+    return _resized(draft, space, np.arange(len(draft.microbatch)), up=up)
+
+
+def resize_stage(draft: Draft, space: Space, rng: Random) -> Draft | None:
+    """Micro-batches of one stage twice or half as large."""
+    if not space.flush:
+        return None
+    some = np.array([_below(len(draft.microbatch), rng)])
+    return _resized(draft, space, some, up=rng.random() < 0.5)
+
+
+def regroup(draft: Draft, space: Space, rng: Random) -> Draft | None:
+    """Forwards and backwards of a stage, or of all, alternate in groups twice or half as large."""
+    if not space.flush:
+        return None
+    k = draft.k.copy()
+    some = slice(None) if rng.random() < 0.5 else _below(len(k), rng)
+    k[some] = k[some] * 2 if rng.random() < 0.5 else np.maximum(k[some] // 2, 1)
+    return None if np.array_equal(k, draft.k) else draft._replace(k=k)
+
+
+def recompute_stage(draft: Draft, space: Space, rng: Random) -> Draft | None:
+    """A stage begins to recompute, or ends to."""
+    if not space.recompute:
+        return None
+    recompute = draft.recompute.copy()
+    recompute[_below(len(recompute), rng)] ^= True
+    return draft._replace(recompute=recompute)
+
+
+def recompute_all(draft: Draft, space: Space, rng: Random) -> Draft | None:
+    """No stage recomputes, or where none does all of them."""
+    if not space.recompute:
+        return None
+    return draft._replace(recompute=np.full_like(draft.recompute, not draft.recompute.any()))
+
+
+def warm_up(draft: Draft, space: Space, rng: Random) -> Draft | None:
+    """The warm-up is deep instead of minimal, or the other way round."""
+    return draft._replace(deep=not draft.deep) if space.flush else None
+
+
+def chain(draft: Draft, space: Space, rng: Random) -> Draft | None:
+    """Every stage waits for the one before it, or none does."""
+    return draft._replace(chained=not draft.chained)
+
+
+def cut_tensors(draft: Draft, space: Space, rng: Random) -> Draft | None:
+    """The replicas of a stage, or of all, have another number of devices."""
+    if len(space.tensors) == 1:
+        return None
+    tensor = draft.tensor.copy()
+    some = slice(None) if rng.random() < 0.5 else _below(len(tensor), rng)
+    tensor[some] = _choice(space.tensors, rng)
+    return None if np.array_equal(tensor, draft.tensor) else draft._replace(tensor=tensor)
+
+
+MOVES: Mapping[str, tuple[Move, int]] = {
+    "shift operator": (shift_operator, 6),
+    "shift run": (shift_run, 6),
+    "shift tails": (shift_tails, 2),
+    "shift heads": (shift_heads, 1),
+    "merge": (merge, 2),
+    "split": (split, 3),
+    "move device": (move_device, 5),
+    "give half": (give_half, 1),
+    "double replicas": (double_replicas, 1),
+    "swap devices": (swap_devices, 1),
+    "swap stages": (swap_stages, 2),
+    "gather stage": (gather_stage, 1),
+    "gather": (gather, 1),
+    "scatter": (scatter, 1),
+    "resize all": (resize_all, 1),
+    "resize stage": (resize_stage, 1),
+    "regroup": (regroup, 1),
+    "recompute stage": (recompute_stage, 1),
+    "recompute all": (recompute_all, 1),
+    "warm-up": (warm_up, 1),
+    "chain": (chain, 1),
+    "cut tensors": (cut_tensors, 1),
+}
+"""Name -> a move, and how often it is tried in relation to others."""
+
+_BOUNDS = list(accumulate(weight for _, weight in MOVES.values()))
+_NAMED = [(name, move) for name, (move, _) in MOVES.items()]
+
+
+def draw(draft: Draft, space: Space, rng: Random) -> tuple[str, Draft | None]:
+    """A move, drawn by how often it is tried, and what it makes of a draft."""
+    name, move = _NAMED[bisect(_BOUNDS, rng.random() * _BOUNDS[-1])]
+    return name, move(draft, space, rng)
+
+
+def _where(mask: NDArray[np.bool_]) -> Indices:
+    return mask.nonzero()[0]
+
+
+def _below(count: int, rng: Random) -> int:
+    return int(rng.random() * count)
+
+
+def _choice(items: Sequence[Item], rng: Random) -> Item:
+    return items[int(rng.random() * len(items))]
+
+
+def _two(count: int, rng: Random) -> tuple[int, int]:
+    s, t = _below(count, rng), _below(count - 1, rng)
+    return s, t + (t >= s)
+
+
+def _crossing(draft: Draft, space: Space, rng: Random) -> tuple[int, int] | None:
+    """An edge of the model between two stages, if there is one."""
+    home = draft.home
+    crossing = _where(home[space.sources] != home[space.targets])
+    if not len(crossing):
+        return None
+    edge = crossing[_below(len(crossing), rng)]
+    return int(space.sources[edge]), int(space.targets[edge])
+
+
+def _shifted(draft: Draft, stage: int, run: Indices) -> Draft | None:
+    """Some operators of a stage in another, unless these are all it has."""
+    home = draft.home.copy()
+    here = home[run[0]]
+    home[run] = stage
+    return draft._replace(home=home) if (home == here).any() else None
+
+
+def _without(draft: Draft, empty: int) -> Draft:
+    """The draft without a stage that has nothing left; the last one takes its number."""
+    last = len(draft.microbatch) - 1
+    draft.home[draft.home == last] = empty
+    draft.owner[draft.owner == last] = empty
+    rest = np.arange(last)
+    if empty < last:
+        rest[empty] = last
+    return draft._replace(
+        microbatch=draft.microbatch[rest],
+        k=draft.k[rest],
+        recompute=draft.recompute[rest],
+        tensor=draft.tensor[rest],
+    )
+
+
+def _given(draft: Draft, s: int, t: int, given: int, rng: Random) -> Draft | None:
+    """Some devices of stage s for stage t, those next to what t has or any others in a row."""
+    devices = _where(draft.owner == s)
+    if not 0 < given < len(devices):
+        return None
+    first = _below(len(devices) - given + 1, rng)
+    if rng.random() < 0.5:
+        near = _where(draft.owner == t)
+        first = 0 if near[0] < devices[0] else len(devices) - given
+    owner = draft.owner.copy()
+    owner[devices[first : first + given]] = t
+    return draft._replace(owner=owner)
+
+
+def _laid(draft: Draft, space: Space, row: Indices, rng: Random) -> Draft | None:
+    """Stages one after the other on the devices of a row."""
+    count = len(draft.microbatch)
+    sizes = np.bincount(draft.owner, minlength=count)
+    sums = np.bincount(draft.home, weights=space.place, minlength=count)
+    place = sums / np.bincount(draft.home, minlength=count)
+    order = np.lexsort((place, -sizes)) if rng.random() < 0.5 else np.argsort(place)
+    owner = np.empty_like(draft.owner)
+    owner[row] = np.repeat(order, sizes[order])
+    return None if np.array_equal(owner, draft.owner) else draft._replace(owner=owner)
+
+
+def _resized(draft: Draft, space: Space, stages: Indices, *, up: bool) -> Draft | None:
+    sizes = np.array(space.sizes)
+    found = np.searchsorted(sizes, draft.microbatch[stages]) + (1 if up else -1)
+    if found.min() < 0 or found.max() >= len(sizes):
+        return None
+    microbatch = draft.microbatch.copy()
+    microbatch[stages] = sizes[found]
+    return draft._replace(microbatch=microbatch)

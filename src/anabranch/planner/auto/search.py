@@ -1,0 +1,107 @@
+"""Search: one run of the planner, from starts to proposals and to what lies near the best."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from random import Random
+
+from anabranch.planner.auto.annealing import Annealing, Evaluate
+from anabranch.planner.auto.draft import Draft, draft_of, stage_graph_of
+from anabranch.planner.auto.moves import draw
+from anabranch.planner.auto.settings import SETTINGS
+from anabranch.planner.auto.space import Space
+from anabranch.plans.stages import StageGraph
+
+Start = tuple[str, StageGraph]
+"""Where a stage graph comes from, such as the name of a planner, and itself."""
+
+
+class Search:
+    """Stage graphs to judge; iterating over it searches.
+
+    Args:
+        starts: what the search begins with, as it comes.
+        evaluations: drafts to evaluate.
+    """
+
+    def __init__(
+        self,
+        space: Space,
+        evaluate: Evaluate,
+        starts: Iterable[Start],
+        evaluations: int,
+        seed: int = 0,
+    ) -> None:
+        self._space, self._evaluate, self._starts = space, evaluate, starts
+        self._evaluations, self._rng = evaluations, Random(seed)
+        self._origins: dict[StageGraph, str] = {}
+
+    def __iter__(self) -> Iterator[StageGraph]:
+        """The starts, then the best that annealing finds; that also after an interrupt."""
+        names: list[str] = []
+        drafts: list[Draft] = []
+        for name, graph in self._starts:
+            if graph not in self._origins:
+                names.append(name)
+                drafts.append(draft_of(graph, self._space.cost))
+                yield self._remember(graph, f"as {name} proposes it")
+        annealing = Annealing(self._space, self._evaluate, self._rng)
+        stopped: list[KeyboardInterrupt] = []
+        try:
+            annealing.search(drafts, self._evaluations)
+        except KeyboardInterrupt as interrupt:
+            stopped.append(interrupt)
+        for found in annealing.best(SETTINGS.proposed):
+            moves = f"{found.moves} move{'s' if found.moves != 1 else ''}"
+            where = f"{moves} from a proposal of {names[found.start]}"
+            graph = self._stages(found.draft)
+            if graph not in self._origins:
+                yield self._remember(graph, where)
+        if stopped:
+            raise stopped[0]
+
+    def near(self, graph: StageGraph) -> list[StageGraph]:
+        """What a move or two make of a stage graph, the quickest first; others when asked again."""
+        centre_s, centre = min(
+            ((self._evaluate(way, math.inf), way) for way in both(self._draft(graph))),
+            key=lambda found: found[0],
+        )
+        limit, found = centre_s * (1 + SETTINGS.error), dict[float, tuple[Draft, str]]()
+        for _ in range(SETTINGS.neighbours):
+            draft, moves = self._neighbour(centre)
+            if draft is not None:
+                found.setdefault(self._evaluate(draft, limit), (draft, moves))
+        found.pop(math.inf, None)
+        origin = self.origin(graph)
+        return [
+            self._remember(self._stages(draft), f"{origin}, then {moves}")
+            for draft, moves in (found[s] for s in sorted(found)[: SETTINGS.near])
+        ]
+
+    def origin(self, graph: StageGraph) -> str:
+        """How a stage graph was found."""
+        return self._origins.get(graph, "")
+
+    def _neighbour(self, centre: Draft) -> tuple[Draft | None, str]:
+        """A draft one or two moves away, and by which."""
+        name, draft = draw(centre, self._space, self._rng)
+        if draft is None or self._rng.random() < 0.5:
+            return draft, name
+        second, draft = draw(draft, self._space, self._rng)
+        return draft, f"{name} and {second}"
+
+    def _remember(self, graph: StageGraph, origin: str) -> StageGraph:
+        self._origins.setdefault(graph, origin)
+        return graph
+
+    def _draft(self, graph: StageGraph) -> Draft:
+        return draft_of(graph, self._space.cost)
+
+    def _stages(self, draft: Draft) -> StageGraph:
+        return stage_graph_of(draft, self._space.cost, self._space.batch_size)
+
+
+def both(draft: Draft) -> Sequence[Draft]:
+    """A draft with either warm-up."""
+    return draft, draft._replace(deep=not draft.deep)

@@ -1,0 +1,43 @@
+"""Settings: every tuned number of the search, in one place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What the search may spend, and where.
+
+    Attributes:
+        evaluations: drafts that are evaluated by default; twice as many take twice as long.
+        starts: proposals of other planners that are annealed, the most promising ones of them,
+            unlike each other; with more there is less time for each.
+        rounds: every one anneals the better half of the drafts of the one before, each twice as
+            long.
+        hot: temperature at the beginning of a round, as a share of the step: a draft that is so
+            much slower is taken with probability 1/e. Higher forgets where it came from.
+        cold: at its end.
+        proposed: drafts that are proposed to the judge; each is simulated.
+        neighbours: drafts that are evaluated around the best plan in each round of its descent.
+        near: the best of these, which are judged.
+        most: operators and devices that are searched one by one; what has more of either is
+            searched coarsely first.
+        refined: drafts that are evaluated in the whole then.
+        error: how much slower than the plan they may seem: about as wrong as an evaluation can be.
+    """
+
+    evaluations: int = 30_000
+    starts: int = 8
+    rounds: int = 3
+    hot: float = 0.03
+    cold: float = 0.001
+    proposed: int = 20
+    neighbours: int = 1_000
+    near: int = 12
+    error: float = 0.05
+    most: int = 128
+    refined: int = 1_000
+
+
+SETTINGS = Settings()

@@ -1,0 +1,89 @@
+"""Space: what the drafts of one problem may be made of, as the moves ask for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from anabranch.cost import CostModel
+from anabranch.graph.opgraph import bits
+from anabranch.graph.series_parallel import decompose, operators
+
+Ints = NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class Space:
+    """A model, a cluster and the limits of a plan.
+
+    Attributes:
+        sizes: micro-batch sizes, ascending.
+        recompute: stages may recompute.
+        flush: stages may differ in micro-batch size and in k, and the warm-up may be deep.
+    """
+
+    cost: CostModel
+    batch_size: int
+    sizes: tuple[int, ...]
+    recompute: bool = True
+    flush: bool = True
+
+    @cached_property
+    def sources(self) -> Ints:
+        """Per edge of the model, the operator that it leaves."""
+        return np.array([a for a, _ in self.cost.graph.edges], dtype=np.int32)
+
+    @cached_property
+    def targets(self) -> Ints:
+        """Per edge of the model, the operator that it enters."""
+        return np.array([b for _, b in self.cost.graph.edges], dtype=np.int32)
+
+    @cached_property
+    def reaches(self) -> NDArray[np.bool_]:
+        """[a, b]: whether operator b is a or depends on it."""
+        count = len(self.cost.graph)
+        result = np.eye(count, dtype=np.bool_)
+        for a, mask in enumerate(self.cost.graph.descendants):
+            result[a, list(bits(mask))] = True
+        return result
+
+    @cached_property
+    def place(self) -> Ints:
+        """Per operator, its place in the order that takes branch after branch."""
+        result = np.empty(len(self.cost.graph), dtype=np.int32)
+        result[list(operators(decompose(self.cost.graph)))] = np.arange(len(result))
+        return result
+
+    @cached_property
+    def work(self) -> NDArray[np.float64]:
+        """Per operator, forward and backward seconds at the most samples that were measured."""
+        forward, backward = self.cost.op_seconds(self.cost.profile.samples[-1])
+        return forward + backward
+
+    @cached_property
+    def joins(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
+        """Operators that read from several, with these."""
+        return _several(self.cost.graph.predecessors)
+
+    @cached_property
+    def forks(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
+        """Operators that several read from, with these."""
+        return _several(self.cost.graph.successors)
+
+    @property
+    def tensors(self) -> tuple[int, ...]:
+        """Devices of one replica, ascending."""
+        return self.cost.tensor_degrees
+
+    @property
+    def node(self) -> int:
+        """Devices of a node."""
+        return self.cost.cluster.group_sizes[0]
+
+
+def _several(neighbours: tuple[int, ...]) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    found = ((op, tuple(bits(mask))) for op, mask in enumerate(neighbours))
+    return tuple((op, others) for op, others in found if len(others) > 1)

@@ -1,0 +1,67 @@
+"""Simulated annealing: it finds the best of an objective that is known, and keeps the best few."""
+
+from __future__ import annotations
+
+import math
+from random import Random
+
+import numpy as np
+import pytest
+
+from anabranch.planner.auto.annealing import Annealing
+from anabranch.planner.auto.draft import Draft
+from anabranch.planner.auto.settings import Settings
+from tests.planner.auto.test_moves import CHAIN, DIAMOND, draft, space
+
+WHOLE = draft("000000", "000000")
+SHORT = Settings(starts=4, rounds=2, proposed=5)
+
+
+def slowest(found: Draft, limit: float) -> float:
+    """Work per device of the slowest stage, where stages are runs; infinity for gaps."""
+    if (np.diff(found.home) < 0).any() or (np.diff(found.home) > 1).any():
+        return math.inf
+    work = np.bincount(found.home) / np.bincount(found.owner)
+    seconds = float(work.max()) + found.num_stages / 100
+    return seconds if seconds < limit else math.inf
+
+
+@pytest.mark.parametrize("edges", [CHAIN, DIAMOND])
+def test_the_best_is_found(edges):
+    """Six operators on six devices: each device one operator's work, with the fewest stages."""
+    annealing = Annealing(space(edges), slowest, Random(0), SHORT)
+    start = draft("000111", "000001")
+    annealing.search([start], 500)
+    best = annealing.best(1)[0]
+    assert best.seconds == slowest(WHOLE, math.inf) == pytest.approx(1.01)
+    assert best.moves > 0
+    assert best.start == 0
+
+
+def test_the_same_seed_finds_the_same():
+    """And another seed goes another way."""
+
+    def found(seed: int) -> list[float]:
+        annealing = Annealing(space(CHAIN), slowest, Random(seed), SHORT)
+        annealing.search([draft("001122", "000012")], 60)
+        return [entry.seconds for entry in annealing.best(5)]
+
+    assert found(1) == found(1)
+    assert len({tuple(found(seed)) for seed in range(5)}) > 1
+
+
+def test_the_best_few_are_kept_in_order():
+    """No two of them take equally long, and none longer than what was dropped."""
+    annealing = Annealing(space(CHAIN), slowest, Random(0), SHORT)
+    annealing.search([draft("001122", "001122"), draft("000111", "000111")], 400)
+    seconds = [found.seconds for found in annealing.best(4)]
+    assert len(seconds) == 4
+    assert seconds == sorted(set(seconds))
+    assert seconds[0] == pytest.approx(1.01)
+
+
+def test_nothing_that_can_run():
+    """Then there is nothing to begin with, and nothing is found."""
+    annealing = Annealing(space(CHAIN), lambda *_: math.inf, Random(0), SHORT)
+    annealing.search([WHOLE], 100)
+    assert annealing.best(5) == []

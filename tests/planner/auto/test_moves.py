@@ -1,0 +1,216 @@
+"""What every move makes, and that it leaves a draft as it was."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+import numpy as np
+import pytest
+
+from anabranch.cost import CostModel
+from anabranch.planner.auto.draft import Draft
+from anabranch.planner.auto.moves import MOVES, Move
+from anabranch.planner.auto.space import Space
+from tests.planner.auto.random_drafts import random_draft
+from tests.planner.helpers import cluster, linked_model, sharded
+
+#  0 --> 1 --> 3 --> 5        a fork, two branches of two operators, and a join
+#   `--> 2 --> 4 --^
+DIAMOND = [(0, 1), (0, 2), (1, 3), (2, 4), (3, 5), (4, 5)]
+CHAIN = [(i, i + 1) for i in range(5)]
+
+
+def space(edges: list[tuple[int, int]], devices: int = 6, node: int | None = None) -> Space:
+    """Six operators, each of one second, and a batch of 8 samples."""
+    cost = replace(linked_model(6, edges), cluster=cluster(devices, node=node))
+    return Space(cost, 8, (1, 2, 4, 8))
+
+
+def draft(home: str, owner: str, microbatch: int = 4, **changed: object) -> Draft:
+    """A digit per operator and device: its stage."""
+    count = 1 + max(map(int, home))
+    ones = np.ones(count, dtype=np.int32)
+    plain = Draft(
+        np.array([*map(int, home)], dtype=np.int32),
+        np.array([*map(int, owner)], dtype=np.int32),
+        ones * microbatch,
+        ones,
+        np.zeros(count, dtype=np.bool_),
+        ones,
+        deep=False,
+        chained=False,
+        sharded=False,
+    )
+    return plain._replace(**changed)
+
+
+def outcomes(name: str, before: Draft, where: Space) -> set[tuple[str, str]]:
+    """All that a move makes of a draft, as digits of operators and devices."""
+    move = MOVES[name][0]
+    made = (move(before, where, Random(seed)) for seed in range(300))
+    return {(digits(after.home), digits(after.owner)) for after in made if after is not None}
+
+
+def homes(name: str, home: str, edges: list[tuple[int, int]]) -> set[str]:
+    """What a move makes of the operators' stages; every stage has a device, the last one more."""
+    owner = "012345"[: 1 + max(map(int, home))].ljust(6, max(home))
+    return {after for after, _ in outcomes(name, draft(home, owner), space(edges))}
+
+
+def owners(name: str, owner: str, node: int | None = None, home: str = "000111") -> set[str]:
+    """What a move makes of the devices' stages."""
+    where = space(CHAIN, len(owner), node)
+    return {after for _, after in outcomes(name, draft(home, owner), where)}
+
+
+def digits(numbers: np.ndarray) -> str:
+    return "".join(map(str, numbers.tolist()))
+
+
+def well_formed(found: Draft) -> bool:
+    """Every stage has an operator and a device, and everything that stages have."""
+    stages = list(range(found.num_stages))
+    return (
+        np.unique(found.home).tolist() == stages
+        and np.unique(found.owner).tolist() == stages
+        and {len(found.k), len(found.recompute), len(found.tensor)} == {len(stages)}
+        and found.microbatch.min() >= 1
+        and found.k.min() >= 1
+    )
+
+
+@pytest.mark.parametrize("move", [move for move, _ in MOVES.values()], ids=list(MOVES))
+def test_moves_make_drafts_and_leave_theirs_alone(move: Move):
+    """Of any draft: as many stages with operators as with devices, and the draft as it was."""
+    two_in_a_row = [*DIAMOND, *((a + 6, b + 6) for a, b in DIAMOND), (5, 6)]
+    profile = sharded(linked_model(12, two_in_a_row).profile)
+    cost = CostModel(profile, cluster(8, node=4))
+    where = Space(cost, 16, (1, 2, 4, 8, 16))
+    made = 0
+    for seed in range(100):
+        drawn = random_draft(cost, 16, seed)
+        before = drawn._replace(owner=drawn.owner.astype(np.int32))
+        copy = Draft(*(np.copy(x) if isinstance(x, np.ndarray) else x for x in before))
+        after = move(before, where, Random(seed))
+        assert all(np.array_equal(x, y) for x, y in zip(before, copy, strict=True))
+        if after is not None:
+            made += 1
+            assert well_formed(after)
+            assert not all(np.array_equal(x, y) for x, y in zip(before, after, strict=True))
+            assert {x.dtype for x in after[:6]} == {np.dtype(np.int32), np.dtype(np.bool_)}
+    assert made > 5
+
+
+def test_shift_operator():
+    """Either end of an edge between two stages, but never a stage's only operator."""
+    assert homes("shift operator", "000111", CHAIN) == {"000011", "001111"}
+    assert homes("shift operator", "000001", CHAIN) == {"000011"}
+    assert homes("shift operator", "000000", CHAIN) == set()
+
+
+def test_shift_run():
+    """Any number of operators next to the border, with the branches that they lie on."""
+    assert homes("shift run", "000111", CHAIN) == {"000011", "000001", "001111", "011111"}
+    # Of the branches of the diamond: one operator, a whole branch, or both.
+    assert homes("shift run", "011111", DIAMOND) == {"001111", "010111", "001011", "010101"}
+
+
+def test_shift_tails_and_heads():
+    """The ends of both branches at once, into the join's stage and out of it; likewise a fork's."""
+    assert homes("shift tails", "012123", DIAMOND) == {"012333"}
+    assert homes("shift tails", "012333", DIAMOND) == {"012123"}
+    assert homes("shift heads", "012123", DIAMOND) == {"000123"}
+    assert homes("shift heads", "000123", DIAMOND) == {"012123"}
+
+
+def test_merge():
+    """Two stages with their devices; the last stage takes the number that is free."""
+    where, before = space(CHAIN), draft("001122", "012222")
+    for home, owner in outcomes("merge", before, where):
+        assert set(home) == set(owner) == {"0", "1"}
+    assert outcomes("merge", draft("000000", "000000"), where) == set()
+
+
+def test_split():
+    """Each part has about the share of the work that it has of the devices."""
+    where = space(CHAIN, 3)
+    assert outcomes("split", draft("000000", "000"), where) == {
+        ("000111", "001"),
+        ("000011", "001"),
+        ("000001", "001"),
+        ("011111", "011"),
+        ("001111", "011"),
+        ("000111", "011"),
+    }
+    assert outcomes("split", draft("000111", "011", tensor=np.array([1, 2])), where) == set()
+
+
+def test_move_device():
+    """One device, never the last one; with tensor parallelism those of a replica."""
+    assert owners("move device", "0011") == {"0111", "1011", "0001", "0010"}
+    assert owners("move device", "011") == {"001", "010"}
+    where, twos = space(CHAIN, 6), np.array([2, 2], dtype=np.int32)
+    found = outcomes("move device", draft("000111", "000011", tensor=twos), where)
+    assert {owner for _, owner in found} == {"110011", "011011", "001111"}
+
+
+def test_give_half_and_double():
+    """Half of the replicas to another stage; as many again from the largest others."""
+    assert owners("give half", "000011") == {"001111", "011011", "110011", "000001", "000010"}
+    assert owners("double replicas", "000011") == {"001111"}
+
+
+def test_swaps():
+    """Two devices of different stages, or all devices of two stages."""
+    assert owners("swap devices", "0011") == {"1010", "1001", "0110", "0101"}
+    assert owners("swap stages", "0001") == {"1110"}
+
+
+def test_gather_and_scatter():
+    """Stages in a row, one stage into a node, or every stage over all nodes."""
+    assert owners("gather", "01010", home="000111") == {"00011"}
+    assert owners("gather stage", "0101", node=2) == {"0011", "1100"}
+    assert owners("scatter", "0011", node=2) == {"0101"}
+    assert owners("gather stage", "0101") == owners("scatter", "0101") == set()
+
+
+def test_how_stages_run():
+    """Sizes by powers of two within the batch, groups, recomputation, warm-up and chains."""
+    before, where = draft("000111", "01", microbatch=4), space(CHAIN, 2)
+
+    def after(name: str) -> list[Draft]:
+        made = (MOVES[name][0](before, where, Random(seed)) for seed in range(100))
+        return [found for found in made if found is not None]
+
+    assert {tuple(found.microbatch.tolist()) for found in after("resize all")} == {(2, 2), (8, 8)}
+    assert {tuple(found.microbatch.tolist()) for found in after("resize stage")} == {
+        (2, 4),
+        (8, 4),
+        (4, 2),
+        (4, 8),
+    }
+    assert {tuple(found.k.tolist()) for found in after("regroup")} == {(2, 2), (2, 1), (1, 2)}
+    assert {tuple(found.recompute.tolist()) for found in after("recompute stage")} == {
+        (True, False),
+        (False, True),
+    }
+    assert all(found.recompute.all() for found in after("recompute all"))
+    assert all(found.deep for found in after("warm-up"))
+    assert all(found.chained for found in after("chain"))
+
+
+def test_nothing_recomputes_where_that_is_not_allowed():
+    """And a size that was asked for stays."""
+    before, where = draft("000111", "01"), space(CHAIN, 2)
+    fixed = Space(where.cost, 8, (4,), recompute=False)
+    for name in ("recompute stage", "recompute all", "resize all", "resize stage"):
+        assert all(MOVES[name][0](before, fixed, Random(seed)) is None for seed in range(20))
+
+
+def test_without_a_flush_stages_are_alike():
+    """One micro-batch size, groups of one, the least warm-up."""
+    before, where = draft("000111", "01", microbatch=2), space(CHAIN, 2)
+    endless = replace(where, flush=False)
+    for name in ("resize stage", "regroup", "warm-up"):
+        assert all(MOVES[name][0](before, endless, Random(seed)) is None for seed in range(20))

@@ -1,0 +1,74 @@
+"""One search: its proposals, what lies near one of them, and where each comes from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import pytest
+
+from anabranch.planner.auto.draft import Draft, draft_of, stage_graph_of
+from anabranch.planner.auto.search import Search
+from anabranch.planner.auto.settings import SETTINGS
+from anabranch.plans.stages import StageGraph
+from tests.planner.auto.test_annealing import slowest
+from tests.planner.auto.test_moves import CHAIN, draft, space
+
+WHERE = space(CHAIN)
+
+
+def stages(home: str, owner: str) -> StageGraph:
+    return stage_graph_of(draft(home, owner), WHERE.cost, WHERE.batch_size)
+
+
+UNEVEN = stages("000111", "000001")
+
+
+def search(evaluations: int, evaluate=slowest) -> Search:
+    return Search(WHERE, evaluate, [("hand", UNEVEN), ("hand", UNEVEN)], evaluations)
+
+
+def test_starts_come_first_and_the_best_is_found():
+    """Each start once, as it was given."""
+    found = search(500)
+    proposals = list(found)
+    assert proposals[0] == UNEVEN
+    assert proposals.count(UNEVEN) == 1
+    best = proposals[1]
+    assert len(best) == 1
+    assert found.origin(UNEVEN) == "as hand proposes it"
+    assert found.origin(best).endswith("from a proposal of hand")
+
+
+def test_what_lies_near():
+    """The quickest of what a move or two make, with these moves; nothing much slower."""
+    found = search(0)
+    assert next(iter(found)) == UNEVEN
+    near = found.near(UNEVEN)
+    assert len(near[0]) == 1
+    assert "merge" in found.origin(near[0])
+    limit = 1.05 * slowest(draft("000111", "000001"), math.inf)
+    seconds = [slowest(draft_of(graph, WHERE.cost), math.inf) for graph in near]
+    assert seconds == sorted(seconds)
+    assert seconds[-1] < limit
+    assert len(near) <= SETTINGS.near
+
+
+def test_an_interrupt_leaves_the_best_so_far():
+    """What was found until then is proposed, and then the interrupt goes on."""
+    asked: list[Draft] = []
+
+    def interrupted(found: Draft, limit: float) -> float:
+        asked.append(found)
+        if len(asked) == 300:
+            raise KeyboardInterrupt
+        return slowest(found, limit)
+
+    def proposals() -> Iterator[StageGraph]:
+        yield from search(10_000, interrupted)
+
+    found: list[StageGraph] = []
+    with pytest.raises(KeyboardInterrupt):
+        found.extend(proposals())
+    assert found[0] == UNEVEN
+    assert len(found) > 3

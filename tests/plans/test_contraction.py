@@ -1,0 +1,57 @@
+"""Sets of operators as one operator each: which come along, and that nothing is lost."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from anabranch.cost import CostModel
+from anabranch.planner.partitions import partitions
+from anabranch.plans.contraction import contract
+from anabranch.plans.stages import Stage, StageGraph
+from tests.planner.helpers import cluster as devices_of
+from tests.planner.helpers import linked_model
+from tests.strategies import planning_profiles
+
+
+def test_a_circle_becomes_one_operator():
+    """{0, 3} and {1, 2} with 0 -> 1 and 2 -> 3: neither could come first."""
+    graph = linked_model(4, [(0, 1), (2, 3)]).profile
+    assert contract(graph, [0b1001, 0b0110]).masks == (0b1111,)
+
+
+def test_sets_that_overlap_become_one():
+    """Two parameters with a reader in common."""
+    profile = linked_model(4, [(0, 3), (1, 3), (2, 3)]).profile
+    assert contract(profile, [0b0011, 0b0110]).masks == (0b0111, 0b1000)
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_stages_cost_what_they_cost_in_the_whole_model(data):
+    """Seconds, memory and traffic of every stage of every partition, and it is a partition."""
+    profile = data.draw(planning_profiles(max_ops=6, series_parallel=False))
+    everything = (1 << len(profile.graph)) - 1
+    sets = data.draw(st.lists(st.integers(1, everything), max_size=2))
+    found = contract(profile, sets)
+    whole = CostModel(profile, devices_of(4))
+    fewer = CostModel(found.profile, devices_of(4))
+    assert sum(found.masks) == everything
+    for mask in sets:
+        assert any(mask & ~group == 0 for group in found.masks)
+    for masks, pairs in partitions(fewer):
+        graph = StageGraph(
+            tuple(Stage(fewer.graph.names(m), (s,), 2) for s, m in enumerate(masks)),
+            tuple(sorted(pairs)),
+            4,
+        )
+        for ours, theirs in zip(found.expand(graph).stages, graph.stages, strict=True):
+            a = [whole.graph.index[name] for name in ours.operators]
+            b = [fewer.graph.index[name] for name in theirs.operators]
+            assert whole.forward_s(a, 2) == pytest.approx(fewer.forward_s(b, 2))
+            assert whole.backward_s(a, 2) == pytest.approx(fewer.backward_s(b, 2))
+            inside = whole.graph.mask(ours.operators), fewer.graph.mask(theirs.operators)
+            assert whole.border(inside[0]) == fewer.border(inside[1])
+            sizes = {"microbatch_size": 2, "replicas": 1, "in_flight": 3}
+            assert whole.device_bytes(a, **sizes) == fewer.device_bytes(b, **sizes)
