@@ -6,10 +6,12 @@ from itertools import combinations
 from unittest.mock import ANY
 
 import pytest
+import torch.distributed as dist
 
+from anabranch import launch
 from anabranch.calibration import side_by_side
 from anabranch.calibration.machine import this_machine
-from anabranch.calibration.measure import Seen, calibrate, joined
+from anabranch.calibration.measure import Seen, calibrate, gathered, joined
 from anabranch.calibration.messages import SIZES, Exchange, Line
 from anabranch.calibration.overheads import Overheads
 from anabranch.calibration.side_by_side import Pace
@@ -51,12 +53,13 @@ def test_what_ranks_have_seen_is_one_cluster():
         Seen(
             hosts[rank],
             {1: [Pace(1.0, 1.0)] if rank in (0, 2) else [], 2: [Pace(1.5, 1.5)]},
-            {pair: link for pair, link in links.items() if rank in pair},
+            {sum(pair) - rank: link for pair, link in links.items() if rank in pair},
             Line(2.0, 4.0) if rank in (0, 1) else None,
+            Overheads(0.125, 0.25, 100.0) if rank == 0 else None,
         )
         for rank in range(4)
     ]
-    found = joined(seen, Overheads(0.125, 0.25, 100.0), cores=2, name="two hosts", devices=4)
+    found = joined(seen, cores=2, name="two hosts", devices=4)
     assert sorted(found.links) == pairs
     assert [(x.name, x.size) for x in found.cluster.levels] == [("host", 2), ("network", 2)]
     figures = [(x.latency_s, x.bandwidth) for x in found.cluster.levels]
@@ -75,6 +78,21 @@ def test_what_ranks_have_seen_is_one_cluster():
         sum_byte_s=4.0,
         memory_bandwidth=100.0,
     )
+
+
+@pytest.mark.dist
+def test_ranks_tell_what_they_have_seen():
+    """To the last bit, whatever a rank has, and as text."""
+    ends = {1: [Exchange(256, 0.1, 0.2, 1 / 3)]}
+    seen = [
+        Seen("a \u00fc", {1: [Pace(0.1, 0.2)], 2: []}, ends, None, Overheads(0.1, 0.2, 0.3)),
+        Seen("b", {1: [], 2: [Pace(1e-9, 2e-9)]}, {}, Line(0.1, 1e-30)),
+    ]
+
+    def rank() -> list[Seen]:
+        return gathered(seen[dist.get_rank()])
+
+    assert launch.run(rank, 2, timeout=60.0) == [seen, seen]
 
 
 def test_a_busy_machine_is_said():

@@ -58,9 +58,10 @@ def test_plan_by_eye(tmp_path: Path) -> None:
 
 
 @same_folder
-@given(plan=plans(), grouped=st.booleans())
-def test_plan_comes_back(plan: Plan, grouped: bool, tmp_path: Path) -> None:
+@given(plan=plans(), grouped=st.booleans(), shared=st.booleans())
+def test_plan_comes_back(plan: Plan, grouped: bool, shared: bool, tmp_path: Path) -> None:
     """What is saved loads as an equal plan, and the file is what the command line prints."""
+    plan = dataclasses.replace(plan, shard_optimizer=shared and plan.mode == "sync")
     if grouped:  # all devices of a stage hold one replica together
         graph = plan.stage_graph
         stages = tuple(dataclasses.replace(s, tensor=len(s.devices)) for s in graph.stages)

@@ -7,11 +7,12 @@ import platform
 import socket
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
 import torch
 import torch.distributed as dist
+from pydantic import TypeAdapter
 
 from anabranch import launch
 from anabranch.calibration import messages, overheads, side_by_side, sums
@@ -20,6 +21,7 @@ from anabranch.calibration.messages import Exchange, Line
 from anabranch.calibration.overheads import Overheads
 from anabranch.calibration.side_by_side import Pace
 from anabranch.cluster import Calibration, Cluster, Level
+from anabranch.runtime import texts
 from anabranch.runtime.mesh import Mesh
 
 Progress = Callable[[int, int], None]
@@ -40,12 +42,19 @@ class Calibrated:
 
 @dataclass(frozen=True)
 class Seen:
-    """What one rank has to tell."""
+    """What one rank has to tell.
+
+    Attributes:
+        paces: by number of ranks that compute.
+        links: exchanges with other ranks, by rank.
+        alone: what it costs without others; of the first rank.
+    """
 
     host: str
     paces: dict[int, list[Pace]]
-    links: dict[tuple[int, int], list[Exchange]]
+    links: dict[int, list[Exchange]]
     sums: Line | None = None
+    alone: Overheads | None = None
 
 
 def calibrate(progress: Progress | None = None) -> Calibrated:
@@ -65,25 +74,28 @@ def calibrate(progress: Progress | None = None) -> Calibrated:
     alone = launch.run(overheads.measure_overheads, 1)[0]
     machine = this_machine()
     ks = side_by_side.counts(machine.cores, 2 * machine.cores)
-    seen = launch.run(_rank, max(2, ks[-1]), ks, progress or _silent)
-    return joined(seen, alone, machine.cores, f"local:{machine.cores}", machine.cores)
+    first, *others = launch.run(_rank, max(2, ks[-1]), ks, progress or _silent)
+    seen = [replace(first, alone=alone), *others]
+    return joined(seen, machine.cores, f"local:{machine.cores}", machine.cores)
 
 
 def _of_job(progress: Progress | None) -> Calibrated:
     """As a rank of torchrun."""
-    alone: list[Overheads | None] = [None]
-    if int(os.environ["RANK"]) == 0:
-        alone = [launch.run(overheads.measure_overheads, 1)[0]]
+    is_first = int(os.environ["RANK"]) == 0
+    alone = launch.run(overheads.measure_overheads, 1)[0] if is_first else None
     torch.set_num_threads(1)
     cores = os.cpu_count() or 1
     most = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     mine = _rank(side_by_side.counts(cores, most), progress or _silent)
-    seen: list[Seen] = [mine] * dist.get_world_size()
-    dist.all_gather_object(seen, mine)
-    dist.broadcast_object_list(alone, 0)
-    assert alone[0] is not None
-    size = len(seen)
-    return joined(seen, alone[0], cores, f"calibrated on {platform.node()}", size)
+    seen = gathered(replace(mine, alone=alone))
+    return joined(seen, cores, f"calibrated on {platform.node()}", len(seen))
+
+
+def gathered(mine: Seen) -> list[Seen]:
+    """What all ranks have seen, by rank."""
+    found = TypeAdapter(Seen)
+    told = texts.gather(found.dump_json(mine).decode())
+    return [found.validate_json(text) for text in told]
 
 
 def _silent(done: int, total: int) -> None:
@@ -94,8 +106,7 @@ def _rank(ks: Sequence[int], progress: Progress) -> Seen:
     """One rank's measurements: side by side, then with each other rank in turn."""
     size = int(os.environ.get("WORLD_SIZE", "0")) or dist.get_world_size()
     mesh = Mesh(range(size), {sums.RANKS} if size > 1 else ())
-    hosts: list[str] = [""] * size
-    dist.all_gather_object(hosts, _host())
+    hosts = texts.gather(_host())
     local = sum(host == hosts[mesh.rank] for host in hosts[: mesh.rank])
     chosen = messages.pairs(hosts)
     windows = side_by_side.num_windows(ks)
@@ -107,12 +118,12 @@ def _rank(ks: Sequence[int], progress: Progress) -> Seen:
 
     paces = side_by_side.measure_paces(local, ks, mesh.barrier, told)
     transport = mesh.transport()
-    links: dict[tuple[int, int], list[Exchange]] = {}
+    links: dict[int, list[Exchange]] = {}
     for tag, (a, b) in enumerate(chosen):
         mesh.barrier()
         if transport is not None and mesh.rank in (a, b):
             peer = b if mesh.rank == a else a
-            links[a, b] = messages.exchange(transport, peer, first=mesh.rank == a, tag=tag)
+            links[peer] = messages.exchange(transport, peer, first=mesh.rank == a, tag=tag)
         told(windows + tag + 1)
     mesh.barrier()
     summing = sums.measure_sums(mesh) if size > 1 and mesh.rank in sums.RANKS else None
@@ -133,19 +144,19 @@ def _host() -> str:
         return socket.gethostname()
 
 
-def joined(
-    seen: Sequence[Seen], alone: Overheads, cores: int, name: str, devices: int
-) -> Calibrated:
+def joined(seen: Sequence[Seen], cores: int, name: str, devices: int) -> Calibrated:
     """What all ranks have seen, as one cluster."""
+    alone = seen[0].alone
+    assert alone is not None
     hosts = list(dict.fromkeys(one.host for one in seen))
     on_host = [one.paces for one in seen if one.host == hosts[0]]
     links: dict[tuple[int, int], list[Exchange]] = {}
     ends: list[list[Exchange]] = []
     for rank, one in enumerate(seen):
-        for pair, exchanges in one.links.items():
+        for peer, exchanges in one.links.items():
             ends.append(exchanges)
-            if pair[0] == rank:
-                links[pair] = exchanges
+            if rank < peer:
+                links[rank, peer] = exchanges
     near = {p: found for p, found in links.items() if seen[p[0]].host == seen[p[1]].host}
     far = {p: found for p, found in links.items() if p not in near}
     preset = Cluster.preset(f"local:{devices // len(hosts)}")

@@ -221,8 +221,8 @@ def agreed(search: Callable[[], Plan]) -> Plan:
     """Under torchrun: the first rank plans, the others take its plan (measurements differ)."""
     import torch.distributed as dist
 
-    from anabranch.files.plans import plan_from_dict, plan_to_dict
-    from anabranch.runtime.guards.agreement import from_first
+    from anabranch.files import plan_from_dict, plan_to_dict
+    from anabranch.runtime import texts
 
     if not dist.is_initialized():
         dist.init_process_group("gloo")
@@ -233,7 +233,7 @@ def agreed(search: Callable[[], Plan]) -> Plan:
         except AnabranchError as error:
             failure = error
     document = {} if found is None else plan_to_dict(found)
-    told = json.loads(from_first(json.dumps(document).encode()))
+    told = json.loads(texts.from_first(json.dumps(document)))
     if failure is not None:
         raise failure
     if not told:

@@ -57,10 +57,12 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
 
     ``machines`` holds the cluster as a cluster file does, so that a plan for a cluster of the
     user's own can be checked and simulated without that file; it is left out where the plan knows
-    the name alone. ``mode`` and ``policy`` are keys of asynchronous plans only.
+    the name alone. ``mode`` and ``policy`` are keys of asynchronous plans only, and
+    ``shard_optimizer`` is one of plans whose replicas share the optimizer's state.
     """
     graph = plan.stage_graph
     machines = {} if plan.machines is None else {"machines": cluster_to_dict(plan.machines)}
+    shared = {"shard_optimizer": True} if plan.shard_optimizer else {}
     mode = {} if plan.mode == "sync" else {"mode": plan.mode, "policy": plan.policy}
     return {
         "schema": PLAN,
@@ -75,6 +77,7 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
         "batch_size": graph.batch_size,
         "schedule": plan.schedule,
         **mode,
+        **shared,
         "depth": graph.depth,
         "search_s": plan.search_s,
         "simulate_s": plan.simulate_s,

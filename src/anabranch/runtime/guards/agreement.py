@@ -21,15 +21,14 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from anabranch import errors
 from anabranch.errors import InvalidPlanError
 from anabranch.graph.capture import Captured
 from anabranch.plans.plan import Plan
+from anabranch.runtime import texts
 from anabranch.runtime.guards.failure import PeerLostError
 from anabranch.runtime.initialisation import meta_names
-from anabranch.runtime.transport import guarded
 
 _REMEDY = {
     "version": "install the same versions on every machine",
@@ -45,44 +44,15 @@ def require_agreement(facts: Mapping[str, str]) -> None:
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
-    mine = json.dumps(dict(facts)).encode()
-    digests = _gather(hashlib.sha256(mine).digest())
+    mine = json.dumps(dict(facts))
+    digests = texts.gather_bytes(hashlib.sha256(mine.encode()).digest())
     if all(digest == digests[0] for digest in digests):
         return
-    size = max(int.from_bytes(told, "big") for told in _gather(len(mine).to_bytes(8, "big")))
-    texts = [json.loads(told.rstrip(b" ")) for told in _gather(mine.ljust(size))]
+    told = [json.loads(text) for text in texts.gather(mine)]
     # Whoever leaves while others still read from it would look like a failure of its own.
     with contextlib.suppress(PeerLostError):
-        _gather(b" ")
-    raise InvalidPlanError(_difference(texts))
-
-
-def _gather(mine: bytes) -> list[bytes]:
-    """Everybody's bytes, of one length."""
-    tensor = torch.tensor(list(mine), dtype=torch.uint8, device=_place())
-    gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
-    guarded(lambda: dist.all_gather(gathered, tensor))
-    return [_bytes(theirs) for theirs in gathered]
-
-
-def from_first(mine: bytes) -> bytes:
-    """What the first rank has, on every rank; others may give nothing."""
-    length = torch.tensor([len(mine)], device=_place())
-    guarded(lambda: dist.broadcast(length, 0))
-    told = torch.frombuffer(bytearray(mine), dtype=torch.uint8) if dist.get_rank() == 0 else None
-    data = torch.empty(int(length), dtype=torch.uint8) if told is None else told
-    data = data.to(_place())
-    guarded(lambda: dist.broadcast(data, 0))
-    return bytes(data.cpu().numpy())
-
-
-def _bytes(tensor: Tensor) -> bytes:
-    return bytes(tensor.tolist())
-
-
-def _place() -> torch.device:
-    """Where the user's group can gather: one for NCCL alone has no way for tensors on the CPU."""
-    return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+        texts.gather_bytes(b" ")
+    raise InvalidPlanError(_difference(told))
 
 
 def _difference(texts: list[dict[str, str]]) -> str:
