@@ -18,6 +18,7 @@ torch's CPU threads are safe: a rank computes on one thread, so it never asks fo
 from __future__ import annotations
 
 import ctypes
+import gc
 import mmap
 import multiprocessing
 import os
@@ -41,6 +42,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
 from anabranch.errors import AnabranchError, StageFailedError
+from anabranch.runtime.guards.agreement import version
 from anabranch.runtime.guards.failure import (
     POSITION,
     POSITION_INTS,
@@ -92,6 +94,7 @@ def run(
     """
     if num_ranks < 1:
         raise ValueError(f"{num_ranks} ranks; at least 1 is needed")
+    version()  # which reads all of our source: once here, for all ranks
     shared = memoryview(mmap.mmap(-1, 8 * (POSITION_INTS * num_ranks + 1))).cast("q")
     positions, flag = shared[:-1], shared[-1:]
     with _meeting_place() as store, _telling(flag, on_interrupt):
@@ -276,6 +279,8 @@ def _main(
 ) -> None:
     """One rank, from its first instruction to its last word."""
     _die_with(parent)
+    # The collector would write to whatever the parent had, and so copy it, to find no garbage.
+    gc.freeze()
     # Ctrl-C reaches the whole process group, SIGTERM may; the parent hears it too, and tells or
     # stops the ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
