@@ -49,6 +49,16 @@ def test_replicas_are_equal_up_to_rounding() -> None:
     assert result.worst in dict(model.module.named_parameters())
 
 
+@pytest.mark.dist
+def test_sparse_gradients_of_tables_are_compared() -> None:
+    """As a plan has them; one process adds up the whole table."""
+    model = built("TwoBranch")
+    sgd = replace(model.workload, optimizer=lambda p: torch.optim.SGD(p, lr=0.1, fused=False))
+    chosen = replace(plan(model, 2, replicas=[2, 1]), sparse_embeddings=True)
+    result = verify(sgd, chosen, batch=batch(16), captured=model.captured, timeout=LIMIT_S)
+    assert result.max_gradient_error < 1e-5
+
+
 class Doubled(TwoBranch):
     """Behaves otherwise after it was captured."""
 

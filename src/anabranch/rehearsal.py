@@ -8,20 +8,17 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from anabranch import launch
 from anabranch.cluster import Cluster
 from anabranch.emulation import EmulatedPipeline, Emulation
 from anabranch.emulation.emulation import Links
-from anabranch.errors import InvalidPlanError
-from anabranch.plans.plan import Plan, Prediction
-from anabranch.plans.prices import prices_of
+from anabranch.plans.plan import Plan
 from anabranch.profile.profile import Profile
 from anabranch.record import Run
-from anabranch.solve import ideal_step_s, simulate
-from anabranch.solve.planner_options import bottleneck_s_per_sample
+from anabranch.solve import foreseen, ideal_step_s
 from anabranch.timeline import Timeline
 
 MOST_TIME_SCALE = 64.0
@@ -144,30 +141,6 @@ def rehearse(
         emulation.message_bytes,
         emulation.num_messages,
     )
-
-
-def foreseen(plan: Plan, profile: Profile, cluster: Cluster | None = None) -> tuple[Plan, Timeline]:
-    """The plan with the figures that it has on a cluster, by default its own, and the timeline.
-
-    Raises:
-        InvalidPlanError: if the plan does not suit model and cluster, or says of none.
-    """
-    machines = cluster or plan.machines
-    if machines is None:
-        raise InvalidPlanError(
-            f"the plan was made for a cluster called {plan.cluster!r}, but does not say what that "
-            "has; name the cluster to emulate"
-        )
-    predicted = simulate(plan, profile, machines)
-    figures = Prediction(
-        step_s=predicted.step_s,
-        bottleneck_s_per_sample=bottleneck_s_per_sample(
-            plan.stage_graph, prices_of(plan, profile, machines)
-        ),
-        bubble=predicted.bubble,
-        device_peak_bytes=tuple(predicted.peak_bytes[device] for device in predicted.devices),
-    )
-    return replace(plan, cluster=machines.name, machines=machines, predicted=figures), predicted
 
 
 @dataclass(frozen=True)

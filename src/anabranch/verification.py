@@ -28,6 +28,7 @@ from anabranch.plans.stages import Stage, StageGraph
 from anabranch.runtime import plan_parts as steps
 from anabranch.runtime.compute.options import ComputeOptions, Dropout
 from anabranch.runtime.compute.programs import is_random as is_random_module
+from anabranch.runtime.data_parallel.buckets import dense
 from anabranch.runtime.initialisation import SEEDS, materialise, require_values
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.runtime.placement import claim, own_device
@@ -236,10 +237,11 @@ def _compare(
             "model does something in Python that tracing loses"
         )
     worst, error, bitwise = "", 0.0, loss == expected.loss
-    largest = [float(g.abs().max()) for g in expected.gradients.values() if g.numel()]
+    references = {name: dense(gradient) for name, gradient in expected.gradients.items()}
+    largest = [float(g.abs().max()) for g in references.values() if g.numel()]
     floor = 0.0 if exact else _NOISE * max(largest, default=0.0)
-    for name, ours in gradients.items():
-        theirs = expected.gradients[name]
+    for name, gradient in gradients.items():
+        ours, theirs = dense(gradient), references[name]
         bitwise = bitwise and torch.equal(ours, theirs)
         distance = _relative(ours, theirs, floor)
         if not worst or not distance <= error:
@@ -250,8 +252,6 @@ def _compare(
 
 
 def _relative(ours: Tensor, theirs: Tensor, floor: float) -> float:
-    if ours.is_sparse or theirs.is_sparse:
-        ours, theirs = ours.to_dense(), theirs.to_dense()
     if ours.numel() == 0:
         return 0.0
     difference = float((ours - theirs).abs().max())

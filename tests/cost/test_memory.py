@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -77,6 +78,19 @@ def test_shared_optimizer_state(replicas, held):
     whole = device_memory(WEIGHTS, 8, replicas, **options)
     shared = device_memory(WEIGHTS, 8, replicas, **options, shard_optimizer=True)
     assert whole.resident - shared.resident == 2 * (800 - held)
+
+
+def test_sparse_gradients_are_the_rows_of_a_batch():
+    """Instead of 500 bytes of tables each of three replicas has a third of the 60 of a batch. The
+    largest is a gradient of 100 bytes. There are two terms of the 300 whole ones while these are
+    summed, or all rows and what they add up to.
+    """
+    rows = replace(WEIGHTS, tables=500, rows=60, largest_gradient=100)
+    whole, sparse = memory(), memory(rows)
+    assert whole.resident - sparse.resident == 500 - 60 / 3
+    assert (sparse.backward, sparse.sums) == (100, 600)
+    assert memory(replace(rows, rows=400)).sums == 2 * 400
+    assert rows.summed == 800 - 500 + 60 / 2
 
 
 def test_frozen_parameters():

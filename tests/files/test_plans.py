@@ -128,6 +128,16 @@ def test_modes_in_plan_files(tmp_path: Path) -> None:
     assert (document["mode"], document["policy"]) == ("async", "stash")
 
 
+@pytest.mark.parametrize("trait", ["shard_optimizer", "sparse_embeddings"])
+def test_how_a_plan_trains_is_written(trait: str, tmp_path: Path) -> None:
+    """Where it is another way than the default, so that training and simulation take it over."""
+    (tmp_path / "in.json").write_text(json.dumps(PLAN))
+    plan = load_plan(tmp_path / "in.json")
+    assert trait not in plan_to_dict(plan)
+    save_plan(dataclasses.replace(plan, **{trait: True}), tmp_path / "out.json")
+    assert getattr(load_plan(tmp_path / "out.json"), trait)
+
+
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
@@ -136,6 +146,10 @@ def test_modes_in_plan_files(tmp_path: Path) -> None:
         ({"mode": "async"}, "mode is 'async', but policy is empty; it takes one of naive, stash"),
         ({"policy": "stash"}, "policy is 'stash', but mode is 'sync'"),
         ({"mode": "async", "policy": "stash", "shard_optimizer": True}, "shard_optimizer is true"),
+        (
+            {"mode": "async", "policy": "stash", "sparse_embeddings": True},
+            "sparse_embeddings is true",
+        ),
         ({"mode": None}, "mode is null"),
     ],
 )

@@ -57,7 +57,8 @@ def test_rows_of_a_table_are_summed_and_updated() -> None:
     graph = StageGraph((Stage(("op0",), (0, 1), 4),), (), 4)
     found = []
     for sparse in (False, True):
-        cost = CostModel(profile, cluster(2, bandwidth=8), sparse_embeddings=sparse)
+        machines = cluster(2, bandwidth=8)
+        cost = CostModel(profile, machines, sparse_embeddings=sparse, batch_size=4)
         priced = ModelCosts(graph, cost)
         (work,) = priced.all_reduces()
         found.append((work.nbytes, work.seconds, priced.update_s(0)))

@@ -32,8 +32,8 @@ def rehearse(
 ) -> None:
     """Emulate the plan of a file, or one that is found first, and say what came of it."""
     from anabranch.record import save_run
-    from anabranch.rehearsal import foreseen
     from anabranch.rehearsal import rehearse as emulate
+    from anabranch.solve import foreseen
 
     plan, profile, cluster = _plan(source, local, emulation.cluster)
     emulated = emulation.with_links(cluster)

@@ -106,6 +106,7 @@ class Job:
         mode: str = "sync",
         policy: str = "",
         shard_optimizer: bool | None = None,
+        sparse_embeddings: bool = False,
     ) -> Plan:
         """Plan for local ranks; ``own_cores`` as if each had a core of its own."""
         from anabranch.runtime.asynchronous.optimizer_facts import optimizer_of
@@ -127,8 +128,21 @@ class Job:
             policy=policy,
             optimizer=optimizer_of(self.workload) if mode == "async" else None,
             shard_optimizer=shard_optimizer,
+            sparse_embeddings=sparse_embeddings,
         )
         return replace(found, options=self.source.recorded())
+
+    def predicted(self, plan: Plan) -> Plan:
+        """The plan with the figures that it has by operators measured here; with none if it was
+        made for devices that are not.
+        """
+        from anabranch.solve import foreseen
+
+        if plan.device.split(":")[0] != self.device or plan.machines is None:
+            return replace(plan, predicted=None)
+        cluster = as_calibrated(plan.machines) if self._calibrated else plan.machines
+        profile = self.profile or self.measure(plan.stage_graph.batch_size)
+        return replace(foreseen(plan, profile, cluster)[0], profile=profile.origin)
 
     def train(
         self,

@@ -216,6 +216,15 @@ class PlanningSettings:
         ),
     ] = None
 
+    sparse_embeddings: Annotated[
+        bool,
+        typer.Option(
+            "--sparse-embeddings/--no-sparse-embeddings",
+            help="Gradients of embedding tables are the rows that were looked up, in training by "
+            "this plan as well; otherwise as the model says.",
+        ),
+    ] = False
+
     @property
     def search(self) -> dict[str, Any]:
         """What every search takes of it."""
@@ -224,6 +233,7 @@ class PlanningSettings:
             "schedule": self.schedule,
             "max_replicas": self.max_replicas,
             "shard_optimizer": self.shard_optimizer,
+            "sparse_embeddings": self.sparse_embeddings,
         }
 
 
@@ -364,23 +374,25 @@ class ComputeSettings:
         _computing(help="sample: random numbers are the same under any plan."),
     ] = "stage"
     sparse_embeddings: Annotated[
-        bool,
+        bool | None,
         _computing(
-            "--sparse-embeddings",
-            help="Gradients of embedding tables are the rows that were looked up.",
+            "--sparse-embeddings/--no-sparse-embeddings",
+            help="Gradients of embedding tables are the rows that were looked up [default: the "
+            "plan's, or as the model says].",
         ),
-    ] = False
+    ] = None
     accumulate: Annotated[
         int,
         _computing(min=1, help="Batches that make one update."),
     ] = 1
     shard_optimizer: Annotated[
-        bool,
+        bool | None,
         _computing(
-            "--shard-optimizer",
-            help="Replicas of a stage share its optimizer state instead of each holding it.",
+            "--shard-optimizer/--no-shard-optimizer",
+            help="Replicas of a stage share its optimizer state instead of each holding it "
+            "[default: the plan's].",
         ),
-    ] = False
+    ] = None
 
     def options(self) -> "ComputeOptions":
         """As the runtime takes it.

@@ -4,10 +4,12 @@
     fixed    parameters + trainable * (versions + optimizer factor)
                of the optimizer factor, where replicas share its state, the part of one of them
              + receive slots * (entering + gradients of what leaves)
+             - tables + rows / replicas     where gradients of tables are the rows of a batch
              + largest                      gradient of one parameter, before it is added
              + kept * n                     with recomputation: the inside of one micro-batch
     flight   entering + kept * n            without; with recomputation only what entered
-    sums     terms of other replicas in a bucket of gradients, when nothing is in flight any more
+    sums     terms of other replicas in a bucket of gradients, when nothing is in flight any more;
+             of rows those of all replicas, and what they add up to
     peak     fixed + in flight * flight     or, if that is more, with the sums instead of a backward
 
 The versions of the trainable weights include the current one, whose place on top is taken by the
@@ -94,10 +96,15 @@ def device_memory(
     ahead = receive_slots * (entering + weights.border.entering_gradients.at(samples))
     kept = weights.kept * samples
     inside = kept * recompute
-    bucket = np.maximum(weights.largest, np.minimum(updated, BUCKET_BYTES))
+    largest = weights.largest if weights.largest_gradient is None else weights.largest_gradient
+    whole = np.maximum(updated - weights.tables, 0)
+    bucket = np.maximum(largest, np.minimum(whole, BUCKET_BYTES))
     terms = np.minimum(replicas - 1, _TERMS)
     return DeviceMemory(
-        state + ahead, entering + (kept - inside), inside + weights.largest, bucket * terms
+        state - weights.tables + weights.rows / replicas + ahead,
+        entering + (kept - inside),
+        inside + largest,
+        np.maximum(bucket * terms, weights.rows * _COPIES * (replicas > 1)),
     )
 
 
@@ -113,3 +120,6 @@ _TERMS = 2
 """Terms of other replicas that are at hand while a bucket is summed: what has been added up, and
 the next one.
 """
+
+_COPIES = 2
+"""Of the rows of all replicas, while they are added up: as they came, and the sums."""

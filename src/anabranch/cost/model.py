@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -20,6 +20,7 @@ from anabranch.cluster import Cluster
 from anabranch.cost.communication import Route, all_reduce_s, border_price, ring_price, transfer_s
 from anabranch.cost.memory import DeviceMemory, device_memory, updated_bytes
 from anabranch.cost.overheads import agreement_s, message_s, sum_s, update_cost
+from anabranch.cost.sparse import message_bytes
 from anabranch.cost.stage_weights import Border, Number, StageWeights, Traffic
 from anabranch.errors import ProfileError
 from anabranch.graph.opgraph import BATCH, OpGraph, Parameter, bits
@@ -42,8 +43,8 @@ class CostModel:
             is asked for a row of mini-batches without a flush.
         shard_optimizer: whether replicas share the optimizer's state, see ``Pipeline``; in memory,
             and in the seconds of the simulator, not in planners' own estimates.
-        sparse_embeddings: whether embedding tables have sparse gradients, see ``ComputeOptions``;
-            in the seconds of all-reduces and updates only, not in memory.
+        sparse_embeddings: whether embedding tables have sparse gradients, see ``ComputeOptions``.
+        batch_size: samples of a step, for the rows of these; 0 where nobody asks.
     """
 
     profile: Profile
@@ -53,6 +54,7 @@ class CostModel:
     updates: int = 1
     shard_optimizer: bool = False
     sparse_embeddings: bool = False
+    batch_size: int = 0
     _tables: dict[tuple[float, int], tuple[Floats, Floats]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -263,6 +265,27 @@ class CostModel:
         """The parameters by name."""
         return {parameter.name: parameter for parameter in self.graph.parameters}
 
+    def has_rows(self, parameter: Parameter) -> bool:
+        """Whether the gradient of a parameter is the rows that a batch looks up."""
+        table = parameter.table
+        asked = table is not None and (table.sparse or self.sparse_embeddings)
+        return asked and parameter.trainable and self.batch_size > 0
+
+    def row_bytes(self, parameter: Parameter) -> int:
+        """Bytes of the gradient of a parameter in a whole batch, if that is rows, and fewer than
+        the whole gradient whose ring takes as long; else 0.
+        """
+        table = parameter.table
+        if table is None or not self.has_rows(parameter):
+            return 0
+        nbytes = message_bytes(table, self.batch_size)
+        return nbytes if nbytes / 2 < parameter.nbytes else 0
+
+    @cached_property
+    def _rows(self) -> dict[str, int]:
+        found = {p.name: self.row_bytes(p) for p in self.graph.parameters}
+        return {name: nbytes for name, nbytes in found.items() if nbytes}
+
     @cached_property
     def tied(self) -> tuple[tuple[int, Parameter], ...]:
         """Parameters that several operators read, with the bit masks of these."""
@@ -366,12 +389,27 @@ class CostModel:
     def weights(self, mask: int, tensor: int = 1) -> StageWeights:
         """Bytes of the stage with these operators."""
         ops = list(bits(mask))
-        return StageWeights(
+        whole = StageWeights(
             float(self.parameter_bytes(ops, tensor=tensor)),
             float(self.parameter_bytes(ops, trainable=True, tensor=tensor)),
             float(self.kept_bytes(tensor)[ops].sum()),
             self.border(mask),
             float(self.largest_gradients(tensor)[ops].max(initial=0.0)),
+        )
+        read = {name for op in ops for name in self.graph.ops[op].parameters} if self._rows else ()
+        tables = [name for name in read if name in self._rows]
+        if not tables or tensor > 1:
+            return whole
+        gradients = (
+            self._rows.get(name, self.parameters[name].nbytes)
+            for name in read
+            if self.parameters[name].trainable
+        )
+        return replace(
+            whole,
+            tables=float(sum(self.parameters[name].nbytes for name in tables)),
+            rows=float(sum(self._rows[name] for name in tables)),
+            largest_gradient=float(max(gradients)),
         )
 
     def memory(

@@ -88,6 +88,9 @@ class StageWeights:
         kept: bytes per sample that its operators keep for their backward.
         border: what crosses its border.
         largest: bytes of the largest parameter that is trained.
+        tables: bytes of trained tables whose gradients are rows (``CostModel.row_bytes``).
+        rows: bytes of the gradients of these, of a whole batch.
+        largest_gradient: bytes of the largest gradient of one parameter, if that is another.
     """
 
     parameters: Number
@@ -95,6 +98,14 @@ class StageWeights:
     kept: Number
     border: Border
     largest: Number = 0.0
+    tables: Number = 0.0
+    rows: Number = 0.0
+    largest_gradient: Number | None = None
+
+    @property
+    def summed(self) -> Number:
+        """Bytes of gradients in a ring, or those of a ring that takes as long as the rows."""
+        return self.trainable - self.tables + self.rows / 2
 
     def __getitem__(self, places: Any) -> StageWeights:
         """Those of some stages."""

@@ -57,12 +57,12 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
 
     ``machines`` holds the cluster as a cluster file does, so that a plan for a cluster of the
     user's own can be checked and simulated without that file; it is left out where the plan knows
-    the name alone. ``mode`` and ``policy`` are keys of asynchronous plans only, and
-    ``shard_optimizer`` is one of plans whose replicas share the optimizer's state.
+    the name alone. ``mode`` and ``policy`` are keys of asynchronous plans only, ``shard_optimizer``
+    and ``sparse_embeddings`` of those that have it.
     """
     graph = plan.stage_graph
     machines = {} if plan.machines is None else {"machines": cluster_to_dict(plan.machines)}
-    shared = {"shard_optimizer": True} if plan.shard_optimizer else {}
+    traits = {n: True for n in ("shard_optimizer", "sparse_embeddings") if getattr(plan, n)}
     mode = {} if plan.mode == "sync" else {"mode": plan.mode, "policy": plan.policy}
     return {
         "schema": PLAN,
@@ -77,7 +77,7 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
         "batch_size": graph.batch_size,
         "schedule": plan.schedule,
         **mode,
-        **shared,
+        **traits,
         "depth": graph.depth,
         "search_s": plan.search_s,
         "simulate_s": plan.simulate_s,
@@ -133,6 +133,7 @@ class _PlanFile(Strict):
     mode: Mode = "sync"
     policy: Annotated[str, AfterValidator(_check_policy)] = ""
     shard_optimizer: bool = False
+    sparse_embeddings: bool = False
     depth: int | None = None
     search_s: Seconds = 0.0
     simulate_s: Seconds = 0.0
@@ -217,6 +218,11 @@ def _check_mode(file: _PlanFile) -> None:
         raise ValueError(
             "shard_optimizer is true, but mode is 'async', where every replica makes its own "
             "versions of the weights; leave it out"
+        )
+    if file.mode == "async" and file.sparse_embeddings:
+        raise ValueError(
+            "sparse_embeddings is true, but mode is 'async', where gradients of tables are what "
+            "the model asks for; leave it out"
         )
 
 

@@ -97,6 +97,7 @@ class Plan:
             pipeline and may exceed the micro-batches of one mini-batch.
         policy: key of ``weights.POLICIES``; empty for ``sync``.
         shard_optimizer: whether replicas of a stage share its optimizer state, see ``Pipeline``.
+        sparse_embeddings: whether embedding tables have sparse gradients, see ``ComputeOptions``.
     """
 
     stage_graph: StageGraph
@@ -117,6 +118,7 @@ class Plan:
     mode: str = "sync"
     policy: str = ""
     shard_optimizer: bool = False
+    sparse_embeddings: bool = False
 
     @property
     def figures(self) -> Prediction:
@@ -161,6 +163,7 @@ class Plan:
             said,
             self.costs,
             *(["replicas share the optimizer's state"] if self.shard_optimizer else []),
+            *(["sparse gradients of tables"] if self.sparse_embeddings else []),
             *self.notes,
         ]
         modes = _modes(graph.stages)

@@ -14,18 +14,19 @@ def prices_of(
     cluster: Cluster,
     *,
     optimizer_factor: float = 2.0,
-    sparse_embeddings: bool = False,
 ) -> CostModel:
-    """A cost model for the stages of a plan, whose replicas may share the optimizer's state.
+    """A cost model for the stages of a plan, whose replicas may share the optimizer's state, and
+    whose tables may have sparse gradients.
 
     Args:
         cluster: may be another one than the plan was made for.
-        optimizer_factor: see ``CostModel``, and so is ``sparse_embeddings``.
+        optimizer_factor: see ``CostModel``.
     """
     return CostModel(
         profile,
         cluster,
         optimizer_factor=optimizer_factor,
         shard_optimizer=plan.shard_optimizer,
-        sparse_embeddings=sparse_embeddings,
+        sparse_embeddings=plan.sparse_embeddings,
+        batch_size=plan.stage_graph.batch_size if plan.mode == "sync" else 0,
     )

@@ -81,6 +81,8 @@ class Session:
         graph = plan.stage_graph
         require_whole_replicas(graph)
         self._plan, self._timeout = plan, timeout
+        if compute.sparse_embeddings is None:
+            compute = replace(compute, sparse_embeddings=plan.sparse_embeddings)
         self.captured = captured or captured_for(workload, plan)
         module = self.captured.module
         # The self-check needs the whole model on one rank.
@@ -164,7 +166,7 @@ class Session:
             self.holders,
             self.mesh,
             self.state.optimizer,
-            sparse_embeddings=self.workers.options.sparse_embeddings,
+            sparse_embeddings=bool(self.workers.options.sparse_embeddings),
             accumulate=accumulate,
         )
 

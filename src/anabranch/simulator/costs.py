@@ -269,7 +269,7 @@ class ModelCosts:
     ) -> int:
         """Bytes of a gradient in a ring, or those of a ring that takes as long as its rows."""
         held = _held_bytes(share, parameter)
-        if parameter.table is None or not self.cost.sparse_embeddings or share < 1:
+        if parameter.table is None or not self.cost.has_rows(parameter) or share < 1:
             return held
         return min(held, ring_bytes(parameter.table, self._most_samples(stages), holders))
 
@@ -320,15 +320,16 @@ class ModelCosts:
 
     def _untouched_bytes(self, stage: Stage, names: Iterable[str]) -> int:
         """Rows of a stage's tables that an update by rows leaves alone."""
-        if not self.cost.sparse_embeddings or stage.tensor > 1:
+        if stage.tensor > 1:
             return 0
         samples = most_samples(self.graph.batch_size, stage.microbatch_size, stage.replicas)
         left = 0
         for parameter in (self.cost.parameters[name] for name in names):
-            table, nbytes = parameter.table, parameter.nbytes
-            alone = stage.replicas == 1
-            if table and (alone or rows_pay(table, nbytes, samples, stage.replicas)):
-                rows = table.lookups * samples * stage.replicas
+            table, nbytes, replicas = parameter.table, parameter.nbytes, stage.replicas
+            if table is None or not self.cost.has_rows(parameter):
+                continue
+            if replicas == 1 or rows_pay(table, nbytes, samples, replicas):
+                rows = table.lookups * samples * replicas
                 left += max(nbytes - rows * table.row_bytes, 0)
         return left
 

@@ -114,6 +114,7 @@ def plan(
         cluster,
         optimizer_factor=optimizer_factor,
         sparse_embeddings=sparse_embeddings,
+        batch_size=batch_size if mode == "sync" else 0,
     )
     if mode == "async":
         if sparse_embeddings:
@@ -198,6 +199,7 @@ class _StepSearch:
             notes=(*notes, *stops),
             machines=cost.cluster,
             shard_optimizer=cost.shard_optimizer,
+            sparse_embeddings=cost.sparse_embeddings,
         )
 
 

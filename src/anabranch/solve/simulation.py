@@ -49,7 +49,7 @@ def simulate(
     *,
     schedule: str | None = None,
     optimizer_factor: float = 2.0,
-    sparse_embeddings: bool = False,
+    sparse_embeddings: bool | None = None,
 ) -> Timeline:
     """Predict the timeline of one step of a plan.
 
@@ -64,7 +64,7 @@ def simulate(
             ``auto`` for the faster of those that ``plan`` chooses from, ``published`` for those of
             the planner's paper.
         optimizer_factor: optimizer state in bytes per byte of trainable parameter.
-        sparse_embeddings: as for ``plan``.
+        sparse_embeddings: as for ``plan``; by default as the plan says.
 
     Raises:
         InvalidPlanError: if the plan does not suit model and cluster; the message lists every
@@ -74,14 +74,37 @@ def simulate(
     if plan_.mode == "async":
         check_mode("async", plan_.policy, schedule or "auto")
         return simulate_async(plan_, profile, cluster, optimizer_factor=optimizer_factor).timeline
-    cost = prices_of(
-        plan_,
-        profile,
-        cluster,
-        optimizer_factor=optimizer_factor,
-        sparse_embeddings=sparse_embeddings,
-    )
+    if sparse_embeddings is not None:
+        plan_ = replace(plan_, sparse_embeddings=sparse_embeddings)
+    cost = prices_of(plan_, profile, cluster, optimizer_factor=optimizer_factor)
     return checked_run(*scheduled(plan_, cost, schedule), cost)
+
+
+def foreseen(
+    plan_: Plan, profile: Profile, cluster: Cluster | None = None
+) -> tuple[Plan, Timeline]:
+    """The plan with the figures that it has on a cluster, by default its own, and the timeline.
+
+    Raises:
+        InvalidPlanError: if the plan does not suit model and cluster, or says of none.
+    """
+    machines = cluster or plan_.machines
+    if machines is None:
+        raise InvalidPlanError(
+            f"the plan was made for a cluster called {plan_.cluster!r}, but does not say what that "
+            "has; name the cluster that it is to run on"
+        )
+    predicted = simulate(plan_, profile, machines)
+    figures = Prediction(
+        step_s=predicted.step_s,
+        bottleneck_s_per_sample=bottleneck_s_per_sample(
+            plan_.stage_graph, prices_of(plan_, profile, machines)
+        ),
+        bubble=predicted.bubble,
+        device_peak_bytes=tuple(predicted.peak_bytes[device] for device in predicted.devices),
+        period_s=predicted.period_s,
+    )
+    return replace(plan_, cluster=machines.name, machines=machines, predicted=figures), predicted
 
 
 def scheduled(plan_: Plan, cost: CostModel, schedule: str | None = None) -> tuple[StageGraph, str]:

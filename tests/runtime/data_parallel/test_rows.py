@@ -263,6 +263,16 @@ def test_an_option_makes_gradients_of_tables_sparse() -> None:
     assert on_ranks(model, chosen, workload, row_tables) == [[], []]
 
 
+def test_a_plan_makes_gradients_of_tables_sparse() -> None:
+    """As the option does, which decides where it is given."""
+    model = made(Whole)
+    workload = replace(model.workload, optimizer=adagrad)
+    chosen = replace(plan(model, 1, replicas=[2]), sparse_embeddings=True)
+    dense = ComputeOptions(sparse_embeddings=False)
+    assert on_ranks(model, chosen, workload, row_tables) == [["words.weight"]] * 2
+    assert on_ranks(model, chosen, workload, row_tables, compute=dense) == [[], []]
+
+
 def test_the_option_asks_for_an_optimizer_that_takes_it() -> None:
     """On a rank with tables."""
     model = made(Whole)

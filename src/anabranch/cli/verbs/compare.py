@@ -107,6 +107,8 @@ def compare(
         usage(solve.check_mode, "async", "", options.pop("schedule"))
         if options.pop("shard_optimizer"):
             raise typer.BadParameter("--shard-optimizer is for --mode sync; leave it out")
+        if options.pop("sparse_embeddings"):
+            raise typer.BadParameter("--sparse-embeddings is for --mode sync; leave it out")
         policies = list(dict.fromkeys(policy or POLICIES))
         results = usage(
             solve.compare_policies, *where, planners, policies, optimizer=optimizer, **options

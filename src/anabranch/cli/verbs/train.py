@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -99,7 +100,7 @@ def train(
         training = restarted(training)
     is_async = flush.is_async(job.plan)
     refuse_mode(is_async, flush, compute)
-    shown, policy = _plan(job, local, training, options, flush, compute.shard_optimizer)
+    shown, policy = _plan(job, local, training, options, flush, compute)
     is_first = os.environ.get("RANK", "0") == "0"
     if is_first and not as_json:
         typer.echo(shown.summary())
@@ -121,7 +122,7 @@ def train(
             batch_size = job.plan.stage_graph.batch_size
             fewer = replace(local, plan_file=None, devices=left, batch_size=batch_size)
             job.plan = None
-            shown, policy = _plan(job, fewer, asked, options, flush, compute.shard_optimizer)
+            shown, policy = _plan(job, fewer, asked, options, flush, compute)
             special |= {"policy": policy} if is_async else {}
             if is_first:
                 note(f"{left} of {planned} devices are left, for which training is planned anew")
@@ -155,7 +156,7 @@ def _plan(
     training: TrainingSettings,
     options: ComputeOptions,
     flush: FlushSettings,
-    shard_optimizer: bool,
+    compute: ComputeSettings,
 ) -> tuple[Plan, WeightPolicy | str | None]:
     """Plan the job if it has no plan; the plan as it will be executed, and another policy for it.
 
@@ -178,14 +179,22 @@ def _plan(
         max_replicas=local.max_replicas,
         mode="async" if is_async else "sync",
         policy=flush.policy or "",
-        shard_optimizer=shard_optimizer or None,
+        shard_optimizer=compute.shard_optimizer,
+        sparse_embeddings=bool(compute.sparse_embeddings) and not is_async,
     )
     is_file = job.plan is not None
-    job.plan = job.plan or (agreed(search) if "RANK" in os.environ else search())
-    if shard_optimizer and not job.plan.shard_optimizer:
-        job.plan = replace(job.plan, shard_optimizer=True, predicted=None)
+    job.plan = job.plan or _on_first(search)
+    asked = {trait: getattr(compute, trait) for trait in ("shard_optimizer", "sparse_embeddings")}
+    changed = replace(job.plan, **{trait: on for trait, on in asked.items() if on is not None})
+    if changed != job.plan and not is_async:
+        job.plan = _on_first(partial(job.predicted, changed))
     policy = flush.other_policy(job.plan, is_file=is_file) if is_async else None
     how = {"is_async": is_async, "round_robin": flush.round_robin}
     if is_file:
         require_runs(job.captured, job.plan, job.workload, options, policy, **how)
     return executed_plan(job.plan, job.workload, policy, **how), policy
+
+
+def _on_first(make: Callable[[], Plan]) -> Plan:
+    """What is made here or, under torchrun, on the first rank."""
+    return agreed(make) if "RANK" in os.environ else make()

@@ -181,7 +181,7 @@ class PartPrices:
         return float(all_reduce_s(self._reduced_bytes(part), *price))
 
     def _reduced_bytes(self, part: Part) -> float:
-        return float(self.sets.weights(part.mask, part.tensor).trainable)
+        return float(self.sets.weights(part.mask, part.tensor).summed)
 
     def all_reduces(
         self, parts: Sequence[Part], devices: Sequence[Sequence[int]]

@@ -52,9 +52,9 @@ class ComputeOptions:
             another way (multinomial, randperm, dropout within nn.LSTM) are refused.
         sparse_embeddings: tables of ``nn.Embedding`` and ``nn.EmbeddingBag`` (sum, mean) have
             sparse gradients, as with their own ``sparse=True``: rows that were looked up instead of
-            whole tables. With optimizers that take them only: SparseAdam, SGD and Adagrad without
-            momentum, weight decay and fused updates, and those that are not PyTorch's. Not with
-            ``compile``, under which gradients are whole.
+            whole tables; by default where the plan has it. With optimizers that take them only:
+            SparseAdam, SGD and Adagrad without momentum, weight decay and fused updates, and those
+            that are not PyTorch's. Not with ``compile``, under which gradients are whole.
 
     Raises:
         ValueError: for a value that is not listed, or options that exclude each other.
@@ -64,7 +64,7 @@ class ComputeOptions:
     compile: bool | str = False
     offload: bool = False
     dropout: Dropout = "stage"
-    sparse_embeddings: bool = False
+    sparse_embeddings: bool | None = None
 
     def __post_init__(self) -> None:
         if self.sparse_embeddings and self.compile:
