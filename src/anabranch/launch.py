@@ -43,13 +43,10 @@ from torch._C._distributed_c10d import FileStore
 
 from anabranch.errors import AnabranchError, StageFailedError
 from anabranch.runtime.guards.agreement import version
-from anabranch.runtime.guards.failure import (
-    POSITION,
-    POSITION_INTS,
-    Failure,
-    describe_position,
-)
+from anabranch.runtime.guards.failure import Failure
 from anabranch.runtime.guards.interrupt import INTERRUPT
+from anabranch.runtime.guards.position import POSITION, POSITION_INTS, describe_position
+from anabranch.runtime.guards.stall import Stall
 from anabranch.runtime.transport import guarded
 
 if TYPE_CHECKING:
@@ -60,6 +57,9 @@ Result = TypeVar("Result")
 _GRACE_S = 3.0
 """How long a failure that is only a consequence waits for its cause to arrive."""
 
+_LOOK_S = 0.5
+"""Seconds between two looks at the ranks, if somebody watches that they go on."""
+
 _PR_SET_PDEATHSIG = 1
 
 
@@ -68,6 +68,7 @@ def run(
     num_ranks: int,
     *args: Any,
     timeout: float | None = None,
+    stall_timeout: float | None = None,
     on_interrupt: Callable[[], None] | None = None,
 ) -> list[Result]:
     """Call a function on local ranks, each a process with one thread for computing.
@@ -80,6 +81,8 @@ def run(
             is pickled on the way there.
         args: for the function; inherited, not copied.
         timeout: seconds for the whole call; by default there is no limit.
+        stall_timeout: seconds after which a run in which no rank goes on is ended, with the rank
+            that holds it up; see ``runtime.guards.stall``. By default nobody watches.
         on_interrupt: for functions that end early when ``runtime.guards.interrupt`` says so, such
             as ``train.train``: the first Ctrl-C, or SIGTERM, only tells the ranks, and calls this;
             the second ends them. By default the first does, Ctrl-C with a KeyboardInterrupt.
@@ -101,7 +104,7 @@ def run(
         ranks = _Ranks(positions, flag)
         try:
             ranks.start(function, args, num_ranks, store)
-            return ranks.collect(timeout)
+            return ranks.collect(timeout, Stall(stall_timeout) if stall_timeout else None)
         finally:
             ranks.stop()
 
@@ -184,19 +187,41 @@ class _Ranks:
             self._processes.append(process)
             self._pipes.append(ours)
 
-    def collect(self, timeout: float | None) -> list[Any]:
+    def collect(self, timeout: float | None, stall: Stall | None) -> list[Any]:
         deadline = None if timeout is None else time.monotonic() + timeout
         pending = set(range(len(self._processes)))
         while pending:
             limit = None if deadline is None else max(deadline - time.monotonic(), 0.0)
+            if stall is not None:
+                limit = min(_LOOK_S if limit is None else limit, _LOOK_S, stall.timeout_s / 4)
             pending -= self._hear(pending, limit)
             if self._failures:
                 raise self._cause(pending)
+            if stall is not None and (message := self._stalled(stall, pending)):
+                raise StageFailedError(message)
             if pending and deadline is not None and time.monotonic() >= deadline:
                 raise StageFailedError(
                     f"the ranks did not finish within {timeout:g} s; {self._places(pending)}"
                 )
         return [self._results[rank] for rank in range(len(self._processes))]
+
+    def _stalled(self, stall: Stall, pending: set[int]) -> str:
+        """What holds the ranks up, if they do not go on."""
+        now = time.monotonic()
+        for rank in range(len(self._processes)):
+            if rank in pending:
+                stall.note(rank, self._position(rank).tolist(), now)
+            else:
+                stall.forget(rank)
+        return stall.found(now, {rank for rank in pending if self._is_stopped(rank)})
+
+    def _is_stopped(self, rank: int) -> bool:
+        """Whether SIGSTOP, or a debugger, holds a process up (Linux)."""
+        try:
+            state = Path(f"/proc/{self._processes[rank].pid}/stat").read_text()
+        except OSError:
+            return False
+        return state.rpartition(")")[2].split()[0] in "Tt"
 
     def _hear(self, pending: set[int], limit: float | None) -> set[int]:
         """Wait for news, note it, and return the ranks that have ended or are done."""

@@ -226,7 +226,8 @@ def test_a_killed_rank_is_named_with_its_place() -> None:
         for each in BATCHES:
             pipeline.step(each)
 
-    with pytest.raises(StageFailedError, match=r"rank 1 was killed .*\(SIGKILL\) in step 0"):
+    said = r"rank 1 was killed .*\(SIGKILL\) in the update, step 0"
+    with pytest.raises(StageFailedError, match=said):
         run(model, plan(model, 3), work, workload=workload)
 
 

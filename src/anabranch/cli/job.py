@@ -159,10 +159,12 @@ class Job:
         from anabranch import launch
         from anabranch.runtime.asynchronous.requirements import round_robin_of
         from anabranch.runtime.guards.interrupt import listening
+        from anabranch.runtime.guards.stall import PATIENCE_S, default_timeout_s
         from anabranch.runtime.plan_parts import prepare
         from anabranch.train import train, train_async
 
         plan, saves = self.plan, training.saves()
+        timeout_s = training.timeout or default_timeout_s(predicted_s)
         assert plan is not None
         # Once here rather than in every rank: forked ranks inherit it.
         prepare(self.captured, plan.stage_graph)
@@ -186,13 +188,16 @@ class Job:
                 check_gradients=training.check_gradients,
                 watch=TrainingProgress(predicted_s, is_async=is_async),
                 device=self.device,
+                timeout=max(timeout_s, PATIENCE_S) + PATIENCE_S,  # who watches is sooner
+                stall_timeout=timeout_s,
                 **options,
             )
 
         if "RANK" in os.environ:
             with listening():
                 return rank()
-        return launch.run(rank, len(plan.stage_graph.devices), on_interrupt=on_interrupt)[0]
+        devices = len(plan.stage_graph.devices)
+        return launch.run(rank, devices, stall_timeout=timeout_s, on_interrupt=on_interrupt)[0]
 
     def devices_left(self) -> int:
         """Devices for ranks, where some may have gone since the plan was made.

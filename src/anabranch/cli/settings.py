@@ -308,6 +308,15 @@ class TrainingSettings:
             min=1, help="With --save-every: so many checkpoints, the newest [default: 2]."
         ),
     ] = None
+    timeout: Annotated[
+        float | None,
+        typer.Option(
+            min=0.1,
+            metavar="SECONDS",
+            help="End training in which no rank goes on for so long, with the rank that holds it "
+            "up [default: 60, or 100 predicted steps if that is more].",
+        ),
+    ] = None
     max_restarts: Annotated[
         int,
         typer.Option(

@@ -21,7 +21,7 @@ from anabranch.emulation.stages import EmulatedCompute
 from anabranch.emulation.sums import EmulatedSums
 from anabranch.emulation.transports import HostLinks, ModelledTransport
 from anabranch.runtime.compute.stage_compute import Outcome
-from anabranch.runtime.guards.failure import POSITION
+from anabranch.runtime.guards.position import POSITION
 from anabranch.runtime.measurement.timeline import gather_timeline
 from anabranch.runtime.mesh import Mesh
 from anabranch.runtime.worker import Worker

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from anabranch.errors import AnabranchError, DataError, LoaderError, place_of
 from anabranch.graph.capture import Captured
+from anabranch.runtime.guards.position import POSITION, Phase
 from anabranch.runtime.placement import uploaded
 from anabranch.workload import Batch, Workload
 
@@ -95,7 +96,8 @@ class DataFeed:
         count = 0
         while True:
             try:
-                batch = next(iterator)
+                with POSITION.doing(Phase.DATA):
+                    batch = next(iterator)
             except StopIteration:
                 return
             except Exception as error:

@@ -22,6 +22,7 @@ from torch._C._distributed_c10d import Store
 from anabranch.errors import DataError, InvalidPlanError, NonFiniteError, StageFailedError
 from anabranch.plans.stages import StageGraph
 from anabranch.runtime.guards.failure import Failure, PeerLostError, located
+from anabranch.runtime.guards.store_watch import StoreWatch
 from anabranch.runtime.process_groups import (
     RankDevice,
     abort,
@@ -455,6 +456,13 @@ class Mesh:
         )
         self.publish(error)
         return error
+
+    def watch(self, timeout_s: float) -> StoreWatch | None:
+        """Watch under torchrun that the ranks go on; the launcher watches local ones."""
+        if self.size == 1 or "TORCHELASTIC_RUN_ID" not in os.environ:
+            return None
+        store: Store = self._store().clone()  # type: ignore[attr-defined]
+        return StoreWatch(store, self.rank, self.size, timeout_s, _FAILURE_KEY)
 
     def _published(self) -> str:
         try:

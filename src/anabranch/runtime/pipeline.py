@@ -36,7 +36,7 @@ from anabranch.runtime.compute.options import PLAIN, ComputeOptions
 from anabranch.runtime.compute.stage_compute import Outcome
 from anabranch.runtime.data_feed import samples_of
 from anabranch.runtime.data_parallel.updates import Updates
-from anabranch.runtime.guards.failure import POSITION
+from anabranch.runtime.guards.position import POSITION, Phase
 from anabranch.runtime.measurement.peak_memory import PeakMemory
 from anabranch.runtime.measurement.timeline import gather_timeline
 from anabranch.runtime.numerics.nonfinite import Ran
@@ -85,6 +85,9 @@ class Pipeline(BasePipeline):
         check_memory: before anything is allocated, compare the predicted peaks of all ranks with
             the memory of the plan's cluster and with what is free here.
         timeout: seconds until a silent rank counts as lost; more than the longest step takes.
+        stall_timeout: under torchrun, seconds without progress after which the ranks end the run
+            and name the one that holds it up; ``timeout`` by default. ``launch.run`` has an
+            argument of that name for local ranks.
         device: where this rank's stages are computed, by default where the model is. They are moved
             there, the rest of the model stays. ``cuda`` is the GPU of the number ``LOCAL_RANK``, in
             turn where ranks outnumber GPUs.
@@ -111,6 +114,7 @@ class Pipeline(BasePipeline):
         check_gradients: bool = True,
         check_memory: bool = True,
         timeout: float = 600.0,
+        stall_timeout: float | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         if accumulate < 1:
@@ -141,6 +145,7 @@ class Pipeline(BasePipeline):
             check_gradients=check_gradients,
             check_memory=check_memory,
             timeout=timeout,
+            stall_timeout=stall_timeout,
             device=device,
             shard_optimizer=shard_optimizer,
         )
@@ -323,6 +328,7 @@ class Pipeline(BasePipeline):
 
     def _agree(self, outcome: Outcome) -> float:
         """Wait for all ranks, then let the optimizer have the gradients."""
+        POSITION.begin(self.step_number, Phase.SUMS)
         self._updates.finish()
         scaled = self._workers.loss_scale is not None  # an overflow is no error then
         if not scaled and (self.workload.clip_norm is None or not self._updates.is_last):
@@ -345,6 +351,7 @@ class Pipeline(BasePipeline):
             self._updates.check()
         tally = self._tally(outcome, squares=squares, overflow=overflow)
         tally.read()
+        POSITION.begin(self.step_number, Phase.UPDATE)
         self.metrics = tally.metrics
         if self._is_first and self._updates.is_last:
             self._is_first = False
@@ -379,7 +386,9 @@ class Pipeline(BasePipeline):
         with self._session.failing():
             self._refuse_spoilt()
             _, outcome = self._run(leaves, at_once=True)
+            POSITION.begin(self.step_number, Phase.SUMS)
             self._updates.finish()
+            POSITION.begin(self.step_number, Phase.UPDATE)
             self._update_alone(outcome)
             self._updates.share()
             tally = self._tally(outcome, is_first=False)
@@ -406,7 +415,8 @@ class Pipeline(BasePipeline):
     def _read(self, tally: StepTotals) -> float:
         with self._session.failing():
             try:
-                tally.read()
+                with POSITION.doing(Phase.SUMS):
+                    tally.read()
             except NonFiniteError:
                 self._unread, self._is_bad = None, False
                 self._is_spoilt = self._mesh.size > 1

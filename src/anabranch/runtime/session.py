@@ -33,6 +33,7 @@ from anabranch.runtime.data_parallel.rows import SharedTable, shared_tables, tak
 from anabranch.runtime.evaluation import Evaluation
 from anabranch.runtime.guards.agreement import facts_of, require_agreement
 from anabranch.runtime.guards.memory_budget import require_memory
+from anabranch.runtime.guards.position import POSITION, Phase
 from anabranch.runtime.guards.self_check import compare_with_eager
 from anabranch.runtime.initialisation import SEEDS, meta_names, require_constants
 from anabranch.runtime.mesh import Mesh, require_whole_replicas
@@ -74,12 +75,14 @@ class Session:
         check_gradients: bool,
         check_memory: bool,
         timeout: float,
+        stall_timeout: float | None,
         device: torch.device | str | None,
         further: Collection[Channel] = (),
         shard_optimizer: bool = False,
     ) -> None:
         graph = plan.stage_graph
         require_whole_replicas(graph)
+        POSITION.begin(-1, Phase.START_UP)
         self._plan, self._timeout = plan, timeout
         if compute.sparse_embeddings is None:
             compute = replace(compute, sparse_embeddings=plan.sparse_embeddings)
@@ -108,6 +111,7 @@ class Session:
             }
             self.holders = self.holders.sharded(trainable)
         self.mesh = Mesh(graph.devices, self.holders.sets, place=place, timeout=timeout)
+        self._watch = self.mesh.watch(timeout if stall_timeout is None else stall_timeout)
         self.transport: Transport | None = None
         self._saving: Saving | None = None
         self._copies: dict[str, Tensor] = {}
@@ -140,6 +144,7 @@ class Session:
         self._evaluation = Evaluation(self.workers, evaluation)
         self._check_gradients, self._is_prepared = check_gradients, False
         self.step_number = 0
+        POSITION.leave()
 
     def _require_sparse_updates(self) -> None:
         mine = self.state.parameters
@@ -195,6 +200,7 @@ class Session:
 
     def count(self) -> None:
         """A step has been made with the batch that was fetched last."""
+        POSITION.settle()
         self.step_number += 1
         self.feed.trained()
         if self._saving is not None:
@@ -219,7 +225,8 @@ class Session:
         with self.failing():
             self.state.require_values()
             self.state.share_buffers()
-        return self._evaluation.means(self.feed.read(chosen), self.step_number, self.failing)
+        with POSITION.doing(Phase.EVALUATION):
+            return self._evaluation.means(self.feed.read(chosen), self.step_number, self.failing)
 
     def save(
         self,
@@ -239,6 +246,17 @@ class Session:
         Returns:
             What is to be confirmed, unless it was waited for.
         """
+        with POSITION.doing(Phase.SAVE):
+            return self._save(folder, further, wait=wait, keep=keep)
+
+    def _save(
+        self,
+        folder: str | Path,
+        further: Mapping[str, Tensor] | None,
+        *,
+        wait: bool,
+        keep: int | None,
+    ) -> Saving | None:
         self.finish_saving()
         with self.failing():
             self.state.require_values()
@@ -261,7 +279,7 @@ class Session:
         """Wait for the checkpoint that is being written, if there is one."""
         saving, self._saving = self._saving, None
         if saving is not None:
-            with self.failing():
+            with self.failing(), POSITION.doing(Phase.SAVE):
                 saving.wait()
 
     def _write(self, target: Target, part: RankPart, described: Mapping[str, object]) -> None:
@@ -300,7 +318,7 @@ class Session:
 
     def load(self, folder: str | Path) -> Checkpoint:
         """Take a checkpoint over, before the first step."""
-        with self.failing():
+        with self.failing(), POSITION.doing(Phase.START_UP):
             saved = Checkpoint(folder)
             saved.verify(self.mesh.rank, self.mesh.size)
             self.mesh.barrier()  # nothing is taken over before all files are known to be whole
@@ -314,7 +332,7 @@ class Session:
 
     def load_weights(self, path: str | Path) -> None:
         """Begin with weights that something else saved."""
-        with self.failing():
+        with self.failing(), POSITION.doing(Phase.START_UP):
             self.state.load_weights(PlainWeights(path), everything=self._needs_all)
 
     @property
@@ -349,6 +367,8 @@ class Session:
 
     def close(self) -> None:
         """Break this rank's connections; the others find out when they next wait for it."""
+        if self._watch is not None:
+            self._watch.close()
         if self.transport is not None:
             self.transport.close()
         self.mesh.close()

@@ -26,7 +26,7 @@ from torch import Tensor
 from anabranch.graph.split import Port
 from anabranch.plans.stages import StageGraph
 from anabranch.runtime.compute.stage_compute import Compute, Key, Outcome
-from anabranch.runtime.guards.failure import POSITION
+from anabranch.runtime.guards.position import POSITION
 from anabranch.runtime.measurement.clocks import Clock, HostClock
 from anabranch.runtime.messages import TOKEN, Item, Layout, assemble
 from anabranch.runtime.transport import Receipt, Spec, Transport

@@ -6,48 +6,13 @@ import pytest
 
 from anabranch.errors import NonFiniteError, StageFailedError
 from anabranch.runtime.guards.failure import (
-    POSITION,
     Failure,
     PeerLostError,
-    Position,
     located,
     one_line,
 )
+from anabranch.runtime.guards.position import POSITION
 from anabranch.schedule.schedule import Action, Kind
-
-
-def test_a_position_reads_as_a_sentence() -> None:
-    """Before, inside and after the actions of a step."""
-    position = Position()
-    assert str(position) == ""
-    position.begin(3)
-    assert str(position) == "in step 3"
-    position.enter(3, Action(1, Kind.FORWARD, 2))
-    assert str(position) == "in the forward of stage 1, micro-batch 2, step 3"
-    position.enter(3, Action(1, Kind.RECEIVE_BACKWARD, 0, 2, 2, 0, 4))
-    assert str(position) == "waiting for gradients of stage 1, micro-batch 0, step 3"
-    position.leave()
-    assert str(position) == ""
-
-
-def test_a_mini_batch_without_a_flush_is_called_so() -> None:
-    """Until a step begins again."""
-    position = Position()
-    position.begin(3, is_minibatch=True)
-    assert str(position) == "in mini-batch 3"
-    position.enter(4, Action(1, Kind.BACKWARD, 2))
-    assert str(position) == "in the backward of stage 1, micro-batch 2, mini-batch 4"
-    position.begin(0)
-    assert str(position) == "in step 0"
-
-
-def test_a_shared_position_is_seen_elsewhere() -> None:
-    """The parent of local ranks reads the same integers."""
-    memory = memoryview(bytearray(32)).cast("q")
-    position = Position()
-    position.share(memory)
-    position.enter(5, Action(2, Kind.BACKWARD, 1))
-    assert memory.tolist()[:3] == [5, 2, 1]
 
 
 def test_what_is_raised_inside_says_where() -> None:

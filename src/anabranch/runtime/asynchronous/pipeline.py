@@ -48,7 +48,7 @@ from anabranch.runtime.compute.stage_compute import Outcome
 from anabranch.runtime.data_feed import samples_of
 from anabranch.runtime.data_parallel.buckets import entries
 from anabranch.runtime.data_parallel.reducer import Reducer
-from anabranch.runtime.guards.failure import POSITION
+from anabranch.runtime.guards.position import POSITION, Phase
 from anabranch.runtime.numerics.nonfinite import Finding, bad_names, data_advice
 from anabranch.runtime.session import BasePipeline, Session
 from anabranch.runtime.step_totals import StepTotals
@@ -80,7 +80,8 @@ class AsyncPipeline(BasePipeline):
             mini-batch; with several micro-batches per mini-batch, all of one size, for ``2bw``.
         policy: a weight policy or its name; ``auto`` asks ``weights.recommend``. By default the
             plan's, or ``auto``.
-        captured: see ``Pipeline``; so are ``evaluation``, ``check_gradients`` and ``timeout``.
+        captured: see ``Pipeline``; so are ``evaluation``, ``check_gradients``, ``timeout`` and
+            ``stall_timeout``.
         round_robin: the replicas of a stage take mini-batches in turn, each of them whole, instead
             of splitting every one (PipeDream's 1F1B-RR). A stage with R replicas makes one update
             for R mini-batches, with the mean of their gradients. Not with ``vertical-sync`` and
@@ -118,6 +119,7 @@ class AsyncPipeline(BasePipeline):
         check_gradients: bool = True,
         check_memory: bool = True,
         timeout: float = 600.0,
+        stall_timeout: float | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         if clip_stage_norm is not None and not clip_stage_norm > 0:
@@ -144,6 +146,7 @@ class AsyncPipeline(BasePipeline):
             check_gradients=check_gradients,
             check_memory=check_memory and plan.mode == "async" and rounds is None,
             timeout=timeout,
+            stall_timeout=stall_timeout,
             device=device,
             further=rounds.channels() if rounds is not None else (),
         )
@@ -299,8 +302,9 @@ class AsyncPipeline(BasePipeline):
         with self._session.failing():
             self._stream.drain()
             self._outcomes.tell()
-            self._outcomes.settle()
-            self._measure()
+            with POSITION.doing(Phase.SUMS):
+                self._outcomes.settle()
+                self._measure()
             POSITION.leave()
 
     def _leaves(self, batch: Batch) -> dict[str, Tensor]:
@@ -375,7 +379,7 @@ class AsyncPipeline(BasePipeline):
                 yield loss
 
     def _read(self, number: int, tally: StepTotals) -> float:
-        with self._session.failing():
+        with self._session.failing(), POSITION.doing(Phase.SUMS):
             tally.read()
         self.metrics, loss = tally.metrics, tally.loss
         told = self._divergence.note(loss)

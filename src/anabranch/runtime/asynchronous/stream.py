@@ -29,7 +29,7 @@ from torch import Tensor
 from anabranch.runtime.asynchronous.versions import VersionedWeights
 from anabranch.runtime.compute.stage_compute import Outcome
 from anabranch.runtime.data_parallel.reducer import Reducer
-from anabranch.runtime.guards.failure import POSITION
+from anabranch.runtime.guards.position import POSITION
 from anabranch.runtime.worker import Flight, Worker
 
 

@@ -1,0 +1,160 @@
+"""Where a rank is, in a few integers that another process can read.
+
+Local ranks share them with their parent, ranks of torchrun tell them each other: a rank that is
+killed, or does not go on, cannot say where it was::
+
+    step  stage  micro-batch  doing  phase  settled  time
+       7      1            3  forward step        1  81 s      in the forward of stage 1, ...
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from enum import IntEnum
+
+from anabranch.schedule.schedule import Action, Kind
+
+POSITION_INTS = 7
+"""Integers of one rank's position, as in the module's picture; -1 for none."""
+
+_STEP, _STAGE, _MICROBATCH, _DOING, _PHASE, _SETTLED, _TIME = range(POSITION_INTS)
+
+_ACTIONS = {
+    Kind.FORWARD: "in the forward",
+    Kind.BACKWARD: "in the backward",
+    Kind.INPUT_GRADIENT: "in the backward",
+    Kind.WEIGHT_GRADIENT: "in the backward",
+    Kind.SEND_FORWARD: "sending activations",
+    Kind.RECEIVE_FORWARD: "waiting for activations",
+    Kind.SEND_BACKWARD: "sending gradients",
+    Kind.RECEIVE_BACKWARD: "waiting for gradients",
+}
+_KINDS = tuple(_ACTIONS)
+_NUMBERS = {kind: number for number, kind in enumerate(_KINDS)}
+_WAITS = {_NUMBERS[kind] for kind in _KINDS if kind.is_receive}
+
+_MINIBATCH = 100
+"""Added to what a rank does where steps are mini-batches without a flush."""
+
+
+class Phase(IntEnum):
+    """What a rank does besides the actions of its schedule."""
+
+    OUTSIDE = 0
+    START_UP = 1
+    DATA = 2
+    STEP = 3
+    SUMS = 4
+    UPDATE = 5
+    SAVE = 6
+    EVALUATION = 7
+
+
+_PHASES = {
+    Phase.OUTSIDE: "",
+    Phase.START_UP: "in start-up",
+    Phase.DATA: "reading data",
+    Phase.STEP: "",
+    Phase.SUMS: "waiting for the sums of all ranks",
+    Phase.UPDATE: "in the update",
+    Phase.SAVE: "saving a checkpoint",
+    Phase.EVALUATION: "in the evaluation",
+}
+
+
+class Position:
+    """Where this process is."""
+
+    def __init__(self) -> None:
+        self._unit = 0
+        self._ints = memoryview(bytearray(8 * POSITION_INTS)).cast("q")
+        self.leave()
+
+    def share(self, ints: memoryview) -> None:
+        """Keep the position in memory that another process reads."""
+        self._ints = ints
+        self.leave()
+
+    def enter(self, step: int, action: Action) -> None:
+        """Note the action that begins."""
+        ints = self._ints
+        ints[0], ints[1], ints[2] = step, action.stage, action.microbatch
+        ints[3] = _NUMBERS[action.kind] + self._unit
+        ints[_TIME] = time.monotonic_ns()
+
+    def begin(self, step: int, phase: Phase = Phase.STEP, *, is_minibatch: bool = False) -> None:
+        """Note that a step begins or goes on, in some phase; without a flush it is called a
+        mini-batch.
+        """
+        self._unit = _MINIBATCH if is_minibatch else 0
+        ints = self._ints
+        ints[0], ints[1], ints[2], ints[3], ints[_PHASE] = step, -1, -1, self._unit, phase
+        ints[_TIME] = time.monotonic_ns()
+
+    def leave(self) -> None:
+        """Note that no step is under way."""
+        self.begin(-1, Phase.OUTSIDE)
+
+    def settle(self) -> None:
+        """Note that a first step has been made: nothing is compiled or set up any more."""
+        self._ints[_SETTLED] = 1
+
+    @contextmanager
+    def doing(self, phase: Phase) -> Iterator[None]:
+        """Note a phase, inside; where something is raised it stays, for whoever tells of that."""
+        before, unit = self._ints.tolist(), self._unit
+        self.begin(before[_STEP], phase, is_minibatch=unit != 0)
+        yield
+        self._unit = unit
+        for index in range(_SETTLED):
+            self._ints[index] = before[index]
+        self._ints[_TIME] = time.monotonic_ns()
+
+    @property
+    def stage(self) -> int:
+        """Of the action under way; -1 for none."""
+        return self._ints[_STAGE]
+
+    @property
+    def numbers(self) -> list[int]:
+        """The integers as they are now."""
+        return list(self._ints.tolist())
+
+    def __str__(self) -> str:
+        return describe_position(self._ints.tolist())
+
+
+def describe_position(ints: Sequence[int]) -> str:
+    """Text for the integers of a position, empty outside of steps and phases."""
+    step, stage, microbatch, kind, phase = ints[:_SETTLED]
+    is_minibatch, number = divmod(kind, _MINIBATCH)
+    what = _PHASES[Phase(phase)]
+    if step < 0:
+        return what
+    when = f"{'mini-batch' if is_minibatch else 'step'} {step}"
+    if stage < 0:
+        return f"{what}, {when}" if what else f"in {when}"
+    return f"{_ACTIONS[_KINDS[number]]} of stage {stage}, micro-batch {microbatch}, {when}"
+
+
+def phase_of(ints: Sequence[int]) -> Phase:
+    """The phase of a position."""
+    return Phase(ints[_PHASE])
+
+
+def is_settled(ints: Sequence[int]) -> bool:
+    """Whether a first step has been made there."""
+    return bool(ints[_SETTLED])
+
+
+def waits(ints: Sequence[int]) -> bool:
+    """Whether this rank waits for another one."""
+    if ints[_STAGE] >= 0:
+        return ints[_DOING] % _MINIBATCH in _WAITS
+    return ints[_PHASE] == Phase.SUMS
+
+
+POSITION = Position()
+"""Of this process. A rank is a process, so there is one."""

@@ -1,0 +1,124 @@
+"""Ranks that do not go on, found by their launcher: soon, with what they were at."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from anabranch import launch
+from anabranch.errors import StageFailedError
+from anabranch.runtime.pipeline import Pipeline
+from tests.runtime.small import Batch, batch, built, plan, with_options
+from tests.runtime.training import sgd
+
+pytestmark = pytest.mark.dist
+
+TIMEOUT_S = 0.6
+
+
+def hangs(work: Callable[[Pipeline], Any], **options: Any) -> str:
+    """What is told of two ranks that train, of which one does not go on."""
+    model = built("TwoBranch")
+    workload = with_options(model, **{"optimizer": sgd, **options})
+
+    def rank() -> None:
+        pipe = Pipeline(workload, plan(model, 2), captured=model.captured, check_gradients=False)
+        work(pipe)
+
+    began = time.monotonic()
+    with pytest.raises(StageFailedError) as caught:
+        launch.run(rank, 2, stall_timeout=TIMEOUT_S, timeout=30.0)
+    assert "the ranks did not finish" not in str(caught.value)
+    assert time.monotonic() - began < 30.0
+    return str(caught.value)
+
+
+def on_rank(number: int) -> bool:
+    return dist.get_rank() == number
+
+
+def test_a_stopped_rank_is_named_with_its_place() -> None:
+    """SIGSTOP in a forward of the second stage."""
+
+    def work(pipe: Pipeline) -> None:
+        pipe.step(batch(16))
+        compute = pipe._session.workers.worker(16)._compute
+        forward = compute.forward
+
+        def stop(*arguments: Any) -> Any:
+            os.kill(os.getpid(), signal.SIGSTOP)
+            return forward(*arguments)
+
+        if on_rank(1):
+            compute.forward = stop
+        pipe.step(batch(16))
+
+    told = hangs(work)
+    assert told.startswith("rank 1 has not gone on for")
+    assert "its process is stopped or does not answer, in the forward of stage 1" in told
+    assert "micro-batch 0, step 1; waiting: rank 0" in told
+
+
+def test_an_optimizer_that_sleeps_is_named() -> None:
+    """The other rank waits in the next step."""
+
+    class Sleepy(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            if on_rank(0) and self.state:
+                time.sleep(3600)
+            return super().step(closure)
+
+    def work(pipe: Pipeline) -> None:
+        for _ in pipe.steps(batch(16, i) for i in range(6)):
+            pass
+
+    told = hangs(work, optimizer=lambda named: Sleepy(named, lr=0.1, momentum=0.9))
+    assert told.startswith("rank 0 has not gone on for")
+    assert "in the update, step" in told
+    assert "waiting: rank 1" in told
+
+
+def test_a_loader_that_blocks_is_named() -> None:
+    """It was 'outside of the steps'."""
+
+    def data(batch_size: int, epoch: int) -> Iterator[Batch]:
+        for i in range(4):
+            if i == 2 and on_rank(1):
+                time.sleep(3600)
+            yield batch(batch_size, i)
+
+    def work(pipe: Pipeline) -> None:
+        for each in pipe.batches():
+            pipe.step(each)
+
+    told = hangs(work, data=data)
+    assert told.startswith("rank 1 has not gone on for")
+    assert "reading data; waiting: rank 0" in told
+
+
+def test_what_is_slow_but_alive_is_let_be() -> None:
+    """A first step, and an evaluation, that take several times as long as a rank may be silent."""
+    model = built("TwoBranch")
+    slow = TIMEOUT_S * 2.5
+
+    def held_out(batch_size: int) -> list[Batch]:
+        time.sleep(slow)
+        return [batch(batch_size)]
+
+    workload = with_options(model, optimizer=sgd, eval_data=held_out)
+
+    def rank() -> float:
+        pipe = Pipeline(workload, plan(model, 2), captured=model.captured, check_gradients=False)
+        if on_rank(0):
+            time.sleep(slow)
+        pipe.step(batch(16))
+        return pipe.evaluate()["loss"]
+
+    assert len(launch.run(rank, 2, stall_timeout=TIMEOUT_S, timeout=30.0)) == 2

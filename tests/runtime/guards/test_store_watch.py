@@ -1,0 +1,74 @@
+"""Ranks that watch each other through a store."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+from torch._C._distributed_c10d import HashStore
+
+from anabranch.runtime.guards.position import POSITION, Phase
+from anabranch.runtime.guards.store_watch import StoreWatch
+
+STUCK = "3 7 1 3 0 3 1 0"
+"""The third beat: step 7, stage 1, micro-batch 3, forward, in a step, settled."""
+
+
+@pytest.fixture(autouse=True)
+def _in_step() -> Iterator[None]:
+    POSITION.settle()
+    POSITION.begin(7, Phase.SUMS)
+    yield
+    POSITION.__init__()
+
+
+def ended(store: HashStore, rank: int = 0) -> bool:
+    """Whether the watch ends its process within ten seconds."""
+    over = threading.Event()
+    watch = StoreWatch(store, rank, 2, 0.2, "failure", over.set)
+    over.wait(10.0)
+    watch.close()
+    return over.is_set()
+
+
+def test_a_rank_that_does_not_go_on_ends_the_run(capsys):
+    """It is told to all, and to the user."""
+    store = HashStore()
+    store.set("anabranch/at/1", STUCK)
+    assert ended(store)
+    told = store.get("failure").decode()
+    assert told.startswith("0: rank 1 has not gone on for")
+    assert "in the forward of stage 1, micro-batch 3, step 7; waiting: rank 0" in told
+    assert capsys.readouterr().err.startswith("StageFailedError: rank 1 has not gone on")
+
+
+def test_a_failure_that_is_told_ends_a_rank_that_cannot(capsys):
+    """It may be held up by the rank that failed."""
+    store = HashStore()
+    store.set("failure", "1: the reason")
+    assert ended(store)
+    assert capsys.readouterr().err == "rank 0 stops, because rank 1 failed\n".join(
+        ["StageFailedError: ", ""]
+    )
+
+
+class Cut(HashStore):
+    """A store behind a cut link."""
+
+    def set(self, key: str, value: str) -> None:
+        raise RuntimeError("connection reset by peer")
+
+
+def test_a_rank_without_its_store_ends_itself(capsys):
+    """Both sides of a cut link give up, also the one that cannot tell."""
+    assert ended(Cut(), rank=5)
+    assert "rank 5 has not reached the store of the run at" in capsys.readouterr().err
+
+
+def test_a_rank_that_is_done_holds_nobody_up():
+    """Its last page says so."""
+    store = HashStore()
+    watch = StoreWatch(store, 1, 2, 5.0, "failure", lambda: None)
+    watch.close()
+    assert store.get("anabranch/at/1") == b"0"
