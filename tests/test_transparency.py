@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from anabranch.schedule import SCHEDULES
-from anabranch.verification import VerifyResult, verify
+from anabranch.verification import WHOLE, VerifyResult, verify
 from anabranch.workload import Workload
 from tests.captured_models import BUILT_IN, captured_model
 from tests.hf_models import MODELS as HF_MODELS
@@ -65,7 +65,14 @@ def test_the_built_in_models(name: str, dtype: torch.dtype, num_stages: int) -> 
 def test_models_that_nobody_wrote_for_pipelines(
     name: str, dtype: torch.dtype, num_stages: int
 ) -> None:
-    """Micro-batches of one sample and of two."""
+    """Micro-batches of one sample and of two; a loss that no micro-batch has by itself (labels that
+    are ignored, samples that are compared with each other) against the whole batch.
+    """
     model = shared(name, dtype)
     chosen = plan(model, num_stages, batch_size=4, microbatch_size=num_stages // 2)
-    check(verify(model.workload, chosen, captured=model.captured, timeout=LIMIT_S))
+    result = verify(model.workload, chosen, captured=model.captured, timeout=LIMIT_S)
+    if name in ("bert", "clip"):
+        assert result.against == WHOLE
+        assert result.max_gradient_error < (1e-5 if dtype == torch.float32 else 1e-12)
+    else:
+        check(result)

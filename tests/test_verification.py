@@ -81,15 +81,31 @@ def test_a_model_that_is_not_what_was_captured_is_found() -> None:
     assert result.loss != result.reference_loss
 
 
+class Noisy(TwoBranch):
+    """Adds noise, which is no dropout."""
+
+    def forward(self, x: Tensor, word: Tensor, label: Tensor) -> dict[str, Tensor]:
+        return super().forward(x + torch.randn_like(x), word, label)
+
+
 @pytest.mark.dist
 def test_random_numbers_are_told_apart_from_errors() -> None:
-    """Dropout differs, and the summary says why."""
-    model = built("Dropout")
-    result = verify(model.workload, plan(model, 2), captured=model.captured, timeout=LIMIT_S)
+    """Noise differs, and the summary says why."""
+    workload = Workload(Noisy(), batch(4))
+    result = verify(workload, 2, batch=batch(8), timeout=LIMIT_S)
     assert result.is_random
     assert not result.bitwise
     assert "--dropout sample" in result.summary()
     assert "on 2 devices" in result.summary()
+
+
+@pytest.mark.dist
+def test_dropout_is_switched_off_on_both_sides() -> None:
+    """So a model with dropout is compared with the user's own module, bit for bit."""
+    model = built("Dropout")
+    result = verify(model.workload, plan(model, 2), captured=model.captured, timeout=LIMIT_S)
+    assert result.bitwise
+    assert not result.is_random
 
 
 @pytest.mark.dist

@@ -5,31 +5,39 @@ module, not the captured one, over the same slices in the same order::
 
     local ranks      stages, micro-batches, messages      --> loss, gradient of every parameter
     one process      module(slice 0), module(slice 1) ..  --> loss, gradient of every parameter
+    one process      module(batch)                        --> loss, gradient of every parameter
 
-In exact mode the two are bitwise equal, otherwise they differ by rounding.
+In exact mode the first two are bitwise equal, otherwise they differ by rounding. The third says
+whether micro-batches change what is trained: only batch normalisation may. The module is called
+twice, because a program says the same each time.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from anabranch import launch
 from anabranch.errors import CaptureError, InfeasiblePlanError, TrainingError
 from anabranch.graph.capture import Captured, capture
+from anabranch.graph.loss_kinds import SENTENCES, LossKind
 from anabranch.graph.opgraph import OpGraph
 from anabranch.plans.plan import Plan, Prediction
 from anabranch.plans.stages import Stage, StageGraph
+from anabranch.plans.whole_batch import whole_batch_stages, with_whole_batches
 from anabranch.runtime import plan_parts as steps
 from anabranch.runtime.compute.options import ComputeOptions, Dropout
 from anabranch.runtime.compute.programs import is_random as is_random_module
 from anabranch.runtime.data_parallel.buckets import dense
+from anabranch.runtime.guards.repeatable import require_repeatable
 from anabranch.runtime.initialisation import SEEDS, materialise, require_values
+from anabranch.runtime.numerics.no_dropout import NoDropout, without_dropout
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.runtime.placement import claim, own_device
 from anabranch.runtime.reference import Reference, num_samples, reference
@@ -38,6 +46,13 @@ from anabranch.workload import Batch, Workload
 
 _NOISE = 1e-3
 
+_ROUNDING = 1e-4
+"""Largest relative difference of gradients that is rounding."""
+
+SLICES, WHOLE = "the module on the same micro-batches", "the module on the whole batch"
+CAPTURED = "the captured model, which draws the same random numbers"
+SAME_STAGES = "the captured model, whose batch normalisation has the same micro-batches"
+
 
 @dataclass(frozen=True)
 class VerifyResult:
@@ -45,10 +60,9 @@ class VerifyResult:
 
     Attributes:
         loss, reference_loss: of the pipeline and of one process.
-        max_gradient_error: largest over the parameters of max|a - b| / max|b|. Where additions may
-            be in another order (not exact), |b| counts as at least a thousandth of the largest
-            gradient: some gradients are zero but for rounding, such as that of an attention's key
-            bias.
+        max_gradient_error: largest over the parameters of max|a - b| / max|b|. |b| counts as at
+            least a thousandth of the largest gradient: some gradients are zero but for rounding,
+            such as that of an attention's key bias, or of a bias before batch normalisation.
         worst: the parameter that it belongs to.
         bitwise: loss and all gradients are equal in every bit.
         exact: the pipeline ran in the mode in which they have to be.
@@ -57,6 +71,11 @@ class VerifyResult:
         is_random: the model draws random numbers, others in the pipeline than in one process.
         by_sample: it draws them by sample, the same ones in both; the one process then runs the
             captured model, because the user's own module has no such numbers.
+        loss_kind: of which kind the captured loss is, see ``graph.sample_flow``.
+        whole_batch_error: as ``max_gradient_error``, against the module on the whole batch at once;
+            None where that has to differ, by batch normalisation or random numbers.
+        against: what the one process ran.
+        notes: what else was found, one sentence each.
     """
 
     loss: float
@@ -69,24 +88,53 @@ class VerifyResult:
     num_devices: int
     is_random: bool = False
     by_sample: bool = False
+    loss_kind: LossKind = "mean"
+    whole_batch_error: float | None = None
+    against: str = SLICES
+    notes: tuple[str, ...] = ()
+
+    @property
+    def is_good(self) -> bool:
+        """Whether all differences are rounding."""
+        return self.max_gradient_error < _ROUNDING and (self.whole_batch_error or 0.0) < _ROUNDING
+
+    def why(self) -> str:
+        """What is wrong, where something is."""
+        if self.is_random:
+            return "nothing is verified: the model draws random numbers; try --dropout sample"
+        if self.max_gradient_error < _ROUNDING:
+            return (
+                "micro-batches change what is trained: the pipeline has the gradients of its "
+                f"micro-batches, which differ from those of the whole batch by "
+                f"{self.whole_batch_error:.3g}, although the graph says that the loss is a "
+                f"{self.loss_kind} over the samples; train with one micro-batch of the whole batch "
+                "(--microbatch-size), and see which operation computes across samples"
+            )
+        return "the gradients differ by more than rounding"
 
     def summary(self) -> str:
-        """One line."""
+        """The comparison in one line, then what else was found, a line each."""
         how = "bitwise equal" if self.bitwise else f"largest at {self.worst}"
         if self.is_random:
             how += (
-                "; the model draws random numbers, such as dropout, and other ones in one process, "
-                'so this says nothing: compare with dropout="sample" (--dropout sample), or switch '
-                "them off"
+                "; the model draws random numbers, and other ones in one process, so this says "
+                'nothing: compare with dropout="sample" (--dropout sample), or switch them off'
             )
-        if self.by_sample:
-            how += "; random numbers by sample, in one process of the captured model"
+        if self.against != SLICES:
+            how += f"; one process ran {self.against}"
         devices = f"{self.num_devices} device{'s' if self.num_devices > 1 else ''}"
-        return (
+        found = (
             f"gradient error {self.max_gradient_error:.3g} over {self.num_parameters} parameters "
             f"on {devices} ({how}); loss {self.loss:.9g}, in one process "
             f"{self.reference_loss:.9g}"
         )
+        return "\n".join([found, *self._further()])
+
+    def _further(self) -> Iterator[str]:
+        yield f"the loss is {SENTENCES[self.loss_kind]}"
+        if self.whole_batch_error is not None and self.against != WHOLE:
+            yield f"against the whole batch at once: gradient error {self.whole_batch_error:.3g}"
+        yield from self.notes
 
 
 def verify(
@@ -98,12 +146,12 @@ def verify(
     exact: bool = True,
     timeout: float = 300.0,
     device: str | None = None,
-    dropout: Dropout = "stage",
+    dropout: Dropout = "off",
 ) -> VerifyResult:
     """Compare one step of a pipeline on local ranks with one process.
 
-    A model that draws random numbers (dropout) differs by them: switch them off, or let it draw
-    them by sample.
+    Dropout is switched off on both sides, unless ``dropout`` says otherwise. Stages whose batch is
+    one micro-batch get two, so that what becomes of several is seen.
 
     Args:
         workload: its data and optimizer are not used.
@@ -119,7 +167,9 @@ def verify(
             the captured model on one device, which draws the same ones.
 
     Raises:
-        CaptureError, InvalidPlanError, TrainingError: if a side cannot run.
+        CaptureError, InvalidPlanError: if a side cannot run.
+        TrainingError: likewise; or if the module says something else at its second call, or the
+            batch makes neither a loss nor a gradient.
     """
     if isinstance(plan, int):
         captured = captured or capture(workload.module, workload.example)
@@ -131,17 +181,23 @@ def verify(
         batch = next(iter(workload.data(plan.stage_graph.batch_size, 0)))
     batch = workload.example if batch is None else batch
     size = num_samples(batch)
-    plan = replace(plan, stage_graph=replace(plan.stage_graph, batch_size=size))
+    graph = with_whole_batches(replace(plan.stage_graph, batch_size=size), captured.graph)
+    plan = _several(captured, replace(plan, stage_graph=graph))
     exact = exact and steps.can_be_exact(plan.stage_graph)
     steps.prepare(captured, plan.stage_graph)
     parts = steps.parts_of(captured, plan, exact=False)
     programs = [parts.program(s, captured.samples) for s in range(len(plan.stage_graph))]
     slices = _slices(plan.stage_graph, [program.has_loss for program in programs].index(True))
     module = workload.module
-    is_random = any(is_random_module(program.module) for program in programs)
+    is_random = any(_draws(program.module, dropout) for program in programs)
     by_sample = is_random and dropout == "sample"
     options = ComputeOptions(dropout=dropout)
     seed = torch.initial_seed()
+    against = _against(captured, batch, slices, by_sample=by_sample)
+    has_whole = not (is_random or captured.normalised)
+    alone = _one_after_the_other(plan)
+    if against == CAPTURED:
+        alone = _on_one_device(captured, plan, slices[0][1])
 
     def one_rank(plan: Plan, *, check_memory: bool = True) -> tuple[float, dict[str, Tensor]]:
         """Loss, and the gradients of the parameters that this rank holds."""
@@ -159,26 +215,109 @@ def verify(
         loss, gradients = pipeline.gradients(batch)
         return loss, _on_cpu(gradients)
 
-    def one_device() -> Reference:
-        alone = _on_one_device(captured, plan, slices[0][1])
+    def one_device() -> tuple[Reference, Reference | None, tuple[str, ...]]:
         loss, gradients = one_rank(alone, check_memory=False)
-        return Reference(loss, {}, gradients)
+        return Reference(loss, {}, gradients), None, ()
 
-    def one_process() -> Reference:
+    def one_process() -> tuple[Reference, Reference | None, tuple[str, ...]]:
         require_values(module, materialise(module, seed=seed % SEEDS))
         if device is not None:
             claim(place := own_device(device))
             module.to(place)
-        found = reference(module, batch, slices)
-        return replace(found, gradients=_on_cpu(found.gradients))
+        calls = slices if against == SLICES else [(0, size)]
+        with NoDropout() if dropout == "off" else nullcontext():
+            found = reference(module, batch, calls, captured.weights)
+            whole = reference(module, batch, [(0, size)]) if has_whole else None
+            notes = require_repeatable(module, batch, whole.loss) if whole else ()
+        return _fetched(found), whole and _fetched(whole), notes
 
-    (expected,) = launch.run(one_device if by_sample else one_process, 1, timeout=timeout)
+    on_captured = against in (CAPTURED, SAME_STAGES)
+    ((expected, whole, notes),) = launch.run(
+        one_device if on_captured else one_process, 1, timeout=timeout
+    )
+    _require_signal(expected)
     num_devices = len(plan.stage_graph.devices)
-
     results = launch.run(one_rank, num_devices, plan, timeout=timeout)
     gradients = {name: g for _, part in results for name, g in part.items()}
     result = _compare(results[0][0], gradients, expected, exact, num_devices)
-    return replace(result, is_random=is_random and not by_sample, by_sample=by_sample)
+    return replace(
+        result,
+        is_random=is_random and not by_sample,
+        by_sample=by_sample,
+        loss_kind=captured.loss_kind,
+        against=against,
+        whole_batch_error=_error(gradients, whole)[0] if whole is not None else None,
+        notes=(*notes, *_traits(captured)),
+    )
+
+
+def _against(
+    captured: Captured, batch: Batch, slices: list[tuple[int, int]], *, by_sample: bool
+) -> str:
+    """What one process has to run to have the same numbers."""
+    if by_sample:
+        return CAPTURED
+    if slices == [(0, num_samples(batch))] and not captured.normalised:
+        return WHOLE if captured.loss_kind == "coupled" else SLICES
+    if captured.loss_kind != "coupled" and captured.is_even(batch, slices):
+        return SLICES
+    return SAME_STAGES if captured.normalised else WHOLE
+
+
+def _draws(module: fx.GraphModule, dropout: Dropout) -> bool:
+    """Whether a stage draws random numbers."""
+    return is_random_module(without_dropout(module) if dropout == "off" else module)
+
+
+def _traits(captured: Captured) -> Iterator[str]:
+    """What a user has to know of the model to read the comparison."""
+    if captured.normalised:
+        names = ", ".join(captured.normalised[:3])
+        more = len(captured.normalised) - 3
+        yield (
+            f"batch normalisation ({names}{f' and {more} more' if more > 0 else ''}): its "
+            "statistics are those of a micro-batch, as with gradient accumulation"
+        )
+
+
+def _several(captured: Captured, plan: Plan) -> Plan:
+    """With two micro-batches where all stages had one, if the model takes half a batch."""
+    graph = plan.stage_graph
+    whole = set(whole_batch_stages(graph, captured.graph))
+    free = [s for s in range(len(graph)) if s not in whole]
+    half = -(-graph.batch_size // 2)
+    if graph.batch_size < 2 or not free or any(graph.num_microbatches(s) > 1 for s in free):
+        return plan
+    if any(graph.stages[s].replicas > graph.batch_size // 2 for s in free):
+        return plan
+    stages = tuple(
+        replace(stage, microbatch_size=half, k=1) if s in free else stage
+        for s, stage in enumerate(graph.stages)
+    )
+    halved = rule_named(plan.schedule).warm_up(replace(graph, stages=stages))
+    try:
+        steps.prepare(captured, halved)
+    except CaptureError:
+        return plan
+    return replace(plan, stage_graph=halved)
+
+
+def _require_signal(expected: Reference) -> None:
+    """Refuse a batch of which every comparison would say that all is well."""
+    has_gradient = any(bool(dense(g).any()) for g in expected.gradients.values())
+    if expected.loss == 0 and not has_gradient:
+        raise TrainingError(
+            "nothing can be verified: the loss of this batch is 0 and so are all gradients, which "
+            "any pipeline would have; give a batch that the model has something to learn from "
+            "(a contrastive loss needs two samples, a masked one a sample with a label)"
+        )
+
+
+def _one_after_the_other(plan: Plan) -> Plan:
+    """The same stages on one device, without replicas."""
+    graph = plan.stage_graph
+    stages = tuple(replace(stage, devices=graph.devices[:1]) for stage in graph.stages)
+    return replace(plan, stage_graph=replace(graph, stages=stages))
 
 
 def _on_one_device(captured: Captured, plan: Plan, size: int) -> Plan:
@@ -191,11 +330,12 @@ def _on_one_device(captured: Captured, plan: Plan, size: int) -> Plan:
 def _workable(captured: Captured, plan: Plan) -> Plan:
     """With larger micro-batches, if the model fails with some (batch normalisation of one)."""
     graph, failure = plan.stage_graph, None
-    size = graph.stages[0].microbatch_size
+    size = min(stage.microbatch_size for stage in graph.stages)
     while size < 2 * graph.batch_size:
         size = min(size, graph.batch_size)
         stages = tuple(replace(stage, microbatch_size=size) for stage in graph.stages)
-        larger = rule_named(plan.schedule).warm_up(replace(graph, stages=stages))
+        sized = with_whole_batches(replace(graph, stages=stages), captured.graph)
+        larger = rule_named(plan.schedule).warm_up(sized)
         try:
             steps.prepare(captured, larger)
         except CaptureError as error:
@@ -205,6 +345,10 @@ def _workable(captured: Captured, plan: Plan) -> Plan:
         return replace(plan, stage_graph=larger)
     assert failure is not None
     raise failure
+
+
+def _fetched(found: Reference) -> Reference:
+    return replace(found, gradients=_on_cpu(found.gradients))
 
 
 def _on_cpu(gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -229,26 +373,29 @@ def _compare(
     exact: bool,
     num_devices: int,
 ) -> VerifyResult:
-    wrong = set(gradients) ^ set(expected.gradients)
-    if wrong:
-        names = ", ".join(sorted(wrong)[:3])
-        raise TrainingError(
-            f"a gradient reaches {names} in one process or in the pipeline, but not in both; the "
-            "model does something in Python that tracing loses"
-        )
-    worst, error, bitwise = "", 0.0, loss == expected.loss
-    references = {name: dense(gradient) for name, gradient in expected.gradients.items()}
-    largest = [float(g.abs().max()) for g in references.values() if g.numel()]
-    floor = 0.0 if exact else _NOISE * max(largest, default=0.0)
-    for name, gradient in gradients.items():
-        ours, theirs = dense(gradient), references[name]
-        bitwise = bitwise and torch.equal(ours, theirs)
-        distance = _relative(ours, theirs, floor)
-        if not worst or not distance <= error:
-            worst, error = name, distance
+    others = {name: dense(gradient) for name, gradient in expected.gradients.items()}
+    bitwise = loss == expected.loss and gradients.keys() == others.keys()
+    bitwise = bitwise and all(torch.equal(dense(g), others[n]) for n, g in gradients.items())
+    error, worst = _error(gradients, expected)
     return VerifyResult(
         loss, expected.loss, error, worst, bitwise, exact, len(gradients), num_devices
     )
+
+
+def _error(gradients: Mapping[str, Tensor], expected: Reference) -> tuple[float, str]:
+    """The largest relative difference and its parameter; a gradient that is not there is zero, as
+    that of an expert that no sample is sent to.
+    """
+    mine = {name: dense(gradient) for name, gradient in gradients.items()}
+    others = {name: dense(gradient) for name, gradient in expected.gradients.items()}
+    floor = _NOISE * max((float(g.abs().max()) for g in others.values() if g.numel()), default=0.0)
+    worst, error = "", 0.0
+    for name in sorted({*mine, *others}):
+        nothing = torch.zeros_like(mine[name] if name in mine else others[name])
+        distance = _relative(mine.get(name, nothing), others.get(name, nothing), floor)
+        if not worst or not distance <= error:
+            worst, error = name, distance
+    return error, worst
 
 
 def _relative(ours: Tensor, theirs: Tensor, floor: float) -> float:
@@ -275,6 +422,7 @@ def even_plan(graph: OpGraph, num_devices: int, batch_size: int) -> Plan:
         for s, (a, b) in enumerate(pairwise(cuts))
     )
     rule = "1f1b"
-    stage_graph = rule_named(rule).warm_up(StageGraph(stages, tuple(sorted(edges)), batch_size))
+    cut = with_whole_batches(StageGraph(stages, tuple(sorted(edges)), batch_size), graph)
+    stage_graph = rule_named(rule).warm_up(cut)
     nothing = Prediction(math.nan, math.nan, math.nan, (0,) * num_devices)
     return Plan(stage_graph, rule, "even", graph.name, "local", "no profile", 0.0, 0.0, nothing)

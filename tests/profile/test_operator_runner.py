@@ -71,6 +71,7 @@ def test_batch_is_repeated_and_cut() -> None:
         (True, torch.int64, 7),
         (True, torch.float32, 7),
         (True, torch.int64, 7),
+        (True, torch.float64, 7),  # shares of the count of labels
     ]
 
 

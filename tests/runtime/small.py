@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from anabranch.graph.capture import Captured, capture
 from anabranch.plans.plan import Plan, Prediction
 from anabranch.plans.stages import Stage, StageGraph
+from anabranch.plans.whole_batch import with_whole_batches
 from anabranch.runtime.reference import reference
 from anabranch.schedule import SCHEDULES
 from anabranch.workload import Workload
@@ -190,7 +191,9 @@ def plan(
     schedule: str = "1f1b",
     recompute: bool = False,
 ) -> Plan:
-    """Cut the topological order into stages of about equally many operators."""
+    """Cut the topological order into stages of about equally many operators; those that compute
+    across samples have the whole batch.
+    """
     graph = model.captured.graph
     counts = replicas or [1] * num_stages
     sizes = [microbatch_size] * num_stages if isinstance(microbatch_size, int) else microbatch_size
@@ -204,7 +207,8 @@ def plan(
     of = {name: s for s, stage in enumerate(stages) for name in stage.operators}
     pairs = {(of[graph.ops[a].name], of[graph.ops[b].name]) for a, b in graph.edges}
     edges = tuple(sorted((x, y) for x, y in pairs if x != y))
-    stage_graph = SCHEDULES[schedule]().warm_up(StageGraph(tuple(stages), edges, batch_size))
+    cut = with_whole_batches(StageGraph(tuple(stages), edges, batch_size), graph)
+    stage_graph = SCHEDULES[schedule]().warm_up(cut)
     nothing = Prediction(1.0, 1.0, 0.0, (0,) * device)
     return Plan(stage_graph, schedule, "by hand", "", "", "", 0.0, 0.0, nothing)
 

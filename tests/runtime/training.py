@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from anabranch import launch
+from anabranch.graph.capture import capture
 from anabranch.plans.plan import Plan
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.workload import NamedParameters, Workload
@@ -17,6 +18,7 @@ from tests.runtime.small import (
     Built,
     batch,
     num_ranks,
+    plan,
     train_alone,
 )
 
@@ -69,6 +71,16 @@ def alone(
 ) -> tuple[list[float], dict[str, Tensor]]:
     """In a process of its own, so that the model here stays as it is."""
     return launch.run(train_alone, 1, workload, batches, microbatch_size, timeout=LIMIT_S)[0]
+
+
+def on_one_device(
+    module: nn.Module, make: Callable[[int], Batch], **options: Any
+) -> tuple[Workload, Pipeline]:
+    """A module in this process, in micro-batches of two samples of eight."""
+    workload = Workload(module, make(4))
+    model = Built(capture(module, make(4)), workload)
+    cut = plan(model, 1, batch_size=8, microbatch_size=2)
+    return workload, Pipeline(workload, cut, captured=model.captured, **options)
 
 
 BATCHES = [batch(16, seed) for seed in range(4)]

@@ -16,6 +16,7 @@ from anabranch.cli.verbs.check import check
 from anabranch.cli.verbs.cluster import cluster
 from anabranch.cli.verbs.compare import compare
 from anabranch.cli.verbs.demo import demo
+from anabranch.cli.verbs.doctor import doctor
 from anabranch.cli.verbs.models import models
 from anabranch.cli.verbs.plan import plan
 from anabranch.cli.verbs.profile import profile
@@ -30,13 +31,16 @@ app = typer.Typer(
     help="Train any PyTorch model as a pipeline whose stages form a graph.\n\n"
     "MODEL is a built-in name (see `anabranch models`), `package.module:function` that returns "
     "an anabranch.Workload, or, where only planning is asked, a profile file.\n\n"
-    "Start with `anabranch demo`; then `profile`, `plan`, `verify` and `train` your own model.",
+    "Start with `anabranch demo`; then `doctor`, `plan`, `verify` and `train` your own model.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
     rich_markup_mode="markdown",
 )
-_verbs = (profile, plan, compare, check, simulate, models, verify, train, report, cluster, demo)
+_verbs = (
+    *(doctor, profile, plan, compare, check, simulate, models, verify, train, report, cluster),
+    demo,
+)
 for _verb in _verbs:
     app.command()(_verb)
 

@@ -14,6 +14,7 @@ from anabranch.files.graphs import (
     graph_to_dict,
     to_graph,
 )
+from anabranch.graph.loss_kinds import LossKind
 from anabranch.jsonfile import LARGEST_SIZE, Strict, read_document
 from anabranch.profile.kernel_trace import Kernel, KernelTrace, TracedModel
 
@@ -61,6 +62,7 @@ class _CaptureFile(Strict):
     key: Text
     name: Text
     granularity: Text
+    loss_kind: LossKind | None = None
     parameters: list[ParameterEntry]
     operators: list[OperatorEntry]
     values: list[ValueEntry]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from anabranch.files.fields import Name, NameOrNone, Size, Text
+from anabranch.graph.loss_kinds import LossKind
 from anabranch.graph.opgraph import BATCH, Op, OpGraph, Parameter, Table, Value
 from anabranch.jsonfile import Strict, core_fields, document_fields
 
@@ -33,6 +34,7 @@ class OperatorEntry(Strict):
     name: Name
     kind: Text
     parameters: list[Name]
+    whole_batch: bool = False
 
 
 class ValueEntry(Strict):
@@ -58,6 +60,10 @@ class GraphFile(Protocol):
         """How coarse operators are."""
 
     @property
+    def loss_kind(self) -> LossKind | None:
+        """Of which kind the loss is, if that is known."""
+
+    @property
     def parameters(self) -> Sequence[ParameterEntry]:
         """In the model's order."""
 
@@ -75,8 +81,9 @@ def graph_to_dict(graph: OpGraph) -> dict[str, Any]:
     return {
         "name": graph.name,
         "granularity": graph.granularity,
+        **({} if graph.loss_kind is None else {"loss_kind": graph.loss_kind}),
         "parameters": [_parameter_to_dict(parameter) for parameter in graph.parameters],
-        "operators": [document_fields(op, OperatorEntry) for op in graph.ops],
+        "operators": [_operator_to_dict(op) for op in graph.ops],
         "values": [
             document_fields(
                 value,
@@ -112,12 +119,23 @@ def to_graph(file: GraphFile) -> OpGraph:
         for i, v in enumerate(file.values)
     )
     return OpGraph(
-        ops=tuple(Op(op.name, tuple(op.parameters), op.kind) for op in file.operators),
+        ops=tuple(
+            Op(op.name, tuple(op.parameters), op.kind, op.whole_batch) for op in file.operators
+        ),
         values=values,
         parameters=tuple(_to_parameter(parameter) for parameter in file.parameters),
         name=file.name,
         granularity=file.granularity,
+        loss_kind=file.loss_kind,
     )
+
+
+def _operator_to_dict(op: Op) -> dict[str, Any]:
+    """Few compute across samples, and files say nothing of that for the others."""
+    entry = document_fields(op, OperatorEntry)
+    if not op.whole_batch:
+        del entry["whole_batch"]
+    return entry
 
 
 def _parameter_to_dict(parameter: Parameter) -> dict[str, Any]:

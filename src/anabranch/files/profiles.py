@@ -25,6 +25,7 @@ from anabranch.files.graphs import (
     to_graph,
     unique_index,
 )
+from anabranch.graph.loss_kinds import LossKind
 from anabranch.graph.opgraph import OpGraph
 from anabranch.jsonfile import Strict, core_fields, document_fields, read_document
 from anabranch.profile.profile import OpCost, Profile, Sharded, UpdateCost
@@ -51,6 +52,7 @@ def profile_to_dict(profile: Profile) -> dict[str, Any]:
         "schema": PROFILE,
         "name": fields.pop("name"),
         "granularity": fields.pop("granularity"),
+        **({"loss_kind": fields.pop("loss_kind")} if "loss_kind" in fields else {}),
         "device": profile.device,
         "source": profile.source,
         "proportional": profile.proportional,
@@ -115,6 +117,7 @@ class _ProfileFile(Strict):
     schema_: Literal["anabranch.profile/1"] = Field(alias="schema")
     name: Text
     granularity: Text
+    loss_kind: LossKind | None = None
     device: Text
     source: Literal["measured", "estimated", "imported"]
     proportional: bool

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 
 from anabranch.errors import CaptureError
 from anabranch.graph.batch_layout import BatchLayout, leaf_name
+from anabranch.graph.call_traits import base_name
 from anabranch.graph.export import ReturnsLoss, export, plain_calls
 from anabranch.graph.flat_program import (
     BATCH_LEAF,
@@ -35,15 +36,19 @@ from anabranch.graph.flat_program import (
     PlaceholderSource,
     RefusedError,
     batch_sizes,
+    frame,
     gradient_calls,
     lower,
     propagate,
 )
-from anabranch.graph.group import Grouping, group, group_like
+from anabranch.graph.group import FREE, Grouping, group, group_like
+from anabranch.graph.loss_kinds import LossKind
 from anabranch.graph.meta_kernels import MetaKernels
 from anabranch.graph.meta_trace import NotPlainError, trace_on_meta
 from anabranch.graph.opgraph import Granularity, OpGraph
 from anabranch.graph.opgraph_builder import build
+from anabranch.graph.sample_flow import Flow, above, loss_kind, sample_flow
+from anabranch.graph.whole_batch import WholeBatch, counted_means
 from anabranch.graph.without_dynamo import without_dynamo
 from anabranch.workload import Batch
 
@@ -89,6 +94,14 @@ class Captured:
             batch.
         batch_dims: value of the graph -> which dimension is the samples, None where there is none.
         unused: trainable parameters that the loss does not depend on.
+        loss_kind: of which kind the loss is, over the samples of a batch.
+        degrees: loss and metrics -> the power of the number of samples in it: the value of a batch
+            is the sum over slices of (n / n of the slice) ** degree times that of the slice. None
+            for what only the whole batch tells.
+        coupling: operations that are right for the whole batch only, each with the module and the
+            operator that it is in.
+        normalised: modules that take statistics over the samples of a micro-batch while training,
+            as batch normalisation does.
     """
 
     graph: OpGraph
@@ -100,9 +113,15 @@ class Captured:
     value_calls: tuple[int, ...]
     batch_dims: tuple[int | None, ...]
     unused: tuple[str, ...]
+    loss_kind: LossKind
+    degrees: Mapping[str, int | None]
+    coupling: tuple[Coupling, ...]
+    normalised: tuple[str, ...]
     _layout: BatchLayout
     _exporter: _Exporter
     _grouping: Grouping
+    _signature: list[tuple[str, str]]
+    _whole_batch: WholeBatch
     _programs: dict[tuple[int, torch.device], FlatProgram] = field(default_factory=dict)
 
     @staticmethod
@@ -123,7 +142,8 @@ class Captured:
             is_same = False
         if not is_same:
             program, other = exporter.at(samples), exporter.at(2 * samples)
-        if other.signature() != program.signature():
+        signature = program.signature()
+        if other.signature() != signature:
             raise _other_operations(module, samples, 2 * samples)
         loss = program.outputs[0]
         if training and not (isinstance(loss, fx.Node) and loss.meta["val"].requires_grad):
@@ -132,11 +152,29 @@ class Captured:
                 "requires a gradient; is its forward decorated with torch.no_grad, or is every "
                 "parameter frozen?"
             )
+        flow = sample_flow(program, other)
+        whole_batch = WholeBatch.of(program, flow)
+        names = ("loss", *exporter.metrics)
+        degrees = {
+            name: _degree(flow.flows[node])
+            for name, node in zip(names, program.outputs, strict=True)
+        }
+        kind, coupling = loss_kind(flow, loss), above(flow.coupling, loss)
+        program, other = whole_batch.put_in(program), whole_batch.put_in(other)
         if like is None:
             grouping = group(program, other, module, granularity)
         else:
             grouping = group_like(program, other, like._programs_at(samples), like._grouping)
+        owner_of = dict(zip(program.calls, grouping.owners, strict=True))
+        couplings = tuple(
+            Coupling(base_name(node), frame(node), grouping.names[owner_of[node]])
+            for node in coupling
+            if owner_of.get(node, FREE) != FREE
+        )
         graph, calls, dims = build(module, program, other, grouping, training)
+        coupled = {c.operator for c in couplings}
+        ops = tuple(replace(op, whole_batch=op.name in coupled) for op in graph.ops)
+        graph = replace(graph, ops=ops, loss_kind=kind)
         graph = replace(graph, granularity=granularity)
         carriers = gradient_calls(program)
         trained = {s.name for n, s in program.sources.items() if carriers & n.users.keys()}
@@ -152,9 +190,15 @@ class Captured:
             unused=tuple(
                 n for n, p in module.named_parameters() if p.requires_grad and n not in trained
             ),
+            loss_kind=kind,
+            degrees=degrees,
+            coupling=couplings,
+            normalised=tuple(dict.fromkeys(frame(node) for node in flow.normalised)),
             _layout=layout,
             _exporter=exporter,
             _grouping=grouping,
+            _signature=signature,
+            _whole_batch=whole_batch,
             _programs={(samples, exporter.device): program, (2 * samples, exporter.device): other},
         )
 
@@ -208,7 +252,10 @@ class Captured:
         return self._programs[samples, place]
 
     def _made(self, samples: int, place: torch.device) -> FlatProgram:
-        signature = self._programs_at(self.samples).signature()
+        return self._whole_batch.put_in(self._plain(samples, place))
+
+    def _plain(self, samples: int, place: torch.device) -> FlatProgram:
+        signature = self._signature
         if not self._exporter.is_exported:
             with suppress(NotPlainError):
                 program = self._exporter.traced(samples, place)
@@ -221,6 +268,74 @@ class Captured:
 
     def _programs_at(self, samples: int) -> FlatProgram:
         return self._programs[samples, self._exporter.device]
+
+    def weights(self, samples: int, batch_size: int) -> dict[str, float]:
+        """What loss and metrics of a slice count for in those of a batch; metrics that only the
+        whole batch tells count by samples.
+        """
+        share = samples / batch_size
+        return {
+            name: share if degree is None else float(share**-degree)
+            for name, degree in self.degrees.items()
+        }
+
+    @property
+    def statistics(self) -> frozenset[str]:
+        """Names of what programs read of a batch besides its own tensors."""
+        return frozenset(self._whole_batch.names)
+
+    def with_statistics(
+        self, leaves: Mapping[str, torch.Tensor], device: torch.device | None = None
+    ) -> dict[str, torch.Tensor]:
+        """The tensors of a whole batch, and what programs of its slices read of it besides.
+
+        Args:
+            device: where that is computed, by default where the tensors are.
+
+        Raises:
+            CaptureError: if the model cannot run with as many samples as are left over when the
+                batch is taken in parts.
+        """
+        if not self._whole_batch.statistics:
+            return dict(leaves)
+        first = next(iter(leaves.values()))
+        samples, place = int(first.shape[0]), device or first.device
+        sums: list[torch.Tensor] = []
+        start = 0
+        module = self.module
+
+        def find(source: PlaceholderSource) -> torch.Tensor:
+            if source.kind == BATCH_LEAF:
+                return leaves[source.name][start : start + size].to(place)
+            if source.kind == BUFFER:
+                return module.get_buffer(source.name).to(place)
+            return program.constants[source.name].to(place)
+
+        while start < samples:
+            size = self._part(samples - start, place)
+            program = self.at(size, device=place)
+            sums = program.known.add(size, find, sums)
+            start += size
+        values = program.known.values(samples, sums, find)
+        return {**leaves, **self._whole_batch.rows(values, samples)}
+
+    def is_even(self, batch: Batch, slices: Sequence[tuple[int, int]]) -> bool:
+        """Whether every slice of a batch has the share of its samples in all that is counted."""
+        if not self._whole_batch.statistics:
+            return True
+        leaves = self.flatten_batch(batch)
+        whole = self.with_statistics(leaves)
+        for start, stop in slices:
+            mine = self.with_statistics({name: leaf[start:stop] for name, leaf in leaves.items()})
+            for name in self.statistics:
+                if not torch.allclose(mine[name].sum(0), whole[name][start:stop].sum(0), rtol=1e-9):
+                    return False
+        return True
+
+    def _part(self, samples: int, place: torch.device) -> int:
+        """The most of so many samples for which there is a program."""
+        known = (size for size, where in self._programs if where == place and size <= samples)
+        return max(known, default=samples)
 
     @property
     def device(self) -> torch.device:
@@ -243,6 +358,22 @@ class Captured:
         evaluation, so that the stages of a training plan cut it as well.
         """
         return Captured._of(self.module, self._layout, self.granularity, training=False, like=self)
+
+
+@dataclass(frozen=True, slots=True)
+class Coupling:
+    """An operation across samples, the path of the module it is called in, and its operator."""
+
+    operation: str
+    module: str
+    operator: str
+
+
+def _degree(flow: Flow) -> int | None:
+    """The power of the number of samples in an output; one without samples is its own mean."""
+    if flow.kind == "additive":
+        return flow.degree
+    return None if flow.kind == "coupled" else -1
 
 
 def _other_operations(module: nn.Module, a: int, b: int) -> CaptureError:
@@ -299,7 +430,7 @@ class _Exporter:
             program, self.outputs = trace_on_meta(
                 self.wrapped, leaves, samples, {**self.tensors, **batch}, self.known
             )
-        return program
+        return counted_means(program)
 
     def export(self) -> None:
         """Export the module, if possible for any number of samples."""
@@ -371,7 +502,7 @@ class _Exporter:
             if exported is self.dynamic:
                 raise RefusedError from error
             raise
-        return program
+        return counted_means(program)
 
 
 def _is_fixed(exported: torch.export.ExportedProgram) -> bool:

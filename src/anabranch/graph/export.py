@@ -64,12 +64,14 @@ def scalars(output: Any) -> dict[str, torch.Tensor]:
     """Loss and metrics in what a module returned; raises CaptureError without a scalar loss."""
     entries = _entries(output)
     loss = entries.get("loss")
+    if loss is not None and _is_fraction(loss):
+        loss = loss[0] / loss[1]
     if not isinstance(loss, torch.Tensor):
         found = ", ".join(entries) or type(output).__name__
         raise CaptureError(
             f"the module's forward returned no loss, but {found}; it has to return a scalar "
-            "tensor, or an object or mapping with a scalar entry named loss (pass the labels in "
-            "the batch)"
+            "tensor, a tuple (numerator, denominator) of two, or an object or mapping with such an "
+            "entry named loss (pass the labels in the batch)"
         )
     if loss.dim() != 0 or not loss.dtype.is_floating_point:
         raise CaptureError(
@@ -92,8 +94,17 @@ def _shape(value: torch.Tensor) -> str:
     return ", ".join(sizes)
 
 
+def _is_fraction(value: Any) -> bool:
+    """Whether a loss is a numerator and a denominator."""
+    return (
+        isinstance(value, tuple)
+        and len(value) == 2
+        and all(isinstance(part, torch.Tensor) and part.dim() == 0 for part in value)
+    )
+
+
 def _entries(output: Any) -> dict[str, Any]:
-    if isinstance(output, torch.Tensor):
+    if isinstance(output, torch.Tensor) or _is_fraction(output):
         return {"loss": output}
     if hasattr(output, "items"):
         return {str(name): value for name, value in output.items()}

@@ -17,7 +17,7 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
@@ -71,6 +71,8 @@ class FlatProgram:
         constants: tensors that the forward pass created from literals.
         regions: sub-graphs that could not be made flat (autocast), by the name that a ``get_attr``
             node has.
+        known: what makes statistics of a batch (``whole_batch.Known``), where the program reads
+            those of the whole batch.
     """
 
     samples: int
@@ -78,6 +80,7 @@ class FlatProgram:
     sources: Mapping[fx.Node, PlaceholderSource]
     constants: Mapping[str, torch.Tensor]
     regions: Mapping[str, nn.Module] = field(default_factory=dict)
+    known: Any = None
 
     @property
     def calls(self) -> list[fx.Node]:
@@ -88,6 +91,13 @@ class FlatProgram:
     def outputs(self) -> tuple[fx.Node, ...]:
         """The loss, then the metrics."""
         return tuple(self.graph.output_node().args[0])  # type: ignore[arg-type]
+
+    def drop_dead(self) -> None:
+        """Leave out calls that nothing depends on."""
+        for node in reversed(list(self.graph.nodes)):
+            leaf = node in self.sources and self.sources[node].kind == BATCH_LEAF
+            if node.op != "output" and not (node.users or leaf or written(node)):
+                self.graph.erase_node(node)
 
     def signature(self) -> list[tuple[str, str]]:
         """What must not change with the number of samples: operation and module of every call."""
@@ -312,27 +322,17 @@ class ProgramBuilder:
         self.graph.output(tuple(self.made(output) for output in self.result))
         _to_front(self.graph)
         _follow_writes(self.graph)
-        self.drop_dead()
+        program = FlatProgram(samples, self.graph, self.sources, self.constants, self.regions)
+        program.drop_dead()
         self.graph.lint()
-        return FlatProgram(
-            samples,
-            self.graph,
-            {node: source for node, source in self.sources.items() if not node._erased},
-            self.constants,
-            self.regions,
-        )
+        sources = {node: source for node, source in self.sources.items() if not node._erased}
+        return replace(program, sources=sources)
 
     def made(self, output: fx.Node) -> fx.Node:
         """An output that is itself a parameter or a buffer as the result of a call."""
         if output.op == "placeholder":
             return self.graph.call_function(torch.ops.aten.alias.default, (output,))
         return output
-
-    def drop_dead(self) -> None:
-        for node in reversed(list(self.graph.nodes)):
-            leaf = node in self.sources and self.sources[node].kind == BATCH_LEAF
-            if node.op != "output" and not (node.users or leaf or written(node)):
-                self.graph.erase_node(node)
 
 
 def _to_front(graph: fx.Graph) -> None:

@@ -19,6 +19,8 @@ from functools import cached_property, reduce
 from operator import or_
 from typing import Literal
 
+from anabranch.graph.loss_kinds import LossKind
+
 Granularity = Literal["operator", "layer", "block"]
 
 BATCH = -1
@@ -62,11 +64,15 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One operator: unique name, names of its parameters, and a kind such as ``Linear``."""
+    """One operator: unique name, names of its parameters, and a kind such as ``Linear``.
+
+    ``whole_batch``: it computes across samples, so its values are right for the whole batch only.
+    """
 
     name: str
     parameters: tuple[str, ...] = ()
     kind: str = ""
+    whole_batch: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +104,8 @@ class Value:
 class OpGraph:
     """Operators in topological order, the values between them, and the parameters they share.
 
+    ``loss_kind`` is None where nothing is known of the loss.
+
     Raises:
         ValueError: if a name occurs twice, a value runs against the order, or an operator names a
             parameter that is not listed.
@@ -108,6 +116,7 @@ class OpGraph:
     parameters: tuple[Parameter, ...] = ()
     name: str = field(default="", compare=False)
     granularity: str = field(default="layer", compare=False)
+    loss_kind: LossKind | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if not self.ops:
@@ -173,6 +182,11 @@ class OpGraph:
     def ancestors(self) -> tuple[int, ...]:
         """Per operator, the bit mask of everything that it depends on, itself left out."""
         return _reached(self.predecessors, range(len(self.ops)))
+
+    @cached_property
+    def whole_batch(self) -> int:
+        """Bit mask of the operators that compute across samples."""
+        return sum(1 << i for i, op in enumerate(self.ops) if op.whole_batch)
 
     @cached_property
     def parameter_bytes(self) -> dict[str, int]:

@@ -21,14 +21,14 @@ import torch
 from torch import fx
 
 from anabranch.graph.call_traits import base_name, tensor
-from anabranch.graph.capture import Captured
-from anabranch.graph.flat_program import BATCH_LEAF
+from anabranch.graph.flat_program import BATCH_LEAF, FlatProgram
 
 _VIEWS = ("view", "reshape", "_unsafe_view", "flatten", "unflatten", "view_as", "reshape_as")
 _REORDER = ("cat", "stack", "concat", "index", "index_select", "gather", "flip", "roll", "repeat")
 
 
-_PAIRS = "it relates samples with each other"
+PAIRS = "it relates samples with each other"
+RAGGED = "its size depends on the data"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +51,8 @@ def blocks(axis: SampleAxis, shape: Sequence[int], samples: int) -> tuple[int, i
     return before, samples, axis.inner * math.prod(shape[axis.dim + 1 :])
 
 
-def sample_axes(captured: Captured) -> dict[fx.Node, SampleAxis]:
-    """The sample axis of every tensor in ``captured.at(captured.samples)``."""
-    program, other = captured.at(captured.samples), captured.at(2 * captured.samples)
+def sample_axes(program: FlatProgram, other: FlatProgram) -> dict[fx.Node, SampleAxis]:
+    """The sample axis of every tensor of a program; ``other`` has twice its samples."""
     twins = dict(zip(program.calls, other.calls, strict=True))
     axes: dict[fx.Node, SampleAxis] = {}
     for node in program.graph.nodes:
@@ -76,14 +75,14 @@ def _axis(
 ) -> SampleAxis:
     pairs = list(zip(here.shape, there.shape, strict=True))
     if not all(isinstance(n, int) for pair in pairs for n in pair):
-        return SampleAxis(-1, trouble="its size depends on the data")
+        return SampleAxis(-1, trouble=RAGGED)
     moving = [d for d, (a, b) in enumerate(pairs) if a != b]
     if not moving:
         return SampleAxis(-1)
     dim = moving[0]
     size, twice = pairs[dim]
     if len(moving) > 1 or size % samples or twice != 2 * size:
-        return SampleAxis(dim, trouble=_PAIRS)
+        return SampleAxis(dim, trouble=PAIRS)
     if base_name(node) in _VIEWS:
         return _viewed(node.all_input_nodes[0], here, dim, samples, axes)
     return _kept(node, dim, size, samples, axes)
@@ -115,7 +114,7 @@ def _kept(
     found = set()
     for source in node.all_input_nodes:
         axis, value = axes.get(source), tensor(source)
-        if axis is not None and value is not None and axis.dim >= 0 and axis.trouble != _PAIRS:
+        if axis is not None and value is not None and axis.dim >= 0 and axis.trouble != PAIRS:
             if axis.trouble:
                 return SampleAxis(dim, trouble=axis.trouble)
             if value.shape[axis.dim] == size:

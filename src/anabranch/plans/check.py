@@ -20,6 +20,7 @@ from anabranch.errors import InvalidPlanError
 from anabranch.plans.in_flight import least_in_flight
 from anabranch.plans.slices import slice_sizes
 from anabranch.plans.stages import StageGraph
+from anabranch.plans.whole_batch import sliced_batches
 
 _NAMED = 5
 """Offenders that one sentence lists by name."""
@@ -56,6 +57,7 @@ def check(
         *_edges(graph, cost, masks),
         *devices,
         *_samples(graph, cost),
+        *sliced_batches(graph, cost.graph),
         *_memory(graph, cost, versions or [1] * len(graph)),
         *(_memory_together(graph, cost) if shared else ()),
     ]

@@ -111,7 +111,12 @@ def _op(graph: OpGraph, mask: int) -> Op:
     if not others:
         return first
     names = (name for op in (first, *others) for name in op.parameters)
-    return Op(f"{first.name} and {len(others)} more", tuple(dict.fromkeys(names)), first.kind)
+    return Op(
+        f"{first.name} and {len(others)} more",
+        tuple(dict.fromkeys(names)),
+        first.kind,
+        first.whole_batch or any(op.whole_batch for op in others),
+    )
 
 
 def _cost(costs: Sequence[OpCost], mask: int) -> OpCost:

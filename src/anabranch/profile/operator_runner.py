@@ -85,7 +85,8 @@ def example_batch(captured: Captured, samples: int, device: torch.device) -> dic
     """The example that the model was captured with, repeated or cut to that many samples."""
     layout = captured._layout
     tensors = layout.resized(samples, device)
-    return {name: t.to(device) for name, t in zip(layout.names, tensors, strict=True)}
+    leaves = {name: t.to(device) for name, t in zip(layout.names, tensors, strict=True)}
+    return captured.with_statistics(leaves)
 
 
 def run_operators(

@@ -9,6 +9,7 @@ from anabranch.graph.capture import Captured, capture
 from anabranch.graph.split import Split, split, stages_like
 from anabranch.plans.plan import Plan
 from anabranch.plans.stages import StageGraph
+from anabranch.plans.whole_batch import sliced_batches
 from anabranch.runtime.mesh import require_whole_replicas
 from anabranch.schedule import SCHEDULES
 from anabranch.workload import Workload
@@ -44,6 +45,8 @@ def parts_of(captured: Captured, plan: Plan, *, exact: bool) -> Split:
             f"the plan has the schedule {plan.schedule!r}; known are {', '.join(sorted(SCHEDULES))}"
         )
     _check_operators(captured, graph)
+    if problems := sliced_batches(graph, captured.graph):
+        raise InvalidPlanError("; ".join(problems))
     if exact and not can_be_exact(graph):
         raise ValueError(
             "gradients that are bitwise those of one process need one replica per stage, and one "

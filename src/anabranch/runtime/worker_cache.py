@@ -16,6 +16,7 @@ from anabranch.graph.split import Split
 from anabranch.plans.edges import MessageEdges
 from anabranch.plans.plan import Plan
 from anabranch.plans.stages import StageGraph
+from anabranch.plans.whole_batch import with_whole_batches
 from anabranch.runtime.compute.options import PLAIN, ComputeOptions
 from anabranch.runtime.compute.programs import StagePrograms
 from anabranch.runtime.compute.stage_compute import StageCompute
@@ -76,13 +77,14 @@ class WorkerCache:
         """Names of the tensors of a batch that this rank's stages read."""
         stages = enumerate(self.stage_graph.stages)
         mine = [s for s, stage in stages if self.mesh.device in stage.devices]
-        return frozenset[str]().union(*(self.parts.leaves(s) for s in mine))
+        read = frozenset[str]().union(*(self.parts.leaves(s) for s in mine))
+        return read - self.captured.statistics
 
     def worker(self, samples: int) -> Worker:
         """What this rank does for a batch of that many samples."""
         if samples not in self._workers:
             planned = self._plan.stage_graph
-            graph = replace(planned, batch_size=samples)
+            graph = with_whole_batches(replace(planned, batch_size=samples), self.captured.graph)
             if samples > planned.batch_size:
                 # The plan's in-flight counts were cut to its own number of micro-batches.
                 graph = rule_named(self._plan.schedule).warm_up(graph)

@@ -26,6 +26,7 @@ from typing import ClassVar
 from anabranch.cost import CostModel
 from anabranch.plans.check import stage_bytes
 from anabranch.plans.stages import StageGraph, split_evenly
+from anabranch.plans.whole_batch import fitted
 from anabranch.schedule import compute_order, endless, rule_named
 from anabranch.schedule.schedule import Schedule
 from anabranch.simulator import stream
@@ -90,9 +91,10 @@ class ShortestStep:
 
     def runs(self, proposal: StageGraph) -> Iterator[Run]:
         """Every way to run a proposal, that with least memory first; an error if there is none."""
-        room = partial(self._room, proposal)
+        whole = fitted(proposal, self.cost.graph)
+        room = partial(self._room, whole)
         for schedule in self.schedules:
-            yield rule_named(schedule).warm_up(proposal, room), schedule, ()
+            yield rule_named(schedule).warm_up(whole, room), schedule, ()
 
     def _room(self, graph: StageGraph, s: int) -> int:
         """Micro-batches in flight that the memory of a stage's devices holds."""
@@ -165,7 +167,8 @@ class ShortestPeriod:
         return f" with the weight versions of policy {self.policy.name}"
 
     def runs(self, proposal: StageGraph) -> Iterator[Run]:
-        graph = endless.warm_up(replace(proposal, batch_size=self.batch_size))
+        sized = replace(proposal, batch_size=self.batch_size)
+        graph = endless.warm_up(fitted(sized, self.cost.graph))
         versions = versions_of(graph, self.policy, last_update=self.last_update)
         yield graph, endless.ENDLESS, versions
 

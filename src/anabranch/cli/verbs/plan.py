@@ -67,6 +67,7 @@ def plan(
     - `anabranch plan mmt --cluster summit:2x4 --batch-size 8 --mode async --policy pipeoptim`
     """
     from anabranch.files import plan_to_dict, save_plan
+    from anabranch.graph.loss_kinds import told
     from anabranch.solve import explain
     from anabranch.solve import plan as search
 
@@ -119,11 +120,14 @@ def plan(
         }
         if why is not None:
             document["explanation"] = why.to_dict()
+        document["loss_kind"] = costs.graph.loss_kind
         if found.mode == "async":
             document["optimizer"] = optimizer.name if optimizer is not None else None
         print_json(document | staleness_document(found, optimizer))
         return
     typer.echo(found.summary())
+    if kind := told(costs.graph.loss_kind):
+        typer.echo(kind)
     if found.mode == "async":
         print_table(*staleness_table(found.policy, staleness_of(found, optimizer)))
     typer.echo(

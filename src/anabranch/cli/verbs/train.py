@@ -94,6 +94,8 @@ def train(
         return
     if others := given(emulation):
         raise typer.BadParameter(f"{', '.join(others)}: only with --emulate")
+    from anabranch.graph.loss_kinds import told
+
     options = compute.options()
     job = Job.of(model.source, local)
     if is_restarted():
@@ -104,6 +106,8 @@ def train(
     is_first = os.environ.get("RANK", "0") == "0"
     if is_first and not as_json:
         typer.echo(shown.summary())
+        if kind := told(job.captured.loss_kind):
+            typer.echo(kind)
     special: dict[str, Any] = {
         "accumulate": compute.accumulate,
     }

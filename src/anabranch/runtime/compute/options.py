@@ -14,7 +14,7 @@ import torch
 from anabranch.graph.split import Split
 
 Precision = Literal["fp32", "bf16", "fp16"]
-Dropout = Literal["stage", "sample"]
+Dropout = Literal["stage", "sample", "off"]
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -49,7 +49,8 @@ class ComputeOptions:
             draws the same. On a CPU a small mask costs some 50 us more; on a GPU some fifteen
             element-wise kernels, which ``compile`` joins; attention with dropout does without fused
             kernels, so its weights take memory quadratic in the length. Operations that draw in
-            another way (multinomial, randperm, dropout within nn.LSTM) are refused.
+            another way (multinomial, randperm, dropout within nn.LSTM) are refused. ``off``:
+            nothing is dropped, for comparisons; other random numbers as with ``stage``.
         sparse_embeddings: tables of ``nn.Embedding`` and ``nn.EmbeddingBag`` (sum, mean) have
             sparse gradients, as with their own ``sparse=True``: rows that were looked up instead of
             whole tables; by default where the plan has it. With optimizers that take them only:
@@ -74,8 +75,8 @@ class ComputeOptions:
             )
         if self.precision not in ("fp32", *_DTYPES):
             raise ValueError(f"precision {self.precision!r} is none of fp32, bf16, fp16")
-        if self.dropout not in ("stage", "sample"):
-            raise ValueError(f"dropout {self.dropout!r} is none of stage, sample")
+        if self.dropout not in ("stage", "sample", "off"):
+            raise ValueError(f"dropout {self.dropout!r} is none of stage, sample, off")
         backends = torch.compiler.list_backends(()) if isinstance(self.compile, str) else ()
         if backends and self.compile not in backends:
             raise ValueError(

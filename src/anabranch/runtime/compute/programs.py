@@ -24,6 +24,7 @@ from anabranch.graph.embeddings import make_sparse
 from anabranch.graph.split import Split, StageProgram
 from anabranch.runtime.compute.options import ComputeOptions
 from anabranch.runtime.numerics.dropout import BySample, draws
+from anabranch.runtime.numerics.no_dropout import without_dropout
 from anabranch.runtime.numerics.precision import autocast, value_types
 
 
@@ -66,6 +67,14 @@ class StagePrograms:
             self._programs[stage, samples] = replace(program, shapes=shapes)
         return self._programs[stage, samples]
 
+    def weights(self, samples: int, batch_size: int) -> dict[str, float]:
+        """Of loss and metrics of so many samples in those of a batch."""
+        return self._captured.weights(samples, batch_size)
+
+    def with_statistics(self, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors of a whole batch, and what stages read of it besides."""
+        return self._captured.with_statistics(leaves, self.place)
+
     def runnable(self, stage: int, samples: int) -> StageCall:
         """What is called; CaptureError if an operation's random numbers cannot be had by sample."""
         if (stage, samples) not in self._runnables:
@@ -76,6 +85,8 @@ class StagePrograms:
         program = self.program(stage, samples)
         if self.options.sparse_embeddings:
             program = replace(program, module=with_sparse_lookups(program.module))
+        if self.options.dropout == "off" and is_random(program.module):
+            program = replace(program, module=without_dropout(program.module))
         rewritten = None
         if self.options.dropout == "sample":
             rewritten = self._by_sample.rewritten(program, samples)

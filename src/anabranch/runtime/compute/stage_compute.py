@@ -52,14 +52,18 @@ class Outcome:
         self.bad_parameters: list[str] = []
         self._loss, self._metrics = 0.0, dict[str, float]()
         self._bad: Key | None = None
-        self._unread: list[tuple[Key, float, Tensor | None, dict[str, Tensor]]] = []
+        self._unread: list[tuple[Key, Mapping[str, float], Tensor | None, dict[str, Tensor]]] = []
 
     def note(
-        self, key: Key, weight: float, loss: Tensor | None, metrics: dict[str, Tensor]
+        self,
+        key: Key,
+        weights: Mapping[str, float],
+        loss: Tensor | None,
+        metrics: dict[str, Tensor],
     ) -> None:
-        """Keep loss and metrics of a micro-batch that is this share of the batch."""
+        """Keep loss and metrics of a micro-batch, with the weight of each in the batch's."""
         if loss is not None or metrics:
-            self._unread.append((key, weight, loss, metrics))
+            self._unread.append((key, weights, loss, metrics))
 
     @property
     def unread_losses(self) -> list[Tensor]:
@@ -74,18 +78,19 @@ class Outcome:
             for tensor in (*([] if loss is None else [loss]), *metrics.values())
         ]
         numbers = iter(fetched(tensors))
-        for key, weight, loss, metrics in unread:
+        for key, weights, loss, metrics in unread:
             if loss is not None:
                 number = next(numbers)
                 if self._bad is None and not -math.inf < number < math.inf:
                     self._bad = key
-                self._loss += number * weight
+                self._loss += number * weights["loss"]
             for name in metrics:
-                self._metrics[name] = self._metrics.get(name, 0.0) + next(numbers) * weight
+                found = self._metrics.get(name, 0.0)
+                self._metrics[name] = found + next(numbers) * weights[name]
 
     @property
     def loss(self) -> float:
-        """This device's share of the step's loss, weighted by samples."""
+        """This device's share of the step's loss."""
         self._read()
         return self._loss
 
@@ -125,15 +130,15 @@ class Compute(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """What one micro-batch of a stage is on this device: ``weight`` is its share of the batch,
-    ``recompute`` whether its backward begins with another forward, ``returned`` uses with a
-    gradient.
+    """What one micro-batch of a stage is on this device: ``weights`` are those of its loss and
+    metrics in the batch's, ``recompute`` whether its backward begins with another forward,
+    ``returned`` uses with a gradient.
     """
 
     runnable: StageCall
     start: int
     count: int
-    weight: float
+    weights: Mapping[str, float]
     recompute: bool
     returned: tuple[Port, ...]
 
@@ -196,7 +201,7 @@ class StageCompute:
         metrics = zip(program.metrics, results[len(outputs) + program.has_loss :], strict=True)
         self._outcome.note(
             key,
-            piece.weight,
+            piece.weights,
             None if loss is None else loss.detach(),
             {name: metric.detach() for name, metric in metrics},
         )
@@ -214,7 +219,7 @@ class StageCompute:
                 runnable,
                 start,
                 stop - start,
-                (stop - start) / self._graph.batch_size,
+                self._prepared.weights(stop - start, self._graph.batch_size),
                 self._graph.stages[key[0]].recompute,
                 gradient_ports(runnable.program.inputs),
             )
@@ -229,6 +234,8 @@ class StageCompute:
     ) -> tuple[Tensor, ...]:
         runnable, start = piece.runnable, piece.start
         names = runnable.program.batch
+        if not self._leaves.keys() >= set(names):
+            self._leaves = self._prepared.with_statistics(self._leaves)
         batch = [self._leaves[name].narrow(0, start, piece.count) for name in names]
         with self._prepared.compiling(key[0]):
             if runnable.by_sample:
@@ -272,7 +279,7 @@ class StageCompute:
         if stash.loss is not None and stash.loss.requires_grad:
             tensors.append(stash.loss)
             scale = 1.0 if self._loss_scale is None else self._loss_scale.scale
-            gradients.append(torch.full_like(stash.loss, piece.weight * scale))
+            gradients.append(torch.full_like(stash.loss, piece.weights["loss"] * scale))
         if tensors:
             torch.autograd.backward(tensors, gradients)
         for use, alias in zip(piece.runnable.program.tied, stash.aliases, strict=True):

@@ -1,13 +1,16 @@
-"""One micro-batch through the pipeline and through the user's own module, before the first step.
+"""Two micro-batches through the pipeline and through the user's own module, before the first step.
 
-Tracing can lose what Python does behind its back, and a wrong gradient trains silently. So rank 0
-runs the user's module, and two numbers per parameter are compared: the norm of the gradient, and
-its product with a fixed pattern of signs. Both sides compute without compute options. Replicas stay
-idle: with one slice per micro-batch, batch normalisation compares as well.
+Tracing can lose what Python does behind its back, and a loss may be another one for two halves than
+for a whole; a wrong gradient trains silently. So rank 0 runs the user's module on the samples of
+both micro-batches at once, and two numbers per parameter are compared: the norm of the gradient,
+and its product with a fixed pattern of signs. Then it calls the module again, for the same loss.
+Both sides compute without compute options and without dropout. Replicas stay idle. With batch
+normalisation, whose statistics are those of a micro-batch, there is one micro-batch.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -15,14 +18,19 @@ import torch
 from torch import Tensor
 
 from anabranch.errors import TrainingError
-from anabranch.graph.capture import on_one_device
+from anabranch.graph.capture import Captured, on_one_device
+from anabranch.plans.whole_batch import with_whole_batches
+from anabranch.runtime.compute.options import ComputeOptions
 from anabranch.runtime.compute.programs import is_random
 from anabranch.runtime.compute.stage_compute import unchanged_buffers
 from anabranch.runtime.data_parallel.gradients import Holders, reduce_gradients
+from anabranch.runtime.guards.repeatable import require_repeatable
 from anabranch.runtime.mesh import Mesh
+from anabranch.runtime.numerics.no_dropout import NoDropout, without_dropout
 from anabranch.runtime.reference import reference, take
 from anabranch.runtime.worker import Worker
 from anabranch.runtime.worker_cache import WorkerCache
+from anabranch.schedule import rule_named
 from anabranch.schedule.schedule import Kind
 from anabranch.workload import Batch
 
@@ -47,24 +55,28 @@ def compare_with_eager(
     home: torch.device,
 ) -> None:
     """Compare loss and gradients of the first samples of a batch, unless the model draws random
-    numbers; the whole model was at ``home``, and runs there.
+    numbers besides dropout; the whole model was at ``home``, and runs there.
 
     Raises:
-        TrainingError: on every rank, naming the parameter that differs most.
+        TrainingError: on every rank, naming the parameter that differs most; or if the module's
+            loss is another one at its second call.
     """
-    size = _size(steps, leaves)
-    worker = _worker(steps, size)
+    captured = steps.captured
+    module = captured.module
+    cuts = _cuts(steps, leaves)
+    size = cuts[-1][1]
+    worker = _worker(steps, cuts)
     if _any_random(worker, mesh):
         return
-    module = steps.captured.module
+    first = {name: leaf[:size] for name, leaf in leaves.items()}
     parameters = {
         n: p for n, p in module.named_parameters() if mesh.rank in holders.parameters.get(n, ())
     }
     for parameter in parameters.values():
         parameter.grad = None
     with unchanged_buffers(module):
-        outcome = worker.run({name: leaf[:size] for name, leaf in leaves.items()}, 0)
-    # There is one micro-batch; in exact mode uses of tied parameters come back one by one.
+        outcome = worker.run(first, 0)
+    # In exact mode uses of tied parameters come back one by one.
     for (name, _, _), gradient in sorted(outcome.tied.items(), key=lambda use: use[0]):
         parameter = parameters[name]
         parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
@@ -80,40 +92,61 @@ def compare_with_eager(
     for parameter in parameters.values():
         parameter.grad = None
     mesh.all_reduce(mine)
-    eager = torch.zeros_like(mine)
-    if mesh.rank == 0:
-        with on_one_device(module, home):
-            result = reference(module, take(batch, 0, size), [(0, size)])
-        for i, name in enumerate(names):
-            eager[i] = _digest(result.gradients.get(name))
-        eager[-1, 0] = result.loss
-    mesh.broadcast(eager, 0)
-    if not torch.isfinite(eager).all():
+
+    def eager(slices: list[tuple[int, int]], *, is_first: bool = False) -> Tensor:
+        found = torch.zeros_like(mine)
+        if mesh.rank == 0:
+            some = take(batch, 0, size)
+            with on_one_device(module, home), NoDropout():
+                result = reference(module, some, slices, captured.weights)
+                if is_first:
+                    for note in require_repeatable(module, some, result.loss):
+                        warnings.warn(note, stacklevel=6)
+            for i, name in enumerate(names):
+                found[i] = _digest(result.gradients.get(name))
+            found[-1, 0] = result.loss
+        mesh.broadcast(found, 0)
+        return found
+
+    whole = eager([(0, size)], is_first=True)
+    if not torch.isfinite(whole).all():
         return  # the model's own trouble, which the step will name
     types = {n: p.dtype for n, p in module.named_parameters()}
     on_gpu = any(p.is_cuda for p in module.parameters()) or home.type == "cuda"
-    _compare(names, types, mine, eager, size, {} if on_gpu else _TOLERANCE)
+    tolerances = {} if on_gpu else _TOLERANCE
+    found = _difference(names, types, mine, whole, tolerances)
+    if not found:
+        return
+    if len(cuts) > 1 and not _difference(names, types, mine, eager(cuts), tolerances):
+        raise _sliced(captured, float(mine[-1, 0]), float(whole[-1, 0]), cuts)
+    raise _other(found, names, mine, whole, size)
 
 
-def _size(steps: WorkerCache, leaves: Mapping[str, Tensor]) -> int:
-    """Samples of the smallest micro-batch; two at least, which batch normalisation needs."""
+def _cuts(steps: WorkerCache, leaves: Mapping[str, Tensor]) -> list[tuple[int, int]]:
+    """The samples of two micro-batches, as small as the smallest of the plan; of one, of two
+    samples at least, with batch normalisation, or where there are no more samples.
+    """
     available = int(next(iter(leaves.values())).shape[0])
-    smallest = min(s.microbatch_size // s.replicas for s in steps.stage_graph.stages)
-    return min(available, max(smallest, 2))
+    size = min(s.microbatch_size // s.replicas for s in steps.stage_graph.stages)
+    if steps.captured.normalised or available < 2 * size:
+        return [(0, min(available, max(size, 2)))]
+    return [(0, size), (size, 2 * size)]
 
 
-def _worker(steps: WorkerCache, size: int) -> Worker:
-    graph = steps.stage_graph
+def _worker(steps: WorkerCache, cuts: list[tuple[int, int]]) -> Worker:
+    graph, size = steps.stage_graph, max(stop - start for start, stop in cuts)
     stages = tuple(
-        replace(stage, devices=stage.devices[:1], microbatch_size=size, k=1, in_flight=1)
+        replace(stage, devices=stage.devices[:1], microbatch_size=size, k=1, in_flight=0)
         for stage in graph.stages
     )
-    return steps.build(replace(graph, stages=stages, batch_size=size))
+    sliced = replace(graph, stages=stages, batch_size=cuts[-1][1])
+    whole = with_whole_batches(sliced, steps.captured.graph)
+    return steps.build(rule_named("gpipe").warm_up(whole), ComputeOptions(dropout="off"))
 
 
 def _any_random(worker: Worker, mesh: Mesh) -> bool:
     mine = any(
-        is_random(worker.layout.program(action.stage, action.microbatch).module)
+        is_random(without_dropout(worker.layout.program(action.stage, action.microbatch).module))
         for action in worker.actions
         if action.kind is Kind.FORWARD
     )
@@ -130,14 +163,16 @@ def _digest(gradient: Tensor | None) -> Tensor:
     return torch.stack([torch.linalg.vector_norm(flat), signed])
 
 
-def _compare(
+def _difference(
     names: list[str],
     types: Mapping[str, torch.dtype],
     mine: Tensor,
     eager: Tensor,
-    size: int,
     tolerances: Mapping[torch.dtype, float],
-) -> None:
+) -> str:
+    """The parameter whose gradient differs most by more than rounding, ``loss`` if only the loss
+    does, or nothing.
+    """
     floor = _NOISE * float(torch.linalg.vector_norm(eager[:-1, 0]))
     worst, worst_excess = "", 1.0
     for i, name in enumerate(names):
@@ -148,19 +183,38 @@ def _compare(
             worst, worst_excess = name, excess
     ours, theirs = float(mine[-1, 0]), float(eager[-1, 0])
     allowed = max(tolerances.values(), default=_COARSE) * max(abs(theirs), 1e-3)
-    if not worst and not abs(ours - theirs) <= allowed:
-        raise TrainingError(
+    return worst or ("" if abs(ours - theirs) <= allowed else "loss")
+
+
+def _sliced(
+    captured: Captured, ours: float, theirs: float, cuts: list[tuple[int, int]]
+) -> TrainingError:
+    """Micro-batches make another loss, and the graph does not tell why."""
+    size = cuts[-1][1]
+    return TrainingError(
+        f"micro-batches change what {type(captured.module).__name__} is trained on: for {size} "
+        f"samples at once its loss is {theirs:.6g}, for {len(cuts)} micro-batches "
+        f"{ours:.6g}, although the graph says that the loss is a {captured.loss_kind} over the "
+        "samples; something computes across samples, such as an index along them: train with one "
+        "micro-batch of the whole batch and no replicas (--microbatch-size, --max-replicas 1), or "
+        "compute it per sample; check_gradients=False trains all the same"
+    )
+
+
+def _other(worst: str, names: list[str], mine: Tensor, eager: Tensor, size: int) -> TrainingError:
+    """The pipeline is not the module."""
+    ours, theirs = float(mine[-1, 0]), float(eager[-1, 0])
+    if worst == "loss":
+        return TrainingError(
             f"the pipeline's loss is not the model's: {ours:.6g}, in one process {theirs:.6g} "
             f"(first {size} samples); the model does something in Python that tracing loses; "
             "anabranch verify has more, check_gradients=False trains all the same"
         )
-    if not worst:
-        return
     i = names.index(worst)
-    raise TrainingError(
+    return TrainingError(
         f"the pipeline's gradient of {worst} is not the model's: its norm is "
         f"{float(mine[i, 0]):.6g}, in one process {float(eager[i, 0]):.6g} (first {size} samples; "
-        f"loss {float(mine[-1, 0]):.6g} and {float(eager[-1, 0]):.6g}); the model does something "
+        f"loss {ours:.6g} and {theirs:.6g}); the model does something "
         "in Python that tracing loses, such as a custom autograd.Function, a hook, or state that "
         "changes from call to call; anabranch verify has more, check_gradients=False trains all "
         "the same"

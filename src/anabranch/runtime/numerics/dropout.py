@@ -50,8 +50,9 @@ class BySample:
     @cached_property
     def _axes(self) -> list[tuple[fx.Node, SampleAxis | None]]:
         """Per call of the model, the node that has the samples of its numbers, and where."""
-        program = self._captured.at(self._captured.samples)
-        axes = sample_axes(self._captured)
+        samples = self._captured.samples
+        program = self._captured.at(samples)
+        axes = sample_axes(program, self._captured.at(2 * samples))
         result = []
         for node in program.calls:
             source = node.all_input_nodes[0] if schema_name(node) in _BY_INPUT else node

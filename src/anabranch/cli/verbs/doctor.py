@@ -1,0 +1,73 @@
+"""The verb ``doctor``: what is to know of a model before it is planned and trained."""
+
+from __future__ import annotations
+
+from typing import Annotated, cast
+
+import typer
+
+from anabranch.cli.output import print_json
+from anabranch.cli.parsing import usage
+from anabranch.cli.settings import AsJson, TrainedModelSettings
+from anabranch.cli.source import read_cluster
+from anabranch.cli.spread import spread
+from anabranch.graph.opgraph import Granularity
+
+
+@spread
+def doctor(
+    model: TrainedModelSettings,
+    cluster: Annotated[
+        str, typer.Option(help="What the first plan is for: a preset or a file.")
+    ] = "summit:1x4",
+    batch_size: Annotated[int, typer.Option(min=1, help="Samples of one step.")] = 32,
+    device: Annotated[
+        str, typer.Option(help="v100, a100 or h100: whose data sheet has the seconds.")
+    ] = "v100",
+    as_json: AsJson = False,
+) -> None:
+    """Examine MODEL: can it be captured, and which line stops it; its loss, tied and frozen
+    weights, batch normalisation; what a graph of stages can gain, and the first plan to try.
+
+    Its output can be pasted into a report of a fault. Exits with 1 if the model cannot be captured.
+
+    Example: `anabranch doctor mypackage.mymodel:workload`
+    """
+    from anabranch.doctor import examine, report
+    from anabranch.files import plan_to_dict
+
+    source = model.source
+    machines = usage(read_cluster, cluster)
+    found = usage(
+        examine,
+        source.workload(),
+        machines,
+        batch_size,
+        model=source.model,
+        device=device,
+        granularity=cast("Granularity", source.granularity),
+    )
+    if as_json:
+        branches = found.branches
+        print_json(
+            {
+                "model": found.model,
+                "capturable": found.capturable,
+                "error": found.error or None,
+                "loss": found.loss,
+                "findings": list(found.findings),
+                "operators": branches and branches.operators,
+                "depth": branches and branches.depth,
+                "width": branches and branches.width,
+                "plan": found.plan and plan_to_dict(found.plan),
+                "device_bytes": [
+                    {"device": device, "stage": stage, "weights_bytes": weights, "peak_bytes": peak}
+                    for device, stage, weights, peak in found.peaks
+                ],
+                "versions": found.versions,
+            }
+        )
+    else:
+        typer.echo(report(found))
+    if not found.capturable:
+        raise typer.Exit(1)

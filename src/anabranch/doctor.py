@@ -1,0 +1,245 @@
+"""An examination of a model: can it be captured, what is to know of it, and what to plan first.
+
+Nothing is trained and nothing is timed: the graph says most, and seconds are those of a data sheet.
+"""
+
+from __future__ import annotations
+
+import platform
+import warnings
+from collections import defaultdict
+from dataclasses import dataclass, field, replace
+from importlib import metadata
+
+from torch import nn
+
+from anabranch.cluster import Cluster
+from anabranch.cost import CostModel
+from anabranch.errors import AnabranchError, CaptureError
+from anabranch.graph.capture import Captured, capture
+from anabranch.graph.loss_kinds import SENTENCES, LossKind
+from anabranch.graph.opgraph import Granularity, bits
+from anabranch.graph.split import split
+from anabranch.plans.check import stage_bytes
+from anabranch.plans.plan import Plan, memory_text
+from anabranch.profile.estimate import estimate
+from anabranch.profile.profile import Profile
+from anabranch.runtime.compute.programs import is_random
+from anabranch.solve import plan
+from anabranch.workload import Workload
+
+_PACKAGES = ("anabranch", "torch", "numpy", "transformers", "safetensors")
+
+
+@dataclass(frozen=True)
+class Branches:
+    """What a stage graph can gain over a chain of stages.
+
+    Attributes:
+        operators: of the model.
+        depth: operators on the longest path.
+        width: branches that run side by side, on average: all seconds over those of the path that
+            takes longest. 1 is a chain; more is the share by which a graph's way through may be
+            shorter, at best.
+    """
+
+    operators: int
+    depth: int
+    width: float
+
+
+@dataclass(frozen=True)
+class Examination:
+    """What was found.
+
+    Attributes:
+        error: why the model cannot be captured, or nothing.
+        findings: one sentence each.
+        plan: the first one to try, if there is one.
+        peaks: (device, stage, parameters and what comes with them, all at the peak), in bytes.
+    """
+
+    model: str
+    versions: dict[str, str]
+    error: str = ""
+    loss: LossKind | None = None
+    findings: tuple[str, ...] = ()
+    branches: Branches | None = None
+    plan: Plan | None = None
+    peaks: tuple[tuple[int, int, int, int], ...] = ()
+    parameter_bytes: int = field(default=0)
+
+    @property
+    def capturable(self) -> bool:
+        """Whether the model can be captured."""
+        return not self.error
+
+
+def examine(
+    workload: Workload,
+    cluster: Cluster,
+    batch_size: int,
+    *,
+    model: str = "",
+    device: str = "v100",
+    granularity: Granularity = "layer",
+) -> Examination:
+    """Examine a model, and plan it for a cluster with the seconds of a data sheet.
+
+    Args:
+        workload: the module may be on the meta device.
+        device: a key of ``profile.data_sheets.DATA_SHEETS``.
+    """
+    start = Examination(model or type(workload.module).__name__, versions())
+    try:
+        captured = capture(workload.module, workload.example, granularity=granularity)
+    except CaptureError as error:
+        return replace(start, error=str(error), findings=tuple(_of_module(workload.module)))
+    found = replace(
+        start,
+        loss=captured.loss_kind,
+        findings=(*_of_module(workload.module), *_of_graph(captured)),
+        parameter_bytes=sum(captured.graph.parameter_bytes.values()),
+    )
+    counts = sorted({1 << i for i in range(batch_size.bit_length())} | {batch_size})
+    try:
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            profile = estimate(captured, device, counts)
+        further = tuple(" ".join(str(warning.message).split()) for warning in told)
+        found = replace(found, branches=branches(profile), findings=(*found.findings, *further))
+        first = plan(profile, cluster, batch_size, model=found.model, improve=False)
+    except AnabranchError as error:
+        return replace(found, findings=(*found.findings, f"no plan: {error}"))
+    return replace(found, plan=first, peaks=tuple(_peaks(first, profile, cluster)))
+
+
+def versions() -> dict[str, str]:
+    """Python, the system and packages that matter, for a report of a fault."""
+    found = {"python": platform.python_version(), "system": platform.platform()}
+    for name in _PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def branches(profile: Profile) -> Branches:
+    """Width and depth of a model by the seconds of its operators at the largest sample count."""
+    graph = profile.graph
+    seconds = [cost.forward_s[-1] + cost.backward_s[-1] for cost in profile.costs]
+    longest, steps = [0.0] * len(graph), [0] * len(graph)
+    for i, mask in enumerate(graph.predecessors):
+        longest[i] = seconds[i] + max((longest[j] for j in bits(mask)), default=0.0)
+        steps[i] = 1 + max((steps[j] for j in bits(mask)), default=0)
+    path = max(longest)
+    return Branches(len(graph), max(steps), sum(seconds) / path if path else 1.0)
+
+
+def _of_module(module: nn.Module) -> list[str]:
+    """What the module itself tells."""
+    found = []
+    parameters = list(module.parameters())
+    frozen = sum(p.numel() for p in parameters if not p.requires_grad)
+    total = sum(p.numel() for p in parameters)
+    if frozen:
+        found.append(
+            f"{frozen:,} of {total:,} parameters are frozen: no gradients, optimizer state or "
+            "all-reduces of them are planned or made, and no backward where nothing before them "
+            "is trained"
+        )
+    names: dict[int, list[str]] = defaultdict(list)
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names[id(parameter)].append(name)
+    tied = [" = ".join(same) for same in names.values() if len(same) > 1]
+    if tied:
+        found.append(
+            f"tied weights: {_some(tied)}; stages that share one each hold a copy, and their "
+            "gradients are summed before every update"
+        )
+    return found
+
+
+def _of_graph(captured: Captured) -> list[str]:
+    """What the captured program tells."""
+    found = [f"the loss is {SENTENCES[captured.loss_kind]}"] if captured.loss_kind else []
+    operators = list(dict.fromkeys(c.operator for c in captured.coupling))
+    if operators:
+        first = captured.coupling[0]
+        where = f" in {first.module}" if first.module else ""
+        found.append(
+            f"samples are compared with each other from {first.operation}{where} on: "
+            f"{_some(operators)} will have the whole batch, on one replica"
+        )
+    untold = [name for name, degree in captured.degrees.items() if degree is None]
+    if captured.loss_kind != "coupled" and (metrics := [n for n in untold if n != "loss"]):
+        found.append(
+            f"the metric {_some(metrics)} is no sum or mean over samples: what is shown is the "
+            "mean of what the micro-batches have"
+        )
+    if captured.normalised:
+        found.append(
+            f"batch normalisation in {_some(captured.normalised)}: its statistics are those of a "
+            "micro-batch, as with gradient accumulation; GroupNorm does not depend on it"
+        )
+    whole = split(captured, [[op.name for op in captured.graph.ops]])
+    if is_random(whole.program(0, captured.samples).module):
+        found.append(
+            "random numbers are drawn, as by dropout: another plan draws other ones, unless "
+            "--dropout sample makes them the same under any plan"
+        )
+    if captured.unused:
+        found.append(
+            f"no gradient reaches {_some(captured.unused)}: the loss does not depend on it; set "
+            "requires_grad to False if that is meant"
+        )
+    return found
+
+
+def _peaks(found: Plan, profile: Profile, cluster: Cluster) -> list[tuple[int, int, int, int]]:
+    cost = CostModel(profile, cluster, shard_optimizer=found.shard_optimizer)
+    graph, rows = found.stage_graph, []
+    for s, stage in enumerate(graph.stages):
+        weights, peak = (
+            int(stage_bytes(graph, cost, s, in_flight=count)) for count in (0, stage.in_flight)
+        )
+        rows += [(device, s, weights, peak) for device in stage.devices]
+    return sorted(rows)
+
+
+def _some(names: list[str] | tuple[str, ...]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
+
+
+def report(found: Examination) -> str:
+    """Plain text, ready to be pasted into a report."""
+    lines = [f"{name} {version}" for name, version in found.versions.items()]
+    lines = ["versions: " + ", ".join(lines), ""]
+    if found.error:
+        lines += [f"{found.model} cannot be captured: {found.error}"]
+    else:
+        lines += [f"{found.model} can be captured: {memory_text(found.parameter_bytes)} parameters"]
+    lines += [f"- {finding}" for finding in found.findings]
+    if found.branches is not None:
+        lines += ["", _told(found.branches)]
+    if found.plan is not None:
+        lines += ["", f"the first plan to try, for {found.plan.cluster}:", found.plan.summary()]
+        lines += ["", "memory per device    stage    weights and state         at the peak"]
+        lines += [
+            f"{device:17d} {stage:8d} {memory_text(weights):>20s} {memory_text(peak):>19s}"
+            for device, stage, weights, peak in found.peaks
+        ]
+    return "\n".join(lines)
+
+
+def _told(found: Branches) -> str:
+    if found.width < 1.05:
+        says = "a chain: a graph of stages has nothing to gain over a sequential pipeline"
+    else:
+        says = (
+            f"branches: the way through is {found.width:.2f} times shorter than all operators one "
+            "after the other, the most by which a graph of stages shortens filling and draining"
+        )
+    return f"{found.operators} operators, {found.depth} on the longest path; {says}"

@@ -1,0 +1,230 @@
+"""Statistics of a whole batch, put into the programs of its slices.
+
+A loss that is divided by a count of the batch's labels is that of the batch only if every slice
+divides by the count of the batch. Counts depend on nothing that is learned, so they are known
+before the forward begins, and enter as tensors of the batch with one row per sample::
+
+    loss = sum(entries of the slice) / count of the slice
+                                                         row of a sample: count of the batch / n
+    loss = sum(entries of the slice) / sum(rows of the slice)
+
+A slice's share of the count is that of its samples, so the loss of the batch stays the mean over
+samples of those of its slices. Where all labels count, nothing changes, not in one bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from anabranch.graph.call_traits import base_name, words
+from anabranch.graph.flat_program import BATCH_LEAF, FlatProgram, PlaceholderSource
+from anabranch.graph.sample_flow import SampleFlow, has_classes
+
+_COUNTED = words("cross_entropy_loss nll_loss_nd")
+_MEAN, _SUM = 1, 2
+
+Find = Callable[[PlaceholderSource], Tensor]
+"""The tensor of a placeholder."""
+
+
+def counted_means(program: FlatProgram) -> FlatProgram:
+    """The same program, in which a mean over the classes that are not ignored is a sum over a count
+    of them.
+    """
+    graph = program.graph
+    for node in program.calls:
+        if base_name(node) not in _COUNTED or not has_classes(node):
+            continue
+        given = _given(node)
+        if given["reduction"] != _MEAN:
+            continue
+        with graph.inserting_before(node):
+            count = _count(graph, node, given)
+            args = tuple(_SUM if name == "reduction" else value for name, value in given.items())
+            total = _call(graph, node, node.target, *args)
+            mean = _call(graph, node, torch.ops.aten.div.Tensor, total, count)
+        node.replace_all_uses_with(mean)
+        graph.erase_node(node)
+    return program
+
+
+def _given(node: fx.Node) -> dict[str, Any]:
+    """All arguments by name, in order."""
+    arguments = node.target._schema.arguments  # type: ignore[union-attr]
+    given = {argument.name: argument.default_value for argument in arguments}
+    given |= {argument.name: value for argument, value in zip(arguments, node.args, strict=False)}
+    return given | dict(node.kwargs)
+
+
+def _count(graph: fx.Graph, like: fx.Node, given: Mapping[str, Any]) -> fx.Node:
+    """Targets that are not ignored, each by the weight of its class."""
+    aten = torch.ops.aten
+    counts = _call(graph, like, aten.ne.Scalar, given["target"], given["ignore_index"])
+    if given["weight"] is not None:
+        classes = _call(graph, like, aten.mul.Tensor, given["target"], counts)
+        flat = _call(graph, like, aten.flatten.using_ints, classes)
+        weights = _call(graph, like, aten.index_select.default, given["weight"], 0, flat)
+        kept = _call(graph, like, aten.flatten.using_ints, counts)
+        counts = _call(graph, like, aten.mul.Tensor, weights, kept)
+    return _call(graph, like, aten.sum.default, counts)
+
+
+def _call(graph: fx.Graph, like: fx.Node, target: Any, *args: Any) -> fx.Node:
+    """A new call in the module of another one, with its value."""
+    node = graph.call_function(target, args)
+    node.meta |= {k: like.meta[k] for k in ("nn_module_stack", "stack_trace") if k in like.meta}
+    values = fx.node.map_arg(args, lambda n: n.meta["val"])
+    with torch.enable_grad():
+        node.meta["val"] = value = target(*values)
+    if isinstance(value, Tensor):
+        node.meta["storage"] = value.untyped_storage()._cdata
+    return node
+
+
+@dataclass(frozen=True)
+class Known:
+    """The part of a program that makes statistics of the batch's tensors.
+
+    Attributes:
+        totals: what is added up over slices, with the power of the number of samples in it.
+        statistics: what is made of these.
+    """
+
+    graph: fx.Graph
+    sources: Mapping[fx.Node, PlaceholderSource]
+    totals: tuple[tuple[fx.Node, int], ...]
+    statistics: tuple[fx.Node, ...]
+
+    def add(self, samples: int, find: Find, sums: list[Tensor]) -> list[Tensor]:
+        """The totals of a slice on top of those before, each times ``samples ** -degree``."""
+        env: dict[fx.Node, Any] = {}
+        self._run([node for node, _ in self.totals], env, find)
+        mine = [env[node].double() * samples**-degree for node, degree in self.totals]
+        return [a + b for a, b in zip(sums, mine, strict=True)] if sums else mine
+
+    def values(self, samples: int, sums: list[Tensor], find: Find) -> list[Tensor]:
+        """The statistics of a batch from its totals."""
+        env: dict[fx.Node, Any] = {}
+        for (node, degree), total in zip(self.totals, sums, strict=True):
+            env[node] = (total * float(samples) ** degree).to(node.meta["val"].dtype)
+        self._run(self.statistics, env, find)
+        return [env[node] for node in self.statistics]
+
+    def _run(self, wanted: Any, env: dict[fx.Node, Any], find: Find) -> None:
+        needed = set(wanted)
+        for node in reversed(list(self.graph.nodes)):
+            if node in needed and node not in env:
+                needed.update(node.all_input_nodes)
+        with torch.no_grad():
+            for node in self.graph.nodes:
+                if node not in needed or node in env:
+                    continue
+                if node.op == "placeholder":
+                    env[node] = find(self.sources[node])
+                else:
+                    args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
+                    env[node] = node.target(*args, **kwargs)
+
+
+@dataclass(frozen=True)
+class WholeBatch:
+    """Which calls read statistics, by positions in the program, the same for any samples.
+
+    Attributes:
+        totals: calls that add up over the samples, with the power of their number.
+        statistics: calls whose values are needed of the whole batch; those in ``shares`` as the
+            share of a slice, which then is a sum over rows.
+        uses: (reading call, number of the statistic).
+    """
+
+    totals: tuple[tuple[int, int], ...]
+    statistics: tuple[tuple[int, bool], ...]
+    uses: tuple[tuple[int, int], ...]
+
+    @staticmethod
+    def of(program: FlatProgram, flow: SampleFlow) -> WholeBatch:
+        """What a program reads of the whole batch."""
+        position = {node: i for i, node in enumerate(program.calls)}
+        numbers: dict[tuple[int, bool], int] = {}
+        uses = []
+        needed: set[fx.Node] = set()
+        for use in flow.uses:
+            key = position[use.argument], use.share
+            uses.append((position[use.call], numbers.setdefault(key, len(numbers))))
+            needed.add(use.argument)
+        totals = []
+        for node in reversed(program.calls):
+            if node in needed and flow.flows[node].kind == "statistic":
+                sources = node.all_input_nodes
+                if any(flow.flows[n].kind == "samples" for n in sources) or not sources:
+                    totals.append((position[node], flow.flows[node].degree))
+                else:
+                    needed.update(sources)
+        return WholeBatch(tuple(sorted(totals)), tuple(numbers), tuple(uses))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the tensors that a batch has besides its own."""
+        return tuple(f"statistic of the batch {i}" for i in range(len(self.statistics)))
+
+    def put_in(self, program: FlatProgram) -> FlatProgram:
+        """The program of a slice, which reads the statistics as tensors of the batch."""
+        if not self.statistics:
+            return program
+        calls, graph = program.calls, program.graph
+        known = self._known(program, calls)
+        sources = dict(program.sources)
+        values: list[fx.Node] = []
+        for number, (call, share) in enumerate(self.statistics):
+            statistic = calls[call]
+            like = statistic.meta["val"]
+            dtype = torch.float64 if share else like.dtype
+            with graph.inserting_before(calls[0]):
+                rows = graph.placeholder(self.names[number].replace(" ", "_"))
+                rows.meta["val"] = val = torch.empty_like(
+                    like, dtype=dtype, requires_grad=False
+                ).new_empty((program.samples, *like.shape))
+                rows.meta["storage"] = val.untyped_storage()._cdata
+            sources[rows] = PlaceholderSource(BATCH_LEAF, self.names[number])
+            values.append(rows)
+        for call, number in self.uses:
+            reader = calls[call]
+            index, share = self.statistics[number]
+            with graph.inserting_before(reader):
+                if share:
+                    mine = _call(graph, reader, torch.ops.aten.sum.dim_IntList, values[number], [0])
+                    dtype = reader.meta["val"].dtype
+                    mine = _call(graph, reader, torch.ops.aten.to.dtype, mine, dtype)
+                else:
+                    mine = _call(graph, reader, torch.ops.aten.select.int, values[number], 0, 0)
+            reader.replace_input_with(calls[index], mine)
+        replace(program, sources=sources).drop_dead()
+        alive = {node: source for node, source in sources.items() if not node._erased}
+        return replace(program, sources=alive, known=known)
+
+    def _known(self, program: FlatProgram, calls: list[fx.Node]) -> Known:
+        wanted = [calls[index] for index, _ in self.statistics]
+        needed = set(wanted)
+        for node in reversed(list(program.graph.nodes)):
+            if node in needed:
+                needed.update(node.all_input_nodes)
+        graph, copied = fx.Graph(), dict[fx.Node, fx.Node]()
+        for node in program.graph.nodes:
+            if node in needed:
+                copied[node] = graph.node_copy(node, copied.__getitem__)
+        sources = {copied[n]: s for n, s in program.sources.items() if n in copied}
+        totals = tuple((copied[calls[index]], degree) for index, degree in self.totals)
+        return Known(graph, sources, totals, tuple(copied[node] for node in wanted))
+
+    def rows(self, values: list[Tensor], samples: int) -> dict[str, Tensor]:
+        """The tensors of a batch with these statistics, one row per sample."""
+        result = {}
+        for name, value, (_, share) in zip(self.names, values, self.statistics, strict=True):
+            row = value.double() / samples if share else value
+            result[name] = row.expand(samples, *value.shape)
+        return result

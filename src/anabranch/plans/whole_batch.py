@@ -1,0 +1,117 @@
+"""Operators that compute across samples, and the stages that hold them.
+
+A contrastive loss compares every sample of the batch with every other, so its operator is right for
+the whole batch only. Its stage has one micro-batch, of the whole batch, and one replica; the others
+have micro-batches of any size, whose forwards all come before its own::
+
+    image  F0 F1 F2 F3             B0 B1 B2 B3
+    text   F0 F1 F2 F3             B0 B1 B2 B3
+    loss               F0-3  B0-3
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+from anabranch.errors import InvalidPlanError
+from anabranch.graph.opgraph import OpGraph, bits
+from anabranch.plans.stages import StageGraph
+
+
+def whole_batch_stages(graph: StageGraph, model: OpGraph) -> tuple[int, ...]:
+    """The stages with an operator that computes across samples."""
+    names = {op.name for op in model.ops if op.whole_batch}
+    return tuple(s for s, stage in enumerate(graph.stages) if names & set(stage.operators))
+
+
+def sliced_batches(graph: StageGraph, model: OpGraph) -> list[str]:
+    """What is wrong with the stages that need the whole batch, one sentence each."""
+    problems = []
+    for s in whole_batch_stages(graph, model):
+        stage = graph.stages[s]
+        if stage.microbatch_size >= graph.batch_size and stage.replicas == 1:
+            continue
+        name = next(op.name for op in model.ops if op.whole_batch and op.name in stage.operators)
+        problems.append(
+            f"operator {name} in stage {s} computes across samples, as a contrastive loss does, so "
+            f"it has to see all {graph.batch_size} of the batch at once, but the stage has "
+            f"micro-batches of {stage.microbatch_size} on {stage.replicas} "
+            f"replica{'s' if stage.replicas > 1 else ''}: give its stage a micro-batch of "
+            f"{graph.batch_size} and one replica, the others may keep theirs"
+        )
+    return problems
+
+
+def with_whole_batches(graph: StageGraph, model: OpGraph) -> StageGraph:
+    """The same stages, of which those that need the whole batch have it, whatever its size is;
+    warm-up counts are left as they are.
+    """
+    chosen = set(whole_batch_stages(graph, model))
+    stages = tuple(
+        replace(stage, microbatch_size=graph.batch_size, k=1) if s in chosen else stage
+        for s, stage in enumerate(graph.stages)
+    )
+    return replace(graph, stages=stages)
+
+
+def fitted(graph: StageGraph, model: OpGraph) -> StageGraph:
+    """What a planner proposes, so that operators across samples have the whole batch.
+
+    Where their stage has replicas, they and what follows them there go to its last devices, as a
+    stage of its own, and the replicas before them send what they made there. Replicas of nothing
+    but such operators go to a stage that they read from.
+
+    Raises:
+        InvalidPlanError: if the stage would leave devices without work.
+    """
+    chosen = whole_batch_stages(graph, model)
+    if not chosen:
+        return graph
+    for s in reversed(chosen):
+        if graph.stages[s].replicas > 1:
+            graph = _parted(graph, model, s, chosen)
+    return with_whole_batches(graph, model)
+
+
+def _parted(graph: StageGraph, model: OpGraph, s: int, chosen: Collection[int]) -> StageGraph:
+    """A stage as two, the second from the first operator across samples on, without replicas."""
+    stage = graph.stages[s]
+    mask = model.mask(stage.operators)
+    after = mask & model.whole_batch
+    for i in bits(after):
+        after |= model.descendants[i] & mask
+    before = mask & ~after
+    cut = len(stage.devices) - stage.tensor
+    if not before:
+        return _given_away(graph, s, stage.devices[:cut], chosen)
+    first = replace(stage, operators=model.names(before), devices=stage.devices[:cut])
+    second = replace(stage, operators=model.names(after), devices=stage.devices[cut:])
+    stages = (*graph.stages[:s], first, second, *graph.stages[s + 1 :])
+    home = {name: i for i, part in enumerate(stages) for name in part.operators}
+    names = [op.name for op in model.ops]
+    pairs = {(home[names[a]], home[names[b]]) for a, b in model.edges}
+    # Edges beyond those of the data order stages.
+    moved = {(x + (x > s), y + (y > s)) for x, y in graph.edges}
+    data = {(x, y) for x, y in pairs if x != y}
+    kept = {(x, y) for x, y in moved if x != s} | {(s + 1, y) for x, y in moved if x == s}
+    return replace(graph, stages=stages, edges=tuple(sorted(data | kept)))
+
+
+def _given_away(
+    graph: StageGraph, s: int, devices: tuple[int, ...], chosen: Collection[int]
+) -> StageGraph:
+    """The same stages, of which one that a stage reads from has devices of it as well."""
+    takers = [x for x in graph.predecessors[s] if x not in chosen and graph.stages[x].tensor == 1]
+    if not takers:
+        raise InvalidPlanError(
+            f"stage {s} computes across samples in {graph.stages[s].operators[0]}, so it cannot "
+            f"share a batch among {graph.stages[s].replicas} replicas"
+        )
+    taker = max(takers, key=lambda x: len(graph.stages[x].operators) / graph.stages[x].replicas)
+    stages = list(graph.stages)
+    stages[s] = replace(stages[s], devices=stages[s].devices[len(devices) :])
+    held = (*stages[taker].devices, *devices)
+    size = max(stages[taker].microbatch_size, len(held))
+    stages[taker] = replace(stages[taker], devices=held, microbatch_size=size)
+    return replace(graph, stages=tuple(stages))

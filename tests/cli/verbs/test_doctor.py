@@ -1,0 +1,27 @@
+"""The verb doctor: what is to know of a model, as text and as a document."""
+
+from __future__ import annotations
+
+import json
+
+from tests.cli.examples import TOWERS
+
+
+def test_doctor_examines_a_model(document):
+    """The contract's fields; memory per device is that of the plan."""
+    found = document("doctor", TOWERS, "--cluster", "summit:1x2", "--batch-size", "8")
+    assert found["capturable"]
+    assert found["loss"] == "mean"
+    assert found["width"] > 1
+    assert found["plan"]["schema"].startswith("anabranch.plan/")
+    assert [entry["device"] for entry in found["device_bytes"]] == [0, 1]
+    assert set(found["versions"]) >= {"python", "torch", "anabranch"}
+
+
+def test_a_model_that_cannot_be_captured_is_no_success(run):
+    """The document is whole, with the line that stops it."""
+    code, out, _ = run("doctor", "tests.cli.models:branching", "--json")
+    found = json.loads(out)
+    assert code == 1
+    assert not found["capturable"]
+    assert "if left.sum() > 0:" in found["error"]

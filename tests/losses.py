@@ -1,0 +1,148 @@
+"""Models with a loss of every kind, which the samples of a batch share in other ways.
+
+Each entry of ``MODELS`` is (module, kind); all take ``batch(samples)``.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+WIDTH, LENGTH, CLASSES = 6, 5, 7
+
+
+class Tokens(nn.Module):
+    """Scores for every token; subclasses make a loss of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def scores(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.body(x)))
+
+
+class Mean(Tokens):
+    def forward(self, x: Tensor, y: Tensor, label: Tensor) -> Tensor:
+        return self.scores(x).square().mean()
+
+
+class Sum(Tokens):
+    def forward(self, x: Tensor, y: Tensor, label: Tensor) -> Tensor:
+        return self.scores(x).square().sum()
+
+
+class TimesSamples(Tokens):
+    """A mean that the user multiplies by the batch size."""
+
+    def forward(self, x: Tensor, y: Tensor, label: Tensor) -> Tensor:
+        return self.scores(x).square().mean() * x.shape[0]
+
+
+class Masked(Tokens):
+    """The mean over the labels that are not -100."""
+
+    def forward(self, x: Tensor, y: Tensor, label: Tensor) -> dict[str, Tensor]:
+        scores = self.scores(x)
+        loss = F.cross_entropy(scores.flatten(0, 1), label.flatten())
+        counts = label != -100
+        right = (scores.argmax(-1) == label) & counts
+        return {"loss": loss, "accuracy": right.sum() / counts.sum().clamp(min=1)}
+
+
+class MaskedByHand(Tokens):
+    """The same with weights and a bound, written out, and a second mean of another count."""
+
+    def forward(self, x: Tensor, y: Tensor, label: Tensor) -> Tensor:
+        scores = self.scores(x)
+        mask = (label != -100).to(x.dtype)
+        entries = F.cross_entropy(scores.transpose(1, 2), label.clamp(min=0), reduction="none")
+        first = (entries * mask).sum() / mask.sum().clamp(min=1.0)
+        return first + 0.5 * F.cross_entropy(scores[:, 0], label[:, 0])
+
+
+class Fraction(Tokens):
+    """Returns a numerator and a denominator."""
+
+    def forward(self, x: Tensor, y: Tensor, label: Tensor) -> tuple[Tensor, Tensor]:
+        mask = (label != -100).to(x.dtype)
+        return (self.scores(x).square().mean(-1) * mask).sum(), mask.sum()
+
+
+class Towers(nn.Module):
+    """Two towers; subclasses compare what they make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+        self.right = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def sides(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return F.normalize(self.left(x.mean(1)), dim=-1), F.normalize(self.right(y), dim=-1)
+
+
+class Contrastive(Towers):
+    """CLIP's loss."""
+
+    def forward(self, x: Tensor, y: Tensor, label: Tensor) -> dict[str, Tensor]:
+        a, b = self.sides(x, y)
+        scores = a @ b.T * self.scale.exp()
+        own = torch.arange(len(a), device=a.device)
+        loss = (F.cross_entropy(scores, own) + F.cross_entropy(scores.T, own)) / 2
+        return {"loss": loss, "found": (scores.argmax(1) == own).float().mean()}
+
+
+class Sigmoid(Towers):
+    """SigLIP's loss."""
+
+    def forward(self, x: Tensor, y: Tensor, label: Tensor) -> Tensor:
+        a, b = self.sides(x, y)
+        scores = a @ b.T * self.scale.exp()
+        signs = 2 * torch.eye(len(a), device=a.device) - 1
+        return -F.logsigmoid(scores * signs).sum(-1).mean()
+
+
+class Centred(Tokens):
+    """What each sample has more than the mean of the batch, then a layer."""
+
+    def forward(self, x: Tensor, y: Tensor, label: Tensor) -> Tensor:
+        h = self.body(x)
+        return self.head(h - h.mean(0)).square().mean()
+
+
+class RootMean(Tokens):
+    """A root of a mean is no mean of roots."""
+
+    def forward(self, x: Tensor, y: Tensor, label: Tensor) -> Tensor:
+        return self.scores(x).square().mean().sqrt()
+
+
+MODELS: dict[str, tuple[type[nn.Module], str]] = {
+    "mean": (Mean, "mean"),
+    "sum": (Sum, "sum"),
+    "times samples": (TimesSamples, "sum"),
+    "masked": (Masked, "weighted mean"),
+    "masked by hand": (MaskedByHand, "weighted mean"),
+    "fraction": (Fraction, "weighted mean"),
+    "contrastive": (Contrastive, "coupled"),
+    "sigmoid": (Sigmoid, "coupled"),
+    "centred": (Centred, "coupled"),
+    "root mean": (RootMean, "coupled"),
+}
+
+
+def batch(samples: int, seed: int = 0) -> dict[str, Tensor]:
+    """Labels are ignored here and there, of the first samples all but one."""
+    generator = torch.Generator().manual_seed(seed)
+    label = torch.randint(0, CLASSES, (samples, LENGTH), generator=generator)
+    label = label.masked_fill(torch.rand(label.shape, generator=generator) < 0.5, -100)
+    label[: samples // 4] = -100
+    label[0, 1], label[-1, 0] = 1, 2
+    return {
+        "x": torch.randn(samples, LENGTH, WIDTH, generator=generator),
+        "y": torch.randn(samples, WIDTH, generator=generator),
+        "label": label,
+    }

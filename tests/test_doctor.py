@@ -1,0 +1,86 @@
+"""An examination: what it finds in models with one trait each."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from anabranch.cluster import Cluster
+from anabranch.doctor import Examination, examine, report
+from anabranch.workload import Workload
+from tests.losses import Contrastive, Masked, Tokens, batch
+
+CLUSTER = Cluster.preset("summit:1x2")
+
+
+def examined(module: nn.Module) -> Examination:
+    return examine(Workload(module, batch(4)), CLUSTER, 8)
+
+
+class Everything(Contrastive):
+    """Batch normalisation, dropout, a tied layer, a frozen one, and one that nothing reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.drop = nn.BatchNorm1d(6), nn.Dropout(0.1)
+        self.again = self.left[0]
+        self.right[0].requires_grad_(False)
+        self.idle = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor, y: Tensor, label: Tensor) -> dict[str, Tensor]:
+        return super().forward(self.drop(x), self.norm(y), label)
+
+
+def test_every_trait_is_named() -> None:
+    """With the module or parameter that has it, and what becomes of it."""
+    found = examined(Everything())
+    assert found.capturable
+    assert found.loss == "coupled"
+    told = "\n".join(found.findings)
+    for words in (
+        "42 of 187 parameters are frozen",
+        "tied weights: left.0.weight = again.weight",
+        "samples are compared with each other from matmul",
+        "batch normalisation in norm",
+        "random numbers are drawn",
+        "no gradient reaches idle.weight, idle.bias",
+    ):
+        assert words in told
+
+
+def test_a_plan_and_the_memory_of_its_devices() -> None:
+    """Two towers of equal work and a loss of many small operations: the way is shorter than all."""
+    found = examined(Contrastive())
+    assert found.branches is not None
+    assert 1.1 < found.branches.width < 2
+    assert found.plan is not None
+    assert [device for device, *_ in found.peaks] == [0, 1]
+    assert all(0 < weights < peak for _, _, weights, peak in found.peaks)
+    text = report(found)
+    assert f"torch {torch.__version__}" in text
+    assert "the first plan to try, for summit:1x2" in text
+
+
+def test_a_chain_has_nothing_to_gain() -> None:
+    """Its longest path is all of it."""
+    found = examined(Masked())
+    assert found.branches is not None
+    assert found.branches.width == pytest.approx(1)
+    assert "a chain" in report(found)
+
+
+class Asking(Tokens):
+    """Needs the value of a tensor."""
+
+    def forward(self, x: Tensor, y: Tensor, label: Tensor) -> Tensor:
+        if x.sum() > 0:
+            x = -x
+        return self.scores(x).square().mean()
+
+
+def test_the_line_that_stops_the_capture_is_named() -> None:
+    found = examined(Asking())
+    assert not found.capturable
+    assert "if x.sum() > 0:" in found.error
+    assert "cannot be captured" in report(found)

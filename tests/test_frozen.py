@@ -1,0 +1,136 @@
+"""Frozen parts of a model, from the estimate to the trace: nothing goes backward through them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from anabranch import solve
+from anabranch.cluster import Cluster
+from anabranch.graph.capture import capture
+from anabranch.profile.estimate import estimate
+from anabranch.profile.profile import Profile
+from anabranch.runtime.pipeline import Pipeline
+from anabranch.runtime.reference import reference
+from anabranch.schedule.schedule import Kind
+from anabranch.workload import Workload
+from tests.runtime.small import Built, on_devices, plan
+
+WIDTH = 512
+CLUSTER = Cluster.preset("summit:1x4")
+
+
+def tower(depth: int, width: int) -> nn.Sequential:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(depth)))
+
+
+class Towers(nn.Module):
+    """Two towers and a head; the first tower may be frozen."""
+
+    def __init__(self, *, frozen: bool, depth: int = 6, width: int = WIDTH) -> None:
+        super().__init__()
+        self.left, self.right = tower(depth, width), tower(depth, width)
+        self.head = nn.Linear(2 * width, 1)
+        self.left.requires_grad_(not frozen)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.head(torch.cat([self.left(x), self.right(y)], 1)).square().mean()
+
+
+def profile(*, frozen: bool) -> Profile:
+    module = Towers(frozen=frozen).to("meta")
+    example = (torch.empty(4, WIDTH, device="meta"), torch.empty(4, WIDTH, device="meta"))
+    return estimate(capture(module, example), "v100", (1, 2, 4, 8, 16, 32, 64, 128, 256))
+
+
+def test_a_frozen_tower_is_planned_without_its_backward() -> None:
+    """It has forwards alone, and keeps and sends back nothing; so it gets fewer devices than its
+    twin, and that step is shorter than the one of a plan that does not know.
+    """
+    blind, aware = profile(frozen=False), profile(frozen=True)
+    for op, cost in zip(aware.graph.ops, aware.costs, strict=True):
+        is_frozen = op.name.startswith("left")
+        assert (max(cost.backward_s) == 0) == is_frozen
+        assert (cost.kept_bytes == 0) == is_frozen
+    assert not any(v.grad for v in aware.graph.values if aware.graph.ops[v.producer].name[0] == "l")
+    plans = {
+        known: solve.plan(known_profile, CLUSTER, 256, max_replicas=1, improve=False)
+        for known, known_profile in (("blind", blind), ("aware", aware))
+    }
+    step_s = {name: solve.simulate(p, aware, CLUSTER).step_s for name, p in plans.items()}
+    assert step_s["aware"] < 0.98 * step_s["blind"]
+    timeline = solve.simulate(plans["aware"], aware, CLUSTER)
+    frozen_stage = next(
+        s
+        for s, stage in enumerate(plans["aware"].stage_graph.stages)
+        if all(name.startswith("left") for name in stage.operators)
+    )
+    spans = [span for span in timeline.spans if span.action.stage == frozen_stage]
+    assert {span.action.kind for span in spans if span.end > span.start} <= {
+        Kind.FORWARD,
+        Kind.SEND_FORWARD,
+    }
+
+
+def test_a_frozen_tower_runs_without_a_graph() -> None:
+    """Its stage makes values without a gradient, none comes back to it, and no parameter of it has
+    one afterwards; the others have those of one process.
+    """
+    torch.manual_seed(0)
+    module = Towers(frozen=True, depth=2, width=8)
+    given = (torch.randn(8, 8), torch.randn(8, 8))
+    captured = capture(module, given)
+    model = Built(captured, Workload(module, given))
+    cut = on_devices(plan(model, 3, batch_size=8, microbatch_size=2), [(0,), (0,), (0,)])
+    pipeline = Pipeline(model.workload, cut, captured=captured)
+    parts = pipeline._session.parts
+    assert not any(port.grad for port in parts.ports if port.source == 0)
+    loss, gradients = pipeline.gradients(given)
+    expected = reference(module, given, [(0, 8)])
+    assert gradients.keys() == expected.gradients.keys()
+    assert not any(name.startswith("left") for name in gradients)
+    assert abs(loss - expected.loss) < 1e-6 * expected.loss
+
+
+class Adapted(nn.Module):
+    """A frozen linear layer with a low-rank adapter (LoRA)."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.base = nn.Linear(width, width).requires_grad_(False)
+        self.down, self.up = nn.Linear(width, 2, bias=False), nn.Linear(2, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.base(x) + self.up(self.down(x)))
+
+
+class Classifier(nn.Module):
+    """Adapters on a frozen model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(Adapted(8) for _ in range(4)))
+        self.head = nn.Linear(8, 3).requires_grad_(False)
+
+    def forward(self, x: Tensor, label: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(self.layers(x)), label)
+
+
+def test_adapters_on_a_frozen_model_are_trained_as_in_one_process() -> None:
+    """Gradients pass frozen layers, which have none of their own; the optimizer holds adapters."""
+    torch.manual_seed(0)
+    module = Classifier()
+    given = {"x": torch.randn(8, 8), "label": torch.randint(0, 3, (8,))}
+    captured = capture(module, given)
+    model = Built(captured, Workload(module, given))
+    cut = on_devices(plan(model, 3, batch_size=8, microbatch_size=2), [(0,), (0,), (0,)])
+    pipeline = Pipeline(model.workload, cut, captured=captured)
+    _, gradients = pipeline.gradients(given)
+    expected = reference(module, given, [(0, 8)])
+    assert gradients.keys() == expected.gradients.keys()
+    assert all("down" in name or "up" in name for name in gradients)
+    for name, gradient in gradients.items():
+        assert torch.allclose(gradient, expected.gradients[name], atol=1e-7)
+    held = [p for group in pipeline.optimizer.param_groups for p in group["params"]]
+    assert len(held) == 8

@@ -1,0 +1,208 @@
+"""Losses of every kind: loss, metrics and gradients are those of the whole batch in one process,
+however the batch is sliced.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from anabranch import launch, solve
+from anabranch.cluster import Cluster
+from anabranch.errors import InvalidPlanError, TrainingError
+from anabranch.graph.capture import capture
+from anabranch.plans.whole_batch import whole_batch_stages
+from anabranch.profile.estimate import estimate
+from anabranch.runtime.pipeline import Pipeline
+from anabranch.runtime.reference import Reference, reference
+from anabranch.verification import even_plan, verify
+from anabranch.workload import Workload
+from tests.losses import MODELS, WIDTH, Contrastive, Tokens, batch
+from tests.runtime.small import Built, num_ranks, on_devices, plan
+from tests.runtime.training import LIMIT_S, on_one_device
+
+COUPLED = [name for name, (_, kind) in MODELS.items() if kind == "coupled"]
+
+
+@cache
+def built(name: str) -> Built:
+    torch.manual_seed(0)
+    module = MODELS[name][0]().train()
+    return Built(capture(module, batch(4)), Workload(module, batch(4)))
+
+
+def distance(ours: dict[str, Tensor], theirs: Reference) -> float:
+    """The largest difference relative to the largest gradient."""
+    largest = max(float(g.abs().max()) for g in theirs.gradients.values())
+    assert ours.keys() == theirs.gradients.keys()
+    return max(float((ours[n] - g).abs().max()) for n, g in theirs.gradients.items()) / largest
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_kind_is_found_in_the_graph(name: str) -> None:
+    """Coupled losses name the operators that need the whole batch, others need none."""
+    captured = built(name).captured
+    assert captured.loss_kind == MODELS[name][1]
+    assert bool(captured.graph.whole_batch) == (captured.loss_kind == "coupled")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_micro_batch_size_has_the_gradients_of_the_whole_batch(name: str) -> None:
+    """Nine samples, also with a short micro-batch at the end and with micro-batches without one
+    label; loss and metrics are those of the whole batch as well.
+    """
+    model, given = built(name), batch(9, 3)
+    expected = reference(model.module, given, [(0, 9)])
+    for size in (1, 2, 4, 9):
+        cut = plan(model, 2, batch_size=9, microbatch_size=size)
+        alone = on_devices(cut, [(0,), (0,)])
+        pipeline = Pipeline(model.workload, alone, captured=model.captured, check_gradients=False)
+        loss, gradients = pipeline.gradients(given)
+        assert loss == pytest.approx(expected.loss, rel=1e-6)
+        assert distance(gradients, expected) < 1e-6
+    captured = model.captured.evaluation()
+    module = model.module.eval()
+    pipeline = Pipeline(
+        model.workload, alone, captured=model.captured, evaluation=captured, check_gradients=False
+    )
+    found = pipeline.evaluate([given])
+    module.train()
+    assert found["loss"] == pytest.approx(expected.loss, rel=1e-6)
+    for metric, value in expected.metrics.items():
+        assert found[metric] == pytest.approx(value, rel=1e-6)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("stages", [1, 3])
+def test_replicas_have_the_gradients_of_the_whole_batch(stages: int) -> None:
+    """Two or four ranks, where the first stage has two replicas of unequal slices, and batches of
+    other sizes than planned follow.
+    """
+    names = [name for name in MODELS if stages > 1 or name not in COUPLED]
+    models = {name: built(name) for name in names}
+    replicas = [2, 1, 1][:stages]
+    plans = {
+        name: plan(m, stages, batch_size=9, microbatch_size=3, replicas=replicas)
+        for name, m in models.items()
+        if len(m.captured.graph) >= stages
+    }
+    sizes = (9, 5, 12)
+
+    def work() -> dict[tuple[str, int], tuple[float, dict[str, Tensor]]]:
+        found = {}
+        for name, chosen in plans.items():
+            pipeline = Pipeline(
+                models[name].workload, chosen, captured=models[name].captured, timeout=20.0
+            )
+            for size in sizes:
+                loss, gradients = pipeline.gradients(batch(size, size))
+                found[name, size] = loss, {n: g.clone() for n, g in gradients.items()}
+            pipeline.close()
+        return found
+
+    ranks = launch.run(work, num_ranks(next(iter(plans.values()))), timeout=LIMIT_S)
+    for name in plans:
+        for size in sizes:
+            expected = reference(models[name].module, batch(size, size), [(0, size)])
+            gradients = {n: g for rank in ranks for n, g in rank[name, size][1].items()}
+            assert ranks[0][name, size][0] == pytest.approx(expected.loss, rel=1e-6)
+            assert distance(gradients, expected) < 1e-6
+
+
+@pytest.mark.parametrize("name", COUPLED)
+def test_a_plan_that_slices_a_coupled_operator_is_refused(name: str) -> None:
+    """With what to change, before anything is trained."""
+    model = built(name)
+    graph = even_plan(model.captured.graph, 2, 8)
+    stages = tuple(replace(s, microbatch_size=2) for s in graph.stage_graph.stages)
+    wrong = replace(graph, stage_graph=replace(graph.stage_graph, stages=stages))
+    with pytest.raises(InvalidPlanError, match=r"computes across samples.*a micro-batch of 8"):
+        Pipeline(model.workload, on_devices(wrong, [(0,), (0,)]), captured=model.captured)
+
+
+@pytest.mark.dist
+def test_verify_tells_the_kind_and_compares_the_whole_batch() -> None:
+    """A contrastive loss against the module on the whole batch; a masked mean likewise, because
+    its micro-batches have other counts; a sum also against its micro-batches, bit for bit.
+    """
+    found = {
+        name: verify(
+            built(name).workload, 2, batch=batch(8), captured=built(name).captured, timeout=LIMIT_S
+        )
+        for name in ("contrastive", "masked", "sum")
+    }
+    assert all(result.is_good for result in found.values())
+    assert found["sum"].bitwise
+    assert found["sum"].whole_batch_error is not None
+    assert found["sum"].whole_batch_error < 1e-6
+    assert "the module on the whole batch" in found["contrastive"].summary()
+    assert "coupled, as a contrastive loss is" in found["contrastive"].summary()
+    assert "such as labels that are not ignored" in found["masked"].summary()
+
+
+class Silent(Tokens):
+    """A hinge that is satisfied: no loss, no gradient."""
+
+    def forward(self, x: Tensor, y: Tensor, label: Tensor) -> Tensor:
+        return (self.scores(x).square().sum(-1) * 0 - 1).relu().mean()
+
+
+class Swapped(Tokens):
+    """Compares each sample with another one of the batch, by an index along the samples."""
+
+    def forward(self, x: Tensor, y: Tensor, label: Tensor) -> Tensor:
+        scores = self.scores(x)
+        other = scores[(torch.arange(len(x), device=x.device) + 1) % len(x)]
+        return (scores - other).square().mean()
+
+
+def test_zero_against_zero_is_no_proof() -> None:
+    """A loss of 0 without a gradient is equal in any pipeline."""
+    with pytest.raises(TrainingError, match="nothing can be verified: the loss of this batch is 0"):
+        verify(Workload(Silent(), batch(4)), 1, batch=batch(4), timeout=LIMIT_S)
+
+
+def test_a_coupling_that_the_graph_does_not_show_is_found_by_numbers() -> None:
+    """In training before the first step, and by verify, each with what to do."""
+    workload, pipeline = on_one_device(Swapped(), batch)
+    with pytest.raises(TrainingError, match="micro-batches change what Swapped is trained on"):
+        pipeline.step(batch(8))
+    result = verify(workload, 1, batch=batch(8), timeout=LIMIT_S)
+    assert not result.is_good
+    assert "micro-batches change what is trained" in result.why()
+
+
+class Normed(Contrastive):
+    """Batch normalisation in a tower."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.right = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU())
+
+
+def test_batch_normalisation_in_a_tower_stays_per_micro_batch() -> None:
+    """It does not make the tower coupled, and verify says so; the bias before it, whose gradient
+    is zero but for rounding, is no difference.
+    """
+    captured = capture(Normed(), batch(4))
+    assert captured.normalised == ("right.1",)
+    assert [op.name for op in captured.graph.ops if op.whole_batch] == ["matmul"]
+    result = verify(
+        Workload(captured.module, batch(4)), 1, batch=batch(8), captured=captured, timeout=LIMIT_S
+    )
+    assert result.is_good
+    assert "statistics are those of a micro-batch" in result.summary()
+
+
+@pytest.mark.parametrize("planner", ["graphpipe", "data-parallel", "even", "dapple"])
+def test_a_contrastive_model_is_planned_with_its_whole_batch(planner: str) -> None:
+    """By every planner, without and with replicas; the plan says so, and passes the check."""
+    profile = estimate(built("contrastive").captured, "v100", (1, 2, 4, 8, 16))
+    found = solve.plan(profile, Cluster.preset("local:4"), 16, planner=planner, improve=False)
+    whole = whole_batch_stages(found.stage_graph, profile.graph)
+    assert [found.stage_graph.stages[s].microbatch_size for s in whole] == [16]
+    assert solve.check_plan(found, profile, Cluster.preset("local:4")) == []
