@@ -20,9 +20,18 @@ from tests.runtime.small import MODELS, Built, batch, built, plan
 pytestmark = pytest.mark.dist
 
 LIMIT_S = 60.0
-PAIRS = pytest.mark.parametrize(
-    ("dtype", "num_stages"), [(torch.float32, 4), (torch.float64, 2)], ids=["fp32-4", "fp64-2"]
-)
+
+
+def once(*names: str, doubled: str) -> pytest.MarkDecorator:
+    """Each model in four stages, and one of them in two as well, in double precision."""
+    runs = [(name, torch.float32, 4) for name in sorted(names)]
+    return pytest.mark.parametrize(
+        ("name", "dtype", "num_stages"),
+        [*runs, (doubled, torch.float64, 2)],
+        ids=[*sorted(names), f"{doubled}-double"],
+    )
+
+
 SMALL = sorted(set(MODELS) - {"Dropout"})
 """What draws random numbers draws others in a pipeline."""
 
@@ -51,8 +60,7 @@ def test_every_schedule_on_small_models(name: str, num_stages: int, schedule: st
     check(verify(model.workload, chosen, batch=leaves, captured=model.captured, timeout=LIMIT_S))
 
 
-@PAIRS
-@pytest.mark.parametrize("name", sorted(BUILT_IN))
+@once(*BUILT_IN, doubled="two-branch")
 def test_the_built_in_models(name: str, dtype: torch.dtype, num_stages: int) -> None:
     """Two micro-batches of one sample; the models on real data differ in their data only."""
     model = shared(name, dtype)
@@ -60,8 +68,7 @@ def test_the_built_in_models(name: str, dtype: torch.dtype, num_stages: int) -> 
     check(verify(model.workload, chosen, captured=model.captured, timeout=LIMIT_S))
 
 
-@PAIRS
-@pytest.mark.parametrize("name", sorted(HF_MODELS))
+@once(*HF_MODELS, doubled="bert")
 def test_models_that_nobody_wrote_for_pipelines(
     name: str, dtype: torch.dtype, num_stages: int
 ) -> None:

@@ -22,6 +22,12 @@ WIDTH = 8
 Batch = dict[str, Tensor]
 
 
+@cache
+def load_compiler() -> None:
+    """Import what ``torch.compile`` needs, which takes seconds: once here, not in every rank."""
+    torch.compile(torch.tanh, backend="aot_eager")(torch.ones(1, requires_grad=True)).backward()
+
+
 def tower(depth: int = 2) -> nn.Sequential:
     return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(depth)))
 

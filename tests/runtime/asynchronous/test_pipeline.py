@@ -50,7 +50,7 @@ from tests.runtime.asynchronous.running import (
     until_not_finite,
     whole,
 )
-from tests.runtime.small import batch, built, num_ranks, plan, with_options
+from tests.runtime.small import batch, built, load_compiler, num_ranks, plan, with_options
 
 pytestmark = pytest.mark.dist
 
@@ -384,6 +384,7 @@ def test_half_precision_trains_alike_up_to_its_rounding() -> None:
 
 def test_compiled_stages_read_the_same_weights() -> None:
     """A compiled stage takes its parameters anew in every pass."""
+    load_compiler()
     model = cut("chain 2")
     data, start = batches(5), start_of(model)
 

@@ -113,11 +113,13 @@ def test_a_short_minibatch_alone_drains_nothing() -> None:
 
 
 def cases(name: str, dtype: torch.dtype) -> list[tuple[str, str]]:
-    """Policies with optimizers: by momentum, by moments, and by the last update."""
+    """Policies with optimizers: by momentum, by moments, and by the last update; all of them on one
+    model, as ``test_replay`` has them on others.
+    """
     momentum, others = "momentum", ["momentum", "adam", "adamw", "rmsprop"]
     if dtype is torch.float64:
         momentum, others = "nesterov", ["nadam"]
-    elif name == "two sources":
+    elif name != "chain 3":
         others = ["adam"]
     return [
         (policy, optimizer)

@@ -18,7 +18,7 @@ from anabranch.runtime.compute.options import ComputeOptions
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.runtime.reference import call, take
 from anabranch.workload import Workload
-from tests.runtime.small import Batch, batch, built, plan, slices, with_options
+from tests.runtime.small import Batch, batch, built, load_compiler, plan, slices, with_options
 from tests.runtime.test_pipeline import adamw
 from tests.runtime.training import LIMIT_S, run, sgd, train
 
@@ -223,6 +223,7 @@ def test_dropout_by_sample_trains_alike_under_any_plan() -> None:
 
 def test_compiled_and_offloaded_ranks_train_alike() -> None:
     """Up to rounding, with recomputation and held-out batches."""
+    load_compiler()
     model = built("TwoBranch")
     workload = with_options(model, optimizer=sgd)
     batches = [batch(16, seed) for seed in range(2)]
