@@ -18,7 +18,6 @@ torch's CPU threads are safe: a rank computes on one thread, so it never asks fo
 from __future__ import annotations
 
 import ctypes
-import gc
 import mmap
 import multiprocessing
 import os
@@ -304,8 +303,6 @@ def _main(
 ) -> None:
     """One rank, from its first instruction to its last word."""
     _die_with(parent)
-    # The collector would write to whatever the parent had, and so copy it, to find no garbage.
-    gc.freeze()
     # Ctrl-C reaches the whole process group, SIGTERM may; the parent hears it too, and tells or
     # stops the ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -52,7 +52,6 @@ def calibrated(cluster: Cluster) -> tuple[Cluster, str]:
         kept = load_cluster(file)
     except FileFormatError as error:
         return cluster, f"the calibration is not used: {error}; {COMMAND} makes a new one"
-    assert isinstance(kept, Cluster)
     if kept.calibration is None:
         return cluster, f"{file} has no calibration, so none is used; {COMMAND} makes one"
     if wrong := difference(kept.calibration.machine, this_machine()):
