@@ -1,9 +1,11 @@
 """Figures of a timeline."""
 
+from dataclasses import replace
+
 import pytest
 
 from anabranch.schedule.schedule import Action
-from anabranch.timeline import OverheadSpan, Span, Timeline
+from anabranch.timeline import OverheadSpan, Span, SumSpan, Timeline
 
 
 def span(device: int, start: float, end: float, action: str) -> Span:
@@ -30,6 +32,18 @@ TIMELINE = Timeline(
 def test_busy_time_is_compute_only():
     """Messages overlap compute."""
     assert TIMELINE.busy_s == {0: 3.0, 1: 3.5, 2: 0.0}
+
+
+def test_sums_that_nothing_hides_are_a_part_of_the_bubble():
+    """Device 0 sums from 7 to 9, half a second of it beside its backward and half beside an update;
+    the second piece of device 1 begins in its first one. That is 1 + 3 of 30 s.
+    """
+    pieces = [(0, 7.0, 9.0), (1, 5.0, 7.0), (1, 6.0, 8.0)]
+    sums = tuple(SumSpan(d, start, end, (0,), 8) for d, start, end in pieces)
+    step = replace(TIMELINE, sums=sums, overheads=(OverheadSpan(0, 8.5, 9.5, "update"),))
+    assert step.exposed_sums == pytest.approx(4 / 30)
+    assert step.bubble == TIMELINE.bubble
+    assert TIMELINE.exposed_sums == 0
 
 
 def test_the_bubble_counts_the_whole_step():

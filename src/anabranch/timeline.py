@@ -106,6 +106,28 @@ class Timeline:
         return 1 - sum(self.busy_s.values()) / whole if whole else 0.0
 
     @property
+    def exposed_sums(self) -> float:
+        """Share of device time in the step in which gradients of the device are summed and it does
+        nothing else; part of the bubble.
+        """
+        whole = self.step_s * len(self.devices)
+        if not (whole and self.sums):
+            return 0.0
+        busy: dict[int, list[tuple[float, float]]] = {device: [] for device in self.devices}
+        for span in self.spans:
+            if span.action.kind.is_compute:
+                busy[span.device].append((span.start, span.end))
+        for other in self.overheads:
+            busy[other.device].append((other.start, other.end))
+        seconds, until = 0.0, dict.fromkeys(self.devices, 0.0)
+        for piece in sorted(self.sums, key=lambda piece: piece.start):
+            start = max(piece.start, until[piece.device])
+            end = until[piece.device] = max(piece.end, until[piece.device])
+            beside = (min(b, end) - max(a, start) for a, b in busy[piece.device])
+            seconds += end - start - sum(shared for shared in beside if shared > 0)
+        return max(seconds, 0.0) / whole
+
+    @property
     def device_bubble(self) -> dict[int, float]:
         """Device -> share of the step in which it does not compute."""
         return {d: 1 - s / self.step_s if self.step_s else 0.0 for d, s in self.busy_s.items()}

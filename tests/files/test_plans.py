@@ -183,5 +183,6 @@ def test_contract_of_the_plan_document() -> None:
         "bubble": 0.0,
         "device_peak_bytes": [7],
         "period_s": None,
+        "exposed_sums": None,
     }
     assert (document["depth"], document["batch_size"]) == (1, 8)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anabranch.report.chrome import trace
-from anabranch.timeline import SumSpan
+from anabranch.timeline import OverheadSpan, SumSpan
 from tests.report.examples import STEP, TWO_TOWERS, timeline
 from tests.strategies import stage_graphs, timelines
 
@@ -86,6 +86,14 @@ def test_all_reduces_have_a_thread_of_their_own():
     assert found[0]["args"] == {"stages": [0], "bytes": 400}
     threads = [e for e in events if e["ph"] == "M" and e["name"] == "thread_name"]
     assert {e["pid"] for e in threads if e["args"]["name"] == "all-reduce"} == {0, 1}
+
+
+def test_updates_are_on_the_thread_of_compute():
+    """They take the device's own time."""
+    overheads = (OverheadSpan(1, 7.5e-3, 8.5e-3, "update"),)
+    events = trace(replace(timeline(STEP), overheads=overheads), TWO_TOWERS)["traceEvents"]
+    (found,) = (e for e in events if e["name"] == "update")
+    assert (found["pid"], found["tid"], found["ts"], round(found["dur"])) == (1, 1, 7500, 1000)
 
 
 def test_equal_actions_are_all_there():

@@ -12,7 +12,7 @@ from anabranch.report.gantt import timeline_svg
 from anabranch.report.theme import text_width
 from anabranch.report.timeline_layout import arrange
 from anabranch.schedule.schedule import Action, Kind
-from anabranch.timeline import Span, SumSpan, Timeline
+from anabranch.timeline import OverheadSpan, Span, SumSpan, Timeline
 from tests.report.examples import STEP, TWO_TOWERS, chain, of_class, parse, texts, timeline
 from tests.strategies import stage_graphs, timelines
 
@@ -144,6 +144,23 @@ def test_the_legend_names_all_reduces_where_they_are_drawn():
         written = set(texts(parse(timeline_svg([("predicted", step)], TWO_TOWERS))))
         assert written & {"all-reduce", "after the last action"} == said
         assert ("all-reduce and update" in written) == (not sums)
+
+
+UPDATES = tuple(OverheadSpan(d, 8e-3, 8.5e-3, "update") for d in (0, 1))
+
+
+def test_updates_are_boxes_behind_the_actions():
+    """As long as they take, in the row and the legend; bookkeeping is not drawn."""
+    step = replace(PREDICTED, overheads=(*UPDATES, OverheadSpan(0, 0.0, 1e-3, "bookkeeping")))
+    layout = arrange([("predicted", step)], TWO_TOWERS)
+    root = parse(timeline_svg([("predicted", step)], TWO_TOWERS))
+    boxes = of_class(root, "rect", "update")[1:]  # behind that of the legend
+    pixels = (layout.right - layout.left) * 0.5 / 8.5
+    assert [float(b.get("width", "")) for b in boxes] == [pytest.approx(pixels - 0.5, abs=0.01)] * 2
+    assert [float(b.get("y", "")) for b in boxes] == list(layout.panels[0].tops[:2])
+    assert "update" in texts(root)
+    plain = parse(timeline_svg([("predicted", PREDICTED)], TWO_TOWERS))
+    assert not of_class(plain, "rect", "update")
 
 
 def test_a_thousand_pieces_of_an_all_reduce_are_drawn_together():

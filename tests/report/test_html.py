@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from anabranch.plans.stages import Stage, StageGraph
 from anabranch.report.html import WeightVersions, page
 from anabranch.report.page_data import as_json
-from anabranch.timeline import SumSpan
+from anabranch.timeline import OverheadSpan, SumSpan
 from tests.report.examples import STEP, TWO_TOWERS, chain, plan, timeline
 from tests.strategies import plans, timelines
 
@@ -74,6 +74,13 @@ def test_the_script_knows_the_all_reduces():
     (panel,) = data_of(page(plan(), [("predicted", step)]))["panels"]
     assert panel["sums"] == [[], [[7500, 8500, "3 MiB", "0-2"]], []]
     assert panel["sumHeight"] > 0
+
+
+def test_the_script_knows_the_updates():
+    """Start and end in microseconds, and what it is, by row."""
+    step = replace(PREDICTED, overheads=(OverheadSpan(1, 8e-3, 8.5e-3, "gather"),))
+    (panel,) = data_of(page(plan(), [("predicted", step)]))["panels"]
+    assert panel["updates"] == [[], [[8000, 8500, "sending what was updated"]], []]
 
 
 def test_the_headline_figures_are_the_plans():

@@ -175,7 +175,9 @@ def _shape(plan: Plan) -> str:
     recomputing = sum(stage.recompute for stage in stages)
     if recomputing:
         parts.append("recompute" if recomputing == len(stages) else f"{recomputing} recompute")
-    return ", ".join([*parts, plan.schedule])
+    sums = plan.figures.exposed_sums or 0.0
+    waits = [f"bubble with {sums:.1%} of summing gradients"] if sums >= 0.0005 else []
+    return ", ".join([*parts, plan.schedule, *waits])
 
 
 def _stage_by_stage(plan: Plan) -> str:

@@ -116,6 +116,7 @@ class _Prediction(Strict):
     bubble: Annotated[float, Field(ge=-1e-6, le=1)]  # rounding may take it just below 0
     device_peak_bytes: list[Size]
     period_s: Seconds | None = None
+    exposed_sums: Annotated[float, Field(ge=-1e-6, le=1)] | None = None
 
 
 class _PlanFile(Strict):

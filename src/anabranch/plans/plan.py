@@ -22,6 +22,8 @@ class Prediction:
         bottleneck_s_per_sample: slowest stage's compute seconds per sample.
         bubble: share of device time that is not compute.
         device_peak_bytes: per device of the plan, ascending, peak bytes.
+        exposed_sums: share of device time in which gradients are summed and nothing else is done,
+            a part of the bubble; None if not known.
         period_s: seconds of a synchronous step among others in a row, each device beginning the
             next when it has ended one; None where that was not simulated.
     """
@@ -31,6 +33,7 @@ class Prediction:
     bubble: float
     device_peak_bytes: tuple[int, ...]
     period_s: float | None = None
+    exposed_sums: float | None = None
 
 
 NOT_PREDICTED = "not predicted"
@@ -44,17 +47,20 @@ def headline(
     batch_size: int,
     mode: str = "sync",
     period_s: float | None = None,
+    exposed_sums: float | None = None,
 ) -> str:
     """The figures of one step for people, in the units of every summary.
 
     Args:
         period_s: seconds of a step among others in a row, if known.
+        exposed_sums: see ``Prediction``.
     """
     what = "a batch every" if mode == "async" else "step"
     samples_per_s = batch_size / step_s if step_s else 0.0
     rate = f"{samples_per_s:.0f}" if samples_per_s >= 100 else f"{samples_per_s:.3g}"
     peak = memory_text(peak_bytes)
-    text = f"{what} {step_s * 1e3:.2f} ms, {rate} samples/s, bubble {bubble:.1%}, peak {peak}"
+    sums = f" ({exposed_sums:.1%} summing gradients)" if (exposed_sums or 0) >= 0.0005 else ""
+    text = f"{what} {step_s * 1e3:.2f} ms, {rate} samples/s, bubble {bubble:.1%}{sums}, peak {peak}"
     if period_s is None or f"{period_s * 1e3:.2f}" == f"{step_s * 1e3:.2f}":
         return text
     return f"{text}; step after step, without a barrier, {period_s * 1e3:.2f} ms each"
@@ -150,6 +156,7 @@ class Plan:
                 graph.batch_size,
                 self.mode,
                 predicted.period_s,
+                predicted.exposed_sums,
             )
         count = len(graph.devices)
         shape = f"{len(graph)} stages, depth {graph.depth}"

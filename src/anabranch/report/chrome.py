@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from anabranch.plans.stages import StageGraph
 from anabranch.report import lanes, names
 from anabranch.schedule.schedule import Action
-from anabranch.timeline import Span, SumSpan, Timeline
+from anabranch.timeline import OverheadSpan, Span, SumSpan, Timeline
 
 Event = dict[str, Any]
 
@@ -30,7 +30,7 @@ def trace(timeline: Timeline, graph: StageGraph) -> dict[str, Any]:
     spans: dict[int, list[Span]] = {device: [] for device in timeline.devices}
     for span in timeline.spans:
         spans[span.device].append(span)
-    sums = lanes.sums_by_device(timeline)
+    sums, updates = lanes.sums_by_device(timeline), lanes.updates_by_device(timeline)
     for order, row in enumerate(lanes.rows(timeline, graph)):
         compute = [s for s in spans[row.device] if s.action.kind.is_compute]
         messages = [s for s in spans[row.device] if not s.action.kind.is_compute]
@@ -40,6 +40,7 @@ def trace(timeline: Timeline, graph: StageGraph) -> dict[str, Any]:
         threads = {COMPUTE_THREAD, *(t for _, t in here), *(t for _, t in summing)}
         events += _metadata(row, order, sorted(threads))
         events += [_sum(span, thread) for span, thread in summing]
+        events += map(_update, updates[row.device])
         placed += here
     events += [_slice(span, thread, graph) for span, thread in placed]
     events += _flows(timeline, dict(placed))
@@ -105,6 +106,19 @@ def _sum(span: SumSpan, thread: int) -> Event:
         "ts": span.start * 1e6,
         "dur": max(span.end - span.start, 0.0) * 1e6,
         "args": {"stages": list(span.stages), "bytes": span.nbytes},
+    }
+
+
+def _update(span: OverheadSpan) -> Event:
+    return {
+        "ph": "X",
+        "pid": span.device,
+        "tid": COMPUTE_THREAD,
+        "name": lanes.UPDATES[span.what],
+        "cat": "update",
+        "ts": span.start * 1e6,
+        "dur": (span.end - span.start) * 1e6,
+        "args": {},
     }
 
 

@@ -1,7 +1,7 @@
 """Timelines as a picture: one row per device, time from left to right, several steps on one axis.
 
     predicted   step 12.3 ms . bubble 24%
-    device 0 . stage 0   [0][1][2]......[0][1][2]
+    device 0 . stage 0   [0][1][2]......[0][1][2] [update]
                                          ====      all-reduces of its gradients
     device 1 . stage 1      [0][1][2][0][1][2]
                                             ====
@@ -42,7 +42,7 @@ from anabranch.report.timeline_layout import (
     labels,
 )
 from anabranch.schedule.schedule import Kind
-from anabranch.timeline import SumSpan, Timeline
+from anabranch.timeline import OverheadSpan, SumSpan, Timeline
 
 NUMBER_SIZES = 12.0, 10.0, 8.0
 
@@ -85,12 +85,14 @@ def paint(layout: TimelineLayout) -> Drawing:
         messages = _arrows(layout, panel) if panel.has_arrows else _marks(layout, panel)
         drawing.add(*_empty_rows(layout, panel), *messages)
         spans, sums = lanes.by_device(panel.timeline), lanes.sums_by_device(panel.timeline)
+        updates = lanes.updates_by_device(panel.timeline)
         sizes = _number_sizes(layout, panel)
         for row, top in zip(panel.rows, panel.tops, strict=True):
             for box in lanes.boxes(spans[row.device], layout.pixel_s):
                 drawing.add(*_box(layout, panel, box, top, sizes))
                 total += len(box.spans)
                 merged += len(box.spans) if len(box.spans) > 1 else 0
+            drawing.add(*_updates(layout, panel, updates[row.device], top))
             drawing.add(*_sums(layout, panel, sums[row.device], top))
         drawing.add(_step_end(layout, panel), "</g>")
     if merged:
@@ -111,6 +113,8 @@ def _paint_legend(drawing: Drawing, layout: TimelineLayout) -> None:
     has_sums = any(panel.sum_height for panel in layout.panels)
     if has_sums:
         entries.append(("sum", "all-reduce"))
+    if any(any(lanes.updates_by_device(panel.timeline).values()) for panel in layout.panels):
+        entries.append(("update", "update"))
     if any(_tail(layout, panel) for panel in layout.panels):
         entries.append(("tail", "after the last action" if has_sums else "all-reduce and update"))
     if any(not kind.is_compute for kind in kinds):
@@ -230,6 +234,19 @@ def _box(
         pieces.append(rect(CSS[kind], x, top, width, tall, extra=sharp + count))
         top += tall
         count = ""
+    return pieces
+
+
+def _updates(
+    layout: TimelineLayout, panel: Panel, updates: Sequence[OverheadSpan], top: float
+) -> list[str]:
+    """Boxes without numbers behind those of the actions."""
+    pieces = []
+    for run in lanes.runs(updates, layout.pixel_s):
+        x = layout.x(run[0].start)
+        width = max(layout.x(max(span.end for span in run)) - x, 0.4)
+        gap = 0.5 if width > 4 else 0.0
+        pieces.append(rect("update", x, top, width - gap, panel.box_height))
     return pieces
 
 

@@ -9,7 +9,7 @@ Rows are in the order of the branches, so that the devices of one tower lie toge
 
 Neighbours that are narrower than a pixel are drawn as one box in which every kind fills its share
 of the height, so that areas stay true. All-reduces run while their device computes, and have a thin
-strip of the row for themselves.
+strip of the row for themselves. Updates are in the row itself, as they take the device's time.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from anabranch.plans.plan import ranges
 from anabranch.plans.stages import StageGraph
 from anabranch.report.names import branches
 from anabranch.schedule.schedule import Action, Kind
-from anabranch.timeline import Span, SumSpan, Timeline
+from anabranch.timeline import OverheadSpan, Span, SumSpan, Timeline
 
 _Key = TypeVar("_Key", bound=Hashable)
-_Timed = TypeVar("_Timed", Span, SumSpan)
+_Timed = TypeVar("_Timed", Span, SumSpan, OverheadSpan)
 
 MERGED_PIXELS = 3
 """Widest box that several actions are drawn as; wider would hide the bubbles between them."""
@@ -127,6 +127,19 @@ def sums_by_device(timeline: Timeline) -> dict[int, list[SumSpan]]:
     result: dict[int, list[SumSpan]] = {device: [] for device in timeline.devices}
     for span in sorted(timeline.sums, key=lambda span: (span.start, span.end)):
         result[span.device].append(span)
+    return result
+
+
+UPDATES = {"update": "update", "gather": "sending what was updated"}
+"""What an ``OverheadSpan`` stands for after the gradients are summed -> in words."""
+
+
+def updates_by_device(timeline: Timeline) -> dict[int, list[OverheadSpan]]:
+    """Device -> its updates, and what it sends replicas of them, by start."""
+    result: dict[int, list[OverheadSpan]] = {device: [] for device in timeline.devices}
+    for span in sorted(timeline.overheads, key=lambda span: (span.start, span.end)):
+        if span.what in UPDATES:
+            result[span.device].append(span)
     return result
 
 

@@ -148,6 +148,14 @@
     }
   }
 
+  function drawUpdates(panel, updates, top, out) {
+    for (const run of runs(updates)) {
+      const x1 = x(Math.max(run[0][0], from));
+      const width = Math.max(x(Math.min(Math.max(...run.map((s) => s[1])), to)) - x1, 0.4);
+      out.push(rect("update", x1, top, width - (width > 4 ? 0.5 : 0), panel.boxHeight));
+    }
+  }
+
   function drawSums(panel, sums, top, out) {
     for (const run of runs(sums)) {
       const x1 = x(Math.max(run[0][0], from));
@@ -176,6 +184,7 @@
     (panel.hasArrows ? drawArrows : drawMarks)(panel, out);
     panel.rows.forEach((row, i) => {
       drawRow(panel, row, panel.tops[i], out);
+      drawUpdates(panel, panel.updates[i], panel.tops[i], out);
       drawSums(panel, panel.sums[i], panel.tops[i], out);
     });
     if (panel.step >= from && panel.step <= to) {
@@ -222,6 +231,8 @@
       const r = panel.tops.findIndex((top) => py >= top && py <= top + panel.rowHeight);
       if (r < 0) continue;
       const isSum = py > panel.tops[r] + panel.rowHeight - panel.sumHeight;
+      const update = panel.updates[r].find((s) => s[0] <= t && t <= s[1]);
+      if (update && !isSum) return [panel, r, update, isSum];
       const row = (isSum ? panel.sums : panel.rows)[r];
       const i = firstAfter(row, t);
       if (i < row.length && row[i][0] <= t) return [panel, r, row[i], isSum];
@@ -234,6 +245,7 @@
   function describe([panel, r, span, isSum]) {
     if (!span) return [`device ${panel.devices[r]}`, isSum ? "no all-reduce" : "waiting"];
     if (isSum) return describeSum(panel.devices[r], span);
+    if (span.length === 3) return describeUpdate(panel.devices[r], span);
     const [start, end, kind, stage, microbatch] = span;
     const size = panel.microbatchSize[stage] || 0;
     const first = (microbatch * size) % (data.isEndless ? panel.batchSize : Infinity);
@@ -244,6 +256,10 @@
       `device ${panel.devices[r]} \u00b7 samples ${first === last ? first : `${first} to ${last}`}`,
       panel.operators[stage] || "",
     ];
+  }
+
+  function describeUpdate(device, [start, end, what]) {
+    return [what, `${ms(end - start)} ms, from ${ms(start)} to ${ms(end)} ms`, `device ${device}`];
   }
 
   function describeSum(device, [start, end, bytes, stages]) {

@@ -11,7 +11,7 @@ from typing import Any
 from anabranch.plans.plan import ranges
 from anabranch.report import gantt, lanes, names, theme, timeline_layout
 from anabranch.schedule.schedule import Kind
-from anabranch.timeline import Span, SumSpan
+from anabranch.timeline import OverheadSpan, Span, SumSpan
 
 KINDS = [kind for kind in Kind if kind.is_compute]
 
@@ -41,6 +41,7 @@ def data(layout: timeline_layout.TimelineLayout) -> dict[str, Any]:
 
 def _panel(panel: timeline_layout.Panel) -> dict[str, Any]:
     spans, sums = lanes.by_device(panel.timeline), lanes.sums_by_device(panel.timeline)
+    updates = lanes.updates_by_device(panel.timeline)
     prefix = names.graph_prefix(panel.graph)
     typical = lanes.typical(panel.timeline)
     return {
@@ -61,6 +62,7 @@ def _panel(panel: timeline_layout.Panel) -> dict[str, Any]:
         "batchSize": panel.graph.batch_size,
         "rows": [[_action(span) for span in spans[row.device]] for row in panel.rows],
         "sums": [[_sum(span) for span in sums[row.device]] for row in panel.rows],
+        "updates": [[_update(span) for span in updates[row.device]] for row in panel.rows],
         "messages": _messages(panel),
     }
 
@@ -75,6 +77,11 @@ def _action(span: Span) -> list[float]:
 def _sum(span: SumSpan) -> list[Any]:
     """Start, end, bytes, stages."""
     return [_us(span.start), _us(span.end), theme.size(span.nbytes), ranges(span.stages)]
+
+
+def _update(span: OverheadSpan) -> list[Any]:
+    """Start, end, what it is."""
+    return [_us(span.start), _us(span.end), lanes.UPDATES[span.what]]
 
 
 def _messages(panel: timeline_layout.Panel) -> list[list[float]]:

@@ -30,6 +30,7 @@ _COLOURS = {
     "wire-forward": ("#7fa6e3", "#456fae"),
     "wire-backward": ("#e0a55a", "#94703a"),
     "sum": ("#2a8c78", "#4db8a0"),
+    "update": ("#8a6bc4", "#a78be0"),
     "tail": ("#c9bfe3", "#4a4369"),
     "end": ("#b3261e", "#ff8a80"),
 }
@@ -44,6 +45,7 @@ _RULES = """\
 .ab .lane{{fill:{lane}}}
 .ab .tail{{fill:{tail}}}
 .ab .sum{{fill:{sum}}}
+.ab .update{{fill:{update}}}
 .ab .card{{fill:{card};stroke:{rule}}}
 .ab .rule{{stroke:{rule};fill:none}}
 .ab .edge{{stroke:{edge};fill:none}}

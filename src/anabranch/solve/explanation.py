@@ -51,8 +51,8 @@ _CAUSES = {
     "other_stages": ("waiting for other stages", "to compute"),
     "drain": ("drain", "after its last forward"),
     "all_reduce": ("all-reduce that sticks out", "of the last backward"),
-    "agreement": ("agreement on the loss", ""),
-    "update": ("update", ""),
+    "agreement": ("agreement on the loss", "of all devices"),
+    "update": ("update", "of its parameters by the optimizer"),
     "gather": ("sending what was updated", "to replicas that share the optimizer"),
 }
 

@@ -193,6 +193,7 @@ class _StepSearch:
                 bubble=timeline.bubble,
                 device_peak_bytes=tuple(timeline.peak_bytes.values()),
                 period_s=timeline.period_s,
+                exposed_sums=timeline.exposed_sums,
             ),
             device=cost.profile.device,
             granularity=cost.profile.graph.granularity,

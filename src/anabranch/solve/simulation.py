@@ -103,6 +103,7 @@ def foreseen(
         bubble=predicted.bubble,
         device_peak_bytes=tuple(predicted.peak_bytes[device] for device in predicted.devices),
         period_s=predicted.period_s,
+        exposed_sums=predicted.exposed_sums,
     )
     return replace(plan_, cluster=machines.name, machines=machines, predicted=figures), predicted
 

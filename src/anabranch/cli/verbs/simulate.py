@@ -104,7 +104,7 @@ def _say(
     """
     batch_size = plan.stage_graph.batch_size
     step_s, bubble, peaks = timeline.step_s, timeline.bubble, [*timeline.peak_bytes.values()]
-    more: dict[str, Any] = {"period_s": timeline.period_s}
+    more: dict[str, Any] = {"period_s": timeline.period_s, "exposed_sums": timeline.exposed_sums}
     if found is not None:
         steady = found.steady
         step_s, bubble, peaks = steady.period_s, steady.bubble, [*steady.device_peak_bytes]
@@ -133,7 +133,8 @@ def _say(
             }
         )
         return
-    typer.echo(headline(step_s, bubble, max(peaks), batch_size, plan.mode, timeline.period_s))
+    sums = timeline.exposed_sums if found is None else None
+    typer.echo(headline(step_s, bubble, max(peaks), batch_size, plan.mode, timeline.period_s, sums))
     shares = (f"{what} {seconds * 1e3:.2f} ms" for what, seconds in timeline.parts.items())
     typer.echo(f"of {timeline.step_s * 1e3:.2f} ms a device has on average: {', '.join(shares)}")
     typer.echo(f"costs: {plan.profile}")
