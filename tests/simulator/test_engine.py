@@ -2,7 +2,8 @@
 
 import pytest
 
-from anabranch.simulator.engine import Engine, SharedCores, slowdown_of
+from anabranch.cost.overheads import slowdown_of
+from anabranch.simulator.engine import Engine, SharedCores
 
 
 def test_events_happen_in_the_order_of_time():

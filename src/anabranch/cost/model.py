@@ -437,7 +437,8 @@ class CostModel:
         """Share of a stage's trainable parameters that each of its replicas updates at most."""
         if not (self.shard_optimizer and weights.trainable):
             return 1.0
-        return float(updated_bytes(weights, replicas) / weights.trainable)
+        updated = updated_bytes(weights.trainable, weights.largest, replicas)
+        return float(updated / weights.trainable)
 
     def device_bytes(
         self,

@@ -12,10 +12,17 @@
                 ``communication``
     agreement   of loss and metrics: every rank sends its totals to all others and takes theirs
 
+    slowdown    of devices that share processors, by how many of them compute
+
 What a cluster was not calibrated for costs nothing.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
 
 from anabranch.cluster import Calibration, Cluster
 from anabranch.profile.data_sheets import DATA_SHEETS
@@ -60,3 +67,12 @@ def update_cost(profile: Profile, cluster: Cluster, optimizer_factor: float) -> 
     else:
         return UpdateCost(0.0, 0.0, 0.0)
     return UpdateCost(0.0, 0.0, (3 + 2 * optimizer_factor) / bandwidth)
+
+
+def slowdown_of(slowdown: Sequence[float] | NDArray[np.float64], jobs: int) -> float:
+    """How many times as long so many jobs take; with more than there are entries, as many times
+    longer than the last as they are more.
+    """
+    if jobs <= len(slowdown):
+        return float(slowdown[jobs - 1])
+    return float(slowdown[-1] * jobs / len(slowdown))

@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 from typing import Any
 
+from anabranch.cost.overheads import slowdown_of
+
 Callback = Callable[[Any], object]
 
 
@@ -48,13 +50,6 @@ class Engine:
         while queue:
             self.now, self.place, callback, argument = heappop(queue)
             callback(argument)
-
-
-def slowdown_of(slowdown: Sequence[float], jobs: int) -> float:
-    """How many times as long so many jobs take; see ``SharedCores``."""
-    if jobs <= len(slowdown):
-        return slowdown[jobs - 1]
-    return slowdown[-1] * jobs / len(slowdown)
 
 
 class SharedCores:

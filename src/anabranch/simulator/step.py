@@ -16,9 +16,10 @@ from operator import eq, length_hint
 import numpy as np
 from numpy.typing import NDArray
 
+from anabranch.cost.overheads import slowdown_of
 from anabranch.schedule.schedule import Schedule
 from anabranch.simulator.costs import StepCosts
-from anabranch.simulator.engine import Callback, Engine, SharedCores, slowdown_of
+from anabranch.simulator.engine import Callback, Engine, SharedCores
 from anabranch.simulator.program import ComputeUnit, Program, Role
 from anabranch.timeline import OverheadSpan, Span, SumSpan
 

@@ -19,9 +19,9 @@ import numpy as np
 from anabranch.cost import CostModel
 from anabranch.cost.communication import Port
 from anabranch.cost.model import Floats
+from anabranch.cost.overheads import slowdown_of
 from anabranch.plans.plan import memory_text, ranges
 from anabranch.plans.stages import StageGraph
-from anabranch.simulator.engine import slowdown_of
 from anabranch.simulator.step import Step
 
 

@@ -1,21 +1,163 @@
-"""The evaluator and the simulator agree."""
+"""The evaluator says what the simulator says, of whatever draft."""
 
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
+from dataclasses import replace
 
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from anabranch.cluster import Calibration, Cluster, Machine
+from anabranch.cost import CostModel
+from anabranch.graph.opgraph import Op, OpGraph, Parameter, Table, Value
 from anabranch.planner.auto.evaluator import Evaluator
+from anabranch.profile.profile import OpCost, Profile, UpdateCost
 from tests.planner import shapes
 from tests.planner.auto.random_drafts import random_draft
-from tests.planner.helpers import cost_model
+from tests.planner.auto.simulated import simulated_s
+from tests.planner.helpers import cost_model, sharded
 
+AMPLE = 2**60
 TOWERS = shapes.towers("towers", 2, 1, layers=2, top=1)
 
+CALIBRATION = Calibration(
+    Machine("processor", 2, "2.13.0"),
+    "2026-01-31",
+    slowdown=(1.0, 1.3, 2.0),
+    send_s=1e-4,
+    send_byte_s=1e-9,
+    receive_s=2e-4,
+    receive_byte_s=2e-9,
+    microbatch_s=3e-4,
+    step_s=1e-3,
+    sum_tensor_s=1e-5,
+    sum_byte_s=1e-9,
+    memory_bandwidth=1e10,
+)
 
-def test_a_draft_takes_some_time():
-    """One operator of each kind, on ample memory."""
-    cost = cost_model(TOWERS, 4, memory=2**60)
-    found = [
-        Evaluator(cost, 8).step_s(random_draft(cost, 8, seed, plain=True)) for seed in range(20)
-    ]
-    assert any(math.isfinite(seconds) for seconds in found)
+
+def tied_profile() -> Profile:
+    """A table of embeddings that the last of four operators reads again, with a branch beside the
+    two in the middle, a value without gradients and one without a batch dimension.
+    """
+    graph = OpGraph(
+        tuple(
+            Op(name, parameters)
+            for name, parameters in [
+                ("embed", ("table",)),
+                ("one", ("one.w", "shared")),
+                ("two", ("two.w", "shared")),
+                ("beside", ("beside.w",)),
+                ("head", ("table", "head.b")),
+            ]
+        ),
+        (
+            Value(0, (1, 3), 4000),
+            Value(1, (2,), 4000),
+            Value(0, (4,), 800, batched=False, grad=False),
+            Value(2, (4,), 4000),
+            Value(3, (4,), 100, grad=False),
+        ),
+        (
+            Parameter("table", 30 * 2**20, table=Table(lookups=3, row_bytes=512, sparse=True)),
+            Parameter("one.w", 60 * 2**20),
+            Parameter("shared", 2**20),
+            Parameter("two.w", 5 * 2**20),
+            Parameter("beside.w", 40 * 2**20, trainable=False),
+            Parameter("head.b", 64),
+        ),
+    )
+    costs = tuple(
+        OpCost((0.01 * i, 0.014 * i, 0.09 * i), (0.02 * i, 0.03 * i, 0.17 * i), 10**6 * i)
+        for i in (1, 5, 4, 6, 2)
+    )
+    update = UpdateCost(1e-3, 1e-4, 1e-10)
+    return Profile(graph, (1, 2, 16), costs, device="cpu", source="measured", update=update)
+
+
+CASES = {
+    "one node": (cost_model(sharded(TOWERS), 4, memory=AMPLE), 8),
+    "nodes": (
+        cost_model(
+            sharded(TOWERS), 6, node=2, memory=AMPLE, bandwidth=1e9, card=1e8, latency_s=1e-4
+        ),
+        12,
+    ),
+    "tied": (
+        replace(
+            cost_model(sharded(tied_profile()), 6, node=3, memory=AMPLE, bandwidth=1e9, card=3e8),
+            sparse_embeddings=True,
+            batch_size=16,
+            receive_slots=2,
+        ),
+        16,
+    ),
+    "shared cores": (
+        CostModel(
+            tied_profile(),
+            replace(
+                Cluster.preset("local:4"), memory_bytes=AMPLE, cores=2, calibration=CALIBRATION
+            ),
+        ),
+        10,
+    ),
+    "little memory": (cost_model(tied_profile(), 4, memory=5 * 10**8), 16),
+}
+
+
+@pytest.fixture(scope="module")
+def evaluators() -> dict[str, Evaluator]:
+    return {name: Evaluator(cost, batch_size) for name, (cost, batch_size) in CASES.items()}
+
+
+# The first call compiles.
+@pytest.mark.timeout(1200)
+@settings(max_examples=40)
+@given(case=st.sampled_from(sorted(CASES)), seed=st.integers(0, 2**32))
+def test_the_simulator_says_the_same(evaluators, case, seed):
+    """Every draft takes as long as its step in the simulator, to rounding, whatever is different
+    from stage to stage; and what cannot run there is infinitely long.
+    """
+    cost, batch_size = CASES[case]
+    draft = random_draft(cost, batch_size, seed)
+    expected = simulated_s(cost, batch_size, draft)
+    assert evaluators[case].step_s(draft) == pytest.approx(expected, rel=1e-9)
+
+
+def test_a_limit_answers_only_what_takes_no_longer(evaluators):
+    """A draft is as long with a limit that it meets, and infinitely long with one that it misses by
+    however little.
+    """
+    cost, batch_size = CASES["nodes"]
+    for seed in range(20):
+        draft = random_draft(cost, batch_size, seed)
+        seconds = evaluators["nodes"].step_s(draft)
+        if math.isfinite(seconds):
+            assert evaluators["nodes"].step_s(draft, seconds) == seconds
+            assert evaluators["nodes"].step_s(draft, seconds * (1 - 1e-6)) == math.inf
+
+
+def test_replicas_are_limited(evaluators):
+    """One stage on four devices has four replicas; with at most two it is none."""
+    cost, batch_size = CASES["one node"]
+    draft = next(
+        draft
+        for draft in (random_draft(cost, batch_size, seed, plain=True) for seed in range(100))
+        if draft.num_stages == 1 and draft.microbatch[0] >= 4
+    )
+    assert math.isfinite(evaluators["one node"].step_s(draft))
+    assert Evaluator(cost, batch_size, max_replicas=2).step_s(draft) == math.inf
+
+
+def test_the_compiler_is_loaded_by_those_who_search():
+    """Importing it takes a quarter of a second, which no other command should wait for."""
+    code = (
+        "import sys, anabranch.planner, anabranch.solve, anabranch.planner.auto.evaluator\n"
+        "print('numba' in sys.modules)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "False"

@@ -1,0 +1,44 @@
+"""What the simulator says of a draft: the yardstick of the evaluator."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import partial
+
+from anabranch.cost import CostModel
+from anabranch.errors import InvalidPlanError, InvalidScheduleError, ProfileError
+from anabranch.planner.auto.draft import Draft, stage_graph_of
+from anabranch.plans.check import check
+from anabranch.plans.stages import Stage, StageGraph
+from anabranch.schedule import compute_order, rule_named
+from anabranch.simulator.objective import ShortestStep
+from anabranch.simulator.run import step_seconds
+
+
+def simulated_s(cost: CostModel, batch_size: int, draft: Draft) -> float:
+    """Seconds of the step, infinity where the draft cannot run."""
+    cost = replace(cost, shard_optimizer=draft.sharded)
+    schedule = "1f1b-deep" if draft.deep else "1f1b"
+    try:
+        graph = stage_graph_of(draft, cost, batch_size)
+        if any(_spans_nodes(stage, cost.cluster.group_sizes[0]) for stage in graph.stages):
+            return math.inf
+        graph = _warmed_up(graph, cost, schedule)
+        if check(graph, cost):
+            return math.inf
+        order = compute_order(graph, schedule, slots=cost.receive_slots)
+        return step_seconds(graph, order, cost)
+    except (InvalidPlanError, InvalidScheduleError, ProfileError):
+        return math.inf
+
+
+def _warmed_up(graph: StageGraph, cost: CostModel, schedule: str) -> StageGraph:
+    room = partial(ShortestStep(cost, (schedule,))._room, graph)
+    return rule_named(schedule).warm_up(graph, room)
+
+
+def _spans_nodes(stage: Stage, node: int) -> bool:
+    groups = range(0, len(stage.devices), stage.tensor)
+    members = (stage.devices[first : first + stage.tensor] for first in groups)
+    return any(len({device // node for device in group}) > 1 for group in members)
