@@ -12,6 +12,7 @@
      +-- PolicyError             no such weight policy, or it does not fit optimizer, plan or model
      +-- InvalidScheduleError    an order of actions that no device could execute
      |    +-- DeadlockError      every device waits for another
+     |    +-- UnknownScheduleError  a plan names a rule that there is not
      +-- DataError               a data set is missing, damaged, or raised while it was read
      |    +-- LoaderError        the user's own function, or loader, that yields batches raised
      +-- TrainingError           the run itself cannot go on
@@ -73,6 +74,10 @@ class InvalidScheduleError(AnabranchError):
 
 class DeadlockError(InvalidScheduleError):
     """Every unfinished device waits for another."""
+
+
+class UnknownScheduleError(InvalidScheduleError, ValueError):
+    """A plan, or the caller, names a schedule that there is not."""
 
 
 class DataError(AnabranchError):

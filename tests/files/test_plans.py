@@ -186,3 +186,28 @@ def test_contract_of_the_plan_document() -> None:
         "exposed_sums": None,
     }
     assert (document["depth"], document["batch_size"]) == (1, 8)
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"batch_size": 10**6}, r"stages\[0\].microbatch_size is 1, which .* into 1000000 micro-"),
+        ({"granularity": "none"}, "granularity is \"none\"; it should be 'operator', 'layer' or"),
+    ],
+)
+def test_what_would_take_all_time_or_is_unknown_is_refused(
+    keys: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    """Before anything is made of it: so many micro-batches take minutes and gigabytes."""
+    stages = [{"operators": ["a"], "devices": [0], "microbatch_size": 1}]
+    document = {
+        "schema": "anabranch.plan/1", "planner": "", "model": "", "device": "", "cluster": "",
+        "profile": "", "batch_size": 8, "schedule": "1f1b", "depth": 1, "search_s": 0.0,
+        "simulate_s": 0.0, "predicted": None, "stages": stages, "edges": [],
+    }  # fmt: skip
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(document))
+    assert load_plan(path).stage_graph.batch_size == 8
+    path.write_text(json.dumps(document | keys))
+    with pytest.raises(FileFormatError, match=said):
+        load_plan(path)

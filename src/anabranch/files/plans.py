@@ -22,6 +22,7 @@ from anabranch.files.fields import (
     build,
     save,
 )
+from anabranch.graph.opgraph import Granularity
 from anabranch.jsonfile import Strict, core_fields, document_fields, read_document, validate
 from anabranch.plans.plan import Mode, Plan, Prediction
 from anabranch.plans.stages import Stage, StageGraph
@@ -124,7 +125,7 @@ class _PlanFile(Strict):
     planner: Text = ""
     model: Text
     options: dict[Text, Text] = Field(default_factory=dict)
-    granularity: Text = "layer"
+    granularity: Granularity = "layer"
     device: Text = ""
     cluster: Text
     machines: ClusterFile | None = None
@@ -166,7 +167,22 @@ def _to_plan(file: _PlanFile) -> Plan:
     return Plan(**core_fields(file, leave_out=not_of_plans) | changed)
 
 
+MOST_MICROBATCHES = 2**13
+"""Micro-batches of one stage in a step: thousands make no step faster, and each takes memory and
+time wherever the plan is read.
+"""
+
+
 def _to_graph(file: _PlanFile) -> StageGraph:
+    for i, stage in enumerate(file.stages):
+        count = -(-file.batch_size // stage.microbatch_size)
+        if count > MOST_MICROBATCHES:
+            raise ValueError(
+                f"stages[{i}].microbatch_size is {stage.microbatch_size}, which cuts the batch of "
+                f"{file.batch_size} samples into {count} micro-batches; a stage has "
+                f"{MOST_MICROBATCHES} at most: write a larger microbatch_size or a smaller "
+                "batch_size"
+            )
     stages = tuple(_to_stage(i, stage) for i, stage in enumerate(file.stages))
     return StageGraph(stages, tuple((a, b) for a, b in file.edges), file.batch_size)
 

@@ -26,7 +26,7 @@ from anabranch.files.graphs import (
     unique_index,
 )
 from anabranch.graph.loss_kinds import LossKind
-from anabranch.graph.opgraph import OpGraph
+from anabranch.graph.opgraph import Granularity, OpGraph
 from anabranch.jsonfile import Strict, core_fields, document_fields, read_document
 from anabranch.profile.profile import OpCost, Profile, Sharded, UpdateCost
 
@@ -116,7 +116,7 @@ class _Update(Strict):
 class _ProfileFile(Strict):
     schema_: Literal["anabranch.profile/1"] = Field(alias="schema")
     name: Text
-    granularity: Text
+    granularity: Granularity
     loss_kind: LossKind | None = None
     device: Text
     source: Literal["measured", "estimated", "imported"]

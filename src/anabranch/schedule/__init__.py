@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+from anabranch.errors import UnknownScheduleError
 from anabranch.plans.edges import EVERY_EDGE, MessageEdges
 from anabranch.plans.stages import StageGraph
 from anabranch.schedule.base import ScheduleRule
@@ -23,9 +24,11 @@ SCHEDULES: Mapping[str, Callable[[], ScheduleRule]] = {
 
 
 def rule_named(name: str) -> ScheduleRule:
-    """The rule of that name, or a ``ValueError``."""
+    """The rule of that name, or an ``UnknownScheduleError``."""
     if name not in SCHEDULES:
-        raise ValueError(f"unknown schedule {name!r}; there are {', '.join(SCHEDULES)} and auto")
+        raise UnknownScheduleError(
+            f"unknown schedule {name!r}; there are {', '.join(SCHEDULES)} and auto"
+        )
     return SCHEDULES[name]()
 
 

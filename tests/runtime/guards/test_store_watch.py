@@ -43,6 +43,15 @@ def test_a_rank_that_does_not_go_on_ends_the_run(capsys):
     assert capsys.readouterr().err.startswith("StageFailedError: rank 1 has not gone on")
 
 
+def test_a_process_that_is_held_up_at_once_is_found(capsys):
+    """Between its first page and the next: it might be in start-up for long, but it is silent."""
+    store = HashStore()
+    store.set("anabranch/at/1", "0 -1 -1 -1 0 1 0 5")
+    assert ended(store)
+    said = "rank 1 has not gone on for"
+    assert said in capsys.readouterr().err
+
+
 def test_a_failure_that_is_told_ends_a_rank_that_cannot(capsys):
     """It may be held up by the rank that failed."""
     store = HashStore()
@@ -56,8 +65,12 @@ def test_a_failure_that_is_told_ends_a_rank_that_cannot(capsys):
 class Cut(HashStore):
     """A store behind a cut link."""
 
+    told = 0
+
     def set(self, key: str, value: str) -> None:
-        raise RuntimeError("connection reset by peer")
+        self.told += 1
+        if self.told > 1:
+            raise RuntimeError("connection reset by peer")
 
 
 def test_a_rank_without_its_store_ends_itself(capsys):

@@ -53,6 +53,7 @@ class StoreWatch:
         self._stall = Stall(timeout_s)
         self._beats: dict[int, tuple[int, float]] = {}
         self._closed = threading.Event()
+        self._tell(0)  # so that nobody is unknown, however soon it is held up
         self._thread = threading.Thread(target=self._work, name="anabranch watch", daemon=True)
         self._thread.start()
         atexit.register(self.close)  # a process that ends by itself holds nobody up
@@ -69,9 +70,8 @@ class StoreWatch:
         beat, reached = 0, time.monotonic()
         while not self._closed.wait(self._interval_s):
             beat += 1
-            told = [beat, *POSITION.numbers]
             try:
-                self._store.set(f"anabranch/at/{self._rank}", " ".join(map(str, told)))
+                self._tell(beat)
                 told_why = self._failure()
                 why = told_why or self._look()
                 reached = time.monotonic()
@@ -99,6 +99,10 @@ class StoreWatch:
                 self._leave(why)
                 return
 
+    def _tell(self, beat: int) -> None:
+        numbers = [beat, *POSITION.numbers]
+        self._store.set(f"anabranch/at/{self._rank}", " ".join(map(str, numbers)))
+
     def _failure(self) -> str:
         return self._store.get(self._key).decode() if self._store.check([self._key]) else ""
 
@@ -117,7 +121,7 @@ class StoreWatch:
                 self._beats.pop(rank, None)
                 continue
             self._stall.note(rank, position, now)
-            if self._beats.get(rank, (0, 0.0))[0] != beat:
+            if rank not in self._beats or self._beats[rank][0] != beat:
                 self._beats[rank] = beat, now
         silent = {r for r, (_, since) in self._beats.items() if now - since > self._timeout_s / 2}
         return self._stall.found(now, silent)
