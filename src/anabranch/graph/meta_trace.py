@@ -1,8 +1,9 @@
 """Flat programs of a module on the meta device, traced directly for a number of samples.
 
 Planning needs no more than shapes, so a module without values runs as it is, on meta tensors, and
-every call is written down before PyTorch takes it apart. That takes a tenth of the time of
-``torch.export`` with a symbol for the samples, whose result it is equal to for plain tensor code.
+every call is written down before PyTorch takes it apart. A capture takes a tenth of the time that
+it takes with ``torch.export`` and a symbol for the samples (two-branch .24 s of 2.7, mmt .32 of
+4.5), and the result is equal for plain tensor code.
 Whatever else happens (gradients switched off, autocast, tensors from nowhere, values that are
 needed, slices that depend on the symbol, modules of several names, attributes that the forward
 sets) raises ``NotPlainError``, and the module is exported.
