@@ -44,8 +44,8 @@ def test_profiles_have_the_sample_counts_of_the_plan():
 
 
 def test_a_turn_beside_others_is_made_again(monkeypatch: pytest.MonkeyPatch):
-    """Others have half a core, then a quarter, then next to nothing, which ends it; where they never
-    leave, the calmest of a few turns counts.
+    """Others have half a core, then a quarter, then next to nothing, which ends it; if they stay,
+    the calmest of a few turns counts.
     """
     cores = iter([0.5, 0.25, 0.01, 0.5, 0.25, 0.75, 0.5])
     monkeypatch.setattr(prediction.OtherLoad, "cores", lambda self: next(cores))
