@@ -46,7 +46,11 @@ def plan(
     ] = None,
     policy: Policy = None,
     baselines: Annotated[
-        bool, typer.Option(help="Also plan the baselines, to compare with.")
+        bool,
+        typer.Option(
+            help="Also plan the baselines, to compare with: searched, but not improved by simulation "
+            "as compare does."
+        ),
     ] = True,
     as_json: AsJson = False,
 ) -> None:
