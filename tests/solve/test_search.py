@@ -16,6 +16,7 @@ from anabranch.errors import (
 )
 from anabranch.plans.plan import Plan
 from anabranch.plans.stages import Stage, StageGraph
+from anabranch.profile.profile import UpdateCost
 from anabranch.schedule import SCHEDULES
 from anabranch.simulator.judge import Judge
 from anabranch.simulator.run import step_seconds
@@ -116,6 +117,25 @@ def test_replicas_share_the_state_of_the_optimizer_where_nothing_fits_without(pr
     roomy = replace(cost, cluster=cluster(2, memory_bytes=12 * GB))
     assert not found(roomy, 4).shard_optimizer
     assert found(roomy, 4, shard_optimizer=True).shard_optimizer
+
+
+def test_replicas_share_the_state_of_the_optimizer_where_updates_take_long(propose):
+    """1 s for each of 32 bytes on both of two replicas, or for 16 on each, which they then send to
+    each other in half of the all-reduce of 2 s. A ten-thousandth of that is not worth it.
+    """
+
+    def cost(byte_s):
+        machines = cluster(2, bandwidth=16)
+        priced = cost_model(chain(2), [1, 1], [1, 1], machines, parameter_bytes=16)
+        return replace(priced, profile=replace(priced.profile, update=UpdateCost(0, 0, byte_s)))
+
+    propose(StageGraph((Stage(("op0", "op1"), (0, 1), 2),), (), 4))
+    slow = cost(1.0)
+    shared, alone = found(slow, 4), found(slow, 4, shard_optimizer=False)
+    assert shared.shard_optimizer
+    assert alone.predicted.step_s - shared.predicted.step_s >= 15
+    assert simulate(shared, slow.profile, slow.cluster).step_s == shared.predicted.step_s
+    assert not found(cost(0.0001), 4).shard_optimizer
 
 
 def test_no_proposals(propose):

@@ -212,7 +212,7 @@ class PlanningSettings:
         typer.Option(
             "--shard-optimizer/--no-shard-optimizer",
             help="Replicas of a stage share its optimizer state [default: where nothing fits "
-            "without].",
+            "without, or the step is shorter].",
         ),
     ] = None
 

@@ -194,7 +194,8 @@ def least_step_s(graph: StageGraph, costs: ModelCosts) -> float:
 
     The busiest stage works through its micro-batches. Before its first forward lies at least one
     forward of each stage on the way to it, and after its last backward one backward of each stage
-    on the way back and what is left of the all-reduce of that stage. Messages are left out.
+    on the way back and what is left of the all-reduce of that stage, before the
+    update and after it. Messages are left out.
     """
     count = len(graph)
     busy, first, last = [0.0] * count, [0.0] * count, [0.0] * count
@@ -214,6 +215,7 @@ def least_step_s(graph: StageGraph, costs: ModelCosts) -> float:
         last[s] = min(seconds[n][1] for n in seconds if n)
         sizes = {z for _, z in slices}
         tail[s] += max((least_sum_s(costs, work, s, sizes) for work in works[s]), default=0.0)
+        tail[s] += max((work.gather_s for work in works[s]), default=0.0)
     for x, y in graph.edges:
         if costs.message_edges.goes_forward((x, y)):
             head[y] = max(head[y], head[x] + first[x])

@@ -28,7 +28,7 @@ from anabranch.plans.plan import Plan, Prediction
 from anabranch.plans.stages import StageGraph
 from anabranch.profile.profile import Profile
 from anabranch.simulator.judge import Judge
-from anabranch.simulator.objective import ShortestStep
+from anabranch.simulator.objective import ScheduledProposal, ShortestStep
 from anabranch.solve.endless_search import EndlessSearch
 from anabranch.solve.improvement import SearchBudget
 from anabranch.solve.improvement import improve as improve_on
@@ -44,6 +44,9 @@ from anabranch.solve.simulation import AUTO, checked_run
 from anabranch.weights import POLICIES, OptimizerFacts
 
 BUDGET = SearchBudget()
+
+WORTH_SHARING = 0.001
+"""Share of the step that replicas which share the optimizer's state have to save."""
 
 
 def plan(
@@ -93,7 +96,8 @@ def plan(
         optimizer: for ``async`` what policies have to know of it, if anything is known: it decides
             what ``auto`` chooses, and how many copies of the weights a policy that predicts holds.
         shard_optimizer: whether replicas of a stage share its optimizer state, see ``Pipeline``; by
-            default where nothing fits without. Not for ``async``.
+            default where nothing fits without, or a proposal takes less time with it. Not for
+            ``async``.
         sparse_embeddings: whether embedding tables have sparse gradients, see ``ComputeOptions``,
             and an optimizer that takes them. Not for ``async``.
 
@@ -125,11 +129,14 @@ def plan(
             cost, batch_size, microbatch_size, planner, search, improve, optimizer
         )
         return endless.plan(policy or "auto", model, notes)
-    task = _StepSearch(batch_size, planner, search, microbatch_size, schedule, improve, model)
+    may_share = shard_optimizer is None and cluster.num_devices > 1
+    task = _StepSearch(
+        batch_size, planner, search, microbatch_size, schedule, improve, model, may_share
+    )
     try:
         return task.plan(replace(cost, shard_optimizer=bool(shard_optimizer)), notes)
     except InfeasiblePlanError:
-        if shard_optimizer is None and cluster.num_devices > 1:
+        if may_share:
             with suppress(InfeasiblePlanError):
                 return task.plan(replace(cost, shard_optimizer=True), notes)
         raise
@@ -137,7 +144,11 @@ def plan(
 
 @dataclass(frozen=True)
 class _StepSearch:
-    """A search for the shortest step; the fields are arguments of ``plan``."""
+    """A search for the shortest step; the fields are arguments of ``plan``.
+
+    Attributes:
+        may_share: replicas share the optimizer's state where a proposal gains by it.
+    """
 
     batch_size: int
     planner: str
@@ -146,6 +157,7 @@ class _StepSearch:
     schedule: str
     improve: bool
     model: str
+    may_share: bool = False
 
     def plan(self, cost: CostModel, notes: Sequence[str]) -> Plan:
         """The plan with the shortest simulated step."""
@@ -166,6 +178,11 @@ class _StepSearch:
             size = {"operators": len(cost.profile.graph), "devices": cost.cluster.num_devices}
             judged = uninterrupted(lambda: improve_on(judge, near, BUDGET, **size))
             best = judge.winner(self.planner)
+        if self.may_share and judged and not stopped and not cost.shard_optimizer:
+            shared = replace(cost, shard_optimizer=True)
+            sharing = self._sharing(shared, [best.proposal, *proposals], judge.best_s)
+            if sharing is not None:
+                best, cost = sharing, shared
         improved = time.perf_counter()
         require(best.graph, cost)
         try:
@@ -202,6 +219,18 @@ class _StepSearch:
             shard_optimizer=cost.shard_optimizer,
             sparse_embeddings=cost.sparse_embeddings,
         )
+
+    def _sharing(
+        self, cost: CostModel, proposals: Iterable[StageGraph], best_s: float
+    ) -> ScheduledProposal | None:
+        """The best proposal where replicas share the optimizer's state, if that is better: an
+        update took long, or there is memory for a faster way to run.
+        """
+        replicated = [p for p in proposals if any(stage.replicas > 1 for stage in p.stages)]
+        judge = Judge(ShortestStep(cost, _schedules(self.schedule, self.search)))
+        judge.best_s = limit = best_s * (1 - WORTH_SHARING)
+        uninterrupted(lambda: judge.consider(replicated, BUDGET.simulation))
+        return judge.best if judge.best_s < limit else None
 
 
 def _notes(profile: Profile) -> list[str]:

@@ -48,8 +48,8 @@ def plan(
     baselines: Annotated[
         bool,
         typer.Option(
-            help="Also plan the baselines, to compare with: searched, but not improved by simulation "
-            "as compare does."
+            help="Also plan the baselines, to compare with: searched, but not improved by "
+            "simulation as compare does."
         ),
     ] = True,
     as_json: AsJson = False,
