@@ -52,7 +52,7 @@ _CAUSES = {
     "drain": ("drain", "after its last forward"),
     "all_reduce": ("all-reduce that sticks out", "of the last backward"),
     "agreement": ("agreement on the loss", "of all devices"),
-    "update": ("update", "of its parameters by the optimizer"),
+    "update": ("update", "of its parameters"),
     "gather": ("sending what was updated", "to replicas that share the optimizer"),
 }
 
