@@ -13,6 +13,7 @@ from anabranch.cost import CostModel
 from anabranch.errors import InfeasiblePlanError
 from anabranch.graph.opgraph import Parameter
 from anabranch.planner import PLANNERS
+from anabranch.planner.base import Planner
 from anabranch.plans.check import check
 from anabranch.plans.stages import StageGraph
 from anabranch.profile.profile import Profile
@@ -22,10 +23,18 @@ from tests.strategies import planning_profiles
 
 NAMES = sorted(PLANNERS)
 
+QUICK = {"auto": {"evaluations": 100}}
+"""Options that make a planner quick enough for many small cases."""
+
+
+def planner(name: str, **options: int | None) -> Planner:
+    """A planner that takes little time."""
+    return PLANNERS[name](**QUICK.get(name, {}), **options)
+
 
 def propose(name: str, cost: CostModel, **options: int | None) -> list[StageGraph]:
     """All that a planner proposes."""
-    return list(PLANNERS[name]()(cost, **options))
+    return list(planner(name)(cost, **options))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -98,9 +107,9 @@ def test_odd_models_are_planned_validly(
     node = devices // 2 if nodes and devices % 2 == 0 else None
     cost = cost_model(profile, devices, memory=memory, node=node, bandwidth=9.0)
     limited = straight and any(f.name == "max_replicas" for f in fields(PLANNERS[name]()))
-    planner = PLANNERS[name](max_replicas=1) if limited else PLANNERS[name]()
+    search = planner(name, max_replicas=1) if limited else planner(name)
     try:
-        proposals = list(planner(cost, batch_size=batch_size))
+        proposals = list(search(cost, batch_size=batch_size))
     except InfeasiblePlanError:
         return
     assert proposals

@@ -101,7 +101,7 @@ class Job:
         local: LocalPlanSettings,
         *,
         max_replicas: int | None,
-        planner: str = "graphpipe",
+        planner: str = "auto",
         own_cores: bool = False,
         mode: str = "sync",
         policy: str = "",

@@ -21,6 +21,7 @@ def _planner(home: str, name: str) -> Callable[..., Planner]:
 
 
 PLANNERS: Mapping[str, Callable[..., Planner]] = {
+    "auto": _planner("auto.planner", "Auto"),
     "graphpipe": _planner("graphpipe", "GraphPipe"),
     "pipedream": _planner("pipedream", "PipeDream"),
     "dapple": _planner("dapple", "Dapple"),

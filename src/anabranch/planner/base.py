@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import ClassVar, Protocol, runtime_checkable
 
 from anabranch.cost import CostModel
@@ -45,18 +45,37 @@ class Planner(Protocol):
 
 
 @runtime_checkable
-class Improver(Protocol):
-    """A planner that knows what to try next, once it is known which of its proposals is best."""
+class Improving(Protocol):
+    """Proposals that know what to try next, once it is known which of them is best."""
 
-    def neighbourhood(
-        self, cost: CostModel, batch_size: int, microbatch_size: int | None
-    ) -> Callable[[StageGraph], Iterable[StageGraph]]:
-        """A function from a stage graph to others that differ little from it, promising ones first.
+    def __iter__(self) -> Iterator[StageGraph]: ...
+
+    def near(self, graph: StageGraph) -> Iterable[StageGraph]:
+        """Others that differ little from one of them, promising ones first."""
+        ...
+
+    def origin(self, graph: StageGraph) -> str:
+        """How one of them was found, for people; empty if unknown."""
+        ...
+
+
+@runtime_checkable
+class Endless(Protocol):
+    """A planner that can search for the shortest time between mini-batches without a flush."""
+
+    def without_flush(
+        self,
+        cost: CostModel,
+        sizes: Sequence[int],
+        starts: Iterable[StageGraph],
+        versions: tuple[float, float],
+    ) -> Improving:
+        """Proposals from some starts.
 
         Args:
-            cost: as for ``Planner``.
-            batch_size: as for ``Planner``.
-            microbatch_size: as for ``Planner``.
+            sizes: of micro-batches to choose from.
+            starts: stage graphs for one mini-batch.
+            versions: of the weights that a stage holds, for each micro-batch in flight and besides.
         """
         ...
 

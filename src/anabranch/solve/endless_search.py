@@ -5,12 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from anabranch.cost import CostModel
 from anabranch.errors import InfeasiblePlanError
-from anabranch.planner.base import Planner
-from anabranch.planner.exhaustive import Exhaustive
-from anabranch.planner.graphpipe import GraphPipe
+from anabranch.planner.base import Endless, Planner
 from anabranch.plans.check import require
 from anabranch.plans.plan import Plan
 from anabranch.plans.stages import StageGraph
@@ -24,7 +23,7 @@ from anabranch.solve.improvement import SearchBudget, improve
 from anabranch.solve.planner_options import uninterrupted
 from anabranch.solve.policy_choice import recommended
 from anabranch.solve.simulation import prediction
-from anabranch.solve.version_demands import Proposals, demands
+from anabranch.solve.version_demands import Proposals, demands, versions_of_flight
 from anabranch.weights import (
     OptimizerFacts,
     WeightPolicy,
@@ -34,7 +33,13 @@ from anabranch.weights import (
     require_optimizer,
 )
 
-BUDGET = SearchBudget(improvement=50_000, starts=0, starts_of_few=0)
+BUDGET = SearchBudget(improvement=50_000)
+
+LONGER = 2.0
+"""How many times the best period a proposal may take to be searched from."""
+
+_ANY_STAGES = ("auto", "graphpipe", "exhaustive")
+"""Planners whose stages may be any: where no proposal of theirs fits, every partition is tried."""
 
 
 class EndlessSearch:
@@ -196,8 +201,8 @@ class EndlessSearch:
 
     def _every_partition(self, policy: WeightPolicy) -> list[StageGraph]:
         """For planners whose stages may be any, in micro-batches of any size."""
-        planner = self._proposals.planner
-        if not isinstance(planner, GraphPipe | Exhaustive):
+        planner: Any = self._proposals.planner
+        if self._name not in _ANY_STAGES:
             return []
         fewer = brought_down(self._cost.profile)
         found = EveryPartition(
@@ -214,11 +219,16 @@ class EndlessSearch:
         return [fewer.expand(graph) for graph in found.propose(sizes)]
 
     def _improve(self, judge: Judge, policy: WeightPolicy) -> None:
-        assert judge.best is not None, "there is something to improve"
-        demand = demands(policy, last_update=self._last_update)[1 if judge.too_big else 0]
-        near = self._proposals.near(judge.best.graph.stages[0].microbatch_size, demand)
-        if near is not None:
-            improve(judge, near, BUDGET, operators=0, devices=0)
+        """Search from what has been judged, for planners that can."""
+        planner = self._proposals.planner
+        if not isinstance(planner, Endless):
+            return
+        starts = [replace(graph, batch_size=self._batch_size) for graph in judge.ranked(LONGER)]
+        held = versions_of_flight(policy, last_update=self._last_update)
+        search = planner.without_flush(self._cost, self._sizes(policy), starts, held)
+        allowed = judge.simulated + BUDGET.simulation
+        judge.consider(search, allowed)
+        improve(judge, search.near, BUDGET)
 
     def _chosen(self) -> tuple[str, str, tuple[ScheduledProposal, bool]]:
         """The policy for ``auto``, one that has a plan, why, and what is found under it."""

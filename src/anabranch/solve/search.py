@@ -21,9 +21,10 @@ from anabranch.errors import (
     PolicyError,
     SearchStoppedError,
 )
-from anabranch.planner.base import Improver, Planner
+from anabranch.planner.base import Improving, Planner
 from anabranch.planner.exhaustive import MOST_DEVICES, MOST_OPERATORS
 from anabranch.plans.check import require
+from anabranch.plans.in_flight import with_in_flight
 from anabranch.plans.plan import Plan, Prediction
 from anabranch.plans.stages import StageGraph
 from anabranch.profile.profile import Profile
@@ -54,7 +55,7 @@ def plan(
     cluster: Cluster,
     batch_size: int,
     *,
-    planner: str = "graphpipe",
+    planner: str = "auto",
     microbatch_size: int | None = None,
     schedule: str = "auto",
     optimizer_factor: float = 2.0,
@@ -67,6 +68,7 @@ def plan(
     optimizer: OptimizerFacts | None = None,
     shard_optimizer: bool | None = None,
     sparse_embeddings: bool = False,
+    start: Plan | None = None,
 ) -> Plan:
     """Find the stage graph and schedule with the shortest simulated step.
 
@@ -100,9 +102,12 @@ def plan(
             ``async``.
         sparse_embeddings: whether embedding tables have sparse gradients, see ``ComputeOptions``,
             and an optimizer that takes them. Not for ``async``.
+        start: a plan of this model to improve, also one made by hand: planner ``auto`` begins with
+            it alone, and what it finds is no slower. Not for ``async``.
 
     Raises:
         InfeasiblePlanError: if nothing fits the devices.
+        InvalidPlanError: if ``start`` does not suit model and cluster.
         PolicyError: if there is no such policy, or it cannot work with the optimizer.
         BudgetError: if the search would take more than it was given.
         ValueError: for an unknown name or a number below 1.
@@ -120,6 +125,9 @@ def plan(
         sparse_embeddings=sparse_embeddings,
         batch_size=batch_size if mode == "sync" else 0,
     )
+    begin = None
+    if start is not None:
+        begin = _start(start, planner, batch_size, microbatch_size, mode)
     if mode == "async":
         if sparse_embeddings:
             raise ValueError("sparse_embeddings is for mode sync; without a flush, leave it out")
@@ -131,7 +139,7 @@ def plan(
         return endless.plan(policy or "auto", model, notes)
     may_share = shard_optimizer is None and cluster.num_devices > 1
     task = _StepSearch(
-        batch_size, planner, search, microbatch_size, schedule, improve, model, may_share
+        batch_size, planner, search, microbatch_size, schedule, improve, model, begin, may_share
     )
     try:
         return task.plan(replace(cost, shard_optimizer=bool(shard_optimizer)), notes)
@@ -157,14 +165,25 @@ class _StepSearch:
     schedule: str
     improve: bool
     model: str
+    start: StageGraph | None = None
     may_share: bool = False
+
+    def _propose(self, cost: CostModel) -> Iterable[StageGraph]:
+        search: Any = self.search  # of planners, only auto takes a start
+        start = {}
+        if self.start is not None:
+            require(self.start, cost)
+            start = {"start": self.start}
+        found: Iterable[StageGraph] = search(
+            cost, batch_size=self.batch_size, microbatch_size=self.microbatch_size, **start
+        )
+        return found
 
     def plan(self, cost: CostModel, notes: Sequence[str]) -> Plan:
         """The plan with the shortest simulated step."""
         started = time.perf_counter()
-        proposals, stopped = collect(
-            self.search(cost, batch_size=self.batch_size, microbatch_size=self.microbatch_size)
-        )
+        search = self._propose(cost)
+        proposals, stopped = collect(search)
         searched = time.perf_counter()
         objective = ShortestStep(cost, _schedules(self.schedule, self.search))
         judge = Judge(objective)
@@ -173,10 +192,9 @@ class _StepSearch:
             judge = _first_that_fits(objective, proposals)
         best = judge.winner(self.planner)
         simulated = time.perf_counter()
-        if self.improve and judged and not stopped and isinstance(self.search, Improver):
-            near = self.search.neighbourhood(cost, self.batch_size, self.microbatch_size)
-            size = {"operators": len(cost.profile.graph), "devices": cost.cluster.num_devices}
-            judged = uninterrupted(lambda: improve_on(judge, near, BUDGET, **size))
+        improving = search if isinstance(search, Improving) else None
+        if improving is not None and self.improve and judged and not stopped:
+            judged = uninterrupted(lambda: improve_on(judge, improving.near, BUDGET))
             best = judge.winner(self.planner)
         if self.may_share and judged and not stopped and not cost.shard_optimizer:
             shared = replace(cost, shard_optimizer=True)
@@ -194,6 +212,8 @@ class _StepSearch:
         finished = time.perf_counter()
         why = stopped or ("" if judged else "interrupted")
         stops = [f"{why}: the best of the first {len(proposals)} proposals"] if why else []
+        if improving is not None and (origin := improving.origin(best.proposal)):
+            stops.insert(0, f"found {origin}")
         return Plan(
             stage_graph=best.graph,
             schedule=best.schedule,
@@ -231,6 +251,25 @@ class _StepSearch:
         judge.best_s = limit = best_s * (1 - WORTH_SHARING)
         uninterrupted(lambda: judge.consider(replicated, BUDGET.simulation))
         return judge.best if judge.best_s < limit else None
+
+
+def _start(
+    start: Plan, planner: str, batch_size: int, microbatch_size: int | None, mode: str
+) -> StageGraph:
+    """The stages of a plan to begin with, for batches of this size."""
+    if planner != "auto" or mode != "sync" or start.mode != "sync":
+        raise ValueError(
+            f"planner {planner} in mode {mode} cannot begin with a plan for mode {start.mode}; "
+            "only planner auto begins with a plan, and in mode sync"
+        )
+    sizes = sorted({stage.microbatch_size for stage in start.stage_graph.stages})
+    if microbatch_size is not None and sizes != [microbatch_size]:
+        raise ValueError(
+            f"the plan to begin with has micro-batches of {', '.join(map(str, sizes))} samples, "
+            f"not of {microbatch_size}; leave the micro-batch size out"
+        )
+    graph = replace(start.stage_graph, batch_size=batch_size)
+    return with_in_flight(graph, [0] * len(graph))
 
 
 def _notes(profile: Profile) -> list[str]:

@@ -17,11 +17,10 @@ from typing import Any, NamedTuple, cast
 
 from anabranch.cost import CostModel
 from anabranch.errors import InfeasiblePlanError
-from anabranch.planner.base import Improver, Planner
+from anabranch.planner.base import Endless, Planner
 from anabranch.plans.stages import Stage, StageGraph
 from anabranch.schedule import endless
 from anabranch.simulator.staleness import versions_of
-from anabranch.solve.improvement import Neighbourhood
 from anabranch.solve.planner_options import collect
 from anabranch.weights import WeightPolicy
 
@@ -49,8 +48,10 @@ class Demand(NamedTuple):
 _DEPTH = 4
 
 
-def demands(policy: WeightPolicy, *, last_update: bool = False) -> list[Demand]:
-    """What to ask for, one after the other until everything proposed fits."""
+def versions_of_flight(policy: WeightPolicy, *, last_update: bool = False) -> tuple[int, int]:
+    """Versions that a stage holds for each mini-batch in flight, and how many besides these and the
+    current one.
+    """
     graph = endless.warm_up(
         StageGraph(
             tuple(Stage((f"{s}",), (s,), 1) for s in range(_DEPTH)),
@@ -60,7 +61,12 @@ def demands(policy: WeightPolicy, *, last_update: bool = False) -> list[Demand]:
     )
     first, second, *_ = versions_of(graph, policy, last_update=last_update)
     flight = first - second
-    constant = first - 1 - flight * _DEPTH
+    return flight, first - 1 - flight * _DEPTH
+
+
+def demands(policy: WeightPolicy, *, last_update: bool = False) -> list[Demand]:
+    """What to ask for, one after the other until everything proposed fits."""
+    flight, constant = versions_of_flight(policy, last_update=last_update)
     first_of_all = [Demand(1.0)]
     if flight:
         first_of_all.append(Demand(1.0, constant, flight, recompute=False))
@@ -119,6 +125,10 @@ class Proposals:
 
     def _planner(self, demand: Demand) -> Planner:
         planner: Any = self.planner
+        if isinstance(planner, Endless):
+            planner = replace(
+                cast(Any, planner), evaluations=0
+            )  # it searches once these are judged
         if getattr(planner, "recompute", None) is True and not demand.recompute:
             planner = replace(planner, recompute=False)
         return cast(Planner, planner)
@@ -140,13 +150,4 @@ class Proposals:
         factor = max(cost.optimizer_factor + demand.constant, 0.0)
         return replace(
             cost, profile=profile, cluster=tight, optimizer_factor=factor, updates=STREAM
-        )
-
-    def near(self, microbatch_size: int, demand: Demand) -> Neighbourhood | None:
-        """What lies near a proposal, if the planner knows."""
-        planner = self._planner(demand)
-        if not isinstance(planner, Improver):
-            return None
-        return planner.neighbourhood(
-            self._asked(microbatch_size, demand), STREAM * self._batch_size, microbatch_size
         )

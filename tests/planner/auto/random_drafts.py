@@ -67,5 +67,7 @@ def _runs(order: list[int], count: int, rng: np.random.Generator) -> np.ndarray:
 
 def _spread(devices: int, count: int, rng: np.random.Generator) -> np.ndarray:
     """Every stage has a device; those of a stage are mostly neighbours."""
-    owner = np.concatenate([np.arange(count), rng.integers(0, count, devices - count)])
+    owner = np.concatenate([np.arange(count), rng.integers(0, count, devices - count)]).astype(
+        np.int32
+    )
     return rng.permutation(owner) if rng.random() < 0.2 else np.sort(owner)

@@ -60,7 +60,7 @@ def compare(
 
     With --mode async the weight policies side by side: time per mini-batch of the full pipeline,
     memory, versions, and how old the weights are that are read; for the best plan of planner
-    graphpipe, or of every --planner that is named.
+    auto, or of every --planner that is named.
 
     A planner that finds no plan has a row and a line that says why; exits with 1 if none has a
     plan. Ctrl-C ends the search of the planner under way, with the best plan it has so far or a
@@ -94,7 +94,7 @@ def compare(
         planning.device or cluster.device, planning.batch_size, planning.mode, planning.optimizer
     )
     planners = list(dict.fromkeys(planner or ()))
-    planners = planners or (["graphpipe"] if is_async else comparable(costs, cluster))
+    planners = planners or (["auto"] if is_async else comparable(costs, cluster))
     known = {name: options_of(name) for name in planners}
     options = {
         **planning.search,

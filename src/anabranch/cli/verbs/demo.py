@@ -55,7 +55,7 @@ def demo(
         # A core for each device: the prediction that holds where there are enough cores. Without
         # replicas, so that the stages are there to be seen; `anabranch train` allows them.
         search = partial(job.search, local, max_replicas=1, own_cores=True)
-        sequential, job.plan = search(planner="sequential"), search(planner="graphpipe")
+        sequential, job.plan = search(planner="sequential"), search(planner="auto")
         story.say(job.plan.summary())
         story.say(against("the sequential pipeline", sequential, job.plan) + " predicted")
     with story.chapter("Verify: one step on local ranks against one process"):

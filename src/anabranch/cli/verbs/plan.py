@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 def plan(
     model: ModelSettings,
     planning: PlanningSettings,
-    planner: Annotated[PlannerName, typer.Option(help="How to search.")] = "graphpipe",
+    planner: Annotated[PlannerName, typer.Option(help="How to search.")] = "auto",
     planner_option: Annotated[
         list[str] | None,
         typer.Option(
@@ -45,6 +46,10 @@ def plan(
         ),
     ] = None,
     policy: Policy = None,
+    start: Annotated[
+        Path | None,
+        typer.Option("--from", help="A plan file to improve, also one made by hand."),
+    ] = None,
     baselines: Annotated[
         bool,
         typer.Option(
@@ -68,9 +73,11 @@ def plan(
       the format of PipeDream, Piper or DAPPLE, measured with mini-batches of 32 samples
     - `anabranch plan mmt.json --cluster mine.json --batch-size 512 --planner piper
       --planner-option recompute=false`
+    - `anabranch plan mmt --cluster summit:8x4 --batch-size 512 --from mine.json -o plan.json`: what
+      the search finds from a plan of yours
     - `anabranch plan mmt --cluster summit:2x4 --batch-size 8 --mode async --policy pipeoptim`
     """
-    from anabranch.files import plan_to_dict, save_plan
+    from anabranch.files import load_plan, plan_to_dict, save_plan
     from anabranch.graph.loss_kinds import told
     from anabranch.solve import explain
     from anabranch.solve import plan as search
@@ -93,6 +100,7 @@ def plan(
             mode=planning.mode,
             policy=policy or "",
             optimizer=optimizer,
+            start=load_plan(start) if start is not None else None,
         )
     except KeyboardInterrupt:
         raise SearchStoppedError(
@@ -103,7 +111,7 @@ def plan(
     if model.file is not None:
         save_plan(found, model.file)
     others: dict[str, Plan | AnabranchError] = {}
-    if baselines and planner == "graphpipe":
+    if baselines and planner == "auto":
         if interrupted(found):
             note(
                 "interrupted; planning the baselines to compare with: Ctrl-C again leaves them out"

@@ -49,7 +49,8 @@ class Search:
         annealing = Annealing(self._space, self._evaluate, self._rng)
         stopped: list[KeyboardInterrupt] = []
         try:
-            annealing.search(drafts, self._evaluations)
+            if self._evaluations:
+                annealing.search(drafts, self._evaluations)
         except KeyboardInterrupt as interrupt:
             stopped.append(interrupt)
         for found in annealing.best(SETTINGS.proposed):

@@ -1,1 +1,0 @@
-"""Architectures of others, captured untouched and compared with one process."""

@@ -1,0 +1,137 @@
+"""Auto, the default planner: what other planners propose, changed move by move.
+
+1. Starts: the proposals of quick planners, ``STARTS``.
+2. Simulated annealing over drafts (``annealing``) by the moves of ``moves.MOVES``, with the seconds
+   of ``sketch``.
+3. All starts and the best drafts are proposed; ``solve`` simulates them.
+4. Around the plan that is best then, drafts are evaluated and the best of them simulated, as long
+   as that finds a better one (``Search.near``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar
+
+from anabranch.cost import CostModel
+from anabranch.errors import InfeasiblePlanError
+from anabranch.planner import PLANNERS
+from anabranch.planner.auto.coarse import coarsen
+from anabranch.planner.auto.search import Search, Start
+from anabranch.planner.auto.settings import SETTINGS
+from anabranch.planner.auto.sketch import Sketch
+from anabranch.planner.auto.space import Space
+from anabranch.planner.base import require_options
+from anabranch.planner.toolkit.infeasible import require_sizes
+from anabranch.planner.toolkit.prices import microbatch_sizes
+from anabranch.plans.stages import StageGraph
+
+STARTS = ("data-parallel", "even", "sequential", "graphpipe")
+"""Planners whose proposals the search begins with: those that take less time than it does."""
+
+
+@dataclass(frozen=True)
+class Auto:
+    """Simulated annealing from the proposals of other planners.
+
+    Attributes:
+        max_replicas: replicas per stage at most. None: no limit.
+        recompute: stages may run their forward again in the backward.
+        evaluations: drafts to evaluate. None: as ``settings`` says.
+        seed: of the random numbers; with the same one it proposes the same.
+    """
+
+    max_replicas: int | None = None
+    recompute: bool = True
+    evaluations: int | None = None
+    seed: int = 0
+
+    schedules: ClassVar[tuple[str, ...]] = ("1f1b", "1f1b-deep")
+
+    def __post_init__(self) -> None:
+        require_options("auto", self, max_replicas=1, evaluations=0, seed=0)
+
+    def __call__(
+        self,
+        cost: CostModel,
+        *,
+        batch_size: int,
+        microbatch_size: int | None = None,
+        start: StageGraph | None = None,
+    ) -> Search:
+        """Propose stage graphs: the starts, then the best that the search finds; see
+        ``planner.base``. An interrupted search proposes the best that it has found.
+
+        Args:
+            start: begin with this one alone.
+
+        Raises:
+            InfeasiblePlanError: if nothing fits.
+            InvalidPlanError: if ``start`` leaves devices out or has several stages on one.
+        """
+        most = min(self.max_replicas or cost.cluster.num_devices, cost.cluster.num_devices)
+        require_sizes(cost, batch_size, microbatch_size, most)
+        sizes = microbatch_sizes(batch_size, microbatch_size)
+        space = Space(cost, batch_size, sizes, self.recompute)
+        sketch = Sketch(cost, batch_size, max_replicas=self.max_replicas)
+        starts: Iterable[Start] = [("the plan it began with", start)] if start else []
+        count = self._count
+        coarse = coarsen(cost, batch_size, microbatch_size)
+        if coarse is not None:
+            count = min(count, SETTINGS.refined)
+        if start is None and coarse is not None:
+            part, size = coarse.factor, microbatch_size
+            found = self(
+                coarse.cost,
+                batch_size=batch_size // part,
+                microbatch_size=None if size is None else size // part,
+            )
+            starts = (("a coarser model", coarse.expand(graph)) for graph in found)
+        elif start is None:
+            starts = self._starts(cost, batch_size, microbatch_size)
+        return Search(space, sketch, starts, count, self.seed)
+
+    def without_flush(
+        self,
+        cost: CostModel,
+        sizes: Sequence[int],
+        starts: Iterable[StageGraph],
+        versions: tuple[float, float],
+    ) -> Search:
+        """Propose stage graphs with short periods; see ``planner.base``."""
+        graphs = list(starts)
+        batch_size = graphs[0].batch_size
+        return Search(
+            Space(cost, batch_size, tuple(sorted(sizes)), self.recompute, flush=False),
+            Sketch(cost, batch_size, max_replicas=self.max_replicas, versions=versions),
+            [("another planner", graph) for graph in graphs],
+            self._count,
+            self.seed,
+        )
+
+    @property
+    def _count(self) -> int:
+        return SETTINGS.evaluations if self.evaluations is None else self.evaluations
+
+    def _starts(
+        self, cost: CostModel, batch_size: int, microbatch_size: int | None
+    ) -> Iterator[Start]:
+        """What other planners propose; the last one's error where none does."""
+        error: InfeasiblePlanError | None = None
+        found, most = False, self.max_replicas or cost.cluster.num_devices
+        for name in STARTS:
+            planner: Any = PLANNERS[name]()
+            limits = {"max_replicas": self.max_replicas, "recompute": self.recompute}
+            known = {field.name for field in fields(planner)}
+            planner = replace(planner, **{k: v for k, v in limits.items() if k in known})
+            try:
+                proposals = planner(cost, batch_size=batch_size, microbatch_size=microbatch_size)
+                for graph in proposals:
+                    if max(stage.replicas for stage in graph.stages) <= most:
+                        found = True
+                        yield name, graph
+            except InfeasiblePlanError as reason:
+                error = reason
+        if error is not None and not found:
+            raise error

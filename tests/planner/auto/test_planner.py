@@ -1,0 +1,95 @@
+"""Auto as a planner: what it begins with, and what it makes of that."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+import anabranch
+from anabranch.errors import InvalidPlanError
+from anabranch.planner import PLANNERS
+from anabranch.planner.auto.planner import STARTS, Auto
+from anabranch.plans.plan import Plan
+from anabranch.plans.stages import Stage, StageGraph
+from tests.planner import shapes
+from tests.planner.helpers import cluster, cost_model
+
+COST = cost_model(shapes.towers("towers", 2, 1, layers=2, top=1), 4, memory=2**34, bandwidth=2e9)
+QUICK = {"evaluations": 300}
+
+
+def hand_made(planner: str = "") -> Plan:
+    """Everything in a row of two stages, the first one with three devices."""
+    names = [op.name for op in COST.graph.ops]
+    stages = (Stage(tuple(names[:-1]), (0, 1, 2), 16), Stage(tuple(names[-1:]), (3,), 16))
+    graph = StageGraph(stages, ((0, 1),), 64)
+    return Plan(graph, "1f1b", planner, "towers", "", "", 0.0, 0.0, None)
+
+
+def found(start: Plan | None = None, **options: object) -> Plan:
+    return anabranch.plan(
+        COST.profile, COST.cluster, 64, planner_options=QUICK | options, start=start
+    )
+
+
+@pytest.mark.parametrize("name", STARTS)
+def test_never_behind_its_starts(name):
+    """Their proposals are among its own."""
+    starts = list(PLANNERS[name]()(COST, batch_size=64))
+    assert set(starts) <= set(Auto(evaluations=0)(COST, batch_size=64))
+
+
+def test_the_default_says_where_its_plan_comes_from():
+    """The last note: moves and the planner that it began with."""
+    plan = found()
+    assert plan.planner == "auto"
+    assert plan.notes[-1].startswith("found ")
+    assert any(name in plan.notes[-1] for name in STARTS)
+
+
+def test_the_same_seed_finds_the_same_plan():
+    """But for the seconds that it took."""
+    first, second = (replace(found(), search_s=0, simulate_s=0, improve_s=0) for _ in range(2))
+    assert first == second
+
+
+def test_a_plan_by_hand_is_improved():
+    """Better than it was, and it says what it began with."""
+    before = anabranch.simulate(hand_made(), COST.profile, COST.cluster, schedule="auto")
+    plan = found(hand_made())
+    assert plan.predicted.step_s < before.step_s
+    assert "the plan it began with" in plan.notes[-1]
+
+
+def test_a_start_for_another_model_or_planner_is_refused():
+    """What is wrong with it, all of it; and only auto begins with a plan."""
+    plan = hand_made()
+    other = replace(plan.stage_graph.stages[0], operators=("nobody",))
+    graph = replace(plan.stage_graph, stages=(other, plan.stage_graph.stages[1]))
+    with pytest.raises(InvalidPlanError, match="no operators nobody"):
+        found(replace(plan, stage_graph=graph))
+    idle = replace(plan.stage_graph.stages[0], devices=(0, 1))
+    graph = replace(plan.stage_graph, stages=(idle, plan.stage_graph.stages[1]))
+    with pytest.raises(InvalidPlanError, match="1 of 4 devices hold no stage"):
+        found(replace(plan, stage_graph=graph))
+    with pytest.raises(ValueError, match="only planner auto begins with a plan"):
+        anabranch.plan(COST.profile, COST.cluster, 64, planner="even", start=plan)
+
+
+def test_a_start_with_other_micro_batches_is_refused():
+    """Than those asked for."""
+    with pytest.raises(ValueError, match="micro-batches of 16 samples"):
+        anabranch.plan(COST.profile, COST.cluster, 64, start=hand_made(), microbatch_size=8)
+
+
+def test_limits_hold_for_what_it_makes():
+    """No replicas where none are allowed, no recomputation, one micro-batch size."""
+    tight = replace(COST, cluster=cluster(4, memory=2**30, bandwidth=2e9))
+    proposals = Auto(max_replicas=1, recompute=False, evaluations=300)(
+        tight, batch_size=64, microbatch_size=8
+    )
+    stages = [stage for graph in proposals for stage in graph.stages]
+    assert {stage.replicas for stage in stages} == {1}
+    assert not any(stage.recompute for stage in stages)
+    assert {stage.microbatch_size for stage in stages} == {8}

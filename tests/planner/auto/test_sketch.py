@@ -1,0 +1,95 @@
+"""A sketch is about what the simulator says, and knows what cannot run."""
+
+from __future__ import annotations
+
+import math
+from statistics import correlation, median
+
+import numpy as np
+import pytest
+
+from anabranch.cost import CostModel
+from anabranch.planner.auto.evaluator import Evaluator
+from anabranch.planner.auto.sketch import Sketch
+from tests.planner import shapes
+from tests.planner.auto.random_drafts import random_draft
+from tests.planner.auto.test_moves import CHAIN, draft, space
+from tests.planner.helpers import cost_model, sharded
+
+TOWERS = shapes.towers("towers", 3, 1, layers=3, top=2)
+
+
+@pytest.mark.parametrize("plain", [True, False], ids=["plain", "any"])
+@pytest.mark.parametrize("node", [None, 2], ids=["one node", "nodes of 2"])
+def test_it_is_about_what_the_simulator_says(plain, node):
+    """Of random drafts the median is within 5 %, and the order nearly the same."""
+    cost = cost_model(TOWERS, 8, node=node, memory=2**40, bandwidth=5e9, latency_s=1e-5)
+    sketch, simulator = Sketch(cost, 64), Evaluator(cost, 64)
+    found = []
+    for seed in range(120):
+        drawn = random_draft(cost, 64, seed, plain=plain)
+        seconds = sketch(drawn), simulator.step_s(drawn)
+        if all(map(math.isfinite, seconds)):
+            found.append(seconds)
+    assert len(found) > 40
+    errors = [abs(ours / theirs - 1) for ours, theirs in found]
+    assert median(errors) < 0.05
+    ours, theirs = (np.argsort(np.argsort(column)).tolist() for column in zip(*found, strict=True))
+    assert correlation(ours, theirs) > 0.9
+
+
+def test_two_stages_by_hand():
+    """Micro-batches of 4 of 8 samples, 3 operators of 1 s per sample each: 12 s forward; backwards
+    take no time.
+    """
+    where = space(CHAIN, 2)
+    sketch = Sketch(where.cost, 8)
+    assert sketch(draft("000111", "01")) == pytest.approx(36.0)
+    assert sketch(draft("000000", "00")) == pytest.approx(24.0)
+    assert sketch(draft("000000", "00", microbatch=8)) == pytest.approx(24.0)
+    assert sketch(draft("000111", "01"), 35.9) == math.inf
+
+
+def test_what_cannot_run_takes_for_ever():
+    """A circle, a stage without operators or devices, more replicas than samples or allowed."""
+    where = space(CHAIN, 4)
+    sketch = Sketch(where.cost, 8, max_replicas=3)
+    assert sketch(draft("000111", "0011")) < math.inf
+    assert sketch(draft("001011", "0011")) == math.inf
+    assert sketch(draft("000111", "0000")._replace(home=draft("000000", "0").home)) == math.inf
+    assert sketch(draft("000111", "0011", microbatch=1)) == math.inf
+    assert sketch(draft("000000", "0000")) == math.inf
+    assert Sketch(where.cost, 8)(draft("000000", "0000")) < math.inf
+
+
+def test_memory_decides():
+    """What the simulator's memory does not hold, a sketch does not take, but for rounding."""
+    for memory in (2**26, 2**27, 2**28):
+        cost = cost_model(TOWERS, 4, memory=memory)
+        sketch, simulator = Sketch(cost, 64), Evaluator(cost, 64)
+        drafts = [random_draft(cost, 64, seed, plain=True) for seed in range(40)]
+        agree = [math.isfinite(sketch(d)) == math.isfinite(simulator.step_s(d)) for d in drafts]
+        assert sum(agree) >= 36
+
+
+def test_tensor_parallelism_keeps_replicas_in_a_node():
+    """Two devices of a replica on different nodes are none."""
+    cost = CostModel(sharded(space(CHAIN).cost.profile), space(CHAIN, 4, 2).cost.cluster)
+    sketch, twos = Sketch(cost, 8), np.array([2], dtype=np.int32)
+    whole = draft("000000", "0000", tensor=twos)
+    assert sketch(whole) < math.inf
+    mixed = draft("000111", "0110", tensor=np.array([2, 2], dtype=np.int32))
+    assert sketch(mixed) == math.inf
+
+
+def test_without_a_flush_the_slowest_stage_counts():
+    """A mini-batch of 8 samples: 24 s in each of two stages, however deep the pipeline is; and
+    every version of the weights takes memory.
+    """
+    where = space(CHAIN, 2)
+    two = draft("000111", "01", microbatch=8)
+    assert Sketch(where.cost, 8, versions=(0.0, 0.0))(two) == pytest.approx(24.0)
+    cost = cost_model(TOWERS, 2, memory=2**32)
+    held = draft("0" * 6 + "1" * (len(cost.graph) - 6), "01", microbatch=8)
+    assert Sketch(cost, 8, versions=(0.0, 0.0))(held) < math.inf
+    assert Sketch(cost, 8, versions=(1000.0, 0.0))(held) == math.inf
