@@ -19,9 +19,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from anabranch.errors import DataError, InvalidPlanError, NonFiniteError, StageFailedError
+from anabranch.errors import (
+    DataError,
+    InvalidPlanError,
+    NonFiniteError,
+    StageFailedError,
+    TrainingError,
+)
 from anabranch.plans.stages import StageGraph
 from anabranch.runtime.guards.failure import Failure, PeerLostError, located
+from anabranch.runtime.guards.same_batch import copies_digest, odd_ones
 from anabranch.runtime.guards.store_watch import StoreWatch
 from anabranch.runtime.process_groups import (
     RankDevice,
@@ -456,6 +463,49 @@ class Mesh:
         )
         self.publish(error)
         return error
+
+    def unequal_batches(self, digest: bytes) -> DataError:
+        """What to raise where the batches of the ranks differ; all ranks ask together."""
+        odd = odd_ones(self._exchange(digest), self._everyone)
+        return DataError(
+            f"{odd or 'some rank has'} trained on another batch than the others; every rank has to "
+            "be given the same whole batch, of which it takes its slices: give all ranks the same "
+            "data, in the same order, shuffled with one seed"
+        )
+
+    def require_same_batch(self, digest: bytes) -> None:
+        """Accept a batch that all ranks have alike; a DataError on every rank names those that have
+        another one.
+        """
+        if self.size > 1 and (odd := odd_ones(self._exchange(digest), self._everyone)):
+            raise DataError(
+                f"{odd} another batch than the others, in its names, sizes or values; every rank "
+                "has to be given the same whole batch, of which it takes its slices: give all "
+                "ranks the same data, in the same order, shuffled with one seed"
+            )
+
+    def require_same_copies(self, copies: Mapping[tuple[int, ...], Collection[Tensor]]) -> None:
+        """Accept parameters whose copies are equal, bit for bit.
+
+        Args:
+            copies: sets of ranks -> this rank's copies of what they share; the same sets on all
+                ranks, in one order, with nothing where this rank is not one.
+
+        Raises:
+            TrainingError: on every rank, naming those whose copies differ.
+        """
+        if self.size == 1 or not copies:
+            return
+        mine = torch.tensor([copies_digest(held) for held in copies.values()])
+        told = [row.tolist() for row in self.all_gather(mine)]
+        for index, ranks in enumerate(copies):
+            if odd := odd_ones([told[rank][index] for rank in ranks], ranks):
+                raise TrainingError(
+                    f"{odd} other values of parameters that ranks "
+                    f"{', '.join(map(str, ranks))} share: copies are updated alike and stay equal "
+                    "bit for bit, so memory was damaged, or something else changes parameters on "
+                    "some ranks only; resume from a checkpoint"
+                )
 
     def watch(self, timeout_s: float) -> StoreWatch | None:
         """Watch under torchrun that the ranks go on; the launcher watches local ones."""

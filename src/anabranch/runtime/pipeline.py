@@ -84,6 +84,8 @@ class Pipeline(BasePipeline):
             the user's own module in one process.
         check_memory: before anything is allocated, compare the predicted peaks of all ranks with
             the memory of the plan's cluster and with what is free here.
+        check_copies: after every so many steps, compare the copies of parameters that several ranks
+            hold, bit for bit; 0 for never. Reads each parameter once.
         timeout: seconds until a silent rank counts as lost; more than the longest step takes.
         stall_timeout: under torchrun, seconds without progress after which the ranks end the run
             and name the one that holds it up; ``timeout`` by default. ``launch.run`` has an
@@ -113,6 +115,7 @@ class Pipeline(BasePipeline):
         shard_optimizer: bool | None = None,
         check_gradients: bool = True,
         check_memory: bool = True,
+        check_copies: int = 100,
         timeout: float = 600.0,
         stall_timeout: float | None = None,
         device: torch.device | str | None = None,
@@ -138,6 +141,7 @@ class Pipeline(BasePipeline):
                 "shard_optimizer": shard_optimizer,
                 "check_gradients": check_gradients,
                 "check_memory": check_memory,
+                "check_copies": check_copies,
                 "clip_norm": workload.clip_norm,
             },
             compute=compute,
@@ -161,7 +165,7 @@ class Pipeline(BasePipeline):
             exact=exact,
             tables=session.shared_tables(accumulate),
         )
-        self._is_first = True
+        self._is_first, self._check_copies = True, check_copies
         self._unread: StepTotals | None = None
         self._is_bad = False  # this rank has met a loss that is not finite, and updates no more
         self._is_spoilt = False  # some stages have made an update that others have not
@@ -204,7 +208,7 @@ class Pipeline(BasePipeline):
                 self._workers.clock.end()
                 self.timeline = gather_timeline(worker, outcome, self._mesh, start, self._now())
             POSITION.leave()
-        self._session.count()
+        self._count()
         return loss
 
     @contextmanager
@@ -378,7 +382,15 @@ class Pipeline(BasePipeline):
 
         ran = Ran(self._ran[0], self._ran[1], self.step_number, outcome)
         names = self._session.captured.metrics
-        return StepTotals(self._mesh, outcome, names, why, squares=squares, overflow=overflow)
+        return StepTotals(
+            self._mesh,
+            outcome,
+            names,
+            why,
+            squares=squares,
+            overflow=overflow,
+            digest=self._session.batch_digest,
+        )
 
     def _go(self, batch: Batch) -> StepTotals:
         """One step without waiting for ranks that hold other parameters."""
@@ -393,9 +405,15 @@ class Pipeline(BasePipeline):
             self._updates.share()
             tally = self._tally(outcome, is_first=False)
             POSITION.leave()
-        self._session.count()
         self._unread = tally
+        self._count()
         return tally
+
+    def _count(self) -> None:
+        self._session.count()
+        every = self._check_copies
+        if every and self.step_number % every == 0 and self.is_between_updates:
+            self._session.require_same_copies()
 
     def _update_alone(self, outcome: Outcome) -> None:
         """Let the optimizer have the gradients, if what this rank knows is finite."""

@@ -34,6 +34,7 @@ from anabranch.runtime.evaluation import Evaluation
 from anabranch.runtime.guards.agreement import facts_of, require_agreement
 from anabranch.runtime.guards.memory_budget import require_memory
 from anabranch.runtime.guards.position import POSITION, Phase
+from anabranch.runtime.guards.same_batch import batch_digest
 from anabranch.runtime.guards.self_check import compare_with_eager
 from anabranch.runtime.initialisation import SEEDS, meta_names, require_constants
 from anabranch.runtime.mesh import Mesh, require_whole_replicas
@@ -144,6 +145,7 @@ class Session:
         self._evaluation = Evaluation(self.workers, evaluation)
         self._check_gradients, self._is_prepared = check_gradients, False
         self.step_number = 0
+        self.batch_digest = bytes(16)
         POSITION.leave()
 
     def _require_sparse_updates(self) -> None:
@@ -185,13 +187,17 @@ class Session:
     def leaves(self, batch: Batch) -> dict[str, Tensor]:
         """The tensors of a batch by their names; DataError if it is not built as the example."""
         read = self.workers.leaves
-        return leaves_of(self.captured, batch, self.place, self.feed.where, read=read)
+        leaves = leaves_of(self.captured, batch, self.place, self.feed.where, read=read)
+        if self.mesh.size > 1:
+            self.batch_digest = batch_digest(self.captured.flatten_batch(batch))
+        return leaves
 
     def prepare(self, batch: Batch, leaves: dict[str, Tensor]) -> None:
         """Once, with the first batch at hand: the check needs the whole model on rank 0."""
         if self._is_prepared:
             return
         self._is_prepared = True
+        self.mesh.require_same_batch(self.batch_digest)
         self.state.require_values()
         if self._check_gradients:
             home = roomy_home(self.captured.module, self._home)
@@ -206,6 +212,18 @@ class Session:
         if self._saving is not None:
             with self.failing():
                 self._saving.check()
+
+    def require_same_copies(self) -> None:
+        """Compare the copies of parameters that several ranks hold, all ranks together."""
+        held = self.holders.parameters
+        copies: dict[tuple[int, ...], list[Tensor]] = {
+            ranks: [] for ranks in sorted({*held.values()}) if len(ranks) > 1
+        }
+        for name, parameter in self.state.parameters.items():
+            if held[name] in copies:
+                copies[held[name]].append(parameter)
+        with self.failing():
+            self.mesh.require_same_copies(copies)
 
     def warn_without_gradient(self) -> None:
         """Name the trainable parameters that no gradient has reached."""

@@ -15,6 +15,7 @@ import torch
 from anabranch.errors import NonFiniteError
 from anabranch.runtime.compute.stage_compute import Outcome
 from anabranch.runtime.guards.interrupt import INTERRUPT
+from anabranch.runtime.guards.same_batch import all_alike, small_digest
 from anabranch.runtime.guards.save_clock import SAVE_CLOCK
 from anabranch.runtime.mesh import Mesh
 
@@ -25,6 +26,7 @@ class StepTotals:
     Args:
         squares: this rank's share of the gradients' squared norm.
         overflow: under a scaled loss, whether a gradient of this rank is not finite.
+        digest: of the batch, of ``guards.same_batch``.
     """
 
     def __init__(
@@ -36,23 +38,32 @@ class StepTotals:
         *,
         squares: float = 0.0,
         overflow: bool = False,
+        digest: bytes = b"",
     ) -> None:
-        self._names, self._why = names, why
+        self._names, self._why, self._mesh, self._digest = names, why, mesh, digest
         self._sums: list[float] = []
         self._error: NonFiniteError | None = None
         self._listeners: list[tuple[Callable[[], None], Callable[[], None]]] = []
         metrics = (outcome.metrics.get(name, 0.0) for name in names)
         flags = float(overflow), float(INTERRUPT.heard), float(SAVE_CLOCK.wanted)
-        mine = [outcome.loss, float(outcome.is_bad), squares, *flags, *metrics]
+        short = float(small_digest(digest))
+        mine = [outcome.loss, float(outcome.is_bad), squares, *flags, short, short**2, *metrics]
         self._pending = mesh.start_all_reduce(torch.tensor(mine, dtype=torch.float64))
 
     def read(self) -> None:
-        """Wait for the sums; NonFiniteError on every rank, naming stage, micro-batch and step."""
+        """Wait for the sums.
+
+        Raises:
+            NonFiniteError: on every rank, naming stage, micro-batch and step.
+            DataError: on every rank, if they have trained on different batches.
+        """
         if not self._sums:
             self._sums = self._pending.wait().tolist()
             if self._sums[4]:
                 INTERRUPT.agreed = True
             SAVE_CLOCK.agree(int(self._sums[5]))
+            if not all_alike(self._mesh.size, self._sums[6], self._sums[7]):
+                raise self._mesh.unequal_batches(self._digest)
             if self._sums[1] or not math.isfinite(self._sums[2]):
                 self._error = self._why()
             self._tell()
@@ -88,4 +99,4 @@ class StepTotals:
     @property
     def metrics(self) -> dict[str, float]:
         """Means over the batch."""
-        return dict(zip(self._names, self._sums[6:], strict=True))
+        return dict(zip(self._names, self._sums[8:], strict=True))
