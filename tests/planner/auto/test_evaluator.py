@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,9 +17,10 @@ from anabranch.cost import CostModel
 from anabranch.graph.opgraph import Op, OpGraph, Parameter, Table, Value
 from anabranch.planner.auto.evaluator import Evaluator
 from anabranch.profile.profile import OpCost, Profile, UpdateCost
+from anabranch.weights import policy_named
 from tests.planner import shapes
 from tests.planner.auto.random_drafts import random_draft
-from tests.planner.auto.simulated import simulated_s
+from tests.planner.auto.simulated import simulated_period_s, simulated_s
 from tests.planner.helpers import cost_model, sharded
 
 AMPLE = 2**60
@@ -126,6 +128,49 @@ def test_the_simulator_says_the_same(evaluators, case, seed):
     draft = random_draft(cost, batch_size, seed)
     expected = simulated_s(cost, batch_size, draft)
     assert evaluators[case].step_s(draft) == pytest.approx(expected, rel=1e-9)
+
+
+def test_long_steps_are_short_ones_and_periods():
+    """A thousand micro-batches of the pipeline take what the simulator says of all of them."""
+    profile = replace(TOWERS, samples=(1,), costs=_first_costs(TOWERS), proportional=True)
+    cost = cost_model(profile, 3, memory=AMPLE, bandwidth=1e6, latency_s=0.1)
+    evaluator = Evaluator(cost, 1000)
+    for seed in range(8):
+        draft = random_draft(cost, 1000, seed, plain=True)
+        draft = draft._replace(microbatch=np.full_like(draft.microbatch, 1 + seed % 2))
+        draft = draft._replace(owner=np.arange(3, dtype=np.int32) % draft.num_stages)
+        expected = simulated_s(cost, 1000, draft)
+        assert evaluator.step_s(draft) == pytest.approx(expected, rel=1e-6)
+
+
+def _first_costs(profile: Profile) -> tuple[OpCost, ...]:
+    return tuple(
+        OpCost(cost.forward_s[:1], cost.backward_s[:1], cost.kept_bytes) for cost in profile.costs
+    )
+
+
+POLICIES = {"naive": 1, "stash": 1, "pipeoptim": 1, "2bw": 4}
+"""Micro-batches of a mini-batch under a policy."""
+
+
+@settings(max_examples=20)
+@given(
+    case=st.sampled_from(["one node", "nodes", "shared cores"]),
+    policy=st.sampled_from(sorted(POLICIES)),
+    seed=st.integers(0, 2**32),
+)
+def test_periods_of_streams_are_the_simulators(evaluators, case, policy, seed):
+    """Without a flush a mini-batch takes what the simulator says where all repeats itself; where
+    nothing comes back, both take a pace.
+    """
+    cost, _ = CASES[case]
+    evaluator, rule = Evaluator(cost, 8), policy_named(policy)
+    draft = random_draft(cost, 8, seed, plain=True)._replace(deep=False)
+    size = 8 // POLICIES[policy]
+    draft = draft._replace(microbatch=np.full_like(draft.microbatch, size))
+    expected, is_periodic = simulated_period_s(cost, 8, draft, rule)
+    near = 1e-5 if is_periodic else 0.03
+    assert evaluator.period_s(draft, rule) == pytest.approx(expected, rel=near)
 
 
 def test_a_limit_answers_only_what_takes_no_longer(evaluators):

@@ -11,10 +11,12 @@ import math
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from anabranch.cost import CostModel
 from anabranch.planner.auto.draft import Draft
-from anabranch.planner.auto.tables import tables_of, with_seconds
-from anabranch.weights import WeightPolicy
+from anabranch.planner.auto.tables import Ints, tables_of, with_seconds
+from anabranch.weights import WeightPolicy, units_in_flight, versions_held
 
 
 class Evaluator:
@@ -30,10 +32,10 @@ class Evaluator:
         self, cost: CostModel, batch_size: int, *, max_replicas: int | None = None
     ) -> None:
         # Compiling takes seconds, and importing the compiler a quarter of one.
-        from anabranch.planner.auto.compiled.step import step_seconds
+        from anabranch.planner.auto.compiled.step import evaluate
 
-        self._step_seconds: Any = step_seconds
-        self._cost = replace(cost, shard_optimizer=False)
+        self._evaluate: Any = evaluate
+        self._cost, self._batch_size = replace(cost, shard_optimizer=False), batch_size
         self._tables = tables_of(self._cost, batch_size, max_replicas)
 
     def step_s(self, draft: Draft, limit: float = math.inf) -> float:
@@ -45,16 +47,50 @@ class Evaluator:
             limit: infinity for all that takes longer. A search that draws its chance before it asks
                 knows which seconds it would take, and most answers come early then.
         """
-        while True:
-            seconds, degree, samples = self._step_seconds(*draft, self._tables, limit)
-            if not math.isnan(seconds):
-                return float(seconds)
-            self._tables = with_seconds(self._tables, self._cost, degree, samples)
+        ones = np.ones(draft.num_stages, dtype=np.int64)
+        return self._seconds(draft, limit, False, ones, ones)
 
-    def period_s(self, draft: Draft, policy: WeightPolicy, *, last_update: bool = False) -> float:
-        """Seconds from one mini-batch to the next without a flush; infinity likewise.
+    def period_s(
+        self,
+        draft: Draft,
+        policy: WeightPolicy,
+        *,
+        last_update: bool = False,
+        limit: float = math.inf,
+    ) -> float:
+        """Seconds from one mini-batch to the next without a flush; infinity likewise, and for what
+        the policy does not take, stages of different micro-batches, k and tied parameters.
 
         Args:
             last_update: see ``weights.versions_held``.
+            limit: as for ``step_s``.
         """
-        raise NotImplementedError
+        nothing, in_flight = np.zeros(0, np.int64), np.zeros(draft.num_stages, np.int64)
+        if math.isinf(self._seconds(draft, limit, True, nothing, in_flight)):
+            return math.inf
+        microbatches = self._batch_size // int(draft.microbatch[0])
+        depth = int(in_flight.max())  # one micro-batch more per stage edge
+        if microbatches < depth if policy.microbatches else microbatches > 1:
+            return math.inf
+        versions = [
+            versions_held(
+                policy,
+                in_flight=count,
+                deepest=units_in_flight(depth, microbatches),
+                microbatches=microbatches,
+                last_update=last_update,
+            )
+            for count in in_flight.tolist()
+        ]
+        return self._seconds(draft, limit, True, np.array(versions, np.int64), in_flight)
+
+    def _seconds(
+        self, draft: Draft, limit: float, is_stream: bool, versions: Ints, in_flight: Ints
+    ) -> float:
+        while True:
+            seconds, degree, samples = self._evaluate(
+                *draft, self._tables, limit, is_stream, versions, in_flight
+            )
+            if not math.isnan(seconds):
+                return float(seconds)
+            self._tables = with_seconds(self._tables, self._cost, degree, samples)

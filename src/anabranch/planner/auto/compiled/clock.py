@@ -89,14 +89,19 @@ def run_step(
     marks: Marks,
     tables: Tables,
     agrees: bool,
+    is_stream: bool,
     limit: float,
 ) -> float:
-    """Seconds of a step; infinity if it takes longer than ``limit`` or never ends."""
+    """Seconds of a step; infinity if it takes longer than ``limit`` or never ends.
+
+    Args:
+        is_stream: stages update behind every ``per_update`` micro-batches, by themselves.
+    """
     run = _begin(layout, slices, messages, reduces, marks, tables, agrees)
     clock = run.clock[0]
-    clock.limit = limit
+    clock.limit, clock.is_stream = limit, is_stream
     for lane in range(len(run.lanes)):
-        if run.step_s > 0:
+        if run.step_s > 0 and not is_stream:
             _compute(run, lane, run.step_s, OVERHEAD)
         else:
             _advance(run, lane)
@@ -141,9 +146,13 @@ def _begin(
     for at in range(lanes):
         lane = layout.lanes[at]
         lane_of[lane.device] = at
-        lane.missing, lane.waits_for, lane.mode = layout.stages[lane.stage].tensor, -1, NEXT
+        stage, full, last = layout.stages[lane.stage], slices[lane.full], slices[lane.last]
+        lane.missing, lane.waits_for, lane.mode = stage.tensor, -1, NEXT
+        lane.forwards = lane.backwards = lane.updates = lane.gather = lane.job_number = 0
+        lane.left_s = last.forward_s + last.backward_s
+        lane.left_s += (stage.count - 1) * (full.forward_s + full.backward_s)
     for s in range(len(layout.stages)):
-        layout.stages[s].unsummed = layout.stages[s].pieces
+        layout.stages[s].summed = layout.stages[s].waiting = 0
     for w in range(works):
         reduces.works[w].missing = reduces.works[w].end_lane - reduces.works[w].first_lane
     gathers, first_gather = _gathers(reduces, lanes)
@@ -299,13 +308,14 @@ def _end_job(run: Run, lane: int) -> None:
     slice_of_last = -1
     if me.job == ACTION:
         stage = run.stages[me.stage]
-        if not me.is_forward and me.number == stage.count - 1:
+        if not me.is_forward and _is_last(me, stage):
             slice_of_last = me.last
         _open(run, me, SEND)
     elif me.job == AGREEMENT:
         me.mode = UPDATE
     elif me.job == UPDATING:
-        me.mode = GATHER
+        me.updates += 1
+        me.mode = NEXT if clock.is_stream else GATHER
     _advance(run, lane)
     if slice_of_last >= 0:
         # After the messages of this backward, which other stages wait for.
@@ -332,7 +342,8 @@ def _advance(run: Run, lane: int) -> None:
                 return
         elif me.mode == SEND:
             if not _next_flow(run, me):
-                me.mode = NEXT
+                updates = run.clock[0].is_stream and not me.is_forward and _is_last(me, stage)
+                me.mode = UPDATE if updates and _has_update(stage) else NEXT
                 continue
             _hand_over(run, me.flow, run.flows[me.flow].first + me.copy)
             if run.flows[me.flow].send_s > 0:
@@ -341,6 +352,8 @@ def _advance(run: Run, lane: int) -> None:
         elif me.mode == NEXT:
             if me.backwards == stage.count:
                 me.mode = AGREE if run.agrees else UPDATE
+                if run.clock[0].is_stream:
+                    me.mode = GATHER
                 continue
             ahead = min(stage.count, stage.in_flight + me.backwards // stage.k * stage.k)
             me.is_forward = me.forwards < ahead
@@ -355,10 +368,10 @@ def _advance(run: Run, lane: int) -> None:
             _agree(run, lane)
             return
         elif me.mode == UPDATE:
-            if not (stage.pieces or stage.update_s > 0):
+            if not _has_update(stage):
                 me.mode = GATHER
                 continue
-            if stage.unsummed:
+            if _lacks_sums(me, stage):
                 _await_sums(run, lane, me, stage)
             else:
                 _compute(run, lane, stage.update_s, UPDATING)
@@ -371,6 +384,23 @@ def _advance(run: Run, lane: int) -> None:
                 me.gather += 1
                 _gather(run, run.works[work])
             return
+
+
+@compiled
+def _is_last(me: Any, stage: Any) -> bool:
+    """Whether the micro-batch that a lane is at is the last one before an update."""
+    return bool((me.number + 1) % stage.per_update == 0)
+
+
+@compiled
+def _has_update(stage: Any) -> bool:
+    return bool(stage.pieces > 0 or stage.update_s > 0)
+
+
+@compiled
+def _lacks_sums(me: Any, stage: Any) -> bool:
+    """Whether gradients of the update that a lane comes to are not summed yet."""
+    return bool(stage.summed < (me.updates + 1) * stage.pieces)
 
 
 @compiled
@@ -497,7 +527,7 @@ def _come(run: Run, lane: int, me: Any, stage: Any) -> None:
 @part
 def _start(run: Run, lane: int, me: Any, stage: Any) -> None:
     """A lane begins an action."""
-    is_last, clock = me.number == stage.count - 1, run.clock[0]
+    is_last, clock = _is_last(me, stage), run.clock[0]
     if clock.now + me.left_s + stage.tail_s > clock.limit:
         clock.limit = -1.0
     here = run.slices[me.last if is_last else me.full]
@@ -562,8 +592,8 @@ def _end_sum(run: Run, w: int) -> None:
     held = run.owners[work.owners]
     for at in range(held.first_member, held.end_member):
         stage = run.stages[run.members[at]]
-        stage.unsummed -= 1
-        if stage.unsummed:
+        stage.summed += 1
+        if stage.summed % stage.pieces:
             continue
         count, stage.waiting = stage.waiting, 0
         for i in range(stage.first_lane, stage.first_lane + count):
@@ -585,7 +615,7 @@ def _agree(run: Run, lane: int) -> None:
     """A lane is through its list; the last one to have its sums lets all go on."""
     me, clock = run.lanes[lane], run.clock[0]
     stage = run.stages[me.stage]
-    if stage.unsummed:
+    if _lacks_sums(me, stage):
         _await_sums(run, lane, me, stage)
         return
     clock.agreed += 1

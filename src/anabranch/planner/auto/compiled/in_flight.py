@@ -63,13 +63,13 @@ def peak_bytes(stage: Any, in_flight: int) -> float:
 def warm_up(layout: Layout, memory_bytes: float, deep: bool) -> None:
     """``KFKB.warm_up``: a deep one only as far as memory has room."""
     stages = layout.stages
-    _least_in_flight(layout, 1)
+    least_in_flight(layout, 1, True)
     if not deep:
         return
     least = np.empty(len(stages), np.int64)
     for s in range(len(stages)):
         least[s] = stages[s].in_flight
-    _least_in_flight(layout, DEEP)
+    least_in_flight(layout, DEEP, True)
     for s in range(len(stages)):
         stage = stages[s]
         if stage.in_flight <= least[s]:
@@ -82,8 +82,8 @@ def warm_up(layout: Layout, memory_bytes: float, deep: bool) -> None:
 
 
 @compiled
-def _least_in_flight(layout: Layout, per_hop: int) -> None:
-    """``plans.in_flight.least_in_flight``."""
+def least_in_flight(layout: Layout, per_hop: int, is_cut: bool) -> None:
+    """``plans.in_flight.least_in_flight``; ``is_cut`` to the micro-batches of a batch."""
     for s in range(len(layout.stages) - 1, -1, -1):
         stage = layout.stages[s]
         samples = stage.k * stage.microbatch
@@ -92,7 +92,9 @@ def _least_in_flight(layout: Layout, per_hop: int) -> None:
             held = after.in_flight * after.microbatch
             least = _in_flight_samples(stage.k, stage.microbatch, after.k, after.microbatch, held)
             samples = max(samples, held + per_hop * (least - held))
-        stage.in_flight = min(-(-samples // stage.microbatch), stage.count)
+        stage.in_flight = -(-samples // stage.microbatch)
+        if is_cut:
+            stage.in_flight = min(stage.in_flight, stage.count)
 
 
 @part
@@ -106,15 +108,20 @@ def _room(stage: Any, memory_bytes: float) -> int:
 
 
 @compiled
-def may_run(layout: Layout, batch_size: int, memory_bytes: float) -> bool:
-    """Whether kFkB takes these counts, whole groups and no rise along an edge in samples, and
-    memory does.
-    """
+def fits(stages: Records, memory_bytes: float) -> bool:
+    """Whether the devices of all stages have memory for what is in flight."""
+    for s in range(len(stages)):
+        if peak_bytes(stages[s], stages[s].in_flight) > memory_bytes:
+            return False
+    return True
+
+
+@compiled
+def may_run(layout: Layout, batch_size: int) -> bool:
+    """Whether kFkB takes these counts: whole groups, and no rise along an edge in samples."""
     for s in range(len(layout.stages)):
         stage = layout.stages[s]
         if stage.in_flight < min(stage.k, stage.count):
-            return False
-        if peak_bytes(stage, stage.in_flight) > memory_bytes:
             return False
         held = min(stage.in_flight * stage.microbatch, batch_size)
         for e in range(stage.first_out, stage.end_out):

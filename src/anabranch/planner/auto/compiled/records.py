@@ -15,18 +15,20 @@ from anabranch.planner.auto.tables import Ints, Records, record
 
 STAGE = record(
     "first_op end_op first_lane end_lane first_out end_out first_in end_in "
-    "microbatch k recompute tensor degree replicas count in_flight tensors pieces unsummed waiting",
+    "microbatch k recompute tensor degree replicas count per_update in_flight tensors "
+    "pieces summed waiting",
     "parameters trainable kept largest largest_gradient tables rows "
     "entering entering_fixed returning returning_fixed fixed_bytes flight_bytes end_bytes "
     "untouched summing_s update_s head_s tail_s",
 )
 """A stage. ``out`` and ``in`` are its edges to others and from others (places in ``in_edges``);
-``count`` its micro-batches, ``tensors`` its trainable parameters; ``entering`` and ``returning``
-bytes per sample of values that enter and of gradients that come back, ``fixed`` those that do not
-grow with samples; ``tables`` and ``rows`` bytes of tables whose gradients are rows, and of these;
-``*_bytes`` terms of its memory; ``summing_s`` what sums add to its last
-backward; ``head_s`` and ``tail_s`` what lies before its first forward and after its last backward
-at least; ``pieces`` of its gradients, of which so many are ``unsummed`` and lanes wait for them.
+``count`` its micro-batches, so many of them ``per_update``; ``tensors`` its trainable parameters;
+``entering`` and ``returning`` bytes per sample of values that enter and of gradients that come
+back, ``fixed`` those that do not grow with samples; ``tables`` and ``rows`` bytes of tables whose
+gradients are rows, and of these; ``*_bytes`` terms of its memory; ``summing_s`` what sums add to
+its last backward; ``head_s`` and ``tail_s`` what lies before its first forward and after its last
+backward at least; ``pieces`` of the gradients of an update, how many are ``summed`` so far, and how
+many lanes are ``waiting`` for more.
 """
 
 SLICE = record(
@@ -50,8 +52,8 @@ without gradients ``first_back`` is -1.
 
 LANE = record(
     "device stage place replica full last "
-    "mode job is_forward number forwards backwards missing waits_for mark gather job_number "
-    "edge end_edge overlap end_overlap copy base takers k step flow",
+    "mode job job_number is_forward number forwards backwards updates missing waits_for mark "
+    "gather edge end_edge overlap end_overlap copy base takers k step flow",
     "left_s job_end",
 )
 """A device: its place in its stage, its replica and the slices of it; all else is the state of the
@@ -89,8 +91,8 @@ MARK = record("first_piece end_piece", "seconds")
 HOST = record("jobs started", "work since")
 """A host whose devices share cores (``clock``)."""
 
-CLOCK = record("place last_place agreed", "now end limit")
-"""The clock itself; see ``simulator.engine``."""
+CLOCK = record("place last_place agreed is_stream", "now end limit")
+"""The clock itself, see ``simulator.engine``; whether mini-batches follow without a flush."""
 
 
 class Layout(NamedTuple):
