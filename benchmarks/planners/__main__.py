@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.planners import models, profiles, random_graphs, shapes, table4, winners
+from benchmarks.planners import evaluator, models, profiles, random_graphs, shapes, table4, winners
 from benchmarks.planners.common import Row
 
 Section = tuple[Callable[[argparse.Namespace], Any], Callable[[Any], str]]
@@ -41,6 +41,7 @@ SECTIONS: dict[str, Section] = {
         lambda _: (random_graphs.period_rows(), random_graphs.step_rows()),
         lambda found: random_graphs.show(*found),
     ),
+    "evaluator": (lambda arguments: evaluator.rows(arguments.profiles), evaluator.show),
     "table4": (lambda arguments: table4.rows(arguments.profiles), table4.show),
     "profiles": (_sweep, profiles.show),
 }

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
+from benchmarks.planners.evaluator import population_steps
 from benchmarks.planners.winners import BASE, CHANGED, behind, judged, verdict
 
 
@@ -54,3 +56,13 @@ def test_settings_change_one_thing():
     assert fast.levels[0] == slow.levels[0] == base.levels[0]
     assert (large.levels, large.memory_bytes) == (base.levels, 80 * 10**9)
     assert {c.num_devices for c in (base, fast, slow, large)} == {32}
+
+
+def test_a_population_steps_as_pipelines_do():
+    """Two drafts at once, rows of two stages with forwards of 1 s and backwards of 2 s, four
+    micro-batches: the second waits for the first on the way there and back, (4 + 1) * 3 s. Without
+    an edge both stages work side by side.
+    """
+    forward, edges = np.ones((2, 2)), np.zeros((2, 2, 2), dtype=bool)
+    edges[0, 0, 1] = True
+    assert population_steps(forward, 2 * forward, edges, 0.0, 4).tolist() == [15.0, 12.0]

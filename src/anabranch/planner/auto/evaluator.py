@@ -87,9 +87,13 @@ class Evaluator:
     def _seconds(
         self, draft: Draft, limit: float, is_stream: bool, versions: Ints, in_flight: Ints
     ) -> float:
+        # Integers of another size would be compiled for anew.
+        home, owner, microbatch, k, recompute, tensor, *ways = draft
+        numbers = (np.asarray(array, np.int32) for array in (home, owner, microbatch, k))
+        arrays = (*numbers, recompute, np.asarray(tensor, np.int32))
         while True:
             seconds, degree, samples = self._evaluate(
-                *draft, self._tables, limit, is_stream, versions, in_flight
+                *arrays, *ways, self._tables, limit, is_stream, versions, in_flight
             )
             if not math.isnan(seconds):
                 return float(seconds)

@@ -14,13 +14,13 @@ import numpy as np
 
 from anabranch.cost.buckets import BUCKET_BYTES, PIECE_SHARE
 from anabranch.cost.sparse import INDEX_BYTES
-from anabranch.planner.auto.compiled.jit import compiled, part
+from anabranch.planner.auto.compiled.jit import compiled, making, part
 from anabranch.planner.auto.compiled.ports import level_of, num_ports, put_ports
 from anabranch.planner.auto.compiled.records import OWNERS, PIECE, WORK, AllReduces, Layout
 from anabranch.planner.auto.tables import Bools, Ints, Records, Tables
 
 
-@compiled
+@making
 def plan_all_reduces(layout: Layout, tables: Tables, sharded: bool) -> AllReduces:
     """The all-reduces before an update, ordered by their devices."""
     owners, members, owned = _owners(layout, tables)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from anabranch.cost.overheads import slowdown_of
-from anabranch.planner.auto.compiled.jit import compiled, part
+from anabranch.planner.auto.compiled.jit import compiled, making, part
 from anabranch.planner.auto.compiled.messages import following
 from anabranch.planner.auto.compiled.ports import num_ports
 from anabranch.planner.auto.compiled.records import CLOCK, HOST, AllReduces, Layout, Marks, Messages
@@ -80,7 +80,7 @@ class Run(NamedTuple):
     agrees: bool
 
 
-@compiled
+@making
 def run_step(
     layout: Layout,
     slices: Records,

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from anabranch.cost.memory import memory_terms, updated_bytes
-from anabranch.planner.auto.compiled.jit import compiled, part
+from anabranch.planner.auto.compiled.jit import compiled, making, part
 from anabranch.planner.auto.compiled.records import Layout
 from anabranch.planner.auto.tables import Ints, Records
 from anabranch.plans.in_flight import in_flight_samples
@@ -59,7 +59,7 @@ def peak_bytes(stage: Any, in_flight: int) -> float:
     return float(max(stage.fixed_bytes + in_flight * stage.flight_bytes, stage.end_bytes))
 
 
-@compiled
+@making
 def warm_up(layout: Layout, memory_bytes: float, deep: bool) -> None:
     """``KFKB.warm_up``: a deep one only as far as memory has room."""
     stages = layout.stages

@@ -21,6 +21,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 _njit: Any = numba.njit
 _config: Any = numba.config
 
+_INTERNAL = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True, "error_model": "numpy"}
+
 _PACKAGE = Path(__file__).parents[3]
 
 SOURCES = (
@@ -36,9 +38,17 @@ SOURCES = (
 
 
 def compiled(function: Function) -> Function:
-    """A function that compiled functions call, and nobody else."""
-    jitted = _njit(no_cpython_wrapper=True, no_cfunc_wrapper=True, error_model="numpy")
-    return cast(Function, jitted(function))
+    """A function that compiled functions call, and nobody else; it makes no arrays.
+
+    So nobody counts references to those that it is given, which makes it quicker, above all to
+    compile.
+    """
+    return cast(Function, _njit(**_INTERNAL, _nrt=False)(function))
+
+
+def making(function: Function) -> Function:
+    """Likewise a function that makes arrays."""
+    return cast(Function, _njit(**_INTERNAL)(function))
 
 
 def part(function: Function) -> Function:

@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from anabranch.planner.auto.compiled.jit import compiled, part
+from anabranch.planner.auto.compiled.jit import making, part
 from anabranch.planner.auto.compiled.records import EDGE, LANE, STAGE, Layout
 from anabranch.planner.auto.tables import Bools, Ints, Records
 
 
-@compiled
+@making
 def lay_out(
     home: Ints,
     owner: Ints,

@@ -23,13 +23,13 @@ from typing import Any
 
 import numpy as np
 
-from anabranch.planner.auto.compiled.jit import compiled, part
+from anabranch.planner.auto.compiled.jit import compiled, making, part
 from anabranch.planner.auto.compiled.ports import level_of, put_ports
 from anabranch.planner.auto.compiled.records import FLOW, OVERLAP, Layout, Messages
 from anabranch.planner.auto.tables import Bools, Ints, Records, Tables
 
 
-@compiled
+@making
 def plan_messages(layout: Layout, batch_size: int, tables: Tables) -> Messages:
     """The flows of all edges, forward and back."""
     overlaps, bounds = _overlaps(layout, batch_size)
@@ -195,7 +195,7 @@ def _price(layout: Layout, flows: Records, ports: Ints, tables: Tables) -> int:
     return count
 
 
-@compiled
+@making
 def _link(flows: Records, first: int, rest: int, end: int, sender: Any, receiver: Any) -> None:
     """Order the flows of each channel of an edge in one direction; those from ``rest`` on are of
     what is left behind the last whole unit.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from anabranch.planner.auto.compiled.jit import compiled
+from anabranch.planner.auto.compiled.jit import compiled, making
 from anabranch.planner.auto.compiled.records import SLICE, Layout
 from anabranch.planner.auto.tables import Records, Tables
 
@@ -19,7 +19,7 @@ LAST = 2
 """The first of those of the last micro-batch."""
 
 
-@compiled
+@making
 def cut(layout: Layout, batch_size: int) -> Records:
     """The slices of all stages, without seconds; each lane learns which are its own."""
     stages = layout.stages

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from anabranch.planner.auto.compiled.jit import compiled
+from anabranch.planner.auto.compiled.jit import compiled, making
 from anabranch.planner.auto.compiled.records import Layout
 from anabranch.planner.auto.tables import Tables
 
@@ -25,7 +25,7 @@ def weigh_operators(layout: Layout, tables: Tables) -> None:
             stage.largest = max(stage.largest, tables.operators[stage.degree, i].largest)
 
 
-@compiled
+@making
 def weigh_parameters(layout: Layout, tables: Tables) -> None:
     """Count tensors, and put in the bytes of those that several operators read, and of rows."""
     last = np.full(len(layout.stages), -1, np.int64)
@@ -50,7 +50,7 @@ def weigh_parameters(layout: Layout, tables: Tables) -> None:
                 stage.rows += parameter.rows
 
 
-@compiled
+@making
 def weigh_values(layout: Layout, tables: Tables) -> None:
     """What crosses from stage to stage, each value once."""
     last = np.full(len(layout.stages), -1, np.int64)

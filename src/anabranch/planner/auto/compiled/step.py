@@ -9,7 +9,7 @@ import numpy as np
 from anabranch.planner.auto.compiled.all_reduces import plan_all_reduces
 from anabranch.planner.auto.compiled.clock import run_step
 from anabranch.planner.auto.compiled.in_flight import fits, hold, least_in_flight, may_run, warm_up
-from anabranch.planner.auto.compiled.jit import compiled, entry, part
+from anabranch.planner.auto.compiled.jit import compiled, entry, making, part
 from anabranch.planner.auto.compiled.layout import lay_out
 from anabranch.planner.auto.compiled.messages import plan_messages
 from anabranch.planner.auto.compiled.records import AllReduces, Layout, Marks
@@ -111,7 +111,7 @@ MOST_RUNS = 5
 """Longer and longer ones of a stream."""
 
 
-@compiled
+@making
 def _seconds(
     layout: Layout,
     slices: Records,

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from anabranch.planner.auto.compiled.jit import compiled
+from anabranch.planner.auto.compiled.jit import compiled, making
 from anabranch.planner.auto.tables import Floats, Ints
 
 
-@compiled
+@making
 def new_tree(count: int) -> Ints:
     """A tree of so many places at which nothing is due."""
     width = 1

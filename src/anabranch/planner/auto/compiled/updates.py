@@ -8,13 +8,13 @@ import numpy as np
 
 from anabranch.planner.auto.compiled.all_reduces import ring_bytes
 from anabranch.planner.auto.compiled.in_flight import updated_trainable
-from anabranch.planner.auto.compiled.jit import compiled, part
+from anabranch.planner.auto.compiled.jit import making, part
 from anabranch.planner.auto.compiled.records import MARK, AllReduces, Layout, Marks
 from anabranch.planner.auto.compiled.slices import LAST, SLICES
 from anabranch.planner.auto.tables import Floats, Ints, Records, Tables
 
 
-@compiled
+@making
 def mark_gradients(layout: Layout, slices: Records, reduces: AllReduces, tables: Tables) -> Marks:
     """``simulator.program.gradient_marks`` of all slices of last micro-batches."""
     most = 0
@@ -102,7 +102,7 @@ def _put_marks(
     return count, end
 
 
-@compiled
+@making
 def price_updates(layout: Layout, tables: Tables, sharded: bool) -> float:
     """Seconds of the update of each stage; the longest of all."""
     longest, charges = 0.0, tables.charges[0]
