@@ -61,6 +61,7 @@ def profiles(draw: st.DrawFn) -> Profile:
         source=draw(st.sampled_from(["measured", "estimated", "imported"])),
         proportional=len(samples) == 1 and draw(st.booleans()),
         update=draw(st.none() | st.builds(UpdateCost, SECONDS, SECONDS, SECONDS)),
+        read_sample_s=draw(SECONDS),
     )
 
 

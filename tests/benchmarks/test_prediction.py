@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import count
+
+import pytest
+
 from anabranch.plans.plan import Plan
 from anabranch.plans.stages import Stage, StageGraph
 from anabranch.schedule.schedule import Action
 from anabranch.timeline import Span, Timeline
+from benchmarks.prediction import __main__ as prediction
 from benchmarks.prediction.__main__ import beside, middle, sizes_of
 
 
@@ -36,3 +41,14 @@ def test_profiles_have_the_sample_counts_of_the_plan():
     graph = StageGraph((Stage(("a",), (0, 1), 6),), (), 12)
     plan = Plan(graph, "1f1b", "even", "model", "local:2", "", 0.0, 0.0, None)
     assert sizes_of(plan) == (3, 6)
+
+
+def test_a_turn_beside_others_is_made_again(monkeypatch: pytest.MonkeyPatch):
+    """Others have half a core, then a quarter, then next to nothing, which ends it; if they stay,
+    the calmest of a few turns counts.
+    """
+    cores = iter([0.5, 0.25, 0.01, 0.5, 0.25, 0.75, 0.5])
+    monkeypatch.setattr(prediction.OtherLoad, "cores", lambda self: next(cores))
+    turns = count()
+    assert prediction.calmest(lambda: next(turns)) == (2, 0.01)
+    assert prediction.calmest(lambda: next(turns)) == (4, 0.25)

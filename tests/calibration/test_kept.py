@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from anabranch.calibration.kept import cache_file, calibrated, keep
+from anabranch.calibration import kept
+from anabranch.calibration.kept import cache_file, calibrated, keep, load_remark
 from anabranch.calibration.machine import this_machine
 from anabranch.cluster import Cluster
 from tests.calibration.examples import calibration, cluster
@@ -77,3 +78,16 @@ def test_other_clusters_are_left_alone():
     assert found == theirs
     assert "its processor is Z80" in said
     assert "its predictions are for that machine" in said
+
+
+def test_a_machine_that_others_use_is_said(monkeypatch: pytest.MonkeyPatch):
+    """Of two cores others have 1.5, for which no prediction holds; .1 of a core is nothing, and a
+    cluster that is not this machine does not care.
+    """
+    busy = [1.5]
+    monkeypatch.setattr(kept.OtherLoad, "cores", lambda self: busy[0])
+    local = cluster(2, machine=replace(this_machine(), cores=2))
+    assert "others keep 1.5 of the 2 processor cores busy" in load_remark(local, 0.0)
+    assert load_remark(replace(local, name="summit:1x2"), 0.0) == ""
+    busy[0] = 0.1
+    assert load_remark(local, 0.0) == ""

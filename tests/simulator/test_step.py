@@ -214,3 +214,13 @@ def test_gathers_share_ports_as_sums_do():
     graph = SCHEDULES["1f1b"]().warm_up(StageGraph(tuple(stages), ((0, 1),), 2))
     for shard in (False, True):
         assert simulate(graph, replace(cost, shard_optimizer=shard)).step_s == 16.0
+
+
+def test_steps_in_a_row_read_their_batches():
+    """A step of 4 s alone, which is given its batch; in a row it reads two samples, 0.25 s each."""
+    cost = cost_model((), [1], [1], cluster(1))
+    reading = replace(cost, profile=replace(cost.profile, read_sample_s=0.25))
+    graph = StageGraph((Stage(("op0",), (0,), 1),), (), 2)
+    order = SCHEDULES["1f1b"]().order(SCHEDULES["1f1b"]().warm_up(graph))
+    timeline = run(graph, order, reading, period=True)
+    assert (timeline.step_s, timeline.period_s) == (4.0, 4.5)

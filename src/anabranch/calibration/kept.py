@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 
-from anabranch.calibration.machine import difference, this_machine
-from anabranch.cluster import Cluster
+from anabranch.calibration.machine import OtherLoad, difference, this_machine
+from anabranch.cluster import BUSY, Cluster
 from anabranch.errors import FileFormatError
 from anabranch.files import load_cluster, save_cluster
 from anabranch.files.cache_folder import cache_folder
@@ -64,6 +65,21 @@ def calibrated(cluster: Cluster) -> tuple[Cluster, str]:
     said = f"{cluster.name} as calibrated on {kept.calibration.date} ({file})"
     remark = kept.calibration.remark
     return found, f"{said}; {remark}" if remark else said
+
+
+def load_remark(cluster: Cluster, seconds: float = 0.1) -> str:
+    """A sentence where others compute on this machine beside local ranks; a look takes a moment."""
+    if cluster.calibration is None or not cluster.name.startswith("local:"):
+        return ""
+    load = OtherLoad()
+    time.sleep(seconds)
+    cores = load.cores()
+    if cores <= BUSY * cluster.calibration.machine.cores:
+        return ""
+    return (
+        f"others keep {cores:.1f} of the {cluster.calibration.machine.cores} processor cores busy "
+        "at the moment; while they do, steps take longer than is predicted"
+    )
 
 
 def is_calibrated(cluster: Cluster) -> bool:

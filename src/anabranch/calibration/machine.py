@@ -1,9 +1,10 @@
-"""The machine at hand, and whether a calibration is one of it."""
+"""The machine at hand: whether a calibration is one of it, and who else computes on it."""
 
 from __future__ import annotations
 
 import os
 import platform
+import time
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -26,6 +27,37 @@ def difference(measured: Machine, here: Machine) -> str:
     if measured.torch != here.torch:
         found.append(f"it ran torch {measured.torch}, here is {here.torch}")
     return "; ".join(found)
+
+
+class OtherLoad:
+    """What processes besides this one and its children, once they have ended, compute from now on;
+    nothing where the kernel does not say (it is Linux that does).
+    """
+
+    def __init__(self) -> None:
+        self._began, self._before = time.perf_counter(), _others_s()
+
+    def cores(self) -> float:
+        """Processor cores that they have kept busy, as a mean."""
+        seconds = time.perf_counter() - self._began
+        return max(0.0, _others_s() - self._before) / max(seconds, 1e-9)
+
+
+def _others_s() -> float:
+    """Processor seconds of others since the machine was started."""
+    try:
+        line = Path("/proc/stat").read_text(encoding="ascii").partition("\n")[0]
+    except OSError:
+        return 0.0
+    return computed_s(line, os.sysconf("SC_CLK_TCK")) - sum(os.times()[:4])
+
+
+def computed_s(line: str, ticks: int) -> float:
+    """Seconds that all cores have computed by the first line of /proc/stat, of which idling and
+    waiting for a disk are no part; what a hypervisor gave to other machines is.
+    """
+    user, nice, system, _, _, *interrupts_and_stolen = map(int, line.split()[1:9])
+    return (user + nice + system + sum(interrupts_and_stolen)) / ticks
 
 
 def _processor() -> str:

@@ -206,12 +206,19 @@ def measured(
     device: str,
     progress: Callable[..., None] | None = None,
 ) -> Profile:
-    """The operators and updates of a model, timed on a device of this machine as ranks have it."""
+    """Operators, updates and reading of a model, timed on a device of this machine as ranks have
+    it.
+    """
     from anabranch.profile.measure import measure
+    from anabranch.runtime.measurement.reading import measure_reading
     from anabranch.runtime.measurement.update import measure_update
 
     found = measure(captured, counts, device=device, progress=progress)
-    return replace(found, update=measure_update(workload, device=device))
+    return replace(
+        found,
+        update=measure_update(workload, device=device),
+        read_sample_s=measure_reading(workload, max(counts)),
+    )
 
 
 def _is_here(device: str) -> bool:
@@ -235,8 +242,9 @@ def as_calibrated(cluster: Cluster, *, calibrated: bool = True) -> Cluster:
     from anabranch.calibration import kept
 
     found, why = kept.calibrated(cluster)
-    if why:
-        note(why)
+    for said in (why, kept.load_remark(found)):
+        if said:
+            note(said)
     return found
 
 

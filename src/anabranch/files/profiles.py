@@ -65,6 +65,8 @@ def profile_to_dict(profile: Profile) -> dict[str, Any]:
         document["sharded"] = [_sharded_to_dict(graph, sharded) for sharded in profile.sharded]
     if profile.update is not None:
         document["update"] = document_fields(profile.update, _Update)
+    if profile.read_sample_s:
+        document["read_sample_s"] = profile.read_sample_s
     return document
 
 
@@ -127,6 +129,7 @@ class _ProfileFile(Strict):
     values: list[ValueEntry]
     sharded: list[_Sharded] = Field(default_factory=list)
     update: _Update | None = None
+    read_sample_s: Seconds = 0.0
 
 
 def _to_profile(file: _ProfileFile) -> Profile:
@@ -140,6 +143,7 @@ def _to_profile(file: _ProfileFile) -> Profile:
         proportional=file.proportional,
         sharded=tuple(_to_sharded(i, sharded, graph) for i, sharded in enumerate(file.sharded)),
         update=None if file.update is None else UpdateCost(**core_fields(file.update)),
+        read_sample_s=file.read_sample_s,
     )
 
 

@@ -25,6 +25,7 @@ from torch.utils import checkpoint
 
 from anabranch.errors import CaptureError
 from anabranch.graph.meta_trace import NotPlainError
+from anabranch.graph.raising_guards import without_raising_guards
 
 _SYMBOLS = "torch.fx.experimental.symbolic_shapes"
 
@@ -123,10 +124,11 @@ def export(
     for strict in (False,) if dynamic else (False, True):
         shapes = (tuple({0: torch.export.Dim.AUTO} for _ in leaves),) if dynamic else None
         checkpoints: set[str] = set()
+        checks: set[str] = set()
         try:
             if strict:
                 _try_functions(module, leaves)
-            with _quiet(), contextlib.nullcontext() if strict else _watched(checkpoints):
+            with _quiet(), contextlib.nullcontext() if strict else _traced(checkpoints, checks):
                 exported = torch.export.export(
                     module, tuple(leaves), dynamic_shapes=shapes, strict=strict
                 )
@@ -137,6 +139,7 @@ def export(
             failure = failure or error
         else:
             _warn_checkpoints(checkpoints)
+            _warn_checks(checks)
             return exported
     assert failure is not None
     raise _explained(module, leaves, failure, works_with) from failure
@@ -201,6 +204,13 @@ def _watched(checkpoints: set[str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _traced(checkpoints: set[str], checks: set[str]) -> Iterator[None]:
+    """Inside, what tracing would lose or stop at is watched for."""
+    with _watched(checkpoints), without_raising_guards(checks):
+        yield
+
+
+@contextlib.contextmanager
 def plain_calls() -> Iterator[None]:
     """Inside, custom gradients and checkpoints raise NotPlainError: the export has a word to say
     about them.
@@ -228,6 +238,16 @@ def _warn_checkpoints(places: set[str]) -> None:
             f"{', '.join(sorted(places))}: torch.utils.checkpoint is not carried over; gradients "
             "are the same, and whether a stage computes its activations again is up to the plan "
             "(recompute)",
+            CaptureWarning,
+            stacklevel=2,
+        )
+
+
+def _warn_checks(places: set[str]) -> None:
+    if places:
+        warnings.warn(
+            f"{', '.join(sorted(places))}: a check of the data that only raises is left out of the "
+            "captured model, so a batch that would not pass it is trained on",
             CaptureWarning,
             stacklevel=2,
         )

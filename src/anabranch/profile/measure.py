@@ -1,12 +1,18 @@
 """Measured seconds of every operator, forward and backward apart, on a real device.
 
-One repeat is a training step, operator by operator (``operator_runner``). The sample counts take
-turns, so that a busy moment of the machine hits them alike, and the median over the repeats drops
-it. A turn starts with an untimed step that fills the caches. Operators that are alike pool their
-repeats: less noise, and what is symmetrical stays so.
+One repeat is a training step, as a stage makes it: forward operator by operator, then one backward
+through all of them. Autograd goes back from the last operator to the first, and says when it
+arrives at what an operator has made::
 
-A stage enters autograd once, here each operator does. Entering is timed as well, on an operator
-that does nothing, and taken off.
+    forward    |-- op 0 --|  |-- op 1 --|  |-- op 2 --|
+    backward                 hook of 2 |-- op 2 --| hook of 1 |-- op 1 --| hook of 0 |-- op 0 --|
+
+The sample counts take turns, so that a busy moment of the machine hits them alike, and the median
+over the repeats drops it. A turn starts with an untimed step that fills the caches. Operators that
+are alike pool their repeats: less noise, and what is symmetrical stays so.
+
+A stage is called once, here each operator is. A call is timed as well, of an operator that does
+nothing, and taken off.
 """
 
 from __future__ import annotations
@@ -17,9 +23,10 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -111,7 +118,7 @@ class _Bench:
         self.clock = _CudaClock(self.device) if self.device.type == "cuda" else _Clock()
         self.forward_s: list[list[float]] = [[] for _ in self.programs]
         self.backward_s: list[list[float]] = [[] for _ in self.programs]
-        self.entry_s: list[float] = []
+        self.call_s: list[float] = []
         self.kept: list[int] = []
 
     def first(self) -> None:
@@ -125,11 +132,10 @@ class _Bench:
         """One untimed step, then timed ones."""
         for repeat in range(-1, repeats):
             self.clock.start(len(self.programs) + 1)
-            run_operators(self.programs, self.batch, self._call, self.clock)
-            self._enter()
+            self._step()
             forward, backward = self.clock.stop()
             if repeat >= 0:
-                self.entry_s.append(backward.pop())
+                self.call_s.append(forward.pop())
                 for op in range(len(self.programs)):
                     self.forward_s[op].append(forward[op])
                     self.backward_s[op].append(backward[op])
@@ -138,17 +144,38 @@ class _Bench:
         """Forward and backward seconds of operators that are alike."""
         forward = statistics.median(s for op in alike for s in self.forward_s[op])
         backward = statistics.median(s for op in alike for s in self.backward_s[op])
-        return forward, max(0.0, backward - statistics.median(self.entry_s))
+        return max(0.0, forward - statistics.median(self.call_s)), backward
 
     def _call(self, op: int, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         result: Sequence[Tensor] = self.modules[op].forward(*inputs)
         return result
 
-    def _enter(self) -> None:
-        leaf = torch.zeros((), device=self.device, requires_grad=True)
-        root, grad = leaf.view(()), torch.zeros_like(leaf)
-        with self.clock.backward(len(self.programs)):
-            torch.autograd.backward([root], [grad])
+    def _step(self) -> None:
+        """A forward and a backward, timed by operator."""
+        values: dict[int, Tensor] = {}
+        losses: list[Tensor] = []
+        with self.clock.forward(len(self.programs)):
+            _NOTHING.forward()
+        for op, program in enumerate(self.programs):
+            inputs = [values[port.value] for port in program.inputs]
+            inputs += [self.batch[name] for name in program.batch]
+            with self.clock.forward(op):
+                results = self._call(op, inputs)
+            made = {p.value: t for p, t in zip(program.outputs, results, strict=False)}
+            values |= made
+            roots = list(made.values())
+            if program.has_loss:
+                roots.append(results[len(program.outputs)])
+                losses += [loss for loss in roots[-1:] if loss.requires_grad]
+            for root in roots:
+                if not root.is_leaf:  # a parameter's comes while another operator goes back
+                    root.register_hook(partial(self.clock.arrive, op))  # type: ignore[no-untyped-call]
+        if losses:
+            torch.autograd.backward(losses)
+        self.clock.leave()
+
+
+_NOTHING = fx.GraphModule(nn.Module(), fx.Graph())
 
 
 def _take_turns(
@@ -192,33 +219,45 @@ _TURN = 3
 
 
 class _Clock:
-    """Observes seconds on the CPU."""
+    """Seconds of operators on the CPU."""
 
     def start(self, num_ops: int) -> None:
         self.forward_s = [0.0] * num_ops
         self.backward_s = [0.0] * num_ops
-
-    def forward(self, op: int) -> AbstractContextManager[None]:
-        return self._between(self.forward_s, op)
-
-    def backward(self, op: int) -> AbstractContextManager[None]:
-        return self._between(self.backward_s, op)
+        self._op = -1
 
     @contextmanager
-    def _between(self, seconds: list[float], op: int) -> Iterator[None]:
-        start = time.perf_counter()
+    def forward(self, op: int) -> Iterator[None]:
+        """Around the forward of an operator."""
+        begun = self.now()
         yield
-        seconds[op] = time.perf_counter() - start
+        self.add(self.forward_s, op, begun, self.now())
 
-    def made(self, op: int, outputs: Sequence[Tensor]) -> None:
-        pass
+    def arrive(self, op: int, gradient: Tensor) -> None:
+        """The backward of an operator begins, or goes on, and that of another one has ended."""
+        self.leave()
+        self._op, self._since = op, self.now()
+
+    def leave(self) -> None:
+        """The backward ends."""
+        if self._op >= 0:
+            self.add(self.backward_s, self._op, self._since, self.now())
+        self._op = -1
+
+    def now(self) -> Any:
+        """A moment, behind everything that was given to the device."""
+        return time.perf_counter()
+
+    def add(self, seconds: list[float], op: int, begin: Any, end: Any) -> None:
+        """Note the time between two moments."""
+        seconds[op] += end - begin
 
     def stop(self) -> tuple[list[float], list[float]]:
         return self.forward_s, self.backward_s
 
 
 class _CudaClock(_Clock):
-    """Observes seconds on a GPU: events in its queue, read when it has caught up."""
+    """Seconds on a GPU: events in its queue, read when it has caught up."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -228,20 +267,18 @@ class _CudaClock(_Clock):
         self.events: list[tuple[list[float], int, torch.cuda.Event, torch.cuda.Event]] = []
         torch.cuda.synchronize(self.device)
 
-    @contextmanager
-    def _between(self, seconds: list[float], op: int) -> Iterator[None]:
-        event = partial(torch.cuda.Event, enable_timing=True)
-        start, end = event(), event()
-        stream = torch.cuda.current_stream(self.device)
-        start.record(stream)
-        yield
-        end.record(stream)
-        self.events.append((seconds, op, start, end))
+    def now(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def add(self, seconds: list[float], op: int, begin: Any, end: Any) -> None:
+        self.events.append((seconds, op, begin, end))
 
     def stop(self) -> tuple[list[float], list[float]]:
         torch.cuda.synchronize(self.device)
         for seconds, op, start, end in self.events:
-            seconds[op] = start.elapsed_time(end) / 1e3
+            seconds[op] += start.elapsed_time(end) / 1e3
         return super().stop()
 
 

@@ -77,6 +77,7 @@ class Profile:
             proportional to samples.
         sharded: the operators under tensor parallelism, by ascending degree, where that is known.
         update: seconds of the workload's optimizer, where that was measured.
+        read_sample_s: seconds per sample in which a rank reads a batch, likewise.
 
     Raises:
         ValueError: if lengths differ or a figure is negative or not finite.
@@ -90,6 +91,7 @@ class Profile:
     proportional: bool = False
     sharded: tuple[Sharded, ...] = ()
     update: UpdateCost | None = None
+    read_sample_s: float = 0.0
 
     def __post_init__(self) -> None:
         degrees = [shard.degree for shard in self.sharded]

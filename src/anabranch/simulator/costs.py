@@ -120,6 +120,10 @@ class StepCosts(Protocol):
         """Seconds of each device in a step besides its actions, sums and updates."""
 
     @property
+    def read_s(self) -> float:
+        """Seconds in which each device reads a batch, before a step."""
+
+    @property
     def agreement_s(self) -> float:
         """Seconds until all devices know that the last one is through its list."""
 
@@ -337,6 +341,11 @@ class ModelCosts:
         """As calibrated."""
         return self.cost.step_s
 
+    @property
+    def read_s(self) -> float:
+        """As profiled."""
+        return self.cost.profile.read_sample_s * self.graph.batch_size
+
     @cached_property
     def agreement_s(self) -> float:
         """As calibrated, by the number of devices."""
@@ -406,6 +415,7 @@ class StageTimes:
     cores: int = 0
     message_edges: MessageEdges = EVERY_EDGE
     step_s: float = field(default=0.0, init=False)
+    read_s: float = field(default=0.0, init=False)
     agreement_s: float = field(default=0.0, init=False)
 
     def __post_init__(self) -> None:

@@ -249,12 +249,14 @@ def _with_overheads(code: list[int], price: Sequence[Price], units: ComputeUnits
     return result
 
 
-def in_a_row(program: Program, count: int) -> Program:
-    """So many steps, one after the other: a device begins the next when it has ended one, and they
-    agree on nothing in between.
+def in_a_row(program: Program, count: int, read_s: float) -> Program:
+    """So many steps, one after the other: a device begins the next when it has ended one and read a
+    batch, which takes ``read_s``, and they agree on nothing in between.
     """
     table, size = program.messages, len(program.messages.price)
     messages, units, code = MessageTable(), [*program.units], []
+    read = [~(count * size + len(units))] if read_s else []
+    units += [ComputeUnit(-1, read_s, role=Role.OVERHEAD) for _ in read]
     for step in range(count):
         first = messages.add(table.price)
         for message, released in enumerate(table.releases):
@@ -269,6 +271,7 @@ def in_a_row(program: Program, count: int) -> Program:
                 result.append(~(count * size + len(units)))
                 posts = tuple(message + step * size for message in posted)
                 units.append(ComputeUnit(-1, 0.0, role=Role.BEGIN, posts=posts))
+            result += read
             result += (_shifted(x, size, step, count) for x in mine)
         code.append(result)
     return replace(program, code=code, units=units, messages=messages)

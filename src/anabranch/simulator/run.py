@@ -130,7 +130,7 @@ def period_seconds(
 def _period_s(program: Program, costs: StepCosts) -> float | None:
     if STEPS_IN_A_ROW * sum(map(len, program.code)) > MOST_IN_A_ROW:
         return None
-    step = Step(in_a_row(program, STEPS_IN_A_ROW), costs)
+    step = Step(in_a_row(program, STEPS_IN_A_ROW, costs.read_s), costs)
     step.run()
     # Steps alone were executed before; in a row they wait for nothing more.
     assert step.is_done

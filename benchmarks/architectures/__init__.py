@@ -1,0 +1,1 @@
+"""Architectures of others, captured untouched and compared with one process."""

@@ -1,0 +1,89 @@
+"""Capture every architecture, cut it into three stages, and compare a step with one process."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from anabranch.errors import AnabranchError
+from anabranch.graph.capture import Captured, capture
+from anabranch.plans.whole_batch import with_whole_batches
+from anabranch.runtime.compute.options import ComputeOptions
+from anabranch.runtime.numerics.no_dropout import NoDropout
+from anabranch.runtime.pipeline import Pipeline
+from anabranch.runtime.reference import reference
+from anabranch.schedule import rule_named
+from anabranch.verification import even_plan
+from anabranch.workload import Batch, Workload
+from benchmarks.architectures.models import MODELS, SAMPLES
+
+
+def examined(name: str) -> dict[str, Any]:
+    """What became of one architecture."""
+    torch.manual_seed(0)
+    started = time.perf_counter()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        module, batch = MODELS[name]()
+        found: dict[str, Any] = {"model": name, "class": type(module).__name__}
+        try:
+            captured = capture(module, batch)
+            found |= {
+                "operators": len(captured.graph),
+                "loss": captured.loss_kind,
+                "capture_s": round(time.perf_counter() - started, 2),
+            }
+            return found | _compared(captured, Workload(module, batch), batch)
+        except AnabranchError as error:
+            text = " ".join(str(error).split())
+            return found | {"error": f"{type(error).__name__}: {text}"}
+
+
+def _compared(captured: Captured, workload: Workload, batch: Batch) -> dict[str, Any]:
+    """Three stages in this process, in micro-batches of two samples, against the whole batch."""
+    cut = even_plan(captured.graph, min(3, len(captured.graph)), SAMPLES)
+    graph = cut.stage_graph
+    stages = tuple(replace(s, devices=(0,), microbatch_size=2) for s in graph.stages)
+    whole = with_whole_batches(replace(graph, stages=stages), captured.graph)
+    alone = replace(cut, stage_graph=rule_named("1f1b").warm_up(whole))
+    options = ComputeOptions(dropout="off")
+    pipeline = Pipeline(workload, alone, captured=captured, compute=options, check_gradients=False)
+    loss, gradients = pipeline.gradients(batch)
+    with NoDropout():
+        expected = reference(captured.module, batch, [(0, SAMPLES)])
+    largest = max(float(g.abs().max()) for g in expected.gradients.values())
+    error = max(
+        float((gradients[n] - g).abs().max()) if n in gradients else float(g.abs().max())
+        for n, g in expected.gradients.items()
+    )
+    return {
+        "stages": len(graph),
+        "loss_error": abs(loss - expected.loss) / abs(expected.loss),
+        "gradient_error": error / largest,
+        "normalised": list(captured.normalised),
+    }
+
+
+def main() -> None:
+    """Print a line per architecture, and write all of them."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.architectures")
+    parser.add_argument("names", nargs="*", default=list(MODELS), help="architectures; all")
+    parser.add_argument("--out", type=Path, help="a JSON file")
+    arguments = parser.parse_args()
+    rows = []
+    for name in arguments.names:
+        rows.append(examined(name))
+        print(json.dumps(rows[-1]), flush=True)
+        if arguments.out is not None:
+            arguments.out.write_text(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    main()

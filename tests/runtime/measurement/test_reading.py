@@ -1,0 +1,48 @@
+"""Reading a batch: the median, without the start of the loader, and nothing where there is none."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from anabranch.runtime.measurement.reading import measure_reading, reading_s
+from anabranch.workload import Batch, Workload
+
+
+def test_the_median_of_what_follows_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loader that takes 8 s to start, then 2 s, 1 s and 3 s a batch: 2 s."""
+    clock = [0.0]
+    monkeypatch.setattr("anabranch.runtime.measurement.reading._BUDGET_S", 100.0)
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+
+    def batches() -> Iterator[Batch]:
+        for seconds in (8.0, 2.0, 1.0, 3.0):
+            clock[0] += seconds
+            yield torch.zeros(1)
+
+    assert reading_s(batches()) == 2.0
+    assert reading_s(()) == 0.0
+
+
+def test_random_numbers_stay_and_broken_data_is_for_training_to_report() -> None:
+    """A profile must not change what is trained, nor fail where only training would."""
+    linear = nn.Linear(1, 1)
+
+    def shuffled(batch_size: int, epoch: int) -> Iterator[Batch]:
+        while True:
+            yield torch.rand(batch_size, 1)
+
+    def broken(batch_size: int, epoch: int) -> Iterator[Batch]:
+        raise OSError("no such file")
+
+    plain = Workload(linear, torch.zeros(2, 1))
+    state = torch.random.get_rng_state()
+    assert measure_reading(replace(plain, data=shuffled), 4) > 0
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert measure_reading(replace(plain, data=broken), 4) == 0.0
+    assert measure_reading(plain, 4) == 0.0
