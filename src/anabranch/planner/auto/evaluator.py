@@ -3,6 +3,10 @@
 It is the simulator once more, compiled: the same devices, messages, ports, all-reduces and updates,
 with the prices of the same cost model, from operators to seconds without an object between. Where a
 draft cannot run, that is infinitely long.
+
+For random drafts of a model of 35 operators on 32 devices (18 stages and 16 micro-batches) it took
+.74 ms on a busy machine where the simulator took 27 ms, .11 ms with a limit that one in ten meets,
+and .02 ms to refuse one; compiling took 60 to 75 s of processor time.
 """
 
 from __future__ import annotations
