@@ -120,8 +120,25 @@ class RootMean(Tokens):
         return self.scores(x).square().mean().sqrt()
 
 
+class Experts(Tokens):
+    """Sorts tokens by expert, counts those of each, and puts them back, as Mixtral does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.Parameter(torch.linspace(0.5, 2, 4 * WIDTH).view(4, WIDTH))
+
+    def forward(self, x: Tensor, y: Tensor, label: Tensor) -> Tensor:
+        h = self.body(x).flatten(0, 1)
+        choice, order = h[:, :4].argmax(-1).sort()
+        ends = torch.histc(choice.float(), 4, 0, 3).cumsum(0)
+        expert = torch.bucketize(torch.arange(len(h), device=x.device), ends, right=True)
+        rows = h[order] * self.experts[expert]
+        return self.head(torch.zeros_like(rows).index_copy(0, order, rows)).square().mean()
+
+
 MODELS: dict[str, tuple[type[nn.Module], str]] = {
     "mean": (Mean, "mean"),
+    "experts": (Experts, "mean"),
     "sum": (Sum, "sum"),
     "times samples": (TimesSamples, "sum"),
     "masked": (Masked, "weighted mean"),

@@ -71,8 +71,11 @@ def translation(name: str, **further: Any) -> Built:
 def image(name: str, **further: Any) -> Built:
     """An image classifier."""
     sizes = {**_SIZES, "image_size": 32, "patch_size": 8, "num_labels": 5}
-    for text in ("vocab_size", "max_position_embeddings", "use_cache"):
-        del sizes[text]
+    unused = ["vocab_size", "max_position_embeddings", "use_cache"]
+    if "depths" in further:  # sizes of its own for every level
+        unused += ["hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"]
+    for key in unused:
+        del sizes[key]
     config = getattr(transformers, f"{name}Config")(**{**sizes, **further})
     batch = {"pixel_values": torch.randn(SAMPLES, 3, 32, 32)}
     batch["labels"] = torch.randint(0, 5, (SAMPLES,))

@@ -63,6 +63,8 @@ _ALONG = words(
 )
 _CONVOLUTIONS = words("conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d")
 _LOOKUPS = words("index index_select gather take_along_dim scatter scatter_add index_add index_put")
+_FACTORIES = words("new_ones new_zeros new_full zeros_like ones_like full_like")
+_COUNTS = words("histc bincount")
 _BATCH_NORMS = words("batch_norm native_batch_norm cudnn_batch_norm miopen_batch_norm")
 
 
@@ -154,6 +156,8 @@ class _Follower:
         known = all(flow.known for flow in inputs)
         kinds = {flow.kind for flow in inputs}
         axis = self.axes.get(node, SampleAxis(-1))
+        if base_name(node) in _FACTORIES and axis.dim < 0:
+            return Flow("constant")  # of the type of a value, whatever is in that
         if axis.trouble == PAIRS or "coupled" in kinds:
             self.coupling.append(node)
             has_axis = axis.dim >= 0 and axis.trouble != PAIRS
@@ -164,12 +168,28 @@ class _Follower:
             return self.several(node, kinds, known)
         if axis.dim >= 0 or axis.trouble == RAGGED:
             return self.per_sample(node, axis, inputs, known)
+        if self.counts_reordered(node):
+            self.unsure.append(node)
+            return Flow("constant", 0, known)
         found = self.for_batch(node, inputs, known)
         if found.kind == "additive" and known:
             return Flow("statistic", found.degree)
         if found.kind == "coupled":
             self.coupling.append(node)
         return found
+
+    def counts_reordered(self, node: fx.Node) -> bool:
+        """Whether a value without gradient counts what was put into another order before, as the
+        tokens of each expert are: the graph does not tell whether that brings them back.
+        """
+        axes = [self.axes.get(n, SampleAxis(-1)) for n in node.all_input_nodes]
+        value = tensor(node)
+        return (
+            value is not None
+            and not value.requires_grad
+            and any(axis.trouble not in ("", PAIRS, RAGGED) for axis in axes)
+            and (not value.is_floating_point() or base_name(node) in _COUNTS)
+        )
 
     def without_samples(self, node: fx.Node, axis: SampleAxis, known: bool) -> Flow:
         """Of constants alone: of the size of the batch, such as torch.arange(n), or not."""
