@@ -1,6 +1,6 @@
 """Faults, counted: what is refused, named, resumed, and how soon.
 
-python -m benchmarks.faults [--only damage saves] [--count 500] [--json]
+python -m benchmarks.faults [--only damage saves kills hangs] [--count 500] [--json]
 """
 
 from __future__ import annotations
@@ -8,9 +8,14 @@ from __future__ import annotations
 import argparse
 import json
 
-from benchmarks.faults import checkpoints
+from benchmarks.faults import checkpoints, processes
 
-PARTS = {"damage": checkpoints.damage, "saves": checkpoints.saves}
+PARTS = {
+    "damage": checkpoints.damage,
+    "saves": checkpoints.saves,
+    "kills": processes.kills,
+    "hangs": processes.hangs,
+}
 """Name -> what measures it, for a number of drawn cases: figures by name."""
 
 

@@ -1,0 +1,113 @@
+"""Processes that are killed or stopped in the middle of training: what is lost, and how soon it is
+known.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from anabranch import launch
+from anabranch.checkpoint.series import newest, step_of
+from anabranch.cli.restarts import train_with_restarts
+from anabranch.cli.settings import TrainingSettings
+from anabranch.errors import StageFailedError
+from anabranch.record import Run
+from anabranch.train import train
+from anabranch.workload import Batch
+from benchmarks.faults.checkpoints import RANKS, planned
+
+STEPS, INTERVAL, TIMEOUT_S = 40, 5, 1.0
+
+
+class _Job:
+    """Training in which one drawn rank gets a signal before one drawn batch, once."""
+
+    def __init__(self, seed: int, number: signal.Signals, folder: Path) -> None:
+        drawn = random.Random(seed)
+        self.rank, self.step = drawn.randrange(RANKS), drawn.randrange(8, STEPS)
+        self._number, self._marker = number, folder / "signalled"
+        self.save = folder / "run"
+
+    def attempt(self, made: tuple[Any, Any, Any], asked: TrainingSettings) -> Run:
+        workload, captured, plan = made
+
+        def data(batch_size: int, epoch: int) -> Iterator[Batch]:
+            for i, batch in enumerate(workload.data(batch_size, epoch)):
+                mine = os.environ["LOCAL_RANK"] == str(self.rank)
+                if mine and epoch == 0 and i == self.step and not self._marker.exists():
+                    self._marker.write_text(str(time.monotonic()))
+                    os.kill(os.getpid(), self._number)
+                yield batch
+
+        def rank() -> Run:
+            return train(
+                replace(workload, data=data, eval_data=None),
+                plan,
+                captured=captured,
+                steps=asked.last_step,
+                resume=asked.resume,
+                save=asked.save,
+                save_every=asked.saves(),
+                check_gradients=False,
+            )
+
+        return launch.run(rank, RANKS, stall_timeout=TIMEOUT_S)[0]
+
+    @property
+    def signalled_at(self) -> float:
+        """Of the clock that all processes share."""
+        return float(self._marker.read_text())
+
+
+def kills(count: int) -> dict[str, Any]:
+    """SIGKILL at drawn steps: restarts that reach the last step, and steps that are done twice."""
+    made, again, reached, named = planned("two-branch", 8), [], 0, 0
+    count = min(count, 20)
+    for seed in range(count):
+        with tempfile.TemporaryDirectory() as name:
+            job, said = _Job(seed, signal.SIGKILL, Path(name)), []  # type: ignore[var-annotated]
+            asked = TrainingSettings(
+                steps=STEPS, save=job.save, save_every=str(INTERVAL), max_restarts=1
+            )
+            _, last = train_with_restarts(lambda a, j=job: j.attempt(made, a), asked, said.append)  # type: ignore[misc]
+            reached += step_of(newest(job.save) or job.save) == STEPS
+            again.append(job.step - (STEPS - (last.last_step or STEPS)))
+            named += f"rank {job.rank} was killed by signal 9 (SIGKILL) reading data" in said[0]
+    return {
+        "killed": count,
+        "restarted and reached the last step": reached,
+        "rank and phase named": named,
+        "steps done twice, median": statistics.median(again),
+        "steps done twice, most": max(again),
+        "checkpoint every": INTERVAL,
+    }
+
+
+def hangs(count: int) -> dict[str, Any]:
+    """SIGSTOP at drawn steps: seconds until the rank is named, beyond the timeout."""
+    made, late, named = planned("two-branch", 8), [], 0
+    count = min(count, 20)
+    for seed in range(count):
+        with tempfile.TemporaryDirectory() as name:
+            job = _Job(seed, signal.SIGSTOP, Path(name))
+            try:
+                job.attempt(made, TrainingSettings(steps=STEPS))
+            except StageFailedError as error:
+                late.append(time.monotonic() - job.signalled_at - TIMEOUT_S)
+                named += str(error).startswith(f"rank {job.rank} has not gone on")
+    return {
+        "stopped": count,
+        "rank named first": named,
+        "timeout, s": TIMEOUT_S,
+        "all processes gone after it, median s": round(statistics.median(late), 2),
+        "most, s": round(max(late), 2),
+    }
