@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any
 
 import anabranch
-from anabranch.cluster import Cluster
-from anabranch.errors import BudgetError, InfeasiblePlanError
 from anabranch.models import build
 from anabranch.plans.plan import Plan
 from anabranch.profile.profile import Profile
-
-PLANNERS = ("graphpipe", "sequential", "pipedream", "dapple", "piper", "data-parallel", "even")
-"""All but ``exhaustive``, which takes small graphs only."""
 
 Row = dict[str, Any]
 
@@ -27,21 +20,6 @@ def profile_of(name: str, largest: int, **options: str) -> Profile:
     workload = build(name, options=options, meta=True)
     captured = anabranch.capture(workload.module, workload.example)
     return anabranch.estimate(captured, "v100", tuple(1 << i for i in range(largest.bit_length())))
-
-
-def plan_row(
-    planner: str, profile: Profile, cluster: str | Cluster, batch: int, **options: Any
-) -> Row:
-    """A plan as a row of figures, or the reason why there is none; a cluster or its preset."""
-    machines = Cluster.preset(cluster) if isinstance(cluster, str) else cluster
-    row: Row = {"planner": planner, "cluster": machines.name, "batch": batch}
-    started = time.process_time()
-    try:
-        plan = anabranch.plan(profile, machines, batch, planner=planner, **options)
-    except (BudgetError, InfeasiblePlanError) as error:
-        spent = time.process_time() - started
-        return row | {"error": type(error).__name__, "message": str(error), "cpu_s": spent}
-    return row | figures(plan) | {"cpu_s": time.process_time() - started}
 
 
 def figures(plan: Plan) -> Row:
@@ -62,12 +40,6 @@ def figures(plan: Plan) -> Row:
         "simulate_s": plan.simulate_s,
         "improve_s": plan.improve_s,
     }
-
-
-def median_search_s(find: Callable[[], Row], repeats: int = 3) -> float:
-    """Median search seconds of several runs; NaN where there is no plan."""
-    found = [row["search_s"] for row in (find() for _ in range(repeats)) if "search_s" in row]
-    return statistics.median(found) if found else float("nan")
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

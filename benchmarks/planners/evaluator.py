@@ -10,6 +10,7 @@ at once.
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -165,3 +166,7 @@ def show(found: list[Row]) -> str:
         for row in found
     ]
     return table([*columns, "simulator", "numpy, without ports and sums"], lines)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(f"{show(rows(Path(sys.argv[1]) if len(sys.argv) > 1 else None))}\n")

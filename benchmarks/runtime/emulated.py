@@ -14,8 +14,8 @@ from anabranch.errors import InfeasiblePlanError
 from anabranch.plans.plan import Plan
 from anabranch.profile.profile import Profile
 from anabranch.rehearsal import Rehearsal, rehearse
+from benchmarks.planners.cases import BATCHES
 from benchmarks.planners.common import Row, profile_of, table
-from benchmarks.planners.models import BATCHES
 
 DEVICES = (8, 16, 32)
 DATA_PARALLEL = {"mmt": (1, 2, 4, 8), "candle-uno": (1, 2, 4, 8)}

@@ -1,18 +1,31 @@
-"""The map of the benchmark of planners: which kind of plan has won a case, and by how much."""
+"""The benchmark of planners: cases, the file of results, and what is read from it."""
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import numpy as np
 import pytest
 
+from anabranch.cluster import Cluster
+from benchmarks.planners import results, tables
+from benchmarks.planners.cases import CHANGES, Case, cases, changed
+from benchmarks.planners.contestants import measure
 from benchmarks.planners.evaluator import population_steps
-from benchmarks.planners.winners import BASE, CHANGED, behind, judged, verdict
+
+
+def row(case: str, planner: str, step_s: float | None, by: str = "anabranch") -> dict[str, Any]:
+    """A row of results; without a step, an error."""
+    found = {"case": case, "planner": planner, "by": by, "group": "map", "date": "2026-11-22"}
+    found |= {"floor_s": 0.5}
+    if step_s is None:
+        return found | {"error": "InfeasiblePlanError", "message": "needs 20 GiB"}
+    return found | {"step_s": step_s, "stages": 1, "depth": 1}
 
 
 def plan(step_s: float, stages: int, depth: int) -> dict[str, Any]:
-    """The row of a plan."""
+    """The shape of a plan, and its step."""
     return {"step_s": step_s, "stages": stages, "depth": depth}
 
 
@@ -20,42 +33,84 @@ NONE = {"error": "InfeasiblePlanError", "message": "needs 20 GiB"}
 
 
 @pytest.mark.parametrize(
-    ("data_parallel", "sequential", "graphpipe", "expected"),
+    ("rows", "expected"),
     [
-        (plan(3, 1, 1), plan(2, 4, 4), plan(1, 5, 3), "graph 2.00x"),
+        ((plan(3, 1, 1), plan(2, 4, 4), plan(1, 5, 3)), "graph 2.00x"),
         # Both pipelines fell back to data parallelism.
-        (plan(1, 1, 1), plan(1, 1, 1), plan(1, 1, 1), "data parallelism"),
+        ((plan(1, 1, 1), plan(1, 1, 1), plan(1, 1, 1)), "data parallelism"),
         # A row of stages is a chain, whoever has found it.
-        (plan(3, 1, 1), plan(2.5, 4, 4), plan(2, 6, 6), "chain 1.50x"),
+        ((plan(3, 1, 1), plan(2.5, 4, 4), plan(2, 6, 6)), "chain 1.50x"),
         # 0.4 % count as equal, and the simpler plan wins.
-        (plan(3, 1, 1), plan(1.004, 4, 4), plan(1, 5, 3), "chain 2.99x"),
-        (NONE, plan(1, 4, 4), NONE, "chain, alone"),
-        (NONE, NONE, NONE, "nothing fits"),
+        ((plan(3, 1, 1), plan(1.004, 4, 4), plan(1, 5, 3)), "chain 2.99x"),
+        ((NONE, plan(1, 4, 4), NONE), "chain"),
+        ((NONE, NONE, NONE), "nothing fits"),
     ],
 )
-def test_the_winner_is_the_simplest_of_the_best(data_parallel, sequential, graphpipe, expected):
+def test_the_winner_is_the_simplest_of_the_best(rows, expected):
     """By the shape of the plan, over the best plan that is simpler."""
-    plans = {"data-parallel": data_parallel, "sequential": sequential, "graphpipe": graphpipe}
-    assert verdict(judged(plans)) == expected
+    assert tables.verdict(rows) == expected
 
 
-def test_behind_is_said_of_graphpipe_alone():
-    """More than 0.5 % longer than any other planner's step, or no plan where there is one."""
-    chain = plan(1, 4, 4)
-    assert behind({"sequential": chain, "graphpipe": plan(1.006, 5, 3)})
-    assert behind({"sequential": chain, "graphpipe": NONE})
-    assert not behind({"sequential": chain, "graphpipe": plan(1.004, 5, 3)})
-    assert not behind({"sequential": plan(2, 4, 4), "graphpipe": chain})
-
-
-def test_settings_change_one_thing():
+def test_cases_change_one_thing():
     """The network between the nodes, or the memory of a device."""
-    base = BASE.cluster(32)
-    fast, slow, large = (setting.cluster(32) for setting in CHANGED)
+    base = Cluster.preset("summit:8x4")
+    fast, slow, large = (changed(base, change) for change in CHANGES)
     assert fast.levels[1].bandwidth == 16 * slow.levels[1].bandwidth
     assert fast.levels[0] == slow.levels[0] == base.levels[0]
     assert (large.levels, large.memory_bytes) == (base.levels, 80 * 10**9)
-    assert {c.num_devices for c in (base, fast, slow, large)} == {32}
+
+
+def test_cases_have_names_of_their_own():
+    """A result belongs to one case."""
+    found = list(cases(None))
+    assert len({(case.group, case.name) for case in found}) == len(found)
+
+
+def test_results_of_others_stay(tmp_path):
+    """A new row of ours takes the place of our old one, not of somebody else's."""
+    file = tmp_path / "results.json"
+    results.save([row("a", "auto", 2.0), row("a", "auto", 1.5, "someone")], file)
+    both = results.merged(results.load(file), [row("a", "auto", 1.0), row("b", "auto", None)])
+    results.save(both, file)
+    found = {(r["case"], r["by"]): r.get("step_s") for r in results.load(file)}
+    assert found == {("a", "anabranch"): 1.0, ("a", "someone"): 1.5, ("b", "anabranch"): None}
+
+
+@pytest.mark.parametrize(
+    ("document", "said"),
+    [
+        ({"schema": "other/1", "rows": []}, "schema is not"),
+        ({"schema": results.SCHEMA, "rows": [{"case": "a"}]}, "row 0 lacks planner, by"),
+        (
+            {"schema": results.SCHEMA, "rows": [row("a", "auto", 1.0) | {"error": "no"}]},
+            "one of step_s and error",
+        ),
+    ],
+)
+def test_wrong_files_are_refused(tmp_path, document, said):
+    """With what is wrong, and where."""
+    file = tmp_path / "results.json"
+    file.write_text(json.dumps(document))
+    with pytest.raises(ValueError, match=said):
+        results.load(file)
+
+
+def test_a_planner_is_measured_against_the_best():
+    """Two cases: the best of each is 1, whoever has it; a planner of others has their name."""
+    rows = [row("a", "auto", 1.0), row("a", "even", 2.0), row("b", "auto", 3.0)]
+    rows += [row("b", "new", 1.5, "someone"), row("b", "even", None)]
+    assert tables.ratios(rows) == {
+        "auto": [("map", 1.0), ("map", 2.0)],
+        "even": [("map", 2.0)],
+        "new (someone)": [("map", 1.0)],
+    }
+
+
+def test_measures_a_small_case():
+    """A row has what the file asks for, and no step is below the floor."""
+    found = measure(Case("small", "random 0", "flat", 8), "even", None)
+    assert all(name in found for name in results.NEEDED)
+    assert found["step_s"] >= found["floor_s"] > 0
 
 
 def test_a_population_steps_as_pipelines_do():
