@@ -1,15 +1,12 @@
-"""Small clusters, and the plans that GraphPipe may express, enumerated one by one."""
+"""Small clusters and models with numbers that are easy to follow."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
-from itertools import product
 
 from anabranch.cluster import Cluster, Level
 from anabranch.cost import CostModel
 from anabranch.graph.opgraph import Op, OpGraph, Parameter, Value
-from anabranch.planner.partitioner.chains import Block, Chain
 from anabranch.planner.toolkit.parts import PartPrices
 from anabranch.planner.toolkit.prices import MicrobatchPrices
 from anabranch.profile.profile import OpCost, Profile, Sharded
@@ -85,71 +82,3 @@ def sharded(profile: Profile, degree: int = 2) -> Profile:
     nbytes = {p.name: p.nbytes for p in profile.graph.parameters}
     held = tuple(sum(nbytes[n] for n in op.parameters) // degree for op in profile.graph.ops)
     return replace(profile, sharded=(Sharded(degree, costs, held),))
-
-
-def expressible(chain: Chain, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, ...]]:
-    """Partitions into stages of the four kinds that ``planner.graphpipe`` lists, as bit masks."""
-    stop = len(chain.items) if stop is None else stop
-    if start == stop:
-        yield ()
-        return
-    for end in range(start + 1, stop + 1):
-        # kind 1: a run of items
-        for rest in expressible(chain, end, stop):
-            yield (chain.row.mask(start, end), *rest)
-    block = chain.items[start]
-    if isinstance(block, Block):
-        # boundaries on both sides of the block, kind 2 inside
-        for inside in _placed(block, {}):
-            for rest in expressible(chain, start + 1, stop):
-                yield (*inside, *rest)
-        # kind 3: a run behind the block with the last operators of branches
-        for end in range(start + 2, stop + 1):
-            for taken, inside in _shared(block, tails=True):
-                for rest in expressible(chain, end, stop):
-                    yield (*inside, taken | chain.row.mask(start + 1, end), *rest)
-    # kind 4: a run before a block with the first operators of branches
-    for p in range(start + 1, stop):
-        block = chain.items[p]
-        if isinstance(block, Block):
-            for taken, inside in _shared(block, tails=False):
-                for rest in expressible(chain, p + 1, stop):
-                    yield (*inside, taken | chain.row.mask(start, p), *rest)
-
-
-def _shared(block: Block, *, tails: bool) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """Cuts of the branches: what goes to the stage outside, and stages for the remainder."""
-    sizes = [len(branch.items) for branch in block.branches]
-    for cuts in product(*(range(size + 1) for size in sizes)):
-        taken = 0
-        remaining = {}
-        for j, (branch, cut) in enumerate(zip(block.branches, cuts, strict=True)):
-            taken |= branch.row.mask(cut, sizes[j]) if tails else branch.row.mask(0, cut)
-            remaining[j] = (0, cut) if tails else (cut, sizes[j])
-        for inside in _placed(block, remaining):
-            yield taken, inside
-
-
-def _placed(block: Block, remaining: dict[int, tuple[int, int]]) -> Iterator[tuple[int, ...]]:
-    """Stages for what remains of the branches; runs of whole ones may be one stage."""
-
-    def extend(j: int) -> Iterator[tuple[int, ...]]:
-        if j == len(block.branches):
-            yield ()
-            return
-        branch = block.branches[j]
-        start, stop = remaining.get(j, (0, len(branch.items)))
-        for own in expressible(branch, start, stop):
-            for rest in extend(j + 1):
-                yield (*own, *rest)
-        for end in range(j + 2, len(block.branches) + 1):
-            run = range(j, end)
-            if all(remaining.get(i, whole) == whole for i in run if (whole := _whole(block, i))):
-                for rest in extend(end):
-                    yield (block.row.mask(j, end), *rest)
-
-    yield from extend(0)
-
-
-def _whole(block: Block, j: int) -> tuple[int, int]:
-    return 0, len(block.branches[j].items)

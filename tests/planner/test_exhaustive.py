@@ -9,7 +9,6 @@ import pytest
 from anabranch.cost import CostModel
 from anabranch.errors import BudgetError
 from anabranch.planner.exhaustive import Exhaustive
-from anabranch.planner.graphpipe import GraphPipe
 from tests.planner import shapes
 from tests.planner.helpers import cluster, cost_model, linked_model
 
@@ -21,12 +20,11 @@ def test_two_short_pieces_share_a_device():
     """
     cost = linked_model(4, [(0, 1), (2, 3)], [3, 1, 1, 3])
     cost = CostModel(cost.profile, cluster(3))
-    for planner in (Exhaustive(1), GraphPipe(1)):
-        found = [
-            sorted(stage.operators for stage in graph.stages)
-            for graph in planner(cost, batch_size=16, microbatch_size=1)
-        ]
-        assert [("op0",), ("op1", "op2"), ("op3",)] in found
+    found = [
+        sorted(stage.operators for stage in graph.stages)
+        for graph in Exhaustive(1)(cost, batch_size=16, microbatch_size=1)
+    ]
+    assert [("op0",), ("op1", "op2"), ("op3",)] in found
 
 
 def shapes_of(cost: CostModel, planner: Exhaustive, size: int) -> set[str]:

@@ -16,10 +16,6 @@ from anabranch.graph.opgraph import bits
 from anabranch.planner.dapple.links import counts
 from anabranch.planner.dapple.tables import ChainProblem, Tables
 from anabranch.planner.downsets import prefixes
-from anabranch.planner.partitioner.chains import line
-from anabranch.planner.partitioner.exact.lattice import Lattice
-from anabranch.planner.partitioner.exact.prices import LatticeWeights, PricedStages
-from anabranch.planner.partitioner.range_prices import RangePrices, RangeSizes
 from anabranch.planner.pipedream.terms import Piece, Terms, tiers
 from anabranch.planner.piper.prices import DownsetPrices
 from anabranch.planner.toolkit.parts import Part, PartPrices
@@ -117,19 +113,6 @@ def listed(case: Case, cost: CostModel) -> Iterator[tuple[str, float, int]]:
     order, mode, prices = range(len(cost.graph)), case.mode, case.prices(cost)
     parts = PartPrices(prices)
     yield "parts", parts.period_s(case.part), parts.headroom(case.part)
-    sizes, ranges = RangeSizes([prices]), RangePrices(line(cost, order).row, RangeSizes([prices]))
-    k = sizes.modes.index(mode)
-    at = list(zip(*np.triu_indices(len(order) + 1, 1), strict=True)).index((case.start, case.stop))
-    height = int(ranges.headroom[0, k, at])
-    yield "ranges", ranges.spread_s[0, k, at], min(height, UNBOUNDED)
-    lattice = Lattice(cost.graph, budget=10_000, ways=1_000_000)
-    weights = LatticeWeights(cost, lattice, [1 << op for op in order])
-    priced = PricedStages.of(weights, prices, 10**6)
-    for pair in range(len(lattice.below)):
-        # Recomputation is not priced where everything fits without.
-        if weights.mask(pair) == case.mask and mode in priced.modes:
-            k = priced.modes.index(mode)
-            yield "exact", priced.spread_s[k, pair], int(priced.headroom[k, pair])
     if not mode.recompute and mode.tensor == 1:
         states = NestedSets(cost, prefixes(order))
         terms = Terms(states, prices, tiers(cost.cluster), DEVICES, accumulate=True)

@@ -274,14 +274,6 @@ class NestedSets:
                 found.append((value, made, read))
         return found
 
-    def done(self, *, gradients: bool) -> Traffic:
-        """Per set, what comes from before the first and is read by nothing after this one."""
-        sums = np.zeros((2, len(self)))
-        for value, made, read in self._crossing:
-            if made < 0 and (value.grad or not gradients):
-                sums[int(not value.batched), read[-1] + 1 :] += value.nbytes
-        return Traffic(sums[0], sums[1])
-
     # Any sets: listed pairs
 
     def between(self, pairs: Pairs, tensor: int = 1, border: Border | None = None) -> StageWeights:

@@ -24,7 +24,7 @@ from anabranch.plans.stages import StageGraph
 
 @dataclass(frozen=True)
 class DataParallel:
-    """One stage on all devices, for every micro-batch size; the least estimated step first."""
+    """One stage on all devices, for every micro-batch size; the quickest in outline first."""
 
     schedules: ClassVar[tuple[str, ...]] = ("1f1b",)
 
@@ -40,7 +40,7 @@ class DataParallel:
         problem = Problem(cost, batch_size)
         require_sizes(cost, batch_size, microbatch_size, problem.devices)
         ways = data_parallel(problem, microbatch_size)
-        found = sorted(ways, key=lambda candidate: candidate.step_s)
+        found = sorted(ways, key=lambda candidate: candidate.outline_s)
         if not found:
             raise self._explain(problem, microbatch_size)
         return [candidate.graph for candidate in found]

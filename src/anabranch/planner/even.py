@@ -52,7 +52,7 @@ class Even:
         """
         problem = Problem(cost, batch_size, self.max_replicas, chained=True)
         require_sizes(cost, batch_size, microbatch_size, problem.most_replicas)
-        found = sorted(self._propose(problem, microbatch_size), key=lambda even: even.step_s)
+        found = sorted(self._propose(problem, microbatch_size), key=lambda even: even.outline_s)
         if not found:
             raise self._explain(problem, microbatch_size)
         return [candidate.graph for candidate in found]

@@ -8,7 +8,7 @@ All partitions of up to ``MOST_OPERATORS`` operators into stages with an acyclic
   (``planner.toolkit.assemble``);
 - with ``every``, all numbers of replicas that add up to the devices: 1 + 3 + 3 + 1 ways for 4
   devices and 1 to 4 stages. The best of these, simulated, is the best plan there is on one level of
-  links. On several, devices are numbered in the two orders of ``toolkit.assemble`` only.
+  links. On several, devices are given out in the ways of ``toolkit.place`` only.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Exhaustive:
     def __call__(
         self, cost: CostModel, *, batch_size: int, microbatch_size: int | None = None
     ) -> Iterator[StageGraph]:
-        """Propose stage graphs: some as they are found, then the least estimated step first.
+        """Propose stage graphs: some as they are found, then the quickest in outline first.
 
         See ``planner.base``.
 
@@ -92,12 +92,12 @@ class Exhaustive:
         for size in problem.sizes(microbatch_size):
             for candidate in self._at_size(problem, size, everything):
                 found.append(candidate)
-                if candidate.step_s < least_s:
-                    least_s = candidate.step_s
+                if candidate.outline_s < least_s:
+                    least_s = candidate.outline_s
                     yield candidate.graph
         if not found:
             raise explain(problem, microbatch_size, _on_fewest_devices(everything))
-        found.sort(key=lambda candidate: candidate.step_s)
+        found.sort(key=lambda candidate: candidate.outline_s)
         yield from list(dict.fromkeys(best.graph for best in found))[: self.candidates]
 
     def _require_few(self, cost: CostModel, everything: _Partitions, sizes: int) -> None:
@@ -123,9 +123,7 @@ class Exhaustive:
         if not self.every:
             chosen = self._quickest(problem, assembler.prices, everything)
         for parts in chosen:
-            candidate = assembler.assemble(parts)
-            if candidate is not None:
-                yield candidate
+            yield from assembler.assemblies(parts)
 
     def _every(
         self, problem: Problem, prices: PartPrices, everything: _Partitions

@@ -94,7 +94,7 @@ def test_compare_has_every_planner(document, profile):
     found = document("compare", profile, "--cluster", "summit:1x2", "--batch-size", "16")
     assert [plan["planner"] for plan in found["plans"]] == list(planners.PLANNERS)
     steps = {p["planner"]: p["predicted"]["step_s"] for p in found["plans"] if "predicted" in p}
-    assert steps["graphpipe"] <= min(steps["sequential"], steps["data-parallel"]) * (1 + 1e-9)
+    assert steps["auto"] <= min(steps["sequential"], steps["data-parallel"]) * (1 + 1e-9)
 
 
 def test_compare_shows_a_row_for_who_cannot(run, profile, tmp_path):

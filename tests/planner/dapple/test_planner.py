@@ -37,8 +37,10 @@ def test_finds_a_plan_wherever_sequential_does(profile, devices, memory, size):
     """Tight memory: it has more numbers of replicas to choose from, never fewer plans."""
     cost = cost_model(profile, devices, memory=memory)
     try:
-        list(Sequential(recompute=False)(cost, batch_size=8, microbatch_size=size))
+        found = list(Sequential()(cost, batch_size=8, microbatch_size=size))
     except InfeasiblePlanError:
+        return
+    if any(stage.recompute for graph in found for stage in graph.stages):
         return
     assert list(Dapple()(cost, batch_size=8, microbatch_size=size))
 

@@ -14,10 +14,9 @@ from anabranch.cost import CostModel
 from anabranch.errors import InfeasiblePlanError
 from anabranch.planner.exhaustive import Exhaustive
 from anabranch.planner.graphpipe import GraphPipe
-from anabranch.planner.partitioner.chain_programme import on_fewest_devices
-from anabranch.planner.partitioner.chains import build
 from anabranch.planner.sequential import Sequential
 from anabranch.planner.toolkit.infeasible import explain
+from anabranch.planner.toolkit.problem import Problem
 from tests.planner import shapes
 from tests.planner.helpers import cost_model
 from tests.strategies import planning_profiles
@@ -25,10 +24,9 @@ from tests.strategies import planning_profiles
 MMT = shapes.mmt(parts=1)
 
 
-def explained(cost: CostModel, planner: GraphPipe) -> str:
+def explained(cost: CostModel) -> str:
     """Why there is no plan for a batch of 4."""
-    problem = planner.problem(cost, 4)
-    return str(explain(problem, None, on_fewest_devices(build(cost, problem.tree))))
+    return str(explain(Problem(cost, 4, recompute=True), None))
 
 
 MESSAGE = re.compile(
@@ -77,7 +75,7 @@ def test_the_suggested_memory_suffices(profile, devices, memory):
     try:
         list(planner(cost, batch_size=4))
     except InfeasiblePlanError:
-        message = explained(cost, planner)
+        message = explained(cost)
         if "no plan uses all" in message:
             # There is none: on fewer devices it fits, on all of them no split does.
             with pytest.raises(InfeasiblePlanError):
@@ -97,7 +95,7 @@ def test_the_suggested_memory_suffices(profile, devices, memory):
             costs=tuple(replace(c, kept_bytes=c.kept_bytes << 30) for c in profile.costs),
         )
         cost = cost_model(large, devices, memory=memory << 30)
-        needed = float(re.findall(r"at least ([\d.]+) GiB", explained(cost, planner))[0])
+        needed = float(re.findall(r"at least ([\d.]+) GiB", explained(cost))[0])
         enough = cost_model(large, devices, memory=int((needed * 1.02 + 0.1) * 2**30))
         assert list(planner(enough, batch_size=4))
 

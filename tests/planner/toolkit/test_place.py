@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anabranch.planner.toolkit.place import place
+from anabranch.planner.toolkit.place import place, placements
 
 
 def test_places_replicas_in_one_node():
@@ -62,3 +62,22 @@ def test_gives_every_device_once(replicas, node, rack):
     placed = place(replicas, [node, node * rack, 72 * node * rack])
     assert [len(devices) for devices in placed] == replicas
     assert sorted(sum(placed, [])) == list(range(sum(replicas)))  # noqa: RUF017
+
+
+def test_the_ways_to_place_two_branches():
+    """Stages a1, a2, b1, b2 of one device and a join of two, on nodes of two.
+
+    Branch after branch; from the sink, the last stages of the branches together; and the join
+    spread over two nodes.
+    """
+    shapes, height = [(1, 1)] * 4 + [(2, 1)], [2, 1, 2, 1, 0]
+    assert list(placements(shapes, height, (2, 6))) == [
+        [[2], [3], [4], [5], [0, 1]],
+        [[4], [2], [5], [3], [0, 1]],
+        [[4], [1], [3], [5], [0, 2]],
+    ]
+
+
+def test_placements_that_are_the_same_come_once():
+    """One stage on everything."""
+    assert list(placements([(4, 1)], [0], (4,))) == [[[0, 1, 2, 3]]]

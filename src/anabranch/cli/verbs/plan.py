@@ -42,7 +42,7 @@ def plan(
         list[str] | None,
         typer.Option(
             metavar="NAME=VALUE",
-            help="An option of the planner, like candidates=9; repeatable. A wrong name lists all.",
+            help="An option of the planner, like seed=1; repeatable. A wrong name lists all.",
         ),
     ] = None,
     policy: Policy = None,

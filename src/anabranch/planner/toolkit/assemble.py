@@ -3,14 +3,12 @@
 While devices are left, the stage with the longest period that can use some gets more replicas
 (twice as many, else one more) if that shortens its period, or is cut in two; if nothing helps, the
 change that does least harm. Where many are left, the stages with the most compute per device come
-first in a second try, and the quicker is kept. Where neither ends on exactly all devices, the
-replicas of all stages are looked at together: 3 operators on 7 devices with micro-batches of 3
-samples need 3, 3 and 1 replicas.
+first in a second try. Where neither ends on exactly all devices, the replicas of all stages are
+looked at together: 3 operators on 7 devices with micro-batches of 3 samples need 3, 3 and 1.
 
-``toolkit.place`` gives devices out in two orders: branch after branch, which keeps a branch in a
-node, and from the sink backwards, which keeps the last stages of the branches near their join. In
-plans of few stages each stage is also spread over all nodes, or all racks, so that only all-reduces
-leave them (DAPPLE's "scatter first"). The quickest is kept.
+Of several results that with the least outline is first: ``(M - 1) * longest period + longest way``
+for M micro-batches, the way being the sum of periods on a path. It knows nothing of where the
+devices are: ``toolkit.place`` gives them out in several ways, and the simulator decides.
 """
 
 from __future__ import annotations
@@ -23,9 +21,8 @@ from functools import cached_property
 import numpy as np
 
 from anabranch.graph.digraph import topological_order
-from anabranch.planner.toolkit.estimate import step_s
 from anabranch.planner.toolkit.parts import Part, PartPrices, edges, fits, heights, successors
-from anabranch.planner.toolkit.place import place, scatter
+from anabranch.planner.toolkit.place import placements
 from anabranch.plans.stages import Stage, StageGraph
 
 
@@ -35,18 +32,10 @@ class AssemblyLimits:
 
     Attributes:
         many_left: if more than this share of the devices is left, they are given out in two ways.
-        stages, devices: of a plan for which devices spread over the nodes are tried at most,
-        scattered: and what their estimate is multiplied by: all-reduces and transfers of many
-            stages meet at the cards;
-        short: but in models of up to so many operators, whose few plans are all simulated.
         cuts: places at which a stage may be cut: those where the compute of both is most even.
     """
 
     many_left: float = 0.25
-    stages: int = 8
-    devices: int = 128
-    scattered: float = 1.05
-    short: int = 10
     cuts: int = 8
 
 
@@ -69,10 +58,12 @@ class Assembler:
 
     def assemble(self, parts: Sequence[Part]) -> Candidate | None:
         """A stage graph of these parts on all devices; None if there is none in memory."""
-        return min(self.assemblies(parts), key=lambda candidate: candidate.step_s, default=None)
+        return min(self.assemblies(parts), key=lambda candidate: candidate.outline_s, default=None)
 
     def assemblies(self, parts: Sequence[Part]) -> Iterator[Candidate]:
-        """Stage graphs of these parts, one per way to give out the devices that are left."""
+        """Stage graphs of these parts, per way to give out the devices that are left those of all
+        placements.
+        """
         total = self.prices.cost.cluster.num_devices
         left = total - sum(part.devices for part in parts)
         ranks = (
@@ -83,27 +74,31 @@ class Assembler:
         some = False
         for rank in ranks:
             spread = self._use_rest(list(parts), left, rank)
-            found = self._finish(spread) if spread is not None else None
-            if found is not None:
+            for found in self._finish(spread) if spread is not None else ():
                 some = True
                 yield found
         if left and not some:
             shared = self._shared_out(parts)
-            found = self._finish(shared) if shared is not None else None
-            if found is not None:
-                yield found
+            yield from self._finish(shared) if shared is not None else ()
 
-    def _finish(self, parts: Sequence[Part]) -> Candidate | None:
-        """A stage graph of parts that use all devices; None if there is none in memory."""
+    def _finish(self, parts: Sequence[Part]) -> Iterator[Candidate]:
+        """Stage graphs of parts that use all devices; none if they do not fit."""
         stages, pairs = self.arrange(parts)
         stages = self._slimmed(stages, pairs)
-        if not fits(self.prices, stages, pairs):
-            return None
-        placed = min(self._placements(stages, pairs), default=None)
-        if placed is None:
-            return None
-        period_s = max(self.prices.period_s(part) for part in stages)
-        return Candidate(self._stage_graph(stages, placed[1], pairs), placed[0], period_s)
+        if fits(self.prices, stages, pairs):
+            outline_s = self._outline_s(stages, pairs)
+            height = heights(len(stages), pairs)
+            sizes = self.prices.cost.cluster.group_sizes
+            shapes = [(part.devices, part.tensor) for part in stages]
+            for devices in placements(shapes, height, sizes):
+                yield Candidate(self._stage_graph(stages, devices, pairs), outline_s)
+
+    def _outline_s(self, parts: Sequence[Part], pairs: set[tuple[int, int]]) -> float:
+        periods = [self.prices.period_s(part) for part in parts]
+        way = list(periods)
+        for x, y in sorted(pairs, reverse=True):
+            way[x] = max(way[x], way[y] + periods[x])
+        return (self.prices.microbatch.num_microbatches - 1) * max(periods) + max(way)
 
     def _slimmed(self, parts: list[Part], pairs: set[tuple[int, int]]) -> list[Part]:
         """The parts, those that do not fit at their heights with recomputation, and without it
@@ -258,33 +253,6 @@ class Assembler:
             moved |= {(s, s + 1) for s in range(len(parts) - 1)}
         return [parts[s] for s in ordered], moved
 
-    def _placements(
-        self, parts: Sequence[Part], pairs: set[tuple[int, int]]
-    ) -> Iterator[tuple[float, list[list[int]]]]:
-        """Estimated steps, with the devices of every part."""
-        height = heights(len(parts), pairs)
-        forward = list(range(len(parts)))
-        from_sink = sorted(forward, key=lambda s: (height[s], s))
-        sizes = self.prices.cost.cluster.group_sizes
-        seen: list[list[list[int]]] = []
-        for order in (forward, from_sink):
-            devices = place(
-                [parts[s].devices for s in order], sizes, [parts[s].tensor for s in order]
-            )
-            at = {s: position for position, s in enumerate(order)}
-            chosen = [devices[at[s]] for s in forward] if devices else []
-            if chosen and chosen not in seen:
-                seen.append(chosen)
-                yield step_s(self.prices, parts, chosen, pairs), chosen
-        few = len(parts) <= LIMITS.stages and sum(part.devices for part in parts) <= LIMITS.devices
-        if few and all(part.tensor == 1 for part in parts):
-            dearer = LIMITS.scattered if len(self.order) > LIMITS.short else 1.0
-            for size in sizes[:-1]:
-                chosen = scatter([part.replicas for part in parts], size)
-                if chosen and chosen not in seen:
-                    seen.append(chosen)
-                    yield dearer * step_s(self.prices, parts, chosen, pairs), chosen
-
     def _stage_graph(
         self, parts: Sequence[Part], devices: Sequence[Sequence[int]], pairs: set[tuple[int, int]]
     ) -> StageGraph:
@@ -307,8 +275,7 @@ class Assembler:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A stage graph with what its planner thinks of it: estimated step and longest period."""
+    """A stage graph, and roughly its seconds per step."""
 
     graph: StageGraph
-    step_s: float
-    period_s: float
+    outline_s: float

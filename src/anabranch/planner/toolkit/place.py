@@ -7,8 +7,13 @@ one node where possible, else in one rack.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
+
+FEW_STAGES = 8
+"""Stages of a plan at most that are tried spread over the nodes: all-reduces and transfers of more
+meet at the cards.
+"""
 
 
 def place(
@@ -64,6 +69,34 @@ def _fullest_first(nodes: list[list[int]], sizes: Sequence[int]) -> list[list[in
     below = [list(left) for _, left in groupby(nodes, key=lambda left: left[0] // sizes[-1])]
     below.sort(key=lambda members: -sum(map(len, members)))
     return [left for members in below for left in _fullest_first(members, sizes[:-1])]
+
+
+def placements(
+    shapes: Sequence[tuple[int, int]], height: Sequence[int], sizes: Sequence[int]
+) -> Iterator[list[list[int]]]:
+    """Devices of stages in topological order, in up to four ways, each once.
+
+    Branch after branch, which keeps a branch in a node; from the sink backwards, which keeps the
+    last stages of the branches near their join; and, for plans of few stages, each stage spread
+    over all nodes or all racks, so that only all-reduces leave them (DAPPLE's "scatter first").
+
+    Args:
+        shapes: devices of each stage, and those of a replica, which lie in one node.
+        height: of each stage, its longest distance to a sink.
+        sizes: as for ``place``.
+    """
+    forward = list(range(len(shapes)))
+    ways: list[list[list[int]]] = []
+    for order in (forward, sorted(forward, key=lambda s: (height[s], s))):
+        placed = place([shapes[s][0] for s in order], sizes, [shapes[s][1] for s in order])
+        where = dict(zip(order, placed, strict=False))
+        ways.append([where[s] for s in forward] if placed else [])
+    counts = [count for count, _ in shapes]
+    if len(shapes) <= FEW_STAGES and all(tensor == 1 for _, tensor in shapes):
+        ways += [scatter(counts, size) for size in sizes[:-1]]
+    for i, devices in enumerate(ways):
+        if devices and devices not in ways[:i]:
+            yield devices
 
 
 def scatter(replicas: Sequence[int], node: int) -> list[list[int]]:

@@ -1,12 +1,10 @@
 """Prices of stages at one micro-batch size, and the modes in which a stage may use its devices.
 
 The period is that of ``cost.period`` on ceil(b / d) samples, with the all-reduce over d devices
-that are numbered in a row, and a byte across the border at ``border_price``. As a stage that waits
-for a slower one still reduces at the end, a search may also bound the period without the all-reduce
-and the all-reduce apart (``Bound``).
+that are numbered in a row, and a byte across the border at ``border_price``.
 
 All that crosses the border of a stage is taken to leave its node, unless the whole cluster is one,
-on a card that nobody else uses. ``toolkit.estimate`` knows where the devices are and corrects both.
+on a card that nobody else uses; the simulator knows where the devices are.
 
 Memory is that of ``CostModel.device_bytes`` with min(h + 1, M) micro-batches in flight, h the
 stage's height.
@@ -101,23 +99,6 @@ class MicrobatchPrices:
         held = memory.most_in_flight(self.memory_bytes, self.num_microbatches)
         # More than all micro-batches are never in flight.
         return np.where(held == self.num_microbatches, UNBOUNDED, held - 1).astype(np.int32)
-
-
-@dataclass(frozen=True, slots=True)
-class Bound:
-    """What no stage may exceed.
-
-    Attributes:
-        period_s: seconds from one micro-batch to the next.
-        spread: the period includes the all-reduce, spread over the micro-batches.
-        reduce_s: seconds of the all-reduce of a step.
-        at: place of the micro-batch size among those that are searched together.
-    """
-
-    period_s: float
-    spread: bool = True
-    reduce_s: float = float("inf")
-    at: int = 0
 
 
 def degrees(

@@ -7,16 +7,13 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from anabranch.cost import CostModel
-from anabranch.graph.series_parallel import Leaf, Node, Series, decompose, operators
+from anabranch.graph.series_parallel import Node, decompose, operators
 from anabranch.planner.toolkit.assemble import Assembler
 from anabranch.planner.toolkit.parts import OperatorSets, PartPrices
 from anabranch.planner.toolkit.prices import MicrobatchPrices, degrees, microbatch_sizes
 
 SHORT = 10
-"""Models of up to so many operators are searched as closely as can be: that takes no time."""
-
-MOST_UNEVEN = 128
-"""Operators of a row for which numbers of replicas besides the powers of two are tried."""
+"""Models of up to so many operators get numbers of replicas besides the powers of two."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +23,6 @@ class Problem:
     Attributes:
         max_replicas: replicas per stage at most; None: no limit.
         chained: every stage waits for the one before it.
-        tolerance: how near to the least period a search must come, relative.
     """
 
     cost: CostModel
@@ -34,7 +30,6 @@ class Problem:
     max_replicas: int | None = None
     chained: bool = False
     recompute: bool = False
-    tolerance: float = 0.01
 
     @property
     def devices(self) -> int:
@@ -61,25 +56,15 @@ class Problem:
         """What sets of operators weigh."""
         return OperatorSets(self.cost)
 
-    @property
-    def affords_uneven(self) -> bool:
-        """Whether more numbers of replicas take little time: few operators, or no branches."""
-        count = len(self.order)
-        return count <= SHORT or (count <= MOST_UNEVEN and (self.chained or _is_row(self.tree)))
-
     def sizes(self, microbatch_size: int | None) -> Sequence[int]:
         """The micro-batch sizes to try: this one, or all for None."""
         return microbatch_sizes(self.batch_size, microbatch_size)
 
-    def prices(
-        self, microbatch_size: int, devices: int | None = None, *, uneven: bool = True
-    ) -> MicrobatchPrices:
+    def prices(self, microbatch_size: int, devices: int | None = None) -> MicrobatchPrices:
         """Prices at one micro-batch size.
 
         Args:
             devices: how many there are, if other than those of the cluster.
-            uneven: numbers of replicas besides the powers of two may be used, where more of them
-                take little time.
         """
         devices = devices or self.devices
         node = self.cost.cluster.group_sizes[0]
@@ -92,7 +77,7 @@ class Problem:
                 microbatch_size,
                 min(devices, self.most_replicas),
                 batch_size=self.batch_size,
-                uneven=uneven and self.affords_uneven,
+                uneven=len(self.order) <= SHORT,
             ),
             self.cost.cluster.memory_bytes,
             tensors=tuple(t for t in self.cost.tensor_degrees if t <= devices and node % t == 0),
@@ -115,10 +100,3 @@ class Problem:
         return Assembler(
             PartPrices(prices, self.sets), self.order, self.most_replicas, self.chained
         )
-
-
-def _is_row(tree: Node) -> bool:
-    """Whether no operators lie side by side."""
-    if isinstance(tree, Series):
-        return all(_is_row(child) for child in tree.children)
-    return isinstance(tree, Leaf)

@@ -1,4 +1,4 @@
-"""The series-parallel tree in the form in which planners search it: chains of items.
+"""Series and parallel parts of a model as chains: the form in which Algorithm 1 takes it apart.
 
 A chain is a row of items, each an operator or a block; a block is a set of chains side by side::
 
@@ -6,12 +6,12 @@ A chain is a row of items, each an operator or a block; a block is a set of chai
                     | chain [ a ][ b ][ c ]|
                     | chain [ d ][ e ]     |
 
-``cost.nested_weights`` weighs contiguous ranges of items. Branches of a block with the same
-``series_parallel.signature`` are of one class, and only its first is searched.
+A series decomposition cuts a chain between two items, a parallel one a block between two branches.
+Branches with the same ``series_parallel.signature`` are of one class, and solved once.
 
-A model of more than ``SEARCH.items`` operators is made coarser: neighbours in a chain, whole blocks
+A model of more than some number of operators is made coarser: neighbours in a chain, whole blocks
 and neighbouring branches become one item if together they are no more than their share of all
-compute. So a boundary is up to one item away from where it would be best.
+compute.
 """
 
 from __future__ import annotations
@@ -24,16 +24,15 @@ from functools import cached_property
 from anabranch.cost import CostModel
 from anabranch.cost.nested_weights import NestedSets
 from anabranch.graph.series_parallel import Leaf, Node, Parallel, Series, operators, signature
-from anabranch.planner.partitioner.limits import SEARCH
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Block:
     """Chains side by side.
 
     Attributes:
-        classes: per branch, the first branch that is the same.
-        row: the branches as a row: ranges are groups of whole branches.
+        classes: per branch, the first branch that is the same; same ones are neighbours.
+        row: the branches as a row: its ranges are runs of whole branches.
     """
 
     branches: tuple[Chain, ...]
@@ -41,60 +40,51 @@ class Block:
     row: NestedSets
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Chain:
     """Items in series.
 
     Attributes:
-        items: operators, by index, and blocks; several operators in one item by their first.
-        below: for every cut j, the most items on a path through what comes after it in the whole
-            model: no stage that ends at the cut has a greater height.
+        items: blocks, and None for an operator, or several that are taken as one.
+        row: the items as a row: its ranges are runs of them.
     """
 
-    items: tuple[int | Block, ...]
+    items: tuple[Block | None, ...]
     row: NestedSets
-    below: tuple[int, ...]
 
-    @property
-    def blocks(self) -> tuple[Block, ...]:
-        """The blocks among the items."""
-        return tuple(item for item in self.items if isinstance(item, Block))
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def rows(self) -> Iterator[NestedSets]:
+        """The rows of the chain and of all that is inside it."""
+        yield self.row
+        for block in self.items:
+            if block is not None:
+                yield block.row
+                for branch in block.branches:
+                    yield from branch.rows()
 
 
-def build(cost: CostModel, tree: Node) -> Chain:
+def tree(cost: CostModel, root: Node, most_items: int) -> Chain:
     """The chain that stands for a whole decomposition."""
-    return _Builder(cost).chain(tree, 0)
+    return _Builder(cost, most_items).chain(root)
 
 
-def line(cost: CostModel, order: Iterable[int], *, coarse: bool = False) -> Chain:
-    """The chain of operators in one topological order, made coarser if asked and long."""
-    ops: list[Node] = [Leaf(op) for op in order]
-    parts = list(_Builder(cost).runs(ops)) if coarse else [[op] for op in ops]
-    masks = [sum(_mask(op) for op in part) for part in parts]
-    firsts = tuple(next(operators(part[0])) for part in parts)
-    return Chain(firsts, NestedSets.row(cost, masks), tuple(range(len(firsts), -1, -1)))
-
-
-def span(chain: Chain) -> int:
-    """Items on the longest path: no plan is deeper."""
-    return chain.below[0]
-
-
-def count(chain: Chain) -> int:
-    """Items of a chain and of all chains inside it."""
-    inner = [branch for block in chain.blocks for branch in block.branches]
-    return len(chain.items) + sum(map(count, inner))
+def line(cost: CostModel, order: Iterable[int], most_items: int) -> Chain:
+    """The chain of operators in one topological order."""
+    runs = list(_Builder(cost, most_items).runs([Leaf(op) for op in order]))
+    masks = [sum(map(_mask, run)) for run in runs]
+    return Chain((None,) * len(masks), NestedSets.row(cost, masks))
 
 
 class _Builder:
     """Builds chains for one model."""
 
-    def __init__(self, cost: CostModel) -> None:
+    def __init__(self, cost: CostModel, most_items: int) -> None:
         self._cost = cost
         costs = cost.profile.costs
-        self._seconds = [cost.forward_s[-1] + cost.backward_s[-1] for cost in costs]
-        coarse = len(costs) > SEARCH.items
-        self._small = sum(self._seconds) / SEARCH.items if coarse else -1.0
+        self._seconds = [op.forward_s[-1] + op.backward_s[-1] for op in costs]
+        self._small = sum(self._seconds) / most_items if len(costs) > most_items else -1.0
 
     @cached_property
     def _keys(self) -> list[Hashable]:
@@ -108,26 +98,19 @@ class _Builder:
             for op, cost in zip(self._cost.graph.ops, self._cost.profile.costs, strict=True)
         ]
 
-    def chain(self, node: Node, below: int) -> Chain:
-        """The chain of a part that has so many items below it."""
-        cuts = [below]
-        items: list[int | Block] = []
+    def chain(self, node: Node) -> Chain:
+        """The chain of a part."""
+        items: list[Block | None] = []
         masks: list[int] = []
-        for run in reversed(list(self.runs(_flat(node)))):
-            only = run[0]
-            if len(run) == 1 and isinstance(only, Parallel) and not self._is_small(run):
-                block = self._block(only, cuts[-1])
-                items.append(block)
-                cuts.append(max(branch.below[0] for branch in block.branches))
-            else:
-                items.append(next(operators(only)))
-                cuts.append(cuts[-1] + 1)
-            masks.append(sum(_mask(node) for node in run))
-        row = NestedSets.row(self._cost, masks[::-1])
-        return Chain(tuple(reversed(items)), row, tuple(reversed(cuts)))
+        for run in self.runs(_flat(node)):
+            first = run[0]
+            whole = isinstance(first, Parallel) and len(run) == 1 and not self._is_small(run)
+            items.append(self._block(first) if whole and isinstance(first, Parallel) else None)
+            masks.append(sum(map(_mask, run)))
+        return Chain(tuple(items), NestedSets.row(self._cost, masks))
 
     def runs(self, nodes: Iterable[Node]) -> Iterator[list[Node]]:
-        """Neighbours that may be one item, each as long as it stays small."""
+        """Neighbours that may be one item, each run as long as it stays small."""
         run: list[Node] = []
         seconds = 0.0
         for node in nodes:
@@ -143,7 +126,7 @@ class _Builder:
     def _is_small(self, run: Sequence[Node]) -> bool:
         return sum(self._seconds[op] for node in run for op in operators(node)) <= self._small
 
-    def _block(self, node: Parallel, below: int) -> Block:
+    def _block(self, node: Parallel) -> Block:
         branches = [
             run[0] if len(run) == 1 else Parallel(tuple(run)) for run in self.runs(node.children)
         ]
@@ -153,9 +136,9 @@ class _Builder:
             classes += [len(classes)] * len(group)
             ordered += group
         return Block(
-            tuple(self.chain(child, below) for child in ordered),
+            tuple(map(self.chain, ordered)),
             tuple(classes),
-            NestedSets.row(self._cost, [_mask(child) for child in ordered]),
+            NestedSets.row(self._cost, list(map(_mask, ordered))),
         )
 
     def _alike(self, branches: Sequence[Node]) -> list[list[Node]]:

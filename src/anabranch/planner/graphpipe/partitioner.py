@@ -1,0 +1,467 @@
+"""Pipeline stage partitioner: GraphPipe, section 5, Algorithm 1. Numbers in comments are its lines.
+
+    DP(G, c_f, c_b, d, t_max)   fewest samples in flight before G, in a stage of configuration c_f,
+                                where G gets d devices, a stage of configuration c_b follows it,
+                                and no stage takes longer than t_max per sample
+
+Our ``Strategies`` are the values of DP for one G, c_b and t_max: a table over c_f and d, so that
+the loops over them (lines 35 to 37, 43) are array operations. The paper's recursion takes any cut;
+here the first of the two parts of a series is a single stage, a block, or a block without the tail
+of a branch, and of a block a run of branches, which gives the same stage graphs.
+
+Two things the paper implies only:
+
+- G_1 and G_2 of a decomposition share their source and sink, so that the stage of a join may reach
+  into the branches. As in the authors' published plans it then holds the tail of one branch::
+
+      a1 --> a2 [--> a3 --+
+                          +--> join --> head ]        one stage from a3 on
+      b1 --> b2 ----------+
+
+  Of branches that are the same the last is taken, cut at up to ``TAILS`` places.
+- A stage may be several whole branches: the base case of a parallel decomposition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from anabranch.cost import CostModel
+from anabranch.cost.nested_weights import NestedSets
+from anabranch.errors import BudgetError
+from anabranch.graph.opgraph import bits
+from anabranch.planner.auto.compiled.jit import entry
+from anabranch.planner.graphpipe.chains import Block, Chain
+from anabranch.planner.graphpipe.schedules import Floats, Ints, Schedules, StageTables
+from anabranch.planner.toolkit.parts import Part, PartPrices
+
+TAILS = 4
+"""Places at which a branch is cut for the stage of its join; each costs a search of the branch."""
+
+NEVER = 1 << 50
+"""Samples in flight where there is no strategy."""
+
+After = tuple[int, ...]
+"""What c_b asks for: per configuration the samples that a stage right before it must hold."""
+
+
+class PlannedStage(NamedTuple):
+    """A stage: its operators as a bit mask, places of its configuration and of its mode."""
+
+    mask: int
+    configuration: int
+    mode: int
+
+
+@dataclass(frozen=True, eq=False)
+class Strategies:
+    """The best strategies for a sub-graph.
+
+    Attributes:
+        least: samples that a stage right before it must hold: [its configuration c_f, devices d].
+        stages: of the strategy for c_f and d.
+    """
+
+    least: Ints
+    stages: Callable[[int, int], list[PlannedStage]]
+
+
+@dataclass
+class Budget:
+    """Steps of the innermost loops that a planner may take."""
+
+    limit: float
+    cost: CostModel
+    spent: float = 0.0
+
+    def spend(self, steps: float) -> None:
+        """Count; raises BudgetError beyond the limit."""
+        self.spent += steps
+        if self.spent > self.limit:
+            raise BudgetError(
+                f"planner graphpipe has taken {self.spent:.1g} steps for "
+                f"{self.cost.graph.name or 'the model'} on {self.cost.cluster.name}, which is its "
+                "budget; leave out the option per_stage, give a micro-batch size, capture the "
+                "model in coarser operators, take fewer devices, or use planner auto"
+            )
+
+
+CALL = 20_000
+"""Steps that the loops around the innermost ones take as long as, per configuration."""
+
+
+def partition(
+    chain: Chain, schedules: Schedules, groups: int, tolerance: float, budget: Budget
+) -> list[PlannedStage]:
+    """Algorithm 1: stages with the least time per sample of the slowest, to a relative tolerance.
+
+    Args:
+        groups: of devices, all of which are used.
+
+    Returns:
+        No stages where nothing fits.
+    """
+    prices = StagePrices(schedules)
+    best: list[PlannedStage] = []  # 2
+    low, high = 0.0, np.inf  # 2: infinity is a safe upper bound
+    while high > low * (1 + tolerance):  # 3
+        bound = (low + high) / 2 if best else np.inf  # 4
+        found = _Search(prices, chain, groups, bound, budget).stage_graph()  # 5
+        if not found:  # 6
+            if not best:
+                return []
+            low = bound  # 7
+        else:
+            # 9: no less than the slowest stage, which may be quicker than asked for.
+            high = max(prices.tps(stage) for stage in found)
+            best = found  # 10
+    return best  # 11
+
+
+class StagePrices:
+    """Tables of single stages, each row once."""
+
+    def __init__(self, schedules: Schedules) -> None:
+        self.schedules = schedules
+        self._rows: dict[int, StageTables] = {}
+        self._joins: dict[tuple[int, int, int, int], NestedSets] = {}
+        self._tails: dict[int, Floats] = {}
+        self._parts = [PartPrices(prices) for prices in schedules.prices]
+
+    def of_row(self, row: NestedSets) -> StageTables:
+        """Of the ranges of a row."""
+        if id(row) not in self._rows:
+            self._rows[id(row)] = self.schedules.tables(row)
+        return self._rows[id(row)]
+
+    def tail_s(self, row: NestedSets) -> Floats:
+        """Seconds of compute per sample of what a row has behind each cut, in the quickest mode."""
+        if id(row) not in self._tails:
+            running = [
+                row.compute_s(prices.samples(mode.replicas), mode.tensor) / prices.microbatch_size
+                for prices in self.schedules.prices
+                for mode in prices.modes
+            ]
+            self._tails[id(row)] = np.min(
+                [seconds[-1] - seconds[:-1] for seconds in running], axis=0
+            )
+        return self._tails[id(row)]
+
+    def join(self, chain: Chain, place: int, branch: int, cut: int) -> NestedSets:
+        """A row: the tail of a branch of the block at a place, then the items after the block."""
+        key = id(chain), place, branch, cut
+        if key not in self._joins:
+            block = chain.items[place]
+            assert block is not None
+            row = block.branches[branch].row
+            parts = [row.mask(cut, len(row) - 1), *chain.row.parts[place + 1 :]]
+            self._joins[key] = NestedSets.row(chain.row.cost, parts)
+        return self._joins[key]
+
+    def part(self, stage: PlannedStage) -> Part:
+        """A stage as the rest of the planners have it."""
+        mode = self.schedules.modes[stage.mode]
+        return Part(stage.mask, mode.replicas, mode.recompute, mode.tensor)
+
+    def tps(self, stage: PlannedStage) -> float:
+        """Seconds per sample of one stage."""
+        size = self.schedules.configurations[stage.configuration].microbatch_size
+        return self._parts[stage.configuration].period_s(self.part(stage)) / size
+
+
+class _Search:
+    """SearchStageGraph (lines 13 to 20) for one bound; DP states are remembered (lines 24, 25)."""
+
+    def __init__(
+        self, prices: StagePrices, chain: Chain, groups: int, bound: float, budget: Budget
+    ) -> None:
+        self._prices, self._schedules = prices, prices.schedules
+        self._chain, self._groups, self._bound, self._budget = chain, groups, bound, budget
+        self._series: dict[tuple[int, int, After], Strategies] = {}
+        self._runs: dict[tuple[int, int, int, After], Strategies] = {}
+
+    def stage_graph(self) -> list[PlannedStage]:
+        """The stages on all devices with the least memory; none if the bound is too low."""
+        # 17: before the whole model there is no stage, behind it none that it waits for.
+        found = self._in_series(self._chain, len(self._chain), self._schedules.alone)
+        # 15, 19: of all configurations the one with the fewest samples in flight.
+        first = int(found.least[:, self._groups].argmin())
+        if found.least[first, self._groups] >= NEVER:
+            return []
+        return found.stages(first, self._groups)
+
+    def _in_series(self, chain: Chain, stop: int, after: After) -> Strategies:
+        """DP for the items of a chain up to ``stop``, what follows asking for ``after``."""
+        key = id(chain), stop, after
+        if key not in self._series:  # 24, 25
+            self._series[key] = self._decompose_in_series(chain, stop, after)
+        return self._series[key]
+
+    def _decompose_in_series(self, chain: Chain, stop: int, after: After) -> Strategies:
+        tables = self._prices.of_row(chain.row)
+        # For every cut what follows it: first all that it may begin with, then the best of it.
+        nothing = self._nothing(after)
+        begins: list[list[Strategies]] = [[] for _ in range(stop)] + [[nothing]]
+        rests: list[Strategies] = [nothing] * (stop + 1)
+        needs = np.full((stop + 1, *nothing.least.shape), NEVER, dtype=np.int64)
+        needs[stop] = nothing.least
+        for i in reversed(range(stop)):
+            # 26 to 31, 34 to 40: G_1 is a single stage, solved after G_2, which follows it.
+            behind = slice(i + 1, stop + 1)
+            begins[i] = self._single_stage(
+                tables.tps[:, :, i, behind],
+                tables.room[:, :, i, behind],
+                needs[behind],
+                partial(_run_mask, chain.row, i, i + 1),
+                rests[i + 1 :],
+            )
+            block = chain.items[i]
+            if block is not None:
+                # 34 to 40: G_1 is a block between two stages ..
+                whole = partial(self._beside, block, 0, len(block.branches))
+                for rest in begins[i + 1]:
+                    begins[i] += self._before(rest, whole)
+                # .. or a block whose join has the tail of a branch.
+                begins[i] += self._joined(chain, i, stop, needs, rests)
+            rests[i] = self._pick_better(begins[i])
+            needs[i] = rests[i].least
+        return rests[0]
+
+    def _single_stage(
+        self,
+        tps: Floats,
+        room: Ints,
+        needs: Ints,
+        mask: Callable[[int], int],
+        rests: Sequence[Strategies],
+    ) -> list[Strategies]:
+        """The base case (lines 26 to 31): stages by their place m, each with what follows it.
+
+        Returns:
+            For every configuration that the stage may have, the strategies that begin with it.
+        """
+        schedules = self._schedules
+        self._budget.spend(tps.size * needs.shape[2] + CALL * len(tps))
+        held, chosen = _base_case(tps, room, needs, schedules.devices, self._bound)
+
+        def begin(y: int) -> Strategies:
+            def stages(_: int, d: int) -> list[PlannedStage]:
+                m, k = divmod(int(chosen[y, d]), len(schedules.devices))
+                rest = rests[m].stages(y, d - int(schedules.devices[k]))
+                return [PlannedStage(mask(m), y, k), *rest]
+
+            return Strategies(np.minimum(held[y] + schedules.more[:, y, None], NEVER), stages)
+
+        return [begin(y) for y in range(len(held)) if held[y].min() < NEVER]
+
+    def _before(self, rest: Strategies, solve: Callable[[After], Strategies]) -> list[Strategies]:
+        """Strategies for a G_1 in front of others (lines 35 to 40), for all numbers of devices."""
+        columns: dict[After, list[int]] = {}
+        for d, column in enumerate(rest.least.T.tolist()):
+            if min(column) < NEVER:
+                columns.setdefault(tuple(column), []).append(d)
+
+        def follow(first: Strategies, d: list[int]) -> Strategies:
+            least, chosen = _shifted(first.least, np.array(d, dtype=np.int64))
+
+            def stages(x: int, total: int) -> list[PlannedStage]:
+                d2 = int(chosen[x, total])
+                return [*first.stages(x, total - d2), *rest.stages(x, d2)]
+
+            return Strategies(least, stages)
+
+        # 39: what G_2 holds decides what G_1 must; of equals one search serves all.
+        return [follow(solve(c_b), d) for c_b, d in columns.items()]
+
+    def _beside(self, block: Block, start: int, stop: int, after: After) -> Strategies:
+        """DP for branches side by side (lines 41 to 46)."""
+        key = id(block), start, stop, after
+        if key not in self._runs:
+            # G_2 is one branch, or a run of them as a single stage; G_1 is what lies before.
+            found = [
+                _side_by_side(self._beside(block, start, middle, after), last)
+                for middle in range(start, stop)
+                for last in self._run(block, middle, stop, after)
+            ]
+            self._runs[key] = self._pick_better(found) if start < stop else self._no_branch()
+        return self._runs[key]
+
+    def _run(self, block: Block, start: int, stop: int, after: After) -> list[Strategies]:
+        if stop - start == 1:
+            branch = block.branches[block.classes[start]]
+            found = self._in_series(branch, len(branch), after)
+            own = block.branches[start]
+            return [found if own is branch else _renamed(found, branch, own)]
+        tables = self._prices.of_row(block.row)
+        if tables.quickest[start, stop] > self._bound:
+            return []
+        tps, room = tables.tps[:, :, start, stop:], tables.room[:, :, start, stop:]
+        nothing = self._nothing(after)
+        mask = partial(_run_mask, block.row, start, stop)
+        return self._single_stage(tps[..., :1], room[..., :1], nothing.least[None], mask, [nothing])
+
+    def _joined(
+        self, chain: Chain, place: int, stop: int, needs: Ints, rests: Sequence[Strategies]
+    ) -> list[Strategies]:
+        """A stage after a block that also has the tail of a branch, and the rest of the block."""
+        block = chain.items[place]
+        assert block is not None
+        found: list[Strategies] = []
+        for q in sorted(
+            {block.classes.index(c) + block.classes.count(c) - 1 for c in block.classes}
+        ):
+            for cut in self._cuts(block.branches[q]) if place + 1 < stop else []:
+                row = self._prices.join(chain, place, q, cut)
+                tables = self._prices.of_row(row)
+                if tables.quickest[0, 2] > self._bound:
+                    continue
+                # Item 0 of the row is the tail; stages end behind the first item after the block
+                # or later.
+                until = slice(2, stop - place + 1)
+                begins = self._single_stage(
+                    tables.tps[:, :, 0, until],
+                    tables.room[:, :, 0, until],
+                    needs[place + 2 : stop + 1],
+                    partial(_run_mask, row, 0, 2),
+                    rests[place + 2 : stop + 1],
+                )
+                for begin in begins:
+                    found += self._before(begin, partial(self._without_tail, block, q, cut))
+        return found
+
+    def _cuts(self, branch: Chain) -> list[int]:
+        """Places to cut a branch so that its tail is within the bound, the longest tail first."""
+        places = np.flatnonzero(self._prices.tail_s(branch.row) <= self._bound)
+        step = max(1, -(-len(places) // TAILS))
+        return [int(place) for place in places[::step]]
+
+    def _without_tail(self, block: Block, q: int, cut: int, after: After) -> Strategies:
+        """DP for a block whose branch q ends at a cut."""
+        parts = [
+            self._beside(block, 0, q, after),
+            self._beside(block, q + 1, len(block.branches), after),
+        ]
+        if cut:
+            parts.append(self._in_series(block.branches[q], cut, after))
+        found = parts[0]
+        for part in parts[1:]:
+            found = _side_by_side(found, part)
+        return found
+
+    def _pick_better(self, options: Sequence[Strategies]) -> Strategies:
+        """PickBetter (lines 18, 47): less memory, which is fewer samples in flight."""
+        if len(options) == 1:
+            return options[0]
+        shape = len(self._schedules.configurations), self._groups + 1
+        tables = np.stack([np.full(shape, NEVER), *(option.least for option in options)])
+        chosen = tables.argmin(axis=0)
+        return Strategies(tables.min(axis=0), lambda x, d: options[chosen[x, d] - 1].stages(x, d))
+
+    def _nothing(self, after: After) -> Strategies:
+        """No operators: a stage before this one is before what follows."""
+        least = np.full((len(after), self._groups + 1), NEVER, dtype=np.int64)
+        least[:, 0] = after
+        return Strategies(least, lambda _x, _d: [])
+
+    def _no_branch(self) -> Strategies:
+        """No branches, which ask for nothing."""
+        return self._nothing((0,) * len(self._schedules.configurations))
+
+
+def _run_mask(row: NestedSets, start: int, stop: int, m: int) -> int:
+    """Operators of the range that ends m parts behind ``stop``."""
+    return row.mask(start, stop + m)
+
+
+def _side_by_side(a: Strategies, b: Strategies) -> Strategies:
+    """Lines 43 to 46: devices are split; the stage before both holds what either asks for."""
+    least, chosen = _split(a.least, b.least)
+
+    def stages(x: int, d: int) -> list[PlannedStage]:
+        d1 = int(chosen[x, d])
+        return [*a.stages(x, d1), *b.stages(x, d - d1)]
+
+    return Strategies(least, stages)
+
+
+def _operators(chain: Chain) -> Iterator[int]:
+    """Operators of a chain, item after item, branch after branch."""
+    for item, mask in zip(chain.items, chain.row.parts, strict=True):
+        for branch in item.branches if item is not None else ():
+            yield from _operators(branch)
+        yield from bits(mask) if item is None else ()
+
+
+def _renamed(found: Strategies, known: Chain, own: Chain) -> Strategies:
+    """The strategies of a branch for another that is the same."""
+
+    def stages(x: int, d: int) -> list[PlannedStage]:
+        order = dict(zip(_operators(known), _operators(own), strict=True))
+        return [
+            stage._replace(mask=sum(1 << order[op] for op in bits(stage.mask)))
+            for stage in found.stages(x, d)
+        ]
+
+    return Strategies(found.least, stages)
+
+
+@entry
+def _base_case(
+    tps: Floats, room: Ints, needs: Ints, devices: Ints, bound: float
+) -> tuple[Ints, NDArray[np.int64]]:
+    """Fewest samples that a stage holds, and place m and mode k as m * modes + k: [x, d].
+
+    Args:
+        tps: of the stage that ends at place m: [x, k, m], and so is ``room``.
+        needs: what follows place m asks for, on d devices: [m, x, d].
+    """
+    sizes, modes, places = tps.shape
+    groups = needs.shape[2]
+    held = np.full((sizes, groups), NEVER, dtype=np.int64)
+    chosen = np.zeros((sizes, groups), dtype=np.int64)
+    for x in range(sizes):
+        for m in range(places):
+            for k in range(modes):
+                if tps[x, k, m] <= bound:  # 28
+                    for d in range(devices[k], groups):
+                        samples = needs[m, x, d - devices[k]]
+                        if samples < held[x, d] and samples <= room[x, k, m]:  # Algorithm 2, 7
+                            held[x, d] = samples
+                            chosen[x, d] = m * modes + k
+    return held, chosen
+
+
+@entry
+def _split(a: Ints, b: Ints) -> tuple[Ints, NDArray[np.int64]]:
+    """min over d1 of max(a[x, d1], b[x, d - d1]), and that d1: [x, d]."""
+    least = np.full(a.shape, NEVER, dtype=np.int64)
+    chosen = np.zeros(a.shape, dtype=np.int64)
+    for x in range(a.shape[0]):
+        for d1 in range(a.shape[1]):
+            if a[x, d1] < NEVER:
+                for d2 in range(a.shape[1] - d1):
+                    larger = max(a[x, d1], b[x, d2])
+                    if larger < least[x, d1 + d2]:
+                        least[x, d1 + d2] = larger
+                        chosen[x, d1 + d2] = d1
+    return least, chosen
+
+
+@entry
+def _shifted(first: Ints, devices: Ints) -> tuple[Ints, NDArray[np.int64]]:
+    """min over d2 of first[x, d - d2] for these numbers of devices d2, and that d2: [x, d]."""
+    least = np.full(first.shape, NEVER, dtype=np.int64)
+    chosen = np.zeros(first.shape, dtype=np.int64)
+    for x in range(first.shape[0]):
+        for d2 in devices:
+            for d1 in range(first.shape[1] - d2):
+                if first[x, d1] < least[x, d1 + d2]:
+                    least[x, d1 + d2] = first[x, d1]
+                    chosen[x, d1 + d2] = d2
+    return least, chosen

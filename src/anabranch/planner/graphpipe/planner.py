@@ -1,0 +1,185 @@
+"""GraphPipe's sweep over micro-batch sizes, with stage graphs of the stages that are found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from anabranch.cost import CostModel
+from anabranch.planner.base import require_options
+from anabranch.planner.graphpipe.chains import Chain, line, tree
+from anabranch.planner.graphpipe.partitioner import Budget, PlannedStage, partition
+from anabranch.planner.graphpipe.schedules import Configuration, Schedules, configurations
+from anabranch.planner.toolkit.infeasible import explain, require_sizes
+from anabranch.planner.toolkit.parts import Part, heights
+from anabranch.planner.toolkit.place import placements
+from anabranch.planner.toolkit.prices import MicrobatchPrices
+from anabranch.planner.toolkit.problem import Problem
+from anabranch.plans.check import check
+from anabranch.plans.stages import Stage, StageGraph
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How large a search may be.
+
+    Attributes:
+        items: operators of a chain; a larger model is made coarser, to about so many,
+        items_of_groups: or fewer, where devices are given out in groups:
+        groups: in a larger cluster, to leave so many.
+        steps: of the innermost loops at most; 10 to 20 seconds.
+    """
+
+    items: int = 128
+    items_of_groups: int = 64
+    groups: int = 64
+    steps: float = 1e10
+
+
+LIMITS = Limits()
+
+
+@dataclass(frozen=True)
+class GraphPipe:
+    """Bisection over the slowest stage, a dynamic programme over the series-parallel structure.
+
+    By default, as in the paper, 1F1B with one micro-batch size for all stages, every size in turn.
+
+    Attributes:
+        max_replicas: replicas per stage at most. None: no limit.
+        tolerance: relative distance to the least time per sample at which the bisection ends.
+        recompute: where nothing fits otherwise, stages may run their forward again in the backward.
+        per_stage: search a micro-batch size and kFkB for every stage instead; for few operators
+            and devices.
+    """
+
+    max_replicas: int | None = None
+    tolerance: float = 5e-3
+    recompute: bool = True
+    per_stage: bool = False
+
+    schedules: ClassVar[tuple[str, ...]] = ("1f1b",)
+
+    def __post_init__(self) -> None:
+        require_options("graphpipe", self, max_replicas=1, tolerance=1e-6)
+
+    def __call__(
+        self, cost: CostModel, *, batch_size: int, microbatch_size: int | None = None
+    ) -> Iterator[StageGraph]:
+        """Propose the plan of every micro-batch size, as they are found; see ``planner.base``.
+
+        Raises:
+            BudgetError: if ``per_stage`` would take too many steps.
+            InfeasiblePlanError: if nothing fits; the message says what would.
+        """
+        problem = Problem(cost, batch_size, self.max_replicas, recompute=self.recompute)
+        require_sizes(cost, batch_size, microbatch_size, problem.most_replicas)
+        chain = tree(cost, problem.tree, most_items(problem))
+        return propose(problem, chain, microbatch_size, self.tolerance, per_stage=self.per_stage)
+
+
+def most_items(problem: Problem) -> int:
+    """Items of a chain, enough for stages on all devices."""
+    items = LIMITS.items if _unit(problem) == 1 else LIMITS.items_of_groups
+    return max(items, 2 * problem.devices // problem.most_replicas)
+
+
+def propose(
+    problem: Problem,
+    chain: Chain,
+    microbatch_size: int | None,
+    tolerance: float,
+    *,
+    per_stage: bool = False,
+) -> Iterator[StageGraph]:
+    """Stage graphs of the partitioner's stages; the arguments are those of the planners."""
+    sizes = problem.sizes(microbatch_size)
+    sets: list[tuple[Configuration, ...]] = [(Configuration(size),) for size in sizes]
+    if per_stage:
+        sets = [configurations(sizes, problem.batch_size)]
+    budget = Budget(LIMITS.steps, problem.cost)
+    some = False
+    for taken_apart, published in ((chain, True), (chain, False), (None, False)):
+        # The last resort is a row, which ``explain`` counts on.
+        within = taken_apart or line(problem.cost, problem.order, most_items(problem))
+        for chosen in sets:
+            for graph in _plans(problem, within, chosen, tolerance, budget, published=published):
+                some = True
+                yield graph
+        if some:
+            return
+    raise explain(problem, microbatch_size)
+
+
+def _plans(
+    problem: Problem,
+    chain: Chain,
+    chosen: Sequence[Configuration],
+    tolerance: float,
+    budget: Budget,
+    *,
+    published: bool,
+) -> Iterator[StageGraph]:
+    unit = _unit(problem)
+    schedules = Schedules(
+        tuple(chosen), tuple(_prices(problem, c, unit, published=published) for c in chosen), unit
+    )
+    if schedules.modes:
+        groups = problem.devices // unit
+        stages = partition(chain, schedules, groups, tolerance, budget)
+        if stages:
+            yield from _placed(problem, schedules, stages)
+
+
+def _unit(problem: Problem) -> int:
+    """Devices that are given out together."""
+    total = problem.devices
+    fits = (unit for unit in range(1, total + 1) if total % unit == 0)
+    unit = next(unit for unit in fits if total // unit <= LIMITS.groups)
+    return unit if unit <= problem.most_replicas else 1
+
+
+def _prices(
+    problem: Problem, chosen: Configuration, unit: int, *, published: bool
+) -> MicrobatchPrices:
+    """Replicas in powers of two, or whatever may help."""
+    prices = problem.prices(chosen.microbatch_size)
+    limit = problem.most_replicas
+    if published:
+        powers = (unit << i for i in range(limit.bit_length()))
+        fitting = tuple(n for n in powers if n <= limit and prices.may(n))
+        return replace(prices, degrees=fitting, tensors=(1,), recompute=False)
+    every = tuple(n for n in range(unit, limit + 1, unit) if prices.may(n))
+    return replace(prices, degrees=every)
+
+
+def _placed(
+    problem: Problem, schedules: Schedules, stages: Sequence[PlannedStage]
+) -> Iterator[StageGraph]:
+    """The stages on devices, in every way of ``toolkit.place``."""
+    cost = problem.cost
+    modes = {stage.mask: schedules.modes[stage.mode] for stage in stages}
+    runs = {stage.mask: schedules.configurations[stage.configuration] for stage in stages}
+    first = schedules.configurations[0].microbatch_size
+    parts, pairs = problem.assembler(first).arrange([Part(stage.mask, 1) for stage in stages])
+    masks = [part.mask for part in parts]
+    shapes = [(modes[mask].devices, modes[mask].tensor) for mask in masks]
+    for devices in placements(shapes, heights(len(masks), pairs), cost.cluster.group_sizes):
+        graph = StageGraph(
+            tuple(
+                Stage(
+                    cost.graph.names(mask),
+                    tuple(devices[s]),
+                    runs[mask].microbatch_size,
+                    k=runs[mask].k,
+                    recompute=modes[mask].recompute,
+                    tensor=modes[mask].tensor,
+                )
+                for s, mask in enumerate(masks)
+            ),
+            tuple(sorted(pairs)),
+            problem.batch_size,
+        )
+        if not check(graph, cost):
+            yield graph

@@ -1,0 +1,135 @@
+"""Schedule configurations, and what a stage may be in each: GraphPipe, section 6 and appendix A.1.
+
+A configuration is c = (i, b, k): samples in flight, micro-batch size, and kFkB. The search
+enumerates (b, k) and the number of replicas; i follows from the stages after it (Table 2,
+``plans.in_flight``), and memory says how large it may be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from anabranch.cost.communication import all_reduce_s
+from anabranch.cost.nested_weights import NestedSets
+from anabranch.cost.period import period_s, traffic_s, work_s
+from anabranch.planner.toolkit.prices import MicrobatchPrices, Mode
+from anabranch.plans.in_flight import in_flight_samples
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+ENDLESS = 1 << 40
+"""More samples than are ever in flight."""
+
+
+@dataclass(frozen=True, slots=True)
+class Configuration:
+    """What of c = (i, b, k) is enumerated: micro-batch size and kFkB."""
+
+    microbatch_size: int
+    k: int = 1
+
+
+@dataclass(frozen=True, eq=False)
+class StageTables:
+    """Ranges of a row as single stages, [configuration, mode, start, stop].
+
+    Attributes:
+        tps: seconds per sample; infinite for ranges without items and modes that may not be used.
+        room: most samples in flight that fit into memory.
+    """
+
+    tps: Floats
+    room: Ints
+
+    @cached_property
+    def quickest(self) -> Floats:
+        """Least seconds per sample in any way: [start, stop]."""
+        return np.asarray(self.tps.min(axis=(0, 1)))
+
+
+@dataclass(frozen=True, eq=False)
+class Schedules:
+    """The set C of candidate configurations, and EstimateTPS and Algorithm 2 for all at once.
+
+    Attributes:
+        prices: per configuration, of its micro-batch size.
+        unit: devices come in groups of so many.
+    """
+
+    configurations: tuple[Configuration, ...]
+    prices: tuple[MicrobatchPrices, ...]
+    unit: int = 1
+
+    @cached_property
+    def modes(self) -> tuple[Mode, ...]:
+        """Ways to use devices that some configuration has, fewest devices first."""
+        found = {mode for size in self.prices for mode in size.modes}
+        usable = [mode for mode in found if mode.devices % self.unit == 0]
+        return tuple(sorted(usable, key=lambda m: (m.devices, m.recompute, m.tensor)))
+
+    @cached_property
+    def devices(self) -> Ints:
+        """Groups of devices of each mode."""
+        return np.array([mode.devices // self.unit for mode in self.modes], dtype=np.int64)
+
+    @cached_property
+    def alone(self) -> tuple[int, ...]:
+        """Samples that a stage without successors holds, per configuration: one group."""
+        return tuple(c.k * c.microbatch_size for c in self.configurations)
+
+    @cached_property
+    def more(self) -> Ints:
+        """Samples that a stage holds beyond those of its successor: [configuration, successor's].
+
+        ComputeInFlight of Table 2, which adds to what the successor holds.
+        """
+        chosen = self.configurations
+        table = [
+            [in_flight_samples(x.k, x.microbatch_size, y.k, y.microbatch_size, 0) for y in chosen]
+            for x in chosen
+        ]
+        return np.array(table, dtype=np.int64)
+
+    def tables(self, row: NestedSets) -> StageTables:
+        """Time per sample and memory of all ranges of a row."""
+        shape = len(self.configurations), len(self.modes), len(row), len(row)
+        tps, room = np.full(shape, np.inf), np.full(shape, -1, dtype=np.int64)
+        for x, prices in enumerate(self.prices):
+            for k, mode in enumerate(self.modes):
+                if mode in prices.modes:
+                    tps[x, k], room[x, k] = _stage(prices, row, mode)
+        tps[:, :, *np.tril_indices(len(row))] = np.inf
+        return StageTables(tps, room)
+
+
+def _stage(prices: MicrobatchPrices, row: NestedSets, mode: Mode) -> tuple[Floats, Ints]:
+    """Seconds per sample, and samples that fit, of all ranges in one mode: [start, stop]."""
+    size, samples = prices.microbatch_size, prices.samples(mode.replicas)
+    weights = row.matrices(mode.tensor)
+    running = row.compute_s(samples, mode.tensor, recompute=mode.recompute)
+    compute = running[None, :] - running[:, None]
+    per_byte = prices.cost.border_price(mode.devices)
+    traffic = traffic_s(weights.border.comes, weights.border.goes, samples, per_byte)
+    reduce_s = all_reduce_s(weights.summed, *prices.ring(mode.replicas, mode.tensor))
+    count = prices.num_microbatches
+    seconds = period_s(work_s(compute, traffic), compute, reduce_s, count)
+    memory = prices.cost.memory(weights, size, mode.replicas, recompute=mode.recompute)
+    held = memory.most_in_flight(prices.memory_bytes, count)
+    # More than all micro-batches are never in flight.
+    return seconds / size, np.where(held == count, ENDLESS, held.astype(np.int64) * size)
+
+
+def configurations(sizes: Sequence[int], most: int) -> tuple[Configuration, ...]:
+    """Micro-batch sizes with k = 1, 2, 4 ...; groups hold up to ``most`` samples."""
+    return tuple(
+        Configuration(size, 1 << i)
+        for size in sizes
+        for i in range(most.bit_length())
+        if size << i <= most
+    )
