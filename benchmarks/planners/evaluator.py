@@ -1,10 +1,8 @@
 """The evaluator of the planner ``auto`` against the simulator: how right it is, and how quick.
 
 Random drafts of each model run through both. NumPy's column is another way to be quick, a
-population of drafts at once, in arrays with an entry per draft, for a much smaller model: stages as
-single machines in one order, links without contention, no all-reduces. What the evaluator adds is
-who waits for whom at a port, which differs from draft to draft, so that arrays have nothing to do
-at once.
+population of drafts at once, in arrays with an entry per draft, for a smaller model: links without
+contention, no all-reduces, prices given.
 """
 
 from __future__ import annotations
@@ -63,7 +61,7 @@ def _row(name: str, profile: Profile, batch_size: int) -> Row:
     started = time.perf_counter()
     drafts = list(_drafts(cost, batch_size, evaluator))
     first_s = time.perf_counter() - started
-    evaluated, evaluator_s = _timed(lambda draft: evaluator.step_s(draft), drafts)
+    evaluated, evaluator_s = _timed(evaluator, drafts)
     simulated, simulator_s = _timed(lambda draft: simulated_s(cost, batch_size, draft), drafts)
     errors = np.abs(evaluated / simulated - 1)
     return {
@@ -87,7 +85,7 @@ def _drafts(cost: CostModel, batch_size: int, evaluator: Evaluator) -> Iterator[
         draft = random_draft(cost, batch_size, seed, plain=seed % 2 == 0)
         if batch_size > MOST_MICROBATCHES * int(draft.microbatch.min()):
             continue
-        if math.isfinite(evaluator.step_s(draft)):
+        if math.isfinite(evaluator(draft)):
             yield draft
             found += 1
         if found == DRAFTS:
@@ -165,7 +163,7 @@ def show(found: list[Row]) -> str:
         ]
         for row in found
     ]
-    return table([*columns, "simulator", "numpy, without ports and sums"], lines)
+    return table([*columns, "simulator", "numpy, without links and sums"], lines)
 
 
 if __name__ == "__main__":

@@ -92,59 +92,18 @@ def device_memory(
     if shard_optimizer:
         updated = updated_bytes(weights.trainable, weights.largest, replicas)
     largest = weights.largest if weights.largest_gradient is None else weights.largest_gradient
-    return DeviceMemory(
-        *memory_terms(
-            weights.parameters,
-            weights.trainable,
-            updated,
-            largest,
-            weights.tables,
-            weights.rows,
-            weights.kept * samples,
-            weights.border.entering.at(samples),
-            weights.border.entering_gradients.at(samples),
-            replicas,
-            optimizer_factor,
-            receive_slots,
-            recompute,
-            versions,
-        )
-    )
-
-
-def memory_terms(
-    parameters: Number,
-    trainable: Number,
-    updated: Number,
-    largest: Number,
-    tables: Number,
-    rows: Number,
-    kept: Number,
-    entering: Number,
-    entering_gradients: Number,
-    replicas: Number,
-    optimizer_factor: float,
-    receive_slots: int,
-    recompute: Number,
-    versions: int,
-) -> tuple[Number, Number, Number, Number]:
-    """The terms of ``DeviceMemory``, of a stage's bytes at the samples of its fullest replica.
-
-    Args:
-        updated: of the trainable bytes, those of which it has optimizer state.
-        largest: gradient of one parameter.
-    """
-    state = parameters + trainable * versions + updated * optimizer_factor
-    ahead = receive_slots * (entering + entering_gradients)
+    state = weights.parameters + weights.trainable * versions + updated * optimizer_factor
+    entering = weights.border.entering.at(samples)
+    ahead = receive_slots * (entering + weights.border.entering_gradients.at(samples))
+    kept = weights.kept * samples
     inside = kept * recompute
-    whole = np.maximum(updated - tables, 0)
-    bucket = np.maximum(largest, np.minimum(whole, BUCKET_BYTES))
+    bucket = np.maximum(largest, np.minimum(np.maximum(updated - weights.tables, 0), BUCKET_BYTES))
     terms = np.minimum(replicas - 1, _TERMS)
-    return (
-        state - tables + rows / replicas + ahead,
+    return DeviceMemory(
+        state - weights.tables + weights.rows / replicas + ahead,
         entering + (kept - inside),
         inside + largest,
-        np.maximum(bucket * terms, rows * _COPIES * (replicas > 1)),
+        np.maximum(bucket * terms, weights.rows * _COPIES * (replicas > 1)),
     )
 
 

@@ -7,16 +7,13 @@ from dataclasses import replace
 from functools import partial
 
 from anabranch.cost import CostModel
-from anabranch.errors import InvalidPlanError, InvalidScheduleError, PolicyError, ProfileError
+from anabranch.errors import InvalidPlanError, InvalidScheduleError, ProfileError
 from anabranch.planner.auto.draft import Draft, stage_graph_of
 from anabranch.plans.check import check
 from anabranch.plans.stages import Stage, StageGraph
 from anabranch.schedule import compute_order, rule_named
-from anabranch.simulator.costs import ModelCosts
-from anabranch.simulator.objective import ShortestPeriod, ShortestStep
+from anabranch.simulator.objective import ShortestStep
 from anabranch.simulator.run import step_seconds
-from anabranch.simulator.stream import steady
-from anabranch.weights import WeightPolicy
 
 
 def simulated_s(cost: CostModel, batch_size: int, draft: Draft) -> float:
@@ -34,22 +31,6 @@ def simulated_s(cost: CostModel, batch_size: int, draft: Draft) -> float:
         return step_seconds(graph, order, cost)
     except (InvalidPlanError, InvalidScheduleError, ProfileError):
         return math.inf
-
-
-def simulated_period_s(
-    cost: CostModel, batch_size: int, draft: Draft, policy: WeightPolicy
-) -> tuple[float, bool]:
-    """Seconds from one mini-batch to the next without a flush, and whether they are a period."""
-    objective = ShortestPeriod(replace(cost, shard_optimizer=False), policy, batch_size)
-    try:
-        (run,) = objective.runs(stage_graph_of(draft, cost, batch_size))
-        graph, _, versions = run
-        if check(graph, objective.cost, versions):
-            return math.inf, True
-        found = steady(graph, ModelCosts(graph, objective.cost, versions), slots=cost.receive_slots)
-        return found.period_s, found.periodic
-    except (InvalidPlanError, InvalidScheduleError, PolicyError, ProfileError):
-        return math.inf, True
 
 
 def _warmed_up(graph: StageGraph, cost: CostModel, schedule: str) -> StageGraph:

@@ -2,7 +2,7 @@
 
 1. Starts: the proposals of quick planners, ``STARTS``.
 2. Simulated annealing over drafts (``annealing``) by the moves of ``moves.MOVES``, with the seconds
-   of ``sketch``.
+   of ``evaluator``.
 3. All starts and the best drafts are proposed; ``solve`` simulates them.
 4. Around the plan that is best then, drafts are evaluated and the best of them simulated, as long
    as that finds a better one (``Search.near``).
@@ -18,9 +18,9 @@ from anabranch.cost import CostModel
 from anabranch.errors import InfeasiblePlanError
 from anabranch.planner import PLANNERS
 from anabranch.planner.auto.coarse import coarsen
+from anabranch.planner.auto.evaluator import Evaluator
 from anabranch.planner.auto.search import Search, Start
 from anabranch.planner.auto.settings import SETTINGS
-from anabranch.planner.auto.sketch import Sketch
 from anabranch.planner.auto.space import Space
 from anabranch.planner.base import require_options
 from anabranch.planner.toolkit.infeasible import require_sizes
@@ -74,7 +74,7 @@ class Auto:
         require_sizes(cost, batch_size, microbatch_size, most)
         sizes = microbatch_sizes(batch_size, microbatch_size)
         space = Space(cost, batch_size, sizes, self.recompute)
-        sketch = Sketch(cost, batch_size, max_replicas=self.max_replicas)
+        evaluate = Evaluator(cost, batch_size, max_replicas=self.max_replicas)
         starts: Iterable[Start] = [("the plan it began with", start)] if start else []
         count = self._count
         coarse = coarsen(cost, batch_size, microbatch_size)
@@ -90,7 +90,7 @@ class Auto:
             starts = (("a coarser model", coarse.expand(graph)) for graph in found)
         elif start is None:
             starts = self._starts(cost, batch_size, microbatch_size)
-        return Search(space, sketch, starts, count, self.seed)
+        return Search(space, evaluate, starts, count, self.seed)
 
     def without_flush(
         self,
@@ -104,7 +104,7 @@ class Auto:
         batch_size = graphs[0].batch_size
         return Search(
             Space(cost, batch_size, tuple(sorted(sizes)), self.recompute, flush=False),
-            Sketch(cost, batch_size, max_replicas=self.max_replicas, versions=versions),
+            Evaluator(cost, batch_size, max_replicas=self.max_replicas, versions=versions),
             [("another planner", graph) for graph in graphs],
             self._count,
             self.seed,

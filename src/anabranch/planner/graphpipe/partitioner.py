@@ -36,9 +36,9 @@ from anabranch.cost import CostModel
 from anabranch.cost.nested_weights import NestedSets
 from anabranch.errors import BudgetError
 from anabranch.graph.opgraph import bits
-from anabranch.planner.auto.compiled.jit import entry
 from anabranch.planner.graphpipe.chains import Block, Chain
 from anabranch.planner.graphpipe.schedules import Floats, Ints, Schedules, StageTables
+from anabranch.planner.toolkit.jit import entry
 from anabranch.planner.toolkit.parts import Part, PartPrices
 
 TAILS = 4

@@ -1,4 +1,4 @@
-"""Compilation of the evaluator's functions, and where machine code is kept.
+"""Compilation of planners' functions, and where machine code is kept.
 
 Numba keeps what it has compiled beside the file of a function and looks at that file alone to see
 whether it still holds. Here it is kept by all files that formulas may come from.
@@ -23,15 +23,12 @@ _config: Any = numba.config
 
 _INTERNAL = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True, "error_model": "numpy"}
 
-_PACKAGE = Path(__file__).parents[3]
+_PACKAGE = Path(__file__).parents[2]
 
 SOURCES = (
-    "planner/auto/compiled/*.py",
-    "planner/auto/tables.py",
+    "planner/auto/stage_clock.py",
+    "planner/graphpipe/partitioner.py",
     "cost/buckets.py",
-    "cost/memory.py",
-    "cost/overheads.py",
-    "cost/sparse.py",
     "plans/in_flight.py",
 )
 """Files of the package that are compiled, or have formulas or numbers that are."""
@@ -44,16 +41,6 @@ def compiled(function: Function) -> Function:
     compile.
     """
     return cast(Function, _njit(**_INTERNAL, _nrt=False)(function))
-
-
-def making(function: Function) -> Function:
-    """Likewise a function that makes arrays."""
-    return cast(Function, _njit(**_INTERNAL)(function))
-
-
-def part(function: Function) -> Function:
-    """A function with one caller: compiled as if it stood there, which takes less time."""
-    return cast(Function, _njit(inline="always")(function))
 
 
 def entry(function: Function) -> Function:

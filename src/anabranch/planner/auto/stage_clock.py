@@ -1,7 +1,7 @@
-"""The clock of a sketch: stages as single machines, compiled.
+"""The clock of the evaluator: stages as single machines, compiled.
 
-Only ``sketch`` imports this file, when something is searched: importing numba takes a quarter of a
-second, and compiling the first time some seconds; machine code is kept on disk.
+Only ``evaluator`` imports this file, when something is searched: importing numba takes a quarter of
+a second, and compiling the first time some seconds; machine code is kept on disk.
 
 Axes: s, t stages; e stage edges; v values of the model; n rows of the table of sample counts.
 """
@@ -14,7 +14,7 @@ from typing import Any, cast
 import numpy as np
 
 from anabranch.cost.buckets import BUCKET_BYTES
-from anabranch.planner.auto.compiled.jit import compiled, entry
+from anabranch.planner.toolkit.jit import compiled, entry
 from anabranch.plans.in_flight import in_flight_samples
 
 _FULL = 96
