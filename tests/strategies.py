@@ -93,6 +93,7 @@ def calibrations(draw: st.DrawFn) -> Calibration:
         (1.0, *slower),
         *seconds,
         memory_bandwidth=draw(st.floats(1.0, 1e15)),
+        restarts=draw(st.sampled_from([(), ((0.5, 0.25), (1.0, 0.5))])),
     )
 
 

@@ -89,6 +89,9 @@ class Calibration:
             ``sum_byte_s`` per byte of it and other rank.
         memory_bandwidth: bytes/s at which an optimizer goes through its tensors.
         lost_share: what other processes took of a core meanwhile, 0 to 1.
+        restarts: how much longer work takes behind a wait of the core, for its caches and its clock
+            have to come back: (seconds waited, seconds longer), both ascending; in between it is
+            interpolated. Empty where that is not known.
     """
 
     machine: Machine
@@ -104,6 +107,7 @@ class Calibration:
     sum_byte_s: float
     memory_bandwidth: float
     lost_share: float = 0.0
+    restarts: tuple[tuple[float, float], ...] = ()
 
     def __post_init__(self) -> None:
         if not self.slowdown or self.slowdown[0] != 1 or any(s < 1 for s in self.slowdown):
@@ -113,6 +117,9 @@ class Calibration:
             )
         if list(self.slowdown) != sorted(self.slowdown):
             raise ValueError(f"slowdown {list(self.slowdown)} falls with more ranks")
+        for column in zip((0.0, 0.0), *self.restarts, strict=True):
+            if list(column) != sorted(column):
+                raise ValueError(f"restarts {list(self.restarts)} do not ascend from 0")
 
     @property
     def remark(self) -> str:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from anabranch.cluster import Cluster
-from anabranch.cost.overheads import agreement_s, message_s, sum_s, update_cost
+from anabranch.cost.overheads import agreement_s, message_s, restart_s, sum_s, update_cost
 from anabranch.profile.data_sheets import DATA_SHEETS
 from anabranch.profile.profile import UpdateCost
 from tests.calibration.examples import calibration, cluster
@@ -30,6 +30,20 @@ def test_sums_by_number_bytes_and_ranks():
     assert sum_s(calibration(), 4, 8, 3) == 3.0
     assert sum_s(calibration(), 4, 8, 1) == 0.0
     assert sum_s(None, 4, 8, 3) == 0.0
+
+
+def test_a_wait_makes_what_follows_longer():
+    """0.5 s behind a wait of 2 s, half of that behind one of 1 s, no more than 1.5 s behind any."""
+    restarts = ((2.0, 0.5), (4.0, 1.5))
+    found = calibration(restarts=restarts)
+    assert [restart_s(found, s) for s in (0, 1, 2, 3, 4, 9)] == [0, 0.25, 0.5, 1.0, 1.5, 1.5]
+    assert restart_s(calibration(), 9) == restart_s(None, 9) == 0.0
+
+
+def test_restarts_that_fall_are_refused():
+    """No wait makes work shorter than a shorter wait."""
+    with pytest.raises(ValueError, match="do not ascend from 0"):
+        calibration(restarts=((2.0, 0.5), (4.0, 0.25)))
 
 
 def test_everybody_tells_everybody():

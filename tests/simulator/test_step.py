@@ -13,6 +13,7 @@ from anabranch.simulator import stream
 from anabranch.simulator.costs import ModelCosts, StageTimes
 from anabranch.simulator.run import period_seconds, run, step_seconds
 from anabranch.timeline import Timeline
+from tests.calibration.examples import calibration
 from tests.simulator.helpers import chain, cluster, cost_model, simulate
 from tests.strategies import stage_graphs
 
@@ -214,6 +215,27 @@ def test_gathers_share_ports_as_sums_do():
     graph = SCHEDULES["1f1b"]().warm_up(StageGraph(tuple(stages), ((0, 1),), 2))
     for shard in (False, True):
         assert simulate(graph, replace(cost, shard_optimizer=shard)).step_s == 16.0
+
+
+def test_work_behind_a_wait_takes_longer():
+    """Half as long as the wait is, up to 1 s. Device 1 has waited 1 s for F0 and has F from 1 to
+    2.5; device 0 has waited 2.5 s for its backward, which takes 2 s instead of one::
+
+        device 0   F0 .  .  .  .  .  .  B0 B0 B0 B0
+        device 1   .  .  F0 F0 F0 B0 B0
+        seconds    0     1        2.5   3.5         5.5
+    """
+    free = dict.fromkeys(("send_s", "send_byte_s", "receive_s", "receive_byte_s"), 0.0)
+    none = dict.fromkeys(("microbatch_s", "step_s", "sum_tensor_s", "sum_byte_s"), 0.0)
+    restarts = ((2.0, 1.0),)
+    costs = calibration(slowdown=(1.0, 1.0), restarts=restarts, **free, **none)
+    machines = replace(cluster(2), calibration=costs)
+    graph = StageGraph((Stage(("op0",), (0,), 1), Stage(("op1",), (1,), 1)), ((0, 1),), 1)
+    timeline = simulate(graph, cost_model(chain(2), [1, 1], [1, 1], machines))
+    spans = {f"{s.device} {s.action}": (s.start, s.end) for s in timeline.spans}
+    computed = {name: at for name, at in spans.items() if name[3] in "FB"}
+    assert list(computed.values()) == [(0, 1), (3.5, 5.5), (1, 2.5), (2.5, 3.5)]
+    assert timeline.step_s == 5.5
 
 
 def test_steps_in_a_row_read_their_batches():

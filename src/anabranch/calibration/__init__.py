@@ -6,6 +6,7 @@
         ranks --+-- side_by_side   ranks that compute at a time  -> slowdown
                 +-- messages       between pairs of ranks        -> links, processor time
                 +-- overheads      a pipeline of one rank        -> micro-batch, step, update
+                +-- restarts       work of one rank behind waits -> seconds lost per wait
         kept: in the user's cache, which ``local:N`` reads, or as a cluster file
 
 Measuring imports torch; reading what was measured (``machine``, ``kept``) does not.

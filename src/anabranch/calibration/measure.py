@@ -180,6 +180,7 @@ def joined(seen: Sequence[Seen], cores: int, name: str, devices: int) -> Calibra
         sum_byte_s=statistics.fmean(s.byte_s for s in summing) if summing else 0.0,
         memory_bandwidth=alone.memory_bandwidth,
         lost_share=side_by_side.lost_share(on_host),
+        restarts=alone.restarts,
     )
     cluster = Cluster(name, "cpu", preset.memory_bytes, tuple(levels), cores, calibration)
     return Calibrated(cluster, links)

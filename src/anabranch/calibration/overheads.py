@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from anabranch.calibration.restarts import measure_restarts
 from anabranch.cluster import Cluster
 from anabranch.graph.capture import Captured, capture
 from anabranch.profile.measure import measure
@@ -34,11 +35,14 @@ _UPDATE_BYTES = 2**24
 
 @dataclass(frozen=True, slots=True)
 class Overheads:
-    """Seconds of a forward or backward and of a step besides their work, and bytes/s of updates."""
+    """Seconds of a forward or backward and of a step besides their work, bytes/s of updates, and
+    what waits cost (``Calibration.restarts``).
+    """
 
     microbatch_s: float
     step_s: float
     memory_bandwidth: float
+    restarts: tuple[tuple[float, float], ...] = ()
 
 
 class _Tiny(nn.Module):
@@ -72,6 +76,7 @@ def measure_overheads() -> Overheads:
         max(0.0, microbatch_s - operators_s) / 2,
         max(0.0, few - _FEW * microbatch_s),
         _memory_bandwidth(),
+        measure_restarts(),
     )
 
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from anabranch.cluster import Cluster
 from anabranch.cost.communication import Route, all_reduce_s, border_price, ring_price, transfer_s
 from anabranch.cost.memory import DeviceMemory, device_memory, updated_bytes
-from anabranch.cost.overheads import agreement_s, message_s, sum_s, update_cost
+from anabranch.cost.overheads import agreement_s, message_s, restart_s, sum_s, update_cost
 from anabranch.cost.sparse import message_bytes
 from anabranch.cost.stage_weights import Border, Number, StageWeights, Traffic
 from anabranch.errors import ProfileError
@@ -245,6 +245,10 @@ class CostModel:
     def sum_s(self, tensors: int, nbytes: float, devices: int) -> float:
         """Processor seconds of a device for the sums of so many gradients."""
         return sum_s(self.cluster.calibration, tensors, nbytes, devices)
+
+    def restart_s(self, waited_s: float) -> float:
+        """See ``overheads``."""
+        return restart_s(self.cluster.calibration, waited_s)
 
     def agreement_s(self, devices: int) -> float:
         """Seconds until so many devices have the totals of the last to come."""

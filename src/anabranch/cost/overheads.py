@@ -10,6 +10,9 @@
 
     sums        per gradient + per byte and other rank, of the processors; the links' time is in
                 ``communication``
+    restart     of a core that has waited, whose work takes longer until its caches are full again
+    reading     of a batch, by its samples, as measured for the workload's data; a step alone is
+                given its batch
     agreement   of loss and metrics: every rank sends its totals to all others and takes theirs
 
     slowdown    of devices that share processors, by how many of them compute
@@ -44,6 +47,14 @@ def sum_s(calibration: Calibration | None, tensors: int, nbytes: float, ranks: i
     if calibration is None or ranks < 2:
         return 0.0
     return calibration.sum_tensor_s * tensors + calibration.sum_byte_s * nbytes * (ranks - 1)
+
+
+def restart_s(calibration: Calibration | None, waited_s: float) -> float:
+    """Seconds that work takes longer behind a wait."""
+    if calibration is None or not calibration.restarts or waited_s <= 0:
+        return 0.0
+    waits, longer = zip((0.0, 0.0), *calibration.restarts, strict=True)
+    return float(np.interp(waited_s, waits, longer))
 
 
 def agreement_s(cluster: Cluster, ranks: int) -> float:

@@ -65,6 +65,7 @@ def calibration_to_dict(calibration: Calibration) -> dict[str, Any]:
         _Calibration,
         machine=document_fields(calibration.machine, _Machine),
         memory_bytes_per_s=calibration.memory_bandwidth,
+        restarts=[list(pair) for pair in calibration.restarts],
     )
 
 
@@ -79,6 +80,9 @@ class _Machine(Strict):
     processor: Text
     cores: Annotated[int, Field(ge=1, le=MOST_DEVICES)]
     torch: Text
+
+
+_Restart = Annotated[list[Seconds], Field(min_length=2, max_length=2)]
 
 
 class _Calibration(Strict):
@@ -97,6 +101,7 @@ class _Calibration(Strict):
     sum_byte_s: Seconds
     memory_bytes_per_s: Annotated[float, Field(gt=0, le=1e18)]
     lost_share: Annotated[float, Field(ge=0, le=1)] = 0.0
+    restarts: list[_Restart] = Field(default_factory=list, max_length=100)
 
 
 class ClusterFile(Strict):
@@ -135,5 +140,11 @@ def to_cluster(file: ClusterFile) -> Cluster:
 
 def _to_calibration(document: _Calibration) -> Calibration:
     machine = Machine(**core_fields(document.machine))
-    fields = core_fields(document, leave_out=("machine", "memory_bytes_per_s"))
-    return Calibration(machine=machine, memory_bandwidth=document.memory_bytes_per_s, **fields)
+    fields = core_fields(document, leave_out=("machine", "memory_bytes_per_s", "restarts"))
+    restarts = tuple((waited, longer) for waited, longer in document.restarts)
+    return Calibration(
+        machine=machine,
+        memory_bandwidth=document.memory_bytes_per_s,
+        restarts=restarts,
+        **fields,
+    )

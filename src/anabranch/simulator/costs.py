@@ -115,6 +115,9 @@ class StepCosts(Protocol):
     def message_s(self, nbytes: float) -> tuple[float, float]:
         """Seconds of the devices at both ends of a message: its sender and its receiver."""
 
+    def restart_s(self, waited_s: float) -> float:
+        """Seconds that a device's work takes longer behind a wait."""
+
     @property
     def step_s(self) -> float:
         """Seconds of each device in a step besides its actions, sums and updates."""
@@ -336,6 +339,10 @@ class ModelCosts:
         """As calibrated."""
         return self.cost.message_s(nbytes)
 
+    def restart_s(self, waited_s: float) -> float:
+        """As calibrated."""
+        return self.cost.restart_s(waited_s)
+
     @property
     def step_s(self) -> float:
         """As calibrated."""
@@ -460,6 +467,10 @@ class StageTimes:
     def message_s(self, nbytes: float) -> tuple[float, float]:
         """Nothing."""
         return 0.0, 0.0
+
+    def restart_s(self, waited_s: float) -> float:
+        """Nothing."""
+        return 0.0
 
     def base_bytes(self, stage: int) -> float:
         """Nothing."""

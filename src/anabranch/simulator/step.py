@@ -48,6 +48,9 @@ class Step:
         self.ends: list[list[float]] = [[] for _ in range(devices)]
         self._engine = Engine()
         self._compute = self._clock(costs)
+        # When each device was last at work; behind a wait it is slower at first.
+        self._worked, self._restart_s = [0.0] * devices, costs.restart_s
+        self._pace = [1.0] * devices
         self._agreement_s, self._agreed = costs.agreement_s, 0
         self._code = [iter(code) for code in program.code]
         self._price, self._releases = program.messages.price, program.messages.releases
@@ -193,12 +196,16 @@ class Step:
         """Start the compute of a device."""
         unit = self._unit[d]
         assert unit is not None
-        self.starts[d].append(self._engine.now)
+        now = self._engine.now
+        self.starts[d].append(now)
+        waited = now - self._worked[d]
+        longer = self._restart_s(waited) if waited > 0 and unit.seconds else 0.0
+        pace = self._pace[d] = 1 + longer / unit.seconds if longer else 1.0
         if unit.marks:
             self._mark[d] = 0
-            self._compute(unit.marks[0].seconds, self._pass_mark, d)
+            self._compute(unit.marks[0].seconds * pace, self._pass_mark, d)
         else:
-            self._compute(unit.seconds, self._computed, d)
+            self._compute(unit.seconds * pace, self._computed, d)
 
     def _pass_mark(self, d: int) -> None:
         """Gradients are final in the middle of a backward, which goes on."""
@@ -206,9 +213,9 @@ class Step:
         assert unit is not None
         self._mark[d] = at + 1
         if at + 1 < len(unit.marks):
-            self._compute(unit.marks[at + 1].seconds, self._pass_mark, d)
+            self._compute(unit.marks[at + 1].seconds * self._pace[d], self._pass_mark, d)
         else:
-            self._compute(unit.rest, self._computed, d)
+            self._compute(unit.rest * self._pace[d], self._computed, d)
         self._give(d, unit.stage, unit.marks[at].pieces)
 
     def _computed(self, d: int) -> None:
@@ -218,6 +225,8 @@ class Step:
             self.end = now
         self.ends[d].append(now)
         self._unit[d] = None
+        if unit.role is not Role.AGREEMENT:
+            self._worked[d] = now
         if unit.role is Role.UPDATE:
             self._updates[d, unit.stage] += 1
         self._advance(d)

@@ -14,7 +14,7 @@ from anabranch.cli.settings import AsJson, NoCalibration
 from anabranch.cli.source import read_cluster
 
 if TYPE_CHECKING:
-    from anabranch.cluster import Cluster
+    from anabranch.cluster import Calibration, Cluster
 
 
 def cluster(
@@ -131,6 +131,14 @@ def _show(cluster: Cluster) -> None:
         say(row)
 
 
+def _restarts(calibration: Calibration) -> list[str]:
+    behind = ", ".join(
+        f"{longer * 1e3:.2f} ms behind {waited * 1e3:g} ms"
+        for waited, longer in calibration.restarts
+    )
+    return [f"work takes longer after a wait: {behind}"] if behind else []
+
+
 def calibration_rows(cluster: Cluster) -> list[str]:
     """What was measured, a line each; none without a calibration."""
     calibration = cluster.calibration
@@ -155,5 +163,6 @@ def calibration_rows(cluster: Cluster) -> list[str]:
         f"us, a step {calibration.step_s * 1e3:.2f} ms",
         f"summing gradients takes {calibration.sum_tensor_s * 1e6:.0f} us per parameter and "
         f"{calibration.sum_byte_s * 2**20 * 1e6:.0f} us per MiB and other rank",
+        *_restarts(calibration),
         f"an update goes through memory at {calibration.memory_bandwidth / 1e9:.1f} GB/s",
     ]
