@@ -198,7 +198,7 @@ def test_batch_normalisation_in_a_tower_stays_per_micro_batch() -> None:
     assert "statistics are those of a micro-batch" in result.summary()
 
 
-@pytest.mark.parametrize("planner", ["graphpipe", "data-parallel", "even", "dapple"])
+@pytest.mark.parametrize("planner", ["auto", "graphpipe", "data-parallel", "even", "dapple"])
 def test_a_contrastive_model_is_planned_with_its_whole_batch(planner: str) -> None:
     """By every planner, without and with replicas; the plan says so, and passes the check."""
     profile = estimate(built("contrastive").captured, "v100", (1, 2, 4, 8, 16))

@@ -70,7 +70,7 @@ def test_choices_are_those_of_the_tables():
         kinds = [kind for kind in getattr(types, "__args__", (types,)) if kind is not type(None)]
         return {choice.value for choice in kinds[0]}
 
-    assert options["planner"].default == "graphpipe"
+    assert options["planner"].default == "auto"
     assert choices("planner") == set(PLANNERS)
     assert choices("schedule") == {"auto", "published", *SCHEDULES}
     assert choices("policy") == {"auto", *POLICIES}

@@ -123,8 +123,8 @@ def test_compare_puts_policies_side_by_side(run, four_files):
     assert rows["stash"][:8] == ["12000", "1.00", "0.33", "4", "3", "-3", "-3", "4"]
     assert rows["2bw"][:8] == ["12000", "1.00", "0.33", "4", "1", "-1", "-1", "2"]
     assert rows["pipeoptim"][:7] == ["12000", "1.00", "0.33", "4", "3", "-3", "+3"]
-    assert "graphpipe, stash, pipeoptim: 4 stages" in out
-    assert "graphpipe, 2bw: 4 stages, 4 micro-batches of 1" in out
+    assert "auto, stash, pipeoptim: 4 stages" in out
+    assert "auto, 2bw: 4 stages, 4 micro-batches of 1" in out
 
 
 def test_compare_document(run, four_files):
@@ -155,8 +155,8 @@ def test_compare_has_a_line_for_the_ages_of_every_stage(run, four_files):
     code, out, err = run("compare", *four_files, "--mode", "async", "--policy", "stash", "--policy",
                          "vertical-sync", "--policy", "pipeoptim")  # fmt: skip
     assert code == 0, err
-    assert "graphpipe, stash: stage by stage, both read -3, -2, -1, 0" in out
-    assert "graphpipe, vertical-sync: stage by stage, both read -3, -3, -3, -3" in out
+    assert "auto, stash: stage by stage, both read -3, -2, -1, 0" in out
+    assert "auto, vertical-sync: stage by stage, both read -3, -3, -3, -3" in out
     assert "forward reads -3 +3, -2 +2, -1 +1, 0; backward 0, 0, 0, 0" in out
 
 

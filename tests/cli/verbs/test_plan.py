@@ -123,7 +123,7 @@ def test_the_limit_on_replicas_is_given_once(run, write_chain):
 
 def test_an_interrupted_plan_is_compared_all_the_same(run, write_chain, monkeypatch):
     """And where a baseline is better, the user learns how to get that one."""
-    monkeypatch.setitem(planners.PLANNERS, "graphpipe", lambda: Interrupted(True))
+    monkeypatch.setitem(planners.PLANNERS, "auto", lambda: Interrupted(True))
     code, out, err = run("plan", *write_chain(), "-o", "plan.json")
     assert code == 0, err
     assert "interrupted: the best of the first 1 proposals" in out
@@ -134,10 +134,10 @@ def test_an_interrupted_plan_is_compared_all_the_same(run, write_chain, monkeypa
 
 def test_a_plan_interrupted_at_once_is_an_error(run, write_chain, monkeypatch):
     """One paragraph, not a bare stop."""
-    monkeypatch.setitem(planners.PLANNERS, "graphpipe", lambda: Interrupted(False))
+    monkeypatch.setitem(planners.PLANNERS, "auto", lambda: Interrupted(False))
     code, _, err = run("plan", *write_chain())
     assert code == 1
-    assert "SearchStoppedError: interrupted before planner graphpipe had proposed a plan" in err
+    assert "SearchStoppedError: interrupted before planner auto had proposed a plan" in err
 
 
 def test_operators_that_take_no_time(run, write_chain):
