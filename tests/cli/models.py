@@ -111,8 +111,9 @@ def with_wide_batches() -> Workload:
     return replace(towers(), data=wide)
 
 
-def _on_rank_0() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
+def _on_rank(number: int) -> bool:
+    """Whether this is that rank of a training; what measures the data beforehand is none."""
+    return dist.is_initialized() and dist.get_rank() == number
 
 
 def interrupting() -> Workload:
@@ -120,7 +121,7 @@ def interrupting() -> Workload:
 
     def data(batch_size: int, epoch: int) -> Iterator[dict[str, torch.Tensor]]:
         for i, batch in enumerate(batches(batch_size, epoch)):
-            if (epoch, i) == (0, 7) and _on_rank_0():
+            if (epoch, i) == (0, 7) and _on_rank(0):
                 os.kill(os.getppid(), signal.SIGINT)
                 wait_until_heard()
             yield batch
@@ -133,7 +134,7 @@ def stuck() -> Workload:
 
     def data(batch_size: int, epoch: int) -> Iterator[dict[str, torch.Tensor]]:
         for i, batch in enumerate(batches(batch_size, epoch)):
-            if i == 7 and _on_rank_0():
+            if i == 7 and _on_rank(0):
                 os.kill(os.getppid(), signal.SIGINT)
                 wait_until_heard()
                 os.kill(os.getppid(), signal.SIGINT)
@@ -180,7 +181,7 @@ def killed_once() -> Workload:
 
     def data(batch_size: int, epoch: int) -> Iterator[dict[str, torch.Tensor]]:
         for i, batch in enumerate(batches(batch_size, epoch)):
-            if (epoch, i) == (0, 7) and not _on_rank_0() and not marker.exists():
+            if (epoch, i) == (0, 7) and _on_rank(1) and not marker.exists():
                 marker.touch()
                 while any(Path.cwd().glob("*/step-3")) and not any(Path.cwd().glob("*/step-6")):
                     time.sleep(0.01)
