@@ -108,8 +108,10 @@ def _changes(
         yield "no_recompute", "memory for everything, nothing recomputed", lighter
     # Twice as many beyond those that a stage at the end of the model has, as of "1f1b-deep".
     stages = tuple(
-        replace(stage, in_flight=min(2 * stage.in_flight - stage.k, graph.num_microbatches(s)))
-        for s, stage in enumerate(graph.stages)
+        replace(stage, in_flight=max(stage.in_flight, min(2 * stage.in_flight - stage.k, count)))
+        for stage, count in zip(
+            graph.stages, map(graph.num_microbatches, range(len(graph))), strict=True
+        )
     )
     if stages != graph.stages:
         deeper = ModelCosts(replace(graph, stages=stages), cost)

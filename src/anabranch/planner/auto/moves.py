@@ -276,6 +276,7 @@ def regroup(draft: Draft, space: Space, rng: Random) -> Draft | None:
     k = draft.k.copy()
     some = slice(None) if rng.random() < 0.5 else _below(len(k), rng)
     k[some] = k[some] * 2 if rng.random() < 0.5 else np.maximum(k[some] // 2, 1)
+    k = np.minimum(k, -(-space.batch_size // draft.microbatch)).astype(k.dtype)
     return None if np.array_equal(k, draft.k) else draft._replace(k=k)
 
 

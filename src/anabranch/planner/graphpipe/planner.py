@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from anabranch.cost import CostModel
+from anabranch.errors import InvalidPlanError
 from anabranch.planner.base import require_options
 from anabranch.planner.graphpipe.chains import Chain, line, tree
 from anabranch.planner.graphpipe.partitioner import Budget, PlannedStage, partition
@@ -18,6 +20,7 @@ from anabranch.planner.toolkit.prices import MicrobatchPrices
 from anabranch.planner.toolkit.problem import Problem
 from anabranch.plans.check import check
 from anabranch.plans.stages import Stage, StageGraph
+from anabranch.plans.whole_batch import fitted
 
 
 @dataclass(frozen=True)
@@ -181,5 +184,7 @@ def _placed(
             tuple(sorted(pairs)),
             problem.batch_size,
         )
-        if not check(graph, cost):
-            yield graph
+        # Of operators across samples whoever judges the plan makes a stage for the whole batch.
+        with suppress(InvalidPlanError):
+            if not check(fitted(graph, cost.graph), cost):
+                yield graph
