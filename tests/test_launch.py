@@ -275,6 +275,7 @@ def test_a_loop_of_the_user_runs_under_torchrun(tmp_path: Path) -> None:
     assert len(losses) == 4
     assert len(set(losses)) == 2
     assert done.returncode == 1
+    assert done.stderr.count("the store of torchrun listens on port") == 1
     cause = [line for line in done.stderr.splitlines() if "StageFailedError: rank" in line]
     assert len(cause) == 1
     assert "in the forward of stage 0, micro-batch 2, step 2: IndexError" in cause[0]

@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,11 +75,11 @@ def kills(count: int) -> dict[str, Any]:
     count = min(count, 20)
     for seed in range(count):
         with tempfile.TemporaryDirectory() as name:
-            job, said = _Job(seed, signal.SIGKILL, Path(name)), []  # type: ignore[var-annotated]
+            job, said = _Job(seed, signal.SIGKILL, Path(name)), list[str]()
             asked = TrainingSettings(
                 steps=STEPS, save=job.save, save_every=str(INTERVAL), max_restarts=1
             )
-            _, last = train_with_restarts(lambda a, j=job: j.attempt(made, a), asked, said.append)  # type: ignore[misc]
+            _, last = train_with_restarts(partial(job.attempt, made), asked, said.append)
             reached += step_of(newest(job.save) or job.save) == STEPS
             again.append(job.step - (STEPS - (last.last_step or STEPS)))
             named += f"rank {job.rank} was killed by signal 9 (SIGKILL) reading data" in said[0]

@@ -5,6 +5,7 @@ on one GPU through the host, where PyTorch's pipelines cannot run.
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Iterator
 from functools import partial
 
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from anabranch.models import build
+from anabranch.runtime import texts
 from benchmarks.gpu.case import Case, Row
 from benchmarks.runtime import ours
 from benchmarks.runtime.race import Side, Step, medians, rank_times, slowest
@@ -68,8 +70,7 @@ def measure(case: str, place: torch.device) -> Iterator[Row]:
         dist.barrier(group=host)
 
     waiting = {name: partial(_waiting, side, place) for name, side in sides.items()}
-    times: list[dict[str, list[float]]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(times, rank_times(waiting, meet=meet), group=host)
+    times = [json.loads(told) for told in texts.gather(json.dumps(rank_times(waiting, meet=meet)))]
     if dist.get_rank() > 0:
         return
     found = medians(slowest(times))

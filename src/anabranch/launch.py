@@ -6,7 +6,8 @@ rank writes is shared by all of them::
     parent ----fork----> rank 0 --+
        |  ---fork----> rank 1     |  shared memory and Gloo; they meet through a file
        |  ---fork----> rank 2   --+
-       +<---- a pipe each: result or failure; a few shared integers each: where the rank is
+       +<---- a pipe each: result or failure; a few shared integers each: where the rank is,
+                        and with which batches
 
 The parent takes the first failure that is a cause, stops the other ranks, and raises it. Ranks
 never outlive the parent: the kernel kills them when it dies (Linux).
@@ -40,12 +41,14 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
-from anabranch.errors import AnabranchError, StageFailedError
+from anabranch.errors import AnabranchError, DataError, StageFailedError
 from anabranch.runtime.guards.agreement import version
 from anabranch.runtime.guards.failure import Failure
 from anabranch.runtime.guards.interrupt import INTERRUPT
 from anabranch.runtime.guards.position import POSITION, POSITION_INTS, describe_position
+from anabranch.runtime.guards.same_batch import RECENT_BATCHES, RECENT_INTS, BatchWatch
 from anabranch.runtime.guards.stall import Stall
+from anabranch.runtime.process_groups import LOOPBACK
 from anabranch.runtime.transport import guarded
 
 if TYPE_CHECKING:
@@ -57,7 +60,10 @@ _GRACE_S = 3.0
 """How long a failure that is only a consequence waits for its cause to arrive."""
 
 _LOOK_S = 0.5
-"""Seconds between two looks at the ranks, if somebody watches that they go on."""
+"""Seconds between two looks at the ranks: whether they go on, and with the same batches."""
+
+_PAGE_INTS = POSITION_INTS + RECENT_INTS
+"""What a rank and its parent share: where it is, and its last batches."""
 
 _PR_SET_PDEATHSIG = 1
 
@@ -97,10 +103,10 @@ def run(
     if num_ranks < 1:
         raise ValueError(f"{num_ranks} ranks; at least 1 is needed")
     version()  # which reads all of our source: once here, for all ranks
-    shared = memoryview(mmap.mmap(-1, 8 * (POSITION_INTS * num_ranks + 1))).cast("q")
-    positions, flag = shared[:-1], shared[-1:]
+    shared = memoryview(mmap.mmap(-1, 8 * (_PAGE_INTS * num_ranks + 1))).cast("q")
+    pages, flag = shared[:-1], shared[-1:]
     with _meeting_place() as store, _telling(flag, on_interrupt):
-        ranks = _Ranks(positions, flag)
+        ranks = _Ranks(pages, flag)
         try:
             ranks.start(function, args, num_ranks, store)
             return ranks.collect(timeout, Stall(stall_timeout) if stall_timeout else None)
@@ -158,8 +164,9 @@ def _telling(flag: memoryview, on_interrupt: Callable[[], None] | None) -> Itera
 class _Ranks:
     """The parent's side: processes, their pipes, what they said."""
 
-    def __init__(self, positions: memoryview, flag: memoryview) -> None:
-        self._positions, self._flag = positions, flag
+    def __init__(self, pages: memoryview, flag: memoryview) -> None:
+        self._pages, self._flag = pages, flag
+        self._batches = BatchWatch(len(pages) // _PAGE_INTS)
         self._processes: list[ForkProcess] = []
         self._pipes: list[Connection] = []
         self._results: dict[int, Any] = {}
@@ -171,7 +178,7 @@ class _Ranks:
         context = multiprocessing.get_context("fork")
         for rank in range(num_ranks):
             ours, theirs = context.Pipe(duplex=False)
-            ints, flag, parent = self._position(rank), self._flag, os.getpid()
+            ints, flag, parent = self._page(rank), self._flag, os.getpid()
             process = context.Process(
                 target=_main,
                 args=(rank, num_ranks, store, theirs, ints, flag, parent, function, args),
@@ -190,10 +197,12 @@ class _Ranks:
         deadline = None if timeout is None else time.monotonic() + timeout
         pending = set(range(len(self._processes)))
         while pending:
-            limit = None if deadline is None else max(deadline - time.monotonic(), 0.0)
-            if stall is not None:
-                limit = min(_LOOK_S if limit is None else limit, _LOOK_S, stall.timeout_s / 4)
+            limit = _LOOK_S if stall is None else min(_LOOK_S, stall.timeout_s / 4)
+            if deadline is not None:
+                limit = min(limit, max(deadline - time.monotonic(), 0.0))
             pending -= self._hear(pending, limit)
+            if message := self._unequal(is_over=bool(self._failures)):
+                raise DataError(message)
             if self._failures:
                 raise self._cause(pending)
             if stall is not None and (message := self._stalled(stall, pending)):
@@ -203,6 +212,12 @@ class _Ranks:
                     f"the ranks did not finish within {timeout:g} s; {self._places(pending)}"
                 )
         return [self._results[rank] for rank in range(len(self._processes))]
+
+    def _unequal(self, *, is_over: bool) -> str:
+        """Which ranks have begun another batch than others; a failure may come of that."""
+        for rank in range(len(self._processes)):
+            self._batches.note(rank, self._page(rank)[POSITION_INTS:].tolist())
+        return self._batches.found(time.monotonic(), is_over=is_over)
 
     def _stalled(self, stall: Stall, pending: set[int]) -> str:
         """What holds the ranks up, if they do not go on."""
@@ -273,8 +288,11 @@ class _Ranks:
             for rank in sorted(ranks)
         )
 
+    def _page(self, rank: int) -> memoryview:
+        return self._pages[rank * _PAGE_INTS : (rank + 1) * _PAGE_INTS]
+
     def _position(self, rank: int) -> memoryview:
-        return self._positions[rank * POSITION_INTS : (rank + 1) * POSITION_INTS]
+        return self._page(rank)[:POSITION_INTS]
 
     def stop(self) -> None:
         """End every process, in a second at most."""
@@ -295,7 +313,7 @@ def _main(
     num_ranks: int,
     store: Path,
     pipe: Connection,
-    position: memoryview,
+    page: memoryview,
     flag: memoryview,
     parent: int,
     function: Callable[..., Any],
@@ -309,7 +327,8 @@ def _main(
     _leave_to_parent(signal.SIGTERM)
     torch.set_num_threads(1)
     os.environ["LOCAL_RANK"] = str(rank)
-    POSITION.share(position)
+    POSITION.share(page[:POSITION_INTS])
+    RECENT_BATCHES.share(page[POSITION_INTS:])
     INTERRUPT.share(flag)
     try:
         _connect(rank, num_ranks, store)
@@ -336,7 +355,7 @@ def _leave_to_parent(number: signal.Signals) -> None:
 
 
 def _connect(rank: int, num_ranks: int, store: Path) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
+    os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK
     guarded(
         lambda: dist.init_process_group(
             "gloo",

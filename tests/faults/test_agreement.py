@@ -8,10 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from anabranch import launch
 from anabranch.errors import DataError, TrainingError
+from anabranch.runtime.asynchronous.pipeline import AsyncPipeline
 from anabranch.runtime.pipeline import Pipeline
 from tests.runtime.small import batch, built, plan
-from tests.runtime.training import run
+from tests.runtime.training import LIMIT_S, run
 
 pytestmark = pytest.mark.dist
 
@@ -43,8 +45,60 @@ def test_another_batch_in_any_step_is_refused(barrier: bool) -> None:
         else:
             list(pipe.steps(batches))
 
-    with pytest.raises(DataError, match=r"^rank 1 has trained on another batch than the others"):
+    with pytest.raises(DataError, match=r"^rank 1 has another batch than the others"):
         run(model, plan(model, 3), work)
+
+
+@pytest.mark.parametrize("barrier", [True, False])
+@pytest.mark.parametrize("samples", [12, 14])
+def test_another_size_in_a_later_step_is_refused_at_once(samples: int, barrier: bool) -> None:
+    """A micro-batch less, or a shorter one: ranks wait for messages that never come, or get others
+    than they expect, and never come to the totals.
+    """
+    model = built("TwoBranch")
+
+    def work(pipe: Pipeline) -> None:
+        batches = [batch(16, i) for i in range(6)]
+        if dist.get_rank() == 1:
+            batches[3] = batch(samples, 3)
+        if barrier:
+            for each in batches:
+                pipe.step(each)
+        else:
+            list(pipe.steps(batches))
+
+    with pytest.raises(DataError, match=r"^rank 1 has another batch than the others"):
+        run(model, plan(model, 3), work)
+
+
+def test_another_batch_in_the_evaluation_is_refused_at_once() -> None:
+    """As in a step."""
+    model = built("TwoBranch")
+
+    def work(pipe: Pipeline) -> None:
+        pipe.evaluate([batch(16), batch(12 if dist.get_rank() == 2 else 16)])
+
+    with pytest.raises(DataError, match=r"^rank 2 has another batch than the others"):
+        run(model, plan(model, 3), work)
+
+
+@pytest.mark.parametrize("samples", [4, 3])
+def test_another_mini_batch_without_a_flush_is_refused(samples: int) -> None:
+    """Of other values, by the digests in its totals; of another size, by who watches."""
+    model = built("Chain")
+    chosen = plan(model, 3, batch_size=4)
+
+    def rank() -> None:
+        pipe = AsyncPipeline(
+            model.workload, chosen, captured=model.captured, policy="stash", check_gradients=False
+        )
+        batches = [batch(4, i) for i in range(12)]
+        if dist.get_rank() == 1:
+            batches[7] = batch(samples, 77)
+        list(pipe.steps(batches))
+
+    with pytest.raises(DataError, match=r"^rank 1 has another batch than the others"):
+        launch.run(rank, 3, timeout=LIMIT_S)
 
 
 @pytest.mark.parametrize("check_copies", [2, 0])

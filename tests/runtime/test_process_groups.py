@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +18,12 @@ from anabranch.runtime import mesh as meshes
 from anabranch.runtime import process_groups
 from anabranch.runtime.mesh import Mesh
 from anabranch.runtime.pipeline import Pipeline
-from anabranch.runtime.process_groups import RankDevice, abort, choose_backend
+from anabranch.runtime.process_groups import (
+    RankDevice,
+    abort,
+    choose_backend,
+    listens_to_all,
+)
 from anabranch.workload import Workload
 from tests.runtime.small import batch, built, plan
 
@@ -51,6 +57,27 @@ def test_nccl_needs_a_gpu_of_its_own_for_every_rank(seen: list[RankDevice]) -> N
     assert told == seen
     assert choose_backend(told) == ("nccl" if own else "gloo")
     assert choose_backend(told[::-1]) == choose_backend(told)
+
+
+TABLE = """\
+  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode
+   0: 0100007F:1F90 00000000:0000 0A 00000000:00000000 00:00000000 00000000     0        0 1
+   1: 00000000:1F91 00000000:0000 0A 00000000:00000000 00:00000000 00000000     0        0 2
+   2: 00000000:1F92 0100007F:1F93 01 00000000:00000000 00:00000000 00000000     0        0 3
+"""
+
+
+def test_a_port_of_all_interfaces_is_known(tmp_path: Path) -> None:
+    """Port 8080 listens on loopback, 8081 everywhere; 8082 is a connection."""
+    table = tmp_path / "tcp"
+    table.write_text(TABLE)
+    tables = str(table), str(tmp_path / "no such file")
+    assert [listens_to_all(port, tables) for port in (8080, 8081, 8082, 1)] == [
+        False,
+        True,
+        False,
+        False,
+    ]
 
 
 @pytest.mark.dist

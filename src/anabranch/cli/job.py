@@ -242,9 +242,9 @@ def agreed(search: Callable[[], Plan]) -> Plan:
 
     from anabranch.files import plan_from_dict, plan_to_dict
     from anabranch.runtime import texts
+    from anabranch.runtime.process_groups import join
 
-    if not dist.is_initialized():
-        dist.init_process_group("gloo")
+    join()
     found, failure = None, None
     if dist.get_rank() == 0:
         try:

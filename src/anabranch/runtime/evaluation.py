@@ -16,10 +16,17 @@ from anabranch.workload import Batch
 
 
 class Evaluation:
-    """Means over held-out batches; ``captured``, in evaluation mode, is made when first needed."""
+    """Means over held-out batches.
 
-    def __init__(self, training: WorkerCache, captured: Captured | None) -> None:
-        self._training, self._captured = training, captured
+    Args:
+        captured: in evaluation mode; made when it is first needed.
+        begins: told of each batch.
+    """
+
+    def __init__(
+        self, training: WorkerCache, captured: Captured | None, begins: Callable[[Batch], None]
+    ) -> None:
+        self._training, self._captured, self._begins = training, captured, begins
         self._workers: WorkerCache | None = None
 
     def means(
@@ -50,6 +57,7 @@ class Evaluation:
         for number, batch in enumerate(batches):
             what = f"held-out batch {number}"
             leaves = leaves_of(training.captured, batch, training.place, what, read=workers.leaves)
+            self._begins(batch)
             size = samples_of(leaves)
             with failing():
                 outcome = workers.worker(size).run(leaves, step, train=False)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,7 @@ from anabranch.errors import (
 )
 from anabranch.plans.stages import StageGraph
 from anabranch.runtime.guards.failure import Failure, PeerLostError, located
-from anabranch.runtime.guards.same_batch import copies_digest, odd_ones
+from anabranch.runtime.guards.same_batch import copies_digest, odd_ones, refusal
 from anabranch.runtime.guards.store_watch import StoreWatch
 from anabranch.runtime.process_groups import (
     RankDevice,
@@ -80,6 +80,13 @@ def require_whole_replicas(graph: StageGraph) -> None:
             f"{len(graph)} stages), which can be planned and simulated but not run; plan with a "
             "profile that has no costs for tensor parallelism"
         )
+
+
+class _HasClone(Protocol):
+    """A store that other threads can have a connection of their own to."""
+
+    def clone(self) -> Store:
+        """The same store through another connection."""
 
 
 class Pending(Protocol):
@@ -466,23 +473,14 @@ class Mesh:
 
     def unequal_batches(self, digest: bytes) -> DataError:
         """What to raise where the batches of the ranks differ; all ranks ask together."""
-        odd = odd_ones(self._exchange(digest), self._everyone)
-        return DataError(
-            f"{odd or 'some rank has'} trained on another batch than the others; every rank has to "
-            "be given the same whole batch, of which it takes its slices: give all ranks the same "
-            "data, in the same order, shuffled with one seed"
-        )
+        return DataError(refusal(odd_ones(self._exchange(digest), self._everyone)))
 
     def require_same_batch(self, digest: bytes) -> None:
         """Accept a batch that all ranks have alike; a DataError on every rank names those that have
         another one.
         """
         if self.size > 1 and (odd := odd_ones(self._exchange(digest), self._everyone)):
-            raise DataError(
-                f"{odd} another batch than the others, in its names, sizes or values; every rank "
-                "has to be given the same whole batch, of which it takes its slices: give all "
-                "ranks the same data, in the same order, shuffled with one seed"
-            )
+            raise DataError(refusal(odd))
 
     def require_same_copies(self, copies: Mapping[tuple[int, ...], Collection[Tensor]]) -> None:
         """Accept parameters whose copies are equal, bit for bit.
@@ -511,8 +509,9 @@ class Mesh:
         """Watch under torchrun that the ranks go on; the launcher watches local ones."""
         if self.size == 1 or "TORCHELASTIC_RUN_ID" not in os.environ:
             return None
-        store: Store = self._store().clone()  # type: ignore[attr-defined]
-        return StoreWatch(store, self.rank, self.size, timeout_s, _FAILURE_KEY)
+        # Every store of torch has it; its stubs do not.
+        store = cast("_HasClone", self._store())
+        return StoreWatch(store.clone(), self.rank, self.size, timeout_s, _FAILURE_KEY)
 
     def _published(self) -> str:
         try:

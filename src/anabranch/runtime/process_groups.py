@@ -11,6 +11,8 @@ from __future__ import annotations
 import hashlib
 import os
 import socket
+import sys
+import warnings
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -24,6 +26,8 @@ from torch.distributed import distributed_c10d
 from anabranch.runtime.transport.base import guarded
 
 _DIGEST_BYTES = 16
+_TCP_TABLES = ("/proc/net/tcp", "/proc/net/tcp6")
+_LISTENS = "0A"
 
 
 class RankDevice(NamedTuple):
@@ -74,10 +78,45 @@ def choose_backend(seen: Sequence[RankDevice]) -> str:
     return "nccl" if alone and all(any(d.gpu) and d.has_nccl for d in seen) else "gloo"
 
 
-def join(timeout: float) -> None:
-    """Find the other processes, where torchrun says that there are some and nobody has yet."""
-    if not dist.is_initialized() and "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
+LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
+"""The network interface that nobody but this host can reach."""
+
+
+def join(timeout: float = 1800.0) -> None:
+    """Find the other processes, where torchrun says that there are some and nobody has yet.
+
+    Ranks that are all on one host listen to that host alone. The store, which torchrun itself has
+    made, listens to everybody, and that is said.
+    """
+    if dist.is_initialized() or "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        return
+    if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
+        port = int(os.environ.get("MASTER_PORT", "0"))
+        if os.environ["RANK"] == "0" and listens_to_all(port):
+            warnings.warn(
+                f"the store of torchrun listens on port {port} of all network interfaces, though "
+                "all ranks are on this host, and whoever reaches it can disturb the run or change "
+                "what ranks read from it; close that port to others, or start local ranks without "
+                "torchrun, which listen to this host alone",
+                stacklevel=2,
+            )
+    dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
+
+
+def listens_to_all(port: int, tables: Collection[str] = _TCP_TABLES) -> bool:
+    """Whether a process of this host listens on a port of all interfaces (Linux).
+
+    Args:
+        tables: files as ``/proc/net/tcp`` is one.
+    """
+    for table in map(Path, tables):
+        for line in table.read_text().splitlines()[1:] if table.exists() else ():
+            _, local, _, state, *_ = line.split()
+            address, _, number = local.rpartition(":")
+            if state == _LISTENS and int(number, 16) == port and not address.strip("0"):
+                return True
+    return False
 
 
 def new_group(

@@ -34,7 +34,7 @@ from anabranch.runtime.evaluation import Evaluation
 from anabranch.runtime.guards.agreement import facts_of, require_agreement
 from anabranch.runtime.guards.memory_budget import require_memory
 from anabranch.runtime.guards.position import POSITION, Phase
-from anabranch.runtime.guards.same_batch import batch_digest
+from anabranch.runtime.guards.same_batch import RECENT_BATCHES, batch_digest
 from anabranch.runtime.guards.self_check import compare_with_eager
 from anabranch.runtime.initialisation import SEEDS, meta_names, require_constants
 from anabranch.runtime.mesh import Mesh, require_whole_replicas
@@ -142,9 +142,9 @@ class Session:
         )
         self.feed = DataFeed(workload, graph.batch_size, self._fail)
         self.trace = Trace(self.captured, self.state.parameters, self.mesh)
-        self._evaluation = Evaluation(self.workers, evaluation)
+        self._evaluation = Evaluation(self.workers, evaluation, self._begin_batch)
         self._check_gradients, self._is_prepared = check_gradients, False
-        self.step_number = 0
+        self.step_number = self._num_batches = 0
         self.batch_digest = bytes(16)
         POSITION.leave()
 
@@ -188,9 +188,15 @@ class Session:
         """The tensors of a batch by their names; DataError if it is not built as the example."""
         read = self.workers.leaves
         leaves = leaves_of(self.captured, batch, self.place, self.feed.where, read=read)
+        self._begin_batch(batch)
+        return leaves
+
+    def _begin_batch(self, batch: Batch) -> None:
+        """Let others know which batch is the next here."""
         if self.mesh.size > 1:
             self.batch_digest = batch_digest(self.captured.flatten_batch(batch))
-        return leaves
+            RECENT_BATCHES.note(self._run_id, self._num_batches, self.batch_digest)
+            self._num_batches += 1
 
     def prepare(self, batch: Batch, leaves: dict[str, Tensor]) -> None:
         """Once, with the first batch at hand: the check needs the whole model on rank 0."""

@@ -27,6 +27,8 @@ class StepTotals:
         squares: this rank's share of the gradients' squared norm.
         overflow: under a scaled loss, whether a gradient of this rank is not finite.
         digest: of the batch, of ``guards.same_batch``.
+        settle: called before ranks ask each other what is wrong, which they do in one order: has to
+            finish what this rank does on its own.
     """
 
     def __init__(
@@ -39,8 +41,10 @@ class StepTotals:
         squares: float = 0.0,
         overflow: bool = False,
         digest: bytes = b"",
+        settle: Callable[[], None] = lambda: None,
     ) -> None:
         self._names, self._why, self._mesh, self._digest = names, why, mesh, digest
+        self._settle = settle
         self._sums: list[float] = []
         self._error: NonFiniteError | None = None
         self._listeners: list[tuple[Callable[[], None], Callable[[], None]]] = []
@@ -63,8 +67,10 @@ class StepTotals:
                 INTERRUPT.agreed = True
             SAVE_CLOCK.agree(int(self._sums[5]))
             if not all_alike(self._mesh.size, self._sums[6], self._sums[7]):
+                self._settle()
                 raise self._mesh.unequal_batches(self._digest)
             if self._sums[1] or not math.isfinite(self._sums[2]):
+                self._settle()
                 self._error = self._why()
             self._tell()
         if self._error is not None:

@@ -178,11 +178,6 @@ class Flight:
             self.spans.append((task.action, start, self.clock.mark()))
         self._run.push()
 
-    @property
-    def made(self) -> Mapping[int, Tensor]:
-        """Values that the last forward sent on, as far as they are kept."""
-        return {value: t for made in self._run.made.values() for value, t in made.items()}
-
 
 @dataclass(frozen=True, slots=True)
 class _Handover:

@@ -529,7 +529,7 @@ def test_numbers_that_are_not_finite_are_named_on_every_rank(bad: int) -> None:
     results = on_ranks(plan_of(model), work)
     assert len({rank[0] for rank in results}) == 1
     text = results[0][0]
-    assert f"is not finite in mini-batch {bad}: stage 0 is the first" in text
+    assert f"is not finite in mini-batch {bad}: stage 0, micro-batch 0 is the first" in text
     assert "x in the batch is not finite itself, first in sample 2" in text
     assert text.endswith(f"fix the data: mini-batch {bad}, sample 2")
     assert "learning rate" not in text

@@ -6,6 +6,9 @@ import pytest
 import torch
 
 from anabranch.runtime.guards.same_batch import (
+    RECENT_INTS,
+    BatchWatch,
+    RecentBatches,
     all_alike,
     batch_digest,
     copies_digest,
@@ -55,6 +58,50 @@ def test_one_bit_changes_the_digest_of_copies():
     assert copies_digest([X, X]) == copies_digest([X.clone(), X])
     assert copies_digest([X, X]) != copies_digest([X, other])
     assert copies_digest([X > 3]) != copies_digest([X > 4])
+
+
+def begun(*digests: bytes, run: int = 2**61, first: int = 0) -> list[int]:
+    """The page of a rank that has begun batches with these digests."""
+    recent = RecentBatches()
+    for number, digest in enumerate(digests, first):
+        recent.note(run, number, digest * 8)
+    return recent.numbers
+
+
+def watched(*pages: list[int], now: float = 0.0, is_over: bool = False) -> str:
+    watch = BatchWatch(len(pages))
+    for rank, page in enumerate(pages):
+        watch.note(rank, page)
+    watch.found(0.0)
+    return watch.found(now, is_over=is_over)
+
+
+def test_who_watches_sees_different_batches_of_one_number():
+    """Whoever is ahead is compared in what it did before, and the odd one is named at once."""
+    assert watched(begun(b"a", b"b"), begun(b"a"), begun(b"a", b"b", b"c")) == ""
+    told = watched(begun(b"a", b"b"), begun(b"a", b"x", b"c"), begun(b"a", b"b"))
+    assert told.startswith("rank 1 has another batch than the others")
+
+
+def test_of_two_different_ones_a_third_decides_if_it_comes():
+    """Otherwise the first rank counts as right."""
+    pages = begun(b"a", b"x"), begun(b"a", b"b"), begun(b"a")
+    assert watched(*pages, now=0.1) == ""
+    assert watched(*pages, now=1.0).startswith("rank 1 has another")
+    assert watched(*pages, is_over=True).startswith("rank 1 has another")
+    assert watched(*pages[:2], begun(b"a", b"b"), now=0.1).startswith("rank 0 has another")
+
+
+def test_batches_of_two_pipelines_in_one_process_are_not_compared():
+    """They have other runs, and their ranks are not at the same one."""
+    assert watched(begun(b"a", run=5**20), begun(b"b", run=7**20)) == ""
+
+
+def test_only_the_last_batches_are_kept():
+    """A rank that is further ahead is not compared any more."""
+    many = [bytes([i]) for i in range(RECENT_INTS + 1)]
+    assert watched(begun(b"x"), begun(*many)) == ""
+    assert watched(begun(b"x"), begun(*many[:-1])).startswith("rank 1 has another")
 
 
 def test_the_fewer_are_the_odd_ones():

@@ -9,6 +9,7 @@ import pytest
 from torch._C._distributed_c10d import HashStore
 
 from anabranch.runtime.guards.position import POSITION, Phase
+from anabranch.runtime.guards.same_batch import RECENT_BATCHES, RECENT_INTS, RecentBatches
 from anabranch.runtime.guards.store_watch import StoreWatch
 
 STUCK = "3 7 1 3 0 3 1 0"
@@ -21,6 +22,7 @@ def _in_step() -> Iterator[None]:
     POSITION.begin(7, Phase.SUMS)
     yield
     POSITION.__init__()
+    RECENT_BATCHES.share(memoryview(bytearray(8 * RECENT_INTS)).cast("q"))
 
 
 def ended(store: HashStore, rank: int = 0) -> bool:
@@ -60,6 +62,17 @@ def test_a_failure_that_is_told_ends_a_rank_that_cannot(capsys):
     assert capsys.readouterr().err == "rank 0 stops, because rank 1 failed\n".join(
         ["StageFailedError: ", ""]
     )
+
+
+def test_ranks_with_different_batches_end_the_run(capsys):
+    """Though they go on, as far as they get."""
+    RECENT_BATCHES.note(5, 0, b"12345678")
+    other = RecentBatches()
+    other.note(5, 0, b"x2345678")
+    store = HashStore()
+    store.set("anabranch/at/1", " ".join([STUCK[:-1] + "0", *map(str, other.numbers)]))
+    assert ended(store)
+    assert capsys.readouterr().err.startswith("DataError: rank 1 has another batch than the others")
 
 
 class Cut(HashStore):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -46,3 +47,20 @@ def test_random_numbers_stay_and_broken_data_is_for_training_to_report() -> None
     assert torch.equal(torch.random.get_rng_state(), state)
     assert measure_reading(replace(plain, data=broken), 4) == 0.0
     assert measure_reading(plain, 4) == 0.0
+
+
+def test_a_loader_that_blocks_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It held ``plan`` up for ever."""
+    monkeypatch.setattr("anabranch.runtime.measurement.reading._PATIENCE_S", 0.05)
+    over = threading.Event()
+
+    def blocked(batch_size: int, epoch: int) -> Iterator[Batch]:
+        yield torch.zeros(batch_size, 1)
+        over.wait()
+
+    workload = Workload(nn.Linear(1, 1), torch.zeros(2, 1), data=blocked)
+    try:
+        with pytest.warns(UserWarning, match=r"has not yielded 8 batches within 0\.05 s"):
+            assert measure_reading(workload, 4) == 0.0
+    finally:
+        over.set()

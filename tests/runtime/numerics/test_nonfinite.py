@@ -156,6 +156,38 @@ def test_what_and_where_is_named_before_the_update(
 
 
 @pytest.mark.dist
+@pytest.mark.parametrize("is_backward", [False, True])
+def test_what_is_bad_once_is_named_where_it_was(model: Built, is_backward: bool) -> None:
+    """One number of one micro-batch, on the second of four stages, in this run of the step alone.
+    The run of it for the trace shows nothing, and only the loss, stages later, was known.
+    """
+
+    def work(pipe: Pipeline) -> str:
+        compute = pipe._session.workers.worker(16)._compute
+        name = "_differentiate" if is_backward else "_call"
+        whole, left = getattr(compute, name), [1]
+
+        def once(piece: Any, key: tuple[int, int], *rest: Any) -> Any:
+            made = whole(piece, key, *rest)
+            if key == (1, 2) and left:
+                left.clear()
+                damaged = next(iter(made.values())) if is_backward else made[0]
+                damaged.data.view(-1)[3] = float("nan")  # autograd must not know
+            return made
+
+        setattr(compute, name, once)
+        with pytest.raises(NonFiniteError) as caught:
+            pipe.step(fragile(16, 0))
+        return str(caught.value)
+
+    texts = errors(model, work, stages=4)
+    assert len(set(texts)) == 1
+    what = "the gradient of the activation" if is_backward else "the activation"
+    assert texts[0].startswith(what)
+    assert "stage 1, micro-batch 2 is the first; the same step, run again, is finite" in texts[0]
+
+
+@pytest.mark.dist
 def test_an_infinity_that_is_taken_away_again_does_no_harm(model: Built) -> None:
     """exp(-inf) is 0: one process trains on, and so does the pipeline."""
 

@@ -29,15 +29,16 @@ class MinibatchTotals:
         mesh: Mesh,
         metrics: Sequence[str],
         why: Callable[[int, Mapping[str, Tensor]], NonFiniteError],
+        settle: Callable[[], None],
     ) -> None:
-        self._mesh, self._metrics, self._why = mesh, metrics, why
-        self._given_out: deque[tuple[int, Mapping[str, Tensor]]] = deque()
+        self._mesh, self._metrics, self._why, self._settle = mesh, metrics, why, settle
+        self._given_out: deque[tuple[int, Mapping[str, Tensor], bytes]] = deque()
         self._learned: dict[int, Outcome] = {}
         self._told: deque[tuple[int, StepTotals]] = deque()
 
-    def give_out(self, number: int, leaves: Mapping[str, Tensor]) -> None:
+    def give_out(self, number: int, leaves: Mapping[str, Tensor], digest: bytes) -> None:
         """A mini-batch is the next one."""
-        self._given_out.append((number, leaves))
+        self._given_out.append((number, leaves, digest))
 
     def note(self, number: int, outcome: Outcome) -> None:
         """This rank's part of a mini-batch is learned, or it has none."""
@@ -46,9 +47,15 @@ class MinibatchTotals:
     def tell(self) -> None:
         """Begin the sums whose turn it is."""
         while self._given_out and self._given_out[0][0] in self._learned:
-            number, leaves = self._given_out.popleft()
-            why = partial(self._why, number, leaves)
-            tally = StepTotals(self._mesh, self._learned.pop(number), self._metrics, why)
+            number, leaves, digest = self._given_out.popleft()
+            tally = StepTotals(
+                self._mesh,
+                self._learned.pop(number),
+                self._metrics,
+                partial(self._why, number, leaves),
+                digest=digest,
+                settle=self._settle,
+            )
             self._told.append((number, tally))
 
     def settle(self) -> None:

@@ -174,7 +174,9 @@ class AsyncPipeline(BasePipeline):
         if rounds is not None:
             self._late, units = rounds.late, rounds.in_flight
         self._behind = tuple(held - 1 for held in units)
-        self._outcomes = MinibatchTotals(self._mesh, session.captured.metrics, self._why)
+        self._outcomes = MinibatchTotals(
+            self._mesh, session.captured.metrics, self._why, self._spoil
+        )
         with session.failing():
             self._start()
         self._clip, self._divergence = clip_stage_norm, Divergence()
@@ -332,7 +334,7 @@ class AsyncPipeline(BasePipeline):
         with self._session.failing():
             POSITION.begin(self.step_number, is_minibatch=True)
             self._session.prepare(batch, leaves)
-            self._outcomes.give_out(self.step_number, leaves)
+            self._outcomes.give_out(self.step_number, leaves, self._session.batch_digest)
             if not self._stream.put(leaves, samples, self.step_number):
                 self._outcomes.note(self.step_number, Outcome())
             self._outcomes.tell()
@@ -363,7 +365,7 @@ class AsyncPipeline(BasePipeline):
         outcome.bad_parameters.extend(bad)
         if outcome.is_bad and self._first_bad is None:
             self._has_stopped = True
-            seen = self._session.trace.seen(self._stage, outcome, flight.made)
+            seen = self._session.trace.seen(self._stage, outcome)
             self._first_bad = flight.number, seen
         self._outcomes.note(flight.number, outcome)
         if self._recording is not None:
@@ -390,13 +392,16 @@ class AsyncPipeline(BasePipeline):
     def _advice(self) -> str:
         return circumstances(self.policy.name, self._behind, self.optimizer)
 
-    def _why(self, number: int, leaves: Mapping[str, Tensor]) -> NonFiniteError:
-        """On all ranks at the same mini-batch, though not at the same place in their order."""
+    def _spoil(self) -> None:
+        """A mini-batch was a bad one: all ranks hear of it at the same one, though not at the same
+        place in their order, and what they do together they have to begin in one order, so first
+        everything that they do on their own.
+        """
         self._is_spoilt = True
-        # What all ranks do together they have to begin in one order, so first everything that they
-        # do on their own.
         self._stream.drain()
         self._outcomes.tell()
+
+    def _why(self, number: int, leaves: Mapping[str, Tensor]) -> NonFiniteError:
         bad = self._first_bad
         found = bad[1] if bad is not None and bad[0] == number else []
         text = self._session.trace.told(found, leaves, f"mini-batch {number}")

@@ -11,10 +11,10 @@ messages. Those of parameters accumulate in ``.grad`` over the micro-batches, in
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -35,10 +35,25 @@ Key = tuple[int, int]
 """Stage and micro-batch."""
 
 
+class BadValue(NamedTuple):
+    """Something that left a stage and was not finite: a value, or the gradient of one.
+
+    Attributes:
+        is_harmful: there was more than minus infinity, which may be a mask.
+    """
+
+    key: Key
+    value: int
+    is_gradient: bool
+    is_harmful: bool
+
+
 class Outcome:
     """What a device found out in one step.
 
     Losses and metrics are read when somebody asks: a look at a GPU waits for all before it.
+    So are the smallest and the largest number of each tensor that left a stage, which outlive it:
+    one pass over it, and two numbers that are not finite if any is not.
 
     Attributes:
         times: start and end of every action, as marks of the worker's clock.
@@ -53,6 +68,25 @@ class Outcome:
         self._loss, self._metrics = 0.0, dict[str, float]()
         self._bad: Key | None = None
         self._unread: list[tuple[Key, Mapping[str, float], Tensor | None, dict[str, Tensor]]] = []
+        self._left: list[tuple[Key, int, bool, tuple[Tensor, Tensor]]] = []
+
+    def leaves(self, key: Key, values: Iterable[tuple[int, Tensor]], *, is_gradient: bool) -> None:
+        """Keep the extremes of values that leave a stage, or of their gradients."""
+        for value, tensor in values:
+            if tensor.is_floating_point() and tensor.numel():
+                self._left.append((key, value, is_gradient, torch.aminmax(tensor.detach())))
+
+    @property
+    def bad_values(self) -> list[BadValue]:
+        """What left a stage and was not finite, in its order."""
+        numbers = iter(fetched([extreme for *_, pair in self._left for extreme in pair]))
+        found = []
+        for key, value, is_gradient, _ in self._left:
+            least, most = next(numbers), next(numbers)
+            if not (math.isfinite(least) and math.isfinite(most)):
+                harmful = not most < math.inf
+                found.append(BadValue(key, value, is_gradient, harmful))
+        return found
 
     def note(
         self,
@@ -208,7 +242,10 @@ class StageCompute:
         if self._train:
             kept = [] if piece.recompute else outputs
             self._stash[key] = _Stash(inputs, aliases, kept, None if piece.recompute else loss)
-        return {port.value: out.detach() for port, out in outputs}
+        made = {port.value: out.detach() for port, out in outputs}
+        if self._train:
+            self._outcome.leaves(key, made.items(), is_gradient=False)
+        return made
 
     def _piece(self, key: Key) -> _Piece:
         piece = self._pieces.get(key)
@@ -265,8 +302,11 @@ class StageCompute:
             if piece.recompute:
                 with unchanged_buffers(piece.runnable.program.module):
                     again = self._recompute(piece, key, stash)
-                    return self._differentiate(piece, key, again, gradients)
-            return self._differentiate(piece, key, stash, gradients)
+                    returned = self._differentiate(piece, key, again, gradients)
+            else:
+                returned = self._differentiate(piece, key, stash, gradients)
+        self._outcome.leaves(key, ((p.value, g) for p, g in returned.items()), is_gradient=True)
+        return returned
 
     def _differentiate(
         self, piece: _Piece, key: Key, stash: _Stash, arrived: Mapping[Port, Tensor]

@@ -4,15 +4,19 @@ Every rank takes its slices from the same batch, and copies of a parameter get t
 rank with other data, or a copy that has drifted away, is wrong and nothing else shows it::
 
     first step        everybody's digest, gathered     refused before anything travels
+    every batch       its digest in a few integers     compared by whoever watches the ranks
     every step        (digest, its square) in the totals: all are alike if and only if
                       n * sum of squares = square of the sum
     every 100 steps   copies of parameters, gathered
+
+A batch of another size has other messages, and ranks that wait for them come to no totals. So who
+watches them (``launch``, ``store_watch``) sees from outside that they have begun different ones.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -22,6 +26,18 @@ DIGEST_BITS = 20
 
 _SAMPLED = 32
 """Values of each tensor of a batch that its digest has, evenly spread."""
+
+
+RECENT_INTS = 16
+"""Integers of one rank's last batches: how many a rank may be ahead of another and be compared."""
+
+_KEY_BITS, _RECENT_BITS = 39, 23
+"""Of such an integer: which batch it is, and its digest. Together they are written at once; 0 is
+none.
+"""
+
+_WAIT_S = 0.4
+"""Seconds that the watch waits for more ranks to begin a batch of which two have different ones."""
 
 
 def batch_digest(leaves: Mapping[str, Tensor]) -> bytes:
@@ -61,6 +77,81 @@ def copies_digest(copies: Collection[Tensor]) -> int:
         rest = words[words.numel() // 4 * 4 :].sum(dtype=torch.int64)
         total = (total * 1_000_003 + position + int(whole) * 31 + int(rest)) % 2**62
     return total
+
+
+class RecentBatches:
+    """The last batches that this process has begun, in integers that another process can read."""
+
+    def __init__(self) -> None:
+        self._ints = memoryview(bytearray(8 * RECENT_INTS)).cast("q")
+
+    def share(self, ints: memoryview) -> None:
+        """Keep them in memory that another process reads."""
+        self._ints = ints
+
+    def note(self, run: int, number: int, digest: bytes) -> None:
+        """Batch ``number`` of a run begins here; ``run`` is drawn, and the same on all ranks."""
+        key = (run + number) % 2**_KEY_BITS
+        short = int.from_bytes(digest[:8], "big") >> (64 - _RECENT_BITS)
+        self._ints[number % RECENT_INTS] = (key << _RECENT_BITS | short) + 1
+
+    @property
+    def numbers(self) -> list[int]:
+        """The integers as they are now."""
+        return list(self._ints.tolist())
+
+
+RECENT_BATCHES = RecentBatches()
+"""Of this process. A rank is a process, so there is one."""
+
+
+class BatchWatch:
+    """Compares the batches that ranks have begun, from outside.
+
+    Args:
+        num_ranks: how many there are to hear of.
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+        self._seen: dict[int, dict[int, int]] = {}
+        self._since = float("inf")
+
+    def note(self, rank: int, recent: Sequence[int]) -> None:
+        """A rank has begun these last, as ``RecentBatches`` has them."""
+        pairs = (divmod(number - 1, 2**_RECENT_BITS) for number in recent if number)
+        self._seen[rank] = dict(pairs)
+
+    def found(self, now: float, *, is_over: bool = False) -> str:
+        """Why the run cannot go on, if ranks have begun different batches; empty otherwise.
+
+        While others may still begin the same batch, of which more than one rank must be known to
+        tell which is the odd one, it says nothing for a moment, unless the run ``is_over``.
+        """
+        differing = [told for told in self._told() if len(set(told.values())) > 1]
+        if not differing:
+            self._since = float("inf")
+            return ""
+        told = max(differing, key=len)
+        self._since = min(self._since, now)
+        if len(told) < self._num_ranks and now - self._since < _WAIT_S and not is_over:
+            return ""
+        ranks = sorted(told)
+        return refusal(odd_ones([told[rank] for rank in ranks], ranks))
+
+    def _told(self) -> Iterator[dict[int, int]]:
+        """Per batch, the digests of those who have it."""
+        for key in set[int]().union(*self._seen.values()):
+            yield {rank: seen[key] for rank, seen in self._seen.items() if key in seen}
+
+
+def refusal(odd: str) -> str:
+    """The message for ranks that have been given different batches."""
+    return (
+        f"{odd or 'some rank has'} another batch than the others, in its names, sizes or values; "
+        "every rank has to be given the same whole batch, of which it takes its slices: give all "
+        "ranks the same data, in the same order, shuffled with one seed"
+    )
 
 
 def odd_ones(told: Sequence[object], ranks: Sequence[int]) -> str:

@@ -14,14 +14,14 @@ class SaveClock:
     """Which checkpoints the first rank wants, and all ranks know of, by number from 1."""
 
     def __init__(self) -> None:
-        self.wanted = self._agreed = self._begun = 0
-        self._interval_s, self._since = float("inf"), 0.0
+        self.start(None, rank=0)
 
     def start(self, interval_s: float | None, *, rank: int) -> None:
         """Count the seconds from now on; None for no such checkpoints."""
-        self.__init__()  # type: ignore[misc]
-        if rank == 0 and interval_s is not None:
-            self._interval_s, self._since = interval_s, time.monotonic()
+        self.wanted = self._agreed = self._begun = 0
+        decides = rank == 0 and interval_s is not None
+        self._interval_s = interval_s if decides and interval_s is not None else float("inf")
+        self._since = time.monotonic()
 
     def look(self) -> None:
         """Want another checkpoint, on the first rank, if it is time."""

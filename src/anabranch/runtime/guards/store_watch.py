@@ -1,9 +1,9 @@
 """Ranks of torchrun watch each other through the store, as a launcher watches local ranks.
 
-A thread of each rank tells where the rank is. Those of the first two read what all tell, and end
-the run when it does not go on: two, because one of them may be what does not. A rank whose store is
-out of reach, behind a cut link, ends itself. The thread has a connection of its own, so it is not
-held up by what the rank does.
+A thread of each rank tells where the rank is, and with which batches. Those of the first two read
+what all tell, and end the run when it does not go on: two, because one of them may be what does
+not. A rank whose store is out of reach, behind a cut link, ends itself. The thread has a connection
+of its own, so it is not held up by what the rank does.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from datetime import timedelta
 
 from torch._C._distributed_c10d import Store
 
-from anabranch.runtime.guards.position import POSITION
+from anabranch.errors import AnabranchError, DataError, StageFailedError
+from anabranch.runtime.guards.position import POSITION, POSITION_INTS
+from anabranch.runtime.guards.same_batch import RECENT_BATCHES, BatchWatch
 from anabranch.runtime.guards.stall import Stall
 
 _READERS = 2
@@ -52,6 +54,7 @@ class StoreWatch:
         store.set_timeout(timedelta(seconds=max(timeout_s / 2, 0.5)))
         self._stall = Stall(timeout_s)
         self._beats: dict[int, tuple[int, float]] = {}
+        self._batches = BatchWatch(size)
         self._closed = threading.Event()
         self._tell(0)  # so that nobody is unknown, however soon it is held up
         self._thread = threading.Thread(target=self._work, name="anabranch watch", daemon=True)
@@ -73,16 +76,18 @@ class StoreWatch:
             try:
                 self._tell(beat)
                 told_why = self._failure()
-                why = told_why or self._look()
+                found = None if told_why else self._look()
                 reached = time.monotonic()
             except (RuntimeError, ValueError):
                 silent_s = time.monotonic() - reached
                 if silent_s > self._timeout_s:
                     self._leave(
-                        f"rank {self._rank} has not reached the store of the run at "
-                        f"{os.environ.get('MASTER_ADDR', 'the first host')} for {silent_s:.1f} s, "
-                        f"{POSITION or 'outside of the steps'}: the network to it, or the host, "
-                        "is gone"
+                        StageFailedError(
+                            f"rank {self._rank} has not reached the store of the run at "
+                            f"{os.environ.get('MASTER_ADDR', 'the first host')} for "
+                            f"{silent_s:.1f} s, {POSITION or 'outside of the steps'}: the network "
+                            "to it, or the host, is gone"
+                        )
                     )
                     return
                 continue
@@ -90,45 +95,51 @@ class StoreWatch:
                 # The rank itself knows better; it may be unable to.
                 if not self._closed.wait(_GRACE_S):
                     culprit = told_why.partition(":")[0]
-                    self._leave(f"rank {self._rank} stops, because rank {culprit} failed")
+                    text = f"rank {self._rank} stops, because rank {culprit} failed"
+                    self._leave(StageFailedError(text))
                 return
-            if why:
+            if found is not None:
                 with suppress(RuntimeError, ValueError):
-                    self._store.compare_set(self._key, "", f"{self._rank}: {why}")
+                    self._store.compare_set(self._key, "", f"{self._rank}: {found}")
                     time.sleep(self._interval_s)  # others read it, if this rank has the store
-                self._leave(why)
+                self._leave(found)
                 return
 
     def _tell(self, beat: int) -> None:
-        numbers = [beat, *POSITION.numbers]
+        numbers = [beat, *POSITION.numbers, *RECENT_BATCHES.numbers]
         self._store.set(f"anabranch/at/{self._rank}", " ".join(map(str, numbers)))
 
     def _failure(self) -> str:
         return self._store.get(self._key).decode() if self._store.check([self._key]) else ""
 
-    def _look(self) -> str:
-        """What holds the run up, if this rank is one of those who look."""
+    def _look(self) -> AnabranchError | None:
+        """Why the run cannot go on, if this rank is one of those who look."""
         if self._rank >= _READERS:
-            return ""
+            return None
         now = time.monotonic()
         for rank in range(self._size):
             key = f"anabranch/at/{rank}"
             if not self._store.check([key]):
                 continue
-            beat, *position = map(int, self._store.get(key).split())
+            beat, *page = map(int, self._store.get(key).split())
+            position, recent = page[:POSITION_INTS], page[POSITION_INTS:]
             if not position:  # it is done
                 self._stall.forget(rank)
                 self._beats.pop(rank, None)
                 continue
             self._stall.note(rank, position, now)
+            self._batches.note(rank, recent)
             if rank not in self._beats or self._beats[rank][0] != beat:
                 self._beats[rank] = beat, now
         silent = {r for r, (_, since) in self._beats.items() if now - since > self._timeout_s / 2}
-        return self._stall.found(now, silent)
+        if unequal := self._batches.found(now):
+            return DataError(unequal)
+        stalled = self._stall.found(now, silent)
+        return StageFailedError(stalled) if stalled else None
 
-    def _leave(self, why: str) -> None:
+    def _leave(self, why: AnabranchError) -> None:
         if self._closed.is_set():
             return
-        sys.stderr.write(f"StageFailedError: {why}\n")
+        sys.stderr.write(f"{type(why).__name__}: {why}\n")
         sys.stderr.flush()
         self._end()

@@ -7,7 +7,9 @@ part of it, as in training.
 from __future__ import annotations
 
 import statistics
+import threading
 import time
+import warnings
 from collections.abc import Iterable
 from itertools import islice
 
@@ -17,19 +19,41 @@ from anabranch.workload import Batch, Workload
 
 _BATCHES, _BUDGET_S = 8, 1.0
 
+_PATIENCE_S = 20.0
+"""Seconds that reading may take in all; a loader may need some of them to start. One that blocks
+must not hold up a plan for ever.
+"""
+
 
 def measure_reading(workload: Workload, samples: int) -> float:
-    """Seconds per sample, from batches of so many; 0 for a workload without data.
+    """Seconds per sample, from batches of so many; 0 for a workload without data, and for data that
+    takes too long, with a warning.
 
     The random state is left as it was. Data that raises is training's to report.
     """
-    if workload.data is None:
+    data = workload.data
+    if data is None:
         return 0.0
-    with torch.random.fork_rng([]):
+    found: list[float] = []
+
+    def read() -> None:
         try:
-            return reading_s(workload.data(samples, 0)) / samples
+            found.append(reading_s(data(samples, 0)) / samples)
         except Exception:
-            return 0.0
+            found.append(0.0)
+
+    # What blocks can only be left behind; a daemon does not hold up the end of the process.
+    reader = threading.Thread(target=read, name="anabranch reading", daemon=True)
+    with torch.random.fork_rng([]):
+        reader.start()
+        reader.join(_PATIENCE_S)
+    if not found:
+        warnings.warn(
+            f"the workload's data has not yielded {_BATCHES} batches within {_PATIENCE_S:g} s: "
+            "predictions leave reading it out, and training would wait for it",
+            stacklevel=2,
+        )
+    return found[0] if found else 0.0
 
 
 def reading_s(batches: Iterable[Batch]) -> float:

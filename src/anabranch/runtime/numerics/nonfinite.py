@@ -3,9 +3,10 @@
 Every step looks at the loss and, in one pass, at all gradients of parameters. An infinity that a
 later operation takes away again, as in a mask, does no harm.
 
-By the time that the harm is known on all ranks, most tensors of the step are gone. So the step runs
-once more, with the same random numbers and no update, and every tensor is looked at as it leaves
-its stage::
+By the time that the harm is known on all ranks, most tensors of the step are gone. What is left of
+those between stages are their extremes (``Outcome.bad_values``), which tell of what was bad in this
+step, even if it would not be so again. For the rest the step runs once more, with the same random
+numbers and no update, and every tensor is looked at as it leaves its stage::
 
     stage 0   F0  F1  F2* F3          forward before backward, forwards along the stages,
     stage 1       F0  F1  F2* F3      backwards against them: 0F2 is the first
@@ -40,6 +41,11 @@ _AFTER = (
     "resume from a checkpoint"
 )
 
+_ONCE = (
+    "the same step, run again, is finite, so an operation does not do the same twice, or memory or "
+    "a device was at fault"
+)
+
 _MASK, _ACTIVATION, _LOSS, _GRADIENT, _PARAMETER = range(5)
 _UNKNOWN = 2**31
 
@@ -68,6 +74,25 @@ class Finding(NamedTuple):
 
 
 _NOTHING = Finding(2, 0, 0, 0, 0)
+
+
+def _causes(found: Iterable[Finding]) -> list[Finding]:
+    return [finding for finding in found if finding.what != _MASK]
+
+
+def _masks(found: Iterable[Finding]) -> list[Finding]:
+    return [finding for finding in found if finding.what == _MASK]
+
+
+def _between_stages(outcome: Outcome) -> Iterator[Finding]:
+    """What a step has kept of what left its stages, and its losses."""
+    for (stage, microbatch), value, is_gradient, is_harmful in outcome.bad_values:
+        if is_gradient:
+            yield Finding(1, -stage, microbatch, _GRADIENT, value)
+        else:
+            yield Finding(0, stage, microbatch, _ACTIVATION if is_harmful else _MASK, value)
+    if outcome.bad is not None:
+        yield Finding(0, *outcome.bad, _LOSS, -1)
 
 
 def bad_names(gradients: Mapping[str, Tensor]) -> list[str]:
@@ -118,8 +143,9 @@ class Trace:
 
     def why(self, ran: Ran, *, is_first: bool) -> NonFiniteError:
         """The error to raise on every rank; gradients are gone afterwards."""
-        found = [*self._seen(ran), *self._again(ran)]
-        cause, mask = self._first(found)
+        seen, again = [*self._seen(ran)], self._again(ran)
+        found = [*seen, *again]
+        cause, mask, repeated = self._first(_causes(found), _masks(found), _causes(again))
         if cause == _NOTHING:
             text = f"the gradient norm of step {ran.step} is not finite, though every gradient is"
         else:
@@ -129,45 +155,38 @@ class Trace:
                 f"; before it, stage {mask.stage} had minus infinity in {self._value(mask.which)}"
             )
         text += _in_batch(ran.leaves)
+        if repeated == _NOTHING and cause != _NOTHING:
+            text += f"; {_ONCE}"
         done = _BEFORE if is_first else _AFTER
         advice = data_advice(ran.leaves, f"step {ran.step}")
         return NonFiniteError(
             f"{text}; {done}; {advice or 'lower the learning rate, or set clip_norm'}"
         )
 
-    def seen(self, stage: int, outcome: Outcome, made: Mapping[int, Tensor]) -> list[Finding]:
-        """What a bad batch of a stage shows without running it again; it has sent on ``made``."""
-        found = [] if outcome.bad is None else [Finding(0, *outcome.bad, _LOSS, -1)]
-        found += [
-            Finding(0, stage, _UNKNOWN, _ACTIVATION, value)
-            for value, tensor in made.items()
-            if tensor.is_floating_point() and _is_harmful(tensor)
-        ]
-        for name in outcome.bad_parameters:
-            found.append(Finding(1, -stage, _UNKNOWN, _PARAMETER, self._index[name]))
-        return found
+    def seen(self, stage: int, outcome: Outcome) -> list[Finding]:
+        """What a bad batch of a stage shows without running it again."""
+        bad = [self._parameter(stage, name) for name in outcome.bad_parameters]
+        return [*_between_stages(outcome), *bad]
+
+    def _parameter(self, stage: int, name: str) -> Finding:
+        return Finding(1, -stage, _UNKNOWN, _PARAMETER, self._index[name])
 
     def told(self, found: Iterable[Finding], leaves: Mapping[str, Tensor], when: str) -> str:
         """What all ranks have ``seen`` first, as text that is the same on every rank."""
-        cause, _ = self._first(found)
+        (cause,) = self._first(_causes(found))
         return self._describe(cause, when) + _in_batch(leaves)
 
-    def _first(self, found: Iterable[Finding]) -> tuple[Finding, Finding]:
-        """The first cause and the first mask, of all ranks."""
-        causes = [finding for finding in found if finding.what != _MASK]
-        masks = [finding for finding in found if finding.what == _MASK]
-        mine = torch.tensor([min(causes, default=_NOTHING), min(masks, default=_NOTHING)])
-        gathered = [pair.tolist() for pair in self._mesh.all_gather(mine)]
-        first, second = (min(Finding(*pair[i]) for pair in gathered) for i in range(2))
-        return first, second
+    def _first(self, *groups: Iterable[Finding]) -> list[Finding]:
+        """The first finding of each group, of all ranks."""
+        mine = torch.tensor([min(group, default=_NOTHING) for group in groups])
+        gathered = [rows.tolist() for rows in self._mesh.all_gather(mine)]
+        return [min(Finding(*rows[i]) for rows in gathered) for i in range(len(groups))]
 
     def _seen(self, ran: Ran) -> Iterator[Finding]:
         """What the step itself has shown."""
-        if ran.outcome.bad is not None:
-            yield Finding(0, *ran.outcome.bad, _LOSS, -1)
+        yield from _between_stages(ran.outcome)
         for name in ran.outcome.bad_parameters:
-            stage = self._stage(name, ran.worker)
-            yield Finding(1, -stage, _UNKNOWN, _PARAMETER, self._index[name])
+            yield self._parameter(self._stage(name, ran.worker), name)
 
     def _stage(self, name: str, worker: Worker) -> int:
         """The last stage of this rank that reads a parameter."""
