@@ -22,7 +22,7 @@ from anabranch.cli.restarts import train_with_restarts
 from anabranch.cli.settings import TrainingSettings
 from anabranch.errors import StageFailedError
 from anabranch.record import Run
-from anabranch.train import train
+from anabranch.training import train
 from anabranch.workload import Batch
 from benchmarks.faults.checkpoints import RANKS, planned
 

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from anabranch.solve import plan as plan
     from anabranch.solve import simulate as simulate
     from anabranch.timeline import Timeline as Timeline
+    from anabranch.training import train as train
+    from anabranch.training import train_async as train_async
     from anabranch.verification import verify as verify
     from anabranch.workload import Workload as Workload
 
@@ -63,6 +65,8 @@ _HOME = {
     "save_plan": "files",
     "save_profile": "files",
     "simulate": "solve",
+    "train": "training",
+    "train_async": "training",
     "verify": "verification",
 }
 """Public name -> the module that defines it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from anabranch.cli.progress import TrainingProgress
-from anabranch.train import StepProgress
+from anabranch.training import StepEvent
 
 
 def shown(capsys, seconds: list[float], *, is_async: bool) -> str:
@@ -12,7 +12,7 @@ def shown(capsys, seconds: list[float], *, is_async: bool) -> str:
     for step, taken in enumerate(seconds, 1):
         # The last one is short.
         samples = 3 if step == len(seconds) else 8
-        progress(StepProgress(step, len(seconds), float(step), {}, taken, samples))
+        progress(StepEvent(step, step, len(seconds), 0, float(step), {}, taken, samples))
     return capsys.readouterr().err.strip()
 
 

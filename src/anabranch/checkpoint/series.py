@@ -1,12 +1,33 @@
-"""Checkpoints of one run in one folder, by their steps: ``run/step-100``, ``run/step-200``."""
+"""Checkpoints of one run in one folder, by their steps: ``run/step-100``, ``run/step-200``.
+
+The link ``run/best`` leads to the one whose held-out data did best so far, if that was asked for;
+``evaluation.json`` in it has its held-out means.
+"""
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
 
 from anabranch.checkpoint.manifest import MANIFEST
 from anabranch.checkpoint.writing import is_partial, remove
+from anabranch.errors import FileFormatError, TrainingError
+from anabranch.jsonfile import Strict, read_document, write_document
+
+BEST = "best"
+_EVALUATION, _SCHEMA = "evaluation.json", "anabranch.evaluation/1"
+
+
+class _Evaluation(Strict):
+    schema_: Literal["anabranch.evaluation/1"] = Field(alias="schema")
+    metrics: dict[str, float]
+
 
 _NAME = re.compile(r"^step-(\d{1,19})$")
 
@@ -39,9 +60,38 @@ def newest(series: Path) -> Path | None:
 
 
 def keep_newest(series: Path, count: int) -> None:
-    """Remove all but so many."""
+    """Remove all but so many, and the best."""
+    best = (series / BEST).resolve()
     for _, folder in checkpoints(series)[:-count]:
-        remove(folder)
+        if folder.resolve() != best:
+            remove(folder)
+
+
+def mark_best(folder: Path, metrics: Mapping[str, float]) -> None:
+    """Let the link ``best`` lead to a complete checkpoint, and note its held-out means in it.
+
+    Raises:
+        TrainingError: if the file system refuses.
+    """
+    finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+    fresh = folder.with_name(f".{BEST}.link")
+    try:
+        write_document(folder / _EVALUATION, {"schema": _SCHEMA, "metrics": finite})
+        fresh.unlink(missing_ok=True)
+        fresh.symlink_to(folder.name)
+        fresh.rename(folder.with_name(BEST))
+    except OSError as error:
+        raise TrainingError(
+            f"{folder} is the best checkpoint so far, but cannot be marked as such: {error}; leave "
+            "the best checkpoint out, or save to a file system that has links"
+        ) from error
+
+
+def best_evaluation(series: Path) -> dict[str, float]:
+    """Held-out means of the best checkpoint; empty if there is none, or they were lost."""
+    with suppress(FileFormatError):
+        return read_document(series / BEST / _EVALUATION, _SCHEMA, _Evaluation).metrics
+    return {}
 
 
 def is_unused(folder: Path) -> bool:

@@ -161,9 +161,9 @@ class Job:
         from anabranch.runtime.guards.interrupt import listening
         from anabranch.runtime.guards.stall import PATIENCE_S, default_timeout_s
         from anabranch.runtime.plan_parts import prepare
-        from anabranch.train import train, train_async
+        from anabranch.training import train, train_async
 
-        plan, saves = self.plan, training.saves()
+        plan, saves, logs = self.plan, training.saves(), training.loggers()
         timeout_s = training.timeout or default_timeout_s(predicted_s)
         assert plan is not None
         # Once here rather than in every rank: forked ranks inherit it.
@@ -186,7 +186,8 @@ class Job:
                 save=training.save,
                 save_every=saves,
                 check_gradients=training.check_gradients,
-                watch=TrainingProgress(predicted_s, is_async=is_async),
+                evaluate_every=training.evaluate_every,
+                callbacks=(TrainingProgress(predicted_s, is_async=is_async), *logs),
                 device=self.device,
                 timeout=max(timeout_s, PATIENCE_S) + PATIENCE_S,  # who watches is sooner
                 stall_timeout=timeout_s,

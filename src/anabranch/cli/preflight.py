@@ -79,6 +79,9 @@ def refuse_emulation(
         "--save",
         "--save-every",
         "--keep",
+        "--evaluate-every",
+        "--keep-best",
+        "--log",
         "--max-restarts",
     )
     useless = ("--devices", "--device", *of_training, *of_plan)
@@ -168,14 +171,15 @@ def require_trainable(
     """Accept what can be trained as far as that is known without a plan.
 
     Raises:
-        DataError: if there is nothing to train on.
+        DataError: if there is nothing to train on, or nothing to evaluate.
         TrainingError: if the checkpoint to write exists already.
         FileFormatError: if the one to read is none, or there are no weights to begin with.
         PolicyError: if policy, optimizer, clipping and precision do not go together.
     """
     from anabranch.checkpoint import Checkpoint
     from anabranch.checkpoint.plain import PlainWeights
-    from anabranch.train import require_place
+    from anabranch.training import require_place
+    from anabranch.training.loop import require_evaluation
 
     if workload.data is None:
         raise DataError(
@@ -184,6 +188,8 @@ def require_trainable(
         )
     resume, saves = training.resume, training.saves()
     require_place(training.save, resume, is_series=saves is not None)
+    require_evaluation(workload, training.evaluate_every)
+    training.loggers()
     if resume is not None:
         Checkpoint(resume)
     if training.weights is not None:

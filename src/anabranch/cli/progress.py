@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from anabranch.train import StepProgress
+    from anabranch.training import Event
 
 
 @contextmanager
@@ -47,23 +47,27 @@ class TrainingProgress:
         self._losses: deque[float] = deque(maxlen=10)
         self._most = 0
 
-    def __call__(self, progress: StepProgress) -> None:
+    def __call__(self, event: Event) -> None:
         """Note one step, and show it if it is time."""
-        if progress.seconds:
-            self._seconds.append(progress.seconds)
-        self._losses.append(progress.loss)
-        self._most = max(self._most, progress.samples)
-        last = progress.step == progress.total
+        from anabranch.training.events import StepEvent
+
+        if not isinstance(event, StepEvent):
+            return
+        if event.seconds:
+            self._seconds.append(event.seconds)
+        self._losses.append(event.loss)
+        self._most = max(self._most, event.samples)
+        last = event.done == event.total
         terminal = sys.stderr.isatty()
         now = time.monotonic()
         if not last and now - self._shown < (0.1 if terminal else self._every_s):
             return
         self._shown = now
-        of = f"/{progress.total}" if progress.total else ""
-        metrics = "".join(f", {name} {value:.3f}" for name, value in progress.metrics.items())
+        of = f"/{event.total}" if event.total else ""
+        metrics = "".join(f", {name} {value:.3f}" for name, value in event.metrics.items())
         what = "mini-batch" if self._is_async else "step"
         loss = sum(self._losses) / len(self._losses)
-        line = f"{what} {progress.step}{of}, {now - self._started:.0f} s: loss {loss:.4f}{metrics}"
+        line = f"{what} {event.done}{of}, {now - self._started:.0f} s: loss {loss:.4f}{metrics}"
         if taken := self._taken():
             line += f", {self._most / taken:.0f} samples/s, {what} {taken * 1e3:.2f} ms"
             if self._predicted_s:

@@ -100,7 +100,7 @@ def _compute_ratio(run: Run) -> float | None:
 
 def _unweighed(run: Run) -> str:
     """Where the peak is not measured: without a flush, when compiled, in a short run."""
-    from anabranch.train import WEIGHED_STEP
+    from anabranch.training import WEIGHED_STEP
 
     predicted, why = run.predicted, ""
     if not run.policy and len(run.losses) < WEIGHED_STEP:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from anabranch.cli.logs import loggers
 from anabranch.cli.parsing import interval, named_values, split_output, usage
 from anabranch.cli.source import ModelSource, Preset, cluster_of
 from anabranch.cli.spread import given
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from anabranch.cluster import Cluster
     from anabranch.plans.plan import Plan
     from anabranch.runtime.compute.options import ComputeOptions
-    from anabranch.train import SaveEvery
+    from anabranch.training import Callback, SaveEvery
     from anabranch.weights import WeightPolicy
 
     PlannerName = str
@@ -308,6 +309,28 @@ class TrainingSettings:
             min=1, help="With --save-every: so many checkpoints, the newest [default: 2]."
         ),
     ] = None
+    evaluate_every: Annotated[
+        int | None,
+        typer.Option(
+            min=1, metavar="STEPS", help="Evaluate the held-out data also during training."
+        ),
+    ] = None
+    keep_best: Annotated[
+        str | None,
+        typer.Option(
+            metavar="METRIC",
+            help="With --evaluate-every and --save: the checkpoint whose held-out data did best is "
+            "kept as best: loss, or NAME:max or NAME:min.",
+        ),
+    ] = None
+    log: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KIND:WHERE",
+            help="Send figures to jsonl:FILE, csv:FILE, tensorboard:FOLDER, wandb:PROJECT or "
+            "mlflow:EXPERIMENT; repeatable.",
+        ),
+    ] = None
     timeout: Annotated[
         float | None,
         typer.Option(
@@ -335,20 +358,34 @@ class TrainingSettings:
         Raises:
             typer.BadParameter: if options do not go together.
         """
-        from anabranch.train import KEPT, SaveEvery
+        from anabranch.training import KEPT, SaveEvery
 
         if self.max_restarts and "RANK" in os.environ:
             raise typer.BadParameter("--max-restarts: give it to torchrun, which starts the ranks")
         if self.resume is not None and self.weights is not None:
             raise typer.BadParameter("--resume and --weights: begin with one of them")
-        if self.save_every is None:
+        if self.keep_best is not None and self.evaluate_every is None:
+            raise typer.BadParameter("--keep-best: only with --evaluate-every")
+        if self.save_every is None and self.keep_best is None:
             if self.keep is not None:
                 raise typer.BadParameter("--keep: only with --save-every")
             return None
         if self.save is None:
-            raise typer.BadParameter("--save-every needs --save, the folder for the checkpoints")
-        steps, seconds = interval(self.save_every, "--save-every")
-        return SaveEvery(steps, seconds, self.keep or KEPT)
+            option = "--save-every" if self.save_every is not None else "--keep-best"
+            raise typer.BadParameter(f"{option} needs --save, the folder for the checkpoints")
+        steps, seconds = None, None
+        if self.save_every is not None:
+            steps, seconds = interval(self.save_every, "--save-every")
+        return usage(SaveEvery, steps, seconds, self.keep or KEPT, self.keep_best or "")
+
+    def loggers(self) -> "tuple[Callback, ...]":
+        """What is told of training.
+
+        Raises:
+            typer.BadParameter: if there is no such log.
+            TrainingError: if one could not be written.
+        """
+        return loggers(self.log or ())
 
     @property
     def last_step(self) -> int | None:

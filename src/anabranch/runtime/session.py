@@ -423,6 +423,22 @@ class BasePipeline:
         """Batches of the current epoch that were trained on."""
         return self._session.feed.position
 
+    @property
+    def metric_names(self) -> tuple[str, ...]:
+        """Names of the model's metrics, besides its loss."""
+        return tuple(self._session.captured.metrics)
+
+    def from_first(self, value: float) -> float:
+        """The number that the first rank has; all ranks ask together."""
+        told = torch.tensor([value], dtype=torch.float64)
+        with self.failing():
+            self._session.mesh.broadcast(told, 0)
+        return float(told)
+
+    def failing(self) -> AbstractContextManager[None]:
+        """Inside, a failure here reaches the other ranks, and one of theirs is explained."""
+        return self._session.failing()
+
     def batches(self, *, epochs: int | None = None) -> Iterator[Batch]:
         """The workload's batches from where training is, epoch after epoch; those trained on count.
 

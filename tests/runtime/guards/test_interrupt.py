@@ -19,7 +19,7 @@ from anabranch.plans.plan import Plan
 from anabranch.record import Run
 from anabranch.runtime.guards import interrupt
 from anabranch.runtime.guards.interrupt import INTERRUPT, listening
-from anabranch.train import train, train_async
+from anabranch.training import train, train_async
 from tests.runtime.small import Batch, Built, batch, built, num_ranks, plan, with_options
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM]

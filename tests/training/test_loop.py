@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from anabranch.checkpoint import Checkpoint, load_state_dict
 from anabranch.checkpoint.series import checkpoints
 from anabranch.errors import TrainingError
 from anabranch.record import Run
-from anabranch.train import SaveEvery, StepProgress, require_place, train, train_async
+from anabranch.training import Event, SaveEvery, StepEvent, require_place, train, train_async
 from anabranch.workload import Workload
 from tests.runtime.small import Built, batch, built, num_ranks, plan, train_alone, with_options
 from tests.runtime.training import sgd
@@ -27,23 +28,28 @@ def data(batch_size: int, epoch: int) -> list[dict[str, object]]:
     return [dict(batch(n, 10 * epoch + i)) for i, n in enumerate(SIZES)]
 
 
-def trained(model: Built, workload: Workload, steps: int) -> tuple[Run, list[StepProgress]]:
+def steps_into(seen: list[StepEvent]) -> Callable[[Event], None]:
+    """A callback that keeps the events of steps."""
+    return lambda event: seen.append(event) if isinstance(event, StepEvent) else None
+
+
+def trained(model: Built, workload: Workload, steps: int) -> tuple[Run, list[StepEvent]]:
     """The run of the first rank, and what it told."""
     chosen = plan(model, 2)
 
-    def rank() -> tuple[Run, list[StepProgress]]:
-        seen: list[StepProgress] = []
+    def rank() -> tuple[Run, list[StepEvent]]:
+        seen: list[StepEvent] = []
         run = train(
             workload,
             chosen,
             steps=steps,
             captured=model.captured,
             check_gradients=False,
-            watch=seen.append,
+            callbacks=[steps_into(seen)],
         )
         return run, seen
 
-    result: tuple[Run, list[StepProgress]] = launch.run(rank, num_ranks(chosen), timeout=60.0)[0]
+    result: tuple[Run, list[StepEvent]] = launch.run(rank, num_ranks(chosen), timeout=60.0)[0]
     return result
 
 
@@ -95,8 +101,8 @@ def test_without_a_flush_losses_follow_each_other_and_a_short_run_has_no_timelin
     workload = with_options(model, data=data)
     chosen = plan(model, 3, microbatch_size=16)
 
-    def rank() -> tuple[Run, list[StepProgress]]:
-        seen: list[StepProgress] = []
+    def rank() -> tuple[Run, list[StepEvent]]:
+        seen: list[StepEvent] = []
         run = train_async(
             workload,
             chosen,
@@ -104,7 +110,7 @@ def test_without_a_flush_losses_follow_each_other_and_a_short_run_has_no_timelin
             epochs=2,
             captured=model.captured,
             check_gradients=False,
-            watch=seen.append,
+            callbacks=[steps_into(seen)],
         )
         return run, seen
 

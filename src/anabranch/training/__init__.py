@@ -1,0 +1,23 @@
+"""A ready training loop, which ``anabranch train`` runs on every rank, and what is told of it.
+
+It adds evaluation, checkpoints, callbacks and figures; another loop takes five lines with
+``Pipeline``.
+"""
+
+from anabranch.training.events import Callback as Callback
+from anabranch.training.events import CheckpointEvent as CheckpointEvent
+from anabranch.training.events import EndEvent as EndEvent
+from anabranch.training.events import EvaluationEvent as EvaluationEvent
+from anabranch.training.events import Event as Event
+from anabranch.training.events import StepEvent as StepEvent
+from anabranch.training.loggers import Csv as Csv
+from anabranch.training.loggers import JsonLines as JsonLines
+from anabranch.training.loggers import MLflow as MLflow
+from anabranch.training.loggers import TensorBoard as TensorBoard
+from anabranch.training.loggers import WeightsAndBiases as WeightsAndBiases
+from anabranch.training.loop import WEIGHED_STEP as WEIGHED_STEP
+from anabranch.training.loop import train as train
+from anabranch.training.loop import train_async as train_async
+from anabranch.training.pauses import KEPT as KEPT
+from anabranch.training.pauses import SaveEvery as SaveEvery
+from anabranch.training.pauses import require_place as require_place

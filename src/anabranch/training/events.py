@@ -1,0 +1,92 @@
+"""What happens in a training run, told to callbacks.
+
+A callback is anything that can be called with an event. It is called on the first rank alone, in
+the process that trains: loss, metrics and held-out means there are those of the whole batch, as on
+every rank. Events come in the order of their steps; training waits meanwhile. What a callback
+raises ends the run on all ranks. A run that fails has no ``EndEvent``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+
+@dataclass(frozen=True, slots=True)
+class StepEvent:
+    """A step was made, or without a flush a mini-batch was learned by all stages.
+
+    Attributes:
+        step: steps that the model has been trained for, those before ``resume`` included.
+        done: steps done in this run, from 1.
+        total: steps to do in this run, None if that is not known.
+        epoch: passes through the data that were complete before the batch.
+        loss: mean over the batch.
+        seconds: wall time since the loss before, without evaluations between; without a flush 0
+            while the pipeline fills or drains.
+        samples: in the batch.
+        learning_rate: of the first parameter group of the first rank when the batch was read; None
+            where that rank trains nothing.
+    """
+
+    name: ClassVar[str] = "step"
+    step: int
+    done: int
+    total: int | None
+    epoch: int
+    loss: float
+    metrics: Mapping[str, float]
+    seconds: float
+    samples: int
+    learning_rate: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationEvent:
+    """Held-out data was evaluated.
+
+    Attributes:
+        metrics: means over samples, ``loss`` among them.
+        seconds: what it took.
+        is_best: the checkpoint of this step becomes ``best`` (``SaveEvery.best``).
+    """
+
+    name: ClassVar[str] = "evaluation"
+    step: int
+    metrics: Mapping[str, float]
+    seconds: float
+    is_best: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointEvent:
+    """A checkpoint is complete.
+
+    Attributes:
+        step: that it is of; training may be further.
+    """
+
+    name: ClassVar[str] = "checkpoint"
+    step: int
+    folder: Path
+
+
+@dataclass(frozen=True, slots=True)
+class EndEvent:
+    """The run has ended without a failure.
+
+    Attributes:
+        metrics: held-out means where there is held-out data, otherwise those of the last step.
+        interrupted: the user ended it early.
+    """
+
+    name: ClassVar[str] = "end"
+    step: int
+    metrics: Mapping[str, float]
+    interrupted: bool
+
+
+Event = StepEvent | EvaluationEvent | CheckpointEvent | EndEvent
+Callback = Callable[[Event], None]

@@ -1,0 +1,227 @@
+"""What is done between steps: held-out data is evaluated, checkpoints are written.
+
+All ranks do it between the same steps, and never between the batches of one update::
+
+    run/step-400   checkpoints, of which the newest few are kept
+    run/step-600
+    run/best       a link to the one whose held-out data did best, which is kept as well
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from anabranch.checkpoint import MANIFEST, newest
+from anabranch.checkpoint.series import best_evaluation, is_unused, mark_best, step_folder
+from anabranch.errors import TrainingError
+from anabranch.runtime.asynchronous.pipeline import AsyncPipeline
+from anabranch.runtime.guards.interrupt import INTERRUPT
+from anabranch.runtime.guards.save_clock import SAVE_CLOCK
+from anabranch.runtime.pipeline import Pipeline
+from anabranch.training.events import CheckpointEvent, EvaluationEvent
+from anabranch.training.reporter import Clock, Reporter
+from anabranch.workload import Batch
+
+KEPT = 2
+"""Checkpoints of a run: the last one, and one before it in case that is damaged."""
+
+
+@dataclass(frozen=True, slots=True)
+class SaveEvery:
+    """Checkpoints during training, each in a folder ``step-N`` of the run's; the last step has one.
+
+    Attributes:
+        steps: between two of them; None for none by steps.
+        seconds: likewise. A checkpoint is written after the step in which it is due, or at the next
+            update (``accumulate``).
+        keep: how many there are at most, the best not counted.
+        best: a held-out mean by which evaluations are compared: ``loss``, of which less is better,
+            or ``NAME:max`` or ``NAME:min``. After the best so far a checkpoint is written, the link
+            ``best`` leads to it, and it is kept however many follow. Empty for none.
+
+    Raises:
+        ValueError: if an interval is not more than 0, or it is not known what is better.
+    """
+
+    steps: int | None = None
+    seconds: float | None = None
+    keep: int = KEPT
+    best: str = ""
+
+    def __post_init__(self) -> None:
+        if min(self.steps or 1, self.seconds or 1.0, self.keep) <= 0:
+            raise ValueError(f"{self}: intervals and the number of checkpoints are more than 0")
+        if self.best not in ("", "loss") and self.best.partition(":")[2] not in ("min", "max"):
+            raise ValueError(
+                f"best {self.best}: say whether more or less of it is better, {self.best}:max or "
+                f"{self.best}:min"
+            )
+
+    def require_metric(self, metrics: Collection[str]) -> None:
+        """Accept ``best`` for a model with these metrics; TrainingError if it is none of them."""
+        name = self.best.partition(":")[0]
+        if name and name not in ("loss", *metrics):
+            raise TrainingError(
+                f"the best checkpoint is asked for by {name}, but the held-out means of this model "
+                f"are {', '.join(('loss', *metrics))}"
+            )
+
+    def score(self, metrics: Mapping[str, float]) -> float:
+        """What ``best`` asks for, more of which is better; minus infinity where there is none."""
+        name, _, direction = self.best.partition(":")
+        value = metrics.get(name, math.nan)
+        if not math.isfinite(value):
+            return -math.inf
+        return value if direction == "max" else -value
+
+
+class Pauses:
+    """Evaluations and checkpoints of a run.
+
+    Args:
+        folder: for checkpoints; None for none.
+        save_every: when there are several.
+        evaluate_every: steps between evaluations; None for none during training.
+        evaluates: whether there is held-out data.
+    """
+
+    def __init__(
+        self,
+        pipe: Pipeline | AsyncPipeline,
+        reporter: Reporter,
+        clock: Clock,
+        *,
+        folder: Path | None,
+        save_every: SaveEvery | None,
+        evaluate_every: int | None,
+        evaluates: bool,
+    ) -> None:
+        self._pipe, self._reporter, self._clock = pipe, reporter, clock
+        self._folder, self._save_every = folder, save_every
+        self._evaluate_every, self._evaluates = evaluate_every, evaluates
+        self._saved_at = self._evaluated_at = pipe.step_number
+        self._metrics: dict[str, float] | None = None  # of the last evaluation
+        self._best = -math.inf
+        self._unfinished: CheckpointEvent | None = None
+        self._unmarked: tuple[Path, Mapping[str, float]] | None = None  # the best, to be complete
+        if folder is not None and save_every is not None and save_every.best:
+            save_every.require_metric(pipe.metric_names)
+            self._best = pipe.from_first(save_every.score(best_evaluation(folder)))
+        seconds = save_every.seconds if save_every is not None else None
+        SAVE_CLOCK.start(seconds, rank=pipe.rank)
+
+    def between(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """The same batches; before each what is due after the step before."""
+        while True:
+            self._look()
+            if (batch := next(batches, None)) is None:
+                return
+            yield batch
+
+    def _look(self) -> None:
+        """All ranks look between the same steps."""
+        self._look_for_finished()
+        if self._save_every is not None and self._folder is not None:
+            SAVE_CLOCK.look()
+        if not self._pipe.is_between_updates:
+            return
+        is_best = self._is_crossed(self._evaluate_every, self._evaluated_at) and self._evaluate()
+        if self._folder is None or self._save_every is None:
+            return
+        now = self._pipe.step_number
+        by_steps = self._is_crossed(self._save_every.steps, self._saved_at)
+        is_due = (by_steps or SAVE_CLOCK.is_due) and now > self._saved_at
+        if is_due or is_best:
+            self._begin(wait=False)
+
+    def _is_crossed(self, every: int | None, before: int) -> bool:
+        """Whether a multiple of an interval lies behind an earlier step, and not behind this."""
+        return every is not None and self._pipe.step_number // every > before // every
+
+    def _evaluate(self) -> bool:
+        """Evaluate, and say whether this is the best so far, with a place to keep it."""
+        started = time.perf_counter()
+        with self._clock.paused():
+            metrics = self._pipe.evaluate()
+        seconds = time.perf_counter() - started
+        self._evaluated_at, self._metrics = self._pipe.step_number, metrics
+        score = -math.inf
+        if self._folder is not None and self._save_every is not None:
+            score = self._save_every.score(metrics)
+        is_best = score > self._best
+        if is_best and self._folder is not None:
+            self._unmarked = step_folder(self._folder, self._evaluated_at), metrics
+        self._best = max(score, self._best)
+        self._reporter.tell(EvaluationEvent(self._evaluated_at, metrics, seconds, is_best))
+        return is_best
+
+    def _begin(self, *, wait: bool) -> None:
+        assert self._folder is not None
+        assert self._save_every is not None
+        self._finish()
+        self._saved_at = self._pipe.step_number
+        SAVE_CLOCK.begin()
+        folder = step_folder(self._folder, self._saved_at)
+        self._unfinished = CheckpointEvent(self._saved_at, folder)
+        self._pipe.save(folder, wait=wait, keep=self._save_every.keep)
+
+    def _finish(self) -> None:
+        self._pipe.finish_saving()
+        self._look_for_finished()
+
+    def _look_for_finished(self) -> None:
+        if self._unfinished is not None and self._unfinished.folder.exists():
+            self._reporter.tell(self._unfinished)
+            self._unfinished = None
+        if self._unmarked is not None and self._unmarked[0].exists():
+            if self._pipe.rank == 0:
+                mark_best(*self._unmarked)
+            self._unmarked = None
+
+    def end(self) -> Mapping[str, float] | None:
+        """After the last step: keep what was trained before anything else can fail, then evaluate,
+        unless the run was interrupted.
+
+        Returns:
+            Held-out means, if there are any.
+        """
+        if self._folder is not None and self._save_every is None:
+            self._pipe.save(self._folder)
+            self._reporter.tell(CheckpointEvent(self._pipe.step_number, self._folder))
+        elif self._folder is not None and self._saved_at < self._pipe.step_number:
+            self._begin(wait=True)
+        self._finish()
+        if not self._evaluates or INTERRUPT.agreed:
+            return None
+        if self._metrics is None or self._evaluated_at < self._pipe.step_number:
+            self._evaluate()
+            self._look_for_finished()
+        return self._metrics
+
+
+def require_place(folder: Path | None, resumed: Path | None, *, is_series: bool) -> None:
+    """Accept the folder for a checkpoint, if any.
+
+    Args:
+        resumed: the checkpoint that training goes on from.
+        is_series: the folder is for several checkpoints, which may be put beside that one.
+
+    Raises:
+        TrainingError: if the folder exists.
+    """
+    if folder is None or not folder.exists() or (is_series and is_unused(folder)):
+        return
+    last = newest(folder) if is_series and resumed is not None else None
+    if last is None or resumed is None or (folder / MANIFEST).exists():
+        raise TrainingError(
+            f"{folder} exists; checkpoints are never written over, name a new folder"
+        )
+    if resumed.resolve() not in (folder.resolve(), last.resolve()):
+        raise TrainingError(
+            f"{folder} exists, and the checkpoint to resume from, {resumed}, is not the last one "
+            "in it; checkpoints are never written over, name a new folder"
+        )

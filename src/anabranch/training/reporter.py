@@ -1,0 +1,125 @@
+"""Losses of a run as they become known, and events in the order of their steps.
+
+A loss comes a step late, without a flush several; what was done between steps waits for it::
+
+    trained on   1 2 3 4 . . evaluation at 4 . . 5 6
+    told         1 2 3 . . . . . . . . . . . . . 4, evaluation at 4, 5
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from anabranch.errors import AnabranchError, TrainingError, place_of
+from anabranch.runtime.asynchronous.pipeline import AsyncPipeline
+from anabranch.runtime.pipeline import Pipeline
+from anabranch.runtime.reference import num_samples
+from anabranch.training.events import Callback, Event, StepEvent
+from anabranch.workload import Batch
+
+
+class Clock:
+    """Wall seconds without those that are spent between steps."""
+
+    def __init__(self) -> None:
+        self._paused_s = 0.0
+
+    def now(self) -> float:
+        """Seconds that go by only while training does."""
+        return time.perf_counter() - self._paused_s
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, it stands still."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._paused_s += time.perf_counter() - started
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """A batch that was read, and whose loss is still to come."""
+
+    samples: int
+    epoch: int
+    learning_rate: float | None
+
+
+class Reporter:
+    """Losses so far, and callbacks on the first rank.
+
+    Attributes:
+        losses: one per step of this run.
+    """
+
+    def __init__(
+        self, pipe: Pipeline | AsyncPipeline, total: int | None, callbacks: Sequence[Callback]
+    ) -> None:
+        self.losses: list[float] = []
+        self._pipe, self._total = pipe, total
+        self._callbacks = tuple(callbacks) if pipe.rank == 0 else ()
+        self._begun_at = pipe.step_number
+        self._read: deque[_Read] = deque()
+        self._waiting: list[Event] = []
+
+    def noted(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """The same batches, of which is noted what their events say."""
+        for batch in batches:
+            self._read.append(_Read(num_samples(batch), self._pipe.epoch, self._learning_rate()))
+            yield batch
+
+    def _learning_rate(self) -> float | None:
+        optimizer = self._pipe.optimizer
+        if optimizer is None or not self._callbacks:
+            return None
+        return float(optimizer.param_groups[0]["lr"])
+
+    def add(self, loss: float, seconds: float) -> None:
+        """The loss of the next step, whose batch was noted."""
+        self.losses.append(loss)
+        done, read = len(self.losses), self._read.popleft()
+        if not self._callbacks:
+            return
+        event = StepEvent(
+            self._begun_at + done,
+            done,
+            self._total,
+            read.epoch,
+            loss,
+            dict(self._pipe.metrics),
+            seconds,
+            read.samples,
+            read.learning_rate,
+        )
+        self._call(event)
+        waiting, self._waiting = self._waiting, []
+        for late in waiting:
+            self.tell(late)
+
+    def tell(self, event: Event) -> None:
+        """Tell an event once the loss of its step is known."""
+        if event.step <= self._begun_at + len(self.losses):
+            self._call(event)
+        else:
+            self._waiting.append(event)
+
+    def _call(self, event: Event) -> None:
+        for callback in self._callbacks:
+            with self._pipe.failing():
+                try:
+                    callback(event)
+                except AnabranchError:
+                    raise
+                except Exception as error:
+                    who = getattr(callback, "__qualname__", type(callback).__qualname__)
+                    said = " ".join(str(error).split())
+                    raise TrainingError(
+                        f"the callback {who} raised at the {event.name} event of step "
+                        f"{event.step}, at {place_of(error)}: {type(error).__name__}: {said}"
+                    ) from error

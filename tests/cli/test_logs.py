@@ -1,0 +1,77 @@
+"""Where figures of training go."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+import typer
+
+from anabranch.checkpoint.series import checkpoints
+from anabranch.cli.logs import loggers
+from anabranch.errors import TrainingError
+from anabranch.training import Csv, JsonLines
+
+TOWERS = "tests.cli.models:towers"
+
+
+def test_a_log_is_a_kind_and_a_place(tmp_path: Path):
+    """Nothing is opened before the first event."""
+    made = loggers([f"jsonl:{tmp_path / 'a:b.jsonl'}", f"csv:{tmp_path / 'c.csv'}"])
+    assert [type(log) for log in made] == [JsonLines, Csv]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("json:log", "jsonl is meant"), ("csv", "say where, csv:FILE"), ("paper:x", "no log 'paper'")],
+)
+def test_wrong_words_are_usage(text: str, message: str):
+    with pytest.raises(typer.BadParameter, match=message):
+        loggers([text])
+
+
+def test_what_could_not_be_written_is_refused(tmp_path: Path):
+    """A file in no folder, a folder where a file should be, and the other way round."""
+    (tmp_path / "file").touch()
+    for text, message in [
+        (f"jsonl:{tmp_path}/none/log", "there is no folder"),
+        (f"csv:{tmp_path}", "is a folder"),
+        (f"tensorboard:{tmp_path / 'file'}", "is a file"),
+    ]:
+        with pytest.raises(TrainingError, match=message):
+            loggers([text])
+
+
+@pytest.mark.dist
+def test_a_run_is_logged_evaluated_and_its_best_checkpoint_kept(document, tmp_path: Path):
+    """From the command line to the files: losses in the table are those of the run."""
+    plan = ("--devices", "2", "--batch-size", "8", "--max-replicas", "1", "--steps", "6")
+    found = document(
+        "train", TOWERS, *plan, "--evaluate-every", "2", "--keep-best", "error:min",
+        "--save", "run",
+        "--log", "jsonl:log.jsonl", "--log", "csv:log.csv",
+    )  # fmt: skip
+    events = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    evaluated = [e for e in events if e["event"] == "evaluation"]
+    assert [e["step"] for e in evaluated] == [2, 4, 6]
+    best = min(evaluated, key=lambda e: e["metrics"]["error"])["step"]
+    assert (tmp_path / "run" / "best").resolve().name == f"step-{best}"
+    assert checkpoints(tmp_path / "run")[-1][0] == 6
+    assert evaluated[-1]["metrics"] == found["metrics"]
+    with (tmp_path / "log.csv").open() as file:
+        losses = [float(row["loss"]) for row in csv.DictReader(file) if row["event"] == "step"]
+    assert losses == found["losses"]
+
+
+def test_options_that_need_others(run):
+    """The best checkpoint is that of an evaluation, and has to be put somewhere."""
+    for arguments, message in [
+        (("--keep-best", "loss", "--save", "run"), "--keep-best: only with --evaluate-every"),
+        (("--keep-best", "loss", "--evaluate-every", "2"), "--keep-best needs --save"),
+    ]:
+        code, _, err = run("train", TOWERS, "--devices", "2", *arguments)
+        assert code == 2
+        assert message in err

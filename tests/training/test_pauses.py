@@ -1,0 +1,146 @@
+"""Held-out data and checkpoints between steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from anabranch import launch
+from anabranch.checkpoint import Checkpoint
+from anabranch.checkpoint.series import best_evaluation, checkpoints
+from anabranch.errors import DataError, TrainingError
+from anabranch.training import Event, SaveEvery, train, train_async
+from anabranch.training.loop import require_evaluation
+from tests.runtime.small import batch, built, plan, with_options
+from tests.runtime.training import sgd
+
+SIZES = [16, 16, 16, 16, 10]
+
+
+def data(batch_size: int, epoch: int) -> list[dict[str, object]]:
+    return [dict(batch(n, 10 * epoch + i)) for i, n in enumerate(SIZES)]
+
+
+def held_out(batch_size: int) -> Iterator[dict[str, object]]:
+    yield from (dict(batch(n, 100 + n)) for n in (16, 6))
+
+
+def events_of(
+    is_async: bool, steps: int, replicas: tuple[int, ...] | None = None, **options: Any
+) -> tuple[tuple[float, ...], list[Event]]:
+    """Losses and events of a run of two stages, and that other ranks are told nothing."""
+    model = built("TwoBranch")
+    workload = with_options(model, data=data, eval_data=held_out, optimizer=sgd)
+    chosen = plan(model, 2, microbatch_size=16 if is_async else 4, replicas=replicas)
+
+    def rank() -> tuple[tuple[float, ...], list[Event]]:
+        seen: list[Event] = []
+        common = {"captured": model.captured, "check_gradients": False, "callbacks": [seen.append]}
+        if is_async:
+            common["policy"] = "stash"
+        run = (train_async if is_async else train)(
+            workload, chosen, steps=steps, **common, **options
+        )
+        return run.losses, seen
+
+    first, *others = launch.run(rank, len(chosen.stage_graph.devices), timeout=60.0)
+    assert all(seen == [] for _, seen in others)
+    return first
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("is_async", "replicas"), [(False, None), (False, (2, 1)), (True, None)], ids=str
+)
+def test_evaluations_follow_the_loss_of_their_step_and_change_nothing(
+    is_async: bool, replicas: tuple[int, ...] | None
+):
+    """Every third step of eleven, whether steps come alone, one after the other, from replicas or
+    without a flush; the last one is evaluated once, at the end.
+    """
+    plain, _ = events_of(is_async, 11, replicas)
+    losses, seen = events_of(is_async, 11, replicas, evaluate_every=3)
+    told = [(event.name, event.step) for event in seen]
+    expected = []
+    for step in range(1, 12):
+        expected.append(("step", step))
+        if step in (3, 6, 9, 11):
+            expected.append(("evaluation", step))
+    assert told == [*expected, ("end", 11)]
+    if not is_async:  # where a drain changes which weights are read
+        assert losses == plain
+    means = [event.metrics["loss"] for event in seen if event.name == "evaluation"]
+    assert len(set(means)) == 4
+    assert seen[-1].metrics["loss"] == means[-1]
+
+
+@pytest.mark.dist
+def test_an_evaluation_at_the_last_step_of_the_data_is_not_made_twice():
+    """Five batches of one epoch, evaluated each: the last one when the data ends."""
+    _, seen = events_of(False, 5, evaluate_every=1)
+    assert [event.step for event in seen if event.name == "evaluation"] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("is_async", [False, True])
+def test_the_best_checkpoint_is_kept_and_known_after_a_resume(is_async: bool, tmp_path: Path):
+    """By the metric that grows here, whichever direction is asked for: the least accuracy of a run
+    is at one of its evaluations, however many checkpoints follow; a run that goes on compares with
+    what the first one has found.
+    """
+    run = tmp_path / "run"
+    every = SaveEvery(2, keep=1, best="loss")
+    _, seen = events_of(is_async, 8, evaluate_every=2, save=run, save_every=every)
+    losses = {e.step: e.metrics["loss"] for e in seen if e.name == "evaluation"}
+    best = min(losses, key=losses.__getitem__)
+    assert (run / "best").resolve().name == f"step-{best}"
+    assert best_evaluation(run)["loss"] == losses[best]
+    assert [step for step, _ in checkpoints(run)] == sorted({best, 8})
+    Checkpoint(run / "best").verify()
+    assert [e.step for e in seen if e.name == "checkpoint"] == [2, 4, 6, 8]
+    marked = [e.step for e in seen if e.name == "evaluation" and e.is_best]
+    assert marked == [s for s in losses if losses[s] == min(losses[t] for t in losses if t <= s)]
+    options = {"evaluate_every": 2, "save": run, "save_every": SaveEvery(2, keep=1, best="loss")}
+    _, later = events_of(is_async, 4, resume=run, **options)
+    losses |= {e.step: e.metrics["loss"] for e in later if e.name == "evaluation"}
+    assert best_evaluation(run)["loss"] == min(losses.values())
+
+
+@pytest.mark.dist
+def test_the_best_checkpoint_is_written_though_no_other_is_due(tmp_path: Path):
+    """With no interval between checkpoints there are those that were best when they were made, as
+    far as they are kept, and the last one.
+    """
+    run = tmp_path / "run"
+    every = SaveEvery(keep=9, best="accuracy:min")
+    _, seen = events_of(False, 6, evaluate_every=2, save=run, save_every=every)
+    marked = {e.step for e in seen if e.name == "evaluation" and e.is_best}
+    assert {step for step, _ in checkpoints(run)} == marked | {6}
+    assert (run / "best").resolve().name == f"step-{max(marked)}"
+
+
+def test_what_is_better_has_to_be_known():
+    """Less loss is; of anything else the user says it. What is not a number is never better."""
+    with pytest.raises(ValueError, match="accuracy:max or accuracy:min"):
+        SaveEvery(best="accuracy")
+    most, least = SaveEvery(best="accuracy:max"), SaveEvery(best="loss")
+    assert most.score({"loss": 1.0, "accuracy": 0.5}) == 0.5
+    assert least.score({"loss": 1.0, "accuracy": 0.5}) == -1.0
+    assert least.score({"loss": math.nan}) == least.score({}) == -math.inf
+    with pytest.raises(TrainingError, match="held-out means of this model are loss, error"):
+        most.require_metric(["error"])
+    most.require_metric(["accuracy"])
+
+
+def test_evaluations_need_held_out_data():
+    """And an interval of at least one step."""
+    workload = with_options(built("Chain"))
+    with pytest.raises(DataError, match="every 5 steps, but the workload has none"):
+        require_evaluation(workload, 5)
+    with pytest.raises(ValueError, match="counts steps, from 1"):
+        require_evaluation(workload, 0)
+    require_evaluation(workload, None)
