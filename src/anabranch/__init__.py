@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from anabranch.checkpoint import load_state_dict as load_state_dict
+    from anabranch.checkpoint.export import export as export
     from anabranch.cluster import Cluster as Cluster
     from anabranch.errors import AnabranchError as AnabranchError
     from anabranch.files import load_cluster as load_cluster
@@ -53,6 +54,7 @@ _HOME = {
     "compare": "solve",
     "estimate": "profile.estimate",
     "explain": "solve",
+    "export": "checkpoint.export",
     "load_cluster": "files",
     "load_plan": "files",
     "load_profile": "files",

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import Field
 
+from anabranch.checkpoint.pretrained import Pretrained
 from anabranch.jsonfile import Strict
 
 SCHEMA = "anabranch.checkpoint/1"
@@ -58,6 +59,7 @@ class Manifest(Strict):
         checksums: SHA-256 of each file.
         aliases: further names of tensors that the model has under several.
         transient: buffers that are none of the model's ``state_dict``.
+        pretrained: models of Hugging Face in it.
         checksum: SHA-256 of everything else in this document, as ``checksum_of`` computes it.
     """
 
@@ -76,6 +78,7 @@ class Manifest(Strict):
     scheduler: dict[str, Any] | None
     loss_scale: Annotated[float, Field(gt=0)] | None = None
     loss_streak: _Count = 0
+    pretrained: list[Pretrained] = Field(default_factory=list)
     checksum: _Checksum
 
 

@@ -7,7 +7,7 @@ Face's ``save_pretrained`` writes (``model.safetensors.index.json``). Each rank 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from pathlib import Path
 
 import torch
@@ -68,6 +68,8 @@ class PlainWeights:
     ) -> dict[str, str]:
         """By which name the file has each tensor of a model.
 
+        The file's names may lack a prefix that all of the model's have, such as ``model.``.
+
         Args:
             names: first name -> all names of a tensor.
             transient: first names of those that no ``state_dict`` has, and the file need not.
@@ -75,14 +77,15 @@ class PlainWeights:
         Raises:
             FileFormatError: if one is missing, or the file has others.
         """
+        every = {name for several in names.values() for name in several}
+        prefix = self._prefix(every)
+        keys = {prefix + key: key for key in self._files}
         found = {
-            first: next((name for name in several if name in self._files), None)
+            first: next((keys[name] for name in several if name in keys), None)
             for first, several in names.items()
         }
         missing = [name for name, key in found.items() if key is None and name not in transient]
-        unknown = sorted(
-            set(self._files) - {name for several in names.values() for name in several}
-        )
+        unknown = sorted(keys[name] for name in keys.keys() - every)
         if missing or unknown:
             told = [
                 f"{what} {len(some)}, such as {some[0]}"
@@ -94,6 +97,15 @@ class PlainWeights:
                 "weights to start from are those of the whole model, by the names of its state_dict"
             )
         return {name: key for name, key in found.items() if key is not None}
+
+    def _prefix(self, names: Set[str]) -> str:
+        """What stands before the file's names in a model that holds its model as a part."""
+        if not self._files or not names.isdisjoint(self._files):
+            return ""
+        longest = max(self._files, key=len)
+        starts = {name.removesuffix(longest) for name in names if name.endswith(f".{longest}")}
+        whole = [start for start in starts if all(start + key in names for key in self._files)]
+        return whole[0] if len(whole) == 1 else ""
 
     def tensor(self, name: str, like: Tensor) -> Tensor:
         """Read one tensor, in the type of ``like`` where that holds every value.

@@ -43,7 +43,9 @@ class Checkpoint:
         if not self.where.exists():
             self.folder = newest(self.folder) or self.folder
         self.manifest = read_document(self.where, SCHEMA, Manifest)
-        if checksum_of(self.manifest.model_dump(by_alias=True)) != self.manifest.checksum:
+        # Keys that came into being later are in no checkpoint from before.
+        written = self.manifest.model_dump(by_alias=True, exclude_unset=True)
+        if checksum_of(written) != self.manifest.checksum:
             raise FileFormatError(
                 f"{self.where} was changed or damaged after it was written: its checksum is that "
                 "of another content; take an earlier checkpoint"

@@ -37,6 +37,7 @@ from anabranch.checkpoint.manifest import (
     file_checksum,
     sealed,
 )
+from anabranch.checkpoint.pretrained import Pretrained
 from anabranch.errors import TrainingError
 from anabranch.jsonfile import explain, write_document
 
@@ -53,7 +54,8 @@ class RankPart:
         groups: parameter groups with the names that it owns.
         kind: class of its optimizer, or empty.
         scalars: parameter -> other optimizer state.
-        aliases: see ``Manifest``, from the first rank only; so is ``transient``.
+        aliases: see ``Manifest``, from the first rank only; so are ``transient`` and
+            ``pretrained``.
     """
 
     tensors: Mapping[str, Tensor]
@@ -63,6 +65,7 @@ class RankPart:
     scheduler: Mapping[str, Any] | None = None
     aliases: Mapping[str, str] = field(default_factory=dict)
     transient: Sequence[str] = ()
+    pretrained: Sequence[Pretrained] = ()
 
     def described(self) -> dict[str, Any]:
         """All but the tensors, as it is now, for the manifest.
@@ -77,6 +80,7 @@ class RankPart:
             "scheduler": self.scheduler,
             "aliases": dict(self.aliases),
             "transient": list(self.transient),
+            "pretrained": [found.model_dump() for found in self.pretrained],
         }
         try:
             copied: dict[str, Any] = json.loads(json.dumps(description, allow_nan=False))
@@ -271,6 +275,7 @@ def _manifest(target: Target, parts: Mapping[str, Mapping[str, Any]]) -> dict[st
         "tensors": {key: entry for part in told for key, entry in part["tensors"].items()},
         "aliases": {alias: name for part in told for alias, name in part["aliases"].items()},
         "transient": [name for part in told for name in part["transient"]],
+        "pretrained": [found for part in told for found in part["pretrained"]],
         "optimizer": optimizer,
         "scheduler": next((part["scheduler"] for part in told if part["scheduler"]), None),
     }

@@ -17,6 +17,7 @@ from anabranch.cli.verbs.cluster import cluster
 from anabranch.cli.verbs.compare import compare
 from anabranch.cli.verbs.demo import demo
 from anabranch.cli.verbs.doctor import doctor
+from anabranch.cli.verbs.export import export
 from anabranch.cli.verbs.models import models
 from anabranch.cli.verbs.plan import plan
 from anabranch.cli.verbs.profile import profile
@@ -38,7 +39,20 @@ app = typer.Typer(
     rich_markup_mode="markdown",
 )
 _verbs = (
-    *(doctor, profile, plan, compare, check, simulate, models, verify, train, report, cluster),
+    *(
+        doctor,
+        profile,
+        plan,
+        compare,
+        check,
+        simulate,
+        models,
+        verify,
+        train,
+        export,
+        report,
+        cluster,
+    ),
     demo,
 )
 for _verb in _verbs:

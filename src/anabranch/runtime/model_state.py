@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from anabranch.checkpoint import Checkpoint, RankPart
 from anabranch.checkpoint.optimizer import optimizer_part, restore_optimizer, restore_scheduler
 from anabranch.checkpoint.plain import PlainWeights
+from anabranch.checkpoint.pretrained import pretrained_in
 from anabranch.errors import TrainingError
 from anabranch.runtime.data_parallel.gradients import Holders, same_start, share_first
 from anabranch.runtime.initialisation import materialise, meta_names, require_values
@@ -146,7 +147,8 @@ class ModelState:
         part = RankPart(tensors)
         if self._mesh.rank == 0:
             aliases, transient = listed_names(self._module)
-            part = replace(part, aliases=aliases, transient=transient)
+            found = pretrained_in(self._module)
+            part = replace(part, aliases=aliases, transient=transient, pretrained=found)
         if self.optimizer is None:
             return part
         owned = {name for name in self.parameters if self._saves(name)}

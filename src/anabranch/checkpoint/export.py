@@ -1,0 +1,129 @@
+"""Checkpoint -> the model alone, as other programs read it.
+
+One safetensors file with the tensors of a ``state_dict``, each once: of a tied weight the first
+name, and no buffer that is not persistent. That is what Hugging Face's ``save_pretrained`` writes;
+``from_pretrained``, and ``safetensors.torch.load_model``, tie the other names again.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors.torch import save_file
+
+from anabranch.checkpoint.pretrained import Pretrained
+from anabranch.checkpoint.reading import Checkpoint
+from anabranch.errors import TrainingError
+
+WEIGHTS = "model.safetensors"
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written.
+
+    Attributes:
+        path: the file or folder.
+        tensors: how many.
+        bytes: of all tensors.
+        prefix: that their names had in the module.
+        left_out: tensors of the module whose names have another one.
+        architecture: class of Hugging Face's that the folder, or the file, is for; or empty.
+    """
+
+    path: Path
+    tensors: int
+    bytes: int
+    prefix: str
+    left_out: int
+    architecture: str
+
+
+def export(
+    checkpoint: str | os.PathLike[str],
+    output: str | os.PathLike[str],
+    *,
+    prefix: str | None = None,
+) -> Exported:
+    """Write the model of a checkpoint.
+
+    Args:
+        checkpoint: its folder, or the folder of a run with several, of which it is the newest.
+        output: a new file ``NAME.safetensors``; or a new folder for ``model.safetensors`` and, for
+            a model of Hugging Face, ``config.json``, which ``from_pretrained`` reads.
+        prefix: export the part of the module whose names begin so, without it: ``model.``. By
+            default that of the only model of Hugging Face in the module, if it is all of it.
+
+    Raises:
+        FileFormatError: if the checkpoint is incomplete or damaged.
+        TrainingError: if the output exists or cannot be written, or no name begins with the prefix.
+    """
+    saved, path = Checkpoint(checkpoint), Path(output)
+    if os.path.lexists(path):
+        raise TrainingError(f"{path} exists, and an export never replaces anything; name another")
+    parts = {part.prefix: part for part in saved.manifest.pretrained}
+    names = _names(saved)
+    chosen = _only_prefix(parts, names) if prefix is None else prefix
+    files = _exported_names(names, chosen)
+    if not files:
+        held = f"; it holds {', '.join(map(repr, parts))}" if parts else ""
+        raise TrainingError(f"no tensor of {saved.folder} has a name with {chosen!r} first{held}")
+    saved.verify()
+    tensors = {name: saved.tensor(f"model/{first}") for first, name in files.items()}
+    part = parts.get(chosen)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(f".{path.name}.partial")
+        if path.suffix == ".safetensors":
+            save_file(tensors, partial, {"format": "pt"})
+        else:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir()
+            save_file(tensors, partial / WEIGHTS, {"format": "pt"})
+            if part is not None:
+                (partial / "config.json").write_text(part.config)
+            if part is not None and part.generation_config is not None:
+                (partial / "generation_config.json").write_text(part.generation_config)
+        partial.rename(path)
+    except OSError as error:
+        raise TrainingError(f"{path} cannot be written: {error.strerror}") from error
+    return Exported(
+        path,
+        len(tensors),
+        sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()),
+        chosen,
+        len(names) - len(files),
+        part.architecture if part is not None else "",
+    )
+
+
+def _names(saved: Checkpoint) -> dict[str, list[str]]:
+    """First name -> all names of each tensor that a ``state_dict`` has."""
+    manifest = saved.manifest
+    names = {first: [first] for first in saved.keys("model")}
+    for alias, first in manifest.aliases.items():
+        names[first].append(alias)
+    transient = set(manifest.transient)
+    listed = {first: [n for n in several if n not in transient] for first, several in names.items()}
+    return {first: several for first, several in listed.items() if several}
+
+
+def _exported_names(names: Mapping[str, Sequence[str]], prefix: str) -> dict[str, str]:
+    """First name -> name in the file, of the tensors that have one with the prefix."""
+    found = {
+        first: next((name for name in several if name.startswith(prefix)), None)
+        for first, several in names.items()
+    }
+    return {first: n.removeprefix(prefix) for first, n in found.items() if n is not None}
+
+
+def _only_prefix(parts: Mapping[str, Pretrained], names: Mapping[str, Sequence[str]]) -> str:
+    """The prefix of the only model of Hugging Face, if there is nothing else in the module."""
+    for prefix in parts:
+        if len(parts) == 1 and len(_exported_names(names, prefix)) == len(names):
+            return prefix
+    return ""

@@ -1,0 +1,168 @@
+"""Trained models in other programs: plain transformers, plain torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, load_model, save_file
+from torch import Tensor, nn
+
+from anabranch import launch
+from anabranch.checkpoint import Checkpoint, load_state_dict
+from anabranch.checkpoint.export import WEIGHTS, export
+from anabranch.errors import FileFormatError, TrainingError
+from anabranch.graph.capture import capture
+from anabranch.runtime.pipeline import Pipeline
+from anabranch.workload import Workload
+from tests import hf_models
+from tests.runtime.small import Built, batch, built, plan
+from tests.runtime.training import sgd
+
+pytestmark = pytest.mark.dist
+
+
+def trained(model: Built, example: Any, folder: Path, num_stages: int = 2) -> None:
+    """A checkpoint after a step as a pipeline, which changes every weight."""
+    samples = len(model.captured.flatten_batch(example).popitem()[1])
+    chosen = plan(model, num_stages, batch_size=samples, microbatch_size=samples // 2)
+
+    def rank() -> None:
+        pipe = Pipeline(
+            model.workload, chosen, captured=model.captured, check_gradients=False
+        )  # fmt: skip
+        pipe.step(example)
+        pipe.save(folder)
+
+    launch.run(rank, num_stages, timeout=60.0)
+
+
+def hugging_face(name: str) -> tuple[Built, Any]:
+    module, example = hf_models.build(name)
+    return Built(capture(module, example), Workload(module, example, optimizer=sgd)), example
+
+
+def logits(model: nn.Module, example: Any) -> dict[str, Tensor]:
+    """Everything that a model of Hugging Face computes for a batch."""
+    model.eval()
+    inputs = example
+    if isinstance(example, tuple):
+        inputs = {**example[0], "pixel_values": example[1]}
+    with torch.no_grad():
+        out = model(**inputs)
+    return {key: value for key, value in out.items() if isinstance(value, Tensor)}
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("bert", "BertForMaskedLM"), ("t5", "T5ForConditionalGeneration"), ("clip", "CLIPModel")],
+)
+def test_a_trained_model_reloads_in_plain_transformers(name: str, kind: str, tmp_path: Path):
+    """Nothing is missing, nothing unexpected, and its outputs are bit for bit those of the trained
+    module. CLIP is trained inside of a wrapper, whose prefix the file does not have. The folder is
+    the one that ``save_pretrained`` writes of the trained module, file by file.
+    """
+    model, example = hugging_face(name)
+    trained(model, example, tmp_path / "run")
+    made = export(tmp_path / "run", tmp_path / "ours")
+    assert made.architecture == kind
+    assert made.prefix == ("model." if name == "clip" else "")
+    loaded, info = getattr(transformers, kind).from_pretrained(
+        made.path, output_loading_info=True
+    )  # fmt: skip
+    assert not any(info.values()), info
+    module = model.module
+    module.load_state_dict(load_state_dict(tmp_path / "run"))
+    inner = module.model if name == "clip" else module
+    expected, found = logits(inner, example), logits(loaded, example)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], value) for key, value in expected.items())
+    inner.save_pretrained(tmp_path / "theirs")
+    files = {path.name for path in (tmp_path / "theirs").iterdir()}
+    assert {path.name for path in made.path.iterdir()} == files
+    tensors, others = (load_file(tmp_path / f / WEIGHTS) for f in ("ours", "theirs"))
+    assert tensors.keys() == others.keys()
+    assert all(torch.equal(tensors[key], value) for key, value in others.items())
+    for file in files - {WEIGHTS}:
+        ours, theirs = (json.loads((tmp_path / f / file).read_text()) for f in ("ours", "theirs"))
+        assert ours == theirs
+
+
+def test_a_single_file_reloads_strictly_in_plain_torch(tmp_path: Path):
+    """With its tied weight once."""
+    model = built("Tied")
+    trained(model, batch(16), tmp_path / "run")
+    made = export(tmp_path / "run", tmp_path / "out" / "tied.safetensors")
+    assert (made.prefix, made.left_out, made.architecture) == ("", 0, "")
+    module = type(model.module)()
+    load_model(module, str(made.path), strict=True)
+    expected = load_state_dict(tmp_path / "run")
+    assert all(torch.equal(t, expected[name]) for name, t in module.state_dict().items())
+
+
+def test_a_part_of_a_module(tmp_path: Path):
+    """By its prefix, which has to be there; a folder without a model of Hugging Face has weights
+    alone; nothing is ever replaced.
+    """
+    trained(built("TwoBranch"), batch(16), tmp_path / "run")
+    made = export(tmp_path / "run", tmp_path / "left", prefix="left.")
+    assert [path.name for path in made.path.iterdir()] == ["model.safetensors"]
+    assert set(load_file(made.path / "model.safetensors")) == {
+        "0.0.weight", "0.0.bias", "1.0.weight", "1.0.bias",
+    }  # fmt: skip
+    assert made.left_out == 7
+    with pytest.raises(TrainingError, match=r"no tensor of .* has a name with 'middle\.' first"):
+        export(tmp_path / "run", tmp_path / "middle", prefix="middle.")
+    with pytest.raises(TrainingError, match="never replaces anything"):
+        export(tmp_path / "run", tmp_path / "left")
+    with pytest.raises(FileFormatError, match="no such folder"):
+        export(tmp_path / "none", tmp_path / "out")
+
+
+@pytest.mark.parametrize("name", ["bert", "clip"])
+def test_what_transformers_saved_is_trained_on(name: str, tmp_path: Path):
+    """``save_pretrained`` -> ``--weights``, also where the module wraps the model."""
+    model, example = hugging_face(name)
+    torch.manual_seed(7)
+    module, _ = hf_models.MODELS[name]()
+    inner = module.model if name == "clip" else module
+    inner.save_pretrained(tmp_path / "pretrained")
+    samples = hf_models.SAMPLES
+    chosen = plan(model, 2, batch_size=samples, microbatch_size=samples)
+
+    def rank() -> float:
+        options = {"captured": model.captured, "check_gradients": False}
+        return Pipeline.from_weights(
+            tmp_path / "pretrained", model.workload, chosen, **options
+        ).step(example)
+
+    loss = launch.run(rank, 2, timeout=60.0)[0]
+    out = module(**example) if isinstance(example, dict) else module(*example)
+    assert loss == pytest.approx(out["loss"].item(), rel=1e-5)
+
+
+def test_checkpoints_from_before_the_descriptions_are_read(tmp_path: Path):
+    """Their manifests lack the key, and their checksums are of what they have."""
+    from anabranch.checkpoint.manifest import sealed
+    from anabranch.jsonfile import parse, write_document
+
+    trained(built("Chain"), batch(16), tmp_path / "run")
+    path = tmp_path / "run" / "manifest.json"
+    document = parse(path.read_text(), str(path))
+    del document["pretrained"]
+    write_document(path, sealed(document))
+    assert Checkpoint(tmp_path / "run").manifest.pretrained == []
+
+
+def test_other_weights_are_not_taken_for_a_part(tmp_path: Path):
+    """Names that fit one prefix only in part, or several, are refused as before."""
+    from anabranch.checkpoint.plain import PlainWeights
+
+    save_file({"weight": torch.ones(1)}, tmp_path / "one.safetensors")
+    names = {name: [name] for name in ("a.weight", "b.weight")}
+    with pytest.raises(FileFormatError, match="lacks 2"):
+        PlainWeights(tmp_path / "one.safetensors").match(names, ())
