@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from anabranch.cluster import Cluster
 from anabranch.cost.communication import Route, all_reduce_s, border_price, ring_price, transfer_s
 from anabranch.cost.memory import DeviceMemory, device_memory, updated_bytes
-from anabranch.cost.overheads import agreement_s, message_s, restart_s, sum_s, update_cost
+from anabranch.cost.overheads import agreement_s, message_s, restart_s, share_s, sum_s, update_cost
 from anabranch.cost.sparse import message_bytes
 from anabranch.cost.stage_weights import Border, Number, StageWeights, Traffic
 from anabranch.errors import ProfileError
@@ -244,7 +244,12 @@ class CostModel:
 
     def sum_s(self, tensors: int, nbytes: float, devices: int) -> float:
         """Processor seconds of a device for the sums of so many gradients."""
-        return sum_s(self.cluster.calibration, tensors, nbytes, devices)
+        shares = self.shard_optimizer
+        return sum_s(self.cluster.calibration, tensors, nbytes, devices, shares=shares)
+
+    def share_s(self, nbytes: float, devices: int) -> float:
+        """Processor seconds of a device for sending what it has updated and taking the rest."""
+        return share_s(self.cluster.calibration, nbytes, devices)
 
     def restart_s(self, waited_s: float) -> float:
         """See ``overheads``."""

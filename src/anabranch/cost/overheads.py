@@ -9,7 +9,8 @@
                     bytes moved = (3 + 2 * optimizer state per weight) * bytes of weights
 
     sums        per gradient + per byte and other rank, of the processors; the links' time is in
-                ``communication``
+                ``communication``. Where ranks share the optimizer's state each byte is added up on
+                one of them, and what it has updated goes to the others as messages
     restart     of a core that has waited, whose work takes longer until its caches are full again
     reading     of a batch, by its samples, as measured for the workload's data; a step alone is
                 given its batch
@@ -42,11 +43,33 @@ def message_s(calibration: Calibration | None, nbytes: float) -> tuple[float, fl
     )
 
 
-def sum_s(calibration: Calibration | None, tensors: int, nbytes: float, ranks: int) -> float:
-    """Processor seconds of a rank for the sums of so many gradients."""
+def sum_s(
+    calibration: Calibration | None,
+    tensors: int,
+    nbytes: float,
+    ranks: int,
+    *,
+    shares: bool = False,
+) -> float:
+    """Processor seconds of a rank for the sums of so many gradients.
+
+    Args:
+        shares: whether the ranks share the optimizer's state, so that one of them adds a gradient.
+    """
     if calibration is None or ranks < 2:
         return 0.0
-    return calibration.sum_tensor_s * tensors + calibration.sum_byte_s * nbytes * (ranks - 1)
+    terms = (ranks - 1) / ranks if shares else ranks - 1
+    return calibration.sum_tensor_s * tensors + calibration.sum_byte_s * nbytes * terms
+
+
+def share_s(calibration: Calibration | None, nbytes: float, ranks: int) -> float:
+    """Processor seconds of a rank that sends the parameters which it has updated to all others, and
+    takes theirs: so many bytes in all, each copied once into a message and once out of it.
+    """
+    if calibration is None or ranks < 2:
+        return 0.0
+    messages = (ranks - 1) * sum(message_s(calibration, nbytes / ranks))
+    return messages + 2 * nbytes / calibration.memory_bandwidth
 
 
 def restart_s(calibration: Calibration | None, waited_s: float) -> float:

@@ -38,6 +38,9 @@ class EmulatedSums:
     def waits(self) -> None:
         """See ``Watcher``."""
 
+    def before_forward(self, stage: int) -> None:
+        """See ``Watcher``."""
+
     def before_last(self, stage: int) -> None:
         """See ``Watcher``."""
         self._last = stage

@@ -336,6 +336,26 @@ class Mesh:
         work = guarded(lambda: dist.all_gather(parts, tensor, group=group, async_op=True))
         return _Gathered(rows, {}, work)
 
+    def start_broadcast(self, tensor: Tensor, source: int, ranks: tuple[int, ...]) -> Pending:
+        """As ``broadcast``, in the background: one of the sums of the set as to their order. The
+        tensor holds the copy once it has been waited for.
+        """
+        if len(ranks) == 1:
+            return _Reduced(tensor, None)
+        near = self._near_to(tensor, ranks)
+        if near is None:
+            group = self._groups[ranks]
+            work = guarded(lambda: dist.broadcast(tensor, source, group=group, async_op=True))
+            return _Reduced(tensor, work)
+        tag = self._tag(ranks)
+        if source != self.rank:
+            receipt = near.receive([(tensor.shape, tensor.dtype)], _CPU, source, tag)
+            return _Gathered(tensor[None], {0: receipt}, None)
+        for rank in ranks:
+            if rank != self.rank:
+                near.send([tensor], rank, tag)
+        return _Reduced(tensor, None)
+
     def _near_to(self, tensor: Tensor, ranks: tuple[int, ...]) -> Transport | None:
         """The transport by which these ranks had better send each other the whole tensor."""
         most = _MOST_SMALL if tensor.numel() <= _SMALL else _MOST_LARGE

@@ -226,7 +226,9 @@ class Pipeline(BasePipeline):
         """Train on batches without a barrier between them, as long as there are any.
 
         A rank updates each stage as soon as its own gradients are there and goes on to the next
-        batch; what all ranks have to tell each other is read one step later. Where something global
+        batch; what all ranks have to tell each other is read one step later, and parameters that
+        another rank updates (``shard_optimizer``) are there by the next forward of their stage, or
+        when the loop is left. Where something global
         decides about the update (``clip_norm``), and in the first step, ranks agree as in ``step``.
 
         Args:
@@ -253,18 +255,25 @@ class Pipeline(BasePipeline):
                 if before is not None:
                     yield self._read(before)
                 before = tally
+            self._finish_share()
             if before is not None:
                 yield self._read(before)
         except (GeneratorExit, DataError):
             self._leave()
             raise
 
+    def _finish_share(self) -> None:
+        """Wait for the parameters that other ranks have updated."""
+        with self._session.failing():
+            self._updates.finish_share()
+
     def _leave(self) -> None:
         """End a loop; the others need this rank's messages and its share of the last totals."""
         if self._session.transport is not None:
             self._session.transport.flush()
-        if self._unread is not None:
-            with suppress(TrainingError):  # whoever goes on hears of it
+        with suppress(TrainingError):  # whoever goes on hears of it
+            self._finish_share()
+            if self._unread is not None:
                 self._unread.read()
 
     def update(self) -> None:
@@ -366,7 +375,8 @@ class Pipeline(BasePipeline):
             self._updates.drop()
         else:
             self._updates.apply(tally.squares, largest)
-            self._updates.share()
+            self._updates.start_share()
+            self._updates.finish_share()
         return tally.loss
 
     def _tally(
@@ -402,7 +412,7 @@ class Pipeline(BasePipeline):
             self._updates.finish()
             POSITION.begin(self.step_number, Phase.UPDATE)
             self._update_alone(outcome)
-            self._updates.share()
+            self._updates.start_share()
             tally = self._tally(outcome, is_first=False)
             POSITION.leave()
         self._unread = tally
@@ -413,6 +423,7 @@ class Pipeline(BasePipeline):
         self._session.count()
         every = self._check_copies
         if every and self.step_number % every == 0 and self.is_between_updates:
+            self._finish_share()
             self._session.require_same_copies()
 
     def _update_alone(self, outcome: Outcome) -> None:
@@ -444,8 +455,9 @@ class Pipeline(BasePipeline):
         return tally.loss
 
     def _settle(self) -> None:
-        """Find out whether the step that was made last was a good one."""
+        """Find out whether the step that was made last was a good one, and have its parameters."""
         self._refuse_spoilt()
+        self._finish_share()
         unread, self._unread = self._unread, None
         if unread is not None:
             self._read(unread)
@@ -508,6 +520,7 @@ class Pipeline(BasePipeline):
                 self._settle()
             else:
                 self._refuse_spoilt()
+                self._finish_share()
         self._refuse_between("checkpoint")
         saving = self._session.save(folder, wait=wait, keep=keep)
         if saving is None:

@@ -51,6 +51,9 @@ class Watcher(Protocol):
     def begins(self, stages: Sequence[int], outcome: Outcome) -> None:
         """A step begins; stages with a backward here come in the order of their last ones."""
 
+    def before_forward(self, stage: int) -> None:
+        """A forward begins, which reads the parameters of its stage."""
+
     def before_last(self, stage: int) -> None:
         """The last backward of a stage on this device begins: gradients are final from here on."""
 
@@ -360,6 +363,8 @@ class _Run:
     def forward(self, task: _Task) -> None:
         arrived = self.values.pop(task.key, None) or {}
         values = {value: assemble(parts) for value, parts in arrived.items()}
+        if self.watcher is not None:
+            self.watcher.before_forward(task.action.stage)
         self.made.pop(task.action.stage, None)  # of the micro-batch before: it has been sent
         self.made[task.action.stage] = self.compute.forward(task.key, values)
         self.hand_over(task)

@@ -58,6 +58,7 @@ class AllReduce(NamedTuple):
         device_s: what all of it takes of each device's own time.
         gather_s: where the devices share the optimizer's state, seconds in which they send each
             other what they have updated, after the update.
+        share_s: what that takes of each device's own time.
     """
 
     stages: tuple[int, ...]
@@ -66,6 +67,7 @@ class AllReduce(NamedTuple):
     ports: tuple[Port, ...]
     device_s: float = 0.0
     gather_s: float = 0.0
+    share_s: float = 0.0
 
     @property
     def nbytes(self) -> int:
@@ -263,7 +265,9 @@ class ModelCosts:
             total = sum(gradient.nbytes for gradient in whole + by_rows)
             own_s = self.cost.sum_s(len(owned[stages]), total, len(devices))
             work = AllReduce(stages, devices, _pieces(buckets), ports, own_s)
-            result.append(_sharded(work) if self.cost.shard_optimizer else work)
+            if self.cost.shard_optimizer:
+                work = _sharded(work, self.cost.share_s(total, len(devices)))
+            result.append(work)
         return tuple(sorted(result, key=lambda work: turn(work.devices, work.stages)))
 
     def _summed_bytes(
@@ -506,10 +510,10 @@ def _held_bytes(share: float, parameter: Parameter) -> int:
     return math.ceil(parameter.nbytes * share)
 
 
-def _sharded(work: AllReduce) -> AllReduce:
+def _sharded(work: AllReduce, share_s: float) -> AllReduce:
     """A sum that one device of the ring has, and its way to the others: half of the ring each."""
     pieces = tuple(piece._replace(seconds=piece.seconds / 2) for piece in work.pieces)
-    return work._replace(pieces=pieces, gather_s=work.seconds / 2)
+    return work._replace(pieces=pieces, gather_s=work.seconds / 2, share_s=share_s)
 
 
 def _pieces(buckets: Sequence[Piece]) -> tuple[Piece, ...]:

@@ -85,7 +85,9 @@ class Role(Enum):
     ``UPDATE`` of a stage waits for the sums of its gradients. ``AGREEMENT`` waits for those of all
     stages of the device, and then for all devices. ``OVERHEAD`` is a device's time that no action
     takes: of messages, or of the step. In ``GATHER`` devices that share an optimizer's state send
-    each other what they have updated. ``BEGIN`` is where a step begins behind another one.
+    each other what they have updated. Between steps in a row nobody is held up there: ``SHARE``
+    begins it, and ``SHARED`` waits for it before the first forward of a stage. ``BEGIN`` is where a
+    step begins behind another one.
     """
 
     ACTION = auto()
@@ -93,6 +95,8 @@ class Role(Enum):
     AGREEMENT = auto()
     UPDATE = auto()
     GATHER = auto()
+    SHARE = auto()
+    SHARED = auto()
     BEGIN = auto()
 
 
@@ -109,6 +113,7 @@ class ComputeUnit(NamedTuple):
         final: pieces whose gradients are final at its end.
         posts: receives that a ``BEGIN`` posts.
         ports: that a ``GATHER`` takes.
+        stages: that read what a ``GATHER`` brings.
     """
 
     stage: int
@@ -122,6 +127,7 @@ class ComputeUnit(NamedTuple):
     role: Role = Role.ACTION
     posts: tuple[int, ...] = ()
     ports: tuple[int, ...] = ()
+    stages: tuple[int, ...] = ()
 
 
 class Sum(NamedTuple):
@@ -187,7 +193,8 @@ def compile_schedule(
     units = ComputeUnits(graph, costs, prices.index, sums, costs.step_s if updates > 1 else 0.0)
     count = len(table.price)
     agrees = updates == 1 and (costs.agreement_s > 0 or any(map(costs.update_s, range(len(graph)))))
-    shared = [work for work in costs.all_reduces() if work.gather_s]
+    # What the first stages read is needed first.
+    shared = [work for work in reversed(costs.all_reduces()) if work.gather_s]
     per_update = [graph.num_microbatches(s) // updates for s in range(len(graph))]
     code = []
     for device, actions in schedule.actions.items():
@@ -222,11 +229,11 @@ def compile_schedule(
             mine.append(~(count + units.agreement()))
         behind = [due] if updates > 1 else [stage for _, stage in sorted(ends.items())]
         mine += [~(count + units.update(s)) for s in behind if s >= 0 and units.has_update(s)]
-        mine += [
-            ~(count + units.gather(work, prices.indices(work.ports)))
-            for work in shared
-            if device in work.devices
-        ]
+        for work in shared:
+            if device in work.devices:
+                if work.share_s:
+                    mine.append(~(count + units.overhead(work.share_s)))
+                mine.append(~(count + units.gather(work, prices.indices(work.ports))))
         code.append(mine)
     sums = [
         work._replace(waits_for=sum(stage in work.stages for stage, _ in units.finishing))
@@ -251,12 +258,20 @@ def _with_overheads(code: list[int], price: Sequence[Price], units: ComputeUnits
 
 def in_a_row(program: Program, count: int, read_s: float) -> Program:
     """So many steps, one after the other: a device begins the next when it has ended one and read a
-    batch, which takes ``read_s``, and they agree on nothing in between.
+    batch, which takes ``read_s``, and they agree on nothing in between. What others have updated is
+    there when a stage that reads it has its first forward.
     """
     table, size = program.messages, len(program.messages.price)
     messages, units, code = MessageTable(), [*program.units], []
     read = [~(count * size + len(units))] if read_s else []
     units += [ComputeUnit(-1, read_s, role=Role.OVERHEAD) for _ in read]
+    share: dict[int, int] = {}
+    shared: dict[int, int] = {}
+    for u, unit in enumerate(program.units):
+        if unit.role is Role.GATHER:
+            share[~(size + u)] = ~(count * size + len(units))
+            shared[~(size + u)] = share[~(size + u)] - 1
+            units += [unit._replace(role=role) for role in (Role.SHARE, Role.SHARED)]
     for step in range(count):
         first = messages.add(table.price)
         for message, released in enumerate(table.releases):
@@ -265,6 +280,7 @@ def in_a_row(program: Program, count: int, read_s: float) -> Program:
     for listed in program.code:
         mine = [x for x in listed if ~x < size or units[~x - size].role is not Role.AGREEMENT]
         posted = [x for x in mine if x >= 0 and table.is_posted[x]]
+        awaited = _awaited(mine, program.units, size)
         result: list[int] = []
         for step in range(count):
             if step:
@@ -272,9 +288,29 @@ def in_a_row(program: Program, count: int, read_s: float) -> Program:
                 posts = tuple(message + step * size for message in posted)
                 units.append(ComputeUnit(-1, 0.0, role=Role.BEGIN, posts=posts))
             result += read
-            result += (_shifted(x, size, step, count) for x in mine)
+            for at, x in enumerate(mine):
+                if step:
+                    result += (shared[gather] for gather in awaited.get(at, ()))
+                result.append(share.get(x, _shifted(x, size, step, count)))
         code.append(result)
     return replace(program, code=code, units=units, messages=messages)
+
+
+def _awaited(code: Sequence[int], units: Sequence[ComputeUnit], size: int) -> dict[int, list[int]]:
+    """Where a device needs what its gathers of the step before bring: position -> entries of these.
+
+    Args:
+        size: number of messages.
+    """
+    gathers = {x: units[~x - size].stages for x in code if ~x >= size}
+    found: dict[int, list[int]] = {}
+    seen: set[int] = set()
+    for at, x in enumerate(code):
+        unit = units[~x - size] if ~x >= size else None
+        if unit is not None and unit.role is Role.ACTION and unit.stage not in seen:
+            seen.add(unit.stage)
+            found[at] = [gather for gather, stages in gathers.items() if unit.stage in stages]
+    return found
 
 
 def _shifted(x: int, size: int, step: int, count: int) -> int:
@@ -526,7 +562,12 @@ class ComputeUnits:
             self._gathers[key] = len(self.known)
             self.known.append(
                 ComputeUnit(
-                    -1, work.gather_s, group=len(self.groups), role=Role.GATHER, ports=ports
+                    -1,
+                    work.gather_s,
+                    group=len(self.groups),
+                    role=Role.GATHER,
+                    ports=ports,
+                    stages=work.stages,
                 )
             )
             self.groups.append(tuple(self._device[device] for device in work.devices))

@@ -57,6 +57,11 @@ class Step:
         self._units = program.units
         self._unit: list[ComputeUnit | None] = [None] * devices
         self._missing = [len(group) for group in program.groups]
+        # Of steps in a row: how many a device has begun behind the first, and gathers that have
+        # ended, with those who wait for one.
+        self._begun = [0] * devices
+        self._shared = [0] * len(program.groups)
+        self._sharing: dict[int, list[int]] = defaultdict(list)
         # A message moves as soon as it is both sent and posted: at the second of the two.
         self._is_ready = list(program.messages.is_posted)
         self._freed = [0.0] * messages
@@ -122,8 +127,18 @@ class Step:
                 unit = self._unit[d] = self._units[message - count]
                 if unit.role is Role.BEGIN:
                     self._unit[d] = None
-                    self._begin(unit)
+                    self._begin(d, unit)
                     continue
+                if unit.role is Role.SHARE:
+                    self._unit[d] = None
+                    self._share(unit)
+                    continue
+                if unit.role is Role.SHARED:
+                    self._unit[d] = None
+                    if self._shared[unit.group] >= self._begun[d]:
+                        continue
+                    self._sharing[unit.group].append(d)
+                    return
                 if unit.role is Role.UPDATE:
                     self._await_sums(d, unit.stage)
                 elif unit.role is Role.AGREEMENT:
@@ -134,9 +149,10 @@ class Step:
                     self._come(unit)
                 return
 
-    def _begin(self, unit: ComputeUnit) -> None:
+    def _begin(self, d: int, unit: ComputeUnit) -> None:
         """A device begins a step behind another one."""
         self.begun = self._engine.now
+        self._begun[d] += 1
         for message in unit.posts:
             if self._is_ready[message]:
                 self._transfer(message)
@@ -185,12 +201,29 @@ class Step:
 
     def _gather(self, unit: ComputeUnit, members: tuple[int, ...]) -> None:
         """Devices send each other what they have updated, on the ports of their sums."""
-        start = max([self._engine.now, *(self._free_at[port] for port in unit.ports)])
-        for port in unit.ports:
-            self._free_at[port] = start + unit.seconds
+        start = self._occupy(unit)
         for d in members:
             self.starts[d].append(start)
             self._engine.at(start + unit.seconds, self._computed, d)
+
+    def _share(self, unit: ComputeUnit) -> None:
+        """As a gather, but nobody waits for it here."""
+        self._missing[unit.group] -= 1
+        if self._missing[unit.group] == 0:
+            self._missing[unit.group] = len(self.program.groups[unit.group])
+            self._engine.at(self._occupy(unit) + unit.seconds, self._is_shared, unit.group)
+
+    def _is_shared(self, group: int) -> None:
+        self._shared[group] += 1
+        for d in self._sharing.pop(group, ()):
+            self._advance(d)
+
+    def _occupy(self, unit: ComputeUnit) -> float:
+        """Take the ports of a gather as soon as all are free; when that is."""
+        start = max([self._engine.now, *(self._free_at[port] for port in unit.ports)])
+        for port in unit.ports:
+            self._free_at[port] = start + unit.seconds
+        return start
 
     def _start(self, d: int) -> None:
         """Start the compute of a device."""

@@ -62,6 +62,25 @@ def test_training_is_bitwise_that_without(
 
 
 @pytest.mark.dist
+def test_whoever_leaves_the_loop_has_all_parameters() -> None:
+    """What is on its way to the next step's forwards arrives although there is no next step."""
+    model = built("TwoBranch")
+    workload = with_options(model, optimizer=adam)
+
+    def work(pipeline: Pipeline) -> dict[str, Tensor]:
+        for _ in pipeline.steps(BATCHES):
+            break
+        return {n: p.detach().clone() for n, p in pipeline._state.parameters.items()}
+
+    chosen = plan(model, 2, replicas=[2, 1])
+    whole = run(model, chosen, workload, work)
+    for mine, theirs in zip(
+        run(model, chosen, workload, work, shard_optimizer=True), whole, strict=True
+    ):
+        assert all(torch.equal(mine[key], theirs[key]) for key in theirs)
+
+
+@pytest.mark.dist
 def test_two_stages_on_a_device() -> None:
     """Without a barrier, where stages are otherwise updated one by one."""
     model = built("TwoBranch")

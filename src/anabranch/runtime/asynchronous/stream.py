@@ -146,6 +146,9 @@ class _Sums:
     def begins(self, stages: Sequence[int], outcome: Outcome) -> None:
         self._reducer.begin(stages)
 
+    def before_forward(self, stage: int) -> None:
+        """Nothing: every replica updates all of its parameters."""
+
     def before_last(self, stage: int) -> None:
         self._reducer.arm(stage)
 

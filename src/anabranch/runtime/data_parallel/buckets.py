@@ -48,6 +48,7 @@ class Bucket(ABC):
         self.ranks, self.named, self.updater = ranks, tuple(named), updater
         self._mesh = mesh
         self._pending: Pending | None = None
+        self._sharing: list[Pending] = []
         self._is_mine = True
 
     @property
@@ -94,8 +95,23 @@ class Bucket(ABC):
         """Make the sums the gradients, by these numbers."""
 
     @abstractmethod
-    def share(self) -> None:
-        """Give all ranks the parameters that one of them has updated; gradients are gone then."""
+    def start_share(self) -> None:
+        """Start to give all ranks the parameters that one of them has updated; gradients are gone
+        then.
+        """
+
+    def finish_share(self) -> None:
+        """Wait until they are there."""
+        for pending in self._sharing:
+            pending.wait()
+        if self._sharing and self.updater != self._mesh.rank:
+            with torch.no_grad():
+                self._take_shared()
+        self._sharing = []
+
+    @abstractmethod
+    def _take_shared(self) -> None:
+        """Make what has come the parameters."""
 
 
 class FlatBucket(Bucket):
@@ -156,19 +172,19 @@ class FlatBucket(Bucket):
         else:
             self._pending = self._mesh.start_reduce(flat, self.ranks, updater)
 
-    def share(self) -> None:
+    def start_share(self) -> None:
         assert self.updater is not None
-        self._buffer()
-        is_mine = self.updater == self._mesh.rank
+        flat = self._buffer()
         with torch.no_grad():
             for (_, parameter), view in zip(self.named, self._views, strict=True):
                 parameter.grad = None
-                if is_mine:
+                if self.updater == self._mesh.rank:
                     view.copy_(parameter)
-            self._mesh.broadcast(self._buffer(), self.updater, self.ranks)
-            if not is_mine:
-                for (_, parameter), view in zip(self.named, self._views, strict=True):
-                    parameter.copy_(view)
+        self._sharing = [self._mesh.start_broadcast(flat, self.updater, self.ranks)]
+
+    def _take_shared(self) -> None:
+        for (_, parameter), view in zip(self.named, self._views, strict=True):
+            parameter.copy_(view)
 
     def wait(self) -> Tensor:
         """Wait for the sums; which of the parameters have a gradient on some rank."""

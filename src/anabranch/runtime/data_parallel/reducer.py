@@ -101,6 +101,7 @@ class Reducer:
         self._handles: dict[str, RemovableHandle] = {}
         self._waiting: set[str] = set()
         self._armed: set[str] = set()
+        self._sharing: list[Bucket] = []
 
     def finals(self, order: Sequence[int]) -> Mapping[int, Sequence[str]]:
         """Which trainable parameters have their final gradient after a stage's last backward.
@@ -154,6 +155,8 @@ class Reducer:
                     self._handles[name] = add(self._hook(name))  # type: ignore[no-untyped-call]
         self._waiting = set(self._places) if is_last else set()
         self._totals.clear()
+        # Their buffers take gradients now, of stages without a forward here as well.
+        self._finish_share(lambda stages: stages.isdisjoint(self._order))
         for queue in self._queues:
             queue.started = 0
             for bucket in queue.buckets:
@@ -205,12 +208,31 @@ class Reducer:
             bucket.start(everywhere=self._everywhere)
             queue.started += 1
 
-    def share(self) -> None:
-        """Give all holders the parameters that one of them has updated; all call it together."""
+    def start_share(self) -> None:
+        """Start to give all holders the parameters that one of them has updated; all of them call
+        it between the same sums. What the first stages read, and need first, goes first.
+        """
+        self.finish_share()
         for queue in sorted(self._queues, key=lambda queue: queue.buckets[0].ranks):
-            for bucket in queue.buckets:
+            for bucket in reversed(queue.buckets):
                 if bucket.updater is not None:
-                    bucket.share()
+                    bucket.start_share()
+                    self._sharing.append(bucket)
+
+    def finish_share(self, stage: int | None = None) -> None:
+        """Wait for the parameters of a stage that others have updated, or for all."""
+        if self._sharing:
+            self._finish_share(lambda stages: stage is None or stage in stages)
+
+    def _finish_share(self, takes: Callable[[frozenset[int]], bool]) -> None:
+        """Wait for buckets by the stages that read them, which all of a bucket have in common."""
+        left = []
+        for bucket in self._sharing:
+            if takes(frozenset(self._stages_of[bucket.named[0][0]])):
+                bucket.finish_share()
+            else:
+                left.append(bucket)
+        self._sharing = left
 
     @property
     def has_finite_terms(self) -> bool:

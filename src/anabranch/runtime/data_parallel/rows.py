@@ -76,6 +76,7 @@ class RowBucket(Bucket):
         self._gradients: list[Tensor | None] = []
         self._values: Tensor | None = None
         self._gathered: Tensor | None = None
+        self._updated: list[Tensor] = []
         self.begin()
 
     def begin(self, batch_sizes: Sequence[int] = ()) -> None:
@@ -142,14 +143,17 @@ class RowBucket(Bucket):
         shaped = [v.view(room, width) for v, room, width in zip(values, rooms, widths, strict=True)]
         return numbers[:tables], torch.split(numbers[tables:], rooms), shaped
 
-    def share(self) -> None:
+    def start_share(self) -> None:
         assert self.updater is not None
-        for _, parameter in self.named:
+        self._updated = [parameter.detach().contiguous() for _, parameter in self.named]
+        for (_, parameter), value in zip(self.named, self._updated, strict=True):
             parameter.grad = None
-            value = parameter.detach().contiguous()
-            self._mesh.broadcast(value, self.updater, self.ranks)
-            with torch.no_grad():
-                parameter.copy_(value)
+            self._sharing.append(self._mesh.start_broadcast(value, self.updater, self.ranks))
+
+    def _take_shared(self) -> None:
+        for (_, parameter), value in zip(self.named, self._updated, strict=True):
+            parameter.copy_(value)
+        self._updated = []
 
     def wait(self) -> Tensor:
         """Wait for the rows of all ranks; how many there are of each table, rank after rank, -1

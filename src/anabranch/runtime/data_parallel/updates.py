@@ -178,12 +178,16 @@ class Updates:
         if self._state.scheduler is not None:
             self._state.scheduler.step()
 
-    def share(self) -> None:
+    def start_share(self) -> None:
         """After an update, or instead of one that some ranks refuse: all holders of a parameter get
-        it from the one that updates it.
+        it from the one that updates it, by the next forward of a stage that reads it.
         """
         if self._is_last:
-            self._reducer.share()
+            self._reducer.start_share()
+
+    def finish_share(self) -> None:
+        """Wait until all parameters of this rank are there."""
+        self._reducer.finish_share()
 
     @property
     def may_guard(self) -> bool:
@@ -250,6 +254,9 @@ class Updates:
             everywhere=self._is_alone,
             batch_sizes=self._batch_sizes,
         )
+
+    def before_forward(self, stage: int) -> None:
+        self._reducer.finish_share(stage)
 
     def before_last(self, stage: int) -> None:
         if self._overlaps:
