@@ -144,7 +144,7 @@ def _work(
     yield Loss(Cause.OVERHEAD.value, besides / total)
     yield Loss("small_slices", (whole - again - summing - besides) / total - least)
     yield Loss("idle_devices", mean - whole / total)
-    yield Loss("imbalance", device_seconds[device] - mean)
+    yield Loss("imbalance", max(0.0, device_seconds[device] - mean))  # -1e-17 of even shares
 
 
 def _recomputed_s(graph: StageGraph, cost: CostModel) -> float:
