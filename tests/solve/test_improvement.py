@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import pytest
-
 from anabranch.cost import CostModel
 from anabranch.plans.stages import StageGraph
 from anabranch.solve import search
