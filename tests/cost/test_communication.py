@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from anabranch.cluster import Cluster, Level, Link
+from anabranch.cluster import Cluster, Level
 from anabranch.cost.communication import border_price, ring_price, transfer_s
 
 
@@ -18,10 +18,10 @@ def test_a_message_takes_its_latency_and_its_bytes():
 
 def test_a_ring_sends_all_but_one_share_twice():
     """4 ranks: 2 * 3 steps of a quarter each, so 1.5 times the bytes, and 6 latencies."""
-    link = Link(bandwidth=100.0, latency_s=0.5)
-    assert ring_price(link, 4) == (0.015, 3.0)
-    assert ring_price(link, 4, updates=3) == (pytest.approx(0.045), 9.0)
-    assert ring_price(link, 1) == (0.0, 0.0)
+    link = 100.0, 0.5
+    assert ring_price(*link, 4) == (0.015, 3.0)
+    assert ring_price(*link, 4, updates=3) == (pytest.approx(0.045), 9.0)
+    assert ring_price(*link, 1) == (0.0, 0.0)
 
 
 def cluster(*levels: tuple[int, float]) -> Cluster:

@@ -12,11 +12,6 @@ from typing import TypeVar
 BUCKET_BYTES = 25 * 2**20
 """Gradients in one bucket at most, unless a single one is larger; PyTorch's default."""
 
-PIECE_SHARE = 0.125
-"""Largest piece of an all-reduce that is simulated as one, as a share of the bytes before it or
-after it, whichever are fewer: less makes more events, more is coarser.
-"""
-
 Gradient = TypeVar("Gradient")
 
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from anabranch.cluster import Cluster, Link
+from anabranch.cluster import Cluster
 from anabranch.cost.buckets import BUCKET_BYTES
 from anabranch.cost.stage_weights import Number
 
@@ -27,16 +27,18 @@ def transfer_s(nbytes: Number, per_byte_s: Number, latency_s: Number) -> Number:
     return nbytes * per_byte_s + (nbytes > 0) * latency_s
 
 
-def ring_price(link: Link, ranks: int, updates: int = 1) -> tuple[float, float]:
+def ring_price(
+    bandwidth: float, latency_s: float, ranks: int, updates: int = 1
+) -> tuple[float, float]:
     """Seconds per byte and of latency of ring all-reduces of one message, for ``transfer_s``.
 
     Args:
-        link: the slowest among the ranks.
+        bandwidth: of the slowest link among the ranks, as for the latency.
         ranks: how many sum their gradients.
         updates: how often.
     """
     steps = 2 * (ranks - 1)
-    return steps / ranks / link.bandwidth * updates, steps * link.latency_s * updates
+    return steps / ranks / bandwidth * updates, steps * latency_s * updates
 
 
 def all_reduce_s(nbytes: Number, per_byte_s: Number, latency_s: Number) -> Number:

@@ -92,18 +92,59 @@ def device_memory(
     if shard_optimizer:
         updated = updated_bytes(weights.trainable, weights.largest, replicas)
     largest = weights.largest if weights.largest_gradient is None else weights.largest_gradient
-    state = weights.parameters + weights.trainable * versions + updated * optimizer_factor
-    entering = weights.border.entering.at(samples)
-    ahead = receive_slots * (entering + weights.border.entering_gradients.at(samples))
-    kept = weights.kept * samples
-    inside = kept * recompute
-    bucket = np.maximum(largest, np.minimum(np.maximum(updated - weights.tables, 0), BUCKET_BYTES))
-    terms = np.minimum(replicas - 1, _TERMS)
     return DeviceMemory(
-        state - weights.tables + weights.rows / replicas + ahead,
+        *memory_terms(
+            weights.parameters,
+            weights.trainable,
+            updated,
+            largest,
+            weights.border.entering.at(samples),
+            weights.border.entering_gradients.at(samples),
+            weights.kept * samples,
+            recompute,
+            replicas,
+            versions,
+            optimizer_factor,
+            receive_slots,
+            weights.tables,
+            weights.rows,
+        )
+    )
+
+
+def memory_terms(
+    parameters: Number,
+    trainable: Number,
+    updated: Number,
+    largest: Number,
+    entering: Number,
+    returning: Number,
+    kept: Number,
+    recompute: Number,
+    replicas: Number,
+    versions: Number,
+    optimizer_factor: float,
+    receive_slots: Number,
+    tables: Number = 0.0,
+    rows: Number = 0.0,
+) -> tuple[Number, Number, Number, Number]:
+    """The fields of ``DeviceMemory``, of plain numbers; planners also compile it.
+
+    Args:
+        updated: trainable bytes that a replica updates.
+        largest: bytes of the largest gradient.
+        entering: bytes of a micro-batch, and so is what is ``returning`` and ``kept``.
+    """
+    state = parameters + trainable * versions + updated * optimizer_factor
+    ahead = receive_slots * (entering + returning)
+    inside = kept * recompute
+    bucket = np.maximum(largest, np.minimum(np.maximum(updated - tables, 0.0), BUCKET_BYTES))
+    terms = np.minimum(replicas - 1, _TERMS)
+    return (
+        state - tables + rows / replicas + ahead,
         entering + (kept - inside),
         inside + largest,
-        np.maximum(bucket * terms, weights.rows * _COPIES * (replicas > 1)),
+        np.maximum(bucket * terms, rows * _COPIES * (replicas > 1)),
     )
 
 

@@ -221,7 +221,8 @@ class CostModel:
         Args:
             devices: the first and the last on the way of the ring, at least.
         """
-        return ring_price(self.cluster.slowest_link(devices), ranks, self.updates)
+        link = self.cluster.slowest_link(devices)
+        return ring_price(link.bandwidth, link.latency_s, ranks, self.updates)
 
     def allreduce_s(self, nbytes: float, devices: Sequence[int]) -> float:
         """Seconds of a ring all-reduce over these devices, on the slowest link among them, as often

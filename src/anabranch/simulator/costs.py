@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from anabranch.cost import CostModel
-from anabranch.cost.buckets import BUCKET_BYTES, PIECE_SHARE, cut_into_buckets, turn
+from anabranch.cost.buckets import BUCKET_BYTES, cut_into_buckets, turn
 from anabranch.cost.communication import Port, Route
 from anabranch.cost.memory import DeviceMemory
 from anabranch.cost.sparse import most_samples, ring_bytes, rows_pay
@@ -27,6 +27,11 @@ from anabranch.graph.opgraph import Parameter
 from anabranch.plans.edges import EVERY_EDGE, MessageEdges, edge_values, message_edges
 from anabranch.plans.rings import Holder, rings
 from anabranch.plans.stages import Stage, StageGraph, split_evenly
+
+PIECE_SHARE = 0.125
+"""Largest piece of an all-reduce that is simulated as one, as a share of the bytes before it or
+after it, whichever are fewer: less makes more events, more is coarser.
+"""
 
 
 class Piece(NamedTuple):

@@ -16,11 +16,13 @@ all-reduces that hold messages up, and parameters that stages share.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from anabranch.cost import CostModel
+from anabranch.cost.model import Floats
 from anabranch.graph.opgraph import BATCH
 from anabranch.planner.auto.draft import Draft
 
@@ -47,26 +49,35 @@ class Evaluator:
 
         cluster = cost.cluster
         links = [cluster.level_link(level) for level in range(len(cluster.levels))]
-        send_s, send_byte_s = _message(cost)
-        self._step_s = step_s
+        self._step_s: Callable[..., float] = step_s
         self._rest: tuple[Any, ...] = (
             batch_size,
             max_replicas or cluster.num_devices,
-            *_seconds(cost, batch_size),
-            *_bytes(cost),
-            *_values(cost),
-            np.array(cluster.group_sizes),
-            np.array([1 / link.bandwidth for link in links]),
-            np.array([link.latency_s for link in links]),
-            float(cluster.memory_bytes),
-            float(cost.optimizer_factor),
-            cost.update.byte_s,
-            cost.microbatch_s,
-            send_s,
-            send_byte_s,
-            _cores(cost),
-            *(versions or (0.0, 0.0)),
             versions is None,
+            *_seconds(cost, batch_size),
+            _bytes(cost),
+            *_values(cost),
+            np.array(
+                [
+                    cluster.group_sizes,
+                    [link.bandwidth for link in links],
+                    [link.latency_s for link in links],
+                ],
+                dtype=np.float64,
+            ),
+            np.array(
+                [
+                    cluster.memory_bytes,
+                    cost.optimizer_factor,
+                    cost.receive_slots,
+                    cost.update.byte_s,
+                    cost.microbatch_s,
+                    *_message(cost),
+                    _cores(cost),
+                    *(versions or (0.0, 0.0)),
+                ],
+                dtype=np.float64,
+            ),
         )
 
     def __call__(self, draft: Draft, limit: float = math.inf) -> float:
@@ -88,15 +99,14 @@ def _seconds(cost: CostModel, batch_size: int) -> tuple[Any, ...]:
     tables = np.array(
         [[cost.op_seconds(n, tensor) for n in counts] for tensor in cost.tensor_degrees]
     ).reshape(len(cost.tensor_degrees), len(counts), 2, len(cost.graph))
-    forward, backward = (np.ascontiguousarray(tables[:, :, i]) for i in range(2))
-    return row_of, degree_of, forward, backward
+    return row_of, degree_of, np.ascontiguousarray(np.moveaxis(tables, 2, 0))
 
 
-def _bytes(cost: CostModel) -> tuple[Any, ...]:
-    """Per tensor degree and operator: kept for the backward, of parameters, of trainable ones; one
-    that several read counts for the first of them.
+def _bytes(cost: CostModel) -> Floats:
+    """Per tensor degree and operator: of parameters, of trainable ones, of the largest of these,
+    and kept for the backward; a parameter that several read counts for the first of them.
     """
-    kept, held, trained = [], [], []
+    rows = []
     for tensor in cost.tensor_degrees:
         total, trainable = (part.copy() for part in cost.own_parameter_bytes(tensor))
         if tensor == 1:
@@ -104,22 +114,25 @@ def _bytes(cost: CostModel) -> tuple[Any, ...]:
                 first = (mask & -mask).bit_length() - 1
                 total[first] += parameter.nbytes
                 trainable[first] += parameter.nbytes * parameter.trainable
-        kept.append(cost.kept_bytes(tensor))
-        held.append(total)
-        trained.append(trainable)
-    return np.array(kept), np.array(held), np.array(trained)
+        rows.append([total, trainable, cost.largest_gradients(tensor), cost.kept_bytes(tensor)])
+    return np.array(rows)
 
 
 def _values(cost: CostModel) -> tuple[Any, ...]:
-    """Producers, readers, and bytes per sample and in all, of the values between operators."""
+    """Producers, readers and bytes of the values between operators."""
     values = [v for v in cost.graph.values if v.producer != BATCH and v.consumers]
     return (
         np.array([value.producer for value in values], dtype=np.int64),
         np.cumsum([0, *(len(value.consumers) for value in values)]),
         np.array([c for value in values for c in value.consumers], dtype=np.int64),
-        np.array([float(value.nbytes * value.batched) for value in values]),
-        np.array([float(value.nbytes * (not value.batched)) for value in values]),
-        np.array([float(value.grad) for value in values]),
+        np.array(
+            [
+                [value.nbytes * value.batched for value in values],
+                [value.nbytes * (not value.batched) for value in values],
+                [value.grad for value in values],
+            ],
+            dtype=np.float64,
+        ),
     )
 
 

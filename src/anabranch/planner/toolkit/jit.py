@@ -26,9 +26,12 @@ _INTERNAL = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True, "error_model"
 _PACKAGE = Path(__file__).parents[2]
 
 SOURCES = (
-    "planner/auto/stage_clock.py",
+    "planner/auto/stage_*.py",
     "planner/graphpipe/partitioner.py",
     "cost/buckets.py",
+    "cost/communication.py",
+    "cost/memory.py",
+    "cost/period.py",
     "plans/in_flight.py",
 )
 """Files of the package that are compiled, or have formulas or numbers that are."""
