@@ -5,11 +5,9 @@ Nothing is trained and nothing is timed: the graph says most, and seconds are th
 
 from __future__ import annotations
 
-import platform
 import warnings
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
-from importlib import metadata
 
 from torch import nn
 
@@ -24,11 +22,10 @@ from anabranch.plans.check import stage_bytes
 from anabranch.plans.plan import Plan, memory_text
 from anabranch.profile.estimate import estimate
 from anabranch.profile.profile import Profile
+from anabranch.record.run import versions
 from anabranch.runtime.compute.programs import is_random
 from anabranch.solve import plan
 from anabranch.workload import Workload
-
-_PACKAGES = ("anabranch", "torch", "numpy", "transformers", "safetensors")
 
 
 @dataclass(frozen=True)
@@ -112,17 +109,6 @@ def examine(
     except AnabranchError as error:
         return replace(found, findings=(*found.findings, f"no plan: {error}"))
     return replace(found, plan=first, peaks=tuple(_peaks(first, profile, cluster)))
-
-
-def versions() -> dict[str, str]:
-    """Python, the system and packages that matter, for a report of a fault."""
-    found = {"python": platform.python_version(), "system": platform.platform()}
-    for name in _PACKAGES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    return found
 
 
 def branches(profile: Profile) -> Branches:

@@ -51,7 +51,7 @@ class Rehearsal:
     @property
     def step_s(self) -> float:
         """Median seconds of a step, as the wall clock showed them."""
-        return statistics.median(self.run.step_s)
+        return self.run.median_step_s
 
     @property
     def late(self) -> float:
@@ -70,8 +70,6 @@ class Rehearsal:
         return {
             **self.run.figures(),
             "emulated": True,
-            "step_s": self.step_s,
-            "samples_per_s": self.run.plan.stage_graph.batch_size / self.step_s,
             "device_step_s": statistics.median(self.device_step_s),
             "late_s": statistics.median(self.late_s),
             "time_scale": self.time_scale,

@@ -95,6 +95,21 @@ class Timeline:
         return {**parts, "wait": max(0.0, self.step_s - sum(parts.values()))}
 
     @property
+    def phases(self) -> dict[str, float]:
+        """Seconds of the step, also of a measured one: ``begin`` until any device has an action,
+        ``compute`` of the mean device, ``between`` (messages and waiting), and ``end``, from the
+        last action on: what is left of the all-reduces, agreement and update.
+        """
+        begin = min((span.start for span in self.spans), default=0.0)
+        compute = sum(self.busy_s.values()) / len(self.devices) if self.devices else 0.0
+        return {
+            "begin": begin,
+            "compute": compute,
+            "between": self.makespan_s - begin - compute,
+            "end": self.step_s - self.makespan_s,
+        }
+
+    @property
     def makespan_s(self) -> float:
         """Seconds from the start of the step to the end of the last span."""
         return max((span.end for span in self.spans), default=0.0)

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from anabranch.cli import run_summary
 from anabranch.cluster import Cluster
 from anabranch.errors import FileFormatError
 from anabranch.files import load_plan, plan_to_dict, save_plan
@@ -21,6 +20,7 @@ from anabranch.plans.plan import NOT_PREDICTED, Plan
 from anabranch.profile.estimate import estimate
 from anabranch.profile.profile import Profile
 from anabranch.record import Run
+from anabranch.record.figures import told
 from anabranch.report.html import page
 from anabranch.solve import check_plan, simulate
 
@@ -131,9 +131,9 @@ def test_everyone_says_not_predicted(load):
     figures = run.figures()
     assert figures["predicted_step_s"] is None
     assert figures["predicted_device_peak_bytes"] is None
-    rows = dict(run_summary.step_rows(run))
+    rows = {figure.name: figure.line for figure in told(figures)}
     assert rows["step"] == "250.00 ms, not predicted"
-    assert rows["peak memory"] == "3 B, not predicted"
+    assert rows["peak memory"] == "3 B, not predicted; of the fullest device"
     late = dataclasses.replace(run, plan=load(ASYNC), policy="pipeoptim", weight_bytes=(1,))
     assert late.figures()["predicted_period_s"] is None
 

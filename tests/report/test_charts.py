@@ -20,7 +20,7 @@ def test_every_device_has_a_row_and_its_peak():
     root = parse(chart.svg())
     written = texts(root)
     assert [w for w in written if w.startswith("device")] == ["device 0", "device 1", "device 2"]
-    assert written.count("peak 3 MiB") == 3
+    assert written.count("peak 3.0 MiB") == 3
     assert len(of_class(root, "path", "area")) == 3
 
 
@@ -30,7 +30,7 @@ def test_the_second_timeline_is_a_line_over_the_first():
     chart = memory_chart([("predicted", PREDICTED), ("measured", measured)])
     root = parse(chart.svg())
     assert len(of_class(root, "path", "line1")) == 1
-    assert "peak 3 MiB \u00b7 1 MiB" in texts(root)
+    assert "peak 3.0 MiB \u00b7 1.0 MiB" in texts(root)
 
 
 def test_without_memory_there_is_no_chart():

@@ -59,7 +59,7 @@ def test_rows_name_device_stage_and_operators():
 def test_headings_give_step_and_bubble():
     """12.9 of 25.5 ms of device time are compute."""
     written = texts(parse(timeline_svg([("both towers", PREDICTED)], TWO_TOWERS)))
-    assert "both towersstep 8.5 ms \u00b7 bubble 49.4%" in written
+    assert "both towersstep 8.50 ms \u00b7 bubble 49.4%" in written
 
 
 def test_micro_batches_are_numbered():

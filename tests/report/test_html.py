@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from anabranch.plans.stages import Stage, StageGraph
+from anabranch.report.figure import Figure, Table
 from anabranch.report.html import WeightVersions, page
 from anabranch.report.page_data import as_json
 from anabranch.timeline import OverheadSpan, SumSpan
@@ -72,7 +73,7 @@ def test_the_script_knows_the_all_reduces():
     """Start and end in microseconds, bytes and stages, by row."""
     step = replace(PREDICTED, sums=(SumSpan(1, 7.5e-3, 8.5e-3, (0, 1, 2), 3 * 2**20),))
     (panel,) = data_of(page(plan(), [("predicted", step)]))["panels"]
-    assert panel["sums"] == [[], [[7500, 8500, "3 MiB", "0-2"]], []]
+    assert panel["sums"] == [[], [[7500, 8500, "3.0 MiB", "0-2"]], []]
     assert panel["sumHeight"] > 0
 
 
@@ -87,41 +88,39 @@ def test_the_headline_figures_are_the_plans():
     """8 ms for 4 samples, a quarter of it bubble, 3 MiB on the fullest device."""
     found = figures(page(plan(), [("predicted", PREDICTED)]))
     assert found == {
-        "predicted step": ("8 ms", "500 samples/s"),
+        "predicted step": ("8.00 ms", "500 samples/s"),
         "bubble": ("25.0%", "share of time without compute"),
         "depth": ("2", "3 stages on 3 devices"),
-        "peak memory": ("3 MiB", "fullest device; emptiest 1 MiB"),
+        "peak memory": ("3.0 MiB", "fullest device; emptiest 1.0 MiB"),
     }
 
 
-def test_without_a_flush_the_time_per_minibatch_is_set_against_the_prediction():
-    """The timeline shows several mini-batches; its length is no figure."""
-    endless = replace(plan(), mode="async", policy="stash")
-    found = figures(page(endless, [("measured", MEASURED)], measured_s=4e-3))
-    assert found["measured time per mini-batch"] == ("4 ms", "1,000 samples/s")
-    assert found["measured / predicted"][0] == "0.50\u00d7"
+def test_given_figures_stand_in_place_of_the_plans():
+    """Name, value and the rest as they are; the shape of the plan follows."""
+    said = [Figure("step", "10.00 ms", "predicted 8.00 ms"), Figure("error", "0")]
+    found = figures(page(plan(), [("predicted", PREDICTED)], figures=said))
+    assert found["step"] == ("10.00 ms", "predicted 8.00 ms")
+    assert found["error"] == ("0", "")
+    assert list(found) == ["step", "error", "depth"]
 
 
-def test_a_measured_step_is_set_against_the_prediction():
-    """10 ms against 8 ms."""
-    found = figures(page(plan(), [("predicted", PREDICTED), ("measured", MEASURED)]))
-    assert found["measured step"] == ("10 ms", "400 samples/s")
-    assert found["measured / predicted"][0] == "1.25\u00d7"
-
-
-def test_losses_and_metrics_of_a_run():
-    """Last loss, numbers and texts as figures, sequences as curves."""
+def test_tables_curves_and_where_it_comes_from():
+    """In this order; text to the left, numbers to the right."""
     html = page(
         plan(),
         [],
-        losses=[2.0, 1.5, 0.5],
-        metrics={"accuracy": "0.93 (chance 0.5)", "error": 0.0, "rate": [1.0, 0.5]},
+        tables=[Table("Where it goes", ("part", "ms", ""), [("work", "7.5", "of all")], "In all.")],
+        curves={"loss": [2.0, 1.5, 0.5], "rate": [1.0, 0.5]},
+        about={"command": "anabranch train mmt", "host": "a<b"},
     )
-    found = figures(html)
-    assert found["loss"] == ("0.5", "from 2, 3 steps")
-    assert found["accuracy"] == ("0.93", "chance 0.5")
-    assert found["error"] == ("0", "")
-    assert read(html).texts["h2"] == ["Stages", "Loss", "rate", "Stages in detail"]
+    reader = read(html)
+    assert reader.texts["h2"] == [
+        *("Stages", "Where it goes", "Loss", "rate", "Stages in detail"),
+        "Where this comes from",
+    ]
+    row = '<tr><td class="left">work</td><td class="">7.5</td><td class="left">of all</td></tr>'
+    assert row in html
+    assert reader.texts["dd"][-2:] == ["anabranch train mmt", "a<b"]
 
 
 def test_a_page_without_timelines_has_no_script():
@@ -133,7 +132,7 @@ def test_a_page_without_timelines_has_no_script():
 
 def test_the_page_needs_nothing_else():
     """No address but the names of XML, and a policy against loading any."""
-    html = page(plan(), [("predicted", PREDICTED)], losses=[1.0])
+    html = page(plan(), [("predicted", PREDICTED)], curves={"loss": [1.0]})
     reader = read(html)
     assert set(re.findall(r"https?://[^\"' ]+", html)) == {"http://www.w3.org/2000/svg"}
     assert not {"link", "img", "iframe", "object"} & {tag for tag, _ in reader.tags}
@@ -180,8 +179,10 @@ def test_nothing_that_a_user_wrote_becomes_markup():
     html = page(
         replace(plan(graph, model=NASTY), cluster=NASTY, profile=NASTY, notes=(NASTY,)),
         [(NASTY, timeline("0: 0F0 0-1"))],
-        losses=[1.0],
-        metrics={NASTY: NASTY},
+        figures=[Figure(NASTY, NASTY, NASTY)],
+        tables=[Table(NASTY, (NASTY, NASTY), [(NASTY, NASTY)], NASTY)],
+        curves={NASTY: [1.0]},
+        about={NASTY: NASTY},
         notes=[NASTY],
     )
     reader = read(html)
@@ -223,7 +224,7 @@ def test_the_script_gets_every_action_and_message():
 
 def test_every_picture_has_a_title():
     """For screen readers."""
-    html = page(plan(), [("predicted", PREDICTED)], losses=[2.0, 1.0])
+    html = page(plan(), [("predicted", PREDICTED)], curves={"loss": [2.0, 1.0]})
     titles = re.findall(r"<svg.*?>\n<title>(.*?)</title>", html)
     assert [title.split(":")[0] for title in titles] == [
         "Stage graph",
@@ -239,9 +240,9 @@ def test_any_plan_gives_a_page(data, any_plan):
     """Well-formed, and the same each time."""
     steps = [("step", data.draw(timelines(any_plan.stage_graph)))]
     losses = data.draw(st.lists(st.floats(0, 9), max_size=3))
-    html = page(any_plan, steps, losses=losses)
+    html = page(any_plan, steps, curves={"loss": losses} if losses else {})
     read(html)
-    assert html == page(any_plan, steps, losses=losses)
+    assert html == page(any_plan, steps, curves={"loss": losses} if losses else {})
 
 
 def test_a_run_without_a_flush_says_so_everywhere():
@@ -250,23 +251,14 @@ def test_a_run_without_a_flush_says_so_everywhere():
     whole = tuple(replace(s, microbatch_size=4) for s in endless.stage_graph.stages)
     endless = replace(endless, stage_graph=replace(endless.stage_graph, stages=whole))
     devices = len(endless.stage_graph.devices)
-    versions = WeightVersions((2, 1, 0), (3, 2, 1)[:devices], (4096, 20, 10)[:devices])
-    html = page(
-        endless,
-        [("measured", MEASURED)],
-        losses=[1.0, 0.5],
-        measured_s=180e-3,
-        weights=versions,
-    )
+    versions = WeightVersions((2, 1, 0), (3, 2, 1)[:devices])
+    curves = {"loss": [1.0, 0.5]}
+    html = page(endless, [("measured", MEASURED)], curves=curves, weights=versions)
     found = figures(html)
     assert "asynchronous 1f1b without a flush, policy stash" in html
     assert found["weight policy"] == ("stash", "no flush between mini-batches")
-    assert found["version difference"][0] == "2, 1, 0"
-    assert found["weight versions"] == ("3, 2, 1", "copies, by device; 4 KiB at most")
-    assert found["measured / predicted"] == ("22.5\u00d7", "the predicted time per mini-batch")
-    assert found["loss"][1] == "from 1, 2 mini-batches"
     assert "numbers: mini-batches" in html
-    assert "10 ms shown" in html
+    assert "10.00 ms shown" in html
     assert "all of it" in html
     assert data_of(html)["counted"] == "mini-batch"
     assert "whole step" not in html
@@ -275,8 +267,7 @@ def test_a_run_without_a_flush_says_so_everywhere():
 
 
 def test_replicas_in_turn_are_told_of():
-    """In the line below the title, and beside the policy."""
+    """In the line below the title."""
     endless = replace(plan(), mode="async", policy="stash")
-    html = page(endless, [], weights=WeightVersions((), (), (), round_robin=True))
+    html = page(endless, [], weights=WeightVersions(round_robin=True))
     assert "replicas taking mini-batches in turn (round-robin)" in html
-    assert figures(html)["weight policy"] == ("stash", "replicas take mini-batches in turn")

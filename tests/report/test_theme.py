@@ -15,7 +15,6 @@ from anabranch.report.theme import (
     num,
     shorten,
     significant,
-    size,
     text,
     text_width,
     ticks,
@@ -65,17 +64,6 @@ def test_coordinates_have_two_decimals(value, written):
 def test_figures_have_three_significant_digits(value, written):
     """And never an exponent."""
     assert significant(value) == written
-
-
-def test_sizes_have_the_unit_that_fits():
-    """Powers of 1024."""
-    assert [size(b) for b in (0, 1023, 1536, 2**20, 5 * 2**30)] == [
-        "0 B",
-        "1,023 B",
-        "1.5 KiB",
-        "1 MiB",
-        "5 GiB",
-    ]
 
 
 @given(st.floats(1e-6, 1e9), st.integers(4, 20))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from anabranch.cli.output import note, print_json
+from anabranch.cli.output import note, print_json, print_rows
 from anabranch.cli.parsing import usage
 from anabranch.cli.progress import progress_bar
 from anabranch.cli.settings import EmulationSettings, TrainedPlanSettings
@@ -31,7 +31,7 @@ def rehearse(
     as_json: bool,
 ) -> None:
     """Emulate the plan of a file, or one that is found first, and say what came of it."""
-    from anabranch.record import save_run
+    from anabranch.record import Origin, save_run
     from anabranch.rehearsal import rehearse as emulate
     from anabranch.solve import foreseen
 
@@ -50,7 +50,7 @@ def rehearse(
             time_scale=emulation.time_scale,
             watch=progress,
         )
-    save_run(result.run, folder)
+    save_run(replace(result.run, origin=Origin.here()), folder)
     if not result.keeps_up:
         note(
             f"this machine did not keep up: a rank was late by {result.late:.0%} of a step; "
@@ -99,14 +99,9 @@ def _plan(
 
 
 def _say(result: Rehearsal) -> None:
-    step, run = result.step_s, result.run
-    predicted = run.plan.figures.step_s
-    rows = [
-        ("step", f"{step * 1e3:.2f} ms, {run.plan.stage_graph.batch_size / step:.0f} samples/s"),
-        ("predicted step", f"{predicted * 1e3:.2f} ms, off by {step / predicted - 1:+.1%}"),
-        ("ideal step", f"{run.ideal_step_s * 1e3:.2f} ms with links that cost nothing"),
-        ("messages", f"{result.num_messages} with {result.message_bytes / 1e6:.1f} MB in a step"),
-        ("time scale", f"{result.time_scale:g}, ranks late by {result.late:.1%} at most"),
-    ]
-    for name, text in rows:
-        typer.echo(f"  {name:20s} {text}")
+    from anabranch.record.figures import told
+
+    rows = [(figure.name, figure.line) for figure in told(result.run.figures())]
+    sent = f"{result.num_messages} with {result.message_bytes / 1e6:.1f} MB in a step"
+    scale = f"{result.time_scale:g}, ranks late by {result.late:.1%} at most"
+    print_rows([*rows, ("messages", sent), ("time scale", scale)])

@@ -218,23 +218,34 @@ class Job:
         return max(planned - lost, 1)
 
     def keep(self, run: Run, folder: Path, plan: Plan | None = None) -> Run:
-        """Write the run's folder with the predicted timeline; ``plan`` as it was executed."""
-        from anabranch.record import save_run
+        """Write the run's folder with the predicted timeline, and what its step is spent on;
+        ``plan`` as it was executed.
+        """
+        from anabranch.record import Origin, Part, save_run
+        from anabranch.solve import explain
 
-        run = replace(run, plan=plan or run.plan)
+        run = replace(run, plan=plan or run.plan, origin=Origin.here())
         if self.profile is not None and run.predicted is not None:
-            run = replace(run, timelines=(("predicted", self.simulated()), *run.timelines))
+            cluster = self.cluster(len(run.plan.stage_graph.devices))
+            predicted, timeline = self.foreseen(run.plan)
+            timelines = (("predicted", timeline), *run.timelines)
+            run = replace(run, plan=predicted, timelines=timelines)
+            if run.mode == "sync":
+                why = explain(predicted, self.profile, cluster)
+                parts = tuple(Part(*line) for line in why.parts())
+                run = replace(run, parts=parts)
         save_run(run, folder)
         return run
 
-    def simulated(self) -> Timeline:
-        """The step of the plan where the ranks share this machine's cores."""
-        from anabranch.solve import simulate
+    def foreseen(self, plan: Plan) -> tuple[Plan, Timeline]:
+        """A plan with its figures where the ranks share this machine's cores, and the timeline."""
+        from anabranch.solve import foreseen, simulate
 
-        assert self.plan is not None
         assert self.profile is not None
-        devices = len(self.plan.stage_graph.devices)
-        return simulate(self.plan, self.profile, self.cluster(devices))
+        cluster = self.cluster(len(plan.stage_graph.devices))
+        if plan.mode == "async":  # whose figures are of the full pipeline, not of the timeline
+            return plan, simulate(plan, self.profile, cluster)
+        return foreseen(plan, self.profile, cluster)
 
 
 def agreed(search: Callable[[], Plan]) -> Plan:

@@ -34,6 +34,27 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
     console.print(table)
 
 
+def print_rows(rows: Sequence[tuple[str, str]]) -> None:
+    """Print names with what is said of them, wrapped beside the names, not below them."""
+    from textwrap import wrap
+
+    room = _columns()
+    beside = min(22, room // 3)
+    for name, text in rows:
+        lines = wrap(text, max(room - beside - 3, 16)) or [""]
+        if len(name) > beside:
+            lines = ["", *lines]
+        for i, line in enumerate(lines):
+            sys.stdout.write(f"  {'' if i else name:{beside}s} {line}".rstrip() + "\n")
+
+
+def _columns() -> int:
+    """Characters of a line: the terminal's; without one, those of ``COLUMNS``, or 80."""
+    from shutil import get_terminal_size
+
+    return get_terminal_size((80, 24)).columns
+
+
 class Warnings:
     """Shows each warning once, as a paragraph on standard error, as ``warnings.showwarning``."""
 

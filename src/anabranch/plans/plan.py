@@ -60,10 +60,16 @@ def headline(
     rate = f"{samples_per_s:.0f}" if samples_per_s >= 100 else f"{samples_per_s:.3g}"
     peak = memory_text(peak_bytes)
     sums = f" ({exposed_sums:.1%} summing gradients)" if (exposed_sums or 0) >= 0.0005 else ""
-    text = f"{what} {step_s * 1e3:.2f} ms, {rate} samples/s, bubble {bubble:.1%}{sums}, peak {peak}"
-    if period_s is None or f"{period_s * 1e3:.2f}" == f"{step_s * 1e3:.2f}":
+    text = f"{what} {time_text(step_s)}, {rate} samples/s, bubble {bubble:.1%}{sums}, peak {peak}"
+    if period_s is None or time_text(period_s) == time_text(step_s):
         return text
-    return f"{text}; step after step, without a barrier, {period_s * 1e3:.2f} ms each"
+    return f"{text}; {time_text(period_s)} each for steps in a row, begun before others have ended"
+
+
+def time_text(seconds: float) -> str:
+    """Milliseconds for people, such as ``12.34 ms``."""
+    ms = seconds * 1e3
+    return f"{ms:.2f} ms" if ms >= 0.1 or ms == 0 else f"{ms:.3g} ms"
 
 
 def memory_text(nbytes: float) -> str:

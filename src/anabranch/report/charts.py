@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from itertools import accumulate, groupby, pairwise
 from typing import TypeVar
 
+from anabranch.plans.plan import memory_text
 from anabranch.report.theme import (
     Drawing,
     num,
     rect,
     significant,
-    size,
     text,
     text_width,
     ticks,
@@ -56,7 +56,7 @@ def memory_chart(
             steps = [(left + t * scale, b) for t, b in timeline.memory.get(device, ())]
             end = left + ends[k] * scale
             drawing.add(*_staircase(thin(steps), end, base, (row - 8) / most, filled=k == 0))
-        said = " \u00b7 ".join(size(of_timeline.get(device, 0)) for of_timeline in peaks)
+        said = " \u00b7 ".join(memory_text(of_timeline.get(device, 0)) for of_timeline in peaks)
         drawing.add(text("muted", right + 10, middle, label, f"peak {said}"))
     return drawing
 

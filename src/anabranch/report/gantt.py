@@ -17,11 +17,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby
 
+from anabranch.plans.plan import time_text
 from anabranch.report import lanes
 from anabranch.report.theme import (
     Drawing,
     escape,
-    milliseconds,
     num,
     rect,
     shorten,
@@ -152,7 +152,7 @@ def _axis(layout: TimelineLayout) -> list[str]:
 def _paint_frame(drawing: Drawing, layout: TimelineLayout, panel: Panel) -> None:
     """What stays when the page zooms: heading, row labels, branches."""
     timeline = panel.timeline
-    taken = milliseconds(timeline.step_s)
+    taken = time_text(timeline.step_s)
     length = f"{taken} shown" if layout.is_endless else f"step {taken}"
     facts = f"{length} \u00b7 bubble {timeline.bubble:.1%}"
     drawing.add(

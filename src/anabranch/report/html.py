@@ -5,24 +5,22 @@ Its pictures are complete without the script, which adds zoom and tooltips.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 
-from anabranch.plans.plan import NOT_PREDICTED, Plan, ranges
+from anabranch.plans.plan import NOT_PREDICTED, Plan, memory_text, ranges, time_text
 from anabranch.plans.stages import StageGraph
 from anabranch.report import charts, gantt, lanes, names, page_data, stagegraph, timeline_layout
+from anabranch.report.figure import Figure, Table
 from anabranch.report.theme import (
     DARK,
     FONT,
     LIGHT,
     Drawing,
     escape,
-    milliseconds,
     num,
     significant,
-    size,
     style,
 )
 from anabranch.schedule.schedule import Kind
@@ -35,20 +33,17 @@ class WeightVersions:
 
     Attributes:
         version_difference: per stage, updates between forward and backward at most.
-        peak_versions, weight_bytes: per device, ascending, copies of its weights and their bytes.
+        peak_versions: per device, ascending, copies of its weights.
     """
 
     version_difference: Sequence[int] = ()
     peak_versions: Sequence[int] = ()
-    weight_bytes: Sequence[int] = ()
     round_robin: bool = False
 
 
 NOT_MEASURED = WeightVersions()
 """Of a run with a flush, or of a plan alone."""
 
-
-Metric = float | str | Sequence[float]
 
 WIDTH = 1236.0
 """Of the pictures: what is left of the page at 1280 pixels."""
@@ -70,46 +65,40 @@ def page(
     plan: Plan,
     timelines: Sequence[tuple[str, Timeline]],
     *,
-    losses: Sequence[float] | None = None,
-    metrics: Mapping[str, Metric] | None = None,
+    figures: Sequence[Figure] = (),
+    tables: Sequence[Table] = (),
+    curves: Mapping[str, Sequence[float]] | None = None,
+    about: Mapping[str, str] | None = None,
     notes: Sequence[str] = (),
     graphs: Sequence[StageGraph] | None = None,
-    measured_s: float | None = None,
     weights: WeightVersions = NOT_MEASURED,
 ) -> str:
     """Write the page.
 
     Args:
-        plan: what is shown; its predicted figures come first.
+        plan: what is shown.
         timelines: headings and timelines, from top to bottom.
-        losses: of the training steps, in order.
-        metrics: numbers and lines of text are figures, sequences curves over the steps.
+        figures: by default those that the plan predicts.
+        tables: below the figures.
+        curves: such as the loss, over the steps.
+        about: where this comes from, such as command and date.
         notes: remarks, one sentence each; those of the plan come first.
         graphs: the stage graph of each timeline where they are not all the plan's.
-        measured_s: seconds that are set against the prediction; by default those of the first
-            timeline whose source is ``measured``. Without a flush, per mini-batch.
         weights: of a run without a flush.
 
     Raises:
         ValueError: if graphs and timelines differ in number.
     """
-    measured = next((t for _, t in timelines if t.source == "measured"), None)
-    if measured_s is None:
-        measured_s = measured.step_s if measured is not None else 0.0
     title = f"{plan.model or 'model'} on {plan.cluster or 'devices'}"
-    curves: dict[str, Sequence[float]] = {"loss": losses} if losses else {}
-    facts: dict[str, float | str] = {}
-    for name, value in (metrics or {}).items():
-        if isinstance(value, str | int | float):
-            facts[name] = value
-        else:
-            curves[name] = value
-    figures = _headline(plan, measured, measured_s) + _of_weights(plan, weights)
     parts = [
         _header(plan, title, weights),
-        _figures(figures + _of_training(losses, facts, _unit(plan))),
-        _section("Stages", _picture(stagegraph.draw(plan.stage_graph), shrink=0.6)),
+        _figures([*(figures or _predicted(plan)), _shape(plan)]),
     ]
+    if len(set(graphs or ())) > 1:
+        for (name, _), graph in zip(timelines, graphs or (), strict=True):
+            parts.append(_section(f"Stages: {name}", _stages(graph)))
+    else:
+        parts.append(_section("Stages", _stages(plan.stage_graph)))
     script = ""
     if timelines:
         is_endless = plan.mode == "async"
@@ -119,13 +108,14 @@ def page(
         what = "Some mini-batches" if is_endless else "One training step"
         parts.append(_timeline_section(what, layout))
         script = _script(layout)
+    parts += [_given_table(table) for table in tables]
     if memory := charts.memory_chart(timelines, width=WIDTH):
         parts.append(_section("Memory of every device", _picture(memory)))
-    for name, values in curves.items():
+    for name, values in (curves or {}).items():
         chart = charts.curve_chart(name, list(values), width=WIDTH, unit=_unit(plan))
         parts.append(_section(name.capitalize() if name == "loss" else name, _picture(chart)))
     parts.append(_section("Stages in detail", _table(plan, timelines, graphs, weights)))
-    parts += [_notes([*plan.notes, *notes]), _footer(plan)]
+    parts += [_notes([*plan.notes, *notes]), _about(about or {}), _footer(plan)]
     return _document(title, parts, script)
 
 
@@ -185,80 +175,59 @@ def _header(plan: Plan, title: str, weights: WeightVersions) -> str:
     return f"<header><h1>{escape(title)}</h1><p>{escape(said)}</p></header>"
 
 
-Figure = tuple[str, str, str]
-"""Name, value, and what else there is to say."""
-
-
-def _headline(plan: Plan, measured: Timeline | None, measured_s: float) -> list[Figure]:
+def _predicted(plan: Plan) -> list[Figure]:
+    """The figures of a plan that nobody has run."""
     graph, predicted = plan.stage_graph, plan.predicted
     what = "step" if plan.mode == "sync" else "time per mini-batch"
-    figures: list[Figure] = [(f"predicted {what}", NOT_PREDICTED, "the plan has no figure of it")]
-    if predicted is not None:
-        per_s = graph.batch_size / predicted.step_s if predicted.step_s else 0.0
-        said = f"{significant(per_s)} samples/s"
-        figures = [(f"predicted {what}", milliseconds(predicted.step_s), said)]
-    if measured_s:
-        said = f"{significant(graph.batch_size / measured_s)} samples/s"
-        figures.append((f"measured {what}", milliseconds(measured_s), said))
-        if predicted is not None:
-            ratio = measured_s / predicted.step_s if predicted.step_s else math.inf
-            # A percentage says something of what is near.
-            said = f"{ratio - 1:+.1%} of the {what}" if ratio < 2 else f"the predicted {what}"
-            shown = f"{ratio:.2f}\u00d7" if ratio < 10 else f"{ratio:.1f}\u00d7"
-            figures.append(("measured / predicted", shown, said))
-    stages = f"{len(graph)} stage{'s' if len(graph) > 1 else ''} on {len(graph.devices)} devices"
-    depth = ("depth", str(graph.depth), stages)
     if predicted is None:
-        return [*figures, depth]
-    also = f"measured {measured.bubble:.1%}" if measured else "share of time without compute"
-    peak = max(predicted.device_peak_bytes, default=0)
-    least = min(predicted.device_peak_bytes, default=0)
-    return [
-        *figures,
-        ("bubble", f"{predicted.bubble:.1%}", also),
-        depth,
-        ("peak memory", size(peak), f"fullest device; emptiest {size(least)}"),
+        return [Figure(f"predicted {what}", NOT_PREDICTED, "the plan has no figure of it")]
+    per_s = graph.batch_size / predicted.step_s if predicted.step_s else 0.0
+    peaks = predicted.device_peak_bytes
+    peak = memory_text(max(peaks, default=0))
+    more = f"fullest device; emptiest {memory_text(min(peaks, default=0))}"
+    figures = [
+        Figure(f"predicted {what}", time_text(predicted.step_s), f"{per_s:,.0f} samples/s"),
+        Figure("bubble", f"{predicted.bubble:.1%}", "share of time without compute"),
+        Figure("peak memory", peak, more),
     ]
-
-
-def _of_weights(plan: Plan, weights: WeightVersions) -> list[Figure]:
-    if plan.mode != "async":
-        return []
-    in_turn = "replicas take mini-batches in turn"
-    how = in_turn if weights.round_robin else "no flush between mini-batches"
-    figures: list[Figure] = [("weight policy", plan.policy, how)]
-    if weights.version_difference:
-        behind = ", ".join(map(str, weights.version_difference))
-        figures.append(("version difference", behind, "updates from forward to backward, by stage"))
-    if weights.peak_versions:
-        most = size(max(weights.weight_bytes))
-        versions = ", ".join(map(str, weights.peak_versions))
-        figures.append(("weight versions", versions, f"copies, by device; {most} at most"))
+    if plan.mode == "async":
+        figures.append(Figure("weight policy", plan.policy, "no flush between mini-batches"))
     return figures
 
 
-def _of_training(
-    losses: Sequence[float] | None, facts: Mapping[str, float | str], unit: str
-) -> list[Figure]:
-    figures: list[Figure] = []
-    if losses:
-        units = "steps" if unit == "step" else f"{unit}es"
-        last, first = significant(losses[-1]), significant(losses[0])
-        figures.append(("loss", last, f"from {first}, {len(losses):,} {units}"))
-    for name, value in facts.items():
-        shown = value if isinstance(value, str) else significant(value)
-        head, _, more = shown.partition(" (")
-        figures.append((name, head, more.removesuffix(")")))
-    return figures
+def _shape(plan: Plan) -> Figure:
+    graph = plan.stage_graph
+    stages = f"{len(graph)} stage{'s' if len(graph) > 1 else ''} on {len(graph.devices)} devices"
+    return Figure("depth", str(graph.depth), stages)
 
 
 def _figures(figures: Sequence[Figure]) -> str:
     cells = "".join(
-        f'<div class="figure"><dt>{escape(name)}</dt><dd><div class="value">{escape(value)}</div>'
-        f'<div class="more">{escape(more)}</div></dd></div>'
-        for name, value, more in figures
+        f'<div class="figure"><dt>{escape(figure.name)}</dt><dd><div class="value">'
+        f'{escape(figure.value)}</div><div class="more">{escape(figure.more)}</div></dd></div>'
+        for figure in figures
     )
     return f'<dl class="figures">{cells}</dl>'
+
+
+def _stages(graph: StageGraph) -> str:
+    return _picture(stagegraph.draw(graph), shrink=0.6)
+
+
+def _given_table(table: Table) -> str:
+    """Text to the left, numbers to the right."""
+    last = len(table.columns) - 1
+    sides = ["left" if i in (0, last) else "" for i in range(len(table.columns))]
+
+    def row(tag: str, cells: Sequence[str]) -> str:
+        pairs = zip(sides, cells, strict=True)
+        filled = (f'<{tag} class="{side}">{escape(cell)}</{tag}>' for side, cell in pairs)
+        return f"<tr>{''.join(filled)}</tr>"
+
+    body = "".join(row("td", cells) for cells in table.rows)
+    content = f"<table><thead>{row('th', table.columns)}</thead><tbody>{body}</tbody></table>"
+    said = f'<p class="hint">{escape(table.said)}</p>' if table.said else ""
+    return _section(table.heading, f"{_scrolling(content)}{said}")
 
 
 def _section(heading: str, content: str) -> str:
@@ -386,8 +355,15 @@ def _notes(notes: Sequence[str]) -> str:
     return _section("Notes", f'<ul class="notes">{items}</ul>')
 
 
+def _about(about: Mapping[str, str]) -> str:
+    if not about:
+        return ""
+    items = "".join(f"<dt>{escape(key)}</dt><dd>{escape(said)}</dd>" for key, said in about.items())
+    return _section("Where this comes from", f'<dl class="about">{items}</dl>')
+
+
 def _footer(plan: Plan) -> str:
-    search = milliseconds(plan.search_s)
-    simulate = milliseconds(plan.simulate_s + plan.improve_s)
+    search = time_text(plan.search_s)
+    simulate = time_text(plan.simulate_s + plan.improve_s)
     said = f"anabranch \u00b7 search {search}, simulation {simulate} \u00b7 costs: {plan.profile}"
     return f"<footer>{escape(said)}</footer>"

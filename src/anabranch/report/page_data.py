@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from anabranch.plans.plan import ranges
-from anabranch.report import gantt, lanes, names, theme, timeline_layout
+from anabranch.plans.plan import memory_text, ranges
+from anabranch.report import gantt, lanes, names, timeline_layout
 from anabranch.schedule.schedule import Kind
 from anabranch.timeline import OverheadSpan, Span, SumSpan
 
@@ -76,7 +76,7 @@ def _action(span: Span) -> list[float]:
 
 def _sum(span: SumSpan) -> list[Any]:
     """Start, end, bytes, stages."""
-    return [_us(span.start), _us(span.end), theme.size(span.nbytes), ranges(span.stages)]
+    return [_us(span.start), _us(span.end), memory_text(span.nbytes), ranges(span.stages)]
 
 
 def _update(span: OverheadSpan) -> list[Any]:

@@ -168,11 +168,6 @@ def ticks(low: float, high: float, about: int) -> list[float]:
     return [k * step for k in range(first, last + 1)]
 
 
-def milliseconds(seconds: float) -> str:
-    """A duration in milliseconds, three significant digits, such as ``12.3 ms``."""
-    return f"{significant(seconds * 1e3)} ms"
-
-
 def significant(value: float) -> str:
     """Three significant digits without an exponent; thousands get commas."""
     if value == 0 or not math.isfinite(value):
@@ -180,11 +175,3 @@ def significant(value: float) -> str:
     digits = max(0, 2 - math.floor(math.log10(abs(value))))
     rounded = f"{value:,.{min(digits, 12)}f}"
     return rounded.rstrip("0").rstrip(".") if "." in rounded else rounded
-
-
-def size(nbytes: float) -> str:
-    """Bytes in the unit that fits, such as ``1.5 GiB``."""
-    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if abs(nbytes) >= scale:
-            return f"{significant(nbytes / scale)} {unit}"
-    return f"{significant(nbytes)} B"

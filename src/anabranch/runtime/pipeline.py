@@ -193,20 +193,23 @@ class Pipeline(BasePipeline):
             StageFailedError: if something raised on this rank; names stage, micro-batch and step.
             DataError: if the batch is built otherwise than the workload's example.
         """
+        begun = time.perf_counter()
         leaves = self._session.leaves(batch)
         with self._session.failing():
             self._settle()
             self._session.prepare(batch, leaves)
-            start = 0.0
+            start = lead = 0.0
             if record:
                 self._workers.clock.begin()
                 start = self._now()
+                lead = start - begun
             with self._weighed(leaves) if weigh else nullcontext():
                 worker, outcome = self._run(leaves)
                 loss = self._agree(outcome)
             if record:
                 self._workers.clock.end()
-                self.timeline = gather_timeline(worker, outcome, self._mesh, start, self._now())
+                end = self._now()
+                self.timeline = gather_timeline(worker, outcome, self._mesh, start, end, lead)
             POSITION.leave()
         self._count()
         return loss
@@ -529,6 +532,11 @@ class Pipeline(BasePipeline):
             saving.confirm()
         else:
             self._unread.then(saving.confirm, saving.give_up)
+
+    @property
+    def gradient_verdict(self) -> str:
+        """What the comparison of gradients with one process said, once there was a step."""
+        return self._session.gradient_verdict
 
     @property
     def is_between_updates(self) -> bool:

@@ -90,7 +90,10 @@ class Session:
         self.captured = captured or captured_for(workload, plan)
         module = self.captured.module
         # The self-check needs the whole model on one rank.
-        check_gradients = check_gradients and not meta_names(module)
+        self.gradient_verdict = "not compared: nobody asked for it"
+        if check_gradients and meta_names(module):
+            check_gradients = False
+            self.gradient_verdict = "not compared: no process has all values of the model"
         self._home = start_of(module)
         self.place = place = self._home if device is None else own_device(device)
         claim(place)
@@ -207,7 +210,9 @@ class Session:
         self.state.require_values()
         if self._check_gradients:
             home = roomy_home(self.captured.module, self._home)
-            compare_with_eager(self.workers, self.holders, self.mesh, batch, leaves, home)
+            self.gradient_verdict = compare_with_eager(
+                self.workers, self.holders, self.mesh, batch, leaves, home
+            )
         self.state.forget_others()
 
     def count(self) -> None:

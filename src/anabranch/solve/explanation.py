@@ -115,6 +115,12 @@ class Explanation:
         """Data parallelism against a graph of stages, where the floors decide that; else empty."""
         return _verdict(self)
 
+    def parts(self) -> list[tuple[str, float, str]]:
+        """Name, seconds and remark of the parts of the step that are worth a line; the rest is one
+        of them, so that they add up to it.
+        """
+        return list(_losses(self))
+
     def to_dict(self) -> dict[str, Any]:
         """For a JSON document."""
         return {

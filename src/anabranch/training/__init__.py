@@ -15,7 +15,6 @@ from anabranch.training.loggers import JsonLines as JsonLines
 from anabranch.training.loggers import MLflow as MLflow
 from anabranch.training.loggers import TensorBoard as TensorBoard
 from anabranch.training.loggers import WeightsAndBiases as WeightsAndBiases
-from anabranch.training.loop import WEIGHED_STEP as WEIGHED_STEP
 from anabranch.training.loop import train as train
 from anabranch.training.loop import train_async as train_async
 from anabranch.training.pauses import KEPT as KEPT

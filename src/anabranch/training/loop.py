@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from anabranch.errors import DataError, TrainingError
 from anabranch.plans.plan import Plan
-from anabranch.record import Run
+from anabranch.record import RECORDED_STEPS, WEIGHED_STEP, Run
 from anabranch.runtime.asynchronous.pipeline import AsyncPipeline
 from anabranch.runtime.compute.options import PLAIN
 from anabranch.runtime.guards.interrupt import INTERRUPT
@@ -25,12 +25,6 @@ from anabranch.training.events import Callback, EndEvent
 from anabranch.training.pauses import Pauses, SaveEvery, require_place
 from anabranch.training.reporter import Clock, Reporter
 from anabranch.workload import Batch, Workload
-
-_RECORDED = 3
-"""Steps of which a timeline is recorded; the one with the median time is kept."""
-
-WEIGHED_STEP = 2 + _RECORDED
-"""The step whose peak memory is measured: after one that sets up, and those with a timeline."""
 
 _SETTLED, _SHOWN = 8, 6
 """Without a flush: losses before a timeline is recorded, and mini-batches that it shows."""
@@ -104,8 +98,8 @@ def train(
         started = clock.now()
         full = num_samples(batch) == plan.stage_graph.batch_size
         # The first step sets things up; a short one would tell nothing about the others.
-        record = full and len(reporter.losses) > 0 and len(recorded) < _RECORDED
-        weigh = full and len(recorded) == _RECORDED and can_weigh
+        record = full and len(reporter.losses) > 0 and len(recorded) < RECORDED_STEPS
+        weigh = full and len(recorded) == RECORDED_STEPS and can_weigh
         loss = pipe.step(batch, record=record, weigh=weigh)
         taken = clock.now() - started
         # Weighing a step makes it longer.
@@ -239,6 +233,7 @@ def _finished(
         metrics=metrics,
         chance=dict(workload.chance),
         interrupted=INTERRUPT.agreed,
+        gradients=pipe.gradient_verdict,
         **figures,
     )
 

@@ -22,6 +22,7 @@ from anabranch.cli.source import ModelSource
 from anabranch.cli.verbs.cluster import calibration_rows
 from anabranch.cli.verbs.plan import against
 from anabranch.cluster import Cluster
+from anabranch.plans.plan import time_text
 
 if TYPE_CHECKING:
     from anabranch.plans.plan import Plan
@@ -64,13 +65,16 @@ def demo(
         verified = verify(job.workload, job.plan, captured=job.captured)
         story.say(verified.summary())
     with story.chapter(f"Train {steps} steps on {devices} local ranks"):
-        predicted = job.simulated().step_s
+        predicted = job.foreseen(job.plan)[1].step_s
         result = job.train(TrainingSettings(steps=steps, check_gradients=False))
-        story.say(_results(result))
+        result = replace(result, gradients=f"verified: {verified.summary().splitlines()[0]}")
     with story.chapter("Predicted against measured"):
+        from anabranch.record.figures import told
+
         times = _times(job.plan, predicted, result)
         noted = replace(job.plan, notes=(*job.plan.notes, *times.splitlines()))
         result = job.keep(result, folder, plan=noted)
+        story.say("\n".join(f"{figure.name}: {figure.line}" for figure in told(result.figures())))
         story.say(times)
         story.say(f"picture of one step: {folder / 'timeline.svg'}")
         story.say(f"report: {folder / 'report.html'}")
@@ -84,6 +88,7 @@ def demo(
                 "gain_over_sequential": sequential.figures.step_s / job.plan.figures.step_s,
                 "max_gradient_error": verified.max_gradient_error,
                 "bitwise": verified.bitwise,
+                "predicted_own_cores_step_s": job.plan.figures.step_s,
                 "predicted_shared_cores_step_s": predicted,
                 "seconds": story.seconds,
                 "run": str(folder),
@@ -109,22 +114,12 @@ def _calibrate(story: _Story, devices: int) -> None:
         story.say(f"kept in {keep(found.cluster)}")
 
 
-def _results(run: Run) -> str:
-    last = run.losses[-20:]
-    lines = [f"loss {run.losses[0]:.3f} at first, {sum(last) / len(last):.3f} over the last steps"]
-    for name, value in run.metrics.items():
-        chance = f", chance {run.chance[name]:.3f}" if name in run.chance else ""
-        lines.append(f"held out: {name} {value:.3f}{chance}")
-    return "\n".join(lines)
-
-
 def _times(plan: Plan, shared_s: float, run: Run) -> str:
     devices, cores = len(plan.stage_graph.devices), os.cpu_count() or 1
     lines = [
-        f"predicted step, a core for each of the {devices} ranks: "
-        f"{plan.figures.step_s * 1e3:.1f} ms",
-        f"predicted step, on the {cores} cores of this machine: {shared_s * 1e3:.1f} ms",
-        f"measured step (median): {run.median_step_s * 1e3:.1f} ms",
+        f"predicted step, a core for each of the {devices} ranks: {time_text(plan.figures.step_s)}",
+        f"predicted step, on the {cores} cores of this machine: {time_text(shared_s)}",
+        f"measured step (median): {time_text(run.median_step_s)}",
     ]
     if devices > cores:
         lines.append(

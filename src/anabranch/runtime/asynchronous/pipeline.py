@@ -464,6 +464,11 @@ class AsyncPipeline(BasePipeline):
             saving.confirm()
 
     @property
+    def gradient_verdict(self) -> str:
+        """What the comparison of gradients with one process said, once there was a step."""
+        return self._session.gradient_verdict
+
+    @property
     def is_between_updates(self) -> bool:
         """Whether a checkpoint can be written now."""
         return True

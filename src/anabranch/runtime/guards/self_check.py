@@ -53,9 +53,12 @@ def compare_with_eager(
     batch: Batch,
     leaves: Mapping[str, Tensor],
     home: torch.device,
-) -> None:
+) -> str:
     """Compare loss and gradients of the first samples of a batch, unless the model draws random
     numbers besides dropout; the whole model was at ``home``, and runs there.
+
+    Returns:
+        What was found, in a line.
 
     Raises:
         TrainingError: on every rank, naming the parameter that differs most; or if the module's
@@ -67,7 +70,7 @@ def compare_with_eager(
     size = cuts[-1][1]
     worker = _worker(steps, cuts)
     if _any_random(worker, mesh):
-        return
+        return "not compared: the model draws random numbers besides dropout"
     first = {name: leaf[:size] for name, leaf in leaves.items()}
     parameters = {
         n: p for n, p in module.named_parameters() if mesh.rank in holders.parameters.get(n, ())
@@ -110,13 +113,18 @@ def compare_with_eager(
 
     whole = eager([(0, size)], is_first=True)
     if not torch.isfinite(whole).all():
-        return  # the model's own trouble, which the step will name
+        # The model's own trouble, which the step will name.
+        return "not compared: the loss or a gradient is not finite"
     types = {n: p.dtype for n, p in module.named_parameters()}
     on_gpu = any(p.is_cuda for p in module.parameters()) or home.type == "cuda"
     tolerances = {} if on_gpu else _TOLERANCE
     found = _difference(names, types, mine, whole, tolerances)
     if not found:
-        return
+        times = f"{len(cuts)} micro-batch{'es' if len(cuts) > 1 else ''}"
+        return (
+            f"right: loss and {len(names)} gradients of {times} are those of the module in one "
+            "process, up to rounding"
+        )
     if len(cuts) > 1 and not _difference(names, types, mine, eager(cuts), tolerances):
         raise _sliced(captured, float(mine[-1, 0]), float(whole[-1, 0]), cuts)
     raise _other(found, names, mine, whole, size)

@@ -15,21 +15,27 @@ from anabranch.timeline import Span, Timeline
 
 
 def gather_timeline(
-    worker: Worker, outcome: Outcome, mesh: Mesh, start: float, end: float
+    worker: Worker, outcome: Outcome, mesh: Mesh, start: float, end: float, lead: float = 0.0
 ) -> Timeline:
-    """The spans of all ranks in one step, from ``start`` to ``end`` on this rank's clock."""
+    """The spans of all ranks in one step, from ``start`` to ``end`` on this rank's clock.
+
+    Args:
+        lead: seconds of the step before ``start``, in which this rank read its batch and waited
+            for the others; the longest of all ranks counts.
+    """
     actions = {device: executed(worker.schedule, worker.graph, device) for device in mesh.devices}
     rows = max(len(mine) for mine in actions.values()) + 1
     mine = torch.zeros((rows, 2), dtype=torch.float64)
     seconds = worker.clock.seconds([mark for pair in outcome.times for mark in pair])
     for i, (begun, done) in enumerate(zip(seconds[::2], seconds[1::2], strict=True)):
         mine[i, 0], mine[i, 1] = begun - start, done - start
-    mine[-1, 0] = end - start
+    mine[-1, 0], mine[-1, 1] = end - start, lead
     gathered = mesh.all_gather(mine)
+    lead = max(float(times[-1, 1]) for times in gathered)
     spans = tuple(
-        Span(device, float(times[i, 0]), float(times[i, 1]), action)
+        Span(device, lead + float(times[i, 0]), lead + float(times[i, 1]), action)
         for device, times in zip(mesh.devices, gathered, strict=True)
         for i, action in enumerate(actions[device])
     )
-    step_s = max(float(times[-1, 0]) for times in gathered)
+    step_s = lead + max(float(times[-1, 0]) for times in gathered)
     return Timeline(spans, mesh.devices, "measured", step_s, {})

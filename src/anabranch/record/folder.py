@@ -9,9 +9,7 @@ runs/glyphs-20260102-030405/
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -26,106 +24,13 @@ from anabranch.jsonfile import (
     read_document,
     write_document,
 )
-from anabranch.plans.plan import Plan, Prediction, memory_text
+from anabranch.plans.plan import Plan
+from anabranch.record.figures import tables, told
+from anabranch.record.run import Origin, Part, Run
 from anabranch.schedule.schedule import Action
 from anabranch.timeline import OverheadSpan, Span, SumSpan, Timeline
 
 RUN = "anabranch.run/1"
-
-
-@dataclass(frozen=True)
-class Run:
-    """A finished run.
-
-    Attributes:
-        losses: one per step.
-        step_s: wall seconds of the first steps, each of which began when all ranks were ready.
-        ideal_step_s: the schedule's step for the measured stage times, links that cost nothing.
-        metrics: held-out means where there is held-out data, otherwise those of the last step.
-        chance: metric -> what guessing would give.
-        timelines: headings and timelines of one step, predicted before measured.
-        period_s: wall seconds per step without a barrier; 0 where the run was too short to tell.
-        device_peak_bytes: per device, ascending, most bytes of tensors in a step; may be empty.
-        policy: of a run without a flush, else empty, as is what follows.
-        version_difference: per stage, most updates between forward and backward of a mini-batch.
-        peak_versions: per device, ascending, most copies of its stage's weights alive at once;
-            ``weight_bytes`` has their bytes.
-        interrupted: the user ended it early, and nothing was evaluated.
-        round_robin: replicas took mini-batches in turn, each of them whole.
-        restarts: how often ranks were started again after a failure; figures are of the last time.
-    """
-
-    plan: Plan
-    losses: tuple[float, ...]
-    step_s: tuple[float, ...]
-    ideal_step_s: float
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    chance: Mapping[str, float] = field(default_factory=dict)
-    timelines: tuple[tuple[str, Timeline], ...] = ()
-    period_s: float = 0.0
-    device_peak_bytes: tuple[int, ...] = ()
-    policy: str = ""
-    version_difference: tuple[int, ...] = ()
-    peak_versions: tuple[int, ...] = ()
-    weight_bytes: tuple[int, ...] = ()
-    interrupted: bool = False
-    round_robin: bool = False
-    restarts: int = 0
-
-    @property
-    def median_step_s(self) -> float:
-        """Median seconds of a step; the first, which sets things up, is left out."""
-        return statistics.median(self.step_s[1:] or self.step_s)
-
-    @property
-    def mode(self) -> str:
-        """``async`` or ``sync``; the plan may have been made for the other one."""
-        return "async" if self.policy else "sync"
-
-    @property
-    def predicted(self) -> Prediction | None:
-        """What the plan predicts; nothing where it is for another mode or policy."""
-        is_planned = self.plan.mode == self.mode and self.plan.policy == self.policy
-        return self.plan.predicted if is_planned and not self.round_robin else None
-
-    @property
-    def metric_prefix(self) -> str:
-        """``held-out`` where metrics are so: those of training never include the loss."""
-        return "held-out " if "loss" in self.metrics else ""
-
-    def figures(self) -> dict[str, Any]:
-        """What the command line prints."""
-        predicted = self.predicted
-        predicted_s = predicted.step_s if predicted is not None else None
-        seconds = self.period_s or self.median_step_s
-        common = {
-            "losses": list(self.losses),
-            "period_s": self.period_s,
-            "samples_per_s": self.plan.stage_graph.batch_size / seconds,
-            "metrics": dict(self.metrics),
-            "chance": dict(self.chance),
-        }
-        if self.policy:
-            return {
-                "mode": "async",
-                "policy": self.policy,
-                "round_robin": self.round_robin,
-                "predicted_period_s": predicted_s,
-                "version_difference": list(self.version_difference),
-                "peak_versions": list(self.peak_versions),
-                "weight_bytes": list(self.weight_bytes),
-                **common,
-            }
-        peaks = list(predicted.device_peak_bytes) if predicted is not None else None
-        return {
-            "step_s": self.median_step_s,
-            "predicted_step_s": predicted_s,
-            "predicted_period_s": predicted.period_s if predicted is not None else None,
-            "ideal_step_s": self.ideal_step_s,
-            "device_peak_bytes": list(self.device_peak_bytes),
-            "predicted_device_peak_bytes": peaks,
-            **common,
-        }
 
 
 def save_run(run: Run, folder: Path) -> None:
@@ -135,7 +40,12 @@ def save_run(run: Run, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     save_plan(run.plan, folder / "plan.json")
     timelines = [_to_dict(title, timeline) for title, timeline in run.timelines]
-    document = document_fields(run, _RunFile, schema_=RUN, timelines=timelines)
+    special = {
+        "timelines": timelines,
+        "origin": asdict(run.origin) if run.origin is not None else None,
+        "parts": [asdict(part) for part in run.parts],
+    }
+    document = document_fields(run, _RunFile, schema_=RUN, **special)
     write_document(folder / "run.json", {"schema": document.pop("schema_"), **document})
     # A run of a single step, or of short batches alone, has recorded none.
     if run.timelines:
@@ -153,8 +63,14 @@ def load_run(folder: Path) -> Run:
         timelines = tuple((t.title, _to_timeline(t)) for t in file.timelines)
     except InvalidScheduleError as error:
         raise FileFormatError(f"{path}: {error}") from None
-    figures = core_fields(file, leave_out={"schema_", "timelines"})
-    return Run(load_plan(folder / "plan.json"), timelines=timelines, **figures)
+    figures = core_fields(file, leave_out={"schema_", "timelines", "origin", "parts"})
+    return Run(
+        load_plan(folder / "plan.json"),
+        timelines=timelines,
+        origin=Origin(**file.origin.model_dump()) if file.origin is not None else None,
+        parts=tuple(Part(**part.model_dump()) for part in file.parts),
+        **figures,
+    )
 
 
 def _measured_plan(run: Run) -> Plan:
@@ -169,23 +85,25 @@ def write_report(run: Run, path: Path) -> None:
     """Write the page."""
     from anabranch.report.html import WeightVersions, page
 
-    metrics: dict[str, float | str] = {}
-    for name, value in run.metrics.items():
-        chance = f" (chance {run.chance[name]:.3g})" if name in run.chance else ""
-        metrics[run.metric_prefix + name] = f"{value:.4g}{chance}"
-    if run.device_peak_bytes:
-        metrics["measured peak memory"] = memory_text(max(run.device_peak_bytes))
+    document = run.figures()
     text = page(
         _measured_plan(run),
         run.timelines,
-        losses=run.losses,
-        metrics=metrics,
-        measured_s=run.period_s if run.policy else None,
-        weights=WeightVersions(
-            run.version_difference, run.peak_versions, run.weight_bytes, run.round_robin
-        ),
+        figures=told(document),
+        tables=tables(document),
+        curves={"loss": run.losses} if run.losses else {},
+        about=_about(run.origin),
+        weights=WeightVersions(run.version_difference, run.peak_versions, run.round_robin),
     )
     path.write_text(text, encoding="utf-8")
+
+
+def _about(origin: Origin | None) -> dict[str, str]:
+    if origin is None:
+        return {}
+    versions = ", ".join(f"{name} {version}" for name, version in origin.versions.items())
+    said = {"command": origin.command, "date": origin.date, "host": origin.host}
+    return {**said, "versions": versions}
 
 
 def _to_dict(title: str, timeline: Timeline) -> dict[str, Any]:
@@ -223,6 +141,19 @@ class _Timeline(Strict):
     overheads: list[_Overhead] = Field(default_factory=list)
 
 
+class _Origin(Strict):
+    command: str
+    date: str
+    host: str
+    versions: dict[str, str]
+
+
+class _Part(Strict):
+    name: str
+    seconds: float
+    remark: str = ""
+
+
 class _RunFile(Strict):
     schema_: Literal["anabranch.run/1"] = Field(alias="schema")
     losses: list[float]
@@ -240,6 +171,9 @@ class _RunFile(Strict):
     interrupted: bool = False
     round_robin: bool = False
     restarts: _Count = 0
+    gradients: str = ""
+    origin: _Origin | None = None
+    parts: list[_Part] = Field(default_factory=list)
 
 
 def _to_timeline(file: _Timeline) -> Timeline:

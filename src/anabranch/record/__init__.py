@@ -1,0 +1,15 @@
+"""Runs: what happened, the figures that are told of it, and the folder that it leaves."""
+
+from anabranch.record.folder import load_run, save_run, write_report
+from anabranch.record.run import RECORDED_STEPS, WEIGHED_STEP, Origin, Part, Run
+
+__all__ = [
+    "RECORDED_STEPS",
+    "WEIGHED_STEP",
+    "Origin",
+    "Part",
+    "Run",
+    "load_run",
+    "save_run",
+    "write_report",
+]

@@ -1,0 +1,160 @@
+"""The figures of a run for people: the same words in the terminal and on the page.
+
+They are told from the document that ``--json`` prints and from nothing else, so that the three
+cannot contradict each other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from itertools import zip_longest
+from typing import Any
+
+from anabranch.plans.plan import NOT_PREDICTED, memory_text, time_text
+from anabranch.record.run import LAST_LOSSES, WEIGHED_STEP
+from anabranch.report.figure import Figure, Table
+
+Document = Mapping[str, Any]
+"""What ``Run.figures`` returns."""
+
+PHASES = {
+    "begin": ("until the first action", "reading the batch, starting together"),
+    "compute": ("compute", "of the mean device"),
+    "between": ("messages and waiting", "of the mean device, until the last action"),
+    "end": ("after the last action", "what is left of all-reduces, agreement, update"),
+}
+"""Phase of ``Timeline.phases`` -> its name, and what it is."""
+
+
+def told(document: Document) -> list[Figure]:
+    """The figures of a run, the most important ones first."""
+    if document.get("mode") == "async":
+        return [*_learned(document), *_without_flush(document)]
+    return [*_learned(document), *_of_steps(document)]
+
+
+def _learned(document: Document) -> Iterator[Figure]:
+    losses, metrics = document["losses"], document["metrics"]
+    if losses:
+        count = min(len(losses), LAST_LOSSES)
+        over = f"the mean of the last {count}" if count > 1 else "of the only step"
+        units = "mini-batches" if document.get("mode") == "async" else "steps"
+        more = f"{over}; {losses[0]:.4f} at first, {len(losses):,} {units}"
+        yield Figure("loss", f"{document['last_loss']:.4f}", more)
+    # Those of training never include the loss.
+    prefix = "held-out " if "loss" in metrics else ""
+    for name, value in metrics.items():
+        chance = document["chance"].get(name)
+        yield Figure(prefix + name, f"{value:.4f}", f"chance {chance:.4g}" if chance else "")
+    if document["gradients"]:
+        value, _, more = document["gradients"].partition(": ")
+        yield Figure("gradients", value, more)
+    if document.get("restarts"):
+        yield Figure("restarts", str(document["restarts"]), "figures are of the last time")
+
+
+def _of_steps(document: Document) -> Iterator[Figure]:
+    step_s, predicted_s = document["step_s"], document["predicted_step_s"]
+    yield Figure("step", time_text(step_s), _beside(step_s, predicted_s))
+    if document["period_s"]:
+        more = "each; a rank begins the next when it has done its part"
+        if document["predicted_period_s"] is not None:
+            more = f"predicted {time_text(document['predicted_period_s'])} {more}"
+        yield Figure("steps in a row", time_text(document["period_s"]), more)
+    yield Figure("samples per second", f"{document['samples_per_s']:,.0f}", "")
+    if (times := document["compute_ratio"]) is not None:
+        yield Figure("compute", f"{times:.2f}\u00d7 profiled", "all forwards and backwards")
+    if document["ideal_step_s"]:
+        more = "by this schedule for the measured stage times, with links that cost nothing"
+        yield Figure("ideal step", time_text(document["ideal_step_s"]), more)
+    bubble, predicted_bubble = document["bubble"], document["predicted_bubble"]
+    if bubble is not None:
+        said = f"predicted {predicted_bubble:.1%}" if predicted_bubble is not None else ""
+        share = "share of the step in which the mean device does not compute"
+        yield Figure("bubble", f"{bubble:.1%}", f"{said}{'; ' if said else ''}{share}")
+    yield _peak(document)
+
+
+def _peak(document: Document) -> Figure:
+    peaks, expected = document["device_peak_bytes"], document["predicted_device_peak_bytes"]
+    if peaks:
+        # Of the rank that took most.
+        peak, planned = max(zip_longest(peaks, expected or (), fillvalue=0))
+        also = f"predicted {memory_text(planned)}" if expected else NOT_PREDICTED
+        return Figure("peak memory", memory_text(peak), f"{also}; of the fullest device")
+    also = f"predicted {memory_text(max(expected))}" if expected else NOT_PREDICTED
+    return Figure("peak memory", "not measured", f"{also}; {_why_unweighed(document)}")
+
+
+def _why_unweighed(document: Document) -> str:
+    """Where the peak is not measured: emulated, in a short run, when compiled."""
+    if not document["losses"]:
+        return "emulated devices hold nothing"
+    if len(document["losses"]) < WEIGHED_STEP:
+        return f"step {WEIGHED_STEP} is the one whose memory is measured, and there is none"
+    return "compiled stages and batches shorter than the plan's cannot be measured"
+
+
+def _without_flush(document: Document) -> Iterator[Figure]:
+    yield Figure("weight policy", document["policy"], _how(document))
+    period_s, predicted_s = document["period_s"], document["predicted_period_s"]
+    if period_s:
+        yield Figure("mini-batch", time_text(period_s), _beside(period_s, predicted_s))
+    yield Figure("samples per second", f"{document['samples_per_s']:,.0f}", "")
+    behind = ", ".join(map(str, document["version_difference"]))
+    yield Figure("version difference", behind, "updates from forward to backward, by stage")
+    versions = ", ".join(map(str, document["peak_versions"]))
+    most = memory_text(max(document["weight_bytes"]))
+    yield Figure("weight versions", versions, f"copies, by device; {most} at most")
+    expected = document["predicted_device_peak_bytes"]
+    if expected:
+        more = f"predicted {memory_text(max(expected))}; only steps with a flush are measured"
+        yield Figure("peak memory", "not measured", more)
+
+
+def _how(document: Document) -> str:
+    if document["round_robin"]:
+        return "replicas take mini-batches in turn"
+    return "no flush between mini-batches"
+
+
+def _beside(seconds: float, predicted_s: float | None) -> str:
+    """What follows a measured time."""
+    if predicted_s is None:
+        return NOT_PREDICTED
+    ratio = seconds / predicted_s if predicted_s else math.inf
+    # A percentage says something of what is near.
+    off = f"{ratio - 1:+.1%} off" if ratio < 2 else f"{ratio:.1f} times as long"
+    return f"predicted {time_text(predicted_s)}, {off}"
+
+
+def tables(document: Document) -> list[Table]:
+    """Predicted against measured step by phases, and what the predicted step is spent on."""
+    found: list[Table] = []
+    columns: tuple[str, ...]
+    if document.get("mode") != "async" and len(document["phases"]) == 2:
+        predicted, measured = document["phases"].values()
+        rows: list[tuple[str, ...]] = []
+        for phase, (name, what) in PHASES.items():
+            both = predicted[phase], measured[phase]
+            rows.append((name, _ms(both[0]), _ms(both[1]), _ms(both[1] - both[0]), what))
+        sums = sum(predicted.values()), sum(measured.values())
+        rows.append(("the step", _ms(sums[0]), _ms(sums[1]), _ms(sums[1] - sums[0]), ""))
+        columns = ("part", "predicted, ms", "measured, ms", "more, ms", "what it is")
+        found.append(Table("Predicted against measured", columns, rows))
+    if parts := document.get("parts"):
+        whole = sum(part["seconds"] for part in parts)
+        lines: list[tuple[str, ...]] = []
+        for part in parts:
+            share = part["seconds"] / whole if whole else 0.0
+            lines.append((part["name"], _ms(part["seconds"]), f"{share:.1%}", part["remark"]))
+        lines.append(("together", _ms(whole), "100.0%", ""))
+        columns = ("part", "ms", "of the step", "")
+        said = "The parts are those of the device that computes most; they add up to the step."
+        found.append(Table("Where the predicted step goes", columns, lines, said))
+    return found
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.2f}"

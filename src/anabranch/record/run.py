@@ -1,0 +1,214 @@
+"""A finished run and the document of its figures, from which terminal, JSON and page all tell."""
+
+from __future__ import annotations
+
+import platform
+import shlex
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import datetime
+from importlib import metadata
+from typing import Any
+
+from anabranch.plans.plan import Plan, Prediction
+from anabranch.timeline import Timeline
+
+RECORDED_STEPS = 3
+"""Steps of which a timeline is recorded; the one with the median time is kept."""
+
+WEIGHED_STEP = 2 + RECORDED_STEPS
+"""The step whose peak memory is measured: after one that sets up, and those with a timeline."""
+
+LAST_LOSSES = 10
+"""Losses whose mean is the loss of the last steps: that of one batch says little."""
+
+_PACKAGES = ("anabranch", "torch", "numpy", "transformers", "safetensors", "pydantic", "typer")
+
+
+def versions() -> dict[str, str]:
+    """Python, the system and packages that matter."""
+    found = {"python": platform.python_version(), "system": platform.platform()}
+    for name in _PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a run comes from.
+
+    Attributes:
+        command: as one would type it.
+        date: when it ended, ISO 8601 with the zone.
+        host: name of the machine of the first rank.
+        versions: of Python, the system and packages.
+    """
+
+    command: str
+    date: str
+    host: str
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+    @staticmethod
+    def here() -> Origin:
+        """This process, now."""
+        name, *arguments = sys.argv or [""]
+        name = "anabranch" if name.endswith(("/anabranch", "anabranch/__main__.py")) else name
+        return Origin(
+            shlex.join([name, *arguments]),
+            datetime.now().astimezone().isoformat(timespec="seconds"),
+            platform.node(),
+            versions(),
+        )
+
+
+@dataclass(frozen=True)
+class Part:
+    """One of the parts that the predicted step is spent on; their seconds add up to it.
+
+    Attributes:
+        remark: what else there is to say.
+    """
+
+    name: str
+    seconds: float
+    remark: str = ""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run.
+
+    Attributes:
+        losses: one per step.
+        step_s: wall seconds of the first steps, each of which began when all ranks were ready.
+        ideal_step_s: the schedule's step for the measured stage times, links that cost nothing.
+        metrics: held-out means where there is held-out data, otherwise those of the last step.
+        chance: metric -> what guessing would give.
+        timelines: headings and timelines of one step, predicted before measured.
+        period_s: wall seconds per step without a barrier; 0 where the run was too short to tell.
+        device_peak_bytes: per device, ascending, most bytes of tensors in a step; may be empty.
+        policy: of a run without a flush, else empty, as is what follows.
+        version_difference: per stage, most updates between forward and backward of a mini-batch.
+        peak_versions: per device, ascending, most copies of its stage's weights alive at once;
+            ``weight_bytes`` has their bytes.
+        interrupted: the user ended it early, and nothing was evaluated.
+        round_robin: replicas took mini-batches in turn, each of them whole.
+        restarts: how often ranks were started again after a failure; figures are of the last time.
+        gradients: what the comparison of gradients with one process said; empty if not known.
+        origin: None for a run that nobody has kept.
+        parts: what the predicted step is spent on; may be empty.
+    """
+
+    plan: Plan
+    losses: tuple[float, ...]
+    step_s: tuple[float, ...]
+    ideal_step_s: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    chance: Mapping[str, float] = field(default_factory=dict)
+    timelines: tuple[tuple[str, Timeline], ...] = ()
+    period_s: float = 0.0
+    device_peak_bytes: tuple[int, ...] = ()
+    policy: str = ""
+    version_difference: tuple[int, ...] = ()
+    peak_versions: tuple[int, ...] = ()
+    weight_bytes: tuple[int, ...] = ()
+    interrupted: bool = False
+    round_robin: bool = False
+    restarts: int = 0
+    gradients: str = ""
+    origin: Origin | None = None
+    parts: tuple[Part, ...] = ()
+
+    @property
+    def measured(self) -> Timeline | None:
+        """The timeline that was recorded: of the median step or, without a flush, of some
+        mini-batches.
+        """
+        return next((t for _, t in self.timelines if t.source == "measured"), None)
+
+    @property
+    def median_step_s(self) -> float:
+        """Median seconds of a step, which are those of the timeline where one was recorded; the
+        first, which sets things up, is left out.
+        """
+        if self.measured is not None and not self.policy:
+            return self.measured.step_s
+        return statistics.median(self.step_s[1:] or self.step_s)
+
+    @property
+    def mode(self) -> str:
+        """``async`` or ``sync``; the plan may have been made for the other one."""
+        return "async" if self.policy else "sync"
+
+    @property
+    def predicted(self) -> Prediction | None:
+        """What the plan predicts; nothing where it is for another mode or policy."""
+        is_planned = self.plan.mode == self.mode and self.plan.policy == self.policy
+        return self.plan.predicted if is_planned and not self.round_robin else None
+
+    @property
+    def metric_prefix(self) -> str:
+        """``held-out`` where metrics are so: those of training never include the loss."""
+        return "held-out " if "loss" in self.metrics else ""
+
+    def figures(self) -> dict[str, Any]:
+        """The document that ``--json`` prints; lines and page say nothing else (``told``)."""
+        predicted = self.predicted
+        predicted_s = predicted.step_s if predicted is not None else None
+        peaks = list(predicted.device_peak_bytes) if predicted is not None else None
+        seconds = self.period_s or self.median_step_s
+        common = {
+            "losses": list(self.losses),
+            "last_loss": _mean(self.losses[-LAST_LOSSES:]),
+            "period_s": self.period_s,
+            "samples_per_s": self.plan.stage_graph.batch_size / seconds,
+            "metrics": dict(self.metrics),
+            "chance": dict(self.chance),
+            "gradients": self.gradients,
+        }
+        if self.policy:
+            return {
+                "mode": "async",
+                "policy": self.policy,
+                "round_robin": self.round_robin,
+                "predicted_period_s": predicted_s,
+                "version_difference": list(self.version_difference),
+                "peak_versions": list(self.peak_versions),
+                "weight_bytes": list(self.weight_bytes),
+                "predicted_device_peak_bytes": peaks,
+                **common,
+            }
+        bubbles = {
+            "bubble": self.measured.bubble if self.measured is not None else None,
+            "predicted_bubble": predicted.bubble if predicted is not None else None,
+        }
+        return {
+            "step_s": self.median_step_s,
+            "predicted_step_s": predicted_s,
+            "predicted_period_s": predicted.period_s if predicted is not None else None,
+            "ideal_step_s": self.ideal_step_s,
+            "device_peak_bytes": list(self.device_peak_bytes),
+            "predicted_device_peak_bytes": peaks,
+            **bubbles,
+            "compute_ratio": self._compute_ratio(),
+            "phases": {title: timeline.phases for title, timeline in self.timelines},
+            "parts": [asdict(part) for part in self.parts],
+            **common,
+        }
+
+    def _compute_ratio(self) -> float | None:
+        """How much longer forwards and backwards took than the profile and calibration say."""
+        predicted = next((t for _, t in self.timelines if t.source == "predicted"), None)
+        if predicted is None or self.measured is None or not sum(predicted.busy_s.values()):
+            return None
+        return sum(self.measured.busy_s.values()) / sum(predicted.busy_s.values())
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None

@@ -1,0 +1,132 @@
+"""What is told of a run: terminal, JSON and page say the same, because they tell one document."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from html import unescape
+from pathlib import Path
+
+import pytest
+
+from anabranch.cli.run_summary import say_run
+from anabranch.plans.plan import memory_text, time_text
+from anabranch.record import Part, Run, save_run
+from anabranch.record.figures import tables, told
+from anabranch.timeline import Timeline
+from tests.record.test_folder import PLAN, RUN, SPANS
+
+TIMES = tuple(replace(span, start=span.start / 8, end=span.end / 8) for span in SPANS)
+STEPS = replace(
+    RUN,
+    timelines=(("predicted", Timeline(TIMES, (0,), "predicted", 0.5, {})), *RUN.timelines),
+    period_s=4.25,
+    gradients="right: loss and 2 gradients",
+    parts=(Part("work", 0.3, "evenly"), Part("warm-up", 0.2)),
+)
+ENDLESS = replace(
+    RUN,
+    plan=replace(PLAN, mode="async", policy="stash"),
+    policy="stash",
+    version_difference=(1, 0),
+    peak_versions=(2, 1),
+    weight_bytes=(4096, 12),
+    device_peak_bytes=(),
+    period_s=0.25,
+)
+
+
+def on_page(html: str) -> dict[str, str]:
+    """Name -> value and what stands below it, in one line."""
+    pattern = r'<dt>(.*?)</dt><dd><div class="value">(.*?)</div><div class="more">(.*?)</div>'
+    return {
+        unescape(name): unescape(f"{value}{', ' if more else ''}{more}")
+        for name, value, more in re.findall(pattern, html)
+    }
+
+
+def in_terminal(out: str) -> dict[str, str]:
+    """Name -> what stands beside it, its lines joined."""
+    rows: dict[str, str] = {}
+    for line in out.splitlines():
+        name, text = line[2:24].strip(), line[25:].strip()
+        if line.startswith("  ") and name:
+            rows[name] = text
+        elif line.startswith("  "):
+            rows[list(rows)[-1]] += f" {text}"
+    return rows
+
+
+@pytest.mark.parametrize("run", [STEPS, ENDLESS, replace(RUN, timelines=())])
+def test_terminal_document_and_page_say_the_same(run: Run, tmp_path: Path, capsys) -> None:
+    """Every row of the terminal is a figure of the page, word by word, and the other way round;
+    and each number is the document's.
+    """
+    save_run(run, tmp_path / "run")
+    say_run(run, tmp_path / "run", "", as_json=False)
+    rows = in_terminal(capsys.readouterr().out)
+    tiles = on_page((tmp_path / "run" / "report.html").read_text(encoding="utf-8"))
+    del tiles["depth"]  # of the plan, which the terminal has told before
+    assert rows == tiles
+    say_run(run, tmp_path / "run", "", as_json=True)
+    document = json.loads(capsys.readouterr().out)
+    assert rows["loss"].startswith(f"{document['last_loss']:.4f}, ")
+    assert rows["held-out accuracy"].startswith(f"{document['metrics']['accuracy']:.4f}")
+    assert rows["samples per second"] == f"{document['samples_per_s']:,.0f}"
+    if run.policy:
+        assert rows["mini-batch"].startswith(time_text(document["period_s"]))
+        assert time_text(document["predicted_period_s"]) in rows["mini-batch"]
+    else:
+        assert rows["step"].startswith(time_text(document["step_s"]))
+        assert time_text(document["predicted_step_s"]) in rows["step"]
+        assert rows["peak memory"].startswith(memory_text(max(document["device_peak_bytes"])))
+
+
+def test_the_picture_shows_the_steps_that_are_told(tmp_path: Path) -> None:
+    """The headings of the timelines, step and bubble, are figures of the document."""
+    save_run(STEPS, tmp_path / "run")
+    html = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
+    figures = STEPS.figures()
+    for step_s, bubble in (
+        (figures["predicted_step_s"], figures["predicted_bubble"]),
+        (figures["step_s"], figures["bubble"]),
+    ):
+        assert f"step {time_text(step_s)} \u00b7 bubble {bubble:.1%}" in html
+
+
+def test_the_parts_add_up() -> None:
+    """Predicted against measured by phases, and the causes of the predicted step: 500 and 4500
+    ms.
+    """
+    against, causes = tables(STEPS.figures())
+    assert [row[0] for row in against.rows] == [
+        *("until the first action", "compute", "messages and waiting", "after the last action"),
+        "the step",
+    ]
+    for column, total in ((1, 500.0), (2, 4500.0)):
+        *parts, whole = (float(row[column]) for row in against.rows)
+        assert sum(parts) == pytest.approx(total)
+        assert whole == total
+    assert [row[:3] for row in causes.rows] == [
+        ("work", "300.00", "60.0%"),
+        ("warm-up", "200.00", "40.0%"),
+        ("together", "500.00", "100.0%"),
+    ]
+    assert tables(ENDLESS.figures()) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"losses": (1.0,) * 3}, "step 5 is the one whose memory is measured, and there is none"),
+        ({"losses": (1.0,) * 9}, "compiled stages and batches shorter than the plan's"),
+        ({"losses": ()}, "emulated devices hold nothing"),
+    ],
+)
+def test_why_no_memory_was_measured(change: dict[str, tuple[float, ...]], why: str) -> None:
+    """Not measured says nothing without the reason."""
+    run = replace(STEPS, device_peak_bytes=(), **change)
+    (said,) = (figure.line for figure in told(run.figures()) if figure.name == "peak memory")
+    assert said.startswith("not measured, predicted 7 B; ")
+    assert why in said
