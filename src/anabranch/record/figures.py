@@ -13,7 +13,7 @@ from typing import Any
 
 from anabranch.plans.plan import NOT_PREDICTED, memory_text, time_text
 from anabranch.record.run import LAST_LOSSES, WEIGHED_STEP
-from anabranch.report.figure import Figure, Table
+from anabranch.report.figure import Figure, Table, ms, spent
 
 Document = Mapping[str, Any]
 """What ``Run.figures`` returns."""
@@ -132,29 +132,16 @@ def _beside(seconds: float, predicted_s: float | None) -> str:
 def tables(document: Document) -> list[Table]:
     """Predicted against measured step by phases, and what the predicted step is spent on."""
     found: list[Table] = []
-    columns: tuple[str, ...]
     if document.get("mode") != "async" and len(document["phases"]) == 2:
         predicted, measured = document["phases"].values()
         rows: list[tuple[str, ...]] = []
         for phase, (name, what) in PHASES.items():
             both = predicted[phase], measured[phase]
-            rows.append((name, _ms(both[0]), _ms(both[1]), _ms(both[1] - both[0]), what))
+            rows.append((name, ms(both[0]), ms(both[1]), ms(both[1] - both[0]), what))
         sums = sum(predicted.values()), sum(measured.values())
-        rows.append(("the step", _ms(sums[0]), _ms(sums[1]), _ms(sums[1] - sums[0]), ""))
+        rows.append(("the step", ms(sums[0]), ms(sums[1]), ms(sums[1] - sums[0]), ""))
         columns = ("part", "predicted, ms", "measured, ms", "more, ms", "what it is")
         found.append(Table("Predicted against measured", columns, rows))
     if parts := document.get("parts"):
-        whole = sum(part["seconds"] for part in parts)
-        lines: list[tuple[str, ...]] = []
-        for part in parts:
-            share = part["seconds"] / whole if whole else 0.0
-            lines.append((part["name"], _ms(part["seconds"]), f"{share:.1%}", part["remark"]))
-        lines.append(("together", _ms(whole), "100.0%", ""))
-        columns = ("part", "ms", "of the step", "")
-        said = "The parts are those of the device that computes most; they add up to the step."
-        found.append(Table("Where the predicted step goes", columns, lines, said))
+        found.append(spent([(part["name"], part["seconds"], part["remark"]) for part in parts]))
     return found
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.2f}"

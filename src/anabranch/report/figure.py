@@ -37,3 +37,23 @@ class Table:
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
     said: str = ""
+
+
+def spent(parts: Sequence[tuple[str, float, str]]) -> Table:
+    """What the predicted step is spent on: names, seconds and remarks of its parts."""
+    whole = sum(seconds for _, seconds, _ in parts)
+    rows = [
+        (name, ms(seconds), f"{seconds / whole if whole else 0.0:.1%}", remark)
+        for name, seconds, remark in parts
+    ]
+    return Table(
+        "Where the predicted step goes",
+        ("part", "ms", "of the step", ""),
+        [*rows, ("together", ms(whole), "100.0%", "")],
+        "The parts are those of the device that computes most; they add up to the step.",
+    )
+
+
+def ms(seconds: float) -> str:
+    """Milliseconds in a column of them."""
+    return f"{seconds * 1e3:.2f}"

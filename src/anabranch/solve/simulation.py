@@ -81,9 +81,12 @@ def simulate(
 
 
 def foreseen(
-    plan_: Plan, profile: Profile, cluster: Cluster | None = None
+    plan_: Plan, profile: Profile, cluster: Cluster | None = None, *, schedule: str | None = None
 ) -> tuple[Plan, Timeline]:
     """The plan with the figures that it has on a cluster, by default its own, and the timeline.
+
+    Args:
+        schedule: another one than the plan's, as for ``simulate``; the plan then has that.
 
     Raises:
         InvalidPlanError: if the plan does not suit model and cluster, or says of none.
@@ -94,6 +97,9 @@ def foreseen(
             f"the plan was made for a cluster called {plan_.cluster!r}, but does not say what that "
             "has; name the cluster that it is to run on"
         )
+    if schedule is not None:
+        graph, name = scheduled(plan_, prices_of(plan_, profile, machines), schedule)
+        plan_ = replace(plan_, stage_graph=graph, schedule=name)
     predicted = simulate(plan_, profile, machines)
     figures = Prediction(
         step_s=predicted.step_s,

@@ -82,10 +82,10 @@ def test_the_summary_for_people(run):
     """Policy, version differences, copies of the weights."""
     code, out, err = run(*PIPELINE, "--steps", "5", "--mode", "async", "--policy", "stash")
     assert code == 0, err
-    rows = {line[2:22].strip(): line[22:].strip() for line in out.splitlines()}
-    assert rows["policy"] == "stash"
-    assert rows["version difference"].endswith("updates, by stage")
-    assert "by device" in rows["versions of weights"]
+    rows = {line[2:24].strip(): line[24:].strip() for line in out.splitlines()}
+    assert rows["weight policy"].startswith("stash, ")
+    assert "updates from forward to backward" in rows["version difference"]
+    assert "copies, by device" in rows["weight versions"]
 
 
 @pytest.mark.dist

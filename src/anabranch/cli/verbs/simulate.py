@@ -51,7 +51,6 @@ def simulate(
     """
     from anabranch import solve
     from anabranch.files import load_plan
-    from anabranch.solve import simulate as predict
 
     plan = load_plan(plan_file)
     batch_size = plan.stage_graph.batch_size
@@ -71,18 +70,20 @@ def simulate(
         title = f"predicted, {graph.batch_size // batch_size} mini-batches"
     else:
         shown = replace(solve.synchronous(plan), profile=costs.origin)
-        timeline = predict(shown, costs, cluster, schedule=schedule)
+        shown, timeline = solve.foreseen(shown, costs, cluster, schedule=schedule)
         found, graph, title = None, shown.stage_graph, "predicted"
         if why:
-            explanation = solve.explain(shown, costs, cluster, schedule=schedule)
+            explanation = solve.explain(shown, costs, cluster)
     if trace is not None:
         from anabranch.report.chrome import trace as to_trace
 
         trace.write_text(json.dumps(to_trace(timeline, graph)))
     if report is not None:
+        from anabranch.report.figure import spent
         from anabranch.report.html import page
 
-        text = page(shown, [(title, timeline)], graphs=[graph])
+        tables = [spent(explanation.parts())] if explanation is not None else []
+        text = page(shown, [(title, timeline)], graphs=[graph], tables=tables)
         report.write_text(text, encoding="utf-8")
     files = {"trace": trace, "report": report}
     _say(shown, timeline, found, explanation, source.facts if as_json else None, files)
