@@ -13,8 +13,11 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from anabranch import launch
 from anabranch.checkpoint.series import newest, step_of
@@ -23,7 +26,7 @@ from anabranch.cli.settings import TrainingSettings
 from anabranch.errors import StageFailedError
 from anabranch.record import Run
 from anabranch.training import train
-from anabranch.workload import Batch
+from anabranch.workload import Batch, Workload
 from benchmarks.faults.checkpoints import RANKS, planned
 
 STEPS, INTERVAL, TIMEOUT_S = 40, 5, 1.0
@@ -69,17 +72,22 @@ class _Job:
         return float(self._marker.read_text())
 
 
-def kills(count: int) -> dict[str, Any]:
+def kills(count: int, first: int = 0) -> dict[str, Any]:
     """SIGKILL at drawn steps: restarts that reach the last step, and steps that are done twice."""
-    made, again, reached, named = planned("two-branch", 8), [], 0, 0
+    made, again, gone, reached, named = planned("two-branch", 8), [], [], 0, 0
     count = min(count, 20)
-    for seed in range(count):
+    for seed in range(first, first + count):
         with tempfile.TemporaryDirectory() as name:
             job, said = _Job(seed, signal.SIGKILL, Path(name)), list[str]()
             asked = TrainingSettings(
                 steps=STEPS, save=job.save, save_every=str(INTERVAL), max_restarts=1
             )
-            _, last = train_with_restarts(partial(job.attempt, made), asked, said.append)
+
+            def say(text: str, job: _Job = job, said: list[str] = said) -> None:
+                gone.append(time.monotonic() - job.signalled_at)  # the ranks have been ended
+                said.append(text)
+
+            _, last = train_with_restarts(partial(job.attempt, made), asked, say)
             reached += step_of(newest(job.save) or job.save) == STEPS
             again.append(job.step - (STEPS - (last.last_step or STEPS)))
             named += f"rank {job.rank} was killed by signal 9 (SIGKILL) reading data" in said[0]
@@ -90,14 +98,15 @@ def kills(count: int) -> dict[str, Any]:
         "steps done twice, median": statistics.median(again),
         "steps done twice, most": max(again),
         "checkpoint every": INTERVAL,
+        "all processes gone, most s": round(max(gone), 2),
     }
 
 
-def hangs(count: int) -> dict[str, Any]:
+def hangs(count: int, first: int = 0) -> dict[str, Any]:
     """SIGSTOP at drawn steps: seconds until the rank is named, beyond the timeout."""
     made, late, named = planned("two-branch", 8), [], 0
     count = min(count, 20)
-    for seed in range(count):
+    for seed in range(first, first + count):
         with tempfile.TemporaryDirectory() as name:
             job = _Job(seed, signal.SIGSTOP, Path(name))
             try:
@@ -112,3 +121,66 @@ def hangs(count: int) -> dict[str, Any]:
         "all processes gone after it, median s": round(statistics.median(late), 2),
         "most, s": round(max(late), 2),
     }
+
+
+class _Slow:
+    """What is slow on one drawn rank, and alive: three times as long as a rank may be silent."""
+
+    KINDS = ("start-up", "first step", "evaluation", "every batch", "save")
+
+    def __init__(self, seed: int) -> None:
+        drawn = random.Random(seed)
+        self.kind = self.KINDS[seed % len(self.KINDS)]
+        self._rank, self._once = drawn.randrange(RANKS), TIMEOUT_S * 3
+
+    def wait(self, kind: str, seconds: float | None = None) -> None:
+        """If it is this that is slow, here."""
+        if kind == self.kind and os.environ["LOCAL_RANK"] == str(self._rank):
+            time.sleep(self._once if seconds is None else seconds)
+
+
+def alive(count: int, first: int = 0) -> dict[str, Any]:
+    """Runs in which something is slow: false alarms."""
+    workload, captured, plan = planned("two-branch", 8)
+    assert workload.data is not None
+    batches = list(islice(workload.data(8, 0), 9))
+    count, alarms, done = min(count, 50), list[str](), 0
+    for seed in range(first, first + count):
+        slow = _Slow(seed)
+
+        def data(batch_size: int, epoch: int, slow: _Slow = slow) -> Iterator[Batch]:
+            slow.wait("start-up")
+            for i, batch in enumerate(batches):
+                if i == 0:
+                    slow.wait("first step")
+                slow.wait("every batch", TIMEOUT_S / 4)
+                yield batch
+
+        def held_out(batch_size: int, slow: _Slow = slow) -> list[Batch]:
+            slow.wait("evaluation")
+            return batches[:1]
+
+        class SlowToSave(torch.optim.AdamW):
+            def state_dict(self, slow: _Slow = slow) -> dict[str, Any]:
+                slow.wait("save")
+                return super().state_dict()
+
+        slowly = replace(workload, data=data, eval_data=held_out, optimizer=SlowToSave)
+
+        def rank(folder: Path, slowly: Workload = slowly) -> Run:
+            return train(
+                slowly,
+                plan,
+                captured=captured,
+                steps=8,
+                save=folder / "run",
+                check_gradients=False,
+            )
+
+        with tempfile.TemporaryDirectory() as name:
+            try:
+                launch.run(rank, RANKS, Path(name), stall_timeout=TIMEOUT_S)
+                done += 1
+            except StageFailedError as error:
+                alarms.append(f"{slow.kind}: {error}")
+    return {"slow but alive": count, "went on to their end": done, "false alarms": alarms}

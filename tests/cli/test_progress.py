@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from anabranch.cli.progress import TrainingProgress
-from anabranch.training import StepEvent
+from anabranch.training import LookEvent, PlanEvent, StepEvent
 
 
 def shown(capsys, seconds: list[float], *, is_async: bool) -> str:
@@ -33,3 +33,15 @@ def test_progress_with_a_flush_has_steps(capsys):
     line = shown(capsys, [9.0, 1.0, 1.0], is_async=False)
     assert line.startswith("step 3/3, ")
     assert line.endswith("loss 2.0000, 8 samples/s, step 1000.00 ms (predicted 500.00)")
+
+
+def test_what_is_slow_and_another_plan_are_in_the_line(capsys):
+    """The prediction is that of the plan under which training goes on, and so are the times."""
+    progress = TrainingProgress(0.5)
+    progress(StepEvent(1, 1, 3, 0, 1.0, {}, 1.0, 8))
+    progress(LookEvent(1, ("device 1 takes twice as long", "link 0-1 as well")))
+    progress(StepEvent(3, 3, 3, 0, 1.0, {}, 1.0, 8))
+    assert capsys.readouterr().err.endswith("; device 1 takes twice as long\n")
+    progress(PlanEvent(3, "a better plan", 0.25))
+    progress(StepEvent(3, 3, 3, 0, 1.0, {}, 0.5, 8))
+    assert capsys.readouterr().err.endswith("step 500.00 ms (predicted 250.00)\n")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from anabranch.checkpoint.manifest import Group, Option, Scalar
-from anabranch.checkpoint.reading import Checkpoint
+from anabranch.checkpoint.saved_state import SavedState
 from anabranch.errors import FileFormatError, TrainingError
 from anabranch.jsonfile import shown
 
@@ -60,12 +60,12 @@ def _option(key: str, value: Any) -> Option:
 
 
 def restore_optimizer(
-    optimizer: torch.optim.Optimizer, names: Mapping[int, str], checkpoint: Checkpoint
+    optimizer: torch.optim.Optimizer, names: Mapping[int, str], checkpoint: SavedState
 ) -> None:
     """Give an optimizer the state that its parameters had; raises FileFormatError if the checkpoint
     has none for them, or that of another kind of optimizer.
     """
-    saved = checkpoint.manifest.optimizer
+    saved = checkpoint.optimizer
     where = checkpoint.where
     kind = type(optimizer).__name__
     if saved is None or saved.kind != kind:
@@ -105,10 +105,10 @@ def restore_optimizer(
 def restore_scheduler(
     scheduler: torch.optim.lr_scheduler.LRScheduler,
     optimizer: torch.optim.Optimizer,
-    checkpoint: Checkpoint,
+    checkpoint: SavedState,
 ) -> None:
     """Give a scheduler its state, after ``restore_optimizer``; FileFormatError if there is none."""
-    saved = checkpoint.manifest.scheduler
+    saved = checkpoint.scheduler
     if saved is None:
         raise FileFormatError(
             f"{checkpoint.where}: the training resumes with a scheduler, but scheduler is null; "

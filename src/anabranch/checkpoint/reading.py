@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -14,6 +15,7 @@ from anabranch.checkpoint.manifest import (
     MANIFEST,
     SCHEMA,
     Manifest,
+    OptimizerState,
     Progress,
     checksum_of,
     dtype_name,
@@ -115,6 +117,16 @@ class Checkpoint:
     def progress(self) -> Progress:
         """Where training was."""
         return Progress(**{f.name: getattr(self.manifest, f.name) for f in fields(Progress)})
+
+    @property
+    def optimizer(self) -> OptimizerState | None:
+        """What the optimizer has besides tensors; None if nothing was trained."""
+        return self.manifest.optimizer
+
+    @property
+    def scheduler(self) -> Mapping[str, Any] | None:
+        """The state of the scheduler, if there was one."""
+        return self.manifest.scheduler
 
     def keys(self, prefix: str) -> list[str]:
         """The rest of every key that begins with ``prefix/``."""

@@ -16,7 +16,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -256,8 +256,8 @@ def abandon(target: Target, lock: int) -> None:
     _unlock(lock)
 
 
-def _manifest(target: Target, parts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    told = parts.values()
+def joined(told: Collection[Mapping[str, Any]]) -> dict[str, Any]:
+    """What the parts of all ranks, as ``RankPart.described`` has them, are together."""
     kinds = [part["kind"] for part in told if part["kind"]]
     optimizer = None
     if kinds:
@@ -266,6 +266,17 @@ def _manifest(target: Target, parts: Mapping[str, Mapping[str, Any]]) -> dict[st
             "groups": _merged([group for part in told for group in part["groups"]]),
             "scalars": {name: state for part in told for name, state in part["scalars"].items()},
         }
+    return {
+        "aliases": {alias: name for part in told for alias, name in part["aliases"].items()},
+        "transient": [name for part in told for name in part["transient"]],
+        "pretrained": [found for part in told for found in part["pretrained"]],
+        "optimizer": optimizer,
+        "scheduler": next((part["scheduler"] for part in told if part["scheduler"]), None),
+    }
+
+
+def _manifest(target: Target, parts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    told = parts.values()
     document = {
         "schema": SCHEMA,
         "id": target.id,
@@ -273,11 +284,7 @@ def _manifest(target: Target, parts: Mapping[str, Mapping[str, Any]]) -> dict[st
         "files": {name: part["bytes"] for name, part in parts.items()},
         "checksums": {name: part["checksum"] for name, part in parts.items()},
         "tensors": {key: entry for part in told for key, entry in part["tensors"].items()},
-        "aliases": {alias: name for part in told for alias, name in part["aliases"].items()},
-        "transient": [name for part in told for name in part["transient"]],
-        "pretrained": [found for part in told for found in part["pretrained"]],
-        "optimizer": optimizer,
-        "scheduler": next((part["scheduler"] for part in told if part["scheduler"]), None),
+        **joined(told),
     }
     try:
         checked = Manifest.model_validate({**document, "checksum": "0" * 64})

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from anabranch.profile.profile import Profile
     from anabranch.record import Run
     from anabranch.timeline import Timeline
+    from anabranch.training import Looks
     from anabranch.workload import Workload
 
 
@@ -42,6 +43,7 @@ class Job:
     ) -> None:
         self.source = source
         self.plan = plan
+        self._is_by_file = plan is not None
         self.device = device
         self._calibrated = calibrated and device == "cpu"
         self._clusters: dict[int, Cluster] = {}
@@ -53,6 +55,7 @@ class Job:
 
             own_device(device)
         self._gpus: int | None = None
+        self._search: dict[str, Any] = {}  # how it was planned here, if it was
         self.workload: Workload = source.workload()
         self.profile: Profile | None = None
 
@@ -73,6 +76,10 @@ class Job:
         require_own_devices(plan, local.plan_file)
         source = replace(source, granularity=plan.granularity)
         return Job(source, plan, local.device, calibrated=not local.no_calibration)
+
+    def forget_plan(self) -> None:
+        """It is to be planned anew, here."""
+        self.plan, self._is_by_file = None, False
 
     def measure(self, batch_size: int) -> Profile:
         """Time the operators here, on one thread each, as ranks do, or on a GPU."""
@@ -114,21 +121,24 @@ class Job:
 
         batch_size = local.batch_size or 32
         cluster = self.cluster(local.num_devices)
+        self._search = {
+            "microbatch_size": local.microbatch_size,
+            "schedule": local.schedule,
+            "max_replicas": max_replicas,
+            "shard_optimizer": shard_optimizer,
+            "sparse_embeddings": sparse_embeddings,
+        }
         found = usage(
             plan,
             self.profile or self.measure(batch_size),
             replace(cluster, cores=0) if own_cores else cluster,
             batch_size,
             planner=planner,
-            microbatch_size=local.microbatch_size,
-            schedule=local.schedule,
-            max_replicas=max_replicas,
             model=self.source.model,
             mode=mode,
             policy=policy,
             optimizer=optimizer_of(self.workload) if mode == "async" else None,
-            shard_optimizer=shard_optimizer,
-            sparse_embeddings=sparse_embeddings,
+            **self._search,
         )
         return replace(found, options=self.source.recorded())
 
@@ -172,6 +182,8 @@ class Job:
         if rounds is not None:
             prepare(self.captured, rounds.one(0, plan.stage_graph.batch_size))
         evaluation = self.captured.evaluation() if self.workload.eval_data is not None else None
+        if not is_async and (looks := self._looks(replans=training.replan)) is not None:
+            options["looks"] = looks
 
         def rank() -> Run:
             return (train_async if is_async else train)(
@@ -199,6 +211,23 @@ class Job:
                 return rank()
         devices = len(plan.stage_graph.devices)
         return launch.run(rank, devices, stall_timeout=timeout_s, on_interrupt=on_interrupt)[0]
+
+    def _looks(self, *, replans: bool) -> Looks | None:
+        """What training is compared with meanwhile: nothing where only a plan file knows the
+        prediction, unless there may be another plan.
+        """
+        from anabranch.solve.replanning import Replanner
+        from anabranch.training import Looks
+
+        assert self.plan is not None
+        if self._is_by_file and not replans:
+            return None
+        graph = self.plan.stage_graph
+        if os.environ.get("RANK", "0") != "0":
+            return Looks(replans=replans)
+        profile = self.profile or self.measure(graph.batch_size)
+        replanner = Replanner(profile, self.cluster(len(graph.devices)), self._search)
+        return Looks(replans=replans, replanner=replanner)
 
     def devices_left(self) -> int:
         """Devices for ranks, where some may have gone since the plan was made.

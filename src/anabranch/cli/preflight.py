@@ -27,8 +27,15 @@ if TYPE_CHECKING:
     from anabranch.workload import Workload
 
 
-def refuse_mode(is_async: bool, flush: FlushSettings, compute: ComputeSettings) -> None:
+def refuse_mode(
+    is_async: bool, flush: FlushSettings, compute: ComputeSettings, training: TrainingSettings
+) -> None:
     """Refuse options of the other mode."""
+    if is_async and training.replan:
+        raise typer.BadParameter(
+            "--replan: not with --mode async, where versions of the weights are under way between "
+            "any two mini-batches; train with a flush"
+        )
     accumulate = compute.accumulate
     norm = flush.clip_stage_norm
     if not is_async and flush.round_robin:
@@ -83,6 +90,7 @@ def refuse_emulation(
         "--keep-best",
         "--log",
         "--max-restarts",
+        "--replan",
     )
     useless = ("--devices", "--device", *of_training, *of_plan)
     named = [option for option in useless if option in asked]

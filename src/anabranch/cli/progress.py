@@ -35,6 +35,7 @@ class TrainingProgress:
     On a terminal one line is kept up to date; elsewhere a line is written every ``every_s``
     seconds. The loss is the mean over the last ten, the time of a mini-batch without a flush
     (``is_async``) the mean since the pipeline was full. A ``predicted_step_s`` of 0 says nothing.
+    What was slow beside the others at the last look is named.
     """
 
     def __init__(
@@ -45,12 +46,17 @@ class TrainingProgress:
         self._started = self._shown = time.monotonic()
         self._seconds: list[float] = []
         self._losses: deque[float] = deque(maxlen=10)
-        self._most = 0
+        self._most, self._slow = 0, ""
 
     def __call__(self, event: Event) -> None:
         """Note one step, and show it if it is time."""
-        from anabranch.training.events import StepEvent
+        from anabranch.training.events import LookEvent, PlanEvent, StepEvent
 
+        if isinstance(event, LookEvent):
+            self._slow = event.slow[0] if event.slow else ""
+        if isinstance(event, PlanEvent):
+            self._predicted_s, self._slow = event.predicted_s or 0.0, ""
+            self._seconds.clear()
         if not isinstance(event, StepEvent):
             return
         if event.seconds:
@@ -72,6 +78,8 @@ class TrainingProgress:
             line += f", {self._most / taken:.0f} samples/s, {what} {taken * 1e3:.2f} ms"
             if self._predicted_s:
                 line += f" (predicted {self._predicted_s * 1e3:.2f})"
+        if self._slow:
+            line += f"; {self._slow}"
         end = "\n" if last or not terminal else ""
         sys.stderr.write(("\r\x1b[2K" if terminal else "") + line + end)
         sys.stderr.flush()

@@ -348,6 +348,14 @@ class TrainingSettings:
             "torchrun has an option of that name itself.",
         ),
     ] = 0
+    replan: Annotated[
+        bool,
+        typer.Option(
+            "--replan",
+            help="Every 100 steps measure again, and go on under a better plan where its predicted "
+            "gain repays the change. Nothing is started again.",
+        ),
+    ] = False
     check_gradients: Annotated[
         bool, typer.Option(help="First compare the gradients of a micro-batch with one process.")
     ] = True

@@ -74,6 +74,11 @@ def _of_steps(document: Document) -> Iterator[Figure]:
         share = "share of the step in which the mean device does not compute"
         yield Figure("bubble", f"{bubble:.1%}", f"{said}{'; ' if said else ''}{share}")
     yield _peak(document)
+    for text in document.get("stragglers", ()):
+        yield Figure("slow", text, "at the last look")
+    for text in document.get("plan_changes", ()):
+        when, _, why = text.partition(": ")
+        yield Figure("another plan", when, why)
 
 
 def _peak(document: Document) -> Figure:

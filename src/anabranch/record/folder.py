@@ -171,6 +171,8 @@ class _RunFile(Strict):
     interrupted: bool = False
     round_robin: bool = False
     restarts: _Count = 0
+    stragglers: list[str] = Field(default_factory=list)
+    plan_changes: list[str] = Field(default_factory=list)
     gradients: str = ""
     origin: _Origin | None = None
     parts: list[_Part] = Field(default_factory=list)

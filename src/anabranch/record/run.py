@@ -100,6 +100,10 @@ class Run:
         interrupted: the user ended it early, and nothing was evaluated.
         round_robin: replicas took mini-batches in turn, each of them whole.
         restarts: how often ranks were started again after a failure; figures are of the last time.
+        stragglers: devices and links that took longer than predicted beside the others, at the last
+            look, as text.
+        plan_changes: steps and reasons of changes to another plan; ``plan`` is the last one, and
+            what was measured is of that.
         gradients: what the comparison of gradients with one process said; empty if not known.
         origin: None for a run that nobody has kept.
         parts: what the predicted step is spent on; may be empty.
@@ -121,6 +125,8 @@ class Run:
     interrupted: bool = False
     round_robin: bool = False
     restarts: int = 0
+    stragglers: tuple[str, ...] = ()
+    plan_changes: tuple[str, ...] = ()
     gradients: str = ""
     origin: Origin | None = None
     parts: tuple[Part, ...] = ()
@@ -197,6 +203,8 @@ class Run:
             "predicted_device_peak_bytes": peaks,
             **bubbles,
             "compute_ratio": self._compute_ratio(),
+            "stragglers": list(self.stragglers),
+            "plan_changes": list(self.plan_changes),
             "phases": {title: timeline.phases for title, timeline in self.timelines},
             "parts": [asdict(part) for part in self.parts],
             **common,

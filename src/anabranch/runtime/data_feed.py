@@ -60,6 +60,10 @@ class DataFeed:
                 )
             self.epoch, self.position, self._fetched = self.epoch + 1, 0, None
 
+    def report_to(self, fail: Callable[[BaseException], None]) -> None:
+        """Whom to tell of data that raises, from now on."""
+        self._fail = fail
+
     def trained(self) -> None:
         """The batch that was fetched last has been trained on."""
         if self._fetched is not None:

@@ -13,10 +13,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from anabranch.checkpoint import Checkpoint, RankPart
+from anabranch.checkpoint import RankPart
 from anabranch.checkpoint.optimizer import optimizer_part, restore_optimizer, restore_scheduler
 from anabranch.checkpoint.plain import PlainWeights
 from anabranch.checkpoint.pretrained import pretrained_in
+from anabranch.checkpoint.saved_state import SavedState
 from anabranch.errors import TrainingError
 from anabranch.runtime.data_parallel.gradients import Holders, same_start, share_first
 from anabranch.runtime.initialisation import materialise, meta_names, require_values
@@ -31,16 +32,27 @@ class ModelState:
     Ranks that built the module from another seed get the tensors of rank 0. Those of this rank's
     stages are moved to its device, or made there from ``seed`` where the module is on the meta
     device.
+
+    Args:
+        goes_on: the state of a run of this module by other stages, in place of the module's own.
     """
 
     def __init__(
-        self, workload: Workload, holders: Holders, mesh: Mesh, place: torch.device, seed: int
+        self,
+        workload: Workload,
+        holders: Holders,
+        mesh: Mesh,
+        place: torch.device,
+        seed: int,
+        *,
+        goes_on: SavedState | None = None,
     ) -> None:
         module = workload.module
         self._module, self._holders, self._mesh = module, holders, mesh
-        _refuse_forgotten(module)
         nothing = {*meta_names(module)}
-        same_start({n: t for n, t in self._everything().items() if n not in nothing}, mesh)
+        if goes_on is None:
+            _refuse_forgotten(module)
+            same_start({n: t for n, t in self._everything().items() if n not in nothing}, mesh)
         mine = {name for name in nothing if self._is_held(name)}
         self._without = materialise(module, mine, seed=seed, place=place)
         self.parameters: dict[str, nn.Parameter] = {
@@ -53,6 +65,11 @@ class ModelState:
             for name, buffer in module.named_buffers()
             if mesh.rank in holders.buffers.get(name, ())
         }
+        for parameter in self.parameters.values():
+            if _is_forgotten(parameter):
+                parameter.data = torch.empty_like(
+                    parameter.data, memory_format=torch.contiguous_format
+                )
         self._homes = {name: tensor.device for name, tensor in self._everything().items()}
         # Before there is an optimizer, which may look where they are.
         move((*self.parameters.values(), *self.buffers.values()), place)
@@ -69,6 +86,8 @@ class ModelState:
         recipe = workload.scheduler
         self.scheduler = recipe(self.optimizer) if recipe and self.optimizer else None
         _refuse_unsupported(self.optimizer, self.scheduler)
+        if goes_on is not None:
+            self.load(goes_on)
 
     def _everything(self) -> dict[str, Tensor]:
         return dict((*self._module.named_parameters(), *self._module.named_buffers()))
@@ -165,7 +184,7 @@ class ModelState:
     def _names(self) -> dict[int, str]:
         return {id(p): name for name, p in self.parameters.items()}
 
-    def load(self, saved: Checkpoint, *, everything: bool = False) -> None:
+    def load(self, saved: SavedState, *, everything: bool = False) -> None:
         """Take over what a checkpoint has for this rank.
 
         Raises:
@@ -177,7 +196,7 @@ class ModelState:
             if self.scheduler is not None:
                 restore_scheduler(self.scheduler, self.optimizer, saved)
 
-    def _fill(self, saved: Checkpoint, *, everything: bool) -> None:
+    def _fill(self, saved: SavedState, *, everything: bool) -> None:
         saved.require_model(list(self._everything()))
         with torch.no_grad():
             for name, tensor in self._wanted(everything).items():
@@ -230,13 +249,18 @@ def listed_names(module: nn.Module) -> tuple[dict[str, str], list[str]]:
 def _refuse_forgotten(module: nn.Module) -> None:
     """Raises TrainingError for a module that another pipeline has kept only its stages of."""
     for name, parameter in module.named_parameters():
-        is_one = parameter.numel() > 0 and not any(parameter.stride())
-        if is_one and bool(torch.isnan(parameter.detach().flatten()[0])):
+        if _is_forgotten(parameter):
             raise TrainingError(
                 f"parameter {name} has no values: an earlier pipeline trained this module here and "
                 "kept only the stages of its own rank; build the module again, or save a "
                 "checkpoint and resume from it"
             )
+
+
+def _is_forgotten(parameter: nn.Parameter) -> bool:
+    """Whether it is what ``ModelState.forget_others`` leaves: one NaN for all elements."""
+    is_one = parameter.numel() > 0 and not any(parameter.stride()) and not parameter.is_meta
+    return is_one and bool(torch.isnan(parameter.detach().flatten()[0]))
 
 
 def _refuse_unsupported(optimizer: object, scheduler: object) -> None:

@@ -23,13 +23,14 @@ import math
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from anabranch.errors import DataError, NonFiniteError, TrainingError
+from anabranch.errors import DataError, InvalidPlanError, NonFiniteError, TrainingError
 from anabranch.graph.capture import Captured
 from anabranch.plans.plan import Plan
 from anabranch.runtime.compute.options import PLAIN, ComputeOptions
@@ -39,6 +40,7 @@ from anabranch.runtime.data_parallel.updates import Updates
 from anabranch.runtime.guards.position import POSITION, Phase
 from anabranch.runtime.measurement.peak_memory import PeakMemory
 from anabranch.runtime.measurement.timeline import gather_timeline
+from anabranch.runtime.measurement.yardstick import yardstick_s
 from anabranch.runtime.numerics.nonfinite import Ran
 from anabranch.runtime.placement import fetched
 from anabranch.runtime.session import BasePipeline, Session
@@ -122,36 +124,49 @@ class Pipeline(BasePipeline):
     ) -> None:
         if accumulate < 1:
             raise ValueError(f"accumulate is {accumulate}; an update takes at least one batch")
-        if shard_optimizer is None:
-            shard_optimizer = plan.shard_optimizer and not exact
         if exact and shard_optimizer:
             raise ValueError(
                 "exact mode adds gradients of tied parameters on all their holders, which "
                 "shard_optimizer gives to one of them; take one of the two"
             )
-        self.workload, self.plan = workload, plan
-        self._session = session = Session(
+        self.workload = workload
+        self._accumulate, self._exact, self._shards = accumulate, exact, shard_optimizer
+        # What another plan changes nothing about.
+        self._make_session = partial(
+            Session,
             workload,
-            plan,
-            captured=captured,
             evaluation=evaluation,
-            facts={
-                "accumulate": accumulate,
-                "exact": exact,
-                "shard_optimizer": shard_optimizer,
-                "check_gradients": check_gradients,
-                "check_memory": check_memory,
-                "check_copies": check_copies,
-                "clip_norm": workload.clip_norm,
-            },
             compute=compute,
             exact=exact,
-            check_gradients=check_gradients,
             check_memory=check_memory,
             timeout=timeout,
             stall_timeout=stall_timeout,
             device=device,
-            shard_optimizer=shard_optimizer,
+        )
+        self._facts = {
+            "accumulate": accumulate,
+            "exact": exact,
+            "check_memory": check_memory,
+            "check_copies": check_copies,
+            "clip_norm": workload.clip_norm,
+        }
+        self._check_copies = check_copies
+        self._begin(plan, captured=captured, check_gradients=check_gradients)
+        self.metrics: dict[str, float] = {}
+        self.timeline: Timeline | None = None
+        self.peak_bytes: tuple[int, ...] | None = None
+
+    def _begin(self, plan: Plan, *, check_gradients: bool, **options: Any) -> None:
+        """Hold this rank's part of a plan."""
+        shards = plan.shard_optimizer and not self._exact if self._shards is None else self._shards
+        facts = {"shard_optimizer": shards, "check_gradients": check_gradients}
+        self.plan = plan
+        self._session = session = self._make_session(
+            plan=plan,
+            facts={**self._facts, **facts},
+            shard_optimizer=shards,
+            check_gradients=check_gradients,
+            **options,
         )
         self._mesh, self._state, self._workers = session.mesh, session.state, session.workers
         self.optimizer, self.scheduler = session.state.optimizer, session.state.scheduler
@@ -161,17 +176,48 @@ class Pipeline(BasePipeline):
             plan.stage_graph,
             session.holders,
             session.mesh,
-            accumulate=accumulate,
-            exact=exact,
-            tables=session.shared_tables(accumulate),
+            accumulate=self._accumulate,
+            exact=self._exact,
+            tables=session.shared_tables(self._accumulate),
         )
-        self._is_first, self._check_copies = True, check_copies
+        self._is_first = True
         self._unread: StepTotals | None = None
         self._is_bad = False  # this rank has met a loss that is not finite, and updates no more
         self._is_spoilt = False  # some stages have made an update that others have not
-        self.metrics: dict[str, float] = {}
-        self.timeline: Timeline | None = None
-        self.peak_bytes: tuple[int, ...] | None = None
+
+    def yardstick_s(self) -> tuple[float, ...]:
+        """Per rank, seconds of a fixed piece of work that all do at the same time; all ranks call
+        it together.
+        """
+        with self._session.failing():
+            self._settle()
+            self._mesh.barrier()
+            mine = torch.tensor([yardstick_s(self._session.place)], dtype=torch.float64)
+            return tuple(float(seconds) for seconds in self._mesh.all_gather(mine))
+
+    def change_plan(self, plan: Plan) -> None:
+        """Go on under another plan for the same ranks; all ranks call it between the same steps.
+
+        Parameters, buffers and the optimizer's state go from rank to rank in memory. What follows
+        is what would follow from ``save`` and ``resume``, bit for bit, without a file and without
+        another start. ``optimizer`` and ``scheduler`` are other objects afterwards.
+
+        Raises:
+            InvalidPlanError: if the plan is for another model, batch size or number of ranks.
+            InfeasiblePlanError: if a rank would take more memory than there is.
+            TrainingError: if an update is still to come for the last batches (``accumulate``).
+        """
+        before = self.plan.stage_graph
+        if plan.stage_graph.batch_size != before.batch_size:
+            raise InvalidPlanError(
+                f"the plan to change to is for batches of {plan.stage_graph.batch_size} samples, "
+                f"but training has batches of {before.batch_size}; plan for these"
+            )
+        with self._session.failing():
+            self._settle()
+        self._refuse_between("change of the plan")
+        session = self._session
+        self._begin(plan, captured=session.captured, check_gradients=False, predecessor=session)
 
     # Training
 

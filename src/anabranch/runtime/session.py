@@ -40,6 +40,7 @@ from anabranch.runtime.initialisation import SEEDS, meta_names, require_constant
 from anabranch.runtime.mesh import Mesh, require_whole_replicas
 from anabranch.runtime.messages import channels
 from anabranch.runtime.model_state import ModelState
+from anabranch.runtime.moved_state import MovedState, move
 from anabranch.runtime.numerics.nonfinite import Trace
 from anabranch.runtime.placement import claim, own_device, roomy_home, start_of
 from anabranch.runtime.plan_parts import captured_for, parts_of
@@ -55,6 +56,7 @@ class Session:
     Args:
         facts: options of the run that all ranks must have alike, besides ``compute``.
         further: channels that are used besides those of the plan's schedule.
+        predecessor: a session of this run under another plan, which goes on here and ends there.
 
     Raises:
         InvalidPlanError: if the plan is for another model or another number of ranks, ranks
@@ -80,6 +82,7 @@ class Session:
         device: torch.device | str | None,
         further: Collection[Channel] = (),
         shard_optimizer: bool = False,
+        predecessor: Session | None = None,
     ) -> None:
         graph = plan.stage_graph
         require_whole_replicas(graph)
@@ -129,7 +132,12 @@ class Session:
             self.mesh.broadcast(drawn, 0)
             seed, self._run_id = map(int, drawn)
             self.state = ModelState(
-                replace(workload, module=module), self.holders, self.mesh, place, seed
+                replace(workload, module=module),
+                self.holders,
+                self.mesh,
+                place,
+                seed,
+                goes_on=None if predecessor is None else predecessor._hand_over(self.holders),
             )
             if compute.sparse_embeddings:
                 self._require_sparse_updates()
@@ -143,13 +151,31 @@ class Session:
             seed=seed,
             options=compute,
         )
-        self.feed = DataFeed(workload, graph.batch_size, self._fail)
+        self.feed: DataFeed = (
+            DataFeed(workload, graph.batch_size, self._fail)
+            if predecessor is None
+            else predecessor.feed
+        )
+        self.feed.report_to(self._fail)
         self.trace = Trace(self.captured, self.state.parameters, self.mesh)
         self._evaluation = Evaluation(self.workers, evaluation, self._begin_batch)
         self._check_gradients, self._is_prepared = check_gradients, False
         self.step_number = self._num_batches = 0
         self.batch_digest = bytes(16)
+        if predecessor is not None:
+            self._go_on_from(predecessor._progress())
         POSITION.leave()
+
+    def _hand_over(self, holders: Holders) -> MovedState:
+        """End here, and give other holders what they need; all ranks together."""
+        self.finish_saving()
+        with self.failing(), POSITION.doing(Phase.MOVE):
+            part = self.state.part({}, copies=None)
+            moved = move(part, lambda key: holders.readers(key, self.mesh.size), self.mesh)
+        for parameter in self.state.parameters.values():
+            parameter.grad = None
+        self.close()
+        return moved
 
     def _require_sparse_updates(self) -> None:
         mine = self.state.parameters
@@ -352,12 +378,15 @@ class Session:
             saved.verify(self.mesh.rank, self.mesh.size)
             self.mesh.barrier()  # nothing is taken over before all files are known to be whole
             self.state.load(saved, everything=self._needs_all)
-        progress, scale = saved.progress, self.workers.loss_scale
+        self._go_on_from(saved.progress)
+        return saved
+
+    def _go_on_from(self, progress: Progress) -> None:
+        scale = self.workers.loss_scale
         self.step_number, self.workers.seed = progress.step, progress.seed
         self.feed.epoch, self.feed.position = progress.epoch, progress.position
         if scale is not None and progress.loss_scale is not None:
             scale.scale, scale.streak = progress.loss_scale, progress.loss_streak
-        return saved
 
     def load_weights(self, path: str | Path) -> None:
         """Begin with weights that something else saved."""

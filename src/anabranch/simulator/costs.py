@@ -153,6 +153,8 @@ class ModelCosts:
 
     Attributes:
         versions: per stage, versions of its weights that are held; empty for one everywhere.
+        slower: device -> how many times as long it computes as the profile says, where it does; a
+            stage takes as long as the slowest of its devices.
 
     Raises:
         InvalidPlanError: if the stages do not hold each operator of the model exactly once, or
@@ -162,6 +164,7 @@ class ModelCosts:
     graph: StageGraph
     cost: CostModel
     versions: tuple[int, ...] = ()
+    slower: Mapping[int, float] = field(default_factory=dict)
     _seconds: dict[tuple[int, int], tuple[float, float]] = field(
         default_factory=dict, init=False, repr=False
     )
@@ -209,6 +212,16 @@ class ModelCosts:
         """From the profile, with recomputation where the stage asks for it, and the bookkeeping of
         a micro-batch.
         """
+        forward_s, backward_s = self._profiled_s(stage, samples)
+        times = self._slower[stage] if self.slower else 1.0
+        return forward_s * times, backward_s * times
+
+    @cached_property
+    def _slower(self) -> tuple[float, ...]:
+        stages = self.graph.stages
+        return tuple(max(self.slower.get(d, 1.0) for d in stage.devices) for stage in stages)
+
+    def _profiled_s(self, stage: int, samples: int) -> tuple[float, float]:
         if (stage, samples) not in self._seconds:
             ops, planned = self._ops[stage], self.graph.stages[stage]
             besides_s = self.cost.microbatch_s if samples else 0.0
@@ -303,7 +316,7 @@ class ModelCosts:
         """
         if (stage, samples) not in self._passed:
             tensor, ops = self.graph.stages[stage].tensor, sorted(self._ops[stage])
-            whole = self.compute_s(stage, samples)[1]
+            whole = self._profiled_s(stage, samples)[1]
             seconds = self.cost.op_seconds(samples, tensor)[1][ops] if whole else np.zeros(len(ops))
             before = np.cumsum(seconds) - seconds
             shares = 1 - before / (whole or 1.0)

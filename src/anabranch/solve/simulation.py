@@ -135,9 +135,16 @@ def scheduled(plan_: Plan, cost: CostModel, schedule: str | None = None) -> tupl
     return graph, name
 
 
-def checked_run(graph: StageGraph, schedule: str, cost: CostModel) -> Timeline:
-    """The timeline of one step, by a schedule that was checked."""
-    costs = ModelCosts(graph, cost)
+def checked_run(
+    graph: StageGraph,
+    schedule: str,
+    cost: CostModel,
+    slower: Mapping[int, float] | None = None,
+) -> Timeline:
+    """The timeline of one step, by a schedule that was checked; ``slower`` as ``ModelCosts`` has
+    it.
+    """
+    costs = ModelCosts(graph, cost, slower=slower or {})
     checked = schedule_of(graph, schedule, costs.message_edges, slots=cost.receive_slots)
     return run(graph, checked, costs, period=True)
 

@@ -4,11 +4,14 @@ It adds evaluation, checkpoints, callbacks and figures; another loop takes five 
 ``Pipeline``.
 """
 
+from anabranch.training.adaptation import Looks as Looks
 from anabranch.training.events import Callback as Callback
 from anabranch.training.events import CheckpointEvent as CheckpointEvent
 from anabranch.training.events import EndEvent as EndEvent
 from anabranch.training.events import EvaluationEvent as EvaluationEvent
 from anabranch.training.events import Event as Event
+from anabranch.training.events import LookEvent as LookEvent
+from anabranch.training.events import PlanEvent as PlanEvent
 from anabranch.training.events import StepEvent as StepEvent
 from anabranch.training.loggers import Csv as Csv
 from anabranch.training.loggers import JsonLines as JsonLines

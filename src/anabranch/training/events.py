@@ -74,6 +74,34 @@ class CheckpointEvent:
 
 
 @dataclass(frozen=True, slots=True)
+class LookEvent:
+    """What devices and links take was compared with the prediction.
+
+    Attributes:
+        slow: what takes longer than predicted beside the others, as text, the worst first.
+    """
+
+    name: ClassVar[str] = "look"
+    step: int
+    slow: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PlanEvent:
+    """Training goes on under another plan.
+
+    Attributes:
+        why: as text.
+        predicted_s: seconds of its step, None if they are not known.
+    """
+
+    name: ClassVar[str] = "plan"
+    step: int
+    why: str
+    predicted_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class EndEvent:
     """The run has ended without a failure.
 
@@ -88,5 +116,5 @@ class EndEvent:
     interrupted: bool
 
 
-Event = StepEvent | EvaluationEvent | CheckpointEvent | EndEvent
+Event = StepEvent | EvaluationEvent | CheckpointEvent | LookEvent | PlanEvent | EndEvent
 Callback = Callable[[Event], None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -17,13 +18,14 @@ from anabranch.runtime.asynchronous.pipeline import AsyncPipeline
 from anabranch.runtime.compute.options import PLAIN
 from anabranch.runtime.guards.interrupt import INTERRUPT
 from anabranch.runtime.pipeline import Pipeline
-from anabranch.runtime.reference import num_samples
 from anabranch.schedule.schedule import Kind
 from anabranch.solve import ideal_step_s
 from anabranch.timeline import Timeline
+from anabranch.training.adaptation import Adaptation, Looks
 from anabranch.training.events import Callback, EndEvent
 from anabranch.training.pauses import Pauses, SaveEvery, require_place
 from anabranch.training.reporter import Clock, Reporter
+from anabranch.training.step_loop import StepLoop
 from anabranch.workload import Batch, Workload
 
 _SETTLED, _SHOWN = 8, 6
@@ -42,6 +44,7 @@ def train(
     save_every: SaveEvery | None = None,
     evaluate_every: int | None = None,
     callbacks: Sequence[Callback] = (),
+    looks: Looks | None = None,
     **options: Any,
 ) -> Run:
     """Train this rank's part; call it on every rank.
@@ -60,6 +63,7 @@ def train(
         evaluate_every: steps between evaluations of the held-out data during training; by default
             it is evaluated at the end alone.
         callbacks: called with every event (``training.events``), on the first rank alone.
+        looks: whether devices and links are looked at meanwhile; by default they are not.
         options: of ``Pipeline``, such as ``captured`` and ``accumulate``.
 
     Returns:
@@ -74,7 +78,9 @@ def train(
     """
     _require_length(steps, epochs)
     require_evaluation(workload, evaluate_every)
+    began = time.perf_counter()
     pipe = _begun(Pipeline, resume, weights)(workload, plan, **options)
+    start_s = time.perf_counter() - began
     require_place(save, resume, is_series=save_every is not None)
     reporter, clock = Reporter(pipe, steps, callbacks), Clock()
     pauses = Pauses(
@@ -86,51 +92,37 @@ def train(
         evaluate_every=evaluate_every,
         evaluates=workload.eval_data is not None,
     )
-    seconds: list[float] = []
-    recorded: list[Timeline] = []
-    batches = pauses.between(pipe.batches(epochs=epochs))
     accumulate = int(options.get("accumulate", 1))
-    # What is compiled cannot be looked into.
-    can_weigh = options.get("compute", PLAIN).backend is None
-    # First single steps, whose times and timelines are those of a step alone.
-    alone = WEIGHED_STEP if steps is None else min(steps, WEIGHED_STEP)
-    for batch in reporter.noted(_uninterrupted(islice(batches, alone), 0, accumulate)):
-        started = clock.now()
-        full = num_samples(batch) == plan.stage_graph.batch_size
-        # The first step sets things up; a short one would tell nothing about the others.
-        record = full and len(reporter.losses) > 0 and len(recorded) < RECORDED_STEPS
-        weigh = full and len(recorded) == RECORDED_STEPS and can_weigh
-        loss = pipe.step(batch, record=record, weigh=weigh)
-        taken = clock.now() - started
-        # Weighing a step makes it longer.
-        if not weigh:
-            seconds.append(taken)
-        if record and pipe.timeline is not None:
-            recorded.append(pipe.timeline)
-        reporter.add(loss, taken)
+    batches = islice(pauses.between(pipe.batches(epochs=epochs)), steps)
+    loop = StepLoop(pipe, reporter, clock, _uninterrupted(batches, accumulate))
+    # First single steps, whose times and timelines are those of a step alone. What is compiled
+    # cannot be looked into.
+    loop.alone(WEIGHED_STEP, weighs=options.get("compute", PLAIN).backend is None)
+    adaptation = Adaptation(loop, looks, start_s) if looks is not None else None
+    if adaptation is not None:
+        adaptation.look()
     # The rest follow each other without waiting.
-    done = len(reporter.losses)
-    ends = [clock.now()]
-    left = islice(batches, None if steps is None else steps - done)
-    for loss in pipe.steps(reporter.noted(_uninterrupted(left, done, accumulate))):
-        ends.append(clock.now())
-        reporter.add(loss, ends[-1] - ends[-2])
+    every = None if looks is None else -(-looks.every // accumulate) * accumulate
+    while loop.in_a_row(every) and loop.alone(RECORDED_STEPS):
+        if adaptation is not None:
+            adaptation.look()
     if not reporter.losses:
         raise _nothing_done(resume, pipe.epoch, epochs)
     pipe.update()
-    recorded.sort(key=lambda timeline: timeline.step_s)
-    timeline = recorded[len(recorded) // 2] if recorded else None
+    timeline = loop.timeline
     return _finished(
         pipe,
         workload,
         reporter,
         pauses,
-        plan=plan,
-        step_s=tuple(seconds),
-        period_s=_period(ends),
-        ideal_step_s=_ideal(plan, timeline) if timeline else 0.0,
+        plan=pipe.plan,
+        step_s=loop.step_s,
+        period_s=loop.period_s,
+        ideal_step_s=_ideal(pipe.plan, timeline) if timeline else 0.0,
         timelines=(("measured", timeline),) if timeline else (),
-        device_peak_bytes=pipe.peak_bytes or (),
+        device_peak_bytes=loop.peak_bytes,
+        stragglers=adaptation.slow if adaptation is not None else (),
+        plan_changes=tuple(adaptation.changes) if adaptation is not None else (),
     )
 
 
@@ -268,19 +260,14 @@ def _nothing_done(resume: Path | None, done: int, epochs: int | None) -> Trainin
     )
 
 
-def _uninterrupted(batches: Iterator[Batch], done: int = 0, accumulate: int = 1) -> Iterator[Batch]:
+def _uninterrupted(batches: Iterator[Batch], accumulate: int = 1) -> Iterator[Batch]:
     """The same batches until training ends early, never between the batches of an update."""
-    for step in count(done):
+    for step in count():
         ends = INTERRUPT.agreed and step % accumulate == 0
         batch = None if ends else next(batches, None)
         if batch is None:
             return
         yield batch
-
-
-def _period(ends: list[float]) -> float:
-    """Seconds per step in the steady state, 0 for too few steps; losses come a step late."""
-    return (ends[-2] - ends[1]) / (len(ends) - 3) if len(ends) > 3 else 0.0
 
 
 def _ideal(plan: Plan, timeline: Timeline) -> float:

@@ -56,13 +56,14 @@ class Reporter:
 
     Attributes:
         losses: one per step of this run.
+        total: steps to do, None if that is not known.
     """
 
     def __init__(
         self, pipe: Pipeline | AsyncPipeline, total: int | None, callbacks: Sequence[Callback]
     ) -> None:
         self.losses: list[float] = []
-        self._pipe, self._total = pipe, total
+        self._pipe, self.total = pipe, total
         self._callbacks = tuple(callbacks) if pipe.rank == 0 else ()
         self._begun_at = pipe.step_number
         self._read: deque[_Read] = deque()
@@ -89,7 +90,7 @@ class Reporter:
         event = StepEvent(
             self._begun_at + done,
             done,
-            self._total,
+            self.total,
             read.epoch,
             loss,
             dict(self._pipe.metrics),

@@ -54,6 +54,7 @@ def test_with_fewer_devices_training_is_planned_anew(document, monkeypatch, tmp_
         ({}, ("--keep", "1"), "--keep: only with --save-every"),
         ({}, ("--save-every", "3"), "--save-every needs --save"),
         ({}, ("--resume", "a", "--weights", "b"), "begin with one of them"),
+        ({}, ("--replan", "--mode", "async"), "--replan: not with --mode async"),
     ],
 )
 def test_options_that_do_not_go_together(

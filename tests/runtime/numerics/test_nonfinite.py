@@ -185,6 +185,7 @@ def test_what_is_bad_once_is_named_where_it_was(model: Built, is_backward: bool)
     what = "the gradient of the activation" if is_backward else "the activation"
     assert texts[0].startswith(what)
     assert "stage 1, micro-batch 2 is the first; the same step, run again, is finite" in texts[0]
+    assert "learning rate" not in texts[0]
 
 
 @pytest.mark.dist

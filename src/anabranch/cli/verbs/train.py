@@ -101,7 +101,7 @@ def train(
     if is_restarted():
         training = restarted(training)
     is_async = flush.is_async(job.plan)
-    refuse_mode(is_async, flush, compute)
+    refuse_mode(is_async, flush, compute, training)
     shown, policy = _plan(job, local, training, options, flush, compute)
     is_first = os.environ.get("RANK", "0") == "0"
     if is_first and not as_json:
@@ -125,7 +125,7 @@ def train(
         if (is_restarted() or asked is not training) and left != planned:
             batch_size = job.plan.stage_graph.batch_size
             fewer = replace(local, plan_file=None, devices=left, batch_size=batch_size)
-            job.plan = None
+            job.forget_plan()
             shown, policy = _plan(job, fewer, asked, options, flush, compute)
             special |= {"policy": policy} if is_async else {}
             if is_first:
@@ -145,6 +145,8 @@ def train(
     except KeyboardInterrupt:
         say_stopped(training.save)
         raise typer.Exit(INTERRUPTED) from None
+    if result.plan_changes:
+        job.plan = shown = result.plan
     if is_first:
         # Counts in flight of replicas in turn are none of a plan.
         result = job.keep(result, folder, plan=None if flush.round_robin else shown)

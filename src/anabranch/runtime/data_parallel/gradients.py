@@ -95,6 +95,16 @@ class Holders:
                 own, others = own + nbytes * is_own, others + nbytes * (not is_own)
         return own, others
 
+    def readers(self, key: str, num_ranks: int) -> Ranks:
+        """Ranks that need a tensor of a checkpoint, such as ``model/text.0.weight``."""
+        kind, _, name = key.partition("/")
+        if kind == "model":
+            everyone = tuple(range(num_ranks))  # what no stage reads
+            return self.parameters.get(name) or self.buffers.get(name) or everyone
+        name = name.partition("/")[2]
+        updater = self.updaters.get(name)
+        return self.parameters[name] if updater is None else (updater,)
+
     def owner(self, name: str) -> int:
         """The rank that speaks for a parameter or buffer where it must be counted or saved once."""
         if name in self.updaters:

@@ -50,6 +50,7 @@ class Phase(IntEnum):
     UPDATE = 5
     SAVE = 6
     EVALUATION = 7
+    MOVE = 8
 
 
 _PHASES = {
@@ -61,6 +62,7 @@ _PHASES = {
     Phase.UPDATE: "in the update",
     Phase.SAVE: "saving a checkpoint",
     Phase.EVALUATION: "in the evaluation",
+    Phase.MOVE: "changing to another plan",
 }
 
 

@@ -29,9 +29,11 @@ that is more. Less would find hangs sooner and take slow data, or a busy machine
 """
 
 PATIENCE_S = 600.0
-"""Seconds that start-up, the first step, an evaluation and a save may take at least."""
+"""Seconds that start-up, the first step, an evaluation, a save and a change to another plan may
+take at least.
+"""
 
-_UNHURRIED = (Phase.START_UP, Phase.EVALUATION, Phase.SAVE)
+_UNHURRIED = (Phase.START_UP, Phase.EVALUATION, Phase.SAVE, Phase.MOVE)
 
 
 def default_timeout_s(step_s: float) -> float:

@@ -45,6 +45,8 @@ _ONCE = (
     "the same step, run again, is finite, so an operation does not do the same twice, or memory or "
     "a device was at fault"
 )
+_LOWER = "lower the learning rate, or set clip_norm"
+_IF_AGAIN = "if that comes again on the same rank, replace its device"
 
 _MASK, _ACTIVATION, _LOSS, _GRADIENT, _PARAMETER = range(5)
 _UNKNOWN = 2**31
@@ -155,13 +157,11 @@ class Trace:
                 f"; before it, stage {mask.stage} had minus infinity in {self._value(mask.which)}"
             )
         text += _in_batch(ran.leaves)
+        advice = data_advice(ran.leaves, f"step {ran.step}") or _LOWER
         if repeated == _NOTHING and cause != _NOTHING:
-            text += f"; {_ONCE}"
+            text, advice = f"{text}; {_ONCE}", _IF_AGAIN
         done = _BEFORE if is_first else _AFTER
-        advice = data_advice(ran.leaves, f"step {ran.step}")
-        return NonFiniteError(
-            f"{text}; {done}; {advice or 'lower the learning rate, or set clip_norm'}"
-        )
+        return NonFiniteError(f"{text}; {done}; {advice}")
 
     def seen(self, stage: int, outcome: Outcome) -> list[Finding]:
         """What a bad batch of a stage shows without running it again."""

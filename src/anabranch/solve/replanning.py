@@ -1,0 +1,224 @@
+"""A better plan for a run that goes on: by what its steps take, on devices of unequal speed.
+
+A profile is measured once, on one device and alone. A run knows more: how long each stage takes
+where it runs. Part of a difference is the device's, which a fixed piece of work shows that all
+ranks do at the same time; the rest is the operators', and corrects their profile::
+
+    measured / predicted of a stage  =  slowness of its device  x  correction of its operators
+
+Planners know identical devices only. So a slow device is told to them as operators that take
+longer, those of its stages in the best plan so far: what they propose then gives it less. The
+busiest stages of a proposal are given to the fast devices; and the simulator, which knows how fast
+each device is, judges all of it beside the plan that runs. That is repeated as long as it gets
+better.
+
+A plan that is made once, from a profile, is the limit that PipeDream's authors name of their own
+(Narayanan et al. 2019).
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+from anabranch.cluster import Cluster
+from anabranch.errors import AnabranchError
+from anabranch.plans.plan import Plan
+from anabranch.plans.prices import prices_of
+from anabranch.profile.profile import Profile
+from anabranch.solve.search import plan as search
+from anabranch.solve.simulation import checked_run, foreseen, scheduled, simulate
+from anabranch.timeline import Timeline
+
+WORTH = 0.05
+"""Share of the step that another plan has to gain by prediction: errors of predictions are as
+large.
+"""
+
+EVEN = 0.15
+"""Devices whose speeds differ by less than this share count as equal: what a busy machine does to a
+piece of work of some milliseconds.
+"""
+
+
+_TURNS = 4
+"""Searches after each other, at most, where devices differ; two or three find nothing more."""
+
+_Pass = tuple[int, bool]
+"""A stage, and whether it is its forward."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a run has measured of the plan that it runs.
+
+    Attributes:
+        timelines: of some steps.
+        yardstick_s: per rank, seconds of the same piece of work at the same time.
+    """
+
+    timelines: tuple[Timeline, ...]
+    yardstick_s: tuple[float, ...]
+
+    def slower(self, devices: Sequence[int]) -> dict[int, float]:
+        """Device -> how many times as long it computes as the fast half do."""
+        usual = statistics.median_low(self.yardstick_s)
+        ratios = [seconds / usual for seconds in self.yardstick_s]
+        if max(ratios) < (1 + EVEN) * min(ratios):
+            return {}
+        return dict(zip(devices, ratios, strict=True))
+
+
+@dataclass(frozen=True)
+class Change:
+    """Another plan, and what it would gain.
+
+    Attributes:
+        now_s, then_s: seconds of a step in a row, by the corrected prediction, of the plan that
+            runs and of the other one.
+        search_s: seconds that it took to find.
+    """
+
+    plan: Plan
+    now_s: float
+    then_s: float
+    search_s: float = 0.0
+
+    @property
+    def gain_s(self) -> float:
+        """Seconds of a step that are saved."""
+        return self.now_s - self.then_s
+
+    def repays(self, steps: int, cost_s: float) -> bool:
+        """Whether so many steps gain more than the change costs, and enough to be believed."""
+        return self.gain_s > WORTH * self.now_s and self.gain_s * steps > cost_s
+
+
+@dataclass(frozen=True)
+class Replanner:
+    """Looks for a better plan in the middle of a run; called on one rank.
+
+    Attributes:
+        options: of the search, as ``solve.plan`` has them.
+    """
+
+    profile: Profile
+    cluster: Cluster
+    options: Mapping[str, Any]
+
+    def expected(self, plan: Plan) -> Timeline:
+        """What was predicted of a plan."""
+        return simulate(plan, self.profile, self.cluster)
+
+    def most_gain_s(self, plan: Plan, measured: Measured) -> float:
+        """Seconds of a step that any plan could gain at most: if all devices were always busy."""
+        step_s = statistics.median(timeline.step_s for timeline in measured.timelines)
+        work_s = statistics.median(sum(t.busy_s.values()) for t in measured.timelines)
+        return max(step_s - work_s / len(plan.stage_graph.devices), 0.0)
+
+    def change(self, plan: Plan, measured: Measured) -> Change:
+        """The best plan that is found, perhaps the one that runs."""
+        began = time.perf_counter()
+        slower = measured.slower(plan.stage_graph.devices)
+        profile = self._corrected(plan, measured, slower)
+        best, best_s = plan, self._step_s(plan, profile, slower)
+        now_s = best_s
+        for turn in range(_TURNS if slower else 1):
+            before_s = best_s
+            for proposal in self._proposals(best, profile, slower, anew=turn == 0):
+                seconds = self._step_s(proposal, profile, slower)
+                if seconds < best_s:
+                    best, best_s = proposal, seconds
+            if best_s == before_s:
+                break
+        if best is not plan:
+            best = foreseen(best, profile, self.cluster)[0]
+        return Change(best, now_s, best_s, time.perf_counter() - began)
+
+    def _proposals(
+        self, plan: Plan, profile: Profile, slower: Mapping[int, float], *, anew: bool
+    ) -> Iterator[Plan]:
+        """What planners make of a plan, and with ``anew`` without it."""
+        size, devices = plan.stage_graph.batch_size, len(plan.stage_graph.devices)
+        told = self._scaled(profile, plan, _by_device(plan, slower)) if slower else profile
+        for start in (plan, None) if anew else (plan,):
+            with suppress(AnabranchError):
+                found = search(told, self.cluster, size, start=start, **self.options)
+                if len(found.stage_graph.devices) == devices:  # ranks stay
+                    found = replace(found, model=plan.model, options=plan.options)
+                    yield found
+                    if slower:
+                        yield self._arranged(found, profile, slower)
+        if slower and anew:
+            yield self._arranged(plan, profile, slower)
+
+    def _arranged(self, plan: Plan, profile: Profile, slower: Mapping[int, float]) -> Plan:
+        """The same stages, the busiest on the fastest devices."""
+        graph = plan.stage_graph
+        busy = simulate(plan, profile, self.cluster).busy_s
+        by_load = sorted(graph.devices, key=lambda device: -busy[device])
+        by_speed = sorted(graph.devices, key=lambda device: slower.get(device, 1.0))
+        to = dict(zip(by_load, by_speed, strict=True))
+        stages = tuple(
+            replace(stage, devices=tuple(sorted(to[device] for device in stage.devices)))
+            for stage in graph.stages
+        )
+        return replace(plan, stage_graph=replace(graph, stages=stages))
+
+    def _step_s(self, plan: Plan, profile: Profile, slower: Mapping[int, float]) -> float:
+        """Seconds of a step among others in a row."""
+        cost = prices_of(plan, profile, self.cluster)
+        timeline = checked_run(*scheduled(plan, cost), cost, slower)
+        return timeline.period_s or timeline.step_s
+
+    def _corrected(self, plan: Plan, measured: Measured, slower: Mapping[int, float]) -> Profile:
+        """The profile with times of operators as their stages have them."""
+        ratios = _ratios(measured.timelines, self.expected(plan), slower)
+        return self._scaled(self.profile, plan, ratios)
+
+    def _scaled(self, profile: Profile, plan: Plan, times: Mapping[_Pass, float]) -> Profile:
+        """A profile whose operators take so many times as long, by their stages in a plan."""
+        index, costs = profile.graph.index, list(profile.costs)
+        for s, stage in enumerate(plan.stage_graph.stages):
+            forward, backward = times.get((s, True), 1.0), times.get((s, False), 1.0)
+            for name in stage.operators:
+                cost = costs[index[name]]
+                costs[index[name]] = replace(
+                    cost,
+                    forward_s=tuple(seconds * forward for seconds in cost.forward_s),
+                    backward_s=tuple(seconds * backward for seconds in cost.backward_s),
+                )
+        return replace(profile, costs=tuple(costs))
+
+
+def _by_device(plan: Plan, slower: Mapping[int, float]) -> dict[_Pass, float]:
+    """How much slower the devices of each stage are."""
+    return {
+        (s, is_forward): max(slower.get(device, 1.0) for device in stage.devices)
+        for s, stage in enumerate(plan.stage_graph.stages)
+        for is_forward in (True, False)
+    }
+
+
+def _ratios(
+    measured: Sequence[Timeline], predicted: Timeline, slower: Mapping[int, float]
+) -> dict[_Pass, float]:
+    """Measured seconds per predicted, without what is the device's."""
+    expected = {
+        (span.device, str(span.action)): span.end - span.start
+        for span in predicted.spans
+        if span.action.kind.is_compute
+    }
+    found: dict[_Pass, list[float]] = defaultdict(list)
+    for timeline in measured:
+        for span in timeline.spans:
+            seconds = expected.get((span.device, str(span.action)))
+            if seconds:
+                ratio = (span.end - span.start) / seconds / slower.get(span.device, 1.0)
+                found[span.action.stage, span.action.kind.is_forward].append(ratio)
+    return {key: statistics.median(ratios) for key, ratios in found.items()}

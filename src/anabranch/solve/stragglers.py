@@ -1,0 +1,139 @@
+"""Devices and links that take longer than was predicted, beside the others.
+
+That everything takes longer is a matter of the prediction. One device that does while others do not
+is slow itself: it is too hot, shares its processor, or is of another kind. So each is compared with
+what was predicted for it, and the ratio with that of the others::
+
+    device 0   computes 41 ms, predicted 40 ms     1.03
+    device 1   computes 83 ms, predicted 41 ms     2.02      slow: 2.0 times as long as the others
+    device 2   computes 43 ms, predicted 42 ms     1.02
+
+A message counts where its receiver was waiting when it was sent: then it took from the one moment
+to the other.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from anabranch.schedule.schedule import Action
+from anabranch.timeline import Span, Timeline
+
+DEVICE_TIMES, LINK_TIMES = 1.4, 3.0
+"""How many times as long as the others a device, or a link, takes at least to be called slow. Lower
+ones would find less and name whatever a busy machine does to one of its processes.
+"""
+
+SHARE = 0.05
+"""Of the step that it costs at least."""
+
+
+@dataclass(frozen=True, slots=True)
+class Straggler:
+    """A device, or a link between two, that is slow.
+
+    Attributes:
+        devices: one, or the two ends of a link.
+        times: how many times as long it takes as others would.
+        seconds: in a step, more than if it were as the others are.
+    """
+
+    devices: tuple[int, ...]
+    times: float
+    seconds: float
+
+    def __str__(self) -> str:
+        where = "-".join(map(str, self.devices))
+        what = "device" if len(self.devices) == 1 else "link"
+        how = f"{self.times:.1f} times as long as predicted beside the others"
+        return f"{what} {where} takes {how}, {self.seconds * 1e3:.3g} ms a step"
+
+
+def stragglers(measured: Sequence[Timeline], predicted: Timeline) -> list[Straggler]:
+    """What is slow, the worst first.
+
+    Args:
+        measured: of the same plan as ``predicted``; of several steps the median counts.
+    """
+    if not measured:
+        return []
+    step_s = statistics.median(timeline.step_s for timeline in measured)
+    busy: dict[tuple[int, ...], float] = {
+        (device,): statistics.median(timeline.busy_s[device] for timeline in measured)
+        for device in predicted.devices
+    }
+    expected: dict[tuple[int, ...], float] = {
+        (device,): seconds for device, seconds in predicted.busy_s.items()
+    }
+    found = _slow(busy, expected, DEVICE_TIMES, dict.fromkeys(busy, 1))
+    links: dict[tuple[int, ...], list[float]] = defaultdict(list)
+    for timeline in measured:
+        for link, seconds in _awaited(timeline):
+            links[link].append(seconds)
+    transfers = _transfers(predicted)
+    found += _slow(
+        {link: statistics.median(seconds) for link, seconds in links.items()},
+        {link: statistics.median(seconds) for link, seconds in transfers.items()},
+        LINK_TIMES,
+        {link: len(seconds) for link, seconds in transfers.items()},
+    )
+    worst = (slow for slow in found if slow.seconds > SHARE * step_s)
+    return sorted(worst, key=lambda slow: -slow.seconds)
+
+
+def _slow(
+    measured: Mapping[tuple[int, ...], float],
+    expected: Mapping[tuple[int, ...], float],
+    least: float,
+    per_step: Mapping[tuple[int, ...], int],
+) -> list[Straggler]:
+    ratios = {
+        key: seconds / expected[key] for key, seconds in measured.items() if expected.get(key)
+    }
+    found = []
+    for key, ratio in ratios.items():
+        # One that has no others is compared with its own prediction alone.
+        others = [other for peer, other in ratios.items() if peer != key] or [1.0]
+        usual = max(statistics.median_low(others), 1.0 if len(key) > 1 else 0.0)
+        if ratio > least * usual:
+            more = (ratio - usual) * expected[key] * per_step.get(key, 1)
+            found.append(Straggler(key, ratio / usual, more))
+    return found
+
+
+def _ends(span: Span) -> tuple[int, int]:
+    """Sender and receiver of a message."""
+    peer = span.action.peer
+    return (peer, span.device) if span.action.kind.is_receive else (span.device, peer)
+
+
+def _message(span: Span) -> tuple[object, ...]:
+    """What both ends of a message have in common."""
+    action: Action = span.action
+    stages = (action.peer_stage, action.stage)
+    ends = stages if action.kind.is_receive else stages[::-1]
+    return (*_ends(span), *ends, action.start, action.stop)
+
+
+def _awaited(timeline: Timeline) -> list[tuple[tuple[int, int], float]]:
+    """Seconds of the messages that their receivers were waiting for."""
+    messages = [span for span in timeline.spans if not span.action.kind.is_compute]
+    sent = {_message(span): span for span in messages if not span.action.kind.is_receive}
+    found = []
+    for span in messages:
+        send = sent.get(_message(span)) if span.action.kind.is_receive else None
+        if send is not None and span.start <= send.start:
+            found.append((_ends(span), span.end - send.start))
+    return found
+
+
+def _transfers(timeline: Timeline) -> dict[tuple[int, ...], list[float]]:
+    """Seconds of all messages of a predicted timeline, by link."""
+    found: dict[tuple[int, ...], list[float]] = defaultdict(list)
+    for span in timeline.spans:
+        if span.action.kind.is_receive:
+            found[_ends(span)].append(span.end - span.start)
+    return found

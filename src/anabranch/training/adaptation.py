@@ -1,0 +1,138 @@
+"""Looks in the middle of training: what devices and links take, and whether another plan is better.
+
+::
+
+    steps   1 .. 5   6 ......... 105   106 .. 108   109 .........       in a row, but for looks
+                   look                          look
+                     slow: device 1                better plan: state moves, training goes on
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from dataclasses import dataclass
+
+from anabranch.files import plan_from_dict, plan_to_dict
+from anabranch.plans.plan import Plan
+from anabranch.record import RECORDED_STEPS
+from anabranch.runtime import texts
+from anabranch.runtime.guards.position import POSITION, Phase
+from anabranch.solve.replanning import WORTH, Measured, Replanner
+from anabranch.solve.stragglers import stragglers
+from anabranch.timeline import Timeline
+from anabranch.training.events import LookEvent, PlanEvent
+from anabranch.training.step_loop import StepLoop
+
+LOOK_EVERY = 100
+"""Steps in a row between two looks at what devices and links take. Each look has ``RECORDED_STEPS``
+steps with a barrier, so more looks would notice sooner and cost more: these three are less than 1 %
+where filling the pipeline takes a third of a step.
+"""
+
+
+@dataclass(frozen=True)
+class Looks:
+    """Looks in the middle of training at what devices and links take, beside what was predicted.
+
+    Attributes:
+        every: steps between two of them.
+        replans: whether training changes to another plan where that repays.
+        replanner: knows the prediction; only the first rank needs to have one.
+    """
+
+    every: int = LOOK_EVERY
+    replans: bool = False
+    replanner: Replanner | None = None
+
+
+class Adaptation:
+    """What a run makes of its looks; all ranks together, the first decides.
+
+    After a change the next look shows whether steps have become shorter. If not, the plan before
+    comes back, and stays.
+
+    Args:
+        start_s: seconds that the pipeline took to be made: what another plan will take, roughly.
+
+    Attributes:
+        slow: what was slower than predicted at the last look.
+        changes: of the plan, as text.
+    """
+
+    def __init__(self, loop: StepLoop, looks: Looks, start_s: float) -> None:
+        self.slow: tuple[str, ...] = ()
+        self.changes: list[str] = []
+        self._loop, self._looks, self._change_s = loop, looks, start_s
+        self._expected: tuple[Plan, Timeline] | None = None
+        self._before: tuple[Plan, float] | None = None
+        self._settled_s = 0.0  # of a step for which no better plan was found
+        self._is_over = not looks.replans
+
+    def look(self) -> None:
+        """Compare, and change the plan if that repays."""
+        loop, pipe = self._loop, self._loop.pipe
+        if not loop.recorded:
+            return
+        replanner = self._looks.replanner if pipe.rank == 0 else None
+        if replanner is not None:
+            if self._expected is None or self._expected[0] is not pipe.plan:
+                self._expected = pipe.plan, replanner.expected(pipe.plan)
+            found = stragglers(loop.recorded, self._expected[1])
+            self.slow = tuple(map(str, found))
+            loop.reporter.tell(LookEvent(pipe.step_number, self.slow))
+        if self._is_over or not pipe.is_between_updates:
+            return
+        measured = Measured(tuple(loop.recorded), pipe.yardstick_s())
+        with POSITION.doing(Phase.MOVE):
+            chosen, why = None, ""
+            if replanner is not None:
+                chosen, why = self._decide(replanner, measured)
+            document = {} if chosen is None else plan_to_dict(chosen)
+            told = texts.from_first(json.dumps({"plan": document, "why": why}))
+        asked = json.loads(told)
+        if asked["plan"]:
+            other = chosen or plan_from_dict(asked["plan"], "the plan of rank 0")
+            self._change(other, asked["why"])
+
+    def _change(self, plan: Plan, why: str) -> None:
+        loop = self._loop
+        step = loop.pipe.step_number
+        self.changes.append(f"step {step}: {why}")
+        began = time.perf_counter()
+        loop.pipe.change_plan(plan)
+        self._change_s = time.perf_counter() - began
+        loop.begin_anew()
+        self.slow = ()
+        predicted_s = None if plan.predicted is None else plan.predicted.step_s
+        loop.reporter.tell(PlanEvent(step, why, predicted_s))
+        loop.alone(1 + RECORDED_STEPS)
+
+    def _decide(self, replanner: Replanner, measured: Measured) -> tuple[Plan | None, str]:
+        """The plan to change to, and why; on the first rank."""
+        loop, pipe = self._loop, self._loop.pipe
+        step_s = statistics.median(timeline.step_s for timeline in measured.timelines)
+        if self._before is not None:
+            before, before_s = self._before
+            self._before = None
+            if step_s > before_s:
+                self._is_over = True
+                now = f"a step took {step_s * 1e3:.4g} ms, and {before_s * 1e3:.4g} ms before"
+                return before, f"back to the plan before, for {now}"
+        if abs(step_s - self._settled_s) < WORTH * step_s:
+            return None, ""
+        done, total = len(loop.reporter.losses), loop.reporter.total
+        # A run without a known end is taken to be half done.
+        left = done if total is None else total - done
+        if replanner.most_gain_s(pipe.plan, measured) * left < self._change_s:
+            return None, ""
+        change = replanner.change(pipe.plan, measured)
+        if not change.repays(left, self._change_s):
+            self._settled_s = step_s
+            return None, ""
+        self._before = pipe.plan, step_s
+        return change.plan, (
+            f"a plan with a step of {change.then_s * 1e3:.4g} ms in place of "
+            f"{change.now_s * 1e3:.4g} ms by prediction, found in {change.search_s:.1f} s"
+        )

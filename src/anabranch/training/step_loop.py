@@ -1,0 +1,89 @@
+"""Steps of a run with a flush, alone and in a row, and what is measured of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+
+from anabranch.record import RECORDED_STEPS
+from anabranch.runtime.pipeline import Pipeline
+from anabranch.runtime.reference import num_samples
+from anabranch.timeline import Timeline
+from anabranch.training.reporter import Clock, Reporter
+from anabranch.workload import Batch
+
+
+class StepLoop:
+    """The steps of a run, one alone or many in a row, and what was measured of the present plan.
+
+    Attributes:
+        seconds: of steps alone; also the first, which sets things up.
+        recorded: timelines of the last of them.
+        peak_bytes: of the step that was weighed.
+    """
+
+    def __init__(
+        self, pipe: Pipeline, reporter: Reporter, clock: Clock, batches: Iterator[Batch]
+    ) -> None:
+        self.pipe, self.reporter, self._clock = pipe, reporter, clock
+        self._batches = reporter.noted(batches)
+        self.seconds: list[float] = []
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """Forget what was measured of another plan."""
+        self._earlier, self.seconds = self.seconds, []
+        self.recorded: list[Timeline] = []
+        self.peak_bytes: tuple[int, ...] = ()
+        self._in_a_row: list[list[float]] = []
+
+    def alone(self, count: int, *, weighs: bool = False) -> bool:
+        """Make so many steps; whether there may be more."""
+        pipe, done = self.pipe, 0
+        recorded: list[Timeline] = []
+        for batch in islice(self._batches, count):
+            started = self._clock.now()
+            full = num_samples(batch) == pipe.plan.stage_graph.batch_size
+            # The first step sets things up; a short one would tell nothing about the others.
+            record = full and bool(self.seconds) and len(recorded) < RECORDED_STEPS
+            weigh = weighs and full and len(recorded) == RECORDED_STEPS
+            loss = pipe.step(batch, record=record, weigh=weigh)
+            taken = self._clock.now() - started
+            # Weighing a step makes it longer.
+            if not weigh:
+                self.seconds.append(taken)
+            if record and pipe.timeline is not None:
+                recorded.append(pipe.timeline)
+            self.reporter.add(loss, taken)
+            done += 1
+        if weighs:
+            self.peak_bytes = pipe.peak_bytes or ()
+        self.recorded = recorded or self.recorded
+        return done == count
+
+    def in_a_row(self, count: int | None) -> bool:
+        """Make so many steps, by default all; whether there may be more."""
+        ends = [self._clock.now()]
+        for loss in self.pipe.steps(islice(self._batches, count)):
+            ends.append(self._clock.now())
+            self.reporter.add(loss, ends[-1] - ends[-2])
+        self._in_a_row.append(ends)
+        return len(ends) - 1 == count
+
+    @property
+    def step_s(self) -> tuple[float, ...]:
+        """Seconds of steps alone; of the plan before, if there were none by this one."""
+        return tuple(self.seconds or self._earlier)
+
+    @property
+    def timeline(self) -> Timeline | None:
+        """Of the step with the median time."""
+        ordered = sorted(self.recorded, key=lambda timeline: timeline.step_s)
+        return ordered[len(ordered) // 2] if ordered else None
+
+    @property
+    def period_s(self) -> float:
+        """Seconds per step in the steady state, 0 for too few steps; losses come a step late."""
+        rows = [ends for ends in self._in_a_row if len(ends) > 3]
+        count = sum(len(ends) - 3 for ends in rows)
+        return sum(ends[-2] - ends[1] for ends in rows) / count if count else 0.0

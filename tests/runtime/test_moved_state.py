@@ -1,0 +1,122 @@
+"""Training that changes its plan between two steps: bit for bit what a checkpoint would give."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from anabranch import launch
+from anabranch.errors import InvalidPlanError, TrainingError
+from anabranch.plans.plan import Plan
+from anabranch.runtime.compute.options import ComputeOptions
+from anabranch.runtime.pipeline import Pipeline
+from anabranch.workload import NamedParameters, Workload
+from tests.runtime.small import Built, batch, built, on_devices, plan, with_options
+from tests.runtime.training import LIMIT_S, run
+
+pytestmark = pytest.mark.dist
+
+Told = tuple[list[float], dict[str, Tensor], int]
+
+
+def adam(parameters: NamedParameters) -> torch.optim.Optimizer:
+    """Two tensors and a count per parameter."""
+    return torch.optim.AdamW(parameters, lr=1e-2)
+
+
+def falling(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    """Another learning rate at every step."""
+    return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
+
+
+def plans(model: Built) -> list[Plan]:
+    """Three ranks: a chain of stages, a stage with replicas, and stages in another order."""
+    chain = plan(model, 3)
+    return [chain, plan(model, 2, replicas=[1, 2]), on_devices(chain, [(2,), (0,), (1,)])]
+
+
+def trained(
+    model: Built,
+    workload: Workload,
+    chosen: Sequence[Plan],
+    folder: Path | None = None,
+    **options: Any,
+) -> list[Told]:
+    """Three steps under each plan in turn, by changing it, or through checkpoints in a folder."""
+
+    def rank() -> Told:
+        pipe = Pipeline(
+            workload, chosen[0], captured=model.captured, check_gradients=False, **options
+        )
+        losses = []
+        for number, following in enumerate([*chosen[1:], None]):
+            losses += list(pipe.steps(batch(16, 3 * number + i) for i in range(3)))
+            if following is None:
+                break
+            if folder is None:
+                pipe.change_plan(following)
+                continue
+            pipe.save(folder / str(number))
+            pipe.close()
+            for parameter in model.module.parameters():  # memory for all stages again
+                parameter.data = torch.zeros(parameter.shape)
+                parameter.grad = None
+            pipe = Pipeline.resume(
+                folder / str(number),
+                workload,
+                following,
+                captured=model.captured,
+                check_gradients=False,
+                **options,
+            )
+        held = {n: p.detach() for n, p in pipe._state.parameters.items()}
+        return losses, held, pipe.step_number
+
+    return launch.run(rank, 3, timeout=LIMIT_S)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("TwoBranch", {}),
+        ("Tied", {"shard_optimizer": True}),
+        ("Norm", {}),
+        ("Dropout", {"compute": ComputeOptions(dropout="sample", precision="bf16")}),
+    ],
+)
+def test_a_change_is_bitwise_a_checkpoint_and_back(
+    name: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    """Weights, moments, running means, learning rates and random numbers go on, whoever has them:
+    tied parameters, an optimizer state that replicas share, buffers, and what no stage reads.
+    """
+    model = built(name)
+    workload = with_options(model, optimizer=adam, scheduler=falling)
+    changed = trained(model, workload, plans(model), **options)
+    saved = trained(model, workload, plans(model), tmp_path, **options)
+    for mine, theirs in zip(changed, saved, strict=True):
+        assert mine[0] == theirs[0]
+        assert mine[2] == theirs[2] == 9
+        assert mine[1].keys() == theirs[1].keys()
+        assert all(torch.equal(mine[1][key], theirs[1][key]) for key in mine[1])
+
+
+def test_what_cannot_be_changed_to_is_refused() -> None:
+    """In the middle of an update, and for other batches; training goes on as it was."""
+    model = built("Chain")
+
+    def work(pipe: Pipeline) -> float:
+        pipe.step(batch(16))
+        with pytest.raises(TrainingError, match="1 of 2 batches of an update are done"):
+            pipe.change_plan(plan(model, 3))
+        pipe.step(batch(16))
+        with pytest.raises(InvalidPlanError, match="is for batches of 32 samples"):
+            pipe.change_plan(plan(model, 3, batch_size=32))
+        return pipe.step(batch(16))
+
+    assert len(set(run(model, plan(model, 3), work, accumulate=2))) == 1

@@ -1,0 +1,131 @@
+"""Runs that look at what devices take, and go over to another plan."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch.distributed as dist
+
+from anabranch import launch
+from anabranch.plans.plan import Plan
+from anabranch.record import Run
+from anabranch.solve.replanning import Change, Measured
+from anabranch.timeline import Timeline
+from anabranch.training import Event, LookEvent, Looks, PlanEvent, StepEvent, train
+from anabranch.training.adaptation import Adaptation
+from tests.runtime.small import built, on_devices, plan, train_alone, with_options
+from tests.runtime.training import sgd
+from tests.training.test_loop import SIZES, data
+
+
+class Fixed:
+    """A replanner that knows a better plan, and has no prediction."""
+
+    def __init__(self, better: Plan) -> None:
+        self.better, self.asked = better, 0
+
+    def expected(self, plan: Plan) -> Timeline:
+        return Timeline((), plan.stage_graph.devices, "predicted", 1.0, {})
+
+    def most_gain_s(self, plan: Plan, measured: Measured) -> float:
+        return 1e9
+
+    def change(self, plan: Plan, measured: Measured) -> Change:
+        self.asked += 1
+        return Change(self.better, 1.0, 0.5)
+
+
+@pytest.mark.dist
+def test_a_better_plan_is_gone_over_to_in_the_middle() -> None:
+    """With another cut, and the stages on other ranks: losses are those of the plain loop, every
+    batch is trained on once, and the run is one of the new plan. Checkpoints go on as well.
+    """
+    model = built("TwoBranch")
+    workload = with_options(model, data=data, optimizer=sgd)
+    before = plan(model, 2)
+    better = on_devices(plan(model, 2, microbatch_size=8), [(1,), (0,)])
+
+    def rank() -> tuple[Run, list[Event], int]:
+        seen: list[Event] = []
+        replanner = Fixed(better)
+        known = replanner if dist.get_rank() == 0 else None
+        run = train(
+            workload,
+            before,
+            steps=30,
+            captured=model.captured,
+            check_gradients=False,
+            callbacks=[seen.append],
+            looks=Looks(every=3, replans=True, replanner=known),
+        )
+        return run, seen, replanner.asked
+
+    results = launch.run(rank, 2, timeout=60.0)
+    run, seen, asked = results[0]
+    batches = [each for epoch in range(6) for each in data(16, epoch)]
+    expected, _ = launch.run(train_alone, 1, workload, batches, 4, timeout=60.0)[0]
+    assert run.losses == pytest.approx(expected, rel=1e-4)
+    steps = [event for event in seen if isinstance(event, StepEvent)]
+    assert [event.done for event in steps] == list(range(1, 31))
+    assert [event.samples for event in steps] == SIZES * 6
+    changes = [event for event in seen if isinstance(event, PlanEvent)]
+    assert [event.step for event in changes][:1] == [5]
+    assert any(isinstance(event, LookEvent) for event in seen)
+    assert run.plan_changes[0].startswith(
+        "step 5: a plan with a step of 500 ms in place of 1000 ms"
+    )
+    # Whether steps became shorter is the machine's to say.
+    assert run.plan in (before, better)
+    assert asked >= 1
+    assert results[1][0].plan == run.plan
+
+
+def decided(adaptation: Adaptation, replanner: Fixed, step_s: float) -> tuple[Plan | None, str]:
+    """After steps that took so long."""
+    timeline = Timeline((), (0, 1), "measured", step_s, {})
+    return adaptation._decide(replanner, Measured((timeline,), (1.0, 1.0)))
+
+
+def adaptation(now: Plan, done: int, total: int | None) -> Adaptation:
+    pipe = SimpleNamespace(plan=now)
+    reporter = SimpleNamespace(losses=[0.0] * done, total=total)
+    return Adaptation(
+        SimpleNamespace(pipe=pipe, reporter=reporter), Looks(replans=True), start_s=10.0
+    )
+
+
+def test_the_plan_before_comes_back_if_steps_became_longer() -> None:
+    """And there is no other change afterwards."""
+    model = built("Chain")
+    before, better = plan(model, 2), plan(model, 2, microbatch_size=8)
+    run, replanner = adaptation(before, 100, 1000), Fixed(better)
+    assert decided(run, replanner, 0.20)[0] is better
+    chosen, why = decided(run, replanner, 0.25)
+    assert chosen is before
+    assert why == "back to the plan before, for a step took 250 ms, and 200 ms before"
+    assert run._is_over
+
+
+def test_a_change_has_to_repay_in_the_steps_that_are_left() -> None:
+    """Half a second a step: twenty steps do not gain more than the ten seconds it costs. What was
+    looked for in vain is looked for again only when steps take another time.
+    """
+    model = built("Chain")
+    before, better = plan(model, 2), plan(model, 2, microbatch_size=8)
+    run, replanner = adaptation(before, 80, 100), Fixed(better)
+    assert decided(run, replanner, 0.2) == (None, "")
+    assert decided(run, replanner, 0.201) == (None, "")
+    assert replanner.asked == 1
+    assert decided(run, replanner, 0.3) == (None, "")
+    assert replanner.asked == 2
+    assert decided(adaptation(before, 80, None), replanner, 0.2)[0] is better
+
+
+def test_nothing_is_looked_for_where_there_is_nothing_to_gain() -> None:
+    """Devices that are always busy."""
+    model = built("Chain")
+    replanner = Fixed(plan(model, 2))
+    replanner.most_gain_s = lambda *_: 0.001
+    assert decided(adaptation(plan(model, 2), 100, 1000), replanner, 0.2) == (None, "")
+    assert replanner.asked == 0
