@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from anabranch.files import save_profile as save_profile
     from anabranch.graph.capture import capture as capture
     from anabranch.launch import run as run
+    from anabranch.loaders import Columns as Columns
     from anabranch.plans.plan import Plan as Plan
     from anabranch.profile.estimate import estimate as estimate
     from anabranch.profile.measure import measure as measure
@@ -44,6 +45,7 @@ _HOME = {
     "AnabranchError": "errors",
     "AsyncPipeline": "runtime.asynchronous.pipeline",
     "Cluster": "cluster",
+    "Columns": "loaders",
     "ComputeOptions": "runtime.compute.options",
     "Pipeline": "runtime.pipeline",
     "Plan": "plans.plan",

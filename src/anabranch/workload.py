@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from anabranch.loaders import Loader, loader_of
+
 Batch = Any
 """A tensor, or a tuple, list or dict (also nested) of tensors; dimension 0 of each is samples. A
 dict is passed to the module as keyword arguments, a tuple or list as positional ones."""
@@ -39,8 +41,10 @@ class Workload:
             metrics. Loss and metrics are means over samples.
         example: a batch of at least two samples, as the data yields them; sizes of further
             dimensions are fixed by it.
-        data: (batch size, epoch) -> training batches of one epoch, the same on every rank.
-        eval_data: batch size -> held-out batches.
+        data: (batch size, epoch) -> training batches of one epoch, the same on every rank; or a
+            ``DataLoader``, a data set of samples, or another iterable of batches, of which
+            ``loaders`` makes such a function.
+        eval_data: batch size -> held-out batches; or the same, read in order.
         optimizer: named parameters -> optimizer; any ``torch.optim`` class with its options bound
             serves. Each rank calls it with the parameters of its own stages.
         scheduler: optimizer -> learning-rate scheduler, stepped once a step.
@@ -49,13 +53,14 @@ class Workload:
         name: what the user called it.
 
     Raises:
-        TypeError: if ``module`` is none, but its class for example.
+        TypeError: if ``module`` is none, but its class for example; or the data yields nothing.
+        ValueError: if a ``DataLoader`` deals its samples out to replicas.
     """
 
     module: nn.Module
     example: Batch
-    data: Callable[[int, int], Iterable[Batch]] | None = None
-    eval_data: Callable[[int], Iterable[Batch]] | None = None
+    data: Callable[[int, int], Iterable[Batch]] | Any | None = None
+    eval_data: Callable[[int], Iterable[Batch]] | Any | None = None
     optimizer: Callable[[NamedParameters], torch.optim.Optimizer] = adamw
     scheduler: Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler] | None = None
     clip_norm: float | None = None
@@ -70,6 +75,13 @@ class Workload:
                 f"{self.module.__name__ if is_class else with_article(type(self.module).__name__)}"
                 f"{', which is a class: make one of it, with ()' if is_class else ''}"
             )
+        object.__setattr__(self, "data", loader_of(self.data, shuffle=True))
+        object.__setattr__(self, "eval_data", loader_of(self.eval_data, shuffle=False))
+
+    @property
+    def batch_size(self) -> int | None:
+        """Samples of a batch, where the data decides that."""
+        return self.data.batch_size if isinstance(self.data, Loader) else None
 
 
 def to_meta(batch: Batch) -> Batch:

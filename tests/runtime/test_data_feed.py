@@ -10,6 +10,7 @@ from torch import Tensor
 
 from anabranch import launch
 from anabranch.errors import DataError, LoaderError
+from anabranch.loaders import Columns, Loader
 from anabranch.runtime.data_feed import DataFeed, leaves_of
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.workload import Workload
@@ -41,6 +42,17 @@ def test_only_what_is_read_here_is_brought_to_the_device() -> None:
         "word": "cpu",
         "label": "cpu",
     }
+
+
+def test_what_was_not_read_is_never_taken_for_values() -> None:
+    """A batch that was read for other stages has zeros in its place."""
+    captured = built("TwoBranch").captured
+    loader = Loader(Columns(batch(4)), shuffle=False)
+    reads = {"x", "word"}
+    (given,) = loader.batches(4, 0, reads=lambda: reads, types=captured.leaf_types)
+    assert leaves_of(captured, given, CPU, read=reads).keys() == given.keys()
+    with pytest.raises(DataError, match="a batch was read without label"):
+        leaves_of(captured, given, CPU)
 
 
 @pytest.mark.dist

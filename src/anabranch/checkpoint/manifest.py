@@ -59,6 +59,7 @@ class Manifest(Strict):
         checksums: SHA-256 of each file.
         aliases: further names of tensors that the model has under several.
         transient: buffers that are none of the model's ``state_dict``.
+        data: the ``state_dict`` of the loader, where it has one.
         pretrained: models of Hugging Face in it.
         checksum: SHA-256 of everything else in this document, as ``checksum_of`` computes it.
     """
@@ -78,14 +79,15 @@ class Manifest(Strict):
     scheduler: dict[str, Any] | None
     loss_scale: Annotated[float, Field(gt=0)] | None = None
     loss_streak: _Count = 0
+    data: dict[str, Any] | None = None
     pretrained: list[Pretrained] = Field(default_factory=list)
     checksum: _Checksum
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Steps done, epoch, batches of the epoch done, seed of random numbers, and under fp16 the
-    scale of the loss with its steps without overflow.
+    """Steps done, epoch, batches of the epoch done, seed of random numbers, under fp16 the scale of
+    the loss with its steps without overflow, and the state of a loader that has one.
     """
 
     step: int = 0
@@ -94,6 +96,7 @@ class Progress:
     seed: int = 0
     loss_scale: float | None = None
     loss_streak: int = 0
+    data: Mapping[str, Any] | None = None
 
 
 def checksum_of(document: Mapping[str, Any]) -> str:

@@ -119,7 +119,7 @@ class Job:
         from anabranch.runtime.asynchronous.optimizer_facts import optimizer_of
         from anabranch.solve import plan
 
-        batch_size = local.batch_size or 32
+        batch_size = local.batch_size or self.workload.batch_size or 32
         cluster = self.cluster(local.num_devices)
         self._search = {
             "microbatch_size": local.microbatch_size,

@@ -249,7 +249,10 @@ class LocalPlanSettings:
         int | None, typer.Option(min=1, help="Local ranks [default: the plan's, or 2].")
     ] = None
     batch_size: Annotated[
-        int | None, typer.Option(min=1, help="Samples of one step [default: the plan's, or 32].")
+        int | None,
+        typer.Option(
+            min=1, help="Samples of one step [default: the plan's or the DataLoader's, or 32]."
+        ),
     ] = None
     no_calibration: NoCalibration = False
     microbatch_size: MicrobatchSize = None

@@ -284,6 +284,11 @@ class Captured:
         """Names of what programs read of a batch besides its own tensors."""
         return frozenset(self._whole_batch.names)
 
+    def tensors_for(self, names: frozenset[str]) -> frozenset[str]:
+        """The tensors of a batch itself that these need, of which some may be statistics."""
+        own = names - self.statistics
+        return own if own == names else own | self.at(self.samples).known.leaves
+
     def with_statistics(
         self, leaves: Mapping[str, torch.Tensor], device: torch.device | None = None
     ) -> dict[str, torch.Tensor]:

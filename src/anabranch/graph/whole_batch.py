@@ -100,6 +100,16 @@ class Known:
     totals: tuple[tuple[fx.Node, int], ...]
     statistics: tuple[fx.Node, ...]
 
+    @property
+    def leaves(self) -> frozenset[str]:
+        """Names of the batch's tensors that statistics are made of."""
+        needed = {*(node for node, _ in self.totals), *self.statistics}
+        for node in reversed(list(self.graph.nodes)):
+            if node in needed:
+                needed.update(node.all_input_nodes)
+        sources = (self.sources[node] for node in needed if node.op == "placeholder")
+        return frozenset(source.name for source in sources if source.kind == BATCH_LEAF)
+
     def add(self, samples: int, find: Find, sums: list[Tensor]) -> list[Tensor]:
         """The totals of a slice on top of those before, each times ``samples ** -degree``."""
         env: dict[fx.Node, Any] = {}

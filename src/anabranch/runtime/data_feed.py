@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from anabranch.errors import AnabranchError, DataError, LoaderError, place_of
 from anabranch.graph.capture import Captured
+from anabranch.loaders import LeafTypes, Loader, is_unread
 from anabranch.runtime.guards.position import POSITION, Phase
 from anabranch.runtime.placement import uploaded
 from anabranch.workload import Batch, Workload
@@ -22,6 +24,10 @@ class DataFeed:
 
     Attributes:
         position: batches of the current epoch that were trained on.
+        seed: of the run, from which ``loaders`` draw.
+        state: of a loader that tells its position, at ``position``; None where it is not known.
+        reads: names of a batch's tensors that are needed here; None for all.
+        types: what the others have to be like.
     """
 
     def __init__(
@@ -29,7 +35,17 @@ class DataFeed:
     ) -> None:
         self._workload, self._batch_size, self._fail = workload, batch_size, fail
         self._fetched: int | None = None
-        self.epoch = self.position = 0
+        self.epoch = self.position = self.seed = 0
+        self.state: Mapping[str, Any] | None = None
+        self.reads: Callable[[], Collection[str] | None] = lambda: None
+        self.types: LeafTypes | None = None
+
+    def loader_state(self) -> dict[str, Any] | None:
+        """The state of a loader at ``position``, for a checkpoint."""
+        data = self._workload.data
+        if not isinstance(data, Loader) or not data.has_state or self._fetched is not None:
+            return None
+        return dict(data.source.state_dict())
 
     @property
     def where(self) -> str:
@@ -44,9 +60,10 @@ class DataFeed:
         while epochs is None or self.epoch < epochs:
             skip, count = self.position, 0
             what = f"data of epoch {self.epoch}"
-            for batch in self.read(
-                self._called(partial(data, self._batch_size, self.epoch), what), what
-            ):
+            made = partial(data, self._batch_size, self.epoch)
+            if isinstance(data, Loader):
+                made, count = self._from_here(data), skip
+            for batch in self.read(self._called(made, what), what):
                 count += 1
                 if count > skip:
                     self._fetched = count
@@ -64,19 +81,40 @@ class DataFeed:
         """Whom to tell of data that raises, from now on."""
         self._fail = fail
 
+    def _from_here(self, loader: Loader) -> partial[Iterator[Batch]]:
+        """A loader passes over batches by itself."""
+        state, self.state = self.state, None  # of where training was when it was read
+        return partial(
+            loader.batches,
+            self._batch_size,
+            self.epoch,
+            start=self.position,
+            seed=self.seed,
+            state=state,
+            reads=lambda: self.reads(),  # which change with the plan
+            types=self.types,
+        )
+
     def trained(self) -> None:
         """The batch that was fetched last has been trained on."""
         if self._fetched is not None:
             self.position, self._fetched = self._fetched, None
 
-    def held_out(self) -> Iterable[Batch]:
-        """The workload's batches for evaluation."""
-        if self._workload.eval_data is None:
+    def held_out(self, reads: Collection[str] | None = None) -> Iterable[Batch]:
+        """The workload's batches for evaluation, of which some tensors, or all, are needed here."""
+        data = self._workload.eval_data
+        if data is None:
             raise DataError(
                 "the workload has no held-out data; give Workload an eval_data, or pass "
                 "batches to evaluate"
             )
-        return self._called(partial(self._workload.eval_data, self._batch_size), HELD_OUT)
+        made = partial(data, self._batch_size)
+        if isinstance(data, Loader):
+            made = partial(
+                data.batches, data.batch_size or self._batch_size, 0,
+                reads=lambda: reads, types=self.types,
+            )  # fmt: skip
+        return self._called(made, HELD_OUT)
 
     def _called(self, make: Callable[[], Iterable[Batch]], what: str) -> Iterable[Batch]:
         try:
@@ -104,6 +142,8 @@ class DataFeed:
                     batch = next(iterator)
             except StopIteration:
                 return
+            except AnabranchError:
+                raise
             except Exception as error:
                 raise self._raised(what, f" at batch {count}", error) from error
             count += 1
@@ -141,6 +181,11 @@ def leaves_of(
         bad = {name: leaves[name] for name in other}
         raise DataError(_differs(captured, bad, which or "a batch"))
     mine = leaves.keys() if read is None else read
+    if unread := [name for name in mine if is_unread(leaves[name])]:
+        raise DataError(
+            f"{which or 'a batch'} was read without {', '.join(unread)}, which nothing needed here "
+            "when it was read, and now something does; take the next batch of the data instead"
+        )
     return {n: uploaded(leaf, place) if n in mine else leaf for n, leaf in leaves.items()}
 
 

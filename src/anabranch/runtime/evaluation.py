@@ -29,6 +29,17 @@ class Evaluation:
         self._training, self._captured, self._begins = training, captured, begins
         self._workers: WorkerCache | None = None
 
+    def _made(self) -> WorkerCache:
+        if self._workers is None:
+            captured = self._captured or self._training.captured.evaluation()
+            self._workers = self._training.in_evaluation(captured)
+        return self._workers
+
+    @property
+    def needed_leaves(self) -> frozenset[str]:
+        """Names of the tensors of a batch that this rank needs for it."""
+        return self._made().needed_leaves
+
     def means(
         self,
         batches: Iterable[Batch],
@@ -40,11 +51,7 @@ class Evaluation:
         Raises:
             DataError: if there are no batches.
         """
-        training = self._training
-        if self._workers is None:
-            captured = self._captured or training.captured.evaluation()
-            self._workers = training.in_evaluation(captured)
-        workers = self._workers
+        training, workers = self._training, self._made()
         names = workers.captured.metrics
         sums = torch.zeros(1 + len(names), dtype=torch.float64)
         samples = 0

@@ -7,6 +7,7 @@ they tell each other of failures. The order of passes and updates is the pipelin
 from __future__ import annotations
 
 import hashlib
+import json
 import multiprocessing
 import secrets
 import warnings
@@ -14,6 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -157,6 +159,8 @@ class Session:
             else predecessor.feed
         )
         self.feed.report_to(self._fail)
+        self.feed.seed, self.feed.types = seed, self.captured.leaf_types
+        self.feed.reads = self._reads
         self.trace = Trace(self.captured, self.state.parameters, self.mesh)
         self._evaluation = Evaluation(self.workers, evaluation, self._begin_batch)
         self._check_gradients, self._is_prepared = check_gradients, False
@@ -241,6 +245,11 @@ class Session:
             )
         self.state.forget_others()
 
+    def _reads(self) -> Collection[str] | None:
+        """Tensors of the next batch that are needed here; the check of the first one needs all."""
+        is_checked = self._needs_all and not self._is_prepared
+        return None if is_checked else self.workers.needed_leaves
+
     def count(self) -> None:
         """A step has been made with the batch that was fetched last."""
         POSITION.settle()
@@ -276,10 +285,11 @@ class Session:
 
     def evaluate(self, loader: Iterable[Batch] | None) -> dict[str, float]:
         """Means over held-out batches; nothing may be under way."""
-        chosen = self.feed.held_out() if loader is None else loader
         with self.failing():
             self.state.require_values()
             self.state.share_buffers()
+            reads = self._evaluation.needed_leaves
+        chosen = self.feed.held_out(reads) if loader is None else loader
         with POSITION.doing(Phase.EVALUATION):
             return self._evaluation.means(self.feed.read(chosen), self.step_number, self.failing)
 
@@ -369,7 +379,26 @@ class Session:
             self.workers.seed,
             None if scale is None else scale.scale,
             0 if scale is None else scale.streak,
+            self._loader_state(),
         )
+
+    def _loader_state(self) -> dict[str, Any] | None:
+        """What a loader tells of its position; None where it has nothing that JSON can hold."""
+        if self.mesh.rank != 0 or (state := self.feed.loader_state()) is None:
+            return None
+        try:
+            kept = json.loads(json.dumps(state, allow_nan=False))
+        except (TypeError, ValueError):
+            kept = None
+        if kept != state:
+            warnings.warn(
+                "the state_dict of the loader holds more than JSON can (numbers, texts, lists, and "
+                "mappings by texts), so the checkpoint has the number of batches alone: training "
+                "that resumes reads up to it",
+                stacklevel=6,
+            )
+            return None
+        return state
 
     def load(self, folder: str | Path) -> Checkpoint:
         """Take a checkpoint over, before the first step."""
@@ -379,12 +408,14 @@ class Session:
             self.mesh.barrier()  # nothing is taken over before all files are known to be whole
             self.state.load(saved, everything=self._needs_all)
         self._go_on_from(saved.progress)
+        self.feed.state = saved.progress.data
         return saved
 
     def _go_on_from(self, progress: Progress) -> None:
         scale = self.workers.loss_scale
         self.step_number, self.workers.seed = progress.step, progress.seed
         self.feed.epoch, self.feed.position = progress.epoch, progress.position
+        self.feed.seed = progress.seed
         if scale is not None and progress.loss_scale is not None:
             scale.scale, scale.streak = progress.loss_scale, progress.loss_streak
 

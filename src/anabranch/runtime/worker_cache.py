@@ -75,10 +75,18 @@ class WorkerCache:
     @cached_property
     def leaves(self) -> frozenset[str]:
         """Names of the tensors of a batch that this rank's stages read."""
+        return self._read - self.captured.statistics
+
+    @cached_property
+    def needed_leaves(self) -> frozenset[str]:
+        """Also those of which it makes what its stages read of a batch besides its tensors."""
+        return self.captured.tensors_for(self._read)
+
+    @cached_property
+    def _read(self) -> frozenset[str]:
         stages = enumerate(self.stage_graph.stages)
         mine = [s for s, stage in stages if self.mesh.device in stage.devices]
-        read = frozenset[str]().union(*(self.parts.leaves(s) for s in mine))
-        return read - self.captured.statistics
+        return frozenset[str]().union(*(self.parts.leaves(s) for s in mine))
 
     def worker(self, samples: int) -> Worker:
         """What this rank does for a batch of that many samples."""

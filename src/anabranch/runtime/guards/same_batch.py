@@ -21,6 +21,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from anabranch.loaders import samples_digest
+
 DIGEST_BITS = 20
 """Squares of digests, summed over thousands of ranks, are still whole numbers of a float64."""
 
@@ -42,12 +44,15 @@ _WAIT_S = 0.4
 
 def batch_digest(leaves: Mapping[str, Tensor]) -> bytes:
     """16 bytes from names, types, sizes and some values of a batch; values on a GPU are left out,
-    because looking at them would wait for it.
+    because looking at them would wait for it. Where a rank reads only columns of a batch, its
+    sample numbers stand for the values.
     """
     digest = hashlib.blake2b(digest_size=16)
     for name, leaf in leaves.items():
         digest.update(f"{name} {leaf.dtype} {tuple(leaf.shape)};".encode())
-        if leaf.device.type == "cpu" and leaf.numel():
+        if (samples := samples_digest(leaf)) is not None:
+            digest.update(samples)
+        elif leaf.device.type == "cpu" and leaf.numel():
             digest.update(_some_values(leaf.detach()))
     return digest.digest()
 

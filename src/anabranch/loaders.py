@@ -1,0 +1,362 @@
+"""Batches of DataLoaders and data sets: the same on every rank, from any position, by columns.
+
+::
+
+    DataLoader over a data set with an index   sampler -> sample numbers -> samples -> collate
+    data set with an index                     shuffled by seed and epoch, batches of the plan
+    any other loader                           its own batches, one after the other
+
+What is random in them (the order, augmentations) is drawn from a seed of the run, the epoch and the
+number of the batch, on every rank. So ranks read the same samples, and training that goes on in the
+middle of an epoch has the rest of it. With an index nothing is read for that; other loaders go on
+by their ``state_dict``, if they have one, or are read up to the position.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import count, islice
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, default_collate
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from anabranch.errors import DataError
+
+LeafTypes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+"""Name of a batch's tensor -> the shape of a sample, and the type."""
+
+_SAMPLES: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""Tensor of a batch that was read by columns -> digest of its samples, whether it has values."""
+
+
+def samples_digest(tensor: Tensor) -> bytes | None:
+    """A digest of which samples a tensor of a batch is of; None where only its values can tell."""
+    found: tuple[bytes, bool] | None = _SAMPLES.get(tensor)  # type: ignore[no-untyped-call]
+    return None if found is None else found[0]
+
+
+def is_unread(tensor: Tensor) -> bool:
+    """Whether a tensor of a batch stands for a column that was not needed here."""
+    found: tuple[bytes, bool] | None = _SAMPLES.get(tensor)  # type: ignore[no-untyped-call]
+    return found is not None and not found[1]
+
+
+class Columns:
+    """A data set by columns: a rank reads those alone that its own stages need.
+
+    Args:
+        columns: name -> values of all samples: a tensor, an array (also one that lies on disk, such
+            as ``numpy.load(..., mmap_mode="r")``), or a function of sample numbers, a 1-D tensor,
+            that returns the tensor of their values.
+        length: number of samples; needed where all columns are functions.
+
+    Raises:
+        ValueError: if there is no column, or they differ in length.
+    """
+
+    def __init__(self, columns: Mapping[str, Any], *, length: int | None = None) -> None:
+        lengths = {name: len(column) for name, column in columns.items() if not callable(column)}
+        sizes = {*lengths.values(), *(() if length is None else (length,))}
+        if not columns or len(sizes) != 1:
+            told = ", ".join(f"{name} {size}" for name, size in lengths.items())
+            raise ValueError(
+                f"the columns of a data set have one length: {told or 'give it as length'}"
+            )
+        self._columns = dict(columns)
+        self._length: int = sizes.pop()
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, sample: int) -> dict[str, Tensor]:
+        return {name: values[0] for name, values in self.gather([sample]).items()}
+
+    @property
+    def column_names(self) -> list[str]:
+        """Names of the columns."""
+        return list(self._columns)
+
+    def select_columns(self, names: Collection[str]) -> Columns:
+        """The same samples with some of the columns."""
+        chosen = {name: column for name, column in self._columns.items() if name in names}
+        return Columns(chosen, length=self._length)
+
+    def gather(self, samples: Sequence[int]) -> dict[str, Tensor]:
+        """The batch of some samples."""
+        numbers = torch.as_tensor(samples)
+        return {name: _values(column, numbers) for name, column in self._columns.items()}
+
+
+def _values(column: Any, numbers: Tensor) -> Tensor:
+    if callable(column):
+        found: Tensor = column(numbers)
+        return found
+    if isinstance(column, Tensor):
+        return column[numbers]
+    return torch.from_numpy(np.ascontiguousarray(column[numbers.numpy()]))
+
+
+class Loader:
+    """``Workload.data``, or ``eval_data``, made of an object that yields or holds samples.
+
+    Args:
+        source: see ``loader_of``.
+        shuffle: whether a data set without a sampler of its own is read in random order.
+    """
+
+    def __init__(self, source: Any, *, shuffle: bool) -> None:
+        self.source, self._shuffle = source, shuffle
+        self._samplers: list[Any] = []
+        if isinstance(source, DataLoader):
+            self._samplers = [source, source.sampler, source.batch_sampler]
+            for sampler in self._samplers:
+                if getattr(sampler, "num_replicas", 1) > 1:
+                    raise ValueError(
+                        f"the DataLoader has a {type(sampler).__name__} for "
+                        f"{sampler.num_replicas} replicas, each of which gets other samples; every "
+                        "rank of a pipeline takes its slices from the same whole batch: leave the "
+                        "sampler out, and give the DataLoader the batch size of a whole step"
+                    )
+        generators = (getattr(sampler, "generator", None) for sampler in self._samplers)
+        self._generators = {g: g.initial_seed() for g in generators if g is not None}
+
+    @property
+    def batch_size(self) -> int | None:
+        """Samples of its batches, where it decides that itself and says so."""
+        if self._is_indexed_set:
+            return None
+        size: int | None = getattr(self.source, "batch_size", None)
+        return size
+
+    @property
+    def _is_indexed_set(self) -> bool:
+        """Whether the source holds samples, and has an index."""
+        has_index = hasattr(self.source, "__getitem__") and hasattr(self.source, "__len__")
+        return has_index and not isinstance(self.source, DataLoader | IterableDataset)
+
+    @property
+    def has_state(self) -> bool:
+        """Whether the source tells and takes its position."""
+        return hasattr(self.source, "state_dict") and hasattr(self.source, "load_state_dict")
+
+    def __call__(self, batch_size: int, epoch: int = 0) -> Iterator[Any]:
+        """The batches of an epoch, as ``Workload.data`` has them."""
+        return self.batches(batch_size, epoch)
+
+    def batches(
+        self,
+        batch_size: int,
+        epoch: int,
+        *,
+        start: int = 0,
+        seed: int = 0,
+        state: Mapping[str, Any] | None = None,
+        reads: Callable[[], Collection[str] | None] = lambda: None,
+        types: LeafTypes | None = None,
+    ) -> Iterator[Any]:
+        """The batches of an epoch from a position on.
+
+        Args:
+            batch_size: of the plan.
+            start: batches to pass over.
+            seed: of the run.
+            state: what the source's ``state_dict`` gave at that position.
+            reads: asked before each batch for the names of its tensors that are needed here; None
+                for all. Where the source has such columns, the others have no values: zeros, which
+                take no memory.
+            types: what these zeros have to be like.
+
+        Raises:
+            DataError: if the source makes batches of another size, or has fewer than ``start``.
+        """
+        if self.batch_size not in (None, batch_size):
+            raise DataError(
+                f"the {type(self.source).__name__} has batches of {self.batch_size} samples, and "
+                f"{batch_size} are asked for; give both one batch size (--batch-size "
+                f"{self.batch_size}), or the Workload the data set itself"
+            )
+        for generator, initial in self._generators.items():
+            generator.manual_seed(_mixed(initial, epoch))
+        for part in (*self._samplers, self.source, getattr(self.source, "dataset", None)):
+            if hasattr(part, "set_epoch"):
+                part.set_epoch(epoch)
+        order = self._order(batch_size, epoch, seed)
+        if order is None:
+            return self._as_they_come(batch_size, epoch, start, seed, state)
+        return self._by_samples(order, epoch, start, seed, reads, types)
+
+    def _order(self, batch_size: int, epoch: int, seed: int) -> Iterator[Sequence[int]] | None:
+        """Sample numbers of every batch; None where the source does not go by them."""
+        source = self.source
+        if isinstance(source, DataLoader):
+            # Workers of the DataLoader read ahead by its own order.
+            has_index = not isinstance(source.dataset, IterableDataset)
+            if source.batch_sampler is None or source.num_workers or not has_index:
+                return None
+            return _drawn(source.batch_sampler, seed, epoch)
+        if not self._is_indexed_set:
+            return None
+        numbers = torch.arange(len(source))
+        if self._shuffle:
+            generator = torch.Generator().manual_seed(_mixed(seed, epoch))
+            numbers = torch.randperm(len(source), generator=generator)
+        starts = range(0, len(numbers), batch_size)
+        return (numbers[start : start + batch_size].tolist() for start in starts)
+
+    def _by_samples(
+        self,
+        order: Iterator[Sequence[int]],
+        epoch: int,
+        start: int,
+        seed: int,
+        reads: Callable[[], Collection[str] | None],
+        types: LeafTypes | None,
+    ) -> Iterator[Any]:
+        passed = sum(1 for _ in islice(order, start))
+        if passed < start:
+            raise _too_short(start, epoch, passed)
+        is_loader = isinstance(self.source, DataLoader)
+        dataset = self.source.dataset if is_loader else self.source
+        collate = self.source.collate_fn if is_loader else default_collate
+        columns = set(getattr(dataset, "column_names", None) or ())
+        by_column = (
+            types is not None
+            and columns == types.keys()
+            and hasattr(dataset, "select_columns")
+            and collate is default_collate
+        )
+        for number, samples in enumerate(order, start):
+            names = reads() if by_column else None
+            with _seeded(seed, epoch, number):
+                if names is None or columns <= set(names):
+                    batch = _fetched(dataset, samples, collate)
+                elif columns.isdisjoint(names):
+                    batch = {}
+                else:
+                    batch = _fetched(dataset.select_columns(sorted(names)), samples, collate)
+            if by_column and types is not None:
+                read = set(batch)
+                batch = _filled(batch, len(samples), types)
+                digest = hashlib.blake2b(repr(list(samples)).encode(), digest_size=16).digest()
+                for name, tensor in batch.items():
+                    _SAMPLES[tensor] = digest, name in read
+            yield batch
+
+    def _as_they_come(
+        self,
+        batch_size: int,
+        epoch: int,
+        start: int,
+        seed: int,
+        state: Mapping[str, Any] | None,
+    ) -> Iterator[Any]:
+        source = self.source
+        if isinstance(source, IterableDataset):
+            source = DataLoader(source, batch_size=batch_size)
+        passed = 0
+        if state is not None and start:
+            source.load_state_dict(state)
+            passed = start
+        with _seeded(seed, epoch, -1):
+            iterator = iter(source)
+        for number in count(passed):
+            with _seeded(seed, epoch, number):
+                batch = next(iterator, iterator)
+            if batch is iterator:
+                if number < start:
+                    raise _too_short(start, epoch, number)
+                return
+            if number >= start:
+                yield batch
+
+
+def loader_of(data: Any, *, shuffle: bool) -> Any:
+    """A function that yields batches: what is one already, or what becomes one.
+
+    Args:
+        data: a function, or a ``DataLoader``, a data set with ``__len__`` and ``__getitem__``, an
+            ``IterableDataset``, all of samples; or any other iterable, of batches.
+        shuffle: see ``Loader``.
+
+    Raises:
+        TypeError: if it is none of these.
+        ValueError: if its sampler deals samples out to replicas.
+    """
+    if data is None or isinstance(data, Loader):
+        return data
+    is_set = hasattr(data, "__getitem__") and hasattr(data, "__len__")
+    if is_set or isinstance(data, DataLoader | IterableDataset):
+        return Loader(data, shuffle=shuffle)
+    if callable(data):
+        return data
+    if isinstance(data, Iterable):
+        return Loader(data, shuffle=shuffle)
+    raise TypeError(
+        f"the data of a Workload is a {type(data).__name__}; give it a function data(batch_size, "
+        "epoch) that yields batches, a DataLoader, or a data set"
+    )
+
+
+def _drawn(sampler: Iterable[Sequence[int]], seed: int, epoch: int) -> Iterator[Sequence[int]]:
+    """Sample numbers of a sampler, which may draw them at any of its steps."""
+    with _seeded(seed, epoch, -1):
+        iterator = iter(sampler)
+    for number in count():
+        with _seeded(seed, epoch, number):
+            samples = next(iterator, None)
+        if samples is None:
+            return
+        yield samples
+
+
+def _fetched(dataset: Any, samples: Sequence[int], collate: Callable[[Any], Any]) -> Any:
+    if isinstance(dataset, Columns) and collate is default_collate:
+        return dataset.gather(samples)
+    if hasattr(dataset, "__getitems__"):
+        return collate(dataset.__getitems__(list(samples)))
+    return collate([dataset[sample] for sample in samples])
+
+
+def _filled(batch: Mapping[str, Tensor], samples: int, types: LeafTypes) -> dict[str, Tensor]:
+    """A batch with zeros for what was not read, in the order of the example."""
+    return {
+        name: batch[name] if name in batch else torch.zeros((), dtype=dtype).expand(samples, *shape)
+        for name, (shape, dtype) in types.items()
+    }
+
+
+def _too_short(start: int, epoch: int, passed: int) -> DataError:
+    return DataError(
+        f"training was after batch {start} of epoch {epoch}, which now has only {passed}; resume "
+        "with the data and the batch size that it was trained on"
+    )
+
+
+def _mixed(*numbers: int) -> int:
+    text = " ".join(map(str, numbers))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1
+
+
+@contextmanager
+def _seeded(*numbers: int) -> Iterator[None]:
+    """Inside, random numbers of torch, numpy and Python on the CPU depend on these numbers alone;
+    outside they are what they would have been.
+    """
+    seed, ours = _mixed(*numbers), torch.default_generator
+    before, pythons, numpys = ours.get_state(), random.getstate(), np.random.get_state()
+    ours.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    try:
+        yield
+    finally:
+        ours.set_state(before)
+        random.setstate(pythons)
+        np.random.set_state(numpys)
