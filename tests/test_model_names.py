@@ -121,13 +121,14 @@ def test_meta_takes_the_memory_away():
     ("text", "options", "message"),
     [
         ("resnet", {}, "no built-in model resnet; there are mmt, .*package.module:function"),
-        ("nowhere:workload", {}, "no module nowhere for nowhere:workload; .*current directory"),
+        ("nowhere:workload", {}, "no module nowhere for nowhere:workload; .*looked for in"),
         ("theirs:nothing", {}, "theirs has no nothing; its functions are workload, named"),
         ("theirs:SIZE", {}, "theirs:SIZE is an int, not a function"),
         ("theirs:returns_the_module", {}, "returned a Net, not an anabranch.Workload; end it with"),
         ("theirs:demanding", {}, "needs path; write -o path=VALUE"),
         ("theirs:workload", {"depth": "2"}, "has no argument depth; it has width"),
-        ("../theirs.py:workload", {}, "not of the form package.module:function"),
+        ("../theirs.py:workload", {}, "there is no module theirs for ../theirs.py:workload"),
+        ("theirs-2:workload", {}, "not of the form package.module:function or file.py"),
         ("theirs:", {}, "not of the form"),
     ],
 )
@@ -170,3 +171,16 @@ def test_our_own_errors_stay_what_they_are():
     """A function that reads a data set may miss it, which has a message of its own."""
     with pytest.raises(DataError, match="no such table"):
         resolve("theirs:without_data")
+
+
+def test_a_file_is_a_module_too(tmp_path, monkeypatch):
+    """As a shell completes it, from any folder; a typo in the function is answered."""
+    text = "from tests.cli.models import towers\n\n\ndef workload():\n    return towers()\n"
+    (tmp_path / "below").mkdir()
+    (tmp_path / "below" / "model_in_a_file.py").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    assert resolve("below/model_in_a_file.py:workload").module is not None
+    with pytest.raises(ValueError, match=r"has no worklod \(is workload meant\?\)"):
+        resolve("below/model_in_a_file.py:worklod")
+    with pytest.raises(ValueError, match=r"there is no module model_in_no_file .* looked for in /"):
+        resolve("model_in_no_file.py:workload")

@@ -4,6 +4,7 @@
      +-- WorkloadError           the user's own function, which makes the workload, raised
      +-- CaptureError            the model could not be turned into a graph of operators
      +-- FileFormatError         a profile, cluster, plan or checkpoint file is broken
+     +-- OutputError             a file or folder that is to be written cannot be
      +-- ProfileError            a profile cannot answer what it was asked
      +-- InfeasiblePlanError     no plan fits the devices
      +-- BudgetError             a planner's search would take more than it was given
@@ -42,6 +43,10 @@ class CaptureError(AnabranchError):
 
 class FileFormatError(AnabranchError):
     """A profile, cluster, plan or checkpoint file is broken; the message names key and value."""
+
+
+class OutputError(AnabranchError):
+    """A file or folder that is to be written cannot be; raised before anything is done."""
 
 
 class ProfileError(AnabranchError):

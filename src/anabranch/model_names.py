@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
@@ -30,7 +32,7 @@ def resolve(
 
     Args:
         text: a built-in model, or ``package.module:function``, where the module may lie in the
-            current directory and the function returns a ``Workload``.
+            current directory and the function returns a ``Workload``, or ``file.py:function``.
         preset: of a built-in model; a function takes it where it has an argument of that name.
         options: of a built-in model; a function gets them as keyword arguments, as text.
         meta: build the module without memory for its parameters, for planning only.
@@ -45,12 +47,19 @@ def resolve(
         return _from_function(text, preset, dict(options or {}), meta)
     if text not in models.MODELS:
         raise ValueError(
-            f"there is no built-in model {text}; there are {', '.join(models.MODELS)}. "
+            f"there is no built-in model {text}{_meant(text, models.MODELS)}; there are "
+            f"{', '.join(models.MODELS)}. "
             f"A model of your own is written package.module:function, where the function returns "
             f"an anabranch.Workload"
         )
     with without_dynamo() if meta else nullcontext():  # which making weights on meta would import
         return models.build(text, preset=preset, options=options, meta=meta)
+
+
+def _meant(name: str, known: Iterable[str]) -> str:
+    """A question after what is near, if anything is."""
+    close = difflib.get_close_matches(name, list(known), 1)
+    return f" (is {close[0]} meant?)" if close else ""
 
 
 def _from_function(text: str, preset: str, options: dict[str, str], meta: bool) -> Workload:
@@ -95,9 +104,12 @@ def _parameters_on_meta() -> Iterator[None]:
 def _find_function(text: str) -> Callable[..., object]:
     """The function of ``package.module:function``."""
     place, _, attribute = text.partition(":")
-    if not all(part.isidentifier() for part in [*place.split("."), *attribute.split(".")]):
-        raise ValueError(f"{text} is not of the form package.module:function")
     here = os.getcwd()
+    if place.endswith(".py"):  # a file, as one completes it in a shell
+        file = Path(place).absolute()
+        here, place = str(file.parent), file.stem
+    if not all(part.isidentifier() for part in [*place.split("."), *attribute.split(".")]):
+        raise ValueError(f"{text} is not of the form package.module:function or file.py:function")
     if here not in sys.path:
         sys.path.insert(0, here)
     try:
@@ -109,8 +121,8 @@ def _find_function(text: str) -> Callable[..., object]:
         if missing is None or not f"{place}.".startswith(f"{missing}."):
             raise
         raise ValueError(
-            f"there is no module {missing} for {text}; it is looked for in the current "
-            f"directory ({here}) and among the installed packages"
+            f"there is no module {missing} for {text}; it is looked for in {here} and among the "
+            "installed packages"
         ) from None
     for name in attribute.split("."):
         if not hasattr(found, name):
@@ -120,7 +132,8 @@ def _find_function(text: str) -> Callable[..., object]:
                 if inspect.isfunction(value) and value.__module__ == place and key[0] != "_"
             ]
             raise ValueError(
-                f"{place} has no {attribute}; its functions are {', '.join(others) or 'none'}"
+                f"{place} has no {attribute}{_meant(name, others)}; its functions are "
+                f"{', '.join(others) or 'none'}"
             )
         found = getattr(found, name)
     if not callable(found):

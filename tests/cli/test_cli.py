@@ -39,6 +39,49 @@ def test_a_mistake_is_one_paragraph(run, arguments, code, message):
     assert "Traceback" not in err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["plan", "mmt"], "Missing option '--cluster'."),
+        (["plan", "mmt", "--clutser", "local:2"], "No such option: --clutser"),
+        (["plan", "mtm", "--cluster", "local:2", "--batch-size", "4"], "(is mmt meant?)"),
+        (["profile", "tests.cli.models:twoers"], "(is towers meant?)"),
+        (["models", "much"], "unexpected extra argument"),
+    ],
+)
+def test_wrong_usage_is_a_document_too(run, arguments, message):
+    """Where one is asked for; a program need not read standard error."""
+    code, out, err = run(*arguments, "--json")
+    document = json.loads(out)
+    assert (code, document["error"]) == (2, "UsageError")
+    assert message in document["message"]
+    assert message in " ".join(err.split())
+
+
+def test_an_interrupt_is_a_document_too(run, monkeypatch):
+    """It says what it has ended: the capture, or the command."""
+
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("anabranch.graph.capture.capture", interrupt)
+    code, out, _ = run("verify", TOWERS, "--json")
+    assert code == 1
+    assert f"interrupted while {TOWERS} was captured" in json.loads(out)["message"]
+    monkeypatch.setattr("anabranch.cli.source.ModelSource.workload", interrupt)
+    code, out, _ = run("verify", TOWERS, "--json")
+    assert (code, json.loads(out)["error"]) == (130, "Interrupted")
+
+
+def test_no_colour_goes_before_forced_colour(call, monkeypatch):
+    """In help and in errors, which would otherwise be bold and red."""
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    for arguments in (["--help"], ["plan", "mtm"], ["check", "no.json"]):
+        _, out, err = call(*arguments)
+        assert "\x1b" not in out + err
+
+
 def test_a_model_that_cannot_be_captured_names_its_line(run):
     """The user's own file and line, not ours."""
     code, out, err = run("verify", "tests.cli.models:branching", "--json")

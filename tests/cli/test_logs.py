@@ -11,7 +11,7 @@ import typer
 
 from anabranch.checkpoint.series import checkpoints
 from anabranch.cli.logs import loggers
-from anabranch.errors import TrainingError
+from anabranch.errors import OutputError
 from anabranch.training import Csv, JsonLines
 
 TOWERS = "tests.cli.models:towers"
@@ -41,7 +41,7 @@ def test_what_could_not_be_written_is_refused(tmp_path: Path):
         (f"csv:{tmp_path}", "is a folder"),
         (f"tensorboard:{tmp_path / 'file'}", "is a file"),
     ]:
-        with pytest.raises(TrainingError, match=message):
+        with pytest.raises(OutputError, match=message):
             loggers([text])
 
 

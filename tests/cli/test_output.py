@@ -8,7 +8,7 @@ import warnings
 import pytest
 
 from anabranch import cli
-from anabranch.cli.output import Warnings, print_table
+from anabranch.cli.output import Warnings, print_rows, print_table
 
 
 def test_a_title_stays_on_its_line(capsys):
@@ -17,6 +17,31 @@ def test_a_title_stays_on_its_line(capsys):
     title, _, row = capsys.readouterr().out.splitlines()
     assert title.endswith("…")
     assert row.split() == ["x", "1"]
+
+
+@pytest.mark.parametrize("width", [50, 80])
+def test_a_table_that_does_not_fit_is_a_list(capsys, monkeypatch, width):
+    """No line is longer than the terminal, and no figure is cut off."""
+    monkeypatch.setenv("COLUMNS", str(width))
+    columns = ["planner", *(f"figure\n{i}" for i in range(12))]
+    print_table("all", columns, [["a long name of a planner", *map(str, range(1000, 1012))]])
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= width
+    assert out.splitlines()[1] == "a long name of a planner"
+    assert [line.split() for line in out.splitlines()[2:]] == [
+        ["figure", str(i), str(1000 + i)] for i in range(12)
+    ]
+
+
+def test_rows_wrap_beside_their_names(capsys, monkeypatch):
+    """So that the names can be found."""
+    monkeypatch.setenv("COLUMNS", "40")
+    print_rows([("step", "12 ms, predicted 11 ms, which is near it"), ("loss", "1")])
+    assert capsys.readouterr().out.splitlines() == [
+        "  step          12 ms, predicted 11 ms,",
+        "                which is near it",
+        "  loss          1",
+    ]
 
 
 def test_a_warning_is_one_paragraph_and_told_once(capsys):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from anabranch.cli.output import note, print_json, print_rows
+from anabranch.cli.output import note, print_json, print_rows, say_lines
 from anabranch.cli.parsing import usage
 from anabranch.cli.progress import progress_bar
 from anabranch.cli.settings import EmulationSettings, TrainedPlanSettings
@@ -38,7 +38,7 @@ def rehearse(
     plan, profile, cluster = _plan(source, local, emulation.cluster)
     emulated = emulation.with_links(cluster)
     if not as_json:
-        typer.echo(foreseen(plan, profile, emulated)[0].summary())
+        say_lines(foreseen(plan, profile, emulated)[0].summary())
     with progress_bar("emulated steps") as progress:
         result = usage(
             emulate,

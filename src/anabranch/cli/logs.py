@@ -5,14 +5,13 @@
 from __future__ import annotations
 
 import difflib
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
-from anabranch.errors import TrainingError
+from anabranch.cli.writable import file_to_write, folder_to_write
 
 if TYPE_CHECKING:
     from anabranch.training import Callback
@@ -57,21 +56,5 @@ def _split(text: str) -> tuple[str, str]:
         what = "FILE" if kind in FILES else "FOLDER" if kind in FOLDERS else "NAME"
         raise typer.BadParameter(f"--log {text}: say where, {kind}:{what}")
     if kind not in TRACKERS:
-        _require_writable(Path(where), is_file=kind in FILES)
+        (file_to_write if kind in FILES else folder_to_write)(Path(where))
     return kind, where
-
-
-def _require_writable(path: Path, *, is_file: bool) -> None:
-    """Raises TrainingError if a file or folder could not be written."""
-    there = path if path.exists() else path.absolute().parent
-    while not is_file and not there.exists():
-        there = there.parent
-    why = ""
-    if not there.exists():
-        why = f"there is no folder {path.parent}; make it first"
-    elif path.exists() and path.is_dir() is is_file:
-        why = f"{path} is a {'folder' if is_file else 'file'}; name another"
-    elif not os.access(there, os.W_OK):
-        why = f"{there} cannot be written; name another place"
-    if why:
-        raise TrainingError(f"--log cannot write {path}: {why}")

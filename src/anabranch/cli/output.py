@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,16 +23,34 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
     from rich.table import Table
     from rich.text import Text
 
+    # Wide tables stay whole in a file or a pipe.
+    room = _columns() if sys.stdout.isatty() else int(os.environ.get("COLUMNS", "160"))
+    console = Console(width=room, highlight=False)
+    console.print(Text(title, "italic"), no_wrap=True, overflow="ellipsis")
+    if _needed(columns, rows) > room:
+        for row in rows:
+            console.print(Text(row[0], "bold"))
+            cells = zip(columns[1:], row[1:], strict=True)
+            print_rows([(" ".join(column.split()), cell) for column, cell in cells])
+        return
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     for i, column in enumerate(columns):
         justify: Literal["left", "right"] = "right" if i else "left"
         table.add_column(column, justify=justify, vertical="bottom", overflow="fold", no_wrap=i > 0)
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
-    # Wide tables stay whole in a file or a pipe.
-    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
-    console.print(Text(title, "italic"), no_wrap=True, overflow="ellipsis")
     console.print(table)
+
+
+NARROWEST_NAMES = 14
+"""Characters of the first column of a table; with fewer, rows are listed one below the other."""
+
+
+def _needed(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> int:
+    """Characters of a line that a table takes at least."""
+    cells = [[*column.splitlines(), *(row[i] for row in rows)] for i, column in enumerate(columns)]
+    first, *others = (max(map(len, column)) for column in cells)
+    return min(first, NARROWEST_NAMES) + sum(others) + len(others)
 
 
 def print_rows(rows: Sequence[tuple[str, str]]) -> None:
@@ -83,6 +102,17 @@ def say(text: str) -> None:
         sys.stdout.write(text + "\n")
 
 
+def say_lines(text: str) -> None:
+    """Print lines; a terminal that is too narrow has what is left of each indented below it."""
+    from textwrap import wrap
+
+    room = _columns() if sys.stdout.isatty() else 0
+    for line in text.splitlines():
+        indent = " " * (len(line) - len(line.lstrip()) + 4)
+        lines = wrap(line, room, subsequent_indent=indent) if 20 < room < len(line) else [line]
+        sys.stdout.write("\n".join(lines) + "\n")
+
+
 def say_written(path: Path | None) -> None:
     """Say where a file went, if there is one."""
     if path is not None:
@@ -91,4 +121,18 @@ def say_written(path: Path | None) -> None:
 
 def note(text: str) -> None:
     """A remark on standard error, so that standard output stays a document."""
-    typer.secho(text, err=True, fg="yellow")
+    typer.secho(text, err=True, fg=None if os.environ.get("NO_COLOR") else "yellow")
+
+
+def say_error(text: str) -> None:
+    """Why a command has failed, on standard error."""
+    typer.secho(text, err=True, fg=None if os.environ.get("NO_COLOR") else "red")
+
+
+def without_colour() -> None:
+    """What a terminal is told by ``NO_COLOR`` goes before ``FORCE_COLOR`` and the like, which rich
+    would still follow for bold and italic letters.
+    """
+    if os.environ.get("NO_COLOR"):
+        for name in ("FORCE_COLOR", "CLICOLOR_FORCE", "PY_COLORS", "TTY_COMPATIBLE"):
+            os.environ.pop(name, None)

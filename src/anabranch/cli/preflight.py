@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,8 +15,9 @@ from anabranch.cli.settings import (
     TrainingSettings,
 )
 from anabranch.cli.spread import given
+from anabranch.cli.writable import why_not
 from anabranch.cluster import Cluster
-from anabranch.errors import DataError, InvalidPlanError, TrainingError
+from anabranch.errors import DataError, InvalidPlanError, OutputError, TrainingError
 
 if TYPE_CHECKING:
     from anabranch.graph.capture import Captured
@@ -209,16 +209,14 @@ def require_trainable(
 
 
 def require_new_run(run: Path | None) -> None:
-    """Accept a folder for figures and report; raises TrainingError if an earlier run is in it, or
-    it cannot be made.
+    """Accept a folder for figures and report; raises TrainingError if an earlier run is in it,
+    OutputError if it cannot be made.
     """
     if run is None:
         return
-    there = next(path for path in (run, *run.absolute().parents) if path.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK):
-        what = "cannot be written" if there.is_dir() else "is a file"
-        raise TrainingError(
-            f"the figures and the report of a run cannot be kept in {run}: {there} {what}; name "
+    if why := why_not(run):
+        raise OutputError(
+            f"the figures and the report of a run cannot be kept in {run}: {why}; name "
             "another folder with --out"
         )
     if (run / "run.json").exists():

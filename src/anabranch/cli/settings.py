@@ -17,6 +17,7 @@ from anabranch.cli.logs import loggers
 from anabranch.cli.parsing import interval, named_values, split_output, usage
 from anabranch.cli.source import ModelSource, Preset, cluster_of
 from anabranch.cli.spread import given
+from anabranch.cli.writable import file_to_write, folder_to_write
 from anabranch.graph.opgraph import Granularity
 from anabranch.planner import PLANNERS
 from anabranch.plans.plan import Mode
@@ -42,6 +43,13 @@ else:
 
 _computing = partial(typer.Option, rich_help_panel="Computing")
 _emulated = partial(typer.Option, rich_help_panel="Emulated devices")
+
+
+def _writable_output(values: list[str] | None) -> list[str] | None:
+    """Accept what ``-o`` has, if its file can be written."""
+    file_to_write(split_output(values)[1])
+    return values
+
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
 Device = Annotated[
@@ -107,6 +115,7 @@ Output = Annotated[
         "--option",
         help="A file to write, or, with an equals sign, an option of the model (-o layers=8); "
         "repeatable.",
+        callback=_writable_output,
     ),
 ]
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.")]
@@ -297,7 +306,9 @@ class TrainingSettings:
         Path | None,
         typer.Option(help="Weights to begin with: a safetensors file, or a folder with one."),
     ] = None
-    save: Annotated[Path | None, typer.Option(help="A new folder for a checkpoint.")] = None
+    save: Annotated[
+        Path | None, typer.Option(help="A new folder for a checkpoint.", callback=folder_to_write)
+    ] = None
     save_every: Annotated[
         str | None,
         typer.Option(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast
@@ -13,7 +14,7 @@ from anabranch.cli.output import note
 from anabranch.cli.parsing import parse_counts, powers_of_two, usage
 from anabranch.cli.progress import progress_bar
 from anabranch.cluster import Cluster
-from anabranch.errors import InvalidPlanError
+from anabranch.errors import InvalidPlanError, SearchStoppedError
 from anabranch.graph.opgraph import Granularity
 
 if TYPE_CHECKING:
@@ -46,7 +47,8 @@ class ModelSource:
     @property
     def is_file(self) -> bool:
         """Whether MODEL is a profile file."""
-        return self.model.endswith((".json", ".txt")) or Path(self.model).is_file()
+        is_file = self.model.endswith((".json", ".txt")) or Path(self.model).is_file()
+        return is_file and not self.model.endswith(".py")
 
     @staticmethod
     def of_plan(
@@ -80,7 +82,18 @@ class ModelSource:
         from anabranch.graph.capture import capture
 
         granularity = cast("Granularity", self.granularity)
-        return capture(workload.module, workload.example, granularity=granularity)
+        with self._capturing():
+            return capture(workload.module, workload.example, granularity=granularity)
+
+    @contextmanager
+    def _capturing(self) -> Iterator[None]:
+        """Ctrl-C inside says what it ended."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            raise SearchStoppedError(
+                f"interrupted while {self.model} was captured; nothing was planned or trained"
+            ) from None
 
     def workload(self, *, meta: bool = False) -> Workload:
         """The workload; ``meta`` builds it without memory for its parameters, for planning."""
@@ -142,18 +155,19 @@ class ModelSource:
                 return measured(captured, workload, counts, device, progress)
         from anabranch.capture_cache.estimated import estimated
 
-        return usage(
-            estimated,
-            self.model,
-            build,
-            device,
-            counts,
-            preset=self.preset,
-            options=self.options,
-            granularity=self.granularity,
-            keep=self.keep,
-            on_kept=self._say_kept,
-        )
+        with self._capturing():
+            return usage(
+                estimated,
+                self.model,
+                build,
+                device,
+                counts,
+                preset=self.preset,
+                options=self.options,
+                granularity=self.granularity,
+                keep=self.keep,
+                on_kept=self._say_kept,
+            )
 
     def _say_kept(self) -> None:
         self.facts["kept_capture"] = True

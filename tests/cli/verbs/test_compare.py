@@ -73,17 +73,22 @@ def test_planner_options_reach_the_planners(run, write_chain):
 
 
 def test_an_interrupt_ends_one_search(run, write_chain, monkeypatch):
-    """With the best so far or a row that says so; the planners behind it have their turn."""
+    """With the best so far or a row that says so; those behind it have their turn, until a second
+    interrupt ends the comparison.
+    """
     monkeypatch.setitem(planners.PLANNERS, "dapple", lambda: Interrupted(False))
     monkeypatch.setitem(planners.PLANNERS, "piper", lambda: Interrupted(True))
-    three = ("--planner", "dapple", "--planner", "piper", "--planner", "even")
-    code, out, err = run("compare", *write_chain(), *three)
+    names = ("dapple", "even", "piper", "sequential")
+    four = [word for name in names for word in ("--planner", name)]
+    code, out, err = run("compare", *write_chain(), *four)
     assert code == 0, err
-    assert planners_of(out) == ["dapple", "piper", "even"]
+    assert planners_of(out) == ["dapple", "even", "piper"]
+    assert "interrupted before sequential" in out
     assert out.splitlines()[3].split()[:3] == ["dapple", "stopped", "-"]
     assert "dapple: interrupted before it had proposed a plan" in out
     assert "piper: 2 stages, micro-batch 8, 1f1b; interrupted: the best of the first 1" in out
-    assert "dapple interrupted piper interrupted" in err
+    assert "dapple interrupted; Ctrl-C again ends the comparison" in err
+    assert "piper interrupted, and the comparison with it" in err
     code, out, err = run("compare", *write_chain(), "--planner", "dapple", "--json")
     assert code == 1
     assert json.loads(out)["plans"][0]["kind"] == SearchStoppedError.__name__

@@ -16,6 +16,13 @@ def test_check_and_simulate_a_plan_file(run, document, profile, tmp_path):
     found = document("simulate", plan, profile, "--report", page, "--trace", trace)
     assert found["step_s"] == pytest.approx(made["predicted"]["step_s"])
     assert len(found["device_peak_bytes"]) == 2
+    assert "actions" not in found
+    actions = document("simulate", plan, profile, "--actions")["actions"]
+    assert {"device", "start_s", "end_s", "kind", "stage", "microbatch", "action"} == set(
+        actions[0]
+    )
+    assert max(action["end_s"] for action in actions) <= found["step_s"]
+    assert run("simulate", plan, profile, "--actions")[0] == 2
     assert "explanation" not in found
     why = document("simulate", plan, profile, "--why")["explanation"]
     assert why == made["explanation"]
@@ -28,7 +35,7 @@ def test_check_and_simulate_a_plan_file(run, document, profile, tmp_path):
     for option in ("--report", "--trace"):
         code, _, err = run("simulate", plan, profile, option, str(tmp_path / "no" / "such"))
         assert code == 1, "a folder that is not there is one paragraph"
-        assert "cannot be read or written" in err
+        assert "cannot be written: there is no folder" in err
     broken = json.loads(Path(plan).read_text())
     broken["stages"][0]["operators"].pop()
     if not broken["stages"][0]["operators"]:

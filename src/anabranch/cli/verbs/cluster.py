@@ -12,6 +12,7 @@ from anabranch.cli.output import note, print_json, print_table, say, say_written
 from anabranch.cli.progress import progress_bar
 from anabranch.cli.settings import AsJson, NoCalibration
 from anabranch.cli.source import read_cluster
+from anabranch.cli.writable import file_to_write
 
 if TYPE_CHECKING:
     from anabranch.cluster import Calibration, Cluster
@@ -34,7 +35,8 @@ def cluster(
         ),
     ] = False,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="A cluster file to write.")
+        Path | None,
+        typer.Option("-o", "--output", help="A cluster file to write.", callback=file_to_write),
     ] = None,
     no_calibration: NoCalibration = False,
     as_json: AsJson = False,

@@ -19,7 +19,7 @@ from anabranch.cli.comparison import (
     staleness_document,
     why_none,
 )
-from anabranch.cli.output import note, print_json, print_table, say, say_written
+from anabranch.cli.output import note, print_json, print_table, say, say_error, say_written
 from anabranch.cli.parsing import options_by_planner, usage
 from anabranch.cli.progress import progress_bar
 from anabranch.cli.settings import AsJson, ModelSettings, PlannerName, PlanningSettings, PolicyName
@@ -64,7 +64,8 @@ def compare(
 
     A planner that finds no plan has a row and a line that says why; exits with 1 if none has a
     plan. Ctrl-C ends the search of the planner under way, with the best plan it has so far or a
-    row that says "stopped"; the others follow, and Ctrl-C ends each of those in turn.
+    row that says "stopped"; the others follow. A second Ctrl-C ends the comparison with what there
+    is.
 
     "slowest stage" is what the slowest stage computes in one step; a step cannot be shorter.
     "total" is the planner's search plus simulating its proposals and improving the best of them.
@@ -153,21 +154,26 @@ def compare(
         say_written(model.file)
     if error is not None:
         # Not raised: standard output has its document already.
-        typer.secho(f"{type(error).__name__}: {error}", err=True, fg="red")
+        say_error(f"{type(error).__name__}: {error}")
         raise typer.Exit(1)
 
 
 def _search(
     contenders: list[Contender], results: Iterator[tuple[Any, ...]]
 ) -> dict[Contender, Plan | AnabranchError]:
-    """The plan of every contender; an interrupt between two searches ends the comparison only."""
+    """The plan of every contender, until a second interrupt, or one between two searches."""
     found: dict[Contender, Plan | AnabranchError] = {}
+    ended = 0
     with progress_bar("planning") as progress, suppress(KeyboardInterrupt):
         for i, contender in enumerate(contenders):
             progress(i, len(contenders), f"planner {_name(contender)}; Ctrl-C ends its search")
             found[contender] = usage(next, results)[-1]
             if interrupted(found[contender]):
-                note(f"{_name(contender)} interrupted")
+                ended += 1
+                if ended == 2:
+                    note(f"{_name(contender)} interrupted, and the comparison with it")
+                    break
+                note(f"{_name(contender)} interrupted; Ctrl-C again ends the comparison")
     return found
 
 

@@ -9,6 +9,7 @@ import typer
 
 from anabranch.cli.output import note, print_json
 from anabranch.cli.settings import AsJson
+from anabranch.cli.writable import folder_to_write
 
 
 def export(
@@ -23,6 +24,7 @@ def export(
             "--output",
             help="A new file NAME.safetensors; or a new folder, which also gets the config.json of "
             "a Hugging Face model.",
+            callback=folder_to_write,
         ),
     ],
     prefix: Annotated[

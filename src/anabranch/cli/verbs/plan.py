@@ -19,7 +19,7 @@ from anabranch.cli.comparison import (
     staleness_of,
     staleness_table,
 )
-from anabranch.cli.output import note, print_json, print_table, say_written
+from anabranch.cli.output import note, print_json, print_table, say_lines, say_written
 from anabranch.cli.parsing import named_values, usage
 from anabranch.cli.settings import AsJson, ModelSettings, PlannerName, PlanningSettings, Policy
 from anabranch.cli.source import read_cluster
@@ -137,9 +137,9 @@ def plan(
             document["optimizer"] = optimizer.name if optimizer is not None else None
         print_json(document | staleness_document(found, optimizer))
         return
-    typer.echo(found.summary())
+    say_lines(found.summary())
     if kind := told(costs.graph.loss_kind):
-        typer.echo(kind)
+        say_lines(kind)
     if found.mode == "async":
         print_table(*staleness_table(found.policy, staleness_of(found, optimizer)))
     typer.echo(
@@ -147,7 +147,7 @@ def plan(
         f"{found.improve_s:.3f} s of improvement"
     )
     for name, other in others.items():
-        typer.echo(against(name, other, found))
+        say_lines(against(name, other, found))
     if better := _faster(others, found):
         typer.echo(better)
     if why is not None:

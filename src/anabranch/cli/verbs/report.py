@@ -9,12 +9,16 @@ import typer
 
 from anabranch.cli.output import print_json
 from anabranch.cli.settings import AsJson
+from anabranch.cli.writable import file_to_write
 
 
 def report(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A folder that train wrote.")],
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="The page [default: RUN/report.html].")
+        Path | None,
+        typer.Option(
+            "-o", "--output", help="The page [default: RUN/report.html].", callback=file_to_write
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -15,6 +15,7 @@ from anabranch.cli.output import print_json, print_table, say_written
 from anabranch.cli.parsing import usage
 from anabranch.cli.settings import AsJson, PlanFile, PlannedModelSettings, Policy, ScheduleName
 from anabranch.cli.spread import spread
+from anabranch.cli.writable import file_to_write
 from anabranch.plans.plan import Mode, Plan, headline
 
 if TYPE_CHECKING:
@@ -39,9 +40,22 @@ def simulate(
         bool, typer.Option("--why", help="Also say what the step is spent on, and what would help.")
     ] = False,
     trace: Annotated[
-        Path | None, typer.Option(help="Write a trace for Perfetto or chrome://tracing.")
+        Path | None,
+        typer.Option(
+            help="Write a trace for Perfetto or chrome://tracing.", callback=file_to_write
+        ),
     ] = None,
-    report: Annotated[Path | None, typer.Option(help="Write a self-contained HTML page.")] = None,
+    report: Annotated[
+        Path | None,
+        typer.Option(help="Write a self-contained HTML page.", callback=file_to_write),
+    ] = None,
+    actions: Annotated[
+        bool,
+        typer.Option(
+            "--actions",
+            help="With --json: list the actions, device by device, with start and end.",
+        ),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Predict the timeline of one step of PLAN.
@@ -52,6 +66,8 @@ def simulate(
     from anabranch import solve
     from anabranch.files import load_plan
 
+    if actions and not as_json:
+        raise typer.BadParameter("--actions is for --json; --report draws them, --trace lists them")
     plan = load_plan(plan_file)
     batch_size = plan.stage_graph.batch_size
     cluster = other.cluster_of(plan, plan_file)
@@ -86,7 +102,26 @@ def simulate(
         text = page(shown, [(title, timeline)], graphs=[graph], tables=tables)
         report.write_text(text, encoding="utf-8")
     files = {"trace": trace, "report": report}
-    _say(shown, timeline, found, explanation, source.facts if as_json else None, files)
+    facts = {**source.facts, **(_actions(timeline) if actions else {})} if as_json else None
+    _say(shown, timeline, found, explanation, facts, files)
+
+
+def _actions(timeline: Timeline) -> dict[str, Any]:
+    """The actions of every device in their order, for a JSON document."""
+    return {
+        "actions": [
+            {
+                "device": span.device,
+                "start_s": span.start,
+                "end_s": span.end,
+                "kind": span.action.kind.name.lower(),
+                "stage": span.action.stage,
+                "microbatch": span.action.microbatch,
+                "action": str(span.action),
+            }
+            for span in timeline.spans
+        ]
+    }
 
 
 def _say(
@@ -94,7 +129,7 @@ def _say(
     timeline: Timeline,
     found: Simulated | None,
     why: Explanation | None,
-    facts: Mapping[str, bool] | None,
+    facts: Mapping[str, Any] | None,
     files: Mapping[str, Path | None],
 ) -> None:
     """Print the figures of a step or, where there is no flush, of the full pipeline.

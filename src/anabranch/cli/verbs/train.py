@@ -15,7 +15,7 @@ import typer
 from anabranch.cli.emulated_run import rehearse
 from anabranch.cli.executed_plan import executed_plan
 from anabranch.cli.job import Job, agreed
-from anabranch.cli.output import note
+from anabranch.cli.output import note, say_lines
 from anabranch.cli.preflight import (
     refuse_emulation,
     refuse_mode,
@@ -105,9 +105,9 @@ def train(
     shown, policy = _plan(job, local, training, options, flush, compute)
     is_first = os.environ.get("RANK", "0") == "0"
     if is_first and not as_json:
-        typer.echo(shown.summary())
+        say_lines(shown.summary())
         if kind := told(job.captured.loss_kind):
-            typer.echo(kind)
+            say_lines(kind)
     special: dict[str, Any] = {
         "accumulate": compute.accumulate,
     }

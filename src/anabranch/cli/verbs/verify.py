@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import typer
 
 from anabranch.cli.job import Job
-from anabranch.cli.output import print_json
+from anabranch.cli.output import print_json, say_error, say_lines
 from anabranch.cli.settings import AsJson, LocalPlanSettings, TrainedModelSettings
 from anabranch.cli.spread import spread
 
@@ -56,8 +56,8 @@ def verify(
             }
         )
     else:
-        typer.echo(plan.summary())
-        typer.echo(result.summary())
+        say_lines(plan.summary())
+        say_lines(result.summary())
     if not result.is_good:
-        typer.secho(result.why(), err=True, fg="red")
+        say_error(result.why())
         raise typer.Exit(1)
