@@ -2,10 +2,11 @@
 
     python -m benchmarks.prediction [--models mmt] [--ranks 2 4] [--turns 3] [--actions] [--json]
 
-The machine is calibrated first. Then plans take turns: operators and update of the model are timed,
-the plan is trained for some steps, and the model is timed again; the prediction is the mean of
-those by the two profiles. So a machine whose speed drifts is predicted at the speed that it has. A
-turn beside which others computed is made again, a few times at most. A row is the turn with the
+The machine is calibrated first. Then plans take turns. A turn has rounds: while all ranks wait, one
+of them times operators and update of the model; the plan is trained for some steps; the model is
+timed again. A round's prediction is the mean of those by its two profiles. So a machine whose speed
+drifts, as that of shared ones does from second to second, is predicted at the speed that it has. A
+turn beside which others computed is made again, a few times at most. A row is the round with the
 median error.
 """
 
@@ -20,11 +21,12 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from anabranch import launch
 from anabranch.calibration.machine import OtherLoad
@@ -45,8 +47,8 @@ from benchmarks.planners.common import Row, table
 T = TypeVar("T")
 
 BATCH = 32
-STEPS, SETTLING = 16, 4
-"""Steps of a turn, and how many more before them."""
+ROUNDS, STEPS, SETTLING = 5, 8, 4
+"""Rounds of a turn, steps of a round, and how many more before them."""
 
 QUIET, TRIES = 0.06, 4
 """Processor cores that others may take of a turn, and how often it is made at most."""
@@ -62,7 +64,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="*", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--ranks", nargs="*", type=int, default=[2, 4])
-    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--turns", type=int, default=1)
     parser.add_argument("--actions", action="store_true", help="also where the time goes")
     parser.add_argument("--json", action="store_true", help="print JSON")
     arguments = parser.parse_args()
@@ -104,22 +106,31 @@ def measure(model: str, ranks: list[int], turns: int, machine: Calibrated) -> li
         for count in ranks
         for kind, options in KINDS.items()
     }
+    # Ranks forget the parameters of other stages; to be timed, the model has to be whole.
+    spare = build(model, preset="small")
+    whole = capture(spare.module, spare.example)
     seen: dict[tuple[int, str], list[Row]] = defaultdict(list)
     for _ in range(turns):
         for (count, kind), chosen in plans.items():
-            turn = partial(taken, count, workload, chosen, captured)
-            (profiles, steps, timeline), others = calmest(turn)
-            found = [simulate(chosen, profile, local(machine, count)) for profile in profiles]
-            plain = [uncalibrated(chosen, profile, count) for profile in profiles]
-            seen[count, kind].append(
-                {
-                    "step_s": statistics.median(steps),
-                    "predicted_s": statistics.fmean(timeline.step_s for timeline in found),
-                    "uncalibrated_s": statistics.fmean(plain),
-                    "others": others,
-                    "actions": beside(found[0], timeline),
-                }
-            )
+            cluster, sizes = local(machine, count), sizes_of(chosen)
+
+            def timed(sizes: tuple[int, ...] = sizes) -> Profile:
+                return measured(whole, spare, sizes, "cpu")
+
+            turn = partial(launch.run, trained, count, workload, chosen, captured, timed)
+            ranks_rounds, others = calmest(turn)
+            for round_ in ranks_rounds[0]:
+                found = [simulate(chosen, profile, cluster) for profile in round_.profiles]
+                plain = [uncalibrated(chosen, profile, count) for profile in round_.profiles]
+                seen[count, kind].append(
+                    {
+                        "step_s": statistics.median(round_.steps),
+                        "predicted_s": statistics.fmean(timeline.step_s for timeline in found),
+                        "uncalibrated_s": statistics.fmean(plain),
+                        "others": others,
+                        "actions": beside(found[0], round_.timeline),
+                    }
+                )
     return [
         {"model": model, "ranks": count, "kind": kind, **middle(found)}
         for (count, kind), found in seen.items()
@@ -139,15 +150,6 @@ def calmest(make: Callable[[], T]) -> tuple[T, float]:
     return made, cores
 
 
-def taken(
-    count: int, workload: Workload, chosen: Plan, captured: Captured
-) -> tuple[list[Profile], list[float], Timeline | None]:
-    """One turn: profiles before and after the steps, and these."""
-    before = measured(captured, workload, sizes_of(chosen), "cpu")
-    steps, timeline = launch.run(trained, count, workload, chosen, captured)[0]
-    return [before, measured(captured, workload, sizes_of(chosen), "cpu")], steps, timeline
-
-
 def sizes_of(chosen: Plan) -> tuple[int, ...]:
     """The sample counts that a plan needs; two at least."""
     graph = chosen.stage_graph
@@ -156,7 +158,7 @@ def sizes_of(chosen: Plan) -> tuple[int, ...]:
 
 
 def middle(found: list[Row]) -> Row:
-    """The turn with the median error."""
+    """The round with the median error."""
     ordered = sorted(found, key=lambda row: row["predicted_s"] / row["step_s"])
     return ordered[len(ordered) // 2]
 
@@ -173,27 +175,46 @@ def uncalibrated(chosen: Plan, profile: Profile, count: int) -> float:
     return simulate(chosen, replace(profile, update=None), Cluster.preset(f"local:{count}")).step_s
 
 
-def trained(
-    workload: Workload, chosen: Plan, captured: Captured
-) -> tuple[list[float], Timeline | None]:
-    """Steps of one rank, in seconds, and the timeline of one of them."""
+@dataclass(frozen=True)
+class Round:
+    """Seconds of some steps, one of them recorded, and the profiles before and after them."""
 
+    profiles: tuple[Profile, Profile]
+    steps: list[float]
+    timeline: Timeline | None
+
+
+def trained(
+    workload: Workload, chosen: Plan, captured: Captured, timed: Callable[[], Profile]
+) -> list[Round]:
+    """The rounds of a turn, of one rank; the first one has the profiles."""
     prepare(captured, chosen.stage_graph)
     pipe = Pipeline(workload, chosen, captured=captured, check_gradients=False)
     batches = pipe.batches()
-    steps: list[float] = []
-    for step in range(SETTLING + STEPS):
-        batch = next(batches)
-        begun = time.perf_counter()
-        pipe.step(batch)
-        if step >= SETTLING:
-            steps.append(time.perf_counter() - begun)
-    timelines = []
-    for _ in range(3):
+    for _ in range(SETTLING):
+        pipe.step(next(batches))
+
+    def profile() -> Profile | None:
+        found = timed() if pipe.rank == 0 else None
+        dist.barrier()
+        return found
+
+    rounds: list[Round] = []
+    before = profile()
+    for _ in range(ROUNDS):
+        steps: list[float] = []
+        for step in range(-SETTLING, STEPS):
+            batch = next(batches)
+            begun = time.perf_counter()
+            pipe.step(batch)
+            if step >= 0:
+                steps.append(time.perf_counter() - begun)
         pipe.step(next(batches), record=True)
-        assert pipe.timeline is not None
-        timelines.append(pipe.timeline)
-    return steps, sorted(timelines, key=lambda timeline: timeline.step_s)[1]
+        after = profile()
+        if before is not None and after is not None:
+            rounds.append(Round((before, after), steps, pipe.timeline))
+        before = after
+    return rounds
 
 
 def beside(predicted: Timeline, recorded: Timeline | None) -> Row:

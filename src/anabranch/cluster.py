@@ -92,6 +92,8 @@ class Calibration:
         restarts: how much longer work takes behind a wait of the core, for its caches and its clock
             have to come back: (seconds waited, seconds longer), both ascending; in between it is
             interpolated. Empty where that is not known.
+        share_tensor_s: where ranks share an optimizer's state, of sending and taking what they have
+            updated, for each parameter, and ``share_byte_s`` per byte that a rank sends or takes.
     """
 
     machine: Machine
@@ -108,6 +110,8 @@ class Calibration:
     memory_bandwidth: float
     lost_share: float = 0.0
     restarts: tuple[tuple[float, float], ...] = ()
+    share_tensor_s: float = 0.0
+    share_byte_s: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.slowdown or self.slowdown[0] != 1 or any(s < 1 for s in self.slowdown):

@@ -15,6 +15,7 @@ from anabranch.calibration.measure import Seen, calibrate, gathered, joined
 from anabranch.calibration.messages import SIZES, Exchange, Line
 from anabranch.calibration.overheads import Overheads
 from anabranch.calibration.side_by_side import Pace
+from anabranch.calibration.sums import Sums
 from anabranch.cluster import BUSY, Calibration
 from tests.calibration import examples
 
@@ -54,8 +55,8 @@ def test_what_ranks_have_seen_is_one_cluster():
             hosts[rank],
             {1: [Pace(1.0, 1.0)] if rank in (0, 2) else [], 2: [Pace(1.5, 1.5)]},
             {sum(pair) - rank: link for pair, link in links.items() if rank in pair},
-            Line(2.0, 4.0) if rank in (0, 1) else None,
-            Overheads(0.125, 0.25, 100.0) if rank == 0 else None,
+            Sums(Line(2.0, 4.0), Line(0.5, 0.25)) if rank in (0, 1) else None,
+            Overheads(1.0, 2.0, 0.125, 0.25, 100.0) if rank == 0 else None,
         )
         for rank in range(4)
     ]
@@ -77,6 +78,8 @@ def test_what_ranks_have_seen_is_one_cluster():
         sum_tensor_s=2.0,
         sum_byte_s=4.0,
         memory_bandwidth=100.0,
+        share_tensor_s=0.5,
+        share_byte_s=0.25,
     )
 
 
@@ -85,8 +88,10 @@ def test_ranks_tell_what_they_have_seen():
     """To the last bit, whatever a rank has, and as text."""
     ends = {1: [Exchange(256, 0.1, 0.2, 1 / 3)]}
     seen = [
-        Seen("a \u00fc", {1: [Pace(0.1, 0.2)], 2: []}, ends, None, Overheads(0.1, 0.2, 0.3)),
-        Seen("b", {1: [], 2: [Pace(1e-9, 2e-9)]}, {}, Line(0.1, 1e-30)),
+        Seen(
+            "a \u00fc", {1: [Pace(0.1, 0.2)], 2: []}, ends, None, Overheads(0.1, 0.2, 0.3, 0.4, 0.5)
+        ),
+        Seen("b", {1: [], 2: [Pace(1e-9, 2e-9)]}, {}, Sums(Line(0.1, 1e-30), Line(1.0, 2.0))),
     ]
 
     def rank() -> list[Seen]:

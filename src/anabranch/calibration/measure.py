@@ -20,6 +20,7 @@ from anabranch.calibration.machine import this_machine
 from anabranch.calibration.messages import Exchange, Line
 from anabranch.calibration.overheads import Overheads
 from anabranch.calibration.side_by_side import Pace
+from anabranch.calibration.sums import Sums
 from anabranch.cluster import Calibration, Cluster, Level
 from anabranch.runtime import texts
 from anabranch.runtime.mesh import Mesh
@@ -53,7 +54,7 @@ class Seen:
     host: str
     paces: dict[int, list[Pace]]
     links: dict[int, list[Exchange]]
-    sums: Line | None = None
+    sums: Sums | None = None
     alone: Overheads | None = None
 
 
@@ -71,7 +72,7 @@ def calibrate(progress: Progress | None = None) -> Calibrated:
     """
     if "RANK" in os.environ:
         return _of_job(progress)
-    alone = launch.run(overheads.measure_overheads, 1)[0]
+    alone = overheads.measure_overheads()
     machine = this_machine()
     ks = side_by_side.counts(machine.cores, 2 * machine.cores)
     first, *others = launch.run(_rank, max(2, ks[-1]), ks, progress or _silent)
@@ -82,7 +83,7 @@ def calibrate(progress: Progress | None = None) -> Calibrated:
 def _of_job(progress: Progress | None) -> Calibrated:
     """As a rank of torchrun."""
     is_first = int(os.environ["RANK"]) == 0
-    alone = launch.run(overheads.measure_overheads, 1)[0] if is_first else None
+    alone = overheads.measure_overheads() if is_first else None
     torch.set_num_threads(1)
     cores = os.cpu_count() or 1
     most = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -170,17 +171,19 @@ def joined(seen: Sequence[Seen], cores: int, name: str, devices: int) -> Calibra
         this_machine(),
         datetime.now(UTC).date().isoformat(),
         side_by_side.slowdown(on_host, cores),
-        send_s=send.fixed_s,
+        send_s=_in_a_step(send, alone.send_s),
         send_byte_s=send.byte_s,
-        receive_s=receive.fixed_s,
+        receive_s=_in_a_step(receive, alone.receive_s),
         receive_byte_s=receive.byte_s,
         microbatch_s=alone.microbatch_s,
         step_s=alone.step_s,
-        sum_tensor_s=statistics.fmean(s.fixed_s for s in summing) if summing else 0.0,
-        sum_byte_s=statistics.fmean(s.byte_s for s in summing) if summing else 0.0,
+        sum_tensor_s=statistics.fmean(s.sum.fixed_s for s in summing) if summing else 0.0,
+        sum_byte_s=statistics.fmean(s.sum.byte_s for s in summing) if summing else 0.0,
         memory_bandwidth=alone.memory_bandwidth,
         lost_share=side_by_side.lost_share(on_host),
         restarts=alone.restarts,
+        share_tensor_s=statistics.fmean(s.share.fixed_s for s in summing) if summing else 0.0,
+        share_byte_s=statistics.fmean(s.share.byte_s for s in summing) if summing else 0.0,
     )
     cluster = Cluster(name, "cpu", preset.memory_bytes, tuple(levels), cores, calibration)
     return Calibrated(cluster, links)
@@ -190,6 +193,11 @@ def _level(name: str, size: int, links: dict[tuple[int, int], list[Exchange]]) -
     """The typical link among some pairs."""
     fitted = _line([[x.one_way_s for x in exchanges] for exchanges in links.values()])
     return Level(name, size, 1 / max(fitted.byte_s, 1e-15), fitted.fixed_s)
+
+
+def _in_a_step(seconds: Line, measured_s: float) -> float:
+    """The fixed seconds of a message among computes: as measured, or what it has at least."""
+    return max(seconds.fixed_s, measured_s - seconds.byte_s * overheads.MESSAGE_BYTES)
 
 
 def _line(seconds: Sequence[Sequence[float]]) -> Line:

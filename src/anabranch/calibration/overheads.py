@@ -1,57 +1,74 @@
-"""What a rank does besides computing, sending and updating: the bookkeeping of its worker.
+"""What a rank does besides computing and updating: messages, and the bookkeeping of its worker.
 
-A pipeline of one rank trains a model whose operators take next to nothing, with few micro-batches
-and with many. What they differ by, without the operators as the profiler times them, is the
-bookkeeping of passes; the rest is that of steps, as the optimizer does nothing::
+A pipeline of two ranks trains a model of small matrices, and every action is timed by the processor
+time that its rank spends on it. Between messages ranks compute, so caches are as a step has them: a
+message costs several times what it does where nothing else is done. An operator's share is known
+from its profile, before and after, and the optimizer does nothing::
 
-    step(M) = step_s + M * (2 * microbatch_s + operators)
+    step of a rank = step_s + sends + receives + M * (2 * microbatch_s + operators) + agreement
 """
 
 from __future__ import annotations
 
 import statistics
 import time
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from anabranch import launch
 from anabranch.calibration.restarts import measure_restarts
 from anabranch.cluster import Cluster
 from anabranch.graph.capture import Captured, capture
+from anabranch.plans.plan import Plan
 from anabranch.profile.measure import measure
 from anabranch.profile.profile import Profile
 from anabranch.runtime.pipeline import Pipeline
+from anabranch.schedule.schedule import Kind
 from anabranch.solve import plan
 from anabranch.workload import NamedParameters, Workload, adamw
 
-_SAMPLES = 4
-"""Of a micro-batch."""
+_RANKS, _LAYERS, _WIDTH = 2, 6, 256
+_SAMPLES, _MICROBATCHES = 16, 6
+"""Of a micro-batch, and of a step: most messages have come before they are waited for."""
 
-_FEW, _MANY = 2, 14
-_STEPS = 24
+_STEPS = 16
 _UPDATE_BYTES = 2**24
+
+MESSAGE_BYTES = 4 * _SAMPLES * _WIDTH
+"""Of each message."""
 
 
 @dataclass(frozen=True, slots=True)
 class Overheads:
-    """Seconds of a forward or backward and of a step besides their work, bytes/s of updates, and
-    what waits cost (``Calibration.restarts``).
+    """Processor seconds of a rank.
+
+    Attributes:
+        send_s: of a message of ``MESSAGE_BYTES`` at its sender, ``receive_s`` at its receiver.
+        microbatch_s: of a forward or backward besides its operators.
+        step_s: of a step besides its actions, and the update.
+        memory_bandwidth: bytes/s of an update.
+        restarts: see ``Calibration``.
     """
 
+    send_s: float
+    receive_s: float
     microbatch_s: float
     step_s: float
     memory_bandwidth: float
     restarts: tuple[tuple[float, float], ...] = ()
 
 
-class _Tiny(nn.Module):
+class _Chain(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 1)
+        self.layers = nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH) for _ in range(_LAYERS)))
 
     def forward(self, values: Tensor) -> Tensor:
-        result: Tensor = self.second(self.first(values).relu())
+        result: Tensor = self.layers(values)
         return result.square().mean()
 
 
@@ -63,37 +80,89 @@ class _Idle(torch.optim.Optimizer):
         """Change nothing."""
 
 
+class _ProcessorClock:
+    """A worker's clock that shows the processor time of its rank."""
+
+    def begin(self) -> None:
+        """See ``Clock``."""
+
+    def end(self) -> None:
+        """See ``Clock``."""
+
+    def mark(self) -> float:
+        return time.thread_time()
+
+    def seconds(self, marks: Sequence[float]) -> list[float]:
+        return list(marks)
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """What one rank has seen: seconds of a whole step, and those of its actions by kind, of all
+    ranks.
+    """
+
+    step_s: float
+    actions: dict[str, float]
+    memory_bandwidth: float
+    restarts: tuple[tuple[float, float], ...]
+
+
 def measure_overheads() -> Overheads:
-    """Measure them on this processor core; no process group may have been made."""
+    """Measure them on local ranks, alone on the machine."""
     torch.manual_seed(0)
-    workload = Workload(_Tiny(), (torch.randn(_SAMPLES, 8),), optimizer=_Idle)
+    workload = Workload(_Chain(), (torch.randn(_SAMPLES, _WIDTH),), optimizer=_Idle)
     captured = capture(workload.module, workload.example)
-    profile = measure(captured, (_SAMPLES, 2 * _SAMPLES), repeats=24)
-    operators_s = sum(cost.forward_s[0] + cost.backward_s[0] for cost in profile.costs)
-    few, many = (_step_s(workload, captured, profile, m) for m in (_FEW, _MANY))
-    microbatch_s = (many - few) / (_MANY - _FEW)
+    before = _profile(captured)
+    cluster = Cluster.preset(f"local:{_RANKS}")
+    size = _MICROBATCHES * _SAMPLES
+    options = {"planner": "even", "schedule": "1f1b", "microbatch_size": _SAMPLES}
+    chosen = plan(before, cluster, size, max_replicas=1, **options)  # type: ignore[arg-type]
+    seen = launch.run(_rank, _RANKS, workload, chosen, captured)
+    operators_s = statistics.fmean(map(_operators_s, (before, _profile(captured)))) / _RANKS
+    found = seen[0].actions
+    forward_s, backward_s = (found[kind.name] for kind in (Kind.FORWARD, Kind.BACKWARD))
+    send_s = statistics.fmean(found[k.name] for k in Kind if k.is_send)
+    receive_s = statistics.fmean(found[k.name] for k in Kind if k.is_receive)
+    actions_s = _MICROBATCHES * (forward_s + backward_s + send_s + receive_s)
+    agreement_s = (_RANKS - 1) * (send_s + receive_s)
+    whole_s = statistics.fmean(rank.step_s for rank in seen)
     return Overheads(
-        max(0.0, microbatch_s - operators_s) / 2,
-        max(0.0, few - _FEW * microbatch_s),
-        _memory_bandwidth(),
-        measure_restarts(),
+        send_s,
+        receive_s,
+        max(0.0, forward_s + backward_s - operators_s) / 2,
+        max(0.0, whole_s - actions_s - agreement_s),
+        seen[0].memory_bandwidth,
+        seen[0].restarts,
     )
 
 
-def _step_s(
-    workload: Workload, captured: Captured, profile: Profile, num_microbatches: int
-) -> float:
-    """Processor seconds of a step on one rank."""
-    size = num_microbatches * _SAMPLES
-    one = Cluster("one rank", "cpu", 2**34, Cluster.preset("local:1").levels)
-    chosen = plan(profile, one, size, planner="even", microbatch_size=_SAMPLES)
+def _profile(captured: Captured) -> Profile:
+    return measure(captured, (_SAMPLES, 2 * _SAMPLES), repeats=24)
+
+
+def _operators_s(profile: Profile) -> float:
+    return sum(cost.forward_s[0] + cost.backward_s[0] for cost in profile.costs)
+
+
+def _rank(workload: Workload, chosen: Plan, captured: Captured) -> _Seen:
     pipe = Pipeline(workload, chosen, captured=captured, check_gradients=False)
-    batch, taken = (torch.randn(size, 8),), []
+    pipe._workers.clock = _ProcessorClock()
+    batch = (torch.randn(_MICROBATCHES * _SAMPLES, _WIDTH),)
+    steps: list[float] = []
+    actions: defaultdict[str, list[float]] = defaultdict(list)
     for _ in range(_STEPS):
-        used = time.process_time()
+        used = time.thread_time()
         pipe.step(batch)
-        taken.append(time.process_time() - used)
-    return statistics.median(taken)
+        steps.append(time.thread_time() - used)
+        pipe.step(batch, record=True)
+        assert pipe.timeline is not None
+        for span in pipe.timeline.spans:
+            actions[span.action.kind.name].append(span.end - span.start)
+    medians = {kind: statistics.median(seconds) for kind, seconds in actions.items()}
+    alone = pipe.rank == 0
+    bandwidth = _memory_bandwidth() if alone else 0.0
+    return _Seen(statistics.median(steps), medians, bandwidth, measure_restarts() if alone else ())
 
 
 def _memory_bandwidth() -> float:

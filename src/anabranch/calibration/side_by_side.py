@@ -1,8 +1,10 @@
 """How much longer computing takes while other ranks of the host compute as well.
 
-Memory, caches and, behind some "cores", the arithmetic itself are shared. The work is a mix of what
-operators do: products of matrices, which find their numbers in the cache; passes over memory that
-no cache holds; and small operators, which are calls more than numbers.
+Memory, caches and, behind some "cores", the arithmetic itself are shared. The work is what a stage
+does: products of matrices, which find their numbers in the cache unless another rank had the core
+meanwhile, and small operators, which are calls more than numbers. (With passes over memory that no
+cache holds in between, four ranks on two cores took 1.11 times the processor time of one alone;
+without 1.18, and the built-in models in their small presets 1.17 to 1.45.)
 
 What counts is processor time per piece of work, so that other users of the machine do not look
 like a slow processor; that ranks beyond the cores have to take turns comes on top::
@@ -35,18 +37,16 @@ class Pace:
 
 
 def work() -> Callable[[], object]:
-    """One piece of work of some milliseconds: forward and backward of the mix."""
+    """One piece of work of some milliseconds: forwards and backwards."""
     torch.manual_seed(0)
     block = nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256), nn.LayerNorm(256))
     dense, small = torch.randn(128, 256), torch.randn(4, 256)
-    wide = torch.randn(1 << 20, requires_grad=True)
 
     def piece() -> None:
         for _ in range(3):
             torch.autograd.backward(block(dense).sum())
             for _ in range(3):
                 torch.autograd.backward(block(small).sum())
-        torch.autograd.backward((wide * 2 + 1).sum())
 
     piece()
     return piece

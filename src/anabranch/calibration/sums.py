@@ -1,18 +1,21 @@
-"""Processor time of summing gradients: hooks, copies to the bucket, terms sent, taken and added.
+"""Processor time of summing gradients, and of sharing what was updated by one rank for others.
 
-Two ranks run backwards over parameters that both hold, with the runtime's reducer and without. The
-difference, for small and for large parameters, is what a parameter and a byte of it cost.
+A sum takes hooks, copies to the bucket, terms sent, taken and added. Two ranks run backwards over
+parameters that both hold, with the runtime's reducer and without. The difference, for small and for
+large parameters, is what a parameter and a byte of it cost. Then each of them gives the other one
+half of the parameters.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from anabranch.calibration.messages import Line
+from anabranch.calibration.messages import Line, line
 from anabranch.runtime.data_parallel.gradients import Holders
 from anabranch.runtime.data_parallel.reducer import Reducer
 from anabranch.runtime.mesh import Mesh
@@ -26,18 +29,58 @@ _COUNT, _SMALL, _LARGE = 48, 256, 1 << 16
 _STEPS = 16
 
 
-def measure_sums(mesh: Mesh) -> Line:
-    """Seconds per parameter and per byte on each of two ranks; call it on both."""
-    small, large = (_seconds(mesh, nbytes) / _COUNT for nbytes in (_SMALL, _LARGE))
-    byte_s = max(0.0, (large - small) / (_LARGE - _SMALL))
-    return Line(max(0.0, small - byte_s * _SMALL), byte_s)
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """Processor seconds per parameter and per byte of it, on each of two ranks: of its sum, and of
+    sharing it behind an update.
+    """
+
+    sum: Line
+    share: Line
 
 
-def _seconds(mesh: Mesh, nbytes: int) -> float:
-    """Processor seconds of the sums of one step."""
-    parameters = {str(i): nn.Parameter(torch.ones(nbytes // 4)) for i in range(_COUNT)}
-    holders = Holders(dict.fromkeys(parameters, RANKS), {}, dict.fromkeys(parameters, (0,)))
-    reducer = Reducer(parameters, holders, mesh)
+def measure_sums(mesh: Mesh) -> Sums:
+    """Measure them; call it on both ranks."""
+    small, large = (_Parameters(mesh, nbytes) for nbytes in (_SMALL, _LARGE))
+    return Sums(
+        _line(small.sum_s(), large.sum_s()),
+        _line(small.share_s(), large.share_s()),
+    )
+
+
+def _line(small_s: float, large_s: float) -> Line:
+    return line((_SMALL, _LARGE), (small_s / _COUNT, large_s / _COUNT))
+
+
+class _Parameters:
+    """Parameters of one size that both ranks hold."""
+
+    def __init__(self, mesh: Mesh, nbytes: int) -> None:
+        self._mesh = mesh
+        self._named = {str(i): nn.Parameter(torch.ones(nbytes // 4)) for i in range(_COUNT)}
+        self._holders = Holders(
+            dict.fromkeys(self._named, RANKS), {}, dict.fromkeys(self._named, (0,))
+        )
+
+    def sum_s(self) -> float:
+        """Of the sums of one step."""
+        return _sum_s(self._named, Reducer(self._named, self._holders, self._mesh))
+
+    def share_s(self) -> float:
+        """Of giving and taking what was updated in one step."""
+        holders = self._holders.sharded({name: p.nbytes for name, p in self._named.items()})
+        reducer = Reducer(self._named, holders, self._mesh)
+        taken: list[float] = []
+        for _ in range(2 * _STEPS):
+            self._mesh.all_reduce(torch.zeros(1), RANKS)
+            used = time.process_time()
+            reducer.start_share()
+            reducer.finish_share()
+            taken.append(time.process_time() - used)
+        return statistics.median(taken)
+
+
+def _sum_s(parameters: dict[str, nn.Parameter], reducer: Reducer) -> float:
     summed: list[float] = []
     alone: list[float] = []
     for step in range(2 * _STEPS):

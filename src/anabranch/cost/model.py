@@ -248,9 +248,9 @@ class CostModel:
         shares = self.shard_optimizer
         return sum_s(self.cluster.calibration, tensors, nbytes, devices, shares=shares)
 
-    def share_s(self, nbytes: float, devices: int) -> float:
+    def share_s(self, tensors: int, nbytes: float, devices: int) -> float:
         """Processor seconds of a device for sending what it has updated and taking the rest."""
-        return share_s(self.cluster.calibration, nbytes, devices)
+        return share_s(self.cluster.calibration, tensors, nbytes, devices)
 
     def restart_s(self, waited_s: float) -> float:
         """See ``overheads``."""

@@ -10,7 +10,7 @@
 
     sums        per gradient + per byte and other rank, of the processors; the links' time is in
                 ``communication``. Where ranks share the optimizer's state each byte is added up on
-                one of them, and what it has updated goes to the others as messages
+                one of them, and what that has updated goes to the others
     restart     of a core that has waited, whose work takes longer until its caches are full again
     reading     of a batch, by its samples, as measured for the workload's data; a step alone is
                 given its batch
@@ -62,14 +62,14 @@ def sum_s(
     return calibration.sum_tensor_s * tensors + calibration.sum_byte_s * nbytes * terms
 
 
-def share_s(calibration: Calibration | None, nbytes: float, ranks: int) -> float:
-    """Processor seconds of a rank that sends the parameters which it has updated to all others, and
-    takes theirs: so many bytes in all, each copied once into a message and once out of it.
+def share_s(calibration: Calibration | None, tensors: int, nbytes: float, ranks: int) -> float:
+    """Processor seconds of a rank that sends its part of so many parameters to all others, and
+    takes theirs.
     """
     if calibration is None or ranks < 2:
         return 0.0
-    messages = (ranks - 1) * sum(message_s(calibration, nbytes / ranks))
-    return messages + 2 * nbytes / calibration.memory_bandwidth
+    moved = 2 * (ranks - 1) / ranks * nbytes
+    return calibration.share_tensor_s * tensors + calibration.share_byte_s * moved
 
 
 def restart_s(calibration: Calibration | None, waited_s: float) -> float:

@@ -94,6 +94,10 @@ class StepCosts(Protocol):
         where each computes on its own.
         """
 
+    @property
+    def cores(self) -> int:
+        """Processor cores of a host; 0 where each device has its own."""
+
     def host(self, device: int) -> int:
         """The host whose processors a device shares."""
 
@@ -123,7 +127,7 @@ class StepCosts(Protocol):
         """Seconds of the devices at both ends of a message: its sender and its receiver."""
 
     def restart_s(self, waited_s: float) -> float:
-        """Seconds that a device's work takes longer behind a wait."""
+        """Seconds that work takes longer on a core that has waited."""
 
     @property
     def step_s(self) -> float:
@@ -198,6 +202,11 @@ class ModelCosts:
     def slowdown(self) -> Sequence[float]:
         """The cluster's."""
         return self.cost.cluster.slowdown
+
+    @property
+    def cores(self) -> int:
+        """The cluster's."""
+        return self.cost.cluster.cores
 
     def host(self, device: int) -> int:
         """The innermost group of the cluster."""
@@ -284,7 +293,7 @@ class ModelCosts:
             own_s = self.cost.sum_s(len(owned[stages]), total, len(devices))
             work = AllReduce(stages, devices, _pieces(buckets), ports, own_s)
             if self.cost.shard_optimizer:
-                work = _sharded(work, self.cost.share_s(total, len(devices)))
+                work = _sharded(work, self.cost.share_s(len(owned[stages]), total, len(devices)))
             result.append(work)
         return tuple(sorted(result, key=lambda work: turn(work.devices, work.stages)))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from operator import eq, length_hint
 
@@ -48,9 +48,11 @@ class Step:
         self.ends: list[list[float]] = [[] for _ in range(devices)]
         self._engine = Engine()
         self._compute = self._clock(costs)
-        # When each device was last at work; behind a wait it is slower at first.
-        self._worked, self._restart_s = [0.0] * devices, costs.restart_s
-        self._pace = [1.0] * devices
+        # When a core was last at work; behind a wait it is slower at first. A device has its own
+        # core; where there are not enough it takes the one that has waited least.
+        self._worked, self._working = [0.0] * devices, [0] * devices
+        self._core, self._cores = _cores_of(program.devices, costs)
+        self._restart_s, self._pace = costs.restart_s, [1.0] * devices
         self._agreement_s, self._agreed = costs.agreement_s, 0
         self._code = [iter(code) for code in program.code]
         self._price, self._releases = program.messages.price, program.messages.releases
@@ -231,7 +233,9 @@ class Step:
         assert unit is not None
         now = self._engine.now
         self.starts[d].append(now)
-        waited = now - self._worked[d]
+        core = self._core[d]
+        waited = now - self._worked[core] if self._working[core] < self._cores else 0.0
+        self._working[core] += 1
         longer = self._restart_s(waited) if waited > 0 and unit.seconds else 0.0
         pace = self._pace[d] = 1 + longer / unit.seconds if longer else 1.0
         if unit.marks:
@@ -258,8 +262,9 @@ class Step:
             self.end = now
         self.ends[d].append(now)
         self._unit[d] = None
-        if unit.role is not Role.AGREEMENT:
-            self._worked[d] = now
+        if unit.role not in (Role.AGREEMENT, Role.GATHER):
+            self._worked[self._core[d]] = now
+            self._working[self._core[d]] -= 1
         if unit.role is Role.UPDATE:
             self._updates[d, unit.stage] += 1
         self._advance(d)
@@ -444,3 +449,13 @@ class Step:
     def _is_action(self, x: int) -> bool:
         unit = ~x - len(self._price)
         return unit < 0 or self._units[unit].role is Role.ACTION
+
+
+def _cores_of(devices: Sequence[int], costs: StepCosts) -> tuple[list[int], int]:
+    """Per device whose core it has: its own, or the first one's of its host where those have to
+    share; and how many may work there at a time.
+    """
+    hosts = [costs.host(device) for device in devices]
+    if not costs.cores or max(Counter(hosts).values()) <= costs.cores:
+        return list(range(len(devices))), 1
+    return [hosts.index(host) for host in hosts], costs.cores

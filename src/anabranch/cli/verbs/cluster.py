@@ -165,6 +165,8 @@ def calibration_rows(cluster: Cluster) -> list[str]:
         f"us, a step {calibration.step_s * 1e3:.2f} ms",
         f"summing gradients takes {calibration.sum_tensor_s * 1e6:.0f} us per parameter and "
         f"{calibration.sum_byte_s * 2**20 * 1e6:.0f} us per MiB and other rank",
+        f"sharing what was updated takes {calibration.share_tensor_s * 1e6:.0f} us per parameter "
+        f"and {calibration.share_byte_s * 2**20 * 1e6:.0f} us per MiB sent or taken",
         *_restarts(calibration),
         f"an update goes through memory at {calibration.memory_bandwidth / 1e9:.1f} GB/s",
     ]
