@@ -1,0 +1,154 @@
+"""What README and docs show: commands that there are, Python that compiles, examples that do what
+they say.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shlex
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+
+import anabranch
+from anabranch.cli import app
+from anabranch.errors import OutputError
+from anabranch.files import load_plan
+from anabranch.model_names import resolve
+from anabranch.record import load_run
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+README = PAGES[0].read_text(encoding="utf-8")
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    """The blocks of a page in a language, those inside of lists too."""
+    text = page.read_text(encoding="utf-8")
+    found = re.findall(rf"^( *)```{language}\n(.*?)^\1```", text, re.DOTALL | re.MULTILINE)
+    return [textwrap.dedent(block) for _, block in found]
+
+
+def commands(page: Path) -> list[list[str]]:
+    """Arguments of every call of the command line, whoever launches it."""
+    found = []
+    for block in blocks(page, "console") + blocks(page, "bash") + blocks(page, "sh"):
+        for line in block.replace("\\\n", " ").splitlines():
+            call = re.search(r"(?:^\$ (?:\S*/)?| -m )anabranch (.*)", line.strip("'"))
+            if call:
+                words = shlex.split(call[1].replace("...", ""), comments=True)
+                found.append(words[: next((i for i, w in enumerate(words) if w in "|>&&"), 99)])
+    return found
+
+
+def test_the_pages_have_what_is_looked_for():
+    """Else the tests below would pass by finding nothing."""
+    assert ["demo"] in commands(ROOT / "docs" / "quickstart.md")
+    assert sum(len(commands(page)) for page in PAGES) > 40
+    assert sum(len(blocks(page, "python")) for page in PAGES) > 15
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_command_of_a_page_can_be_called(page, monkeypatch, tmp_path):
+    """Verbs and options exist, and values are such as they take; nothing is done."""
+    monkeypatch.chdir(tmp_path)
+    command = typer.main.get_command(app)
+    for verb in command.commands.values():
+        monkeypatch.setattr(verb, "callback", None)
+    with pytest.raises(typer.BadParameter.__mro__[1], match="clutser"):
+        command.main(["plan", "mmt", "--clutser", "local:2"], standalone_mode=False)
+    for words in commands(page):
+        try:
+            command.main(words, standalone_mode=False)
+        except OutputError:
+            pass  # a folder of the example that is not here
+        except Exception as error:
+            pytest.fail(f"anabranch {shlex.join(words)}: {error}")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_python_block_of_a_page_compiles(page):
+    """And asks of the package only what it has."""
+    for block in blocks(page, "python"):
+        for node in ast.walk(ast.parse(block)):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                if node.value.id == "anabranch":
+                    assert hasattr(anabranch, node.attr), block
+            elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("anabranch"):
+                wanted = [alias.name for alias in node.names]
+                found = __import__(node.module, fromlist=wanted)
+                assert [name for name in wanted if not hasattr(found, name)] == []
+
+
+def write_model(page: Path, folder: Path) -> None:
+    (block,) = (b for b in blocks(page, "python") if b.startswith("# mymodel.py"))
+    (folder / "mymodel.py").write_text(block, encoding="utf-8")
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "docs" / "workloads.md"], ids=str)
+def test_the_model_of_a_page_learns(page, tmp_path, monkeypatch):
+    """In one process, with the optimizer that it has: the loss falls to less than half."""
+    write_model(page, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    job = resolve("mymodel.py:workload")
+    optimizer = job.optimizer(job.module.parameters())
+    losses = []
+    for batch in job.data(32, 0):
+        result = job.module(**batch)
+        loss = result["loss"] if isinstance(result, dict) else result
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert sum(losses[-10:]) < 0.5 * sum(losses[:10])
+    sys.modules.pop("mymodel")
+
+
+@pytest.mark.dist
+def test_the_readme_from_the_module_to_a_trained_graph(call, tmp_path):
+    """Its three commands as they stand: a plan that is a graph, right gradients, a lower loss."""
+    write_model(ROOT / "README.md", tmp_path)
+    three = [words for words in commands(ROOT / "README.md") if "mymodel:workload" in words][:3]
+    assert [words[0] for words in three] == ["plan", "verify", "train"]
+    code, _, err = call(*three[0])
+    assert code == 0, err
+    graph = load_plan(tmp_path / "plan.json").stage_graph
+    assert (len(graph), graph.depth) == (3, 2)  # both towers before the head
+    code, out, err = call(*three[1])
+    assert code == 0, err
+    found = re.search(r"gradient error (\S+) over 20 parameters on 3 devices", out)
+    assert found, out
+    assert float(found[1]) < 1e-5
+    code, _, err = call(*three[2], "--out", "run")
+    assert code == 0, err
+    losses = load_run(tmp_path / "run").losses
+    assert sum(losses[-10:]) < 0.1 * sum(losses[:10])
+
+
+@pytest.mark.dist
+def test_the_script_of_the_readme(tmp_path):
+    """It trains a graph of stages, and prints plan and loss."""
+    write_model(ROOT / "README.md", tmp_path)
+    (script,) = (block for block in blocks(ROOT / "README.md", "python") if "def rank" in block)
+    (tmp_path / "script.py").write_text(script, encoding="utf-8")
+    path = os.pathsep.join([str(ROOT / "src"), str(tmp_path)])
+    done = subprocess.run(
+        [sys.executable, "script.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "3 stages, depth 2" in done.stdout
+    assert float(done.stdout.splitlines()[-1]) < 0.5
