@@ -24,7 +24,7 @@ PARTS: dict[str, Callable[..., dict[str, Any]]] = {
 }
 """Name -> what measures it, for a number of drawn cases: figures by name."""
 
-DRAWN = ("kills", "hangs", "alive")
+DRAWN = ("kills", "hangs", "alive", "schedules")
 """Those that can begin with another case than the first, to be run in pieces."""
 
 

@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -46,8 +47,8 @@ def missing() -> str:
     return f"there is no {' and no '.join(absent)} (iproute2, util-linux)" if absent else ""
 
 
-def _ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
+def _ip(*arguments: str) -> str:
+    return subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True).stdout
 
 
 @contextmanager
@@ -57,9 +58,8 @@ def two_hosts() -> Iterator[tuple[str, str]]:
     try:
         for name in names:
             _ip("netns", "add", name)
-        end = {"netns": names[1]}
         _ip("link", "add", "link0", "netns", names[0], "type", "veth",
-            "peer", "name", "link0", "netns", end["netns"])  # fmt: skip
+            "peer", "name", "link0", "netns", names[1])  # fmt: skip
         for name, address in zip(names, _ADDRESSES, strict=True):
             _ip("-n", name, "addr", "add", f"{address}/24", "dev", "link0")
             for device in ("lo", "link0"):
@@ -68,6 +68,10 @@ def two_hosts() -> Iterator[tuple[str, str]]:
     finally:
         for name in names:
             with contextlib.suppress(subprocess.CalledProcessError):
+                # torchrun's ranks are in sessions of their own.
+                for number in map(int, _ip("netns", "pids", name).split()):
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(number, signal.SIGKILL)
                 _ip("netns", "del", name)
 
 
@@ -120,8 +124,7 @@ def cut(count: int) -> dict[str, Any]:
                 found["cuts"] += 1
             finally:
                 for run in runs:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.killpg(run.pid, 9)
+                    run.kill()
                     run.wait()
     for number in (0, 1):
         found[f"host {number}, after the timeout, most s"] = round(max(late[number]), 1)

@@ -50,11 +50,11 @@ def drawn_graph(seed: int) -> tuple[StageGraph, str]:
     return StageGraph(changed, warm.edges, batch_size), name
 
 
-def schedules(count: int) -> dict[str, Any]:
+def schedules(count: int, first: int = 0) -> dict[str, Any]:
     """Checks of drawn schedules; each that passes is executed by the simulator."""
     taken: list[float] = []
     passed = refused = deadlocks = actions = 0
-    for seed in range(count):
+    for seed in range(first, first + count):
         graph, name = drawn_graph(seed)
         try:
             schedule = lower(compute_order(graph, name), graph)

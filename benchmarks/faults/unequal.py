@@ -21,7 +21,7 @@ from anabranch.solve.replanning import Replanner
 from anabranch.training import Looks, train
 from benchmarks.faults.checkpoints import RANKS
 
-BATCH, STEPS = 64, 160
+BATCH, STEPS = 64, 120
 
 
 def _spin(core: int) -> None:
@@ -64,7 +64,7 @@ def unequal(count: int) -> dict[str, Any]:
             captured=captured,
             steps=STEPS,
             check_gradients=False,
-            looks=Looks(every=50, replans=replans, replanner=replanner),
+            looks=Looks(every=40, replans=replans, replanner=replanner),
         )
 
     found: dict[str, Any] = {}

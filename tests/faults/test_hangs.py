@@ -103,20 +103,24 @@ def test_a_loader_that_blocks_is_named() -> None:
     assert "reading data; waiting: rank 0" in told
 
 
-def test_what_is_slow_but_alive_is_let_be() -> None:
-    """A first step, and an evaluation, that take several times as long as a rank may be silent."""
+@pytest.mark.parametrize("slow_rank", [0, 1])
+def test_what_is_slow_but_alive_is_let_be(slow_rank: int) -> None:
+    """A first step, and an evaluation, that take several times as long on one rank as a rank may be
+    silent; the other waits for it where the held-out data has ended.
+    """
     model = built("TwoBranch")
     slow = TIMEOUT_S * 2.5
 
     def held_out(batch_size: int) -> list[Batch]:
-        time.sleep(slow)
+        if on_rank(slow_rank):
+            time.sleep(slow)
         return [batch(batch_size)]
 
     workload = with_options(model, optimizer=sgd, eval_data=held_out)
 
     def rank() -> float:
         pipe = Pipeline(workload, plan(model, 2), captured=model.captured, check_gradients=False)
-        if on_rank(0):
+        if on_rank(slow_rank):
             time.sleep(slow)
         pipe.step(batch(16))
         return pipe.evaluate()["loss"]

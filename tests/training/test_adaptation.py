@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -79,6 +80,40 @@ def test_a_better_plan_is_gone_over_to_in_the_middle() -> None:
     assert run.plan in (before, better)
     assert asked >= 1
     assert results[1][0].plan == run.plan
+
+
+@pytest.mark.dist
+def test_after_the_plan_before_has_come_back_training_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All ranks know that there is no other change, or some would wait for the others."""
+    model = built("TwoBranch")
+    workload = with_options(model, data=data, optimizer=sgd)
+    before, better = plan(model, 2), plan(model, 2, microbatch_size=8)
+    decide = Adaptation._decide
+
+    def longer(run: Adaptation, replanner: Fixed, measured: Measured) -> tuple[Plan | None, str]:
+        (first, *_), changes = measured.timelines, len(run.changes)
+        step = replace(first, step_s=1.0 + changes)
+        return decide(run, replanner, replace(measured, timelines=(step,)))
+
+    monkeypatch.setattr(Adaptation, "_decide", longer)
+
+    def rank() -> Run:
+        return train(
+            workload,
+            before,
+            steps=40,
+            captured=model.captured,
+            check_gradients=False,
+            looks=Looks(every=3, replans=True, replanner=Fixed(better)),
+        )
+
+    for run in launch.run(rank, 2, timeout=60.0):
+        assert [text.split(":")[0] for text in run.plan_changes] == ["step 5", "step 15"]
+        assert "back to the plan before" in run.plan_changes[1]
+        assert run.plan == before
+        assert len(run.losses) == 40
 
 
 def decided(adaptation: Adaptation, replanner: Fixed, step_s: float) -> tuple[Plan | None, str]:

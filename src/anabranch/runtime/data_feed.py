@@ -17,6 +17,7 @@ from anabranch.runtime.placement import uploaded
 from anabranch.workload import Batch, Workload
 
 HELD_OUT = "held-out data"
+_END = object()
 
 
 class DataFeed:
@@ -63,7 +64,9 @@ class DataFeed:
             made = partial(data, self._batch_size, self.epoch)
             if isinstance(data, Loader):
                 made, count = self._from_here(data), skip
-            for batch in self.read(self._called(made, what), what):
+            with POSITION.doing(Phase.DATA):
+                loader = self._called(made, what)
+            for batch in self.read(loader, what):
                 count += 1
                 if count > skip:
                     self._fetched = count
@@ -139,13 +142,13 @@ class DataFeed:
         while True:
             try:
                 with POSITION.doing(Phase.DATA):
-                    batch = next(iterator)
-            except StopIteration:
-                return
+                    batch: Any = next(iterator, _END)
             except AnabranchError:
                 raise
             except Exception as error:
                 raise self._raised(what, f" at batch {count}", error) from error
+            if batch is _END:
+                return
             count += 1
             yield batch
 

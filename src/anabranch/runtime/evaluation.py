@@ -11,6 +11,7 @@ from anabranch.errors import DataError
 from anabranch.graph.capture import Captured
 from anabranch.runtime.compute.stage_compute import Outcome
 from anabranch.runtime.data_feed import leaves_of, samples_of
+from anabranch.runtime.guards.position import POSITION, Phase
 from anabranch.runtime.worker_cache import WorkerCache
 from anabranch.workload import Batch
 
@@ -74,7 +75,7 @@ class Evaluation:
             before, samples = (outcome, size), samples + size
         if before is None:
             raise DataError("the held-out data has no batches")
-        with failing():
+        with failing(), POSITION.doing(Phase.SUMS):
             add(*before)
             totals = (training.mesh.all_reduce(sums) / samples).tolist()
         return dict(zip(("loss", *names), totals, strict=True))

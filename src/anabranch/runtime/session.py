@@ -289,8 +289,8 @@ class Session:
             self.state.require_values()
             self.state.share_buffers()
             reads = self._evaluation.needed_leaves
-        chosen = self.feed.held_out(reads) if loader is None else loader
         with POSITION.doing(Phase.EVALUATION):
+            chosen = self.feed.held_out(reads) if loader is None else loader
             return self._evaluation.means(self.feed.read(chosen), self.step_number, self.failing)
 
     def save(

@@ -12,8 +12,10 @@ from __future__ import annotations
 import json
 import statistics
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 
+from anabranch.errors import AnabranchError
 from anabranch.files import plan_from_dict, plan_to_dict
 from anabranch.plans.plan import Plan
 from anabranch.record import RECORDED_STEPS
@@ -77,24 +79,35 @@ class Adaptation:
             return
         replanner = self._looks.replanner if pipe.rank == 0 else None
         if replanner is not None:
-            if self._expected is None or self._expected[0] is not pipe.plan:
-                self._expected = pipe.plan, replanner.expected(pipe.plan)
-            found = stragglers(loop.recorded, self._expected[1])
-            self.slow = tuple(map(str, found))
-            loop.reporter.tell(LookEvent(pipe.step_number, self.slow))
+            with suppress(
+                AnabranchError
+            ):  # a plan that does not suit this machine runs all the same
+                self._compare(replanner)
         if self._is_over or not pipe.is_between_updates:
             return
         measured = Measured(tuple(loop.recorded), pipe.yardstick_s())
         with POSITION.doing(Phase.MOVE):
             chosen, why = None, ""
             if replanner is not None:
-                chosen, why = self._decide(replanner, measured)
-            document = {} if chosen is None else plan_to_dict(chosen)
-            told = texts.from_first(json.dumps({"plan": document, "why": why}))
-        asked = json.loads(told)
-        if asked["plan"]:
-            other = chosen or plan_from_dict(asked["plan"], "the plan of rank 0")
-            self._change(other, asked["why"])
+                with suppress(AnabranchError):
+                    chosen, why = self._decide(replanner, measured)
+            mine = {
+                "plan": None if chosen is None else plan_to_dict(chosen),
+                "why": why,
+                "is_over": self._is_over,
+            }
+            told = json.loads(texts.from_first(json.dumps(mine)))
+        self._is_over = told["is_over"]
+        if told["plan"] is not None:
+            other = chosen or plan_from_dict(told["plan"], "the plan of rank 0")
+            self._change(other, told["why"])
+
+    def _compare(self, replanner: Replanner) -> None:
+        loop, plan = self._loop, self._loop.pipe.plan
+        if self._expected is None or self._expected[0] is not plan:
+            self._expected = plan, replanner.expected(plan)
+        self.slow = tuple(map(str, stragglers(loop.recorded, self._expected[1])))
+        loop.reporter.tell(LookEvent(loop.pipe.step_number, self.slow))
 
     def _change(self, plan: Plan, why: str) -> None:
         loop = self._loop

@@ -92,6 +92,23 @@ def test_a_rank_without_its_store_ends_itself(capsys):
     assert "rank 5 has not reached the store of the run at" in capsys.readouterr().err
 
 
+class Silent(HashStore):
+    """A store behind a link that was cut: nothing comes back, not even an error."""
+
+    told = 0
+
+    def set(self, key: str, value: str) -> None:
+        self.told += 1
+        if self.told > 1:
+            threading.Event().wait(0.7)
+
+
+def test_a_rank_whose_store_does_not_answer_ends_itself(capsys):
+    """It waited for ever, as the thread that was to end it did."""
+    assert ended(Silent(), rank=5)
+    assert "rank 5 has not reached the store of the run at" in capsys.readouterr().err
+
+
 def test_a_rank_that_is_done_holds_nobody_up():
     """Its last page says so."""
     store = HashStore()

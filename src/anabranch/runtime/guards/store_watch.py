@@ -2,13 +2,15 @@
 
 A thread of each rank tells where the rank is, and with which batches. Those of the first two read
 what all tell, and end the run when it does not go on: two, because one of them may be what does
-not. A rank whose store is out of reach, behind a cut link, ends itself. The thread has a connection
-of its own, so it is not held up by what the rank does.
+not. A rank whose store is out of reach, behind a cut link, ends itself: a second thread sees that
+the first has not come back from the store, which behind a cut link answers nothing, not even an
+error. The thread has a connection of its own, so it is not held up by what the rank does.
 """
 
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import sys
 import threading
@@ -57,42 +59,39 @@ class StoreWatch:
         self._batches = BatchWatch(size)
         self._closed = threading.Event()
         self._tell(0)  # so that nobody is unknown, however soon it is held up
-        self._thread = threading.Thread(target=self._work, name="anabranch watch", daemon=True)
-        self._thread.start()
+        self._reached = time.monotonic()
+        targets = {"anabranch watch": self._work, "anabranch store": self._watch_store}
+        self._threads = [
+            threading.Thread(target=target, name=name, daemon=True)
+            for name, target in targets.items()
+        ]
+        for thread in self._threads:
+            thread.start()
         atexit.register(self.close)  # a process that ends by itself holds nobody up
 
     def close(self) -> None:
         """The rank is done, and is not held up."""
         atexit.unregister(self.close)
         self._closed.set()
-        self._thread.join(1.0)
+        for thread in self._threads:
+            thread.join(1.0)
         with suppress(RuntimeError, ValueError):
             self._store.set(f"anabranch/at/{self._rank}", "0")
 
     def _work(self) -> None:
-        beat, reached = 0, time.monotonic()
+        beat = 0
         while not self._closed.wait(self._interval_s):
             beat += 1
             try:
                 self._tell(beat)
                 told_why = self._failure()
                 found = None if told_why else self._look()
-                reached = time.monotonic()
+                self._reached = time.monotonic()
             except (RuntimeError, ValueError):
-                silent_s = time.monotonic() - reached
-                if silent_s > self._timeout_s:
-                    self._leave(
-                        StageFailedError(
-                            f"rank {self._rank} has not reached the store of the run at "
-                            f"{os.environ.get('MASTER_ADDR', 'the first host')} for "
-                            f"{silent_s:.1f} s, {POSITION or 'outside of the steps'}: the network "
-                            "to it, or the host, is gone"
-                        )
-                    )
-                    return
                 continue
             if told_why:
                 # The rank itself knows better; it may be unable to.
+                self._reached = math.inf
                 if not self._closed.wait(_GRACE_S):
                     culprit = told_why.partition(":")[0]
                     text = f"rank {self._rank} stops, because rank {culprit} failed"
@@ -103,6 +102,20 @@ class StoreWatch:
                     self._store.compare_set(self._key, "", f"{self._rank}: {found}")
                     time.sleep(self._interval_s)  # others read it, if this rank has the store
                 self._leave(found)
+                return
+
+    def _watch_store(self) -> None:
+        while not self._closed.wait(self._interval_s):
+            silent_s = time.monotonic() - self._reached
+            if silent_s > self._timeout_s:
+                where = POSITION or "outside of the steps"
+                self._leave(
+                    StageFailedError(
+                        f"rank {self._rank} has not reached the store of the run at "
+                        f"{os.environ.get('MASTER_ADDR', 'the first host')} for {silent_s:.1f} s, "
+                        f"{where}: the network to it, or the host, is gone"
+                    )
+                )
                 return
 
     def _tell(self, beat: int) -> None:
@@ -140,6 +153,7 @@ class StoreWatch:
     def _leave(self, why: AnabranchError) -> None:
         if self._closed.is_set():
             return
+        self._closed.set()
         sys.stderr.write(f"{type(why).__name__}: {why}\n")
         sys.stderr.flush()
         self._end()

@@ -4,9 +4,9 @@ Every step looks at the loss and, in one pass, at all gradients of parameters. A
 later operation takes away again, as in a mask, does no harm.
 
 By the time that the harm is known on all ranks, most tensors of the step are gone. What is left of
-those between stages are their extremes (``Outcome.bad_values``), which tell of what was bad in this
-step, even if it would not be so again. For the rest the step runs once more, with the same random
-numbers and no update, and every tensor is looked at as it leaves its stage::
+those between stages are their largest numbers (``Outcome.bad_values``), which tell of what was bad
+in this step, even if it would not be so again. For the rest the step runs once more, with the same
+random numbers and no update, and every tensor is looked at as it leaves its stage::
 
     stage 0   F0  F1  F2* F3          forward before backward, forwards along the stages,
     stage 1       F0  F1  F2* F3      backwards against them: 0F2 is the first
@@ -88,11 +88,11 @@ def _masks(found: Iterable[Finding]) -> list[Finding]:
 
 def _between_stages(outcome: Outcome) -> Iterator[Finding]:
     """What a step has kept of what left its stages, and its losses."""
-    for (stage, microbatch), value, is_gradient, is_harmful in outcome.bad_values:
+    for (stage, microbatch), value, is_gradient in outcome.bad_values:
         if is_gradient:
             yield Finding(1, -stage, microbatch, _GRADIENT, value)
         else:
-            yield Finding(0, stage, microbatch, _ACTIVATION if is_harmful else _MASK, value)
+            yield Finding(0, stage, microbatch, _ACTIVATION, value)
     if outcome.bad is not None:
         yield Finding(0, *outcome.bad, _LOSS, -1)
 
