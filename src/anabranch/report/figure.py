@@ -29,7 +29,8 @@ class Table:
     """A table under a heading of its own.
 
     Attributes:
-        columns: headings; the first column is text, the last may be, the others are numbers.
+        columns: headings; the first column is text, and so are those that have words.
+        rows: one at least.
         said: a sentence below it.
     """
 

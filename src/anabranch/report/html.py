@@ -216,8 +216,9 @@ def _stages(graph: StageGraph) -> str:
 
 def _given_table(table: Table) -> str:
     """Text to the left, numbers to the right."""
-    last = len(table.columns) - 1
-    sides = ["left" if i in (0, last) else "" for i in range(len(table.columns))]
+    columns = zip(*table.rows, strict=True)
+    words = [any(any(map(str.isalpha, cell)) for cell in column) for column in columns]
+    sides = ["left" if i == 0 or has_words else "" for i, has_words in enumerate(words)]
 
     def row(tag: str, cells: Sequence[str]) -> str:
         pairs = zip(sides, cells, strict=True)

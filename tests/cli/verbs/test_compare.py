@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 from anabranch import planner as planners
@@ -173,3 +174,19 @@ def test_compare_refuses_per_policy_what_the_optimizer_cannot(run, four_files):
     found = json.loads(out)
     assert found["optimizer"] == "AdamW"
     assert [each.get("kind") for each in found["plans"]] == [None, "PolicyError"]
+
+
+def test_a_page_has_the_plans_side_by_side(run, write_chain, tmp_path):
+    """Every row of the table, and stages and timelines of the best that differ."""
+    names = ("even", "sequential", "data-parallel")
+    three = [word for name in names for word in ("--planner", name)]
+    code, out, err = run("compare", *write_chain(1.0, 2.0, 1.0), *three, "--report", "page.html")
+    assert code == 0, err
+    assert "written to page.html" in out
+    html = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "Plans side by side" in html
+    rows = re.findall(r'<tr><td class="left">(.*?)</td><td class="">(.*?)</td>', html)
+    assert [name for name, _ in rows] == list(names)
+    table = {row.split()[0]: row.split()[1] for row in out.splitlines()[3:6]}
+    assert dict(rows) == table
+    assert len(re.findall("<h2>Stages: ", html)) >= 2

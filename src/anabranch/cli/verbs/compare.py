@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -25,10 +25,19 @@ from anabranch.cli.progress import progress_bar
 from anabranch.cli.settings import AsJson, ModelSettings, PlannerName, PlanningSettings, PolicyName
 from anabranch.cli.source import read_cluster
 from anabranch.cli.spread import spread
+from anabranch.cli.writable import file_to_write
 
 if TYPE_CHECKING:
+    from anabranch.cluster import Cluster
     from anabranch.errors import AnabranchError
     from anabranch.plans.plan import Plan
+    from anabranch.profile.profile import Profile
+    from anabranch.timeline import Timeline
+    from anabranch.weights import OptimizerFacts
+
+
+MOST_DRAWN = 3
+"""Plans whose stages and timelines a page has; of equal stages one."""
 
 
 @spread
@@ -53,6 +62,14 @@ def compare(
     policy: Annotated[
         list[PolicyName] | None,
         typer.Option(help="With --mode async: only this policy; repeatable [default: all]."),
+    ] = None,
+    report: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write a self-contained HTML page with all figures and, with a flush, the stages "
+            "and timelines of the best plans.",
+            callback=file_to_write,
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -141,6 +158,8 @@ def compare(
     if model.file is not None:
         text = json.dumps(document, indent=2, allow_nan=False)
         model.file.write_text(text + "\n", encoding="utf-8")
+    if report is not None and error is None:
+        _write_page(report, found, costs, cluster, optimizer)
     if as_json:
         print_json(document)
     else:
@@ -152,10 +171,44 @@ def compare(
         if left := contenders[len(found) :]:
             typer.echo(f"interrupted before {', '.join(map(_name, left))}")
         say_written(model.file)
+        say_written(report if error is None else None)
     if error is not None:
         # Not raised: standard output has its document already.
         say_error(f"{type(error).__name__}: {error}")
         raise typer.Exit(1)
+
+
+def _write_page(
+    file: Path,
+    found: Mapping[Contender, Plan | AnabranchError],
+    costs: Profile,
+    cluster: Cluster,
+    optimizer: OptimizerFacts | None,
+) -> None:
+    """The page of the best plan, with the others beside it."""
+    from anabranch.errors import AnabranchError
+    from anabranch.report.figure import Table
+    from anabranch.report.html import page
+    from anabranch.solve import foreseen
+
+    plans = {c: plan for c, plan in found.items() if not isinstance(plan, AnabranchError)}
+    best, *others = sorted(plans, key=lambda c: plans[c].figures.step_s)
+    headings, rows = comparison(found, optimizer)
+    table = Table("Plans side by side", [" ".join(text.split()) for text in headings], rows)
+    drawn: dict[Contender, Timeline] = {}
+    if plans[best].mode == "sync":  # without a flush a timeline is no step
+        for contender in (best, *others):
+            alike = any(plans[c].stage_graph == plans[contender].stage_graph for c in drawn)
+            if not alike and len(drawn) < MOST_DRAWN:
+                drawn[contender] = foreseen(plans[contender], costs, cluster)[1]
+    text = page(
+        plans[best],
+        [(_name(contender), timeline) for contender, timeline in drawn.items()],
+        graphs=[plans[contender].stage_graph for contender in drawn],
+        tables=[table],
+        notes=remarks(found, costs.origin),
+    )
+    file.write_text(text, encoding="utf-8")
 
 
 def _search(
