@@ -86,7 +86,7 @@ def test_includes_the_all_reduce():
 
 @given(stage_graphs(max_stages=5, max_replicas=3), st.sampled_from(sorted(SCHEDULES)), st.data())
 def test_no_step_is_shorter(graph: StageGraph, schedule, data):
-    """Otherwise pruning by it would lose the best plan."""
+    """Otherwise pruning by it would lose the best plan; nor by the compute alone."""
     seconds = st.lists(st.integers(0, 5), min_size=len(graph), max_size=len(graph))
     machines = cluster(len(graph.devices), bandwidth=8, latency_s=0.5)
     cost = cost_model(
@@ -96,4 +96,5 @@ def test_no_step_is_shorter(graph: StageGraph, schedule, data):
     devices, sizes = zip(*stages, strict=True)
     plain = stage_graph(graph.edges, list(devices), graph.batch_size, list(sizes))
     least = least_step_s(plain, ModelCosts(plain, cost))
+    assert ShortestStep(cost, (schedule,)).compute_s(plain) <= least * (1 + 1e-9)
     assert least <= simulate(plain, cost, schedule).step_s * (1 + 1e-9)

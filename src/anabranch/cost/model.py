@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -147,6 +147,28 @@ class CostModel:
         chosen = list(ops)
         seconds = float(self.op_seconds(samples, tensor)[1][chosen].sum())
         return seconds + self.forward_s(chosen, samples, tensor=tensor) if recompute else seconds
+
+    def stage_s(
+        self,
+        operators: tuple[str, ...],
+        samples: float,
+        tensor: int = 1,
+        *,
+        recompute: bool = False,
+    ) -> tuple[float, float]:
+        """Forward and backward seconds of a stage with these operators, likewise."""
+        key = operators, samples, tensor, recompute
+        if key not in self._stage_seconds:
+            ops = [self.graph.index[name] for name in operators]
+            self._stage_seconds[key] = (
+                self.forward_s(ops, samples, tensor=tensor),
+                self.backward_s(ops, samples, recompute=recompute, tensor=tensor),
+            )
+        return self._stage_seconds[key]
+
+    @cached_property
+    def _stage_seconds(self) -> dict[Hashable, tuple[float, float]]:
+        return {}
 
     def _measured_s(self, tensor: int) -> tuple[Floats, Floats]:
         forward = np.array([cost.forward_s for cost in self.costs(tensor)])
@@ -398,6 +420,15 @@ class CostModel:
 
     def weights(self, mask: int, tensor: int = 1) -> StageWeights:
         """Bytes of the stage with these operators."""
+        if (mask, tensor) not in self._known_weights:
+            self._known_weights[mask, tensor] = self._stage_weights(mask, tensor)
+        return self._known_weights[mask, tensor]
+
+    @cached_property
+    def _known_weights(self) -> dict[tuple[int, int], StageWeights]:
+        return {}
+
+    def _stage_weights(self, mask: int, tensor: int) -> StageWeights:
         ops = list(bits(mask))
         whole = StageWeights(
             float(self.parameter_bytes(ops, tensor=tensor)),

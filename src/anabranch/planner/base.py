@@ -13,10 +13,11 @@ from anabranch.plans.stages import StageGraph
 class Planner(Protocol):
     """Proposes stage graphs for a model on a cluster, best first by its own objective.
 
-    A proposal uses every device of ``cost.cluster``, passes ``plans.check`` and leaves
-    ``in_flight`` to the schedule. ``anabranch.solve.plan`` schedules and simulates the proposals
-    and keeps the best. Being a function of its arguments alone, a planner proposes the same list
-    each time.
+    A proposal uses every device of ``cost.cluster`` and leaves ``in_flight`` to the schedule. It
+    passes ``plans.check``, with operators across samples as soon as ``plans.whole_batch.fitted``
+    has made stages for them. ``anabranch.solve.plan`` does that, schedules and simulates the
+    proposals and keeps the best. Being a function of its arguments alone, a planner proposes the
+    same list each time.
 
     A planner that searches for long yields what it has as it goes, so that whoever interrupts the
     search still has a plan; it may propose a stage graph twice.
@@ -49,6 +50,10 @@ class Improving(Protocol):
     """Proposals that know what to try next, once it is known which of them is best."""
 
     def __iter__(self) -> Iterator[StageGraph]: ...
+
+    def likely(self) -> Iterable[StageGraph]:
+        """Those that have been proposed and are taken for the best, promising ones first."""
+        ...
 
     def near(self, graph: StageGraph) -> Iterable[StageGraph]:
         """Others that differ little from one of them, promising ones first."""

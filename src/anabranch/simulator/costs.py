@@ -232,15 +232,12 @@ class ModelCosts:
 
     def _profiled_s(self, stage: int, samples: int) -> tuple[float, float]:
         if (stage, samples) not in self._seconds:
-            ops, planned = self._ops[stage], self.graph.stages[stage]
+            planned = self.graph.stages[stage]
             besides_s = self.cost.microbatch_s if samples else 0.0
-            self._seconds[stage, samples] = (
-                self.cost.forward_s(ops, samples, tensor=planned.tensor) + besides_s,
-                self.cost.backward_s(
-                    ops, samples, recompute=planned.recompute, tensor=planned.tensor
-                )
-                + besides_s,
+            forward, backward = self.cost.stage_s(
+                planned.operators, samples, planned.tensor, recompute=planned.recompute
             )
+            self._seconds[stage, samples] = forward + besides_s, backward + besides_s
         return self._seconds[stage, samples]
 
     def message_bytes(self, source: int, target: int, samples: int) -> tuple[float, float]:

@@ -25,7 +25,7 @@ from typing import ClassVar
 
 from anabranch.cost import CostModel
 from anabranch.plans.check import stage_bytes
-from anabranch.plans.stages import StageGraph, split_evenly
+from anabranch.plans.stages import Stage, StageGraph, split_evenly
 from anabranch.plans.whole_batch import fitted
 from anabranch.schedule import compute_order, endless, rule_named
 from anabranch.schedule.schedule import Schedule
@@ -102,6 +102,10 @@ class ShortestStep:
         free = self.cost.cluster.memory_bytes - none
         return int(free // (one - none)) if one > none else graph.num_microbatches(s)
 
+    def compute_s(self, proposal: StageGraph) -> float:
+        """Likewise, however it runs: what a device computes."""
+        return max(map(partial(_busy_s, self.cost, proposal), proposal.stages))
+
     def least_s(self, graph: StageGraph, costs: ModelCosts) -> float:
         """A lower bound of the seconds; an error if the stages cannot run or be priced."""
         return least_step_s(graph, costs)
@@ -172,6 +176,10 @@ class ShortestPeriod:
         versions = versions_of(graph, self.policy, last_update=self.last_update)
         yield graph, endless.ENDLESS, versions
 
+    def compute_s(self, proposal: StageGraph) -> float:
+        # As many versions as it holds are in memory, whoever is quicker.
+        return 0.0
+
     def least_s(self, graph: StageGraph, costs: ModelCosts) -> float:
         return stream.least_period_s(graph, costs)
 
@@ -187,6 +195,17 @@ class ShortestPeriod:
 
 
 Objective = ShortestStep | ShortestPeriod
+
+
+def _busy_s(cost: CostModel, graph: StageGraph, stage: Stage) -> float:
+    """Seconds that one replica of a stage computes at least in a step."""
+    if cost.graph.whole_batch:  # it may run in other stages
+        return 0.0
+    # Where samples do not divide evenly, a replica has so few; of a short one it may have none.
+    samples = stage.microbatch_size // stage.replicas
+    whole = graph.batch_size // stage.microbatch_size
+    seconds = cost.stage_s(stage.operators, samples, stage.tensor, recompute=stage.recompute)
+    return whole * sum(seconds)
 
 
 def least_step_s(graph: StageGraph, costs: ModelCosts) -> float:

@@ -49,6 +49,11 @@ BUDGET = SearchBudget()
 WORTH_SHARING = 0.001
 """Share of the step that replicas which share the optimizer's state have to save."""
 
+MOST_SHARING = 8
+"""Proposals, the quickest of those that hold their state on every replica, whose replicas are tried
+with shared state; all that do not fit otherwise are.
+"""
+
 
 def plan(
     profile: Profile,
@@ -187,18 +192,24 @@ class _StepSearch:
         searched = time.perf_counter()
         objective = ShortestStep(cost, _schedules(self.schedule, self.search))
         judge = Judge(objective)
-        judged = uninterrupted(lambda: judge.consider(proposals, BUDGET.simulation))
+        improving = search if isinstance(search, Improving) else None
+
+        def consider() -> None:
+            if improving is not None:
+                judge.consider(improving.likely(), BUDGET.simulation, in_order=True)
+            judge.consider(proposals, BUDGET.simulation)
+
+        judged = uninterrupted(consider)
         if judge.best is None and not judged:
             judge = _first_that_fits(objective, proposals)
         best = judge.winner(self.planner)
         simulated = time.perf_counter()
-        improving = search if isinstance(search, Improving) else None
         if improving is not None and self.improve and judged and not stopped:
             judged = uninterrupted(lambda: improve_on(judge, improving.near, BUDGET))
             best = judge.winner(self.planner)
         if self.may_share and judged and not stopped and not cost.shard_optimizer:
             shared = replace(cost, shard_optimizer=True)
-            sharing = self._sharing(shared, [best.proposal, *proposals], judge.best_s)
+            sharing = self._sharing(shared, judge)
             if sharing is not None:
                 best, cost = sharing, shared
         improved = time.perf_counter()
@@ -240,16 +251,18 @@ class _StepSearch:
             sparse_embeddings=cost.sparse_embeddings,
         )
 
-    def _sharing(
-        self, cost: CostModel, proposals: Iterable[StageGraph], best_s: float
-    ) -> ScheduledProposal | None:
+    def _sharing(self, cost: CostModel, replicating: Judge) -> ScheduledProposal | None:
         """The best proposal where replicas share the optimizer's state, if that is better: an
         update took long, or there is memory for a faster way to run.
         """
+        best, best_s = replicating.winner(self.planner), replicating.best_s
+        longest = max(best.costs.update_s(s) for s in range(len(best.graph)))
+        near = replicating.ranked(1 + WORTH_SHARING + 2 * longest / best_s)
+        proposals = [best.proposal, *near[:MOST_SHARING], *replicating.unfit]
         replicated = [p for p in proposals if any(stage.replicas > 1 for stage in p.stages)]
         judge = Judge(ShortestStep(cost, _schedules(self.schedule, self.search)))
         judge.best_s = limit = best_s * (1 - WORTH_SHARING)
-        uninterrupted(lambda: judge.consider(replicated, BUDGET.simulation))
+        uninterrupted(lambda: judge.consider(replicated, BUDGET.simulation, in_order=True))
         return judge.best if judge.best_s < limit else None
 
 

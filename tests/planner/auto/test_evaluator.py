@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from statistics import correlation, median
 
 import numpy as np
@@ -10,11 +11,12 @@ import pytest
 
 from anabranch.cost import CostModel
 from anabranch.planner.auto.evaluator import Evaluator
+from anabranch.profile.profile import UpdateCost
 from tests.planner import shapes
 from tests.planner.auto.random_drafts import random_draft
 from tests.planner.auto.simulated import simulated_s
 from tests.planner.auto.test_moves import CHAIN, draft, space
-from tests.planner.helpers import cost_model, sharded
+from tests.planner.helpers import cluster, cost_model, linked_model, sharded
 
 TOWERS = shapes.towers("towers", 3, 1, layers=3, top=2)
 
@@ -95,3 +97,36 @@ def test_without_a_flush_the_slowest_stage_counts():
     held = draft("0" * 6 + "1" * (len(cost.graph) - 6), "01", microbatch=8)
     assert Evaluator(cost, 8, versions=(0.0, 0.0))(held) < math.inf
     assert Evaluator(cost, 8, versions=(1000.0, 0.0))(held) == math.inf
+
+
+def test_devices_that_share_cores_take_turns():
+    """Two operators of 1 s per sample side by side, as one micro-batch of 8 on a device each: 8 s,
+    but 16 s where both devices have one core.
+    """
+    profile = linked_model(3, [(0, 2), (1, 2)], [1, 1, 0]).profile
+    apart = CostModel(profile, cluster(3))
+    shared = replace(apart, cluster=replace(apart.cluster, cores=1))
+    both = draft("012", "012", microbatch=8)
+    assert Evaluator(apart, 8)(both) == pytest.approx(simulated_s(apart, 8, both))
+    assert Evaluator(shared, 8)(both) == pytest.approx(simulated_s(shared, 8, both))
+    assert Evaluator(shared, 8)(both) == pytest.approx(2 * Evaluator(apart, 8)(both))
+
+
+def test_nobody_updates_before_all_have_their_sums():
+    """Stage 0 sums for long and has little to update, stage 1 the other way round: the step has
+    the long sum and then the long update.
+    """
+    cost = cost_model(TOWERS, 4, memory=2**40, bandwidth=1e9)
+    slow = replace(cost, profile=replace(cost.profile, update=UpdateCost(0.0, 0.0, 1e-6)))
+    half = len(cost.graph) // 2
+    mixed = draft("0" * half + "1" * (len(cost.graph) - half), "0001", microbatch=8)
+    seconds = Evaluator(slow, 8)(mixed)
+    assert seconds == pytest.approx(simulated_s(slow, 8, mixed), rel=0.02)
+
+
+def test_a_sum_waits_for_messages_on_the_same_links():
+    """A stage on two devices of a node of its own, which sends its gradients to another node."""
+    cost = cost_model(TOWERS, 4, node=2, memory=2**40, bandwidth=1e9)
+    half = len(cost.graph) // 2
+    mixed = draft("0" * half + "1" * (len(cost.graph) - half), "0011", microbatch=8)
+    assert Evaluator(cost, 8)(mixed) == pytest.approx(simulated_s(cost, 8, mixed), rel=0.05)

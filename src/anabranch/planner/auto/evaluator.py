@@ -4,13 +4,15 @@ A compiled simulation in which the replicas of a stage are one machine. It knows
 of two drafts is the quicker one:
 
 - kFkB with the warm-up of Table 2 (``plans.in_flight``), micro-batch sizes and k of every stage;
-- messages on links that the stages of a node share, beside compute;
-- all-reduces beside the last backward as far as that goes, shared optimizer state, updates;
+- messages on links and on the cards of nodes that stages share, beside compute;
+- all-reduces in buckets beside the last backward, behind messages on the same links; then updates,
+  which wait for all of them, and what replicas that share the optimizer's state send each other;
 - memory with recomputation and, without a flush, with versions of the weights;
-- processor cores that devices share, at least that no core does two things at once.
+- processor cores that devices share, one action after the other.
 
 It is no judge: what it likes is simulated (``simulator``). Left out are slices of uneven size,
-all-reduces that hold messages up, and parameters that stages share.
+all-reduces that hold messages up, gradients that are rows of tables, and parameters that stages
+share.
 """
 
 from __future__ import annotations

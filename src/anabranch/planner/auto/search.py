@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from random import Random
 
+from anabranch.errors import InvalidPlanError
 from anabranch.planner.auto.annealing import Annealing, Evaluate
 from anabranch.planner.auto.draft import Draft, draft_of, stage_graph_of
 from anabranch.planner.auto.moves import draw
 from anabranch.planner.auto.settings import SETTINGS
 from anabranch.planner.auto.space import Space
+from anabranch.plans.check import check
 from anabranch.plans.stages import StageGraph
+from anabranch.plans.whole_batch import fitted
 
 Start = tuple[str, StageGraph]
 """Where a stage graph comes from, such as the name of a planner, and itself."""
@@ -36,6 +40,7 @@ class Search:
         self._space, self._evaluate, self._starts = space, evaluate, starts
         self._evaluations, self._rng = evaluations, Random(seed)
         self._origins: dict[StageGraph, str] = {}
+        self._likely: list[StageGraph] = []
 
     def __iter__(self) -> Iterator[StageGraph]:
         """The starts, then the best that annealing finds; that also after an interrupt."""
@@ -57,10 +62,17 @@ class Search:
             moves = f"{found.moves} move{'s' if found.moves != 1 else ''}"
             where = f"{moves} from a proposal of {names[found.start]}"
             graph = self._stages(found.draft)
+            if not self._is_valid(graph):
+                continue
+            self._likely.append(graph)
             if graph not in self._origins:
                 yield self._remember(graph, where)
         if stopped:
             raise stopped[0]
+
+    def likely(self) -> list[StageGraph]:
+        """What annealing found, the quickest first."""
+        return self._likely
 
     def near(self, graph: StageGraph) -> list[StageGraph]:
         """What a move or two make of a stage graph, the quickest first; others when asked again."""
@@ -91,6 +103,13 @@ class Search:
             return draft, name
         second, draft = draw(draft, self._space, self._rng)
         return draft, f"{name} and {second}"
+
+    def _is_valid(self, graph: StageGraph) -> bool:
+        """Whether it passes ``plans.check``: an evaluation does not know everything."""
+        cost = self._space.cost
+        with suppress(InvalidPlanError):
+            return not (self._space.flush and check(fitted(graph, cost.graph), cost))
+        return False
 
     def _remember(self, graph: StageGraph, origin: str) -> StageGraph:
         self._origins.setdefault(graph, origin)

@@ -27,14 +27,14 @@ class Settings:
         error: how much slower than the plan they may seem: about as wrong as an evaluation can be.
     """
 
-    evaluations: int = 30_000
+    evaluations: int = 20_000
     starts: int = 8
     rounds: int = 3
     hot: float = 0.03
     cold: float = 0.001
-    proposed: int = 20
+    proposed: int = 10
     neighbours: int = 1_000
-    near: int = 12
+    near: int = 6
     error: float = 0.05
     most: int = 128
     refined: int = 1_000

@@ -19,26 +19,28 @@ from anabranch.planner.auto.stage_tables import (
     COUNTS,
     ENDS,
     ENTERING,
+    FAR,
     FORWARD,
     FORWARDS,
     FREE,
     HELD,
     IN_FLIGHT,
-    INTO,
+    LANES,
     LATENCY,
     LEAVING,
     LEFT,
+    NODES,
     OCCUPIES,
-    OCCUPIES_BACK,
-    OUT,
     READY,
     SECONDS,
     SIZE,
     SOURCE,
-    TAIL,
+    SUMMED,
+    SUMS,
     TARGET,
     TOTAL,
     TRAFFIC,
+    UPDATE,
     Table,
     chain_stages,
     count_devices,
@@ -60,33 +62,91 @@ _FULL = 96
 
 @compiled
 def _busiest_s(
-    microbatch: Table, batch_size: int, cores: float, counts: Table, seconds: Table
+    microbatch: Table, batch_size: int, flush: bool, cores: float, counts: Table, seconds: Table
 ) -> float:
     """No step is shorter than the busiest stage, or than all work on the cores that are shared."""
-    work, busiest = 0.0, 0.0
+    work, busiest, update = 0.0, 0.0, 0.0
     for s in range(len(microbatch)):
         compute_s = (seconds[FORWARD, s] + seconds[BACKWARD, s]) * batch_size / microbatch[s]
-        busiest = max(busiest, compute_s + seconds[TAIL, s])
+        if flush:  # nobody updates before all have their sums
+            busiest = max(busiest, compute_s + seconds[SUMS, s])
+            update = max(update, seconds[UPDATE, s])
+        else:
+            busiest = max(busiest, compute_s + seconds[SUMS, s] + seconds[UPDATE, s])
         work += compute_s * counts[HELD, s]
-    return max(busiest, work / cores) if cores > 0 else busiest
+    return max(busiest, work / cores if cores > 0 else 0.0) + update
 
 
 @compiled
 def _busiest_port_s(
-    microbatch: Table, batch_size: int, edges: int, ends: Table, traffic: Table, ports: Table
+    microbatch: Table,
+    batch_size: int,
+    edges: int,
+    ends: Table,
+    traffic: Table,
+    on_node: Table,
+    ports: Table,
 ) -> float:
     """Seconds of the messages of a batch on the port that has most of them."""
     for e in range(edges):
-        s, t = ends[SOURCE, e], ends[TARGET, e]
-        messages = batch_size / min(microbatch[s], microbatch[t])
-        ports[0, ends[OUT, e]] += traffic[OCCUPIES, e] * messages
-        ports[1, ends[INTO, e]] += traffic[OCCUPIES, e] * messages
-        ports[0, ends[INTO, e]] += traffic[OCCUPIES_BACK, e] * messages
-        ports[1, ends[OUT, e]] += traffic[OCCUPIES_BACK, e] * messages
+        messages = batch_size / min(microbatch[ends[SOURCE, e]], microbatch[ends[TARGET, e]])
+        for way in range(2):
+            for side in range(2):
+                busy = traffic[OCCUPIES + way, e] * messages
+                _occupy(e, way, side, 0.0, busy, ends, traffic, on_node, ports)
     longest = 0.0
     for port in range(ports.shape[1]):
         longest = max(longest, ports[0, port], ports[1, port])
     return longest
+
+
+@compiled
+def _free_at(e: int, way: int, side: int, ends: Table, on_node: Table, ports: Table) -> float:
+    """When all ports at one end of a message are free.
+
+    Args:
+        way: 0 forward, 1 back.
+        side: 0 where it leaves, 1 where it enters.
+    """
+    stage = ends[SOURCE + (way + side) % 2, e]
+    count, free = on_node.shape[0], 0.0
+    if ends[FAR, e] == 0:
+        free = ports[side, stage]
+    else:
+        for i in range(on_node.shape[1]):
+            if on_node[stage, i] > 0:
+                free = max(free, ports[side, count + i])
+    return free
+
+
+@compiled
+def _occupy(
+    e: int,
+    way: int,
+    side: int,
+    start: float,
+    busy: float,
+    ends: Table,
+    traffic: Table,
+    on_node: Table,
+    ports: Table,
+) -> float:
+    """Take all ports at one end of a message from a start on, or as soon as they are free; until
+    when.
+
+    Args:
+        busy: seconds on a single link.
+    """
+    end = (way + side) % 2
+    stage, count = ends[SOURCE + end, e], on_node.shape[0]
+    seconds: float = busy / traffic[LANES + end, e]
+    if ends[FAR, e] == 0:
+        ports[side, stage] = max(start, ports[side, stage]) + seconds
+    else:
+        for i in range(on_node.shape[1]):
+            if on_node[stage, i] > 0:
+                ports[side, count + i] = max(start, ports[side, count + i]) + seconds
+    return start + seconds
 
 
 @compiled
@@ -143,7 +203,14 @@ def _starts_at(
 
 @compiled
 def _send(
-    e: int, way: int, size: float, end: float, ends: Table, traffic: Table, ports: Table
+    e: int,
+    way: int,
+    size: float,
+    end: float,
+    ends: Table,
+    traffic: Table,
+    on_node: Table,
+    ports: Table,
 ) -> float:
     """When the messages of a micro-batch along an edge arrive that are sent at its end.
 
@@ -151,14 +218,59 @@ def _send(
         size: samples of the sender's micro-batch per one of the receiver's; a larger one is several
             messages.
     """
-    busy: float = traffic[OCCUPIES + way, e]
+    busy = traffic[OCCUPIES + way, e] * max(1.0, size)
     if busy == 0:
         return end
-    a, b = ends[OUT + way, e], ends[INTO - way, e]
-    free: float = max(end, ports[0, a], ports[1, b]) + busy * max(1.0, size)
-    ports[0, a] = ports[1, b] = free
-    arrival: float = free + traffic[LATENCY, e]
+    start = max(end, _free_at(e, way, 0, ends, on_node, ports))
+    start = max(start, _free_at(e, way, 1, ends, on_node, ports))
+    left = _occupy(e, way, 0, start, busy, ends, traffic, on_node, ports)
+    entered = _occupy(e, way, 1, start, busy, ends, traffic, on_node, ports)
+    arrival: float = max(left, entered) + traffic[LATENCY, e]
     return arrival
+
+
+@compiled
+def _compute(start: float, seconds: float, devices: int, cores: Table) -> float:
+    """The end of an action that starts then, on so many devices.
+
+    Args:
+        cores: when each of those is free that devices share; empty where each has its own.
+    """
+    if len(cores) == 0:
+        return start + seconds
+    end = start
+    for _ in range(devices):
+        core = 0
+        for c in range(len(cores)):
+            if cores[c] < cores[core]:
+                core = c
+        cores[core] = max(start, cores[core]) + seconds
+        end = max(end, cores[core])
+    return end
+
+
+@compiled
+def _sum(
+    s: int, end: float, sent: float, counts: Table, seconds: Table, on_node: Table, ports: Table
+) -> float:
+    """When the gradients of a stage are summed. What is left of that when its last backward ends
+    waits for messages on the same links; of those to come it lets each go first.
+
+    Args:
+        sent: when the messages of the last backward have left.
+    """
+    if seconds[SUMS, s] == 0:
+        return end
+    start, count = sent, on_node.shape[0]
+    far = counts[NODES, s] > 1
+    for i in range(on_node.shape[1]):
+        if far and on_node[s, i] > 0:
+            start = max(start, ports[0, count + i], ports[1, count + i], ports[2, count + i])
+    summed: float = start + seconds[SUMS, s]
+    for i in range(on_node.shape[1]):
+        if far and on_node[s, i] > 0:
+            ports[2, count + i] = summed
+    return summed
 
 
 @compiled
@@ -172,7 +284,9 @@ def _run(
     traffic: Table,
     first: Table,
     listed: Table,
-    ports: Table,  # [leaving or entering, port] when it is free
+    on_node: Table,  # [s, node] devices
+    ports: Table,  # [leaving or entering or summing, stage or node] when it is free
+    cores: Table,
     arrivals: Table,  # [forward or backward, e, micro-batch of the sender] of its message
     marks: Table,  # [micro-batch] ends of the backwards of the slowest stage
     limit: float,
@@ -180,14 +294,15 @@ def _run(
     """The clock: of all stages the one whose next action begins first, message after message.
 
     Returns:
-        Whether the step ends within the limit; ``seconds[FREE]`` has the last end of each stage.
+        Whether the step ends within the limit; ``seconds[SUMMED]`` has the end of each stage.
     """
     count = len(microbatch)
-    slow, actions = 0, 0
+    slow, actions, update = 0, 0, 0.0
     for s in range(count):
         seconds[READY, s] = -1.0  # not known; infinity while it waits
         both = seconds[FORWARD, s] + seconds[BACKWARD, s]
-        seconds[LEFT, s] = both * counts[TOTAL, s] + seconds[TAIL, s]
+        seconds[LEFT, s] = both * counts[TOTAL, s] + seconds[SUMS, s]
+        update = max(update, seconds[UPDATE, s])
         actions += 2 * counts[TOTAL, s]
         if both > seconds[FORWARD, slow] + seconds[BACKWARD, slow]:
             slow = s
@@ -205,22 +320,27 @@ def _run(
             return False
         way = _next_way(s, k, counts)
         took, done = seconds[FORWARD + way, s], counts[FORWARDS + way, s]
-        end = soonest + took
+        end = _compute(soonest, took, counts[HELD, s], cores)
         seconds[LEFT, s] -= took
-        if end + seconds[LEFT, s] > limit:
+        if end + seconds[LEFT, s] + update > limit:
             return False
         seconds[FREE, s], seconds[READY, s] = end, -1.0
         counts[FORWARDS + way, s] = done + 1
         if way == 1 and s == slow:
             marks[done] = end
         side = LEAVING - way
+        sent = end
         for i in range(first[side, s], first[side, s + 1]):
             e = listed[side, i]
             t = ends[TARGET - way, e]
             size = microbatch[s] / microbatch[t]
-            arrivals[way, e, done] = _send(e, way, size, end, ends, traffic, ports)
+            arrival = _send(e, way, size, end, ends, traffic, on_node, ports)
+            arrivals[way, e, done] = arrival
+            sent = max(sent, arrival - traffic[LATENCY, e])
             if seconds[READY, t] == np.inf:
                 seconds[READY, t] = -1.0
+        if way == 1 and done + 1 == counts[TOTAL, s]:
+            seconds[SUMMED, s] = _sum(s, end, sent, counts, seconds, on_node, ports)
     return True
 
 
@@ -259,7 +379,8 @@ def step_s(
     count, devices, node = len(microbatch), len(owner), int(levels[SIZE, 0])
     counts = np.zeros((COUNTS, count), np.int64)
     seconds, nbytes = np.zeros((SECONDS, count)), np.zeros((BYTES, count))
-    count_devices(owner, node, counts)
+    on_node = np.zeros((count, -(-devices // node)), np.int64)
+    count_devices(owner, node, counts, on_node)
     if not split_samples(
         owner, node, microbatch, tensor, batch_size, most_replicas, row_of, degree_of, counts
     ):
@@ -287,12 +408,14 @@ def step_s(
     if not fit_memory(microbatch, recompute, sharded, rates, ends, first, listed, nbytes, counts):
         return never
     price_messages(microbatch, node, edges, levels, rates, counts, ends, traffic, seconds)
-    price_sums(sharded, flush, levels, rates, counts, nbytes, seconds)
+    price_sums(home, sharded, flush, op_seconds, op_bytes, levels, rates, counts, nbytes, seconds)
 
-    busiest = _busiest_s(microbatch, batch_size, rates[CORES], counts, seconds)
-    ports = np.zeros((2, count + devices))
+    busiest = _busiest_s(microbatch, batch_size, flush, rates[CORES], counts, seconds)
+    ports = np.zeros((3, count + on_node.shape[1]))
     if not flush:
-        busiest = max(busiest, _busiest_port_s(microbatch, batch_size, edges, ends, traffic, ports))
+        busiest = max(
+            busiest, _busiest_port_s(microbatch, batch_size, edges, ends, traffic, on_node, ports)
+        )
     if busiest > limit:
         return never
     if not flush:
@@ -306,6 +429,8 @@ def step_s(
         if fewer > 0:
             counts[TOTAL, s] = fewer
         longest = max(longest, counts[TOTAL, s])
+    # Work takes cores in turn instead of sharing them, which adds up to the same.
+    cores = np.zeros(round(rates[CORES]))
     arrivals, marks = np.zeros((2, edges, longest)), np.zeros(longest)
     if not _run(
         batch_size,
@@ -317,15 +442,19 @@ def step_s(
         traffic,
         first,
         listed,
+        on_node,
         ports,
+        cores,
         arrivals,
         marks,
         limit,
     ):
         return never
-    step = busiest
+    step, update = 0.0, 0.0
     for s in range(count):
-        step = max(step, seconds[FREE, s] + seconds[TAIL, s])
+        step = max(step, seconds[SUMMED, s])
+        update = max(update, seconds[UPDATE, s])
+    step = max(step + update, busiest)
     if fewer > 0:
         a, b = fewer // 3, 2 * fewer // 3
         step += (total - fewer) * (marks[b] - marks[a]) / (b - a)

@@ -12,10 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, cast
 
-from anabranch.cost.buckets import last_share
-from anabranch.cost.communication import all_reduce_s, ring_price
+from anabranch.cost.buckets import BUCKET_BYTES
+from anabranch.cost.communication import all_reduce_s, ring_price, transfer_s
 from anabranch.cost.memory import memory_terms, updated_bytes
-from anabranch.cost.period import left_s
 from anabranch.planner.toolkit.jit import compiled
 from anabranch.plans.in_flight import in_flight_samples
 
@@ -30,27 +29,31 @@ OPERATORS, HELD, LOW, HIGH, NODES, REPLICAS, SAMPLES, ROW, DEGREE = range(9)
 TOTAL, LEAST, WANTED, IN_FLIGHT, ORDER, COUNTED, FORWARDS, BACKWARDS = range(9, 17)
 COUNTS = 17
 
-# Seconds of a stage: forward, backward, behind its last backward; when it is free, when its next
-# action may begin, and what it has left to do.
-FORWARD, BACKWARD, TAIL, FREE, READY, LEFT = range(6)
-SECONDS = 6
+# Seconds of a stage: forward, backward, what the last one leaves of its all-reduce, and its update;
+# when it is free, when its next action may begin, and what it has left to do.
+# In the last backward, what operators have passed, and until when gradients are summed.
+FORWARD, BACKWARD, SUMS, UPDATE, FREE, READY, LEFT, PASSED, SUMMED = range(9)
+SECONDS = 9
 
 # Bytes of a stage: parameters, those that are trained, the largest of these, kept of a sample; that
-# enter and that return, per sample and whatever the samples. The first four are also an operator's.
+# enter and that return, per sample and whatever the samples; gradients that wait for a bucket to
+# be full. The first four are also an operator's.
 PARAMETERS, TRAINABLE, LARGEST, KEPT, ENTERS, ENTERS_FIXED, RETURNS, RETURNS_FIXED = range(8)
-BYTES = 8
+WAITING = 8
+BYTES = 9
 
-# Whole numbers of an edge: its ends, and the ports that leave the first and enter the second.
-SOURCE, TARGET, OUT, INTO = range(4)
-ENDS = 4
+# Whole numbers of an edge: its ends, and whether it leaves a node.
+SOURCE, TARGET, FAR = range(3)
+ENDS = 3
 
 # Edges listed by one of their ends: those into a stage, and those out of it.
 ENTERING, LEAVING = range(2)
 
-# Of an edge: bytes forward and back, per sample and whatever the samples; seconds that a message
-# occupies its ports forward and back, and of latency.
+# Of an edge: bytes forward and back, per sample and whatever the samples; seconds of a message
+# forward and back on a single link, and of latency; links that share it at either end.
 AHEAD, AHEAD_FIXED, BEHIND, BEHIND_FIXED, OCCUPIES, OCCUPIES_BACK, LATENCY = range(7)
-TRAFFIC = 7
+LANES, LANES_IN = range(7, 9)
+TRAFFIC = 9
 
 # Of a value: bytes per sample and whatever the samples, and 1 where a gradient flows back.
 PER_SAMPLE, FIXED, GRADIENT = range(3)
@@ -78,19 +81,19 @@ _updated_bytes = cast(Callable[..., float], compiled(updated_bytes))
 _memory_terms = cast(Callable[..., tuple[float, float, float, float]], compiled(memory_terms))
 _ring_price = cast(Callable[..., tuple[float, float]], compiled(ring_price))
 _all_reduce_s = cast(Callable[..., float], compiled(all_reduce_s))
-_last_share = cast(Callable[..., float], compiled(last_share))
-_left_s = cast(Callable[..., float], compiled(left_s))
+_transfer_s = cast(Callable[..., float], compiled(transfer_s))
 
 
 @compiled
-def count_devices(owner: Table, node: int, counts: Table) -> None:
-    """How many devices every stage has, between which, and on how many nodes."""
+def count_devices(owner: Table, node: int, counts: Table, on_node: Table) -> None:
+    """How many devices every stage has, between which, and on which nodes, [s, node]."""
     for d in range(len(owner)):
         s = owner[d]
         if counts[HELD, s] == 0:
             counts[LOW, s] = d
-        if counts[HELD, s] == 0 or d // node != counts[HIGH, s] // node:
+        if on_node[s, d // node] == 0:
             counts[NODES, s] += 1
+        on_node[s, d // node] += 1
         counts[HELD, s] += 1
         counts[HIGH, s] = d
 
@@ -357,8 +360,7 @@ def price_messages(
     traffic: Table,
     seconds: Table,
 ) -> None:
-    """Ports and seconds of the messages of each edge, and of the processors at both ends of it."""
-    count = len(microbatch)
+    """Seconds of the messages of each edge, and of the processors at both ends of it."""
     for e in range(edges):
         s, t = ends[SOURCE, e], ends[TARGET, e]
         size = min(microbatch[s], microbatch[t])
@@ -367,15 +369,13 @@ def price_messages(
         back = traffic[BEHIND, e] * size + traffic[BEHIND_FIXED, e] * copies
         first = min(counts[LOW, s], counts[LOW, t])
         level = level_of(first, max(counts[HIGH, s], counts[HIGH, t]), levels)
-        what = HELD if level == 0 else NODES
-        lanes = min(counts[what, s], counts[what, t])
-        traffic[OCCUPIES, e] = forward / levels[BANDWIDTH, level] / lanes
-        traffic[OCCUPIES_BACK, e] = back / levels[BANDWIDTH, level] / lanes
+        # The devices of a node share its card; inside of one everyone has a link.
+        ends[FAR, e] = 1 if level > 0 and node > 1 else 0
+        what = NODES if level > 0 else HELD
+        traffic[LANES, e], traffic[LANES_IN, e] = counts[what, s], counts[what, t]
+        traffic[OCCUPIES, e] = forward / levels[BANDWIDTH, level]
+        traffic[OCCUPIES_BACK, e] = back / levels[BANDWIDTH, level]
         traffic[LATENCY, e] = levels[LINK_LATENCY, level]
-        # Stages of one node share its card; others have ports of their own.
-        own = level == 0 or node == 1
-        ends[OUT, e] = s if own or counts[NODES, s] > 1 else count + counts[LOW, s] // node
-        ends[INTO, e] = t if own or counts[NODES, t] > 1 else count + counts[LOW, t] // node
         if forward > 0:
             share = rates[SEND_S] + rates[SEND_BYTE_S] * forward / counts[REPLICAS, s]
             seconds[FORWARD, s] += share
@@ -388,26 +388,62 @@ def price_messages(
 
 @compiled
 def price_sums(
+    home: Table,
     sharded: bool,
     flush: bool,
+    op_seconds: Table,
+    op_bytes: Table,
     levels: Table,
     rates: Table,
     counts: Table,
     nbytes: Table,
     seconds: Table,
 ) -> None:
-    """Seconds of each stage's all-reduce and update behind its last backward."""
+    """Seconds of each stage's all-reduce behind its last backward, and of its update.
+
+    With a flush gradients are summed in buckets while the last backward goes on, the last operators
+    first; where replicas share the optimizer's state half of the ring comes behind the update.
+    """
+    half = 0.5 if sharded and flush else 1.0
     for s in range(counts.shape[1]):
         trainable, replicas = nbytes[TRAINABLE, s], counts[REPLICAS, s]
-        updated, reduce_s = trainable, 0.0
-        if replicas > 1:
-            level = level_of(counts[LOW, s], counts[HIGH, s], levels)
-            byte_s, latency_s = _ring_price(
-                levels[BANDWIDTH, level], levels[LINK_LATENCY, level], replicas, 1
-            )
-            reduce_s = _all_reduce_s(trainable, byte_s, latency_s)
-            if sharded:
-                updated = _updated_bytes(trainable, nbytes[LARGEST, s], replicas)
-        if flush:
-            reduce_s = _left_s(reduce_s, seconds[BACKWARD, s], _last_share(trainable))
-        seconds[TAIL, s] = reduce_s + updated * rates[UPDATE_BYTE_S]
+        updated = _updated_bytes(trainable, nbytes[LARGEST, s], replicas) if sharded else trainable
+        byte_s, latency_s = _ring(s, levels, counts)
+        reduce_s = _all_reduce_s(trainable, byte_s, latency_s)
+        seconds[UPDATE, s] = updated * rates[UPDATE_BYTE_S] + (1 - half) * reduce_s
+        if not flush:
+            seconds[SUMS, s] = reduce_s
+    if not flush:
+        return
+    for i in range(len(home) - 1, -1, -1):
+        s = home[i]
+        if counts[REPLICAS, s] > 1:
+            g = counts[DEGREE, s]
+            seconds[PASSED, s] += op_seconds[BACKWARD, g, counts[ROW, s], i]
+            nbytes[WAITING, s] += op_bytes[g, TRAINABLE, i]
+            if nbytes[WAITING, s] > BUCKET_BYTES:
+                _sum_bucket(s, half, levels, counts, nbytes, seconds)
+    for s in range(counts.shape[1]):
+        if counts[REPLICAS, s] > 1:
+            _sum_bucket(s, half, levels, counts, nbytes, seconds)
+            seconds[SUMS, s] = max(0.0, seconds[SUMMED, s] - seconds[PASSED, s])
+
+
+@compiled
+def _ring(s: int, levels: Table, counts: Table) -> tuple[float, float]:
+    """Seconds per byte and of latency of a stage's all-reduces."""
+    level = level_of(counts[LOW, s], counts[HIGH, s], levels)
+    return _ring_price(
+        levels[BANDWIDTH, level], levels[LINK_LATENCY, level], counts[REPLICAS, s], 1
+    )
+
+
+@compiled
+def _sum_bucket(
+    s: int, half: float, levels: Table, counts: Table, nbytes: Table, seconds: Table
+) -> None:
+    """Sum what waits, when the operators so far have been passed and the sums before have ended."""
+    byte_s, latency_s = _ring(s, levels, counts)
+    sum_s = _transfer_s(nbytes[WAITING, s], byte_s, latency_s) * half
+    seconds[SUMMED, s] = max(seconds[SUMMED, s], seconds[PASSED, s]) + sum_s
+    nbytes[WAITING, s] = 0.0
