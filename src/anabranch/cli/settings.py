@@ -15,6 +15,7 @@ import typer
 
 from anabranch.cli.logs import loggers
 from anabranch.cli.parsing import interval, named_values, split_output, usage
+from anabranch.cli.run_file import model_or_file
 from anabranch.cli.source import ModelSource, Preset, cluster_of
 from anabranch.cli.spread import given
 from anabranch.cli.writable import file_to_write, folder_to_write
@@ -163,6 +164,22 @@ class TrainedModelSettings(ModelSettings):
     preset: Annotated[
         Preset, typer.Option(help="Size of a built-in model; small runs on any CPU.")
     ] = "small"
+
+
+@dataclass(frozen=True)
+class RunSettings(TrainedModelSettings):
+    """As ``TrainedModelSettings``, with a file that may say all that the command line can."""
+
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="Built-in name, package.module:function, or a file run.toml with it and with "
+            "options of this command, which go behind those that are written here.",
+            callback=model_or_file,
+            is_eager=True,
+        ),
+    ]
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ from anabranch.cli.settings import (
     EmulationSettings,
     FlushSettings,
     RunFolder,
-    TrainedModelSettings,
+    RunSettings,
     TrainedPlanSettings,
     TrainingSettings,
 )
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 @spread
 def train(
-    model: TrainedModelSettings,
+    model: RunSettings,
     local: TrainedPlanSettings,
     training: TrainingSettings,
     compute: ComputeSettings,
@@ -80,6 +80,8 @@ def train(
 
     With --save run --save-every 10m there are checkpoints during training, and --resume run goes on
     from the newest; --max-restarts 3 does that by itself where a rank fails.
+
+    `anabranch train run.toml` has all of this from a file: `steps = 50`, `save-every = "10m"`.
 
     Ctrl-C ends training after the step under way: the checkpoint of --save, the figures and the
     report are written as far as it came, and the exit code is 130. A second Ctrl-C stops at once.

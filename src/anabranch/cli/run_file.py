@@ -1,0 +1,93 @@
+"""A file that says what a command line can say: ``anabranch train run.toml --steps 50``.
+
+::
+
+    model = "two-branch"
+    devices = 4
+    save-every = "10m"
+    log = ["jsonl:run.jsonl"]
+
+    [options]               # of the model, as -o layers=8
+    layers = 8
+
+Keys are the options of the verb without their dashes, so the file can say whatever they can and is
+checked by the same rules. What the command line says itself goes before.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from anabranch.errors import FileFormatError
+
+_MODEL, _OPTIONS = "model", "options"
+
+
+def model_or_file(context: typer.Context, model: str) -> str:
+    """The model that the user names, or that of the file, whose other keys become defaults.
+
+    Raises:
+        typer.BadParameter: if a key is unknown, or there is no model.
+        FileFormatError: if the file cannot be read, or is no TOML.
+    """
+    if not model.endswith(".toml") or context.resilient_parsing:
+        return model
+    path = Path(model)
+    document = _read(path)
+    known = _known(context)
+    defaults: dict[str, Any] = {}
+    for key, value in document.items():
+        name = key.replace("_", "-")
+        if name == _OPTIONS and isinstance(value, dict):
+            defaults["output"] = [f"{option}={_text(said)}" for option, said in value.items()]
+        elif name == _OPTIONS or isinstance(value, dict):
+            raise typer.BadParameter(
+                f"{path}: {key} is {'no table' if name == _OPTIONS else 'a table'}; only the "
+                f"options of the model are one, [{_OPTIONS}]"
+            )
+        elif name not in known:
+            raise typer.BadParameter(_unknown(path, key, [*known, _OPTIONS, _MODEL]))
+        elif known[name] in defaults:
+            raise typer.BadParameter(f"{path}: {key} is there twice, once with an underscore")
+        else:
+            defaults[known[name]] = value
+    found = defaults.pop(_MODEL, None)
+    if not isinstance(found, str):
+        raise typer.BadParameter(f'{path} names no model; write model = "mymodel:workload"')
+    context.default_map = {**(context.default_map or {}), **defaults}
+    return found
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise FileFormatError(f"{path} cannot be read: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise FileFormatError(f"{path} is no TOML file: {error}") from error
+
+
+def _known(context: typer.Context) -> dict[str, str]:
+    """Key -> name of the parameter, of all that the verb has."""
+    known = {_MODEL: _MODEL}
+    for parameter in context.command.params:
+        for option in parameter.opts:
+            if option.startswith("--") and parameter.name not in (None, "help", "output"):
+                known[option.removeprefix("--")] = str(parameter.name)
+    return known
+
+
+def _unknown(path: Path, key: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(key.replace("_", "-"), known, 1)
+    if close:
+        return f"{path}: there is no option {key!r}; {close[0]} is meant?"
+    return f"{path}: there is no option {key!r}; keys are {', '.join(sorted(known))}"
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
