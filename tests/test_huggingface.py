@@ -1,0 +1,168 @@
+"""Hugging Face's way of training, by its own rules in a plain loop and as a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from transformers import get_scheduler
+from transformers.feature_extraction_utils import BatchFeature
+
+from anabranch import launch
+from anabranch.checkpoint.export import export
+from anabranch.graph.capture import capture
+from anabranch.huggingface import Trainer, batch_size, training_options, workload_of
+from anabranch.training import SaveEvery
+from tests import hf_models
+from tests.runtime.small import Built, plan
+
+SAMPLES, BATCH = 40, 8
+
+
+class Sentences(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """Tokens, of which every other is to be found again."""
+
+    def __init__(self, count: int = SAMPLES) -> None:
+        self.tokens = torch.randint(0, 60, (count, 8), generator=torch.Generator().manual_seed(2))
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"input_ids": self.tokens[index]}
+
+
+def collate(samples: list[Mapping[str, Tensor]]) -> BatchFeature:
+    """As collators for masked language models do, but for chance; their class of batches."""
+    tokens = torch.stack([sample["input_ids"] for sample in samples])
+    labels = tokens.clone()
+    labels[:, ::2] = -100
+    return BatchFeature(
+        {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": labels}
+    )
+
+
+def arguments(**changed: Any) -> SimpleNamespace:
+    """The attributes of ``TrainingArguments``, which need another package to be made."""
+    return SimpleNamespace(
+        **{
+            "output_dir": "", "per_device_train_batch_size": 4, "per_device_eval_batch_size": 4,
+            "gradient_accumulation_steps": 2, "num_train_epochs": 2.0, "max_steps": 4,
+            "learning_rate": 1e-2, "weight_decay": 0.1, "adam_beta1": 0.9, "adam_beta2": 0.99,
+            "adam_epsilon": 1e-8, "max_grad_norm": 0.5, "lr_scheduler_type": "linear",
+            "warmup_steps": 1, "optim": "adamw_torch", "seed": 3, "bf16": False, "fp16": False,
+            "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2,
+            "save_total_limit": 3,
+            **changed,
+        }
+    )  # fmt: skip
+
+
+def plain_losses(workload: Any, batches: list[Any]) -> list[float]:
+    """Four updates of two batches: mean gradients, clipping, AdamW without decay of biases and
+    norms, a linear schedule after one update of warm-up.
+    """
+    torch.manual_seed(0)
+    model = workload.module
+    named = dict(model.named_parameters())
+    plain = [p for name, p in named.items() if "bias" in name or "LayerNorm" in name]
+    decayed = [p for p in named.values() if not any(p is other for other in plain)]
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}],
+        lr=1e-2, betas=(0.9, 0.99),
+    )  # fmt: skip
+    scheduler = get_scheduler("linear", optimizer, num_warmup_steps=1, num_training_steps=4)
+    losses = []
+    for number, batch in enumerate(batches, 1):
+        loss = model(**batch).loss
+        (loss / 2).backward()
+        losses.append(loss.item())
+        if number % 2 == 0:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+    return losses
+
+
+@pytest.mark.dist
+def test_a_tiny_bert_trains_as_trainer_would(tmp_path: Path):
+    """Eight batches of four updates on two ranks have the losses of a plain loop; held-out data is
+    evaluated and checkpoints are written after every second update; the last one reloads in
+    transformers.
+    """
+    args = arguments(output_dir=str(tmp_path / "out"))
+    model, _ = hf_models.build("bert")
+    seen: list[Any] = []
+    trainer = Trainer(
+        model, args, collate, Sentences(), Sentences(12), devices=2, check_gradients=False
+    )
+    workload = trainer.workload
+    captured = capture(model, workload.example)
+    chosen = plan(Built(captured, workload), 2, batch_size=BATCH, microbatch_size=4)
+
+    def rank() -> tuple[tuple[float, ...], list[Any]]:
+        from anabranch.training import train
+
+        options = training_options(args, workload)
+        run = train(
+            workload, chosen, captured=captured, check_gradients=False,
+            callbacks=[seen.append], **options,
+        )  # fmt: skip
+        return run.losses, seen
+
+    losses, events = launch.run(rank, 2, timeout=100.0)[0]
+    data = [b for epoch in (0, 1) for b in workload.data(BATCH, epoch)][:8]
+    assert losses == pytest.approx(plain_losses(workload, data), rel=2e-4)
+    assert [e.step for e in events if e.name == "evaluation"] == [4, 8]
+    assert [e.step for e in events if e.name == "checkpoint"] == [4, 8]
+    made = export(tmp_path / "out", tmp_path / "bert")
+    _, info = transformers.BertForMaskedLM.from_pretrained(made.path, output_loading_info=True)
+    assert not any(info.values())
+
+
+@pytest.mark.dist
+def test_trainer_plans_and_trains_by_itself(tmp_path: Path):
+    """On local ranks, and what ``train`` takes besides is given on."""
+    args = arguments(max_steps=1, gradient_accumulation_steps=1, save_strategy="no")
+    model, _ = hf_models.build("bert")
+    trainer = Trainer(model, args, collate, Sentences(), devices=2, steps=3)
+    run = trainer.train(trainer.plan(planner="even", max_replicas=1))
+    assert len(run.losses) == 3
+    assert len(run.plan.stage_graph.stages) == 2
+
+
+def test_arguments_are_counted_in_batches():
+    """``Trainer`` counts updates; an epoch has five batches of eight here."""
+    model, _ = hf_models.build("bert")
+    args = arguments(max_steps=-1, eval_strategy="epoch", output_dir="out", save_steps=3)
+    workload = workload_of(
+        model, args, Sentences(), devices=2, data_collator=collate, eval_dataset=Sentences(8)
+    )
+    options = training_options(args, workload)
+    assert batch_size(args, 2) == workload.batch_size == BATCH
+    assert (options["steps"], options["accumulate"], options["evaluate_every"]) == (10, 2, 5)
+    assert (options["save"], options["save_every"]) == (Path("out"), SaveEvery(6, keep=3))
+    assert training_options(arguments(bf16=True), workload)["compute"].precision == "bf16"
+    assert "save" not in training_options(arguments(save_strategy="no"), workload)
+
+
+def test_what_is_not_taken_over_is_named():
+    """A warning for what changes training, an error for another optimizer."""
+    model, _ = hf_models.build("bert")
+    options: Any = {"devices": 2, "data_collator": collate}
+    with pytest.warns(UserWarning, match="label_smoothing_factor, torch_compile: arguments of"):
+        workload_of(
+            model, arguments(label_smoothing_factor=0.1, torch_compile=True), Sentences(), **options
+        )
+    workload = workload_of(model, arguments(optim="adafactor"), Sentences(), **options)
+    with pytest.raises(ValueError, match="optimizer adafactor is not taken over"):
+        workload.optimizer(list(model.named_parameters()))
+    with pytest.raises(ValueError, match="has 4 samples, and a batch 8"):
+        workload_of(model, arguments(), Sentences(4), **options)
