@@ -66,6 +66,15 @@ def test_a_run_is_logged_evaluated_and_its_best_checkpoint_kept(document, tmp_pa
     assert losses == found["losses"]
 
 
+def test_a_metric_that_the_model_lacks_is_refused_before_it_is_measured(run, monkeypatch):
+    """With those that it has."""
+    monkeypatch.setattr("anabranch.cli.job.Job.measure", None)
+    best = ("--evaluate-every", "2", "--keep-best", "acuracy:max", "--save", "run")
+    code, _, err = run("train", TOWERS, "--devices", "2", *best)
+    assert code == 1
+    assert "asked for by acuracy, but the held-out means of this model are loss, error" in err
+
+
 def test_options_that_need_others(run):
     """The best checkpoint is that of an evaluation, and has to be put somewhere."""
     for arguments, message in [

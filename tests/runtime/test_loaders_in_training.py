@@ -64,6 +64,7 @@ class Stateful:
 SOURCES: dict[str, Any] = {
     "columns": columns,
     "loader of columns": lambda: DataLoader(columns(), batch_size=16, shuffle=True),
+    "workers": lambda: DataLoader(columns(), batch_size=16, shuffle=True, num_workers=1),
     "stream": Stream,
     "stateful": Stateful,
 }

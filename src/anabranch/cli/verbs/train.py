@@ -180,7 +180,9 @@ def _plan(
         is_async=is_async,
         training=training,
     )
-    _ = job.captured  # ranks of torchrun do this at the same time
+    metrics = job.captured.metrics  # ranks of torchrun capture at the same time
+    if (saves := training.saves()) is not None:
+        saves.require_metric(metrics)
     search = partial(
         job.search,
         local,
