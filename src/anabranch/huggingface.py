@@ -24,7 +24,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -119,8 +119,11 @@ def batch_size(args: Any, devices: int) -> int:
 def training_options(args: Any, workload: Workload) -> dict[str, Any]:
     """Arguments of ``training.train`` for a workload of ``workload_of``."""
     accumulate = int(_of(args, "gradient_accumulation_steps", 1))
-    per_epoch = len(workload.data.source) if workload.data is not None else 1
-    precision = "bf16" if _of(args, "bf16") else "fp16" if _of(args, "fp16") else "fp32"
+    loader: Any = workload.data
+    per_epoch = len(loader.source)
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    if _of(args, "bf16") or _of(args, "fp16"):
+        precision = "bf16" if _of(args, "bf16") else "fp16"
     options: dict[str, Any] = {
         "steps": _updates(args, per_epoch) * accumulate,
         "accumulate": accumulate,
@@ -231,7 +234,8 @@ def _optimizer(args: Any, model: nn.Module, parameters: NamedParameters) -> torc
         )
     from transformers.trainer_pt_utils import get_parameter_names
 
-    decayed = set(get_parameter_names(model, [nn.LayerNorm], list(_NO_DECAY)))
+    names: Any = get_parameter_names
+    decayed = set(names(model, [nn.LayerNorm], list(_NO_DECAY)))
     groups = [
         {
             "params": [(n, p) for n, p in parameters if (n in decayed) is decays],
