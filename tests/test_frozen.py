@@ -28,9 +28,9 @@ def tower(depth: int, width: int) -> nn.Sequential:
 class Towers(nn.Module):
     """Two towers and a head; the first tower may be frozen."""
 
-    def __init__(self, *, frozen: bool, depth: int = 6, width: int = WIDTH) -> None:
+    def __init__(self, *, frozen: bool, depths: tuple[int, int] = (12, 6), width: int = WIDTH):
         super().__init__()
-        self.left, self.right = tower(depth, width), tower(depth, width)
+        self.left, self.right = (tower(depth, width) for depth in depths)
         self.head = nn.Linear(2 * width, 1)
         self.left.requires_grad_(not frozen)
 
@@ -41,12 +41,12 @@ class Towers(nn.Module):
 def profile(*, frozen: bool) -> Profile:
     module = Towers(frozen=frozen).to("meta")
     example = (torch.empty(4, WIDTH, device="meta"), torch.empty(4, WIDTH, device="meta"))
-    return estimate(capture(module, example), "v100", (1, 2, 4, 8, 16, 32, 64, 128, 256))
+    return estimate(capture(module, example), "v100", [1 << i for i in range(11)])
 
 
 def test_a_frozen_tower_is_planned_without_its_backward() -> None:
-    """It has forwards alone, and keeps and sends back nothing; so it gets fewer devices than its
-    twin, and that step is shorter than the one of a plan that does not know.
+    """It has forwards alone, and keeps and sends back nothing; so its twelve layers get fewer
+    devices than in a plan that does not know, whose step is longer: 1.81 ms against 1.55.
     """
     blind, aware = profile(frozen=False), profile(frozen=True)
     for op, cost in zip(aware.graph.ops, aware.costs, strict=True):
@@ -55,11 +55,16 @@ def test_a_frozen_tower_is_planned_without_its_backward() -> None:
         assert (cost.kept_bytes == 0) == is_frozen
     assert not any(v.grad for v in aware.graph.values if aware.graph.ops[v.producer].name[0] == "l")
     plans = {
-        known: solve.plan(known_profile, CLUSTER, 256, max_replicas=1, improve=False)
+        known: solve.plan(known_profile, CLUSTER, 1024, max_replicas=1, improve=False)
         for known, known_profile in (("blind", blind), ("aware", aware))
     }
     step_s = {name: solve.simulate(p, aware, CLUSTER).step_s for name, p in plans.items()}
-    assert step_s["aware"] < 0.99 * step_s["blind"]
+    assert step_s["aware"] < 0.9 * step_s["blind"]
+    holders = {
+        known: sum(any(n.startswith("left") for n in s.operators) for s in p.stage_graph.stages)
+        for known, p in plans.items()
+    }
+    assert holders == {"blind": 3, "aware": 2}
     timeline = solve.simulate(plans["aware"], aware, CLUSTER)
     frozen_stage = next(
         s
@@ -78,7 +83,7 @@ def test_a_frozen_tower_runs_without_a_graph() -> None:
     one afterwards; the others have those of one process.
     """
     torch.manual_seed(0)
-    module = Towers(frozen=True, depth=2, width=8)
+    module = Towers(frozen=True, depths=(2, 2), width=8)
     given = (torch.randn(8, 8), torch.randn(8, 8))
     captured = capture(module, given)
     model = Built(captured, Workload(module, given))

@@ -164,3 +164,60 @@ def test_warns_of_nothing_by_itself() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         capture(Net(), batch())
+
+
+class ChangesItsInput(Net):
+    """An entry of the batch is set before it is read."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x[:, 0] = 0
+        return super().forward(x, y)
+
+
+class ChangesAView(Net):
+    """Likewise, by another name of the same memory."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x.view(-1).mul_(2)
+        return super().forward(x, y)
+
+
+@pytest.mark.parametrize("kind", [ChangesItsInput, ChangesAView])
+@pytest.mark.parametrize("place", ["cpu", "meta"])
+def test_a_batch_that_is_changed_in_place_is_refused(kind: type[Net], place: str) -> None:
+    """Which stage finds it changed would depend on the plan; the error names tensor and line."""
+    line = kind.forward.__code__.co_firstlineno + 1
+    with pytest.raises(CaptureError, match=rf"changes 0, .* in place .*test_export.py:{line} \("):
+        capture(kind().to(place), batch())
+
+
+def mapped(net: Net, h: torch.Tensor) -> torch.Tensor:
+    return torch.vmap(torch.tanh)(h)
+
+
+def mapped_gradient(net: Net, h: torch.Tensor) -> torch.Tensor:
+    return torch.func.grad(lambda t: t.exp().sum())(h)
+
+
+def penalised(net: Net, h: torch.Tensor) -> torch.Tensor:
+    (slope,) = torch.autograd.grad(net.last(h).sum(), h, create_graph=True)
+    return h * slope.norm()
+
+
+@pytest.mark.parametrize(
+    ("body", "complaint"),
+    [
+        (mapped, "torch.vmap or torch.func.*einsum"),
+        (mapped_gradient, "torch.vmap or torch.func"),
+        (penalised, "asks for a gradient inside the forward, as a gradient penalty does"),
+    ],
+)
+def test_transforms_and_derivatives_inside_the_forward_are_refused(
+    body: Any, complaint: str
+) -> None:
+    """With the user's line and a way on instead of the tracer's own words; afterwards both work."""
+    line = body.__code__.co_firstlineno + 1
+    with pytest.raises(CaptureError, match=rf"^\S*test_export.py:{line} \(.*{complaint}"):
+        capture(Net(body), batch())
+    weight = torch.ones(3, requires_grad=True)
+    assert torch.autograd.grad(torch.vmap(torch.exp)(weight).sum(), weight)[0].shape == (3,)

@@ -39,7 +39,7 @@ class BatchLayout:
             raise CaptureError(
                 "dimension 0 of every tensor in the batch has to be the samples, but the shapes "
                 f"are {listed}; expand what is the same for all samples, or make it a buffer of "
-                "the module"
+                f"the module{_packed(sizes)}"
             )
         if 0 in {size[0] for size in sizes.values()}:
             raise CaptureError(
@@ -73,6 +73,19 @@ class BatchLayout:
             else:
                 result.append(leaf.detach()[rows.to(leaf.device)].to(device))
         return result
+
+
+def _packed(sizes: Mapping[str, tuple[int, ...]]) -> str:
+    """A way on where the parts of all samples are packed into dimension 0, such as patches."""
+    samples = min((size[0] for size in sizes.values() if size), default=0)
+    for name, size in sizes.items():
+        if samples > 0 and size and size[0] > samples and size[0] % samples == 0:
+            parts = (samples, size[0] // samples, *size[1:])
+            return (
+                f"; if {name} has the parts of {samples} samples one after the other, as patches "
+                f"of images, give it as {parts} and flatten the first two dimensions in the forward"
+            )
+    return ""
 
 
 def leaf_name(path: tuple[Any, ...]) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx
 
@@ -57,6 +59,17 @@ def tensor(node: fx.Node) -> torch.Tensor | None:
     """The value of a node, where it is one tensor."""
     value = node.meta.get("val")
     return value if isinstance(value, torch.Tensor) else None
+
+
+def arguments(node: fx.Node) -> dict[str, Any]:
+    """All arguments of a call by name, in order, with those that it leaves at their defaults; none
+    where it calls something that declares none.
+    """
+    schema = getattr(node.target, "_schema", None)
+    declared = schema.arguments if schema is not None else ()
+    given = {argument.name: argument.default_value for argument in declared}
+    given |= {argument.name: value for argument, value in zip(declared, node.args, strict=False)}
+    return given | node.kwargs
 
 
 def batch_dim(small: torch.Tensor, large: torch.Tensor, sizes: tuple[int, int]) -> int | None:

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import zip_longest
 
 import torch
 from torch import fx, nn
@@ -27,7 +28,7 @@ from torch.utils import _pytree as pytree
 from anabranch.errors import CaptureError
 from anabranch.graph.batch_layout import BatchLayout, leaf_name
 from anabranch.graph.call_traits import base_name
-from anabranch.graph.export import ReturnsLoss, export, plain_calls
+from anabranch.graph.export import ReturnsLoss, export, plain_calls, user_line
 from anabranch.graph.flat_program import (
     BATCH_LEAF,
     BUFFER,
@@ -144,7 +145,7 @@ class Captured:
             program, other = exporter.at(samples), exporter.at(2 * samples)
         signature = program.signature()
         if other.signature() != signature:
-            raise _other_operations(module, samples, 2 * samples)
+            raise _other_operations(module, samples, signature, other)
         loss = program.outputs[0]
         if training and not (isinstance(loss, fx.Node) and loss.meta["val"].requires_grad):
             raise CaptureError(
@@ -263,7 +264,7 @@ class Captured:
                     return program
         program = self._exporter.at(samples, place)
         if program.signature() != signature:
-            raise _other_operations(self.module, self.samples, samples)
+            raise _other_operations(self.module, self.samples, signature, program)
         return program
 
     def _programs_at(self, samples: int) -> FlatProgram:
@@ -381,12 +382,31 @@ def _degree(flow: Flow) -> int | None:
     return None if flow.kind == "coupled" else -1
 
 
-def _other_operations(module: nn.Module, a: int, b: int) -> CaptureError:
+def _other_operations(
+    module: nn.Module, samples: int, signature: list[tuple[str, str]], other: FlatProgram
+) -> CaptureError:
+    """What to say of a program that has not the operations of another number of samples."""
+    pairs = zip_longest(signature, other.signature())
+    first = next(i for i, (here, there) in enumerate(pairs) if here != there)
+    here = f"calls {signature[first][0]}" if first < len(signature) else "has ended"
+    there, where = "has ended", ""
+    if first < len(other.calls):
+        node = other.calls[first]
+        there, where = f"calls {node.target}", f", {_place(module, node)}"
     return CaptureError(
-        f"{type(module).__name__} runs other operations for {b} samples than for {a}, so its "
-        "operators are not the same for every micro-batch; look for a Python loop or a branch over "
-        "the samples in its forward, and write it with tensor operations"
+        f"{type(module).__name__} runs other operations for {other.samples} samples than for "
+        f"{samples}, so its operators are not the same for every micro-batch: the first that "
+        f"differs is number {first + 1}, where the forward of {samples} samples {here} and that of "
+        f"{other.samples} {there}{where}; look for a Python loop or a branch over the samples "
+        "there, or for a list with an entry per sample, and write it with tensor operations"
     )
+
+
+def _place(module: nn.Module, node: fx.Node) -> str:
+    """The module that an operation is called in, with its class, and the line."""
+    path = frame(node)
+    owner = type(module.get_submodule(path)).__name__
+    return f"in {path} ({owner}), {user_line(node)}" if path else f"in {owner}, {user_line(node)}"
 
 
 def _device(module: nn.Module) -> torch.device:
@@ -435,6 +455,8 @@ class _Exporter:
             program, self.outputs = trace_on_meta(
                 self.wrapped, leaves, samples, {**self.tensors, **batch}, self.known
             )
+        if any(program.writes_to(BATCH_LEAF)):
+            raise NotPlainError("the batch is changed in place")
         return counted_means(program)
 
     def export(self) -> None:
@@ -507,6 +529,13 @@ class _Exporter:
             if exported is self.dynamic:
                 raise RefusedError from error
             raise
+        for node, source in program.writes_to(BATCH_LEAF):
+            raise CaptureError(
+                f"{type(self.module).__name__} changes {source.name}, a tensor of the batch, in "
+                f"place ({node.target}, {_place(self.module, node)}); other stages read the same "
+                "batch, which may find it changed or not: work on a copy of it (clone), or take "
+                "the operation that returns a new tensor"
+            )
         return counted_means(program)
 
 

@@ -8,11 +8,10 @@ so (``sparse=True``), which takes the memory of the rows that were looked up, no
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from torch import fx
 
-from anabranch.graph.call_traits import base_name, tensor
+from anabranch.graph.call_traits import arguments, base_name, tensor
 from anabranch.graph.flat_program import PARAMETER, FlatProgram
 from anabranch.graph.opgraph import Table
 
@@ -36,7 +35,7 @@ def tables(program: FlatProgram, other: FlatProgram) -> Mapping[str, Table]:
         lookups = [_lookups(user, twins.get(user), node, program, other) for user in node.users]
         if lookups and all(lookups):
             row_bytes = weight.shape[1] * weight.element_size()
-            declared = all(_argument(user, "sparse") for user in node.users)
+            declared = all(arguments(user)["sparse"] for user in node.users)
             found[source.name] = Table(sum(lookups), row_bytes, declared)
     return found
 
@@ -47,9 +46,10 @@ def _lookups(
     """Rows that a call looks up for each sample; 0 if it is anything but a lookup by the batch."""
     if twin is None or not _may_be_sparse(call) or call.all_input_nodes.count(weight) != 1:
         return 0
-    if _argument(call, "weight") is not weight:
+    given, twins = arguments(call), arguments(twin)
+    if given["weight"] is not weight:
         return 0
-    few, many = tensor(_argument(call, "indices")), tensor(_argument(twin, "indices"))
+    few, many = tensor(given["indices"]), tensor(twins["indices"])
     assert few is not None
     assert many is not None
     rows, samples = many.numel() - few.numel(), other.samples - program.samples
@@ -60,38 +60,18 @@ def _lookups(
 def _may_be_sparse(call: fx.Node) -> bool:
     if call.op != "call_function" or base_name(call) not in _LOOKUPS:
         return False
-    is_scaled = _argument(call, "scale_grad_by_freq")
-    per_sample = _argument(call, "per_sample_weights")
-    return not is_scaled and per_sample is None and _argument(call, "mode") in (None, *_SUMS)
+    given = arguments(call)
+    if given["scale_grad_by_freq"] or given.get("per_sample_weights") is not None:
+        return False
+    return given.get("mode") in (None, *_SUMS)
 
 
 def make_sparse(graph: fx.Graph) -> int:
     """Let lookups give sparse gradients, in place; how many calls that were."""
     count = 0
     for call in graph.nodes:
-        if _may_be_sparse(call) and not _argument(call, "sparse"):
-            position = _position(call, "sparse")
-            defaults = [argument.default_value for argument in _schema(call)]
-            call.args = (*call.args, *defaults[len(call.args) : position])
-            call.args = (*call.args[:position], True, *call.args[position + 1 :])
-            call.kwargs = {key: value for key, value in call.kwargs.items() if key != "sparse"}
+        if _may_be_sparse(call) and not arguments(call)["sparse"]:
+            call.args = tuple((arguments(call) | {"sparse": True}).values())
+            call.kwargs = {}
             count += 1
     return count
-
-
-def _schema(call: fx.Node) -> Any:
-    return call.target._schema.arguments  # type: ignore[union-attr]
-
-
-def _position(call: fx.Node, name: str) -> int:
-    names = [argument.name for argument in _schema(call)]
-    return names.index(name) if name in names else -1
-
-
-def _argument(call: fx.Node, name: str) -> Any:
-    position = _position(call, name)
-    if position < 0:
-        return None
-    if position < len(call.args):
-        return call.args[position]
-    return call.kwargs.get(name, _schema(call)[position].default_value)

@@ -2,8 +2,9 @@
 
 ``torch.export`` is tried in three ways: without Python analysis and with a symbolic batch size, the
 same with the batch size fixed, and with full Python analysis. The first loses the backward of a
-custom ``autograd.Function``, and ``torch.utils.checkpoint`` or, if reentrant, its gradients. Both
-are watched for while the forward runs.
+custom ``autograd.Function``, and ``torch.utils.checkpoint`` or, if reentrant, its gradients; it
+stops at derivatives inside of the forward, and at ``torch.vmap``, with errors of its own. All of
+them are watched for while the forward runs.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import contextlib
 import io
 import logging
 import os
+import re
 import sys
 import textwrap
 import traceback
@@ -20,7 +22,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
+from torch._functorch import eager_transforms, vmap
 from torch.utils import checkpoint
 
 from anabranch.errors import CaptureError
@@ -170,7 +173,9 @@ def _quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _watched(checkpoints: set[str]) -> Iterator[None]:
-    """Refuse custom gradients; trace checkpoints as plain calls, noted in ``checkpoints``."""
+    """Refuse custom gradients, derivatives and transforms inside the forward; trace checkpoints as
+    plain calls, noted in ``checkpoints``.
+    """
     function = torch.autograd.Function
     before = function.__dict__["apply"]
     plain = checkpoint._checkpoint_without_reentrant_generator
@@ -194,13 +199,38 @@ def _watched(checkpoints: set[str]) -> Iterator[None]:
         checkpoints.add(user_frame(traceback.extract_stack()))
         return plain(*args, **kwargs)
 
-    function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
-    checkpoint._checkpoint_without_reentrant_generator = without_reentrant
+    def differentiate(*_: Any, **__: Any) -> Any:
+        raise CaptureError(
+            f"{user_frame(traceback.extract_stack())} asks for a gradient inside the forward, as a "
+            "gradient penalty does: it would go back through the operators, and the stages, that "
+            "the forward has come through so far; write that derivative with tensor operations, "
+            "or take a penalty that needs none, such as spectral normalisation"
+        )
+
+    def transform(*_: Any, **__: Any) -> Any:
+        raise CaptureError(
+            f"{user_frame(traceback.extract_stack())} transforms a function with torch.vmap or "
+            "torch.func, inside of which tensors lack the dimension of the samples, so that they "
+            "cannot be sent to another stage; write it for all samples at once: linear layers, "
+            "matmul, einsum and broadcasting take further dimensions as they are"
+        )
+
+    patches: list[tuple[Any, str, Any]] = [
+        (function, "apply", classmethod(apply)),
+        (checkpoint, "_checkpoint_without_reentrant_generator", without_reentrant),
+        (torch.autograd, "_engine_run_backward", differentiate),
+        (vmap, "vmap_increment_nesting", transform),
+        (eager_transforms, "grad_increment_nesting", transform),
+        (eager_transforms, "jvp_increment_nesting", transform),
+    ]
+    kept = [vars(owner)[name] for owner, name, _ in patches]
     try:
+        for owner, name, instead in patches:
+            setattr(owner, name, instead)
         yield
     finally:
-        function.apply = before  # type: ignore[method-assign]
-        checkpoint._checkpoint_without_reentrant_generator = plain
+        for (owner, name, _), original in zip(patches, kept, strict=True):
+            setattr(owner, name, original)
 
 
 @contextlib.contextmanager
@@ -270,6 +300,12 @@ def user_frame(stack: Iterable[traceback.FrameSummary]) -> str:
         if frame.line:
             found += f" ({textwrap.shorten(frame.line, 100)})"
     return found
+
+
+def user_line(node: fx.Node) -> str:
+    """File and line of the innermost forward, the user's or a library's, that makes a call."""
+    trace = re.findall(r'File "(.+)", line (\d+), in (.+)\n', node.meta.get("stack_trace") or "")
+    return user_frame(traceback.FrameSummary(file, int(line), name) for file, line, name in trace)
 
 
 def _explained(

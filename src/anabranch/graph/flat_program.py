@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -98,6 +98,18 @@ class FlatProgram:
             leaf = node in self.sources and self.sources[node].kind == BATCH_LEAF
             if node.op != "output" and not (node.users or leaf or written(node)):
                 self.graph.erase_node(node)
+
+    def writes_to(self, kind: str) -> Iterator[tuple[fx.Node, PlaceholderSource]]:
+        """Calls that change what a placeholder of a kind is in place, also by a view of it."""
+        sources = {
+            node.meta["storage"]: source
+            for node, source in self.sources.items()
+            if source.kind == kind
+        }
+        for call in self.calls:
+            for target in written(call):
+                if target.meta.get("storage") in sources:
+                    yield call, sources[target.meta["storage"]]
 
     def signature(self) -> list[tuple[str, str]]:
         """What must not change with the number of samples: operation and module of every call."""

@@ -37,8 +37,9 @@ def without_raising_guards(left_out: set[str]) -> Iterator[None]:
     A number that a tensor is asked for (``item``) is compared with numbers, so its truth is asked
     of a symbol.
     """
-    tensor_truth: Any = torch.Tensor.__bool__
-    symbol_truth: Any = torch.SymBool.__bool__
+    tensors: Any = torch.Tensor
+    symbols: Any = torch.SymBool
+    tensor_truth, symbol_truth = tensors.__bool__, symbols.__bool__
 
     def truth_of_tensor(tensor: torch.Tensor) -> bool:
         if isinstance(tensor, FakeTensor) and not _is_in_torch(sys._getframe(1)):
@@ -53,13 +54,12 @@ def without_raising_guards(left_out: set[str]) -> Iterator[None]:
             chosen = _goes_on(sys._getframe(1), left_out)
         return bool(symbol_truth(symbol)) if chosen is None else chosen
 
-    torch.Tensor.__bool__ = truth_of_tensor  # type: ignore[assignment, method-assign]
-    torch.SymBool.__bool__ = truth_of_symbol  # type: ignore[method-assign]
+    tensors.__bool__, symbols.__bool__ = truth_of_tensor, truth_of_symbol
     try:
         yield
     finally:
-        del torch.Tensor.__bool__
-        torch.SymBool.__bool__ = symbol_truth  # type: ignore[method-assign]
+        del tensors.__bool__  # inherited
+        symbols.__bool__ = symbol_truth
 
 
 def _is_in_torch(frame: FrameType) -> bool:

@@ -27,7 +27,7 @@ from typing import Any, Literal
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
-from anabranch.graph.call_traits import base_name, tensor, words
+from anabranch.graph.call_traits import arguments, base_name, tensor, words
 from anabranch.graph.flat_program import BATCH_LEAF, PARAMETER, FlatProgram, written
 from anabranch.graph.loss_kinds import LossKind
 from anabranch.graph.sample_axis import PAIRS, RAGGED, SampleAxis, sample_axes
@@ -264,7 +264,7 @@ class _Follower:
         if name in _ALONG:
             return axis.dim in _dims(node, rank)
         if name in ("layer_norm", "native_layer_norm", "rms_norm", "_fused_rms_norm"):
-            return axis.dim >= rank - len(node.args[1])  # type: ignore[arg-type]
+            return axis.dim >= rank - len(arguments(node)["normalized_shape"])
         if name in ("group_norm", "native_group_norm", "instance_norm") or name in _CONVOLUTIONS:
             return axis.dim > 0
         if "scaled_dot_product" in name:
@@ -347,7 +347,7 @@ class _Follower:
             self.axes.get(n, SampleAxis(-1)).trouble == RAGGED for n in node.all_input_nodes
         )
         if name in _REDUCED:
-            how = _argument(node, "reduction")
+            how = arguments(node).get("reduction")
             if any(degrees) or how not in (1, 2):
                 return nothing
             if how == 2:
@@ -400,23 +400,14 @@ def _trains(node: fx.Node) -> bool:
 
 def _dims(node: fx.Node, rank: int) -> list[int]:
     """The dimensions that an operation is along; all of them where it names none."""
+    given = arguments(node)
     for name in ("dim", "dims"):
-        found = _argument(node, name)
+        found = given.get(name)
         if isinstance(found, int):
             return [found % rank]
         if isinstance(found, list | tuple) and found:
             return [d % rank for d in found]
     return list(range(rank))
-
-
-def _argument(node: fx.Node, name: str) -> Any:
-    schema = getattr(node.target, "_schema", None)
-    for i, argument in enumerate(schema.arguments if schema is not None else ()):
-        if argument.name == name:
-            if name in node.kwargs:
-                return node.kwargs[name]
-            return node.args[i] if i < len(node.args) else argument.default_value
-    return None
 
 
 def _leaves(node: fx.Node) -> list[Any]:

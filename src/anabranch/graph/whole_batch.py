@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from anabranch.graph.call_traits import base_name, words
+from anabranch.graph.call_traits import arguments, base_name, words
 from anabranch.graph.flat_program import BATCH_LEAF, FlatProgram, PlaceholderSource
 from anabranch.graph.sample_flow import SampleFlow, has_classes
 
@@ -40,7 +40,7 @@ def counted_means(program: FlatProgram) -> FlatProgram:
     for node in program.calls:
         if base_name(node) not in _COUNTED or not has_classes(node):
             continue
-        given = _given(node)
+        given = arguments(node)
         if given["reduction"] != _MEAN:
             continue
         with graph.inserting_before(node):
@@ -51,14 +51,6 @@ def counted_means(program: FlatProgram) -> FlatProgram:
         node.replace_all_uses_with(mean)
         graph.erase_node(node)
     return program
-
-
-def _given(node: fx.Node) -> dict[str, Any]:
-    """All arguments by name, in order."""
-    arguments = node.target._schema.arguments  # type: ignore[union-attr]
-    given = {argument.name: argument.default_value for argument in arguments}
-    given |= {argument.name: value for argument, value in zip(arguments, node.args, strict=False)}
-    return given | dict(node.kwargs)
 
 
 def _count(graph: fx.Graph, like: fx.Node, given: Mapping[str, Any]) -> fx.Node:

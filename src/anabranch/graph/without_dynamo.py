@@ -33,7 +33,7 @@ def without_dynamo() -> Iterator[None]:
         return function
 
     stand_in = ModuleType(_NAME)
-    stand_in.disable = disable  # type: ignore[attr-defined]
+    vars(stand_in)["disable"] = disable
     sys.modules[_NAME] = stand_in
     try:
         yield

@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from anabranch.errors import CaptureError
+from anabranch.graph.call_traits import arguments
 from anabranch.graph.capture import Captured
 from anabranch.graph.flat_program import frame, schema_name
 from anabranch.graph.sample_axis import SampleAxis, blocks, sample_axes
@@ -32,10 +33,7 @@ def draws(node: fx.Node) -> bool:
     """Whether a call draws random numbers; dropout of nothing, or out of training, does not."""
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return False
-    arguments = node.target._schema.arguments  # type: ignore[union-attr]
-    given = {argument.name: argument.default_value for argument in arguments}
-    given |= {argument.name: value for argument, value in zip(arguments, node.args, strict=False)}
-    given |= node.kwargs
+    given = arguments(node)
     idle = any(given.get(name) is False for name in ("train", "training"))
     idle = idle or given.get("num_layers") == 1  # dropout of LSTMs is between layers
     return not idle and not any(given.get(n) == 0 for n in ("p", "dropout_p", "dropout"))
