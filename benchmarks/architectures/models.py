@@ -1,6 +1,7 @@
 """Small models of many architectures with their own classes and losses, from Hugging Face.
 
-Each entry makes (module in training mode, batch of four samples). Dropout stays as it is.
+Each entry makes (module in training mode, batch of four samples). Dropout stays as it is;
+stochastic depth, which draws random numbers and is no dropout, is off.
 """
 
 from __future__ import annotations
@@ -155,13 +156,112 @@ def wav2vec2() -> Built:
     return _made(config, "Wav2Vec2ForCTC"), batch
 
 
+def vilt() -> Built:
+    """Questions about images, one transformer for both."""
+    sizes = {key: _SIZES[key] for key in _SIZES if key != "use_cache"}
+    config = transformers.ViltConfig(**sizes, image_size=32, patch_size=8, num_labels=5)
+    batch = {
+        "input_ids": torch.randint(3, WORDS, (SAMPLES, LENGTH)),
+        "pixel_values": torch.randn(SAMPLES, 3, 32, 32),
+        "labels": torch.rand(SAMPLES, 5),
+    }
+    return _made(config, "ViltForQuestionAnswering"), batch
+
+
+class Detector(nn.Module):
+    """A detector whose labels are tensors of the batch, one object per image."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(
+        self, pixel_values: torch.Tensor, class_labels: torch.Tensor, boxes: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the model's own loss, which wants a list with an entry per image."""
+        pairs = zip(class_labels, boxes, strict=True)
+        labels = [{"class_labels": label, "boxes": box} for label, box in pairs]
+        loss: torch.Tensor = self.model(pixel_values=pixel_values, labels=labels).loss
+        return loss
+
+
+def detr() -> Built:
+    """Objects in images, matched to what is found."""
+    backbone = transformers.ResNetConfig(
+        embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], out_features=["stage2"]
+    )
+    config = transformers.DetrConfig(
+        use_timm_backbone=False,
+        backbone_config=backbone,
+        use_pretrained_backbone=False,
+        num_queries=4,
+        d_model=16,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=32,
+        decoder_ffn_dim=32,
+        num_labels=5,
+    )
+    batch = {
+        "pixel_values": torch.randn(SAMPLES, 3, 32, 32),
+        "class_labels": torch.randint(0, 5, (SAMPLES, 1)),
+        "boxes": torch.rand(SAMPLES, 1, 4) / 2 + 0.1,
+    }
+    return Detector(_made(config, "DetrForObjectDetection")), batch
+
+
+_IMAGE, _PATCHES = 3, 4
+"""The token that stands for a part of an image, and how many an image has."""
+
+
+def _text_with_images() -> dict[str, torch.Tensor]:
+    tokens = torch.randint(8, WORDS, (SAMPLES, 2 * LENGTH))
+    tokens[:, 2 : 2 + _PATCHES] = _IMAGE
+    return {"input_ids": tokens, "labels": tokens.masked_fill(tokens == _IMAGE, -100)}
+
+
+def llava() -> Built:
+    """A language model that reads images among its tokens."""
+    tower = {key: _SIZES[key] for key in ("hidden_size", "num_hidden_layers", "intermediate_size")}
+    vision = transformers.CLIPVisionConfig(
+        **tower, num_attention_heads=2, image_size=16, patch_size=8, projection_dim=16
+    )
+    config = transformers.LlavaConfig(
+        text_config=transformers.LlamaConfig(**_SIZES, num_key_value_heads=1, head_dim=8),
+        vision_config=vision,
+        image_token_index=_IMAGE,
+        image_token_id=_IMAGE,
+    )
+    batch = {**_text_with_images(), "pixel_values": torch.randn(SAMPLES, 3, 16, 16)}
+    return _made(config, "LlavaForConditionalGeneration"), batch
+
+
+def qwen2_vl() -> Built:
+    """Likewise; the patches of all images lie one after the other in dimension 0."""
+    text = {**_SIZES, "num_key_value_heads": 1}
+    text["rope_parameters"] = {"rope_type": "default", "mrope_section": [1, 1, 2]}
+    vision = {"depth": 1, "embed_dim": 16, "hidden_size": 16, "num_heads": 2, "patch_size": 4}
+    config = transformers.Qwen2VLConfig(
+        text_config=text, vision_config=vision, image_token_id=_IMAGE, vision_start_token_id=4
+    )
+    batch = _text_with_images()
+    batch["input_ids"][:, 1] = 4
+    batch["mm_token_type_ids"] = (batch["input_ids"] == _IMAGE).long()
+    patches = 4 * _PATCHES  # four of them are merged into a token
+    batch["pixel_values"] = torch.randn(SAMPLES * patches, 3 * 2 * 4 * 4)
+    batch["image_grid_thw"] = torch.tensor([[1, 4, 4]]).expand(SAMPLES, 3).contiguous()
+    return _made(config, "Qwen2VLForConditionalGeneration"), batch
+
+
 _GPT = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32}
 
 MODELS: dict[str, Callable[[], Built]] = {
     **{
         name: partial(causal, name)
         for name in (
-            *("GPTNeoX", "OPT", "Bloom", "Falcon", "StableLm", "Phi", "Phi3", "Olmo", "Cohere"),
+            *("GPTNeoX", "OPT", "Bloom", "Falcon", "Phi", "Phi3", "Olmo", "Cohere"),
             *("Mamba", "Starcoder2"),
         )
     },
@@ -169,6 +269,7 @@ MODELS: dict[str, Callable[[], Built]] = {
         name: partial(causal, name, num_key_value_heads=1, head_dim=8)
         for name in ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Granite")
     },
+    "StableLm": partial(causal, "StableLm", num_key_value_heads=2),
     "Mixtral": partial(causal, "Mixtral", num_key_value_heads=1, num_local_experts=4),
     "GPT2": partial(causal, "GPT2", **_GPT),
     "GPTJ": partial(causal, "GPTJ", **_GPT, rotary_dim=4),
@@ -183,9 +284,17 @@ MODELS: dict[str, Callable[[], Built]] = {
     "DistilBert": partial(masked, "DistilBert", dim=16, n_layers=2, n_heads=2, hidden_dim=32),
     **{name: partial(translation, name) for name in ("Bart", "Pegasus", "MBart")},
     "T5": partial(translation, "T5", d_kv=8, d_ff=32, num_layers=2, num_heads=2),
-    **{name: partial(image, name) for name in ("ViT", "DeiT", "Beit", "Dinov2")},
+    **{name: partial(image, name) for name in ("ViT", "DeiT", "Dinov2")},
+    "Beit": partial(image, "Beit", drop_path_rate=0.0),
     "Swin": partial(
-        image, "Swin", patch_size=4, embed_dim=8, depths=[1, 1], num_heads=[2, 2], window_size=2
+        image,
+        "Swin",
+        patch_size=4,
+        embed_dim=8,
+        depths=[1, 1],
+        num_heads=[2, 2],
+        window_size=2,
+        drop_path_rate=0.0,
     ),
     "ConvNext": partial(
         image, "ConvNext", patch_size=4, hidden_sizes=[8, 8, 8, 8], depths=[1, 1, 1, 1]
@@ -194,5 +303,9 @@ MODELS: dict[str, Callable[[], Built]] = {
     **{name: partial(paired, name) for name in ("CLIP", "Siglip")},
     "Whisper": whisper,
     "Wav2Vec2": wav2vec2,
+    "Vilt": vilt,
+    "Detr": detr,
+    "Llava": llava,
+    "Qwen2VL": qwen2_vl,
 }
 """Name of the architecture, as Hugging Face writes it -> its maker."""

@@ -17,7 +17,16 @@ from typing import Any
 import torch
 
 from benchmarks.planners.common import Row
-from benchmarks.runtime import emulated, memory, messages, profile, sleeps, towers, transformer
+from benchmarks.runtime import (
+    checks,
+    emulated,
+    memory,
+    messages,
+    profile,
+    sleeps,
+    towers,
+    transformer,
+)
 
 Section = tuple[Callable[[], list[Row]], Callable[[list[Row]], str]]
 
@@ -29,6 +38,7 @@ SECTIONS: dict[str, Section] = {
     "memory": (memory.rows, memory.show),
     "emulated": (emulated.rows, emulated.show),
     "profile": (profile.rows, profile.show),
+    "checks": (checks.rows, checks.show),
 }
 
 

@@ -1,0 +1,39 @@
+"""Architectures of others: some that are equal to one process, and those that are refused."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from benchmarks.architectures.__main__ import examined
+
+
+@pytest.mark.parametrize(("name", "kind"), [("Siglip", "coupled"), ("Swin", "weighted mean")])
+def test_a_step_is_that_of_the_whole_batch(name: str, kind: str) -> None:
+    """Of three stages in micro-batches of two samples; stochastic depth is off."""
+    found = examined(name)
+    assert found["loss"] == kind
+    assert found["loss_error"] < 1e-6
+    assert found["gradient_error"] < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("Bloom", r"modeling_bloom.py:\d+ .* calls GeLUFunction.apply, an autograd.Function"),
+        ("Detr", r"Detector .* modeling_detr.py:\d+ \(if not torch.isfinite.* use torch.where"),
+        ("Vilt", r"ViltForQuestionAnswering .* modeling_vilt.py:\d+ .* the value of a tensor"),
+        ("Llava", r"other operations for 8 samples.* calls aten.cat.default .* in model \(LlavaMo"),
+        ("Qwen2VL", r"pixel_values has the parts of 4 samples one after the other.*\(4, 16, 96\)"),
+    ],
+)
+def test_what_has_no_graph_is_refused_with_class_line_and_a_way_on(name: str, says: str) -> None:
+    """A backward that tracing would lose; a branch; a size that depends on the data; a list with
+    an entry per sample; and a batch whose dimension 0 is not the samples.
+    """
+    error = examined(name)["error"]
+    assert error.startswith("CaptureError")
+    assert re.search(says, error), error
