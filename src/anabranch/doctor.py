@@ -15,7 +15,7 @@ from anabranch.cluster import Cluster
 from anabranch.cost import CostModel
 from anabranch.errors import AnabranchError, CaptureError
 from anabranch.graph.capture import Captured, capture
-from anabranch.graph.loss_kinds import SENTENCES, LossKind
+from anabranch.graph.loss_kinds import SENTENCES, LossKind, told_normalised
 from anabranch.graph.opgraph import Granularity, bits
 from anabranch.graph.split import split
 from anabranch.plans.check import stage_bytes
@@ -165,10 +165,7 @@ def _of_graph(captured: Captured) -> list[str]:
             "mean of what the micro-batches have"
         )
     if captured.normalised:
-        found.append(
-            f"batch normalisation in {_some(captured.normalised)}: its statistics are those of a "
-            "micro-batch, as with gradient accumulation; GroupNorm does not depend on it"
-        )
+        found.append(told_normalised(captured.normalised))
     whole = split(captured, [[op.name for op in captured.graph.ops]])
     if is_random(whole.program(0, captured.samples).module):
         found.append(

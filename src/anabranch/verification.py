@@ -26,7 +26,7 @@ from torch import Tensor, fx
 from anabranch import launch
 from anabranch.errors import CaptureError, InfeasiblePlanError, TrainingError
 from anabranch.graph.capture import Captured, capture
-from anabranch.graph.loss_kinds import SENTENCES, LossKind
+from anabranch.graph.loss_kinds import SENTENCES, LossKind, told_normalised
 from anabranch.graph.opgraph import OpGraph
 from anabranch.plans.plan import Plan, Prediction
 from anabranch.plans.stages import Stage, StageGraph
@@ -272,12 +272,7 @@ def _draws(module: fx.GraphModule, dropout: Dropout) -> bool:
 def _traits(captured: Captured) -> Iterator[str]:
     """What a user has to know of the model to read the comparison."""
     if captured.normalised:
-        names = ", ".join(captured.normalised[:3])
-        more = len(captured.normalised) - 3
-        yield (
-            f"batch normalisation ({names}{f' and {more} more' if more > 0 else ''}): its "
-            "statistics are those of a micro-batch, as with gradient accumulation"
-        )
+        yield told_normalised(captured.normalised)
 
 
 def _several(captured: Captured, plan: Plan) -> Plan:

@@ -24,8 +24,8 @@ def test_a_step_is_that_of_the_whole_batch(name: str, kind: str) -> None:
     ("name", "says"),
     [
         ("Bloom", r"modeling_bloom.py:\d+ .* calls GeLUFunction.apply, an autograd.Function"),
-        ("Detr", r"Detector .* modeling_detr.py:\d+ \(if not torch.isfinite.* use torch.where"),
-        ("Vilt", r"ViltForQuestionAnswering .* modeling_vilt.py:\d+ .* the value of a tensor"),
+        ("Detr", r"Detector .*/modeling_detr.py:\d+ \(if not torch.isfinite.* use torch.where"),
+        ("Vilt", r"ViltForQuestionAnswering .*/modeling_vilt.py:\d+ .* the value of a tensor"),
         ("Llava", r"other operations for 8 samples.* calls aten.cat.default .* in model \(LlavaMo"),
         ("Qwen2VL", r"pixel_values has the parts of 4 samples one after the other.*\(4, 16, 96\)"),
     ],

@@ -18,6 +18,8 @@ GRAPH = OpGraph(
     (Parameter("w", 64),),
     "Net",
     "block",
+    "sum",
+    ("b.norm",),
 )
 
 
@@ -26,7 +28,7 @@ def traced(n: float = 1.0) -> TracedModel:
         Kernel("mm", 8.0 * n, ((n, 2.0, 3.0, 1.0),), "float32"),
         Kernel("add", n, (), "x", 2),
     )
-    few = KernelTrace(kernels, (0, 1), (0, 1), (16, 0))
+    few = KernelTrace(kernels, (0, 1), (0, 1), (16, 0), (8, 24))
     return TracedModel(GRAPH, few, few)
 
 
@@ -37,6 +39,7 @@ def test_a_capture_comes_back(tmp_path: Path) -> None:
     found = load_capture(path, "key")
     assert found == traced()
     assert (found.graph.name, found.graph.granularity) == ("Net", "block")
+    assert (found.graph.loss_kind, found.graph.normalised) == ("sum", ("b.norm",))
 
 
 def test_a_capture_of_another_key_is_none(tmp_path: Path) -> None:
@@ -52,7 +55,8 @@ def test_a_capture_of_another_key_is_none(tmp_path: Path) -> None:
         ({"nbytes": [1.0]}, "argument 2 is shorter"),
         ({"operators": [0, 7]}, "belongs to none of 2 operators"),
         ({"kept_bytes": [1]}, "belongs to none of 1 operators"),
-        ({"kept_bytes": [1, 2, 3]}, "2 operators, the trace 3"),
+        ({"working_bytes": [1]}, "that 2 operators keep, that 1 work with"),
+        ({"kept_bytes": [1, 2, 3], "working_bytes": [1, 2, 3]}, "2 operators, the trace 3"),
         ({"nbytes": [1.0, -1.0]}, "greater than or equal to 0"),
         ({"products": [[], [[1.0]]]}, "at least 4"),
     ],

@@ -14,7 +14,7 @@ SHEET = DATA_SHEETS["v100"]
 def copies(*nbytes: float, name: str = "copy_") -> KernelTrace:
     """One operator that copies in its forward, once for each size."""
     kernels = tuple(Kernel(name, n, (), "float32") for n in nbytes)
-    return KernelTrace(kernels, (0,) * len(nbytes), (0,) * len(nbytes), (100,))
+    return KernelTrace(kernels, (0,) * len(nbytes), (0,) * len(nbytes), (100,), (10,))
 
 
 def traced(few: KernelTrace, many: KernelTrace) -> TracedModel:
@@ -45,9 +45,9 @@ def test_what_belongs_to_nothing_is_refused() -> None:
     """A trace is read from files too."""
     kernel = Kernel("mm", 1, (), "float32")
     with pytest.raises(ValueError, match="1 kernels, but 0 passes"):
-        KernelTrace((kernel,), (), (0,), (0,))
+        KernelTrace((kernel,), (), (0,), (0,), (0,))
     with pytest.raises(ValueError, match="none of 1 operators"):
-        KernelTrace((kernel,), (0,), (1,), (0,))
+        KernelTrace((kernel,), (0,), (1,), (0,), (0,))
     with pytest.raises(ValueError, match="the graph has 2 operators, the trace 1"):
         TracedModel(OpGraph((Op("a"), Op("b")), ()), copies(1), copies(1))
 

@@ -6,6 +6,7 @@
              + receive slots * (entering + gradients of what leaves)
              - tables + rows / replicas     where gradients of tables are the rows of a batch
              + largest                      gradient of one parameter, before it is added
+             + working * n                  most that a pass of one of its operators has besides
              + kept * n                     with recomputation: the inside of one micro-batch
     flight   entering + kept * n            without; with recomputation only what entered
     sums     terms of other replicas in a bucket of gradients, when nothing is in flight any more;
@@ -101,6 +102,7 @@ def device_memory(
             weights.border.entering.at(samples),
             weights.border.entering_gradients.at(samples),
             weights.kept * samples,
+            weights.working * samples,
             recompute,
             replicas,
             versions,
@@ -120,6 +122,7 @@ def memory_terms(
     entering: Number,
     returning: Number,
     kept: Number,
+    working: Number,
     recompute: Number,
     replicas: Number,
     versions: Number,
@@ -133,7 +136,7 @@ def memory_terms(
     Args:
         updated: trainable bytes that a replica updates.
         largest: bytes of the largest gradient.
-        entering: bytes of a micro-batch, and so is what is ``returning`` and ``kept``.
+        entering: bytes of a micro-batch, and so is what is ``returning``, ``kept`` and ``working``.
     """
     state = parameters + trainable * versions + updated * optimizer_factor
     ahead = receive_slots * (entering + returning)
@@ -143,7 +146,7 @@ def memory_terms(
     return (
         state - tables + rows / replicas + ahead,
         entering + (kept - inside),
-        inside + largest,
+        inside + largest + working,
         np.maximum(bucket * terms, rows * _COPIES * (replicas > 1)),
     )
 

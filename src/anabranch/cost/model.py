@@ -396,6 +396,17 @@ class CostModel:
             self._largest[tensor] = largest
         return self._largest[tensor]
 
+    def working_bytes(self, tensor: int = 1) -> Floats:
+        """Bytes that a pass of each operator takes besides, per sample, on each of its devices."""
+        if tensor not in self._working:
+            working = [cost.working_bytes for cost in self.costs(tensor)]
+            self._working[tensor] = np.array(working, dtype=np.float64)
+        return self._working[tensor]
+
+    @cached_property
+    def _working(self) -> dict[int, Floats]:
+        return {}
+
     @cached_property
     def _largest(self) -> dict[int, Floats]:
         return {}
@@ -436,6 +447,7 @@ class CostModel:
             float(self.kept_bytes(tensor)[ops].sum()),
             self.border(mask),
             float(self.largest_gradients(tensor)[ops].max(initial=0.0)),
+            working=float(self.working_bytes(tensor)[ops].max(initial=0.0)),
         )
         read = {name for op in ops for name in self.graph.ops[op].parameters} if self._rows else ()
         tables = [name for name in read if name in self._rows]

@@ -200,6 +200,7 @@ class NestedSets:
                 )
             ),
             matrix(weights.largest),
+            working=matrix(weights.working),
         )
 
     # Each set inside the next: matrices [lower, upper]
@@ -213,18 +214,19 @@ class NestedSets:
             trainable,
             _between(self.kept_bytes(tensor)),
             self._chain_border,
-            self._chain_largest(tensor),
+            self._chain_most(self.cost.largest_gradients(tensor)),
+            working=self._chain_most(self.cost.working_bytes(tensor)),
         )
 
-    def _chain_largest(self, tensor: int) -> Floats:
-        per_op = self.cost.largest_gradients(tensor)
+    def _chain_most(self, per_op: Floats) -> Floats:
+        """The most that one operator has, of those between two sets: [lower, upper]."""
         operators, starts = self._flat
-        largest = np.zeros((len(self), len(self)))
+        most = np.zeros((len(self), len(self)))
         if len(starts):
             of_parts = np.maximum.reduceat(per_op[operators], starts)
             from_each = np.triu(np.broadcast_to(of_parts, (len(of_parts),) * 2))
-            largest[:-1, 1:] = np.maximum.accumulate(from_each, axis=1)
-        return largest
+            most[:-1, 1:] = np.maximum.accumulate(from_each, axis=1)
+        return most
 
     def _tied(self, trainable: bool) -> Floats:
         total = _Ranges(len(self))
@@ -284,11 +286,17 @@ class NestedSets:
                 used = (left[pairs.lower] > left[pairs.upper]) * float(parameter.nbytes)
                 total, trainable = total + used, trainable + used * parameter.trainable
         kept = pairs.difference(self.kept_bytes(tensor))
-        largest = self._largest(pairs, tensor)
-        return StageWeights(total, trainable, kept, border or self.border(pairs), largest)
+        return StageWeights(
+            total,
+            trainable,
+            kept,
+            border or self.border(pairs),
+            self._most(pairs, self.cost.largest_gradients(tensor)),
+            working=self._most(pairs, self.cost.working_bytes(tensor)),
+        )
 
-    def _largest(self, pairs: Pairs, tensor: int) -> Floats:
-        per_op = self.cost.largest_gradients(tensor)
+    def _most(self, pairs: Pairs, per_op: Floats) -> Floats:
+        """The most that one operator has, of those between each pair of sets."""
         result = np.zeros(len(pairs))
         for nbytes in np.unique(per_op[per_op > 0]):
             held = self._members[:, per_op == nbytes].sum(axis=1, dtype=np.int32)

@@ -91,6 +91,7 @@ class StageWeights:
         tables: bytes of trained tables whose gradients are rows (``CostModel.row_bytes``).
         rows: bytes of the gradients of these, of a whole batch.
         largest_gradient: bytes of the largest gradient of one parameter, if that is another.
+        working: bytes per sample that a pass of one of its operators takes besides, at most.
     """
 
     parameters: Number
@@ -101,6 +102,7 @@ class StageWeights:
     tables: Number = 0.0
     rows: Number = 0.0
     largest_gradient: Number | None = None
+    working: Number = 0.0
 
     @property
     def summed(self) -> Number:
@@ -115,4 +117,5 @@ class StageWeights:
             self.kept[places],
             self.border[places],
             self.largest[places],
+            working=self.working[places],
         )

@@ -55,6 +55,7 @@ class _Trace(Strict):
     passes: list[Annotated[int, Field(ge=0, le=1)]]
     operators: list[Annotated[int, Field(ge=0)]]
     kept_bytes: list[Size]
+    working_bytes: list[Size]
 
 
 class _CaptureFile(Strict):
@@ -63,6 +64,7 @@ class _CaptureFile(Strict):
     name: Text
     granularity: Text
     loss_kind: LossKind | None = None
+    normalised: list[Text] = Field(default_factory=list)
     parameters: list[ParameterEntry]
     operators: list[OperatorEntry]
     values: list[ValueEntry]
@@ -81,6 +83,7 @@ def _trace_to_dict(trace: KernelTrace) -> dict[str, Any]:
         "passes": list(trace.passes),
         "operators": list(trace.ops),
         "kept_bytes": list(trace.kept),
+        "working_bytes": list(trace.working),
     }
 
 
@@ -90,4 +93,10 @@ def _to_trace(file: _Trace) -> KernelTrace:
         Kernel(name, nbytes, tuple((m, n, k, b) for m, n, k, b in products), dtype, launches)
         for name, nbytes, products, dtype, launches in zip(*columns, strict=True)
     )
-    return KernelTrace(kernels, tuple(file.passes), tuple(file.operators), tuple(file.kept_bytes))
+    return KernelTrace(
+        kernels,
+        tuple(file.passes),
+        tuple(file.operators),
+        tuple(file.kept_bytes),
+        tuple(file.working_bytes),
+    )

@@ -64,6 +64,10 @@ class GraphFile(Protocol):
         """Of which kind the loss is, if that is known."""
 
     @property
+    def normalised(self) -> Sequence[str]:
+        """Modules with batch normalisation."""
+
+    @property
     def parameters(self) -> Sequence[ParameterEntry]:
         """In the model's order."""
 
@@ -82,6 +86,7 @@ def graph_to_dict(graph: OpGraph) -> dict[str, Any]:
         "name": graph.name,
         "granularity": graph.granularity,
         **({} if graph.loss_kind is None else {"loss_kind": graph.loss_kind}),
+        **({"normalised": list(graph.normalised)} if graph.normalised else {}),
         "parameters": [_parameter_to_dict(parameter) for parameter in graph.parameters],
         "operators": [_operator_to_dict(op) for op in graph.ops],
         "values": [
@@ -127,6 +132,7 @@ def to_graph(file: GraphFile) -> OpGraph:
         name=file.name,
         granularity=file.granularity,
         loss_kind=file.loss_kind,
+        normalised=tuple(file.normalised),
     )
 
 

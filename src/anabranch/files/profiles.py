@@ -48,11 +48,11 @@ def profile_to_dict(profile: Profile) -> dict[str, Any]:
     graph = profile.graph
     fields = graph_to_dict(graph)
     operators = zip(fields.pop("operators"), profile.costs, strict=True)
-    document = {
+    document: dict[str, Any] = {
         "schema": PROFILE,
         "name": fields.pop("name"),
         "granularity": fields.pop("granularity"),
-        **({"loss_kind": fields.pop("loss_kind")} if "loss_kind" in fields else {}),
+        **{key: fields.pop(key) for key in ("loss_kind", "normalised") if key in fields},
         "device": profile.device,
         "source": profile.source,
         "proportional": profile.proportional,
@@ -82,11 +82,14 @@ def _sharded_to_dict(graph: OpGraph, sharded: Sharded) -> dict[str, Any]:
 
 
 def _cost(cost: OpCost) -> dict[str, Any]:
-    return {
+    entry = {
         "forward_s": list(cost.forward_s),
         "backward_s": list(cost.backward_s),
         "kept_bytes_per_sample": cost.kept_bytes,
     }
+    if cost.working_bytes:  # published profiles do not say
+        entry["working_bytes_per_sample"] = cost.working_bytes
+    return entry
 
 
 class _Cost(Strict):
@@ -94,6 +97,7 @@ class _Cost(Strict):
     forward_s: list[Seconds]
     backward_s: list[Seconds]
     kept_bytes_per_sample: Size
+    working_bytes_per_sample: Size = 0
 
 
 class _Operator(OperatorEntry, _Cost):
@@ -120,6 +124,7 @@ class _ProfileFile(Strict):
     name: Text
     granularity: Granularity
     loss_kind: LossKind | None = None
+    normalised: list[Text] = Field(default_factory=list)
     device: Text
     source: Literal["measured", "estimated", "imported"]
     proportional: bool
@@ -165,4 +170,9 @@ def _to_sharded(i: int, file: _Sharded, graph: OpGraph) -> Sharded:
 
 
 def _to_cost(op: _Cost) -> OpCost:
-    return OpCost(tuple(op.forward_s), tuple(op.backward_s), op.kept_bytes_per_sample)
+    return OpCost(
+        tuple(op.forward_s),
+        tuple(op.backward_s),
+        op.kept_bytes_per_sample,
+        op.working_bytes_per_sample,
+    )

@@ -101,8 +101,6 @@ class Captured:
             for what only the whole batch tells.
         coupling: operations that are right for the whole batch only, each with the module and the
             operator that it is in.
-        normalised: modules that take statistics over the samples of a micro-batch while training,
-            as batch normalisation does.
     """
 
     graph: OpGraph
@@ -117,7 +115,6 @@ class Captured:
     loss_kind: LossKind
     degrees: Mapping[str, int | None]
     coupling: tuple[Coupling, ...]
-    normalised: tuple[str, ...]
     _layout: BatchLayout
     _exporter: _Exporter
     _grouping: Grouping
@@ -175,8 +172,13 @@ class Captured:
         graph, calls, dims = build(module, program, other, grouping, training)
         coupled = {c.operator for c in couplings}
         ops = tuple(replace(op, whole_batch=op.name in coupled) for op in graph.ops)
-        graph = replace(graph, ops=ops, loss_kind=kind)
-        graph = replace(graph, granularity=granularity)
+        graph = replace(
+            graph,
+            ops=ops,
+            granularity=granularity,
+            loss_kind=kind,
+            normalised=tuple(dict.fromkeys(frame(node) for node in flow.normalised)),
+        )
         carriers = gradient_calls(program)
         trained = {s.name for n, s in program.sources.items() if carriers & n.users.keys()}
         return Captured(
@@ -194,7 +196,6 @@ class Captured:
             loss_kind=kind,
             degrees=degrees,
             coupling=couplings,
-            normalised=tuple(dict.fromkeys(frame(node) for node in flow.normalised)),
             _layout=layout,
             _exporter=exporter,
             _grouping=grouping,
@@ -202,6 +203,11 @@ class Captured:
             _whole_batch=whole_batch,
             _programs={(samples, exporter.device): program, (2 * samples, exporter.device): other},
         )
+
+    @property
+    def normalised(self) -> tuple[str, ...]:
+        """Modules that take statistics over the samples of a micro-batch while training."""
+        return self.graph.normalised
 
     @cached_property
     def leaf_types(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

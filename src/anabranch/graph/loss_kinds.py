@@ -1,7 +1,10 @@
-"""Kinds of losses over the samples of a batch, and what becomes of each under micro-batches."""
+"""Kinds of losses over the samples of a batch, and what becomes of each under micro-batches; batch
+normalisation likewise.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 LossKind = Literal["mean", "sum", "weighted mean", "coupled"]
@@ -17,6 +20,18 @@ SENTENCES: dict[LossKind, str] = {
 """What becomes of a loss of each kind, after "the loss is"."""
 
 
-def told(kind: LossKind | None) -> str:
-    """One sentence on a loss that is no mean over samples; nothing on one that is."""
-    return "" if kind in (None, "mean") else f"the loss is {SENTENCES[kind]}"
+def told(kind: LossKind | None, normalised: Sequence[str]) -> list[str]:
+    """Sentences on a loss that is no mean over samples, and on modules that take statistics of a
+    micro-batch; none where nothing is to be said.
+    """
+    said = [] if kind in (None, "mean") else [f"the loss is {SENTENCES[kind]}"]
+    return [*said, told_normalised(normalised)] if normalised else said
+
+
+def told_normalised(modules: Sequence[str]) -> str:
+    """What micro-batches are to batch normalisation in some modules."""
+    more = f" and {len(modules) - 3} more" if len(modules) > 3 else ""
+    return (
+        f"batch normalisation in {', '.join(modules[:3])}{more}: its statistics are those of a "
+        "micro-batch, as with gradient accumulation; GroupNorm does not depend on it"
+    )

@@ -104,7 +104,8 @@ class Value:
 class OpGraph:
     """Operators in topological order, the values between them, and the parameters they share.
 
-    ``loss_kind`` is None where nothing is known of the loss.
+    ``loss_kind`` is None where nothing is known of the loss; ``normalised`` are the modules that
+    take statistics over the samples of a micro-batch while training, as batch normalisation does.
 
     Raises:
         ValueError: if a name occurs twice, a value runs against the order, or an operator names a
@@ -117,6 +118,7 @@ class OpGraph:
     name: str = field(default="", compare=False)
     granularity: str = field(default="layer", compare=False)
     loss_kind: LossKind | None = field(default=None, compare=False)
+    normalised: tuple[str, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         if not self.ops:

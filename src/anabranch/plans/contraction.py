@@ -127,4 +127,5 @@ def _cost(costs: Sequence[OpCost], mask: int) -> OpCost:
         tuple(map(sum, zip(*(cost.forward_s for cost in chosen), strict=True))),
         tuple(map(sum, zip(*(cost.backward_s for cost in chosen), strict=True))),
         sum(cost.kept_bytes for cost in chosen),
+        max(cost.working_bytes for cost in chosen),
     )

@@ -8,7 +8,7 @@ about a third of error in absolute seconds.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import cache
 from itertools import chain
 
@@ -38,6 +38,7 @@ from anabranch.profile.operator_runner import (
     workable_counts,
 )
 from anabranch.profile.profile import Profile
+from anabranch.profile.working_bytes import WorkingBytes
 
 
 def estimate(
@@ -89,7 +90,8 @@ def _kernels(captured: Captured, samples: int, known: KnownKernels) -> KernelTra
     batch = example_batch(captured, samples, meta)
     tensors = _meta_tensors(program)
     at_hand = [t for named in tensors for t in named.values()]
-    watch = _Watch(KeptBytes(len(program), [*at_hand, *batch.values()]), known)
+    at_hand += [t.grad for t in at_hand if t.grad is not None]
+    watch = _Watch(len(program), [*at_hand, *batch.values()], known)
 
     def call(op: int, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         result: Sequence[Tensor] = MetaRun(program[op].module, tensors[op]).run(*inputs)
@@ -101,33 +103,37 @@ def _kernels(captured: Captured, samples: int, known: KnownKernels) -> KernelTra
         tuple(which for which, _, _ in watch.seen),
         tuple(op for _, op, _ in watch.seen),
         tuple(watch.kept.nbytes),
+        tuple(watch.working.nbytes(watch.kept.nbytes)),
     )
 
 
 class _Watch:
-    """Observes kernels, and what is kept."""
+    """Observes kernels, what is kept, and what a pass takes besides."""
 
-    def __init__(self, kept: KeptBytes, known: KnownKernels) -> None:
-        self.kept = kept
+    def __init__(self, num_ops: int, at_hand: Sequence[Tensor], known: KnownKernels) -> None:
+        self.kept = KeptBytes(num_ops, at_hand)
+        self.working = WorkingBytes(num_ops, at_hand)
         self.known = known
         self.seen: list[tuple[int, int, Kernel]] = []
 
     @contextmanager
     def _recorded(self, which: int, op: int) -> Iterator[None]:
-        with Recorder(self.known) as recorder:
+        with Recorder(self.known, self.working.see) as recorder:
             yield
         self.seen += [(which, op, kernel) for kernel in recorder.kernels]
 
     @contextmanager
     def forward(self, op: int) -> Iterator[None]:
-        with self.kept.forward(op), self._recorded(0, op):
+        with self.working.forward(op), self.kept.forward(op), self._recorded(0, op):
             yield
 
     def made(self, op: int, outputs: Sequence[Tensor]) -> None:
         self.kept.made(op, outputs)
 
-    def backward(self, op: int) -> AbstractContextManager[None]:
-        return self._recorded(1, op)
+    @contextmanager
+    def backward(self, op: int, gradients: Sequence[Tensor]) -> Iterator[None]:
+        with self.working.backward(op, gradients), self._recorded(1, op):
+            yield
 
 
 def _meta_tensors(program: Sequence[StageProgram]) -> list[dict[str, Tensor]]:

@@ -6,7 +6,7 @@ Storages count, each once; parameters, buffers and the batch are at hand and do 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor
@@ -17,10 +17,8 @@ class KeptBytes:
 
     def __init__(self, num_ops: int, at_hand: Iterable[Tensor]) -> None:
         self.nbytes = [0] * num_ops
-        # Storages are told apart by address, so each that was seen has to stay alive.
-        self._alive: list[torch.UntypedStorage] = []
-        self._maker: dict[int, int | None] = {}
-        self._counted: set[int] = set()
+        self._maker: WeakKeyDictionary[torch.UntypedStorage, int | None] = WeakKeyDictionary()
+        self._counted: WeakSet[torch.UntypedStorage] = WeakSet()
         for tensor in at_hand:
             self._claim(tensor, None)
 
@@ -28,11 +26,11 @@ class KeptBytes:
         """A context in which what is saved counts."""
 
         def pack(tensor: Tensor) -> Tensor:
-            key = self._claim(tensor, op)
-            maker = self._maker[key]
-            if maker is not None and key not in self._counted:
-                self._counted.add(key)
-                self.nbytes[maker] += tensor.untyped_storage().nbytes()
+            storage = self._claim(tensor, op)
+            maker = self._maker[storage]
+            if maker is not None and storage not in self._counted:
+                self._counted.add(storage)
+                self.nbytes[maker] += storage.nbytes()
             return tensor
 
         return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
@@ -42,14 +40,7 @@ class KeptBytes:
         for tensor in outputs:
             self._claim(tensor, op)
 
-    def backward(self, op: int) -> AbstractContextManager[None]:
-        """Nothing is saved there."""
-        return nullcontext()
-
-    def _claim(self, tensor: Tensor, op: int | None) -> int:
+    def _claim(self, tensor: Tensor, op: int | None) -> torch.UntypedStorage:
         storage = tensor.untyped_storage()
-        key: int = storage._cdata
-        if key not in self._maker:
-            self._maker[key] = op
-            self._alive.append(storage)
-        return key
+        self._maker.setdefault(storage, op)
+        return storage

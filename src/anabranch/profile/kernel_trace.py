@@ -15,7 +15,7 @@ import numpy as np
 
 from anabranch.graph.opgraph import OpGraph
 from anabranch.profile.data_sheets import DATA_SHEETS, DataSheet, Floats
-from anabranch.profile.profile import OpCost, Profile, kept_per_sample
+from anabranch.profile.profile import OpCost, Profile, bytes_per_sample
 
 Precision = Literal["float32", "tf32"]
 
@@ -50,6 +50,7 @@ class KernelTrace:
         passes: per kernel 0 (forward) or 1 (backward).
         ops: per kernel its operator.
         kept: per operator, bytes kept for the backward.
+        working: per operator, bytes that one of its passes takes besides.
 
     Raises:
         ValueError: if these do not fit each other.
@@ -59,6 +60,7 @@ class KernelTrace:
     passes: tuple[int, ...]
     ops: tuple[int, ...]
     kept: tuple[int, ...]
+    working: tuple[int, ...]
 
     def __post_init__(self) -> None:
         if not len(self.kernels) == len(self.passes) == len(self.ops):
@@ -68,6 +70,10 @@ class KernelTrace:
             )
         if not set(self.passes) <= {0, 1} or not set(self.ops) <= set(range(len(self.kept))):
             raise ValueError(f"a kernel belongs to none of {len(self.kept)} operators or 2 passes")
+        if len(self.working) != len(self.kept):
+            raise ValueError(
+                f"bytes that {len(self.kept)} operators keep, that {len(self.working)} work with"
+            )
 
     def is_like(self, other: KernelTrace) -> bool:
         """Whether only the sizes differ."""
@@ -156,12 +162,14 @@ class TracedModel:
         self, counts: Sequence[int], seconds: Sequence[Floats], device: str, precision: Precision
     ) -> Profile:
         """A profile of forward and backward seconds per operator, for each sample count."""
-        kept = kept_per_sample(self.few.kept, self.many.kept, (FEW, MANY))
+        kept = bytes_per_sample(self.few.kept, self.many.kept, (FEW, MANY))
+        working = bytes_per_sample(self.few.working, self.many.working, (FEW, MANY))
         costs = tuple(
             OpCost(
                 tuple(float(s[0, op]) for s in seconds),
                 tuple(float(s[1, op]) for s in seconds),
                 kept[op],
+                working[op],
             )
             for op in range(len(self.graph))
         )

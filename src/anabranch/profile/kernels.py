@@ -23,11 +23,16 @@ aten = torch.ops.aten
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Collects the kernels of whatever runs under it; ``known`` has those of equal calls."""
+    """Collects the kernels of whatever runs under it; ``known`` has those of equal calls, ``see``
+    is shown what is made.
+    """
 
-    def __init__(self, known: KnownKernels | None = None) -> None:
+    def __init__(
+        self, known: KnownKernels | None = None, see: Callable[[Tensor], None] | None = None
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.known = known or KnownKernels()
+        self.see = see
         self.kernels: list[Kernel] = []
 
     @classmethod
@@ -51,6 +56,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if key is not None:
                     self.known.kernels[key] = kernel
             self.kernels.append(kernel)
+        if self.see is not None:
+            for tensor in (result,) if isinstance(result, Tensor) else tree_leaves(result):
+                if isinstance(tensor, Tensor):
+                    self.see(tensor)
         return result
 
 

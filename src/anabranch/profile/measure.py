@@ -42,7 +42,9 @@ from anabranch.profile.operator_runner import (
     run_operators,
     workable_counts,
 )
-from anabranch.profile.profile import OpCost, Profile, kept_per_sample
+from anabranch.profile.profile import OpCost, Profile, bytes_per_sample
+from anabranch.profile.storages import Watch
+from anabranch.profile.working_bytes import WorkingBytes
 
 Progress = Callable[[int, int], None]
 
@@ -120,13 +122,20 @@ class _Bench:
         self.backward_s: list[list[float]] = [[] for _ in self.programs]
         self.call_s: list[float] = []
         self.kept: list[int] = []
+        self.working: list[int] = []
 
-    def first(self) -> None:
-        """The first step, which counts what autograd keeps."""
+    def count_bytes(self) -> None:
+        """A step that counts what autograd keeps and what passes take besides; parameters have
+        gradients, so that what is added to them is given back.
+        """
         tensors = [t for m in self.modules for t in m.state_dict(keep_vars=True).values()]
-        watch = KeptBytes(len(self.programs), [*tensors, *self.batch.values()])
-        run_operators(self.programs, self.batch, self._call, watch)
-        self.kept = watch.nbytes
+        gradients = [t.grad for t in tensors if t.grad is not None and not t.grad.is_sparse]
+        at_hand = [*tensors, *gradients, *self.batch.values()]
+        watch = _ByteCount(len(self.programs), at_hand)
+        with Watch(watch.working.see):
+            run_operators(self.programs, self.batch, self._call, watch)
+        self.kept = watch.kept.nbytes
+        self.working = watch.working.nbytes(self.kept)
 
     def turn(self, repeats: int) -> None:
         """One untimed step, then timed ones."""
@@ -200,10 +209,10 @@ def _take_turns(
             )
             break
         benches.append(make(n))
-        benches[-1].first()
         start = time.perf_counter()
         benches[-1].turn(1)
         step_s = (time.perf_counter() - start) / 2
+        benches[-1].count_bytes()
         progress(len(benches), len(counts) * (1 + turns))
     for turn in range(turns):
         for i, bench in enumerate(benches):
@@ -282,9 +291,26 @@ class _CudaClock(_Clock):
         return super().stop()
 
 
+class _ByteCount:
+    """Observes what is kept, and what a pass takes besides."""
+
+    def __init__(self, num_ops: int, at_hand: Sequence[Tensor]) -> None:
+        self.kept = KeptBytes(num_ops, at_hand)
+        self.working = WorkingBytes(num_ops, at_hand)
+        self.made = self.kept.made
+        self.backward = self.working.backward
+
+    @contextmanager
+    def forward(self, op: int) -> Iterator[None]:
+        with self.working.forward(op), self.kept.forward(op):
+            yield
+
+
 def _profile(captured: Captured, benches: list[_Bench], device: str, pool: bool) -> Profile:
     first, last = benches[0], benches[-1]
-    kept = kept_per_sample(first.kept, last.kept, (first.samples, last.samples))
+    counts = first.samples, last.samples
+    kept = bytes_per_sample(first.kept, last.kept, counts)
+    working = bytes_per_sample(first.working, last.working, counts)
     groups: dict[str, list[int]] = {}
     for i, step in enumerate(first.programs):
         key = _likeness(captured, step, first.batch) if pool else str(i)
@@ -292,7 +318,7 @@ def _profile(captured: Captured, benches: list[_Bench], device: str, pool: bool)
     costs: dict[int, OpCost] = {}
     for alike in groups.values():
         forward, backward = zip(*(bench.cost(alike) for bench in benches), strict=True)
-        costs |= {i: OpCost(forward, backward, kept[i]) for i in alike}
+        costs |= {i: OpCost(forward, backward, kept[i], working[i]) for i in alike}
     return Profile(
         replace(captured.graph, granularity=captured.granularity),
         tuple(b.samples for b in benches),

@@ -36,8 +36,10 @@ class Observer(Protocol):
         """Told the outputs of an operator after its forward."""
         ...
 
-    def backward(self, op: int) -> AbstractContextManager[Any]:
-        """Entered for the backward of one operator; left out where no gradient arrives."""
+    def backward(self, op: int, gradients: Sequence[Tensor]) -> AbstractContextManager[Any]:
+        """Entered for the backward of one operator, for which gradients of its outputs have
+        arrived; left out where none has.
+        """
         ...
 
 
@@ -121,5 +123,6 @@ def run_operators(
             if grad is not None or leaf is None
         ]
         if reached:
-            with observer.backward(len(to_do)):
+            arrived = [grad for _, grad in reached if grad is not None]
+            with observer.backward(len(to_do), arrived):
                 torch.autograd.backward([t for t, _ in reached], [grad for _, grad in reached])

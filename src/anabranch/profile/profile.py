@@ -18,11 +18,13 @@ class OpCost:
         kept_bytes: bytes per sample that it keeps between its forward and its backward: what
             autograd saves inside it, and those of its own outputs that anyone saves. What it saves
             of another operator's output belongs to that operator.
+        working_bytes: bytes per sample that one of its passes takes besides, while it runs.
     """
 
     forward_s: tuple[float, ...]
     backward_s: tuple[float, ...]
     kept_bytes: int
+    working_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +127,11 @@ class Profile:
             for seconds in (*cost.forward_s, *cost.backward_s):
                 if not (seconds >= 0 and math.isfinite(seconds)):
                     raise ValueError(f"operator {op.name} has a time of {seconds} s")
-            if cost.kept_bytes < 0:
-                raise ValueError(f"operator {op.name} keeps {cost.kept_bytes} bytes")
+            if min(cost.kept_bytes, cost.working_bytes) < 0:
+                raise ValueError(
+                    f"operator {op.name} keeps {cost.kept_bytes} bytes and works with "
+                    f"{cost.working_bytes}"
+                )
 
     @property
     def origin(self) -> str:
@@ -135,9 +140,11 @@ class Profile:
         return f"{how}; taken as proportional to samples" if self.proportional else how
 
 
-def kept_per_sample(few: Sequence[int], many: Sequence[int], samples: tuple[int, int]) -> list[int]:
-    """``OpCost.kept_bytes`` of every operator from the bytes kept at two sample counts; what does
-    not grow with them (a causal mask) drops out.
+def bytes_per_sample(
+    few: Sequence[int], many: Sequence[int], samples: tuple[int, int]
+) -> list[int]:
+    """Bytes of every operator from those at two sample counts; what does not grow with them (a
+    causal mask, gradients of parameters) drops out.
     """
     low, high = samples
     if low == high:

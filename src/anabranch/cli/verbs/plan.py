@@ -133,13 +133,14 @@ def plan(
         if why is not None:
             document["explanation"] = why.to_dict()
         document["loss_kind"] = costs.graph.loss_kind
+        document["normalised"] = list(costs.graph.normalised)
         if found.mode == "async":
             document["optimizer"] = optimizer.name if optimizer is not None else None
         print_json(document | staleness_document(found, optimizer))
         return
     say_lines(found.summary())
-    if kind := told(costs.graph.loss_kind):
-        say_lines(kind)
+    for sentence in told(costs.graph.loss_kind, costs.graph.normalised):
+        say_lines(sentence)
     if found.mode == "async":
         print_table(*staleness_table(found.policy, staleness_of(found, optimizer)))
     typer.echo(

@@ -108,8 +108,8 @@ def train(
     is_first = os.environ.get("RANK", "0") == "0"
     if is_first and not as_json:
         say_lines(shown.summary())
-        if kind := told(job.captured.loss_kind):
-            say_lines(kind)
+        for sentence in told(job.captured.loss_kind, job.captured.normalised):
+            say_lines(sentence)
     special: dict[str, Any] = {
         "accumulate": compute.accumulate,
     }

@@ -106,7 +106,8 @@ def _seconds(cost: CostModel, batch_size: int) -> tuple[Any, ...]:
 
 def _bytes(cost: CostModel) -> Floats:
     """Per tensor degree and operator: of parameters, of trainable ones, of the largest of these,
-    and kept for the backward; a parameter that several read counts for the first of them.
+    kept for the backward, and besides in a pass; a parameter that several read counts for the first
+    of them.
     """
     rows = []
     for tensor in cost.tensor_degrees:
@@ -116,7 +117,9 @@ def _bytes(cost: CostModel) -> Floats:
                 first = (mask & -mask).bit_length() - 1
                 total[first] += parameter.nbytes
                 trainable[first] += parameter.nbytes * parameter.trainable
-        rows.append([total, trainable, cost.largest_gradients(tensor), cost.kept_bytes(tensor)])
+        largest = cost.largest_gradients(tensor)
+        passes = cost.kept_bytes(tensor), cost.working_bytes(tensor)
+        rows.append([total, trainable, largest, *passes])
     return np.array(rows)
 
 

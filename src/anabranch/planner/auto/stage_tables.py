@@ -35,12 +35,12 @@ COUNTS = 17
 FORWARD, BACKWARD, SUMS, UPDATE, FREE, READY, LEFT, PASSED, SUMMED = range(9)
 SECONDS = 9
 
-# Bytes of a stage: parameters, those that are trained, the largest of these, kept of a sample; that
-# enter and that return, per sample and whatever the samples; gradients that wait for a bucket to
-# be full. The first four are also an operator's.
-PARAMETERS, TRAINABLE, LARGEST, KEPT, ENTERS, ENTERS_FIXED, RETURNS, RETURNS_FIXED = range(8)
-WAITING = 8
-BYTES = 9
+# Bytes of a stage: parameters, those that are trained, the largest of these; of a sample what is
+# kept, and what a pass takes besides; that enter and that return, per sample and whatever the
+# samples; gradients that wait for a bucket to be full. The first five are also an operator's.
+PARAMETERS, TRAINABLE, LARGEST, KEPT, WORKING = range(5)
+ENTERS, ENTERS_FIXED, RETURNS, RETURNS_FIXED, WAITING = range(5, 10)
+BYTES = 10
 
 # Whole numbers of an edge: its ends, and whether it leaves a node.
 SOURCE, TARGET, FAR = range(3)
@@ -146,7 +146,7 @@ def sum_operators(
     home: Table,
     recompute: Table,
     op_seconds: Table,  # [forward or backward, g, n, i]
-    op_bytes: Table,  # [g, parameters to kept, i]
+    op_bytes: Table,  # [g, parameters to working, i]
     action_s: float,
     counts: Table,
     seconds: Table,
@@ -163,6 +163,7 @@ def sum_operators(
         nbytes[TRAINABLE, s] += op_bytes[g, TRAINABLE, i]
         nbytes[LARGEST, s] = max(nbytes[LARGEST, s], op_bytes[g, LARGEST, i])
         nbytes[KEPT, s] += op_bytes[g, KEPT, i]
+        nbytes[WORKING, s] = max(nbytes[WORKING, s], op_bytes[g, WORKING, i])
     for s in range(len(recompute)):
         if counts[OPERATORS, s] == 0:
             return False
@@ -317,6 +318,7 @@ def fit_memory(
             nbytes[ENTERS, s] * n + nbytes[ENTERS_FIXED, s],
             nbytes[RETURNS, s] * n + nbytes[RETURNS_FIXED, s],
             nbytes[KEPT, s] * n,
+            nbytes[WORKING, s] * n,
             1.0 if recompute[s] else 0.0,
             replicas,
             1 + rates[MORE_VERSIONS] + rates[VERSIONS_IN_FLIGHT] * least,

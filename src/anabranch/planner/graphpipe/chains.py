@@ -92,7 +92,7 @@ class _Builder:
         named = self._cost.parameters
         return [
             (
-                (cost.forward_s, cost.backward_s, cost.kept_bytes),
+                cost,
                 tuple((named[name].nbytes, named[name].trainable) for name in op.parameters),
             )
             for op, cost in zip(self._cost.graph.ops, self._cost.profile.costs, strict=True)

@@ -1,0 +1,80 @@
+"""Storages of tensors that are alive at once, added up while operations run.
+
+A storage counts from when it is first seen until nobody, autograd included, has it any more.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+
+class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Shows every tensor that an operation reads or makes."""
+
+    def __init__(self, see: Callable[[Tensor], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._see = see
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._look(args)
+        result = func(*args, **(kwargs or {}))
+        self._look(result)
+        return result
+
+    def _look(self, nested: Any) -> None:
+        for leaf in tree_iter(nested):
+            if isinstance(leaf, Tensor):
+                self._see(leaf)
+
+
+class Storages:
+    """Adds up the storages that are alive.
+
+    Attributes:
+        now: bytes of those that have been seen, without the ``ignored``.
+        peak_bytes: the most since the beginning, or since ``restart``.
+    """
+
+    def __init__(self, held: Iterable[Tensor], ignored: Iterable[Tensor]) -> None:
+        self.now = self.peak_bytes = 0
+        # Keeps them, so that no other storage can come to be at their place.
+        self._ignored = {id(s): s for s in (t.untyped_storage() for t in ignored)}
+        self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        for tensor in held:
+            self.see(tensor)
+
+    def restart(self) -> int:
+        """Forget the peak; returns the bytes that are alive."""
+        self.peak_bytes = self.now
+        return self.now
+
+    def see(self, tensor: Tensor) -> None:
+        """Count a tensor's storage, if it is new, until it is gone."""
+        if tensor.layout is not torch.strided:
+            for part in _parts(tensor):
+                self.see(part)
+            return
+        storage = tensor.untyped_storage()
+        key = id(storage)
+        if key in self._alive or key in self._ignored:
+            return
+        nbytes = storage.nbytes()
+
+        def gone(_: object) -> None:
+            del self._alive[key]
+            self.now -= nbytes
+
+        self._alive[key] = weakref.ref(storage, gone)
+        self.now += nbytes
+        self.peak_bytes = max(self.peak_bytes, self.now)
+
+
+def _parts(tensor: Tensor) -> Iterable[Tensor]:
+    return (tensor._indices(), tensor._values()) if tensor.layout is torch.sparse_coo else ()
