@@ -112,19 +112,29 @@ def test_the_model_of_a_page_learns(page, tmp_path, monkeypatch):
     sys.modules.pop("mymodel")
 
 
+def test_the_model_of_the_readme_is_a_graph(call, tmp_path):
+    """Both towers before the head, by times of a data sheet, which are the same on any machine."""
+    write_model(ROOT / "README.md", tmp_path)
+    words = "plan mymodel:workload --cluster local:3 --device v100 --batch-size 64 -o plan.json"
+    code, _, err = call(*words.split(), "--no-baselines", "--no-calibration")
+    assert code == 0, err
+    graph = load_plan(tmp_path / "plan.json").stage_graph
+    assert (len(graph), graph.depth) == (3, 2)
+
+
 @pytest.mark.dist
-def test_the_readme_from_the_module_to_a_trained_graph(call, tmp_path):
-    """Its three commands as they stand: a plan that is a graph, right gradients, a lower loss."""
+def test_the_readme_from_the_module_to_a_trained_model(call, tmp_path):
+    """Its three commands as they stand, with times as measured here: right gradients, a lower
+    loss.
+    """
     write_model(ROOT / "README.md", tmp_path)
     three = [words for words in commands(ROOT / "README.md") if "mymodel:workload" in words][:3]
     assert [words[0] for words in three] == ["plan", "verify", "train"]
     code, _, err = call(*three[0])
     assert code == 0, err
-    graph = load_plan(tmp_path / "plan.json").stage_graph
-    assert (len(graph), graph.depth) == (3, 2)  # both towers before the head
     code, out, err = call(*three[1])
     assert code == 0, err
-    found = re.search(r"gradient error (\S+) over 20 parameters on 3 devices", out)
+    found = re.search(r"gradient error (\S+) over 20 parameters on \d devices", out)
     assert found, out
     assert float(found[1]) < 1e-5
     code, _, err = call(*three[2], "--out", "run")
@@ -135,7 +145,7 @@ def test_the_readme_from_the_module_to_a_trained_graph(call, tmp_path):
 
 @pytest.mark.dist
 def test_the_script_of_the_readme(tmp_path):
-    """It trains a graph of stages, and prints plan and loss."""
+    """It trains, and prints plan and loss."""
     write_model(ROOT / "README.md", tmp_path)
     (script,) = (block for block in blocks(ROOT / "README.md", "python") if "def rank" in block)
     (tmp_path / "script.py").write_text(script, encoding="utf-8")
@@ -150,5 +160,5 @@ def test_the_script_of_the_readme(tmp_path):
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert "3 stages, depth 2" in done.stdout
+    assert "devices, " in done.stdout
     assert float(done.stdout.splitlines()[-1]) < 0.5
