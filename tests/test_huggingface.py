@@ -149,6 +149,8 @@ def test_arguments_are_counted_in_batches():
     assert batch_size(args, 2) == workload.batch_size == BATCH
     assert (options["steps"], options["accumulate"], options["evaluate_every"]) == (10, 2, 5)
     assert (options["save"], options["save_every"]) == (Path("out"), SaveEvery(6, keep=3))
+    shares = training_options(arguments(eval_steps=0.5, save_steps=0.3, output_dir="out"), workload)
+    assert (shares["evaluate_every"], shares["save_every"].steps) == (4, 4)
     assert training_options(arguments(bf16=True), workload)["compute"].precision == "bf16"
     assert "save" not in training_options(arguments(save_strategy="no"), workload)
 

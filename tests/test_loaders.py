@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from itertools import islice
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -142,6 +142,25 @@ def test_a_loader_goes_on_by_its_state():
         assert (found, source.read) == ([3, 4], read)
 
 
+def test_a_stream_of_samples_goes_on_by_its_state():
+    """As those of Hugging Face do, of whose samples batches are made here."""
+
+    class Told(Stream):
+        start = 0
+
+        def __iter__(self) -> Iterator[Tensor]:
+            yield from NUMBERS[self.start :]
+
+        def state_dict(self) -> dict[str, int]:
+            return {}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            self.start = state["at"]
+
+    found = loader_of(Told(), shuffle=True).batches(4, 0, start=1, state={"at": 4})
+    assert [b.tolist() for b in found] == [[4, 5, 6, 7], [8, 9]]
+
+
 def test_a_position_that_the_data_does_not_have():
     for source in (Augmented(), Counting()):
         with pytest.raises(DataError, match=r"after batch 7 of epoch 2, which now has only [35]"):
@@ -217,6 +236,34 @@ def test_columns_that_are_not_needed_are_not_read(in_loader: bool):
     assert len(same) == 1
     assert None not in same
     assert samples_digest(second["label"]) not in same
+
+
+def test_what_a_column_draws_is_the_same_for_all_who_read_it():
+    """Whichever other columns they read; and another batch has other numbers."""
+    noise = {name: lambda samples: torch.rand(len(samples)) for name in ("a", "b")}
+    types = dict.fromkeys(noise, ((), torch.float32))
+
+    def read(*names: str) -> list[Tensor]:
+        loader = loader_of(Columns(noise, length=8), shuffle=False)
+        return [b["b"] for b in loader.batches(4, 0, reads=lambda: names, types=types)]
+
+    alone, both = read("b"), read("a", "b")
+    assert all(torch.equal(x, y) for x, y in zip(alone, both, strict=True))
+    assert not torch.equal(*alone)
+    found = Columns(noise, length=8).gather([1, 2])
+    assert not torch.equal(found["a"], found["b"])
+
+
+def test_a_data_set_with_a_transform_is_read_whole():
+    """Of Hugging Face: the function that makes its samples may want any column."""
+
+    class Transformed(Columns):
+        format: ClassVar = {"type": "custom"}
+
+    pixels = Reads(3)
+    data = Transformed({"label": NUMBERS, "pixels": pixels})
+    next(loader_of(data, shuffle=False).batches(4, 0, reads=lambda: {"label"}, types=TYPES))
+    assert pixels.read == 4
 
 
 def test_columns_of_a_batch_of_another_form_are_all_read():

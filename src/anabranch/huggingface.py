@@ -78,7 +78,10 @@ def workload_of(
     _warn_of_others(args)
     collate = partial(_as_dict, data_collator) if data_collator else default_collate
     size = batch_size(args, devices)
-    generator = torch.Generator().manual_seed(_of(args, "data_seed") or _of(args, "seed", 42))
+    data_seed = _of(args, "data_seed")
+    generator = torch.Generator().manual_seed(
+        _of(args, "seed", 42) if data_seed is None else data_seed
+    )
     loader = DataLoader(
         train_dataset,
         batch_size=size,
@@ -133,12 +136,13 @@ def training_options(args: Any, workload: Workload) -> dict[str, Any]:
         options["steps"] = round(float(_of(args, "num_train_epochs", 3)) * per_epoch)
     evaluates = _strategy(args, "eval_strategy")
     if evaluates in ("steps", "epoch") and workload.eval_data is not None:
-        updates = _of(args, "eval_steps") or _of(args, "logging_steps", 500)
-        by_steps = int(updates) * accumulate
+        every = _of(args, "eval_steps") or _of(args, "logging_steps", 500)
+        by_steps = _interval(every, _updates(args, per_epoch)) * accumulate
         options["evaluate_every"] = by_steps if evaluates == "steps" else per_epoch
     saves = _strategy(args, "save_strategy", "steps")
     if saves != "no" and _of(args, "output_dir"):
-        by_steps = int(_of(args, "save_steps", 500)) * accumulate
+        every = _of(args, "save_steps", 500)
+        by_steps = _interval(every, _updates(args, per_epoch)) * accumulate
         keep = _of(args, "save_total_limit") or 10**6
         options["save"] = Path(args.output_dir)
         options["save_every"] = SaveEvery(by_steps if saves == "steps" else per_epoch, keep=keep)
@@ -222,6 +226,11 @@ def _updates(args: Any, batches: int) -> int:
         return steps
     per_epoch = math.ceil(batches / int(_of(args, "gradient_accumulation_steps", 1)))
     return math.ceil(float(_of(args, "num_train_epochs", 3)) * per_epoch)
+
+
+def _interval(every: float, updates: int) -> int:
+    """Updates between two events; a number below 1 is a share of all."""
+    return math.ceil(every * updates) if every < 1 else int(every)
 
 
 def _optimizer(args: Any, model: nn.Module, parameters: NamedParameters) -> torch.optim.Optimizer:

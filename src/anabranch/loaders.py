@@ -91,12 +91,16 @@ class Columns:
     def gather(self, samples: Sequence[int]) -> dict[str, Tensor]:
         """The batch of some samples."""
         numbers = torch.as_tensor(samples)
-        return {name: _values(column, numbers) for name, column in self._columns.items()}
+        # What a function draws must not depend on which other columns are read: every rank that
+        # reads it gets the same values.
+        seed = int(torch.randint(2**62, ())) if any(map(callable, self._columns.values())) else 0
+        return {name: _values(c, numbers, seed, name) for name, c in self._columns.items()}
 
 
-def _values(column: Any, numbers: Tensor) -> Tensor:
+def _values(column: Any, numbers: Tensor, seed: int, name: str) -> Tensor:
     if callable(column):
-        found: Tensor = column(numbers)
+        with _seeded(seed, name):
+            found: Tensor = column(numbers)
         return found
     if isinstance(column, Tensor):
         return column[numbers]
@@ -231,6 +235,7 @@ class Loader:
             and columns == types.keys()
             and hasattr(dataset, "select_columns")
             and collate is default_collate
+            and not _has_transform(dataset)
         )
         for number, samples in enumerate(order, start):
             names = reads() if by_column else None
@@ -262,7 +267,7 @@ class Loader:
             source = DataLoader(source, batch_size=batch_size)
         passed = 0
         if state is not None and start:
-            source.load_state_dict(state)
+            self.source.load_state_dict(state)
             passed = start
         with _seeded(seed, epoch, -1):
             iterator = iter(source)
@@ -332,6 +337,12 @@ def _filled(batch: Mapping[str, Tensor], samples: int, types: LeafTypes) -> dict
     }
 
 
+def _has_transform(dataset: Any) -> bool:
+    """Whether a data set of Hugging Face makes its samples by a function, of all columns."""
+    described = getattr(dataset, "format", None)
+    return isinstance(described, Mapping) and described.get("type") == "custom"
+
+
 def _too_short(start: int, epoch: int, passed: int) -> DataError:
     return DataError(
         f"training was after batch {start} of epoch {epoch}, which now has only {passed}; resume "
@@ -339,17 +350,17 @@ def _too_short(start: int, epoch: int, passed: int) -> DataError:
     )
 
 
-def _mixed(*numbers: int) -> int:
-    text = " ".join(map(str, numbers))
+def _mixed(*parts: int | str) -> int:
+    text = " ".join(map(str, parts))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1
 
 
 @contextmanager
-def _seeded(*numbers: int) -> Iterator[None]:
-    """Inside, random numbers of torch, numpy and Python on the CPU depend on these numbers alone;
+def _seeded(*parts: int | str) -> Iterator[None]:
+    """Inside, random numbers of torch, numpy and Python on the CPU depend on these parts alone;
     outside they are what they would have been.
     """
-    seed, ours = _mixed(*numbers), torch.default_generator
+    seed, ours = _mixed(*parts), torch.default_generator
     before, pythons, numpys = ours.get_state(), random.getstate(), np.random.get_state()
     ours.manual_seed(seed)
     random.seed(seed)

@@ -17,7 +17,7 @@ from anabranch.runtime.compute.options import ComputeOptions
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.workload import NamedParameters, Workload
 from tests.runtime.small import Built, batch, built, on_devices, plan, with_options
-from tests.runtime.training import LIMIT_S, run
+from tests.runtime.training import LIMIT_S, on_one_device, run
 
 pytestmark = pytest.mark.dist
 
@@ -104,6 +104,37 @@ def test_a_change_is_bitwise_a_checkpoint_and_back(
         assert mine[2] == theirs[2] == 9
         assert mine[1].keys() == theirs[1].keys()
         assert all(torch.equal(mine[1][key], theirs[1][key]) for key in mine[1])
+
+
+def test_a_change_in_a_row_of_steps_keeps_the_order_of_losses() -> None:
+    """One is not yet told by then. What the first step was compared with is known afterwards."""
+    model = built("Chain")
+    other = plan(model, 3, microbatch_size=8)
+
+    def losses(pipe: Pipeline, changes: bool) -> tuple[list[float], str]:
+        told = []
+        for loss in pipe.steps(batch(16, i) for i in range(6)):
+            told.append(loss)
+            if changes and len(told) == 3:
+                pipe.change_plan(other)
+        return told, pipe.gradient_verdict
+
+    expected, verdict = run(
+        model, plan(model, 3), lambda p: losses(p, False), check_gradients=True
+    )[0]
+    found = run(model, plan(model, 3), lambda p: losses(p, True), check_gradients=True)
+    assert all(told == pytest.approx(expected, rel=1e-5) for told, _ in found)
+    assert all(said == verdict for _, said in found)
+    assert "nobody asked" not in verdict
+
+
+def test_one_process_without_others_changes_its_plan() -> None:
+    """There is nobody to tell, and no process group."""
+    workload, pipe = on_one_device(built("Chain").module, batch, check_gradients=False)
+    pipe.step(batch(8))
+    model = Built(pipe._session.captured, workload)
+    pipe.change_plan(plan(model, 1, batch_size=8, microbatch_size=4))
+    assert pipe.step(batch(8)) > 0.0
 
 
 def test_what_cannot_be_changed_to_is_refused() -> None:

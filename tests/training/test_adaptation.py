@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -9,12 +10,14 @@ import pytest
 import torch.distributed as dist
 
 from anabranch import launch
+from anabranch.errors import TrainingError
 from anabranch.plans.plan import Plan
 from anabranch.record import Run
 from anabranch.solve.replanning import Change, Measured
 from anabranch.timeline import Timeline
 from anabranch.training import Event, LookEvent, Looks, PlanEvent, StepEvent, train
 from anabranch.training.adaptation import Adaptation
+from anabranch.training.loop import _until_look
 from tests.runtime.small import built, on_devices, plan, train_alone, with_options
 from tests.runtime.training import sgd
 from tests.training.test_loop import SIZES, data
@@ -114,6 +117,74 @@ def test_after_the_plan_before_has_come_back_training_goes_on(
         assert "back to the plan before" in run.plan_changes[1]
         assert run.plan == before
         assert len(run.losses) == 40
+
+
+@pytest.mark.dist
+def test_a_better_plan_that_does_not_fit_is_left() -> None:
+    """Its prediction exceeds the memory that there is: training goes on as it was, with a warning,
+    and looks for no other.
+    """
+    model = built("TwoBranch")
+    workload = with_options(model, data=data, optimizer=sgd)
+    before, better = plan(model, 2), plan(model, 2, microbatch_size=8)
+    peaks = replace(better.predicted, device_peak_bytes=(2**60, 2**60))
+    replanner = Fixed(replace(better, predicted=peaks))
+
+    def rank() -> tuple[Run, int]:
+        first = dist.get_rank() == 0
+        refusal = "a better one is left: ranks 0-1 together would take"
+        with pytest.warns(UserWarning, match=refusal) if first else nullcontext():
+            run = train(
+                workload,
+                before,
+                steps=20,
+                captured=model.captured,
+                check_gradients=False,
+                looks=Looks(every=3, replans=True, replanner=replanner if first else None),
+            )
+        return run, replanner.asked
+
+    (run, asked), (other, _) = launch.run(rank, 2, timeout=60.0)
+    assert asked == 1
+    assert run.plan == other.plan == before
+    assert run.plan_changes == ()
+    assert len(run.losses) == 20
+
+
+@pytest.mark.dist
+def test_a_callback_that_raises_at_a_look_ends_the_run() -> None:
+    """On one rank too, where no other would stop."""
+    model = built("TwoBranch")
+    workload = with_options(model, data=data, optimizer=sgd)
+
+    def careless(event: Event) -> None:
+        if isinstance(event, LookEvent):
+            raise KeyError("colour")
+
+    for num_ranks in (1, 2):
+        chosen = plan(model, num_ranks)
+
+        def rank(chosen: Plan = chosen) -> None:
+            train(
+                workload,
+                chosen,
+                steps=8,
+                captured=model.captured,
+                check_gradients=False,
+                callbacks=[careless],
+                looks=Looks(replanner=Fixed(chosen)),
+            )
+
+        with pytest.raises(TrainingError, match="careless raised at the look event of step 5"):
+            launch.run(rank, num_ranks, timeout=60.0)
+
+
+def test_looks_come_after_an_update() -> None:
+    """Five steps of updates of three are no whole number, and neither are the three of a look."""
+    looks = Looks(every=4)
+    assert [_until_look(looks, done, 3) for done in (5, 12, 18)] == [4, 6, 6]
+    assert _until_look(looks, 5, 1) == 4
+    assert _until_look(None, 5, 3) is None
 
 
 def decided(adaptation: Adaptation, replanner: Fixed, step_s: float) -> tuple[Plan | None, str]:

@@ -136,6 +136,12 @@ def test_what_is_better_has_to_be_known():
     most.require_metric(["accuracy"])
 
 
+@pytest.mark.parametrize("field", ["steps", "seconds", "keep"])
+def test_intervals_are_more_than_nothing(field: str):
+    with pytest.raises(ValueError, match="are more than 0"):
+        SaveEvery(**{field: 0})
+
+
 def test_evaluations_need_held_out_data():
     """And an interval of at least one step."""
     workload = with_options(built("Chain"))

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from anabranch.checkpoint.pretrained import Pretrained
@@ -89,8 +90,8 @@ def export(
             if part is not None and part.generation_config is not None:
                 (partial / "generation_config.json").write_text(part.generation_config)
         partial.rename(path)
-    except OSError as error:
-        raise TrainingError(f"{path} cannot be written: {error.strerror}") from error
+    except (OSError, SafetensorError) as error:
+        raise TrainingError(f"{path} cannot be written: {error}") from error
     return Exported(
         path,
         len(tensors),

@@ -119,6 +119,20 @@ class ModelState:
                 parameter.data = nothing.expand(parameter.shape)
                 parameter.grad = None
 
+    def bytes_on(self, place: torch.device) -> int:
+        """Bytes of parameters and of the optimizer's state that are on a device."""
+        state = self.optimizer.state.values() if self.optimizer is not None else ()
+        held = [t for entry in state for t in entry.values() if isinstance(t, Tensor)]
+        here = [t for t in (*self.parameters.values(), *held) if t.device == place]
+        return sum(t.numel() * t.element_size() for t in here)
+
+    def forget_training(self) -> None:
+        """Give gradients and the optimizer's state back, once others have what they need of it."""
+        for parameter in self.parameters.values():
+            parameter.grad = None
+        if self.optimizer is not None:
+            self.optimizer.state.clear()
+
     def share_buffers(self) -> None:
         """Give all replicas of a stage the buffers of the first, such as running means."""
         share_first(self.buffers, self._holders.buffers, self._mesh)

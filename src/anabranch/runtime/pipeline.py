@@ -30,7 +30,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anabranch.errors import DataError, InvalidPlanError, NonFiniteError, TrainingError
+from anabranch.errors import (
+    DataError,
+    InfeasiblePlanError,
+    InvalidPlanError,
+    NonFiniteError,
+    TrainingError,
+)
 from anabranch.graph.capture import Captured
 from anabranch.plans.plan import Plan
 from anabranch.runtime.compute.options import PLAIN, ComputeOptions
@@ -131,6 +137,7 @@ class Pipeline(BasePipeline):
             )
         self.workload = workload
         self._accumulate, self._exact, self._shards = accumulate, exact, shard_optimizer
+        self._checks_memory = check_memory
         # What another plan changes nothing about.
         self._make_session = partial(
             Session,
@@ -217,7 +224,17 @@ class Pipeline(BasePipeline):
             self._settle()
         self._refuse_between("change of the plan")
         session = self._session
-        self._begin(plan, captured=session.captured, check_gradients=False, predecessor=session)
+        with session.failing():
+            missing = session.lack_for_change(plan) if self._checks_memory else ""
+        if missing:
+            raise InfeasiblePlanError(missing)
+        self._begin(
+            plan,
+            captured=session.captured,
+            check_gradients=False,
+            check_memory=False,
+            predecessor=session,
+        )
 
     # Training
 
@@ -298,6 +315,9 @@ class Pipeline(BasePipeline):
         try:
             for batch in self._session.given(batches, self._leave):
                 if self._is_first or self._decides_together:
+                    if before is not None:  # the plan has changed meanwhile
+                        yield self._read(before)
+                        before = None
                     yield self.step(batch)
                     continue
                 tally = self._go(batch)

@@ -34,7 +34,7 @@ from anabranch.runtime.data_parallel.gradients import Holders
 from anabranch.runtime.data_parallel.rows import SharedTable, shared_tables, takes_rows
 from anabranch.runtime.evaluation import Evaluation
 from anabranch.runtime.guards.agreement import facts_of, require_agreement
-from anabranch.runtime.guards.memory_budget import require_memory
+from anabranch.runtime.guards.memory_budget import lack, require_memory
 from anabranch.runtime.guards.position import POSITION, Phase
 from anabranch.runtime.guards.same_batch import RECENT_BATCHES, batch_digest
 from anabranch.runtime.guards.self_check import compare_with_eager
@@ -96,6 +96,8 @@ class Session:
         module = self.captured.module
         # The self-check needs the whole model on one rank.
         self.gradient_verdict = "not compared: nobody asked for it"
+        if predecessor is not None:
+            self.gradient_verdict = predecessor.gradient_verdict
         if check_gradients and meta_names(module):
             check_gradients = False
             self.gradient_verdict = "not compared: no process has all values of the model"
@@ -176,8 +178,7 @@ class Session:
         with self.failing(), POSITION.doing(Phase.MOVE):
             part = self.state.part({}, copies=None)
             moved = move(part, lambda key: holders.readers(key, self.mesh.size), self.mesh)
-        for parameter in self.state.parameters.values():
-            parameter.grad = None
+        self.state.forget_training()
         self.close()
         return moved
 
@@ -216,6 +217,10 @@ class Session:
         # A forked rank shares the memory of the CPU with its parent, which gives nothing back.
         shares = self.place.type == "cpu" and multiprocessing.parent_process() is not None
         require_memory(plan, self.mesh, own, 0 if shares else others, self.place)
+
+    def lack_for_change(self, plan: Plan) -> str:
+        """What ``require_memory`` would say of a plan to change to, by which what is here goes."""
+        return lack(plan, self.mesh, self.state.bytes_on(self.place), 0, self.place)
 
     def leaves(self, batch: Batch) -> dict[str, Tensor]:
         """The tensors of a batch by their names; DataError if it is not built as the example."""

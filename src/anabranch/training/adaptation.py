@@ -12,10 +12,11 @@ from __future__ import annotations
 import json
 import statistics
 import time
+import warnings
 from contextlib import suppress
 from dataclasses import dataclass
 
-from anabranch.errors import AnabranchError
+from anabranch.errors import AnabranchError, InfeasiblePlanError
 from anabranch.files import plan_from_dict, plan_to_dict
 from anabranch.plans.plan import Plan
 from anabranch.record import RECORDED_STEPS
@@ -78,11 +79,8 @@ class Adaptation:
         if not loop.recorded:
             return
         replanner = self._looks.replanner if pipe.rank == 0 else None
-        if replanner is not None:
-            with suppress(
-                AnabranchError
-            ):  # a plan that does not suit this machine runs all the same
-                self._compare(replanner)
+        if replanner is not None and self._compare(replanner):
+            loop.reporter.tell(LookEvent(pipe.step_number, self.slow))
         if self._is_over or not pipe.is_between_updates:
             return
         measured = Measured(tuple(loop.recorded), pipe.yardstick_s())
@@ -102,20 +100,31 @@ class Adaptation:
             other = chosen or plan_from_dict(told["plan"], "the plan of rank 0")
             self._change(other, told["why"])
 
-    def _compare(self, replanner: Replanner) -> None:
+    def _compare(self, replanner: Replanner) -> bool:
+        """Note what is slow; False where nothing is predicted of the plan."""
         loop, plan = self._loop, self._loop.pipe.plan
-        if self._expected is None or self._expected[0] is not plan:
-            self._expected = plan, replanner.expected(plan)
-        self.slow = tuple(map(str, stragglers(loop.recorded, self._expected[1])))
-        loop.reporter.tell(LookEvent(loop.pipe.step_number, self.slow))
+        # A plan that does not suit this machine runs all the same.
+        with suppress(AnabranchError):
+            if self._expected is None or self._expected[0] is not plan:
+                self._expected = plan, replanner.expected(plan)
+            self.slow = tuple(map(str, stragglers(loop.recorded, self._expected[1])))
+            return True
+        return False
 
     def _change(self, plan: Plan, why: str) -> None:
         loop = self._loop
         step = loop.pipe.step_number
-        self.changes.append(f"step {step}: {why}")
         began = time.perf_counter()
-        loop.pipe.change_plan(plan)
+        try:
+            loop.pipe.change_plan(plan)
+        except InfeasiblePlanError as error:  # on every rank
+            self._is_over = True
+            if loop.pipe.rank == 0:
+                text = f"training goes on under the plan that it has; a better one is left: {error}"
+                warnings.warn(text, stacklevel=2)
+            return
         self._change_s = time.perf_counter() - began
+        self.changes.append(f"step {step}: {why}")
         loop.begin_anew()
         self.slow = ()
         predicted_s = None if plan.predicted is None else plan.predicted.step_s

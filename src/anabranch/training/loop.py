@@ -102,8 +102,9 @@ def train(
     if adaptation is not None:
         adaptation.look()
     # The rest follow each other without waiting.
-    every = None if looks is None else -(-looks.every // accumulate) * accumulate
-    while loop.in_a_row(every) and loop.alone(RECORDED_STEPS):
+    while loop.in_a_row(_until_look(looks, len(reporter.losses), accumulate)) and loop.alone(
+        RECORDED_STEPS
+    ):
         if adaptation is not None:
             adaptation.look()
     if not reporter.losses:
@@ -200,6 +201,15 @@ def train_async(
 
 
 _Pipe = TypeVar("_Pipe", Pipeline, AsyncPipeline)
+
+
+def _until_look(looks: Looks | None, done: int, accumulate: int) -> int | None:
+    """Steps in a row until those that are recorded for a look, which end with an update: nothing
+    else can be between two plans.
+    """
+    if looks is None:
+        return None
+    return looks.every + -(done + looks.every + RECORDED_STEPS) % accumulate
 
 
 def _begun(kind: type[_Pipe], resume: Path | None, weights: Path | None) -> Callable[..., _Pipe]:

@@ -53,7 +53,8 @@ class SaveEvery:
     best: str = ""
 
     def __post_init__(self) -> None:
-        if min(self.steps or 1, self.seconds or 1.0, self.keep) <= 0:
+        intervals = (self.steps, self.seconds, self.keep)
+        if any(interval is not None and interval <= 0 for interval in intervals):
             raise ValueError(f"{self}: intervals and the number of checkpoints are more than 0")
         if self.best not in ("", "loss") and self.best.partition(":")[2] not in ("min", "max"):
             raise ValueError(

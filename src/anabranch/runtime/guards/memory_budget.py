@@ -60,15 +60,20 @@ def require_memory(
     """Check that every rank's peak, if predicted, fits where it runs; raises InfeasiblePlanError on
     every rank with the same text, naming rank, need and memory.
     """
+    if problem := lack(plan, mesh, resident_bytes, given_bytes, place):
+        raise InfeasiblePlanError(problem)
+
+
+def lack(plan: Plan, mesh: Mesh, resident_bytes: int, given_bytes: int, place: torch.device) -> str:
+    """Where ``require_memory`` would raise, the text; otherwise empty."""
     peaks = plan.predicted.device_peak_bytes if plan.predicted is not None else ()
     if len(peaks) != mesh.size or not any(peaks):
-        return
+        return ""
     home, free = _memory(place)
     mine = torch.tensor([peaks[mesh.rank], resident_bytes, given_bytes, free, home])
     needs = [Need(*map(int, row)) for row in mesh.all_gather(mine)]
     problem = _beyond_cluster(plan, needs) or _beyond_host(needs, place.type)
-    if problem:
-        raise InfeasiblePlanError(f"{problem}; {_REMEDY}")
+    return f"{problem}; {_REMEDY}" if problem else ""
 
 
 def _beyond_cluster(plan: Plan, needs: Sequence[Need]) -> str:
