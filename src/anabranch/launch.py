@@ -226,7 +226,7 @@ class _Ranks:
             if rank in pending:
                 stall.note(rank, self._position(rank).tolist(), now)
             else:
-                stall.forget(rank)
+                stall.forget(rank, now)
         return stall.found(now, {rank for rank in pending if self._is_stopped(rank)})
 
     def _is_stopped(self, rank: int) -> bool:

@@ -19,6 +19,7 @@ from tests.simulator.helpers import chain, cluster, cost_model
 def call(monkeypatch, capsys, tmp_path):
     """Call ``anabranch`` in a folder of its own: (exit code, standard output, standard error)."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")  # tables are tables, however long searches took
 
     def call(*arguments: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["anabranch", *arguments])

@@ -96,8 +96,19 @@ def test_what_the_user_does_between_steps_is_nobody_s_business():
     assert found(at(Phase.OUTSIDE), at(Phase.OUTSIDE), now=100.0) == ""
     stall = Stall(5.0)
     stall.note(0, at(FORWARD), 0.0)
-    stall.forget(0)
+    stall.forget(0, 1.0)
     assert stall.found(100.0) == ""
+
+
+def test_who_waited_for_a_rank_that_has_ended_has_time_to_notice():
+    """A rank that took long over its evaluation gives its sums, and ends at once."""
+    stall = Stall(5.0)
+    stall.note(0, at(WAITS), 0.0)
+    stall.note(1, at(Phase.EVALUATION), 0.0)
+    stall.forget(1, 20.0)
+    stall.forget(1, 21.0)
+    assert stall.found(24.0) == ""
+    assert stall.found(26.0).startswith("rank 0")
 
 
 def test_the_default_grows_with_the_predicted_step():

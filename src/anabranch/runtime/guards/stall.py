@@ -58,9 +58,10 @@ class Stall:
         if before is None or before[0] != list(position):
             self._seen[rank] = list(position), now
 
-    def forget(self, rank: int) -> None:
-        """A rank has ended."""
-        self._seen.pop(rank, None)
+    def forget(self, rank: int, now: float) -> None:
+        """A rank has ended; who waited for it may not have noticed yet, so their time begins anew."""
+        if self._seen.pop(rank, None) is not None:
+            self._seen = {other: (position, now) for other, (position, _) in self._seen.items()}
 
     def found(self, now: float, silent: Collection[int] = ()) -> str:
         """What holds the run up, as a message; empty if nothing does.

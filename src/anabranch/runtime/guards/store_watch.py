@@ -137,7 +137,7 @@ class StoreWatch:
             beat, *page = map(int, self._store.get(key).split())
             position, recent = page[:POSITION_INTS], page[POSITION_INTS:]
             if not position:  # it is done
-                self._stall.forget(rank)
+                self._stall.forget(rank, now)
                 self._beats.pop(rank, None)
                 continue
             self._stall.note(rank, position, now)
