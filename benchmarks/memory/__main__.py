@@ -42,7 +42,7 @@ WAYS = {
 }
 """What runs -> planner, most replicas of a stage, whether they share the optimizer's state."""
 
-LOW, HIGH = 0.05, 0.12
+LOW, HIGH = 0.05, 0.10
 """How far a prediction may be below the measurement, and from it at all, as shares of it."""
 
 

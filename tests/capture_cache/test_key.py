@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -60,7 +61,7 @@ def test_the_users_code_is_told_from_what_is_installed(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text("layers = 2\n")
     for module in ("json", "torch.nn", "anabranch.workload", "pytest"):
-        assert is_installed(Path(str(sys.modules[module].__file__)))
+        assert is_installed(Path(str(import_module(module).__file__)))
     assert not is_installed(file)
     module = type(sys)("mine")
     module.__file__ = str(file)

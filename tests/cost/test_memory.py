@@ -51,6 +51,15 @@ def test_sums_take_a_bucket_at_a_time(replicas, terms):
     assert sums(2**30, 2**28) == terms * 2**28
 
 
+def test_a_gradient_is_made_while_its_operator_works():
+    """Of a pass of 3 samples: an operator without parameters, such as a loss, takes 3 * 200 bytes,
+    more than the gradient of 300 bytes beside the 3 * 50 of operators with some; or less than that.
+    """
+    assert memory(replace(WEIGHTS, working=200, training=50)).backward == 600
+    assert memory(replace(WEIGHTS, working=100, training=50)).backward == 300 + 150
+    assert memory(replace(WEIGHTS, working=200, training=200)).backward == 300 + 600
+
+
 def test_recomputation_keeps_one_inside():
     """Of each micro-batch only what entered; the inside of the one whose backward runs."""
     assert memory(recompute=True) == DeviceMemory(3435, 12, 30 + 300, 1600)

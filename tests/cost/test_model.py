@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -150,6 +151,24 @@ def test_memory_of_a_device():
     assert need == 4800 + 300 + 60 + 120 + 1000
     need = cost_model().device_bytes([1, 2], microbatch_size=4, replicas=2, in_flight=1)
     assert need == 4800 + 120 + 1200
+
+
+def test_what_a_pass_has_besides() -> None:
+    """When b has its 60 bytes, the 30 that c keeps behind it are not there; when a has its 40, of
+    what c keeps likewise. So of a to c b counts, of a and c that c has 25, but c is not trained.
+    """
+    working = {"a": 40, "b": 60, "c": 25, "d": 0}
+    plain = cost_model()
+    costs = tuple(
+        replace(cost, working_bytes=working[op.name])
+        for op, cost in zip(OPS, plain.profile.costs, strict=True)
+    )
+    cost = replace(plain, profile=replace(plain.profile, costs=costs))
+    weights = cost.weights(0b111)
+    assert (weights.working, weights.training) == (60 - 30, 60 - 30)
+    assert cost.weights(0b101).working == 25
+    assert cost.weights(0b101).training == 40 - 30
+    assert cost.weights(0b1).working == 40
 
 
 @given(op_graphs(), st.data())

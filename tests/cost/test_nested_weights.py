@@ -24,7 +24,7 @@ MACHINES = Cluster.preset("summit:1x2")
 
 
 def cost_of(graph: OpGraph) -> CostModel:
-    costs = tuple(OpCost((0.1 + i,), (0.7,), 3 * i) for i in range(len(graph)))
+    costs = tuple(OpCost((0.1 + i,), (0.7,), 3 * i, 5 * i % 7) for i in range(len(graph)))
     return CostModel(Profile(graph, (1,), costs, "cpu", "imported", proportional=True), MACHINES)
 
 
@@ -32,6 +32,7 @@ def at(weights: StageWeights, place: object) -> list[float]:
     """All numbers of one stage."""
     border = [getattr(weights.border, kind.name) for kind in fields(Border)]
     rows = [weights.parameters, weights.trainable, weights.kept]
+    rows += [weights.largest]
     rows += [column for traffic in border for column in (traffic.per_sample, traffic.fixed)]
     return [float(row[place]) if isinstance(row, np.ndarray) else float(row) for row in rows]
 
@@ -53,6 +54,10 @@ def test_every_stage_weighs_as_the_cost_model_says(profile, tensor):
                 assert mask == masks[v] & ~masks[u]
                 expected = at(cost.weights(mask, degree), ())
                 assert at(listed, i) == at(matrices, (u, v)) == expected
+                for most in ("working", "training"):
+                    bound = getattr(matrices, most)[u, v]
+                    assert getattr(listed, most)[i] == bound
+                    assert bound >= getattr(cost.weights(mask, degree), most)
                 backward = cost.backward_s(bits(mask), 3, recompute=True, tensor=degree)
                 forward = cost.forward_s(bits(mask), 3, tensor=degree)
                 assert seconds[v] - seconds[u] == forward + backward

@@ -5,18 +5,29 @@ from __future__ import annotations
 import pytest
 import torch
 
+from anabranch import launch
 from anabranch.errors import (
     TrainingError,
 )
+from anabranch.plans.plan import Plan
 from anabranch.runtime.pipeline import Pipeline
+from tests.runtime.asynchronous.plans import async_plan, built_pipeline
 from tests.runtime.small import (
+    Built,
+    batch,
     built,
     plan,
     with_options,
 )
-from tests.runtime.training import BATCHES, run, sgd
+from tests.runtime.training import BATCHES, LIMIT_S, run, sgd
 
 pytestmark = pytest.mark.dist
+
+
+def pipeline(model: Built, chosen: Plan) -> Pipeline:
+    return Pipeline(
+        model.workload, chosen, captured=model.captured, check_gradients=False, timeout=20.0
+    )
 
 
 def test_a_rank_keeps_only_its_own_parameters() -> None:
@@ -45,6 +56,23 @@ def test_a_module_without_its_weights_is_refused() -> None:
         return str(caught.value)
 
     assert len(set(run(model, plan(model, 2), work))) == 2
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_gradients_that_a_module_comes_with_are_of_no_batch(is_async: bool) -> None:
+    """Whoever has used it before may have left some, even some that are not finite."""
+    model = built("Chain")
+    chosen = async_plan(model, 2) if is_async else plan(model, 2)
+
+    def losses(left: float | None) -> list[float]:
+        for parameter in model.module.parameters():
+            parameter.grad = None if left is None else torch.full_like(parameter, left)
+        make = built_pipeline if is_async else pipeline
+        pipe = make(model, chosen)
+        return [pipe.step(batch(8, seed)) for seed in range(3)]
+
+    expected = launch.run(losses, 2, None, timeout=LIMIT_S)
+    assert launch.run(losses, 2, float("nan"), timeout=LIMIT_S) == expected
 
 
 def test_a_scheduler_that_needs_a_metric_is_refused() -> None:

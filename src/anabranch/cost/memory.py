@@ -5,8 +5,10 @@
                of the optimizer factor, where replicas share its state, the part of one of them
              + receive slots * (entering + gradients of what leaves)
              - tables + rows / replicas     where gradients of tables are the rows of a batch
-             + largest                      gradient of one parameter, before it is added
-             + working * n                  most that a pass of one of its operators has besides
+             + most of a pass               besides what is kept, which is the larger of
+                 working * n                of any operator
+                 largest + training * n     of one with parameters, and the largest gradient of one,
+                                            before it is added
              + kept * n                     with recomputation: the inside of one micro-batch
     flight   entering + kept * n            without; with recomputation only what entered
     sums     terms of other replicas in a bucket of gradients, when nothing is in flight any more;
@@ -103,6 +105,7 @@ def device_memory(
             weights.border.entering_gradients.at(samples),
             weights.kept * samples,
             weights.working * samples,
+            weights.training * samples,
             recompute,
             replicas,
             versions,
@@ -123,6 +126,7 @@ def memory_terms(
     returning: Number,
     kept: Number,
     working: Number,
+    training: Number,
     recompute: Number,
     replicas: Number,
     versions: Number,
@@ -136,7 +140,8 @@ def memory_terms(
     Args:
         updated: trainable bytes that a replica updates.
         largest: bytes of the largest gradient.
-        entering: bytes of a micro-batch, and so is what is ``returning``, ``kept`` and ``working``.
+        entering: bytes of a micro-batch, and so is what is ``returning``, ``kept``, ``working`` and
+            ``training``.
     """
     state = parameters + trainable * versions + updated * optimizer_factor
     ahead = receive_slots * (entering + returning)
@@ -146,9 +151,16 @@ def memory_terms(
     return (
         state - tables + rows / replicas + ahead,
         entering + (kept - inside),
-        inside + largest + working,
+        inside + np.maximum(working, largest + training),
         np.maximum(bucket * terms, rows * _COPIES * (replicas > 1)),
     )
+
+
+def working_behind(before: float, kept: float, working: float) -> float:
+    """The most that passes of some operators have besides what all of them keep, and of one behind
+    them: what that one keeps is not there yet in their forwards, and no more in their backwards.
+    """
+    return max(before - kept, working, 0.0)
 
 
 def updated_bytes(trainable: Number, largest: Number, replicas: Number) -> Number:

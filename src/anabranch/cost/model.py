@@ -18,7 +18,12 @@ from numpy.typing import NDArray
 
 from anabranch.cluster import Cluster
 from anabranch.cost.communication import Route, all_reduce_s, border_price, ring_price, transfer_s
-from anabranch.cost.memory import DeviceMemory, device_memory, updated_bytes
+from anabranch.cost.memory import (
+    DeviceMemory,
+    device_memory,
+    updated_bytes,
+    working_behind,
+)
 from anabranch.cost.overheads import agreement_s, message_s, restart_s, share_s, sum_s, update_cost
 from anabranch.cost.sparse import message_bytes
 from anabranch.cost.stage_weights import Border, Number, StageWeights, Traffic
@@ -403,6 +408,17 @@ class CostModel:
             self._working[tensor] = np.array(working, dtype=np.float64)
         return self._working[tensor]
 
+    @staticmethod
+    def _most_working(working: Floats, kept: Floats) -> float:
+        most = 0.0
+        for its_kept, its_working in zip(kept.tolist(), working.tolist(), strict=True):
+            most = working_behind(most, its_kept, its_working)
+        return most
+
+    def training_bytes(self, tensor: int = 1) -> Floats:
+        """Likewise of the operators with trained parameters; 0 of the others."""
+        return self.working_bytes(tensor) * (self.largest_gradients(tensor) > 0)
+
     @cached_property
     def _working(self) -> dict[int, Floats]:
         return {}
@@ -441,13 +457,15 @@ class CostModel:
 
     def _stage_weights(self, mask: int, tensor: int) -> StageWeights:
         ops = list(bits(mask))
+        kept = self.kept_bytes(tensor)[ops]
         whole = StageWeights(
             float(self.parameter_bytes(ops, tensor=tensor)),
             float(self.parameter_bytes(ops, trainable=True, tensor=tensor)),
-            float(self.kept_bytes(tensor)[ops].sum()),
+            float(kept.sum()),
             self.border(mask),
             float(self.largest_gradients(tensor)[ops].max(initial=0.0)),
-            working=float(self.working_bytes(tensor)[ops].max(initial=0.0)),
+            working=self._most_working(self.working_bytes(tensor)[ops], kept),
+            training=self._most_working(self.training_bytes(tensor)[ops], kept),
         )
         read = {name for op in ops for name in self.graph.ops[op].parameters} if self._rows else ()
         tables = [name for name in read if name in self._rows]

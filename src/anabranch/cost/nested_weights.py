@@ -16,6 +16,8 @@ What operators outside all sets make is there before the first set, and they rea
 Where each set lies inside the next, each value counts for all pairs (i, j) with i in one interval
 and j in another: four additions per value and two cumulative sums make the matrix [i, j]. For other
 sets the pairs are listed, and those of one ``lower`` are a product of matrices.
+
+What a pass has besides is bounded: that operators behind it keep less meanwhile is left out.
 """
 
 from __future__ import annotations
@@ -201,6 +203,7 @@ class NestedSets:
             ),
             matrix(weights.largest),
             working=matrix(weights.working),
+            training=matrix(weights.training),
         )
 
     # Each set inside the next: matrices [lower, upper]
@@ -216,6 +219,7 @@ class NestedSets:
             self._chain_border,
             self._chain_most(self.cost.largest_gradients(tensor)),
             working=self._chain_most(self.cost.working_bytes(tensor)),
+            training=self._chain_most(self.cost.training_bytes(tensor)),
         )
 
     def _chain_most(self, per_op: Floats) -> Floats:
@@ -293,6 +297,7 @@ class NestedSets:
             border or self.border(pairs),
             self._most(pairs, self.cost.largest_gradients(tensor)),
             working=self._most(pairs, self.cost.working_bytes(tensor)),
+            training=self._most(pairs, self.cost.training_bytes(tensor)),
         )
 
     def _most(self, pairs: Pairs, per_op: Floats) -> Floats:

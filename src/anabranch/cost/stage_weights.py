@@ -91,7 +91,9 @@ class StageWeights:
         tables: bytes of trained tables whose gradients are rows (``CostModel.row_bytes``).
         rows: bytes of the gradients of these, of a whole batch.
         largest_gradient: bytes of the largest gradient of one parameter, if that is another.
-        working: bytes per sample that a pass of one of its operators takes besides, at most.
+        working: bytes per sample that a pass of one of its operators takes besides what all of them
+            keep, at most.
+        training: likewise, of its operators with trained parameters.
     """
 
     parameters: Number
@@ -103,6 +105,7 @@ class StageWeights:
     rows: Number = 0.0
     largest_gradient: Number | None = None
     working: Number = 0.0
+    training: Number = 0.0
 
     @property
     def summed(self) -> Number:
@@ -118,4 +121,5 @@ class StageWeights:
             self.border[places],
             self.largest[places],
             working=self.working[places],
+            training=self.training[places],
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from anabranch.cost.memory import working_behind
 from anabranch.graph.digraph import strongly_connected, topological_order
 from anabranch.graph.opgraph import BATCH, Op, OpGraph, Value, bits
 from anabranch.plans.stages import StageGraph
@@ -123,9 +124,12 @@ def _cost(costs: Sequence[OpCost], mask: int) -> OpCost:
     chosen = [costs[i] for i in bits(mask)]
     if len(chosen) == 1:
         return chosen[0]
+    working = 0.0
+    for cost in chosen:
+        working = working_behind(working, cost.kept_bytes, cost.working_bytes)
     return OpCost(
         tuple(map(sum, zip(*(cost.forward_s for cost in chosen), strict=True))),
         tuple(map(sum, zip(*(cost.backward_s for cost in chosen), strict=True))),
         sum(cost.kept_bytes for cost in chosen),
-        max(cost.working_bytes for cost in chosen),
+        int(working),
     )

@@ -70,6 +70,8 @@ class ModelState:
                 parameter.data = torch.empty_like(
                     parameter.data, memory_format=torch.contiguous_format
                 )
+        for parameter in module.parameters():
+            parameter.grad = None  # whatever the user has computed with it
         self._homes = {name: tensor.device for name, tensor in self._everything().items()}
         # Before there is an optimizer, which may look where they are.
         move((*self.parameters.values(), *self.buffers.values()), place)

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from anabranch.cost.buckets import BUCKET_BYTES
 from anabranch.cost.communication import all_reduce_s, ring_price, transfer_s
-from anabranch.cost.memory import memory_terms, updated_bytes
+from anabranch.cost.memory import memory_terms, updated_bytes, working_behind
 from anabranch.planner.toolkit.jit import compiled
 from anabranch.plans.in_flight import in_flight_samples
 
@@ -37,10 +37,11 @@ SECONDS = 9
 
 # Bytes of a stage: parameters, those that are trained, the largest of these; of a sample what is
 # kept, and what a pass takes besides; that enter and that return, per sample and whatever the
-# samples; gradients that wait for a bucket to be full. The first five are also an operator's.
+# samples; gradients that wait for a bucket to be full; of a sample what a pass takes besides of an
+# operator that is trained. The first five are also an operator's.
 PARAMETERS, TRAINABLE, LARGEST, KEPT, WORKING = range(5)
-ENTERS, ENTERS_FIXED, RETURNS, RETURNS_FIXED, WAITING = range(5, 10)
-BYTES = 10
+ENTERS, ENTERS_FIXED, RETURNS, RETURNS_FIXED, WAITING, TRAINING = range(5, 11)
+BYTES = 11
 
 # Whole numbers of an edge: its ends, and whether it leaves a node.
 SOURCE, TARGET, FAR = range(3)
@@ -79,6 +80,7 @@ SIZE, BANDWIDTH, LINK_LATENCY = range(3)
 _in_flight_samples = cast(Callable[..., int], compiled(in_flight_samples))
 _updated_bytes = cast(Callable[..., float], compiled(updated_bytes))
 _memory_terms = cast(Callable[..., tuple[float, float, float, float]], compiled(memory_terms))
+_working_behind = cast(Callable[..., float], compiled(working_behind))
 _ring_price = cast(Callable[..., tuple[float, float]], compiled(ring_price))
 _all_reduce_s = cast(Callable[..., float], compiled(all_reduce_s))
 _transfer_s = cast(Callable[..., float], compiled(transfer_s))
@@ -162,8 +164,11 @@ def sum_operators(
         nbytes[PARAMETERS, s] += op_bytes[g, PARAMETERS, i]
         nbytes[TRAINABLE, s] += op_bytes[g, TRAINABLE, i]
         nbytes[LARGEST, s] = max(nbytes[LARGEST, s], op_bytes[g, LARGEST, i])
-        nbytes[KEPT, s] += op_bytes[g, KEPT, i]
-        nbytes[WORKING, s] = max(nbytes[WORKING, s], op_bytes[g, WORKING, i])
+        kept, working = op_bytes[g, KEPT, i], op_bytes[g, WORKING, i]
+        nbytes[KEPT, s] += kept
+        trained = working if op_bytes[g, LARGEST, i] > 0 else 0.0
+        nbytes[WORKING, s] = _working_behind(nbytes[WORKING, s], kept, working)
+        nbytes[TRAINING, s] = _working_behind(nbytes[TRAINING, s], kept, trained)
     for s in range(len(recompute)):
         if counts[OPERATORS, s] == 0:
             return False
@@ -319,6 +324,7 @@ def fit_memory(
             nbytes[RETURNS, s] * n + nbytes[RETURNS_FIXED, s],
             nbytes[KEPT, s] * n,
             nbytes[WORKING, s] * n,
+            nbytes[TRAINING, s] * n,
             1.0 if recompute[s] else 0.0,
             replicas,
             1 + rates[MORE_VERSIONS] + rates[VERSIONS_IN_FLIGHT] * least,
