@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from anabranch.cli.output import note
+
 if TYPE_CHECKING:
     from anabranch.training import Event
 
@@ -27,6 +29,16 @@ def progress_bar(title: str) -> Iterator[Callable[..., None]]:
         yield lambda done, total, title=None: bar.update(
             task, completed=done, total=total, description=title
         )
+
+
+def say_compiling(planner: str) -> None:
+    """That a search begins with a compilation, where it does."""
+    if planner != "auto":
+        return
+    from anabranch.planner.toolkit.jit import is_kept
+
+    if not is_kept("stage_clock"):
+        note("planner auto compiles its evaluator; that takes some ten seconds, once")
 
 
 class TrainingProgress:

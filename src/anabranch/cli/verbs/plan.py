@@ -21,6 +21,7 @@ from anabranch.cli.comparison import (
 )
 from anabranch.cli.output import note, print_json, print_table, say_lines, say_written
 from anabranch.cli.parsing import named_values, usage
+from anabranch.cli.progress import say_compiling
 from anabranch.cli.settings import AsJson, ModelSettings, PlannerName, PlanningSettings, Policy
 from anabranch.cli.source import read_cluster
 from anabranch.cli.spread import spread
@@ -87,6 +88,7 @@ def plan(
     costs, optimizer = source.profile_and_optimizer(
         planning.device or cluster.device, planning.batch_size, planning.mode, planning.optimizer
     )
+    say_compiling(planner)
     try:
         found = usage(
             search,

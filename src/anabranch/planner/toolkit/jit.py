@@ -76,6 +76,12 @@ def code_folder() -> Path | None:
     return None
 
 
+def is_kept(module: str) -> bool:
+    """Whether machine code of a module of planners, such as ``stage_clock``, is on disk."""
+    folder = code_folder()
+    return folder is not None and any(folder.rglob(f"{module}.*.nbc"))
+
+
 def _parents() -> Iterator[Path]:
     """Folders to try: the user's word, beside the sources as Python does it, the user's cache."""
     if _config.CACHE_DIR:

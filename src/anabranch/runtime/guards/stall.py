@@ -59,7 +59,9 @@ class Stall:
             self._seen[rank] = list(position), now
 
     def forget(self, rank: int, now: float) -> None:
-        """A rank has ended; who waited for it may not have noticed yet, so their time begins anew."""
+        """A rank has ended; who waited for it may not have noticed yet, so that the time of the
+        others begins anew.
+        """
         if self._seen.pop(rank, None) is not None:
             self._seen = {other: (position, now) for other, (position, _) in self._seen.items()}
 
