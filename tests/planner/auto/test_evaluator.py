@@ -65,15 +65,16 @@ def test_what_cannot_run_takes_for_ever():
 
 
 def test_memory_decides():
-    """What the simulator's memory does not hold, an evaluation does not take, but for rounding."""
-    for memory in (2**26, 2**27, 2**28):
-        cost = cost_model(TOWERS, 4, memory=memory)
+    """What the simulator's memory does not hold, an evaluation does not take; some drafts fit."""
+    costs = tuple(replace(cost, working_bytes=cost.kept_bytes // 2) for cost in TOWERS.costs)
+    profile = replace(TOWERS, costs=costs)
+    for memory in (2**31, 3 * 2**30, 2**32):
+        cost = cost_model(profile, 4, memory=memory)
         evaluate = Evaluator(cost, 64)
         drafts = [random_draft(cost, 64, seed, plain=True) for seed in range(40)]
-        agree = [
-            math.isfinite(evaluate(d)) == math.isfinite(simulated_s(cost, 64, d)) for d in drafts
-        ]
-        assert sum(agree) >= 36
+        fits = [math.isfinite(simulated_s(cost, 64, d)) for d in drafts]
+        assert 0 < sum(fits) < len(fits)
+        assert [math.isfinite(evaluate(d)) for d in drafts] == fits
 
 
 def test_tensor_parallelism_keeps_replicas_in_a_node():
