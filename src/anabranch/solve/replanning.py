@@ -116,10 +116,17 @@ class Replanner:
         return simulate(plan, self.profile, self.cluster)
 
     def most_gain_s(self, plan: Plan, measured: Measured) -> float:
-        """Seconds of a step that any plan could gain at most: if all devices were always busy."""
+        """Seconds of a step that any plan could gain at most: if all devices were always busy, each
+        with as much of the work as it is fast.
+        """
+        devices = plan.stage_graph.devices
+        slower = measured.slower(devices) or dict.fromkeys(devices, 1.0)
         step_s = statistics.median(timeline.step_s for timeline in measured.timelines)
-        work_s = statistics.median(sum(t.busy_s.values()) for t in measured.timelines)
-        return max(step_s - work_s / len(plan.stage_graph.devices), 0.0)
+        work_s = statistics.median(
+            sum(seconds / slower[device] for device, seconds in timeline.busy_s.items())
+            for timeline in measured.timelines
+        )
+        return max(step_s - work_s / sum(1.0 / times for times in slower.values()), 0.0)
 
     def change(self, plan: Plan, measured: Measured) -> Change:
         """The best plan that is found, perhaps the one that runs."""

@@ -180,7 +180,8 @@ class Pauses:
             self._unfinished = None
         if self._unmarked is not None and self._unmarked[0].exists():
             if self._pipe.rank == 0:
-                mark_best(*self._unmarked)
+                with self._pipe.failing():
+                    mark_best(*self._unmarked)
             self._unmarked = None
 
     def end(self) -> Mapping[str, float] | None:
