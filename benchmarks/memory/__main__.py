@@ -161,6 +161,8 @@ def main() -> None:
             f"{show(found)}\n\npredicted / measured: lowest {min(ratios):.3f}, "
             f"highest {max(ratios):.3f}\n"
         )
+    if not document["within"]:
+        sys.exit(1)
 
 
 if __name__ == "__main__":
