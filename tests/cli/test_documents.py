@@ -5,10 +5,9 @@ they say.
 from __future__ import annotations
 
 import ast
-import os
 import re
+import runpy
 import shlex
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -87,6 +86,28 @@ def test_every_python_block_of_a_page_compiles(page):
                 assert [name for name in wanted if not hasattr(found, name)] == []
 
 
+def links(page: Path) -> set[Path]:
+    """Files that a page leads to."""
+    found = re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text(encoding="utf-8"))
+    return {(page.parent / target).resolve() for target in found}
+
+
+def test_every_page_is_found_from_the_readme():
+    """No link leads nowhere, and no page of the docs is left out; those of a folder are in its
+    index.
+    """
+    for page in PAGES:
+        assert [str(target) for target in links(page) if not target.exists()] == [], page
+    pages = {page.resolve() for page in (ROOT / "docs").glob("*.md")}
+    assert pages - links(PAGES[0]) == {ROOT / "docs" / "index.md"}
+    for index in (ROOT / "docs").rglob("index.md"):
+        (tree,) = re.findall(
+            r"```{toctree}\n(.*?)```", index.read_text(encoding="utf-8"), re.DOTALL
+        )
+        listed = {line for line in tree.splitlines() if line and not line.startswith(":")}
+        assert {page.stem for page in index.parent.glob("*.md")} - listed == {"index"}
+
+
 def write_model(page: Path, folder: Path) -> None:
     (block,) = (b for b in blocks(page, "python") if b.startswith("# mymodel.py"))
     (folder / "mymodel.py").write_text(block, encoding="utf-8")
@@ -144,21 +165,17 @@ def test_the_readme_from_the_module_to_a_trained_model(call, tmp_path):
 
 
 @pytest.mark.dist
-def test_the_script_of_the_readme(tmp_path):
-    """It trains, and prints plan and loss."""
+def test_the_script_of_the_readme(tmp_path, monkeypatch, capsys):
+    """It trains, and prints plan and loss. Run as a script, in this process: another one would only
+    import everything again.
+    """
     write_model(ROOT / "README.md", tmp_path)
     (script,) = (block for block in blocks(ROOT / "README.md", "python") if "def rank" in block)
     (tmp_path / "script.py").write_text(script, encoding="utf-8")
-    path = os.pathsep.join([str(ROOT / "src"), str(tmp_path)])
-    done = subprocess.run(
-        [sys.executable, "script.py"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "devices, " in done.stdout
-    assert float(done.stdout.splitlines()[-1]) < 0.5
+    monkeypatch.syspath_prepend(tmp_path)
+    sys.modules.pop("mymodel", None)
+    runpy.run_path(str(tmp_path / "script.py"), run_name="__main__")
+    sys.modules.pop("mymodel")
+    out = capsys.readouterr().out
+    assert "devices, " in out
+    assert float(out.splitlines()[-1]) < 0.5

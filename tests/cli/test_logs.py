@@ -15,6 +15,23 @@ from anabranch.errors import OutputError
 from anabranch.training import Csv, JsonLines
 
 TOWERS = "tests.cli.models:towers"
+PLAN = {
+    "schema": "anabranch.plan/1",
+    "model": TOWERS,
+    "cluster": "local:2",
+    "batch_size": 8,
+    "schedule": "1f1b",
+    "stages": [
+        {
+            "operators": ["left.0", "left.2", "right.0", "right.2"],
+            "devices": [0],
+            "microbatch_size": 4,
+        },
+        {"operators": ["head"], "devices": [1], "microbatch_size": 4},
+    ],
+    "edges": [[0, 1]],
+}
+"""By hand, so that nothing is measured."""
 
 
 def test_a_log_is_a_kind_and_a_place(tmp_path: Path):
@@ -48,10 +65,10 @@ def test_what_could_not_be_written_is_refused(tmp_path: Path):
 @pytest.mark.dist
 def test_a_run_is_logged_evaluated_and_its_best_checkpoint_kept(document, tmp_path: Path):
     """From the command line to the files: losses in the table are those of the run."""
-    plan = ("--devices", "2", "--batch-size", "8", "--max-replicas", "1", "--steps", "6")
+    (tmp_path / "plan.json").write_text(json.dumps(PLAN))
     found = document(
-        "train", TOWERS, *plan, "--evaluate-every", "2", "--keep-best", "error:min",
-        "--save", "run",
+        "train", TOWERS, "--plan", "plan.json", "--steps", "6",
+        "--evaluate-every", "2", "--keep-best", "error:min", "--save", "run",
         "--log", "jsonl:log.jsonl", "--log", "csv:log.csv",
     )  # fmt: skip
     events = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
