@@ -24,12 +24,14 @@ import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, default_collate
 
+from anabranch.graph.capture import Captured, capture
+from anabranch.graph.opgraph import Granularity
 from anabranch.plans.plan import Plan
 from anabranch.runtime.compute.options import ComputeOptions
 from anabranch.training import SaveEvery
@@ -107,7 +109,7 @@ def workload_of(
         example=collate([train_dataset[i] for i in range(min(size, 4))]),
         data=loader,
         eval_data=evaluation,
-        optimizer=partial(_optimizer, args, model),
+        optimizer=partial(_optimizer, args, _decayed(model)),
         scheduler=partial(_scheduler, args, updates),
         clip_norm=norm or None,
         name=name or type(model).__name__,
@@ -169,6 +171,7 @@ class Trainer:
         **options: Any,
     ) -> None:
         self.args, self.devices, self._options = args, devices, options
+        self._captures: dict[Granularity, Captured] = {}
         self.workload = workload_of(
             model,
             args,
@@ -181,14 +184,17 @@ class Trainer:
     def plan(self, **options: Any) -> Plan:
         """Measure the model here and plan it for local ranks; options are those of ``plan``."""
         from anabranch.cluster import Cluster
-        from anabranch.graph.capture import capture
         from anabranch.profile.measure import measure
         from anabranch.solve import plan
 
         size = batch_size(self.args, self.devices)
         counts = sorted({1, max(size // 4, 1), max(size // 2, 1), size})
-        profile = measure(capture(self.workload.module, self.workload.example), counts)
-        return plan(profile, Cluster.preset(f"local:{self.devices}"), size, **options)
+        return plan(
+            measure(self._captured("layer"), counts),
+            Cluster.preset(f"local:{self.devices}"),
+            size,
+            **options,
+        )
 
     def train(self, plan: Plan | None = None) -> Any:
         """Train on local ranks by a plan, by default one that is made here.
@@ -202,8 +208,21 @@ class Trainer:
 
         chosen = plan or self.plan()
         options = training_options(self.args, self.workload) | self._options
+        # Once here rather than in every rank: forked ranks have it.
+        captured = self._captured(cast("Granularity", chosen.granularity))
+        made = {"captured": captured}
+        if self.workload.eval_data is not None:
+            made["evaluation"] = captured.evaluation()
+        options = made | options
         ranks = len(chosen.stage_graph.devices)
         return launch.run(lambda: train(self.workload, chosen, **options), ranks)[0]
+
+    def _captured(self, granularity: Granularity) -> Captured:
+        if granularity not in self._captures:
+            self._captures[granularity] = capture(
+                self.workload.module, self.workload.example, granularity=granularity
+            )
+        return self._captures[granularity]
 
 
 def _as_dict(collate: Callable[[list[Any]], Any], samples: list[Any]) -> dict[str, Any]:
@@ -233,7 +252,19 @@ def _interval(every: float, updates: int) -> int:
     return math.ceil(every * updates) if every < 1 else int(every)
 
 
-def _optimizer(args: Any, model: nn.Module, parameters: NamedParameters) -> torch.optim.Optimizer:
+def _decayed(model: nn.Module) -> frozenset[str]:
+    """Parameters with weight decay. Asked before there are ranks, each of which would otherwise
+    import the modules of ``Trainer``.
+    """
+    from transformers.trainer_pt_utils import get_parameter_names
+
+    names: Any = get_parameter_names
+    return frozenset(names(model, [nn.LayerNorm], list(_NO_DECAY)))
+
+
+def _optimizer(
+    args: Any, decayed: frozenset[str], parameters: NamedParameters
+) -> torch.optim.Optimizer:
     """AdamW with weight decay for all but biases and norms."""
     kind = _strategy(args, "optim", "adamw_torch")
     if not kind.startswith("adamw_torch"):
@@ -241,10 +272,6 @@ def _optimizer(args: Any, model: nn.Module, parameters: NamedParameters) -> torc
             f"the optimizer {kind} is not taken over; leave optim at adamw_torch, or give a "
             "Workload an optimizer of your own: dataclasses.replace(workload, optimizer=...)"
         )
-    from transformers.trainer_pt_utils import get_parameter_names
-
-    names: Any = get_parameter_names
-    decayed = set(names(model, [nn.LayerNorm], list(_NO_DECAY)))
     groups = [
         {
             "params": [(n, p) for n, p in parameters if (n in decayed) is decays],
