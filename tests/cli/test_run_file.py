@@ -78,6 +78,8 @@ def test_keys_are_options_and_the_command_line_goes_before(tmp_path: Path):
         ("steps = 7", "names no model"),
         ('model = "m"\nsave-every = 1\nsave_every = 2', "save_every is there twice"),
         ('model = "m"\n[training]\nsteps = 7', "training is a table"),
+        ('model = "m"\nsteps = true', "steps is no switch, so it cannot be true"),
+        ('model = "m"\nlog = "csv:a"', 'so it is a list: ["csv:a"]'),
         ('model = "m"\nsteps = "many"', "Invalid value for '--steps'"),
         ('model = "m"\nprecision = "fp8"', "'fp8' is not one of"),
         ("model = ", "is no TOML file"),

@@ -51,11 +51,13 @@ def model_or_file(context: typer.Context, model: str) -> str:
                 f"options of the model are one, [{_OPTIONS}]"
             )
         elif name not in known:
-            raise typer.BadParameter(_unknown(path, key, [*known, _OPTIONS, _MODEL]))
-        elif known[name] in defaults:
+            raise typer.BadParameter(_unknown(path, key, [*known, _OPTIONS]))
+        elif known[name].name in defaults:
             raise typer.BadParameter(f"{path}: {key} is there twice, once with an underscore")
         else:
-            defaults[known[name]] = value
+            if why := _why_not(known[name], value):
+                raise typer.BadParameter(f"{path}: {key} {why}")
+            defaults[str(known[name].name)] = value
     found = defaults.pop(_MODEL, None)
     if not isinstance(found, str):
         raise typer.BadParameter(f'{path} names no model; write model = "mymodel:workload"')
@@ -72,14 +74,25 @@ def _read(path: Path) -> dict[str, Any]:
         raise FileFormatError(f"{path} is no TOML file: {error}") from error
 
 
-def _known(context: typer.Context) -> dict[str, str]:
-    """Key -> name of the parameter, of all that the verb has."""
-    known = {_MODEL: _MODEL}
+def _known(context: typer.Context) -> dict[str, Any]:
+    """Key -> parameter, of all that the verb has."""
+    known = {}
     for parameter in context.command.params:
-        for option in parameter.opts:
-            if option.startswith("--") and parameter.name not in (None, "help", "output"):
-                known[option.removeprefix("--")] = str(parameter.name)
+        for option in (_MODEL,) if parameter.name == _MODEL else parameter.opts:
+            if parameter.name not in (None, "help", "output"):
+                known[option.removeprefix("--")] = parameter
     return known
+
+
+def _why_not(parameter: Any, value: Any) -> str:
+    """What is wrong with a value that would be taken for another: ``true`` for 1, or a text for its
+    letters; empty if nothing is. Everything else is checked as on the command line.
+    """
+    if isinstance(value, bool) and not getattr(parameter, "is_flag", False):
+        return f"is no switch, so it cannot be {_text(value)}; leave it out, or give it a value"
+    if getattr(parameter, "multiple", False) and not isinstance(value, list):
+        return f'may be there several times, so it is a list: ["{value}"]'
+    return ""
 
 
 def _unknown(path: Path, key: str, known: list[str]) -> str:
