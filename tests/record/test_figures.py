@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import replace
 from html import unescape
@@ -12,7 +13,7 @@ import pytest
 
 from anabranch.cli.run_summary import say_run
 from anabranch.plans.plan import memory_text, time_text
-from anabranch.record import Part, Run, save_run
+from anabranch.record import Part, Run, load_run, save_run
 from anabranch.record.figures import tables, told
 from anabranch.timeline import Timeline
 from tests.record.test_folder import PLAN, RUN, SPANS
@@ -23,6 +24,7 @@ STEPS = replace(
     timelines=(("predicted", Timeline(TIMES, (0,), "predicted", 0.5, {})), *RUN.timelines),
     period_s=4.25,
     gradients="right: loss and 2 gradients",
+    restarts=2,
     parts=(Part("work", 0.3, "evenly"), Part("warm-up", 0.2)),
 )
 ENDLESS = replace(
@@ -81,6 +83,8 @@ def test_terminal_document_and_page_say_the_same(run: Run, tmp_path: Path, capsy
         assert rows["step"].startswith(time_text(document["step_s"]))
         assert time_text(document["predicted_step_s"]) in rows["step"]
         assert rows["peak memory"].startswith(memory_text(max(document["device_peak_bytes"])))
+    assert document["restarts"] == run.restarts
+    assert rows.get("restarts", "0").startswith(str(run.restarts))
 
 
 def test_the_picture_shows_the_steps_that_are_told(tmp_path: Path) -> None:
@@ -114,6 +118,17 @@ def test_the_parts_add_up() -> None:
         ("together", "500.00", "100.0%"),
     ]
     assert tables(ENDLESS.figures()) == []
+
+
+def test_a_metric_that_is_not_finite_is_told(tmp_path: Path, capsys) -> None:
+    """Such as a precision without positives: JSON has no number for it, and the run is kept."""
+    run = replace(RUN, metrics={"loss": 0.5, "precision": math.nan})
+    save_run(run, tmp_path / "run")
+    assert math.isnan(load_run(tmp_path / "run").metrics["precision"])
+    say_run(run, tmp_path / "run", "", as_json=True)
+    assert json.loads(capsys.readouterr().out)["metrics"] == {"loss": 0.5, "precision": None}
+    (said,) = (f.line for f in told(run.figures()) if f.name == "held-out precision")
+    assert said == "not finite"
 
 
 @pytest.mark.parametrize(

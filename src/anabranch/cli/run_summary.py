@@ -24,7 +24,6 @@ def say_run(run: Run, folder: Path, ended: str, *, as_json: bool) -> None:
     if as_json:
         how = {
             "interrupted": run.interrupted,
-            "restarts": run.restarts,
             "run": str(folder),
             "report": page,
         }

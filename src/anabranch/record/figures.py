@@ -46,11 +46,12 @@ def _learned(document: Document) -> Iterator[Figure]:
     prefix = "held-out " if "loss" in metrics else ""
     for name, value in metrics.items():
         chance = document["chance"].get(name)
-        yield Figure(prefix + name, f"{value:.4f}", f"chance {chance:.4g}" if chance else "")
+        said = "not finite" if value is None else f"{value:.4f}"
+        yield Figure(prefix + name, said, f"chance {chance:.4g}" if chance else "")
     if document["gradients"]:
         value, _, more = document["gradients"].partition(": ")
         yield Figure("gradients", value, more)
-    if document.get("restarts"):
+    if document["restarts"]:
         yield Figure("restarts", str(document["restarts"]), "figures are of the last time")
 
 

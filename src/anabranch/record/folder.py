@@ -9,6 +9,7 @@ runs/glyphs-20260102-030405/
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -26,7 +27,7 @@ from anabranch.jsonfile import (
 )
 from anabranch.plans.plan import Plan
 from anabranch.record.figures import tables, told
-from anabranch.record.run import Origin, Part, Run
+from anabranch.record.run import Origin, Part, Run, finite
 from anabranch.schedule.schedule import Action
 from anabranch.timeline import OverheadSpan, Span, SumSpan, Timeline
 
@@ -44,6 +45,7 @@ def save_run(run: Run, folder: Path) -> None:
         "timelines": timelines,
         "origin": asdict(run.origin) if run.origin is not None else None,
         "parts": [asdict(part) for part in run.parts],
+        "metrics": finite(run.metrics),
     }
     document = document_fields(run, _RunFile, schema_=RUN, **special)
     write_document(folder / "run.json", {"schema": document.pop("schema_"), **document})
@@ -63,12 +65,13 @@ def load_run(folder: Path) -> Run:
         timelines = tuple((t.title, _to_timeline(t)) for t in file.timelines)
     except InvalidScheduleError as error:
         raise FileFormatError(f"{path}: {error}") from None
-    figures = core_fields(file, leave_out={"schema_", "timelines", "origin", "parts"})
+    figures = core_fields(file, leave_out={"schema_", "timelines", "origin", "parts", "metrics"})
     return Run(
         load_plan(folder / "plan.json"),
         timelines=timelines,
         origin=Origin(**file.origin.model_dump()) if file.origin is not None else None,
         parts=tuple(Part(**part.model_dump()) for part in file.parts),
+        metrics={name: math.nan if m is None else m for name, m in file.metrics.items()},
         **figures,
     )
 
@@ -160,7 +163,7 @@ class _RunFile(Strict):
     step_s: Annotated[list[float], Field(min_length=1)]
     period_s: Annotated[float, Field(ge=0)] = 0.0
     ideal_step_s: Annotated[float, Field(ge=0)]
-    metrics: dict[str, float]
+    metrics: dict[str, float | None]
     chance: dict[str, float]
     timelines: list[_Timeline]
     device_peak_bytes: list[_Count] = Field(default_factory=list)

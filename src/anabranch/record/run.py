@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import platform
 import shlex
 import statistics
@@ -88,7 +89,8 @@ class Run:
         losses: one per step.
         step_s: wall seconds of the first steps, each of which began when all ranks were ready.
         ideal_step_s: the schedule's step for the measured stage times, links that cost nothing.
-        metrics: held-out means where there is held-out data, otherwise those of the last step.
+        metrics: held-out means where there is held-out data, otherwise those of the last step; a
+            model may have some that are not finite.
         chance: metric -> what guessing would give.
         timelines: headings and timelines of one step, predicted before measured.
         period_s: wall seconds per step without a barrier; 0 where the run was too short to tell.
@@ -158,11 +160,6 @@ class Run:
         is_planned = self.plan.mode == self.mode and self.plan.policy == self.policy
         return self.plan.predicted if is_planned and not self.round_robin else None
 
-    @property
-    def metric_prefix(self) -> str:
-        """``held-out`` where metrics are so: those of training never include the loss."""
-        return "held-out " if "loss" in self.metrics else ""
-
     def figures(self) -> dict[str, Any]:
         """The document that ``--json`` prints; lines and page say nothing else (``told``)."""
         predicted = self.predicted
@@ -174,9 +171,10 @@ class Run:
             "last_loss": _mean(self.losses[-LAST_LOSSES:]),
             "period_s": self.period_s,
             "samples_per_s": self.plan.stage_graph.batch_size / seconds,
-            "metrics": dict(self.metrics),
+            "metrics": finite(self.metrics),
             "chance": dict(self.chance),
             "gradients": self.gradients,
+            "restarts": self.restarts,
         }
         if self.policy:
             return {
@@ -216,6 +214,11 @@ class Run:
         if predicted is None or self.measured is None or not sum(predicted.busy_s.values()):
             return None
         return sum(self.measured.busy_s.values()) / sum(predicted.busy_s.values())
+
+
+def finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
+    """As JSON has them: None for what is not finite."""
+    return {name: value if math.isfinite(value) else None for name, value in metrics.items()}
 
 
 def _mean(values: Sequence[float]) -> float | None:
