@@ -227,7 +227,12 @@ class Job:
         if os.environ.get("RANK", "0") != "0":
             return Looks(replans=replans)
         profile = self.profile or self.measure(graph.batch_size)
-        replanner = Replanner(profile, self.cluster(len(graph.devices)), self._search)
+        # What a plan file has decided of memory and sums stays.
+        options = self._search or {
+            "shard_optimizer": self.plan.shard_optimizer,
+            "sparse_embeddings": self.plan.sparse_embeddings,
+        }
+        replanner = Replanner(profile, self.cluster(len(graph.devices)), options)
         return Looks(replans=replans, replanner=replanner)
 
     def devices_left(self) -> int:
