@@ -9,9 +9,12 @@ import torch.distributed as dist
 import typer
 
 from anabranch import launch
-from anabranch.cli.job import agreed
+from anabranch.cli.job import Job, agreed
+from anabranch.cli.source import ModelSource
 from anabranch.errors import InfeasiblePlanError
 from anabranch.plans.plan import Plan
+from anabranch.plans.stages import Stage
+from tests.cli.examples import TOWERS, a_plan, four
 from tests.emulation.models import chain, job, machines
 
 pytestmark = pytest.mark.dist
@@ -41,3 +44,14 @@ def test_the_first_rank_says_why_there_is_none() -> None:
         return type(caught.value).__name__
 
     assert launch.run(rank, 2, timeout=60.0) == ["InfeasiblePlanError", "Exit"]
+
+
+def test_another_plan_has_the_traits_of_the_plan_file() -> None:
+    """Gradients by rows and shared optimizer state are no question of speed alone."""
+    traits = {"shard_optimizer": True, "sparse_embeddings": True}
+    plan = replace(a_plan(Stage(("0",), (0, 1), 4)), **traits)
+    job = Job(ModelSource(TOWERS), plan, "cpu", calibrated=False)
+    job.profile = four().profile
+    looks = job._looks(replans=True)
+    assert looks is not None
+    assert looks.replanner.options == traits
