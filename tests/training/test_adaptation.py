@@ -10,6 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from anabranch import launch
+from anabranch.cluster import Cluster
 from anabranch.errors import TrainingError
 from anabranch.plans.plan import Plan
 from anabranch.record import Run
@@ -25,6 +26,8 @@ from tests.training.test_loop import SIZES, data
 
 class Fixed:
     """A replanner that knows a better plan, and has no prediction."""
+
+    cluster = Cluster.preset("summit:1x2")
 
     def __init__(self, better: Plan) -> None:
         self.better, self.asked = better, 0

@@ -52,11 +52,15 @@ class Straggler:
         return f"{what} {where} takes {how}, {self.seconds * 1e3:.3g} ms a step"
 
 
-def stragglers(measured: Sequence[Timeline], predicted: Timeline) -> list[Straggler]:
+def stragglers(
+    measured: Sequence[Timeline], predicted: Timeline, *, shares_cores: bool = False
+) -> list[Straggler]:
     """What is slow, the worst first.
 
     Args:
         measured: of the same plan as ``predicted``; of several steps the median counts.
+        shares_cores: devices take turns on the cores of a host, so that a message waits for a core
+            of its receiver and tells nothing of its link.
     """
     if not measured:
         return []
@@ -70,7 +74,7 @@ def stragglers(measured: Sequence[Timeline], predicted: Timeline) -> list[Stragg
     }
     found = _slow(busy, expected, DEVICE_TIMES, dict.fromkeys(busy, 1))
     links: dict[tuple[int, ...], list[float]] = defaultdict(list)
-    for timeline in measured:
+    for timeline in () if shares_cores else measured:
         for link, seconds in _awaited(timeline):
             links[link].append(seconds)
     transfers = _transfers(predicted)

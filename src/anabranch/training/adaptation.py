@@ -107,7 +107,9 @@ class Adaptation:
         with suppress(AnabranchError):
             if self._expected is None or self._expected[0] is not plan:
                 self._expected = plan, replanner.expected(plan)
-            self.slow = tuple(map(str, stragglers(loop.recorded, self._expected[1])))
+            shares = replanner.cluster.shared_cores > 0
+            found = stragglers(loop.recorded, self._expected[1], shares_cores=shares)
+            self.slow = tuple(map(str, found))
             return True
         return False
 
