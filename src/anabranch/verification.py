@@ -7,9 +7,10 @@ module, not the captured one, over the same slices in the same order::
     one process      module(slice 0), module(slice 1) ..  --> loss, gradient of every parameter
     one process      module(batch)                        --> loss, gradient of every parameter
 
-In exact mode the first two are bitwise equal, otherwise they differ by rounding. The third says
-whether micro-batches change what is trained: only batch normalisation may. The module is called
-twice, because a program says the same each time.
+In exact mode the first two are bitwise equal where stages have one micro-batch size and no
+replicas, otherwise they differ by rounding. The third says whether micro-batches change what is
+trained: only batch normalisation may. The module is called twice, because a program says the same
+each time.
 """
 
 from __future__ import annotations

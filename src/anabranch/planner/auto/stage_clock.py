@@ -1,7 +1,7 @@
 """The clock of the evaluator: stages as single machines, compiled.
 
 Only ``evaluator`` imports this file, when something is searched: importing numba takes a quarter of
-a second, and compiling the first time some seconds; machine code is kept on disk.
+a second, and compiling the first time some twenty; machine code is kept on disk.
 
 Axes and the rows of tables are those of ``stage_tables``.
 """
