@@ -5,11 +5,11 @@ from __future__ import annotations
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import count, islice, pairwise
+from itertools import islice, pairwise
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from anabranch.errors import DataError, TrainingError
 from anabranch.plans.plan import Plan
@@ -26,7 +26,7 @@ from anabranch.training.events import Callback, EndEvent
 from anabranch.training.pauses import Pauses, SaveEvery, require_place
 from anabranch.training.reporter import Clock, Reporter
 from anabranch.training.step_loop import StepLoop
-from anabranch.workload import Batch, Workload
+from anabranch.workload import Workload
 
 _SETTLED, _SHOWN = 8, 6
 """Without a flush: losses before a timeline is recorded, and mini-batches that it shows."""
@@ -50,7 +50,7 @@ def train(
     """Train this rank's part; call it on every rank.
 
     Where ``runtime.guards.interrupt`` asks for it, training ends early, behind the same update on
-    every rank: what was learned is saved, but not evaluated.
+    every rank: what was learned is saved, but evaluated only if ``evaluate_every`` says so.
 
     Args:
         steps: steps to do; by default as many as ``epochs`` have.
@@ -76,29 +76,27 @@ def train(
         DataError: if ``evaluate_every`` is given and there is no held-out data.
         ValueError: if neither steps nor epochs are given, or ``evaluate_every`` is less than 1.
     """
-    _require_length(steps, epochs)
-    require_evaluation(workload, evaluate_every)
-    began = time.perf_counter()
-    pipe = _begun(Pipeline, resume, weights)(workload, plan, **options)
-    start_s = time.perf_counter() - began
-    require_place(save, resume, is_series=save_every is not None)
-    reporter, clock = Reporter(pipe, steps, callbacks), Clock()
-    pauses = Pauses(
-        pipe,
-        reporter,
-        clock,
-        folder=save,
+    course = _Course(
+        Pipeline,
+        workload,
+        plan,
+        steps=steps,
+        epochs=epochs,
+        resume=resume,
+        weights=weights,
+        save=save,
         save_every=save_every,
         evaluate_every=evaluate_every,
-        evaluates=workload.eval_data is not None,
+        callbacks=callbacks,
+        **options,
     )
+    pipe, reporter = course.pipe, course.reporter
     accumulate = int(options.get("accumulate", 1))
-    batches = islice(pauses.between(pipe.batches(epochs=epochs)), steps)
-    loop = StepLoop(pipe, reporter, clock, _uninterrupted(batches, accumulate))
+    loop = StepLoop(pipe, reporter, course.clock, course.batches)
     # First single steps, whose times and timelines are those of a step alone. What is compiled
     # cannot be looked into.
     loop.alone(WEIGHED_STEP, weighs=options.get("compute", PLAIN).backend is None)
-    adaptation = Adaptation(loop, looks, start_s) if looks is not None else None
+    adaptation = Adaptation(loop, looks, course.start_s) if looks is not None else None
     if adaptation is not None:
         adaptation.look()
     # The rest follow each other without waiting.
@@ -107,15 +105,10 @@ def train(
     ):
         if adaptation is not None:
             adaptation.look()
-    if not reporter.losses:
-        raise _nothing_done(resume, pipe.epoch, epochs)
+    course.require_steps()
     pipe.update()
     timeline = loop.timeline
-    return _finished(
-        pipe,
-        workload,
-        reporter,
-        pauses,
+    return course.finished(
         plan=pipe.plan,
         step_s=loop.step_s,
         period_s=loop.period_s,
@@ -127,48 +120,22 @@ def train(
     )
 
 
-def train_async(
-    workload: Workload,
-    plan: Plan,
-    *,
-    steps: int | None = None,
-    epochs: int | None = None,
-    resume: Path | None = None,
-    weights: Path | None = None,
-    save: Path | None = None,
-    save_every: SaveEvery | None = None,
-    evaluate_every: int | None = None,
-    callbacks: Sequence[Callback] = (),
-    **options: Any,
-) -> Run:
+def train_async(workload: Workload, plan: Plan, **arguments: Any) -> Run:
     """Train this rank's part without a flush; call it on every rank.
 
-    Arguments and errors are those of ``train``, with these differences: a step is a mini-batch, the
-    options are those of ``AsyncPipeline``, such as ``policy``, and the losses of the last
-    mini-batches come at once, after the drain.
+    Arguments and errors are those of ``train``, with these differences: a step is a mini-batch,
+    there are no ``looks``, the options are those of ``AsyncPipeline``, such as ``policy``, and the
+    losses of the last mini-batches come at once, after the drain.
 
     Returns:
         What happened, the same on every rank but for the times.
     """
-    _require_length(steps, epochs)
-    require_evaluation(workload, evaluate_every)
-    pipe = _begun(AsyncPipeline, resume, weights)(workload, plan, **options)
-    require_place(save, resume, is_series=save_every is not None)
-    reporter, clock = Reporter(pipe, steps, callbacks), Clock()
-    pauses = Pauses(
-        pipe,
-        reporter,
-        clock,
-        folder=save,
-        save_every=save_every,
-        evaluate_every=evaluate_every,
-        evaluates=workload.eval_data is not None,
-    )
+    course = _Course(AsyncPipeline, workload, plan, **arguments)
+    pipe, reporter, clock = course.pipe, course.reporter, course.clock
     begun = before = clock.now()
     full: list[float] = []  # when losses came while the pipeline was full
     put_in = 0
-    batches = _uninterrupted(islice(pauses.between(pipe.batches(epochs=epochs)), steps))
-    for loss in pipe.steps(reporter.noted(batches)):
+    for loss in pipe.steps(reporter.noted(course.batches)):
         now = clock.now()
         taken = 0.0
         if pipe.step_number != put_in:  # otherwise it comes with the drain
@@ -179,14 +146,9 @@ def train_async(
         if len(reporter.losses) == _SETTLED:
             pipe.record(_SHOWN)
         before = now
-    if not reporter.losses:
-        raise _nothing_done(resume, pipe.epoch, epochs)
+    course.require_steps()
     seconds = [end - start for start, end in pairwise(full)]
-    return _finished(
-        pipe,
-        workload,
-        reporter,
-        pauses,
+    return course.finished(
         plan=plan,
         step_s=tuple(seconds) or ((before - begun) / len(reporter.losses),),
         period_s=sum(seconds[1:]) / len(seconds[1:]) if len(seconds) > 1 else 0.0,
@@ -212,37 +174,83 @@ def _until_look(looks: Looks | None, done: int, accumulate: int) -> int | None:
     return looks.every + -(done + looks.every + RECORDED_STEPS) % accumulate
 
 
-def _begun(kind: type[_Pipe], resume: Path | None, weights: Path | None) -> Callable[..., _Pipe]:
-    """How the pipeline is made."""
-    if resume is not None:
-        return partial(kind.resume, resume)
-    return kind if weights is None else partial(kind.from_weights, weights)
+class _Course(Generic[_Pipe]):
+    """A run around its steps: how it begins, what is done between them, how it ends.
 
+    Arguments are those of ``train``.
 
-def _finished(
-    pipe: Pipeline | AsyncPipeline,
-    workload: Workload,
-    reporter: Reporter,
-    pauses: Pauses,
-    **figures: Any,
-) -> Run:
-    """Save and evaluate once more, and say what came of it."""
-    held_out = pauses.end()
-    metrics = dict(pipe.metrics if held_out is None else held_out)
-    reporter.tell(EndEvent(pipe.step_number, metrics, INTERRUPT.agreed))
-    return Run(
-        losses=tuple(reporter.losses),
-        metrics=metrics,
-        chance=dict(workload.chance),
-        interrupted=INTERRUPT.agreed,
-        gradients=pipe.gradient_verdict,
-        **figures,
-    )
+    Attributes:
+        batches: until the last step, or until training ends early.
+        start_s: seconds that the pipeline took to be made.
+    """
 
+    def __init__(
+        self,
+        kind: type[_Pipe],
+        workload: Workload,
+        plan: Plan,
+        *,
+        steps: int | None = None,
+        epochs: int | None = None,
+        resume: Path | None = None,
+        weights: Path | None = None,
+        save: Path | None = None,
+        save_every: SaveEvery | None = None,
+        evaluate_every: int | None = None,
+        callbacks: Sequence[Callback] = (),
+        **options: Any,
+    ) -> None:
+        if steps is None and epochs is None:
+            raise ValueError("give a number of steps or of epochs")
+        require_evaluation(workload, evaluate_every)
+        self._workload, self._epochs, self._resume = workload, epochs, resume
+        began = time.perf_counter()
+        make: Callable[..., _Pipe] = kind
+        if resume is not None:
+            make = partial(kind.resume, resume)
+        elif weights is not None:
+            make = partial(kind.from_weights, weights)
+        self.pipe: _Pipe = make(workload, plan, **options)
+        self.start_s = time.perf_counter() - began
+        require_place(save, resume, is_series=save_every is not None)
+        self.reporter, self.clock = Reporter(self.pipe, steps, callbacks), Clock()
+        self._pauses = Pauses(
+            self.pipe,
+            self.reporter,
+            self.clock,
+            folder=save,
+            save_every=save_every,
+            evaluate_every=evaluate_every,
+            evaluates=workload.eval_data is not None,
+        )
+        self.batches = islice(self._pauses.between(self.pipe.batches(epochs=epochs)), steps)
 
-def _require_length(steps: int | None, epochs: int | None) -> None:
-    if steps is None and epochs is None:
-        raise ValueError("give a number of steps or of epochs")
+    def require_steps(self) -> None:
+        """Refuse a run that has made none."""
+        if self.reporter.losses:
+            return
+        if INTERRUPT.agreed:
+            raise TrainingError(
+                "training was asked to end, by Ctrl-C, before it began: start it anew"
+            )
+        raise TrainingError(
+            f"nothing is left to do: {self._resume} has {self.pipe.epoch} of {self._epochs} "
+            "epochs; ask for more"
+        )
+
+    def finished(self, **figures: Any) -> Run:
+        """Save and evaluate once more, and say what came of it."""
+        held_out = self._pauses.end()
+        metrics = dict(self.pipe.metrics if held_out is None else held_out)
+        self.reporter.tell(EndEvent(self.pipe.step_number, metrics, INTERRUPT.agreed))
+        return Run(
+            losses=tuple(self.reporter.losses),
+            metrics=metrics,
+            chance=dict(self._workload.chance),
+            interrupted=INTERRUPT.agreed,
+            gradients=self.pipe.gradient_verdict,
+            **figures,
+        )
 
 
 def require_evaluation(workload: Workload, every: int | None) -> None:
@@ -259,25 +267,6 @@ def require_evaluation(workload: Workload, every: int | None) -> None:
             f"held-out data is to be evaluated every {every} steps, but the workload has none; "
             "give Workload an eval_data"
         )
-
-
-def _nothing_done(resume: Path | None, done: int, epochs: int | None) -> TrainingError:
-    """Why there was not a single step."""
-    if INTERRUPT.agreed:
-        return TrainingError("training was asked to end, by Ctrl-C, before it began: start it anew")
-    return TrainingError(
-        f"nothing is left to do: {resume} has {done} of {epochs} epochs; ask for more"
-    )
-
-
-def _uninterrupted(batches: Iterator[Batch], accumulate: int = 1) -> Iterator[Batch]:
-    """The same batches until training ends early, never between the batches of an update."""
-    for step in count():
-        ends = INTERRUPT.agreed and step % accumulate == 0
-        batch = None if ends else next(batches, None)
-        if batch is None:
-            return
-        yield batch
 
 
 def _ideal(plan: Plan, timeline: Timeline) -> float:

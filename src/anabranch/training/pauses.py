@@ -116,10 +116,16 @@ class Pauses:
         SAVE_CLOCK.start(seconds, rank=pipe.rank)
 
     def between(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """The same batches; before each what is due after the step before."""
+        """The same batches, before each what is due after the step before.
+
+        Where training is to end early there are no more, but never between the batches of an
+        update; what is due is done all the same, as the run that goes on will not do it.
+        """
         while True:
             self._look()
-            if (batch := next(batches, None)) is None:
+            ends = INTERRUPT.agreed and self._pipe.is_between_updates
+            batch = None if ends else next(batches, None)
+            if batch is None:
                 return
             yield batch
 
@@ -189,7 +195,7 @@ class Pauses:
         unless the run was interrupted.
 
         Returns:
-            Held-out means, if there are any.
+            Held-out means of the last step, if there are any.
         """
         if self._folder is not None and self._save_every is None:
             self._pipe.save(self._folder)
@@ -197,12 +203,12 @@ class Pauses:
         elif self._folder is not None and self._saved_at < self._pipe.step_number:
             self._begin(wait=True)
         self._finish()
-        if not self._evaluates or INTERRUPT.agreed:
-            return None
-        if self._metrics is None or self._evaluated_at < self._pipe.step_number:
+        is_known = self._metrics is not None and self._evaluated_at == self._pipe.step_number
+        if self._evaluates and not is_known and not INTERRUPT.agreed:
             self._evaluate()
             self._look_for_finished()
-        return self._metrics
+            is_known = True
+        return self._metrics if is_known else None
 
 
 def require_place(folder: Path | None, resumed: Path | None, *, is_series: bool) -> None:

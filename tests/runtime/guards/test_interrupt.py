@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import signal
@@ -19,7 +20,7 @@ from anabranch.plans.plan import Plan
 from anabranch.record import Run
 from anabranch.runtime.guards import interrupt
 from anabranch.runtime.guards.interrupt import INTERRUPT, listening
-from anabranch.training import train, train_async
+from anabranch.training import JsonLines, train, train_async
 from tests.runtime.small import Batch, Built, batch, built, num_ranks, plan, with_options
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM]
@@ -45,7 +46,7 @@ def trained(
                 INTERRUPT.hear()
             yield batch(batch_size, i)
 
-    workload = with_options(model, data=data)
+    workload = with_options(model, data=data, eval_data=lambda size: iter([batch(size, 99)]))
 
     def rank() -> Run:
         INTERRUPT.share(memoryview(bytearray(8)).cast("q"))  # not shared with the others
@@ -114,15 +115,23 @@ def test_replicas_in_turn_end_behind_one_mini_batch(by: int) -> None:
 @pytest.mark.dist
 @pytest.mark.parametrize("is_async", [False, True])
 def test_a_run_that_ended_early_goes_on(is_async: bool, tmp_path: Path) -> None:
-    """No batch is left out and none comes twice."""
+    """No batch is left out and none comes twice, nor any evaluation, also one that is due behind
+    the last step of the first run.
+    """
     model = built("TwoBranch")
     chosen = plan(model, 2, microbatch_size=16)
-    options = {"policy": "stash"} if is_async else {}
+    log = tmp_path / "log"
+    options = {"evaluate_every": 3, "callbacks": [JsonLines(log)]}
+    options |= {"policy": "stash"} if is_async else {}
     saved = tmp_path / "saved"
     first = trained(model, chosen, 20, heard_at=7, is_async=is_async, save=saved, **options)[0]
     done = len(first.losses)
     second = trained(model, chosen, 20 - done, is_async=is_async, resume=saved, **options)[0]
     assert not second.interrupted
+    assert is_async or done == 9  # where an evaluation is due
+    events = [json.loads(line) for line in log.read_text().splitlines()]
+    evaluated = [event["step"] for event in events if event["event"] == "evaluation"]
+    assert evaluated == [3, 6, 9, 12, 15, 18, 20]
     whole = trained(model, chosen, 20, is_async=is_async, **options)[0]
     assert first.losses == whole.losses[:done]
     if not is_async:  # where the drain makes a difference
