@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from anabranch.graph.gradient_order import dense, fan_out, fold, keep_layout
+from anabranch.graph.gradient_order import dense, fan_out, fold, keep_strides
 
 
 def test_aliases_hold_the_tensor_and_its_gradient_is_their_sum() -> None:
@@ -32,16 +32,18 @@ def test_nothing_to_add_is_no_gradient() -> None:
     assert fold((None, None)) is None
 
 
-def test_gradient_comes_back_in_the_layout_of_the_forward_pass() -> None:
-    """A gradient that was sent row by row is put into the order of memory that is asked for."""
+def test_a_gradient_gets_the_strides_that_it_is_to_have() -> None:
+    """One that was sent row by row comes back column by column, with gaps, or as one element for
+    all that are equal.
+    """
     seen = []
     x = torch.randn(2, 3, requires_grad=True)
     y = x * 1
-    y.register_hook(lambda grad: seen.append((grad.stride(), grad.clone())))
-    given = torch.arange(6.0).reshape(2, 3)
-    keep_layout(y, [1, 0]).backward(given)
-    assert seen[0][0] == (1, 2)
-    assert torch.equal(seen[0][1], given)
+    y.register_hook(lambda grad: seen.append((grad.stride(), grad.tolist())))
+    rows, equal = torch.arange(6.0).reshape(2, 3), torch.tensor([[1.0] * 3, [2.0] * 3])
+    for strides, given in (((1, 2), rows), ((4, 1), rows), ((1, 0), equal)):
+        keep_strides(y, strides).backward(given, retain_graph=True)
+        assert seen.pop() == (strides, given.tolist())
 
 
 def test_dense_keeps_values_and_closes_gaps() -> None:

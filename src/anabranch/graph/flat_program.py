@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -408,6 +408,23 @@ def gradient_calls(program: FlatProgram) -> set[fx.Node]:
         if node in reached and requires_grad(node):
             reached.update(source for source in node.all_input_nodes if requires_grad(source))
     return {node for node in reached if node.op == "call_function" and requires_grad(node)}
+
+
+def gradient_strides(
+    program: FlatProgram, nodes: Sequence[fx.Node]
+) -> dict[fx.Node, tuple[int, ...]]:
+    """Strides of the gradients that values have in one process, by a backward of fake tensors; as
+    the value's own where there is no gradient.
+    """
+    if not nodes:
+        return {}
+    values = [node.meta["val"] for node in nodes]
+    loss = program.outputs[0].meta["val"]
+    found = torch.autograd.grad(loss, values, retain_graph=True, allow_unused=True)
+    return {
+        node: (value if gradient is None else gradient).stride()
+        for node, value, gradient in zip(nodes, values, found, strict=True)
+    }
 
 
 def requires_grad(node: fx.Node) -> bool:

@@ -42,23 +42,33 @@ def fold(grads: tuple[torch.Tensor | None, ...]) -> torch.Tensor | None:
     return total
 
 
-class _KeepLayout(torch.autograd.Function):
+class _KeepStrides(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, order: list[int]) -> torch.Tensor:
-        ctx.order = order
+    def forward(ctx: Any, x: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+        ctx.strides = strides
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return dense(grad, ctx.order), None
+        return _with_strides(grad, ctx.strides), None
 
 
-def keep_layout(x: torch.Tensor, order: list[int]) -> torch.Tensor:
-    """The tensor itself, whose gradient is laid out like the tensor was in one process (dimensions
-    from the largest stride to the smallest), because sums run in the order of memory.
+def keep_strides(x: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+    """The tensor itself, whose gradient gets the strides that it has in one process, because sums
+    run in the order of memory.
     """
-    result: torch.Tensor = _KeepLayout.apply(x, order)  # type: ignore[no-untyped-call]
+    result: torch.Tensor = _KeepStrides.apply(x, strides)  # type: ignore[no-untyped-call]
     return result
+
+
+def _with_strides(x: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+    """The same values in other memory; those along a stride of 0 are one element."""
+    if x.stride() == strides:
+        return x
+    once = x
+    for dim, stride in enumerate(strides):
+        once = once.narrow(dim, 0, 1) if stride == 0 and x.shape[dim] else once
+    return x.new_empty_strided(once.shape, strides).copy_(once).expand(x.shape)
 
 
 def dense(x: torch.Tensor, order: list[int]) -> torch.Tensor:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -32,8 +32,14 @@ from torch.fx._lazy_graph_module import _make_graph_module
 from torch.fx.node import map_aggregate
 
 from anabranch.graph.capture import Captured
-from anabranch.graph.flat_program import BATCH_LEAF, BUFFER, CONSTANT, FlatProgram
-from anabranch.graph.gradient_order import dense, fan_out, keep_layout
+from anabranch.graph.flat_program import (
+    BATCH_LEAF,
+    BUFFER,
+    CONSTANT,
+    FlatProgram,
+    gradient_strides,
+)
+from anabranch.graph.gradient_order import dense, fan_out, keep_strides
 from anabranch.graph.group import FREE
 from anabranch.graph.ports import Port, PortMap, TiedUse, Use, arguments
 
@@ -173,19 +179,30 @@ class Split:
         key = samples, place
         if key not in self._whole:
             program = self.captured.at(samples, device=place)
-            self._whole[key] = _WholeProgram(program, self.captured.owners(program))
+            sent = {self.captured.value_calls[p.value] for p in self.ports if p.grad and self.exact}
+            self._whole[key] = _WholeProgram(program, self.captured.owners(program), sent)
         return self._whole[key]
 
 
 class _WholeProgram:
-    """The program that stages are cut from, with what each of them asks of it."""
+    """The program that stages are cut from, with what each of them asks of it; ``sent`` are the
+    calls whose values get the gradient of one process.
+    """
 
-    def __init__(self, program: FlatProgram, owners: Mapping[fx.Node, int]) -> None:
+    def __init__(
+        self, program: FlatProgram, owners: Mapping[fx.Node, int], sent: Iterable[int]
+    ) -> None:
         self.program = program
         self.owners = owners
         self.calls = program.calls
         self.nodes = list(program.graph.nodes)
         self.position = {node: i for i, node in enumerate(self.calls)}
+        self.sent = [self.calls[call] for call in sent]
+
+    @cached_property
+    def strides(self) -> dict[fx.Node, tuple[int, ...]]:
+        """Of the gradients of what is sent."""
+        return gradient_strides(self.program, self.sent)
 
     def needed(self, stage_of: Sequence[int], stage: int) -> list[fx.Node]:
         """The nodes of a stage in order: its calls, the free calls they read, and placeholders."""
@@ -209,7 +226,7 @@ class _Cutter:
         self.program = whole.program
         self.stage = stage
         self.needed = whole.needed(parts.stage_of, stage)
-        self.position = whole.position
+        self.position, self.strides = whole.position, whole.strides
         self.graph = fx.Graph()
         self.env: dict[fx.Node, fx.Node] = {}
         self.received: dict[Port, fx.Node] = {}
@@ -300,9 +317,8 @@ class _Cutter:
         result = self.env[self.calls[call]]
         if port.grad and call in self.uses.summands:
             result = self.alias(call, port.order)
-        order = self.layout(port)
-        if order is not None and port.grad and self.parts.exact:
-            result = self.graph.call_function(keep_layout, (result, order))
+        elif port.grad:
+            result = self.with_strides(call)
         if dim:
             result = self.graph.call_function(torch.ops.aten.movedim.int, (result, dim, 0))
         return result
@@ -310,11 +326,19 @@ class _Cutter:
     def alias(self, call: int, order: int) -> fx.Node:
         if call not in self.aliases:
             count = self.uses.summands[call]
-            fan = self.graph.call_function(fan_out, (self.env[self.calls[call]], count))
+            fan = self.graph.call_function(fan_out, (self.with_strides(call), count))
             self.aliases[call] = [
                 self.graph.call_function(operator.getitem, (fan, k)) for k in range(count)
             ]
         return self.aliases[call][order]
+
+    def with_strides(self, call: int) -> fx.Node:
+        """A value that is sent; in exact mode its gradient gets the strides of one process."""
+        node = self.calls[call]
+        strides = self.strides.get(node)
+        if strides is None:
+            return self.env[node]
+        return self.graph.call_function(keep_strides, (self.env[node], strides))
 
     def copy(self, node: fx.Node) -> None:
         slots = iter(range(len(arguments(node))))
