@@ -58,10 +58,18 @@ def test_what_cannot_win_is_not_simulated(cost):
     assert judge.simulated == simulated
 
 
+def test_likely_ones_come_first(cost):
+    """By their bounds: after 3+3 operators neither 2+4 nor 1+5 is simulated."""
+    judge, alone = judge_of(cost), judge_of(cost)
+    judge.consider([in_two(cost, cut) for cut in (1, 2, 3)])
+    alone.consider([in_two(cost, 3)])
+    assert judge.simulated == alone.simulated
+
+
 def test_no_simulation_beyond_what_is_allowed(cost):
     """The first is judged, the better second is not any more."""
     judge = judge_of(cost)
-    judge.consider([in_two(cost, 2), in_two(cost, 3)], allowed=1)
+    judge.consider([in_two(cost, 2), in_two(cost, 3)], allowed=1, in_order=True)
     assert judge.winner("test").proposal == in_two(cost, 2)
 
 

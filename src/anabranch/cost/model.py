@@ -12,6 +12,7 @@ from bisect import bisect_left
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -175,6 +176,11 @@ class CostModel:
     def _stage_seconds(self) -> dict[Hashable, tuple[float, float]]:
         return {}
 
+    @cached_property
+    def memo(self) -> dict[Hashable, Any]:
+        """What others have made of these prices and will need again, under keys of their own."""
+        return {}
+
     def _measured_s(self, tensor: int) -> tuple[Floats, Floats]:
         forward = np.array([cost.forward_s for cost in self.costs(tensor)])
         backward = np.array([cost.backward_s for cost in self.costs(tensor)])
@@ -327,11 +333,11 @@ class CostModel:
     def tied(self) -> tuple[tuple[int, Parameter], ...]:
         """Parameters that several operators read, with the bit masks of these."""
         return tuple(
-            (mask, self.parameters[name]) for name, mask in self._users.items() if mask & (mask - 1)
+            (mask, self.parameters[name]) for name, mask in self.users.items() if mask & (mask - 1)
         )
 
     @cached_property
-    def _users(self) -> dict[str, int]:
+    def users(self) -> dict[str, int]:
         """Per parameter the bit mask of the operators that read it."""
         users: dict[str, int] = {}
         for i, op in enumerate(self.graph.ops):
@@ -359,7 +365,7 @@ class CostModel:
             held = np.array(self._sharded[tensor].parameter_bytes, dtype=np.float64)
             return held, held
         total, trainable = np.zeros(len(self.graph)), np.zeros(len(self.graph))
-        for name, mask in self._users.items():
+        for name, mask in self.users.items():
             if not mask & (mask - 1):
                 op, parameter = mask.bit_length() - 1, self.parameters[name]
                 total[op] += parameter.nbytes

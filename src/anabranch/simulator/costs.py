@@ -7,26 +7,23 @@ stage and links that cost nothing: a step is then the schedule's ideal for measu
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import attrgetter
 from typing import NamedTuple, Protocol
 
-import numpy as np
-
 from anabranch.cost import CostModel
 from anabranch.cost.buckets import BUCKET_BYTES, cut_into_buckets, turn
 from anabranch.cost.communication import Port, Route
 from anabranch.cost.memory import DeviceMemory
-from anabranch.cost.sparse import most_samples, ring_bytes, rows_pay
-from anabranch.cost.stage_weights import StageWeights
+from anabranch.cost.sparse import ring_bytes
 from anabranch.errors import InvalidPlanError
 from anabranch.graph.opgraph import Parameter
 from anabranch.plans.edges import EVERY_EDGE, MessageEdges, edge_values, message_edges
 from anabranch.plans.rings import Holder, rings
-from anabranch.plans.stages import Stage, StageGraph, split_evenly
+from anabranch.plans.stages import StageGraph, split_evenly
+from anabranch.simulator.stage_costs import StageCosts, stage_costs
 
 PIECE_SHARE = 0.125
 """Largest piece of an all-reduce that is simulated as one, as a share of the bytes before it or
@@ -52,7 +49,7 @@ class _Gradient(NamedTuple):
     """Bytes to be summed, and per stage the operator whose backward is the last that adds to it."""
 
     nbytes: int
-    final: Mapping[int, int]
+    final: tuple[int, ...]
 
 
 class AllReduce(NamedTuple):
@@ -169,9 +166,6 @@ class ModelCosts:
     cost: CostModel
     versions: tuple[int, ...] = ()
     slower: Mapping[int, float] = field(default_factory=dict)
-    _seconds: dict[tuple[int, int], tuple[float, float]] = field(
-        default_factory=dict, init=False, repr=False
-    )
 
     def __post_init__(self) -> None:
         names = [name for stage in self.graph.stages for name in stage.operators]
@@ -190,9 +184,9 @@ class ModelCosts:
             )
 
     @cached_property
-    def _ops(self) -> tuple[tuple[int, ...], ...]:
-        index = self.cost.graph.index
-        return tuple(tuple(index[name] for name in stage.operators) for stage in self.graph.stages)
+    def _stages(self) -> tuple[StageCosts, ...]:
+        size = self.graph.batch_size
+        return tuple(stage_costs(self.cost, stage, size) for stage in self.graph.stages)
 
     @cached_property
     def _values(self) -> Mapping[tuple[int, int], tuple[int, ...]]:
@@ -218,10 +212,8 @@ class ModelCosts:
         return message_edges(self.graph, self.cost.graph)
 
     def compute_s(self, stage: int, samples: int) -> tuple[float, float]:
-        """From the profile, with recomputation where the stage asks for it, and the bookkeeping of
-        a micro-batch.
-        """
-        forward_s, backward_s = self._profiled_s(stage, samples)
+        """See ``StageCosts``."""
+        forward_s, backward_s = self._stages[stage].compute_s(samples)
         times = self._slower[stage] if self.slower else 1.0
         return forward_s * times, backward_s * times
 
@@ -229,16 +221,6 @@ class ModelCosts:
     def _slower(self) -> tuple[float, ...]:
         stages = self.graph.stages
         return tuple(max(self.slower.get(d, 1.0) for d in stage.devices) for stage in stages)
-
-    def _profiled_s(self, stage: int, samples: int) -> tuple[float, float]:
-        if (stage, samples) not in self._seconds:
-            planned = self.graph.stages[stage]
-            besides_s = self.cost.microbatch_s if samples else 0.0
-            forward, backward = self.cost.stage_s(
-                planned.operators, samples, planned.tensor, recompute=planned.recompute
-            )
-            self._seconds[stage, samples] = forward + besides_s, backward + besides_s
-        return self._seconds[stage, samples]
 
     def message_bytes(self, source: int, target: int, samples: int) -> tuple[float, float]:
         """All values of the edge; those without a batch dimension go with every message."""
@@ -255,113 +237,31 @@ class ModelCosts:
 
     @cached_property
     def _all_reduces(self) -> tuple[AllReduce, ...]:
-        readers: dict[str, dict[int, int]] = defaultdict(dict)
-        for s, ops in enumerate(self._ops):
-            for i in ops:
-                for name in self.cost.graph.ops[i].parameters:
-                    readers[name][s] = min(i, readers[name].get(s, i))
-        owned: dict[tuple[int, ...], list[Parameter]] = defaultdict(list)
-        for parameter in reversed(self.cost.graph.parameters):
-            if parameter.trainable and parameter.nbytes and parameter.name in readers:
-                owned[tuple(sorted(readers[parameter.name]))].append(parameter)
-        nbytes = {stages: sum(p.nbytes for p in owned[stages]) for stages in owned}
-        holders = [
-            Holder(stage.devices, stage.tensor, self._shard(s))
-            for s, stage in enumerate(self.graph.stages)
-        ]
-        result = []
-        for stages, devices, held in rings(nbytes, holders):
-            share = held / nbytes[stages]
-            # Tables whose rows are exchanged come last, as in the runtime.
-            whole: list[_Gradient] = []
-            by_rows: list[_Gradient] = []
-            for parameter in owned[stages]:
-                summed = self._summed_bytes(share, stages, len(devices), parameter)
-                is_whole = summed == _held_bytes(share, parameter)
-                gradient = _Gradient(summed, readers[parameter.name])
-                (whole if is_whole else by_rows).append(gradient)
-            buckets = [
-                self._bucket(gradients, devices, stages)
-                for kind in (whole, by_rows)
-                for gradients in cut_into_buckets(kind, attrgetter("nbytes"))
-            ]
-            ports = self._ring_ports(devices)
-            total = sum(gradient.nbytes for gradient in whole + by_rows)
-            own_s = self.cost.sum_s(len(owned[stages]), total, len(devices))
-            work = AllReduce(stages, devices, _pieces(buckets), ports, own_s)
-            if self.cost.shard_optimizer:
-                work = _sharded(work, self.cost.share_s(len(owned[stages]), total, len(devices)))
-            result.append(work)
-        return tuple(sorted(result, key=lambda work: turn(work.devices, work.stages)))
+        tied = {
+            tuple(s for s, stage in enumerate(self._stages) if stage.mask & users)
+            for users, parameter in self.cost.tied
+            if parameter.trainable
+        }
+        groups = {(s,) for s in range(len(self.graph))} | tied
+        works = (work for stages in groups for work in self._sums(stages))
+        return tuple(sorted(works, key=lambda work: turn(work.devices, work.stages)))
 
-    def _summed_bytes(
-        self, share: float, stages: tuple[int, ...], holders: int, parameter: Parameter
-    ) -> int:
-        """Bytes of a gradient in a ring, or those of a ring that takes as long as its rows."""
-        held = _held_bytes(share, parameter)
-        if parameter.table is None or not self.cost.has_rows(parameter) or share < 1:
-            return held
-        return min(held, ring_bytes(parameter.table, self._most_samples(stages), holders))
-
-    def _most_samples(self, stages: Iterable[int]) -> int:
-        """Of a batch on the fullest device of these stages."""
-        read = (self.graph.stages[s] for s in stages)
-        sizes = ((stage.microbatch_size, stage.replicas) for stage in read)
-        return max(most_samples(self.graph.batch_size, *size) for size in sizes)
-
-    def _bucket(
-        self, gradients: Sequence[_Gradient], devices: tuple[int, ...], stages: tuple[int, ...]
-    ) -> Piece:
-        nbytes = sum(gradient.nbytes for gradient in gradients)
-        final = tuple(min(gradient.final[s] for gradient in gradients) for s in stages)
-        return Piece(nbytes, self.cost.bucket_s(nbytes, devices), final)
+    def _sums(self, stages: tuple[int, ...]) -> Iterator[AllReduce]:
+        """Those of the parameters that these stages read, and no others."""
+        holders = tuple(self._stages[s] for s in stages)
+        devices = tuple(self.graph.stages[s].devices for s in stages)
+        known: dict[Hashable, tuple[AllReduce, ...]] = self.cost.memo.setdefault(AllReduce, {})
+        if (holders, devices) not in known:
+            known[holders, devices] = tuple(_sums(self.cost, holders, devices))
+        return (work._replace(stages=stages) for work in known[holders, devices])
 
     def gradient_share(self, stage: int, samples: int, operator: int) -> float:
-        """Backwards go through the operators from the last to the first; a recomputed forward comes
-        before them.
-        """
-        if (stage, samples) not in self._passed:
-            tensor, ops = self.graph.stages[stage].tensor, sorted(self._ops[stage])
-            whole = self._profiled_s(stage, samples)[1]
-            seconds = self.cost.op_seconds(samples, tensor)[1][ops] if whole else np.zeros(len(ops))
-            before = np.cumsum(seconds) - seconds
-            shares = 1 - before / (whole or 1.0)
-            self._passed[stage, samples] = dict(zip(ops, shares.tolist(), strict=True))
-        return self._passed[stage, samples][operator]
-
-    @cached_property
-    def _passed(self) -> dict[tuple[int, int], dict[int, float]]:
-        return {}
+        """See ``StageCosts``."""
+        return self._stages[stage].gradient_share(samples, operator)
 
     def update_s(self, stage: int) -> float:
-        """By number and bytes of its trainable parameters."""
-        return self._updates[stage]
-
-    @cached_property
-    def _updates(self) -> tuple[float, ...]:
-        trainable = {p.name for p in self.cost.graph.parameters if p.trainable}
-        found = []
-        for stage, ops, weights in zip(self.graph.stages, self._ops, self._weights, strict=True):
-            read = {name for i in ops for name in self.cost.graph.ops[i].parameters}
-            updated = weights.trainable - self._untouched_bytes(stage, read & trainable)
-            seconds = self.cost.update.seconds(len(read & trainable), updated)
-            found.append(seconds * self.cost.updated_share(weights, stage.replicas))
-        return tuple(found)
-
-    def _untouched_bytes(self, stage: Stage, names: Iterable[str]) -> int:
-        """Rows of a stage's tables that an update by rows leaves alone."""
-        if stage.tensor > 1:
-            return 0
-        samples = most_samples(self.graph.batch_size, stage.microbatch_size, stage.replicas)
-        left = 0
-        for parameter in (self.cost.parameters[name] for name in names):
-            table, nbytes, replicas = parameter.table, parameter.nbytes, stage.replicas
-            if table is None or not self.cost.has_rows(parameter):
-                continue
-            if replicas == 1 or rows_pay(table, nbytes, samples, replicas):
-                rows = table.lookups * samples * replicas
-                left += max(nbytes - rows * table.row_bytes, 0)
-        return left
+        """See ``StageCosts``."""
+        return self._stages[stage].update_s
 
     def message_s(self, nbytes: float) -> tuple[float, float]:
         """As calibrated."""
@@ -386,51 +286,25 @@ class ModelCosts:
         """As calibrated, by the number of devices."""
         return self.cost.agreement_s(len(self.graph.devices))
 
-    def _shard(self, stage: int) -> float:
-        """Share of a stage's trainable parameters that each of its devices holds."""
-        tensor = self.graph.stages[stage].tensor
-        if tensor == 1:
-            return 1.0
-        ops = self._ops[stage]
-        whole = self.cost.parameter_bytes(ops, trainable=True)
-        part = self.cost.parameter_bytes(ops, trainable=True, tensor=tensor)
-        return part / whole if whole else 0.0
-
-    def _ring_ports(self, devices: tuple[int, ...]) -> tuple[Port, ...]:
-        after = devices[1:] + devices[:1]
-        ports = (p for a, b in zip(devices, after, strict=True) for p in self.route(a, b).ports)
-        return tuple(dict.fromkeys(ports))
-
-    @cached_property
-    def _weights(self) -> tuple[StageWeights, ...]:
-        graph = self.cost.graph
-        return tuple(
-            self.cost.weights(graph.mask(stage.operators), stage.tensor)
-            for stage in self.graph.stages
-        )
-
     def base_bytes(self, stage: int) -> float:
         """Weights, gradients, optimizer state and receive buffers."""
-        return float(self._held(stage).resident)
+        return float(self.held(stage).resident)
 
     def sum_bytes(self, stage: int) -> float:
         """Terms of other replicas."""
-        return float(self._held(stage).sums)
+        return float(self.held(stage).sums)
 
-    def _held(self, stage: int) -> DeviceMemory:
-        planned = self.graph.stages[stage]
-        return self.cost.memory(
-            self._weights[stage],
-            planned.microbatch_size,
-            planned.replicas,
-            versions=self.versions[stage] if self.versions else 1,
-        )
+    def held(self, stage: int) -> DeviceMemory:
+        """Bytes of each device of a stage."""
+        return self._stages[stage].held(self.versions[stage] if self.versions else 1)
 
     def flight_bytes(self, stage: int, samples: int) -> tuple[float, float]:
-        """What entered and what the operators keep, if recomputed only during the backward."""
-        recompute = self.graph.stages[stage].recompute
-        held = self.cost.memory(self._weights[stage], samples, 1, recompute=recompute)
-        return float(held.flight), float(held.backward)
+        """See ``StageCosts``."""
+        return self._stages[stage].flight_bytes(samples)
+
+    def peak_bytes(self, in_flight: Iterable[int]) -> float:
+        """Of the fullest device, with so many micro-batches of its stage in flight."""
+        return max(float(self.held(s).peak(count)) for s, count in enumerate(in_flight))
 
 
 @dataclass(frozen=True)
@@ -528,6 +402,75 @@ def least_sum_s(costs: StepCosts, work: AllReduce, stage: int, samples: Collecti
             longest = max(longest, left - (1 - share) * backward)
         bound = min(bound, longest)
     return bound
+
+
+def _sums(
+    cost: CostModel, holders: Sequence[StageCosts], devices: Sequence[tuple[int, ...]]
+) -> Iterator[AllReduce]:
+    """Those of the parameters that all of some stages read, and no others, which are numbered from
+    0 here; one for each of their ``plans.rings``.
+    """
+    union = sum(holder.mask for holder in holders)
+    names = {
+        name
+        for name in holders[0].readers
+        if all(name in holder.readers for holder in holders) and not cost.users[name] & ~union
+    }
+    owned = [p for p in reversed(cost.graph.parameters) if p.name in names and p.nbytes]
+    stages, whole_bytes = tuple(range(len(holders))), sum(parameter.nbytes for parameter in owned)
+    held_by = [
+        Holder(held, holder.stage.tensor, holder.shard)
+        for held, holder in zip(devices, holders, strict=True)
+    ]
+    samples = max(holder.most_samples for holder in holders)
+    for _, ring, held in rings({stages: whole_bytes}, held_by) if owned else ():
+        share = held / whole_bytes
+        # Tables whose rows are exchanged come last, as in the runtime.
+        whole: list[_Gradient] = []
+        by_rows: list[_Gradient] = []
+        for parameter in owned:
+            summed = _summed_bytes(cost, share, samples, len(ring), parameter)
+            final = tuple(holder.readers[parameter.name] for holder in holders)
+            is_whole = summed == _held_bytes(share, parameter)
+            (whole if is_whole else by_rows).append(_Gradient(summed, final))
+        buckets = [
+            _bucket(cost, gradients, ring)
+            for kind in (whole, by_rows)
+            for gradients in cut_into_buckets(kind, attrgetter("nbytes"))
+        ]
+        total = sum(gradient.nbytes for gradient in whole + by_rows)
+        own_s = cost.sum_s(len(owned), total, len(ring))
+        ports = _ring_ports(cost, ring)
+        work = AllReduce(stages, ring, _pieces(buckets), ports, own_s)
+        if cost.shard_optimizer:
+            work = _sharded(work, cost.share_s(len(owned), total, len(ring)))
+        yield work
+
+
+def _summed_bytes(
+    cost: CostModel, share: float, samples: int, holders: int, parameter: Parameter
+) -> int:
+    """Bytes of a gradient in a ring, or those of a ring that takes as long as its rows.
+
+    Args:
+        samples: of a batch on the fullest device.
+    """
+    held = _held_bytes(share, parameter)
+    if parameter.table is None or not cost.has_rows(parameter) or share < 1:
+        return held
+    return min(held, ring_bytes(parameter.table, samples, holders))
+
+
+def _bucket(cost: CostModel, gradients: Sequence[_Gradient], devices: tuple[int, ...]) -> Piece:
+    nbytes = sum(gradient.nbytes for gradient in gradients)
+    final = tuple(map(min, zip(*(gradient.final for gradient in gradients), strict=True)))
+    return Piece(nbytes, cost.bucket_s(nbytes, devices), final)
+
+
+def _ring_ports(cost: CostModel, devices: tuple[int, ...]) -> tuple[Port, ...]:
+    after = devices[1:] + devices[:1]
+    ports = (p for a, b in zip(devices, after, strict=True) for p in cost.route(a, b).ports)
+    return tuple(dict.fromkeys(ports))
 
 
 def _held_bytes(share: float, parameter: Parameter) -> int:

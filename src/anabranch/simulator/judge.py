@@ -1,9 +1,8 @@
 """A judge of proposed stage graphs, which simulates as few of them as will do.
 
 - A step is at least what its busiest stage computes, plus the way to that stage and back from it; a
-  period at least what the busiest device computes and sums up. A proposal whose bound is above the
-  best so far is not simulated, and nothing is lost. Mostly the compute alone says so, in a tenth of
-  a millisecond.
+  period at least what the busiest device computes and sums up. Proposals are simulated by rising
+  bounds, up to the first whose bound is above the best so far, and nothing is lost.
 - With many micro-batches the middle of a step repeats itself: a long step is a short one and many
   periods (``simulator.steady``). Where it does so only roughly, a step that is well above the best
   by its short ones is not simulated in full.
@@ -12,14 +11,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 from anabranch.cluster import GIB
-from anabranch.cost import CostModel
 from anabranch.errors import InfeasiblePlanError, InvalidPlanError, PolicyError, ProfileError
-from anabranch.plans.check import stage_bytes
 from anabranch.plans.stages import StageGraph
-from anabranch.simulator.costs import ModelCosts
 from anabranch.simulator.objective import Objective, ScheduledProposal
 
 
@@ -57,22 +53,26 @@ class Judge:
         """Judge proposals until ``simulated`` comes to ``allowed``; whether one is the best now.
 
         Args:
-            in_order: likely ones come first, whose results prune the rest. Otherwise those with few
-                micro-batches do, which are quick to simulate.
+            in_order: likely ones come first, whose results prune the rest. Otherwise those with the
+                least bounds do.
         """
         before = self.best
         new = [proposal for proposal in dict.fromkeys(proposals) if proposal not in self._seen]
-        for proposal in new if in_order else sorted(new, key=_num_actions):
-            for candidate in self._candidates(proposal):
-                if self.best is None:
-                    self.best = candidate
+        for some in ([proposal] for proposal in new) if in_order else [new]:
+            # Of equal bounds, which are the rule of one proposal, the deepest warm-up comes first.
+            candidates = [c for proposal in some for c in reversed([*self._candidates(proposal)])]
+            if self.best is None and candidates:
+                self.best = min(candidates, key=lambda candidate: candidate.least_s)
+            for candidate in sorted(candidates, key=lambda candidate: candidate.least_s):
                 if self.simulated < allowed:
                     self._consider(candidate)
         return self.best is not before
 
     def _consider(self, candidate: ScheduledProposal) -> None:
         proposal = candidate.proposal
-        if self._is_longer(proposal, candidate.least_s):
+        known_s = self._seconds.get(proposal, 0.0)
+        limit = self.best_s * (1 + self._objective.warm_up_gain)
+        if known_s > limit or self._is_longer(proposal, candidate.least_s):
             return
         seconds, sure, work = self._objective.measure(candidate, self.best_s)
         self.simulated += work
@@ -145,39 +145,21 @@ class Judge:
         that do not fit the bytes or the reason are remembered.
         """
         self._seen.add(proposal)
-        objective, cost = self._objective, self._objective.cost
+        objective, memory_bytes = self._objective, self._objective.cost.cluster.memory_bytes
         try:
-            if self._is_longer(proposal, objective.compute_s(proposal)):
+            costs = objective.prices(proposal)
+            least_s = objective.least_s(costs)
+            if self._is_longer(proposal, least_s):
                 return
-            runs = list(objective.runs(proposal))
-            # How many micro-batches are in flight changes no price.
-            costs: ModelCosts | None = None
-            least_s = 0.0
-            for graph, schedule, versions in runs:
+            for graph, schedule in objective.runs(costs):
                 if graph in self._ran:
                     continue
                 self._ran.add(graph)
-                peak = _peak_bytes(graph, cost, versions)
-                if peak > cost.cluster.memory_bytes:
+                peak = costs.peak_bytes(stage.in_flight for stage in graph.stages)
+                if peak > memory_bytes:
                     self.too_big.append(peak)
                     self.unfit.append(proposal)
                     continue
-                if costs is None:
-                    costs = ModelCosts(graph, cost, versions)
-                    least_s = objective.least_s(graph, costs)
-                yield ScheduledProposal(proposal, graph, schedule, versions, costs, least_s, peak)
+                yield ScheduledProposal(proposal, graph, schedule, costs, least_s, peak)
         except (InvalidPlanError, PolicyError, ProfileError) as error:
             self._refused.append(str(error))
-
-
-def _peak_bytes(graph: StageGraph, cost: CostModel, versions: Sequence[int]) -> float:
-    """Of the fullest device."""
-    counts = versions or (1,) * len(graph)
-    return max(
-        stage_bytes(graph, cost, s, in_flight=stage.in_flight, versions=counts[s])
-        for s, stage in enumerate(graph.stages)
-    )
-
-
-def _num_actions(graph: StageGraph) -> int:
-    return sum(graph.num_microbatches(s) * stage.replicas for s, stage in enumerate(graph.stages))

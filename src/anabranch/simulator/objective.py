@@ -11,7 +11,7 @@ that takes, and which of two equally quick plans is the better one:
     versions of the weights      1                                   those of the weight policy
     seconds                      of one step                         from mini-batch to mini-batch
     as good as the best          within 1e-9                         within 1e-3
-    then better                  less recomputation, less memory     less depth, then likewise
+    then better                  less recomputation, memory, warm-up  less depth, then likewise
     ===========================  ==================================  ===========================
 """
 
@@ -24,21 +24,19 @@ from functools import partial
 from typing import ClassVar
 
 from anabranch.cost import CostModel
-from anabranch.plans.check import stage_bytes
-from anabranch.plans.stages import Stage, StageGraph, split_evenly
+from anabranch.plans.stages import StageGraph, split_evenly
 from anabranch.plans.whole_batch import fitted
 from anabranch.schedule import compute_order, endless, rule_named
 from anabranch.schedule.schedule import Schedule
 from anabranch.simulator import stream
-from anabranch.simulator.costs import AllReduce, ModelCosts, least_sum_s
+from anabranch.simulator.costs import AllReduce, ModelCosts, StepCosts, least_sum_s
 from anabranch.simulator.run import step_seconds
 from anabranch.simulator.staleness import versions_of
 from anabranch.simulator.steady import estimate_step_s
 from anabranch.weights import WeightPolicy
 
-Run = tuple[StageGraph, str, tuple[int, ...]]
-"""Stages with their in-flight counts, key of ``schedule.SCHEDULES``, versions of the weights per
-stage (empty for one everywhere)."""
+Run = tuple[StageGraph, str]
+"""Stages with their in-flight counts, and the key of ``schedule.SCHEDULES``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,17 +44,21 @@ class ScheduledProposal:
     """A proposal as it would run.
 
     Attributes:
-        graph: see ``Run``, as for the schedule and the versions.
+        graph: see ``Run``, as for the schedule.
         least_s: a lower bound of its seconds.
     """
 
     proposal: StageGraph
     graph: StageGraph
     schedule: str
-    versions: tuple[int, ...]
     costs: ModelCosts
     least_s: float
     peak_bytes: float
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """Of the weights per stage; empty for one everywhere."""
+        return self.costs.versions
 
     @property
     def num_recomputing(self) -> int:
@@ -71,6 +73,8 @@ class ShortestStep:
     Attributes:
         schedules: keys of ``schedule.SCHEDULES`` to try with every proposal, least memory first.
         margin: how far a step without a period may be off its estimate, as a share of it.
+        warm_up_gain: how much longer than the best, as a share, a step with one warm-up may be for
+            the others to be simulated as well; more costs up to twice the time.
         equal: times that differ by less, as a share, are the same.
         suits: what refused proposals do not do, for the message.
         held: what is held in memory besides the usual, likewise.
@@ -80,6 +84,7 @@ class ShortestStep:
     cost: CostModel
     schedules: tuple[str, ...]
     margin: float = 0.005
+    warm_up_gain: float = 0.01
 
     equal: ClassVar[float] = 1e-9
     suits: ClassVar[str] = "can be priced"
@@ -89,26 +94,24 @@ class ShortestStep:
         "with less state"
     )
 
-    def runs(self, proposal: StageGraph) -> Iterator[Run]:
-        """Every way to run a proposal, that with least memory first; an error if there is none."""
-        whole = fitted(proposal, self.cost.graph)
-        room = partial(self._room, whole)
+    def prices(self, proposal: StageGraph) -> ModelCosts:
+        """Prices of the stages as they run; an error if they cannot."""
+        return ModelCosts(fitted(proposal, self.cost.graph), self.cost)
+
+    def runs(self, costs: ModelCosts) -> Iterator[Run]:
+        """Every way to run these stages, that with least memory first."""
         for schedule in self.schedules:
-            yield rule_named(schedule).warm_up(whole, room), schedule, ()
+            yield rule_named(schedule).warm_up(costs.graph, partial(self._room, costs)), schedule
 
-    def _room(self, graph: StageGraph, s: int) -> int:
+    def _room(self, costs: ModelCosts, s: int) -> int:
         """Micro-batches in flight that the memory of a stage's devices holds."""
-        none, one = (stage_bytes(graph, self.cost, s, in_flight=n) for n in (0, 1))
+        none, one = (float(costs.held(s).peak(n)) for n in (0, 1))
         free = self.cost.cluster.memory_bytes - none
-        return int(free // (one - none)) if one > none else graph.num_microbatches(s)
+        return int(free // (one - none)) if one > none else costs.graph.num_microbatches(s)
 
-    def compute_s(self, proposal: StageGraph) -> float:
-        """Likewise, however it runs: what a device computes."""
-        return max(map(partial(_busy_s, self.cost, proposal), proposal.stages))
-
-    def least_s(self, graph: StageGraph, costs: ModelCosts) -> float:
-        """A lower bound of the seconds; an error if the stages cannot run or be priced."""
-        return least_step_s(graph, costs)
+    def least_s(self, costs: ModelCosts) -> float:
+        """A lower bound of the seconds, however the stages run; an error if they have no price."""
+        return least_step_s(costs.graph, costs)
 
     def measure(self, candidate: ScheduledProposal, best_s: float) -> tuple[float, bool, int]:
         """Seconds; whether they are sure, or enough to know that they are more than ``best_s``; and
@@ -135,7 +138,8 @@ class ShortestStep:
         """What decides between equal times, the least wins: nothing is computed twice for memory
         that is not needed.
         """
-        return candidate.num_recomputing, candidate.peak_bytes
+        in_flight = sum(stage.in_flight for stage in candidate.graph.stages)
+        return candidate.num_recomputing, candidate.peak_bytes, in_flight
 
 
 @dataclass(frozen=True)
@@ -156,6 +160,7 @@ class ShortestPeriod:
     last_update: bool = False
 
     equal: ClassVar[float] = 1e-3
+    warm_up_gain: ClassVar[float] = 0.0
     remedy: ClassVar[str] = (
         "use a policy that holds fewer versions (2bw, pipeoptim), a smaller batch, more devices or "
         "devices with that much memory, or an optimizer with less state"
@@ -170,18 +175,17 @@ class ShortestPeriod:
     def held(self) -> str:
         return f" with the weight versions of policy {self.policy.name}"
 
-    def runs(self, proposal: StageGraph) -> Iterator[Run]:
+    def prices(self, proposal: StageGraph) -> ModelCosts:
         sized = replace(proposal, batch_size=self.batch_size)
         graph = endless.warm_up(fitted(sized, self.cost.graph))
         versions = versions_of(graph, self.policy, last_update=self.last_update)
-        yield graph, endless.ENDLESS, versions
+        return ModelCosts(graph, self.cost, versions)
 
-    def compute_s(self, proposal: StageGraph) -> float:
-        # As many versions as it holds are in memory, whoever is quicker.
-        return 0.0
+    def runs(self, costs: ModelCosts) -> Iterator[Run]:
+        yield costs.graph, endless.ENDLESS
 
-    def least_s(self, graph: StageGraph, costs: ModelCosts) -> float:
-        return stream.least_period_s(graph, costs)
+    def least_s(self, costs: ModelCosts) -> float:
+        return stream.least_period_s(costs.graph, costs)
 
     def measure(self, candidate: ScheduledProposal, best_s: float) -> tuple[float, bool, int]:
         graph = candidate.graph
@@ -197,18 +201,7 @@ class ShortestPeriod:
 Objective = ShortestStep | ShortestPeriod
 
 
-def _busy_s(cost: CostModel, graph: StageGraph, stage: Stage) -> float:
-    """Seconds that one replica of a stage computes at least in a step."""
-    if cost.graph.whole_batch:  # it may run in other stages
-        return 0.0
-    # Where samples do not divide evenly, a replica has so few; of a short one it may have none.
-    samples = stage.microbatch_size // stage.replicas
-    whole = graph.batch_size // stage.microbatch_size
-    seconds = cost.stage_s(stage.operators, samples, stage.tensor, recompute=stage.recompute)
-    return whole * sum(seconds)
-
-
-def least_step_s(graph: StageGraph, costs: ModelCosts) -> float:
+def least_step_s(graph: StageGraph, costs: StepCosts) -> float:
     """A lower bound of the step under any schedule, in seconds.
 
     The busiest stage works through its micro-batches. Before its first forward lies at least one

@@ -1,0 +1,153 @@
+"""Prices of one stage, whatever the others are.
+
+Stage graphs that a search simulates have most of their stages in common, so a cost model keeps them
+(``stage_costs``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+from anabranch.cost import CostModel
+from anabranch.cost.memory import DeviceMemory
+from anabranch.cost.sparse import most_samples, rows_pay
+from anabranch.cost.stage_weights import StageWeights
+from anabranch.plans.stages import Stage
+
+
+@dataclass(frozen=True, eq=False)
+class StageCosts:
+    """Seconds and bytes of a stage on each of its devices.
+
+    Attributes:
+        batch_size: samples of a step.
+    """
+
+    cost: CostModel
+    stage: Stage
+    batch_size: int
+    _seconds: dict[int, tuple[float, float]] = field(default_factory=dict, init=False)
+    _passed: dict[int, Mapping[int, float]] = field(default_factory=dict, init=False)
+    _flights: dict[int, tuple[float, float]] = field(default_factory=dict, init=False)
+    _held: dict[int, DeviceMemory] = field(default_factory=dict, init=False)
+
+    @cached_property
+    def ops(self) -> tuple[int, ...]:
+        """Indices of its operators."""
+        index = self.cost.graph.index
+        return tuple(index[name] for name in self.stage.operators)
+
+    @cached_property
+    def mask(self) -> int:
+        """Bit mask of its operators."""
+        return self.cost.graph.mask(self.stage.operators)
+
+    @cached_property
+    def weights(self) -> StageWeights:
+        """Bytes that do not depend on the micro-batch size."""
+        return self.cost.weights(self.mask, self.stage.tensor)
+
+    def compute_s(self, samples: int) -> tuple[float, float]:
+        """Seconds of a forward and of a backward, with recomputation where the stage asks for it,
+        and the bookkeeping of a micro-batch.
+        """
+        if samples not in self._seconds:
+            stage = self.stage
+            besides_s = self.cost.microbatch_s if samples else 0.0
+            forward, backward = self.cost.stage_s(
+                stage.operators, samples, stage.tensor, recompute=stage.recompute
+            )
+            self._seconds[samples] = forward + besides_s, backward + besides_s
+        return self._seconds[samples]
+
+    def gradient_share(self, samples: int, operator: int) -> float:
+        """Share of a backward after which an operator has been passed: from the last operator to
+        the first; a recomputed forward comes before them.
+        """
+        if samples not in self._passed:
+            ops, whole = sorted(self.ops), self.compute_s(samples)[1]
+            each = self.cost.op_seconds(samples, self.stage.tensor)[1] if whole else None
+            seconds = np.zeros(len(ops)) if each is None else each[ops]
+            shares = 1 - (np.cumsum(seconds) - seconds) / (whole or 1.0)
+            self._passed[samples] = dict(zip(ops, shares.tolist(), strict=True))
+        return self._passed[samples][operator]
+
+    @cached_property
+    def most_samples(self) -> int:
+        """Of a batch, on the fullest device."""
+        stage = self.stage
+        return most_samples(self.batch_size, stage.microbatch_size, stage.replicas)
+
+    @cached_property
+    def shard(self) -> float:
+        """Share of its trainable parameters that each of its devices holds."""
+        tensor = self.stage.tensor
+        if tensor == 1:
+            return 1.0
+        whole = self.cost.parameter_bytes(self.ops, trainable=True)
+        part = self.cost.parameter_bytes(self.ops, trainable=True, tensor=tensor)
+        return part / whole if whole else 0.0
+
+    @cached_property
+    def readers(self) -> Mapping[str, int]:
+        """Per trainable parameter, the first operator that reads it."""
+        ops, parameters = self.cost.graph.ops, self.cost.parameters
+        readers = {name: i for i in sorted(self.ops, reverse=True) for name in ops[i].parameters}
+        return {name: i for name, i in readers.items() if parameters[name].trainable}
+
+    @cached_property
+    def update_s(self) -> float:
+        """Seconds of an update, by number and bytes of its trainable parameters."""
+        updated = self.weights.trainable - self._untouched_bytes()
+        seconds = self.cost.update.seconds(len(self.readers), updated)
+        return seconds * self.cost.updated_share(self.weights, self.stage.replicas)
+
+    def _untouched_bytes(self) -> int:
+        """Rows of its tables that an update by rows leaves alone."""
+        replicas, left = self.stage.replicas, 0
+        if self.stage.tensor > 1:
+            return 0
+        for parameter in map(self.cost.parameters.__getitem__, self.readers):
+            table, nbytes = parameter.table, parameter.nbytes
+            if table is None or not self.cost.has_rows(parameter):
+                continue
+            if replicas == 1 or rows_pay(table, nbytes, self.most_samples, replicas):
+                rows = table.lookups * self.most_samples * replicas
+                left += max(nbytes - rows * table.row_bytes, 0)
+        return left
+
+    def held(self, versions: int = 1) -> DeviceMemory:
+        """Bytes with so many versions of its weights."""
+        if versions not in self._held:
+            stage = self.stage
+            self._held[versions] = self.cost.memory(
+                self.weights,
+                stage.microbatch_size,
+                stage.replicas,
+                recompute=stage.recompute,
+                versions=versions,
+            )
+        return self._held[versions]
+
+    def flight_bytes(self, samples: int) -> tuple[float, float]:
+        """Bytes from a forward to the end of its backward, and on top during the backward: what
+        entered and what the operators keep, if recomputed only during the backward.
+        """
+        if samples not in self._flights:
+            held = self.cost.memory(self.weights, samples, 1, recompute=self.stage.recompute)
+            self._flights[samples] = float(held.flight), float(held.backward)
+        return self._flights[samples]
+
+
+def stage_costs(cost: CostModel, stage: Stage, batch_size: int) -> StageCosts:
+    """The prices of a stage, which the cost model keeps; not of its devices or warm-up."""
+    size, tensor = stage.microbatch_size, stage.tensor
+    key = stage.operators, len(stage.devices), size, tensor, stage.recompute, batch_size
+    known: dict[Hashable, StageCosts] = cost.memo.setdefault(StageCosts, {})
+    if key not in known:
+        known[key] = StageCosts(cost, stage, batch_size)
+    return known[key]
