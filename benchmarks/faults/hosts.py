@@ -18,7 +18,7 @@ from typing import Any
 
 TIMEOUT_S = 5.0
 _PORT, _START_S = 29600, 90.0
-_ADDRESSES = "10.77.0.1", "10.77.0.2"
+ADDRESSES = "10.77.0.1", "10.77.0.2"
 
 _TRAIN = f"""
 import os, sys, time
@@ -60,7 +60,7 @@ def two_hosts() -> Iterator[tuple[str, str]]:
             _ip("netns", "add", name)
         _ip("link", "add", "link0", "netns", names[0], "type", "veth",
             "peer", "name", "link0", "netns", names[1])  # fmt: skip
-        for name, address in zip(names, _ADDRESSES, strict=True):
+        for name, address in zip(names, ADDRESSES, strict=True):
             _ip("-n", name, "addr", "add", f"{address}/24", "dev", "link0")
             for device in ("lo", "link0"):
                 _ip("-n", name, "link", "set", device, "up")
@@ -86,9 +86,9 @@ def _start(number: int, namespace: str, script: Path, folder: Path) -> subproces
     torchrun = [
         sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1",
         "--rdzv-backend", "c10d", "--rdzv-id", "cut",
-        "--rdzv-endpoint", f"{_ADDRESSES[0]}:{_PORT}",
+        "--rdzv-endpoint", f"{ADDRESSES[0]}:{_PORT}",
         "--rdzv-conf", f"is_host={'true' if number == 0 else 'false'}",
-        "--local-addr", _ADDRESSES[number], str(script), str(folder),
+        "--local-addr", ADDRESSES[number], str(script), str(folder),
     ]  # fmt: skip
     inside = f"hostname host{number} && exec {' '.join(torchrun)}"
     command = ["ip", "netns", "exec", namespace, "unshare", "--uts", "sh", "-c", inside]
