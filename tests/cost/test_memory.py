@@ -17,7 +17,13 @@ from anabranch.cost.stage_weights import Border, StageWeights, Traffic
 #  entering        4
 #  gradients       6 come back for what leaves, and 5 bytes whatever the samples
 WEIGHTS = StageWeights(
-    1000, 800, 10, Border(Traffic(4, 0), Traffic(6, 5), Traffic(6, 5), Traffic(4, 0)), 300
+    1000,
+    800,
+    10,
+    Border(Traffic(4, 0), Traffic(6, 5), Traffic(6, 5), Traffic(4, 0)),
+    300,
+    300,
+    passes=Traffic(0, 300),
 )
 
 
@@ -29,7 +35,7 @@ def memory(weights: StageWeights = WEIGHTS, **options: Any) -> DeviceMemory:
 
 def test_the_formula():
     """1000 + 800 * (1 version + 2 of Adam), 4 * 3 + (6 * 3 + 5) ahead; 12 + 30 per micro-batch; a
-    gradient of 300 bytes before it is added. While 800 bytes of gradients are summed there are two
+    pass of 300 bytes. While 800 bytes of gradients are summed there are two
     terms of other replicas.
     """
     assert memory() == DeviceMemory(1000 + 2400 + 12 + 23, 12 + 30, 300, 1600)
@@ -43,21 +49,12 @@ def test_sums_take_a_bucket_at_a_time(replicas, terms):
 
     def sums(trainable, largest):
         nothing = Border(*(Traffic(0, 0),) * 4)
-        weights = StageWeights(trainable, trainable, 0, nothing, largest)
+        weights = StageWeights(trainable, trainable, 0, nothing, largest, largest)
         return device_memory(weights, 8, replicas, optimizer_factor=2.0, receive_slots=1).sums
 
     assert sums(100, 10) == terms * 100
     assert sums(2**30, 10) == terms * 25 * 2**20
     assert sums(2**30, 2**28) == terms * 2**28
-
-
-def test_a_gradient_is_made_while_its_operator_works():
-    """Of a pass of 3 samples: an operator without parameters, such as a loss, takes 3 * 200 bytes,
-    more than the gradient of 300 bytes beside the 3 * 50 of operators with some; or less than that.
-    """
-    assert memory(replace(WEIGHTS, working=200, training=50)).backward == 600
-    assert memory(replace(WEIGHTS, working=100, training=50)).backward == 300 + 150
-    assert memory(replace(WEIGHTS, working=200, training=200)).backward == 300 + 600
 
 
 def test_recomputation_keeps_one_inside():
@@ -97,7 +94,7 @@ def test_sparse_gradients_are_the_rows_of_a_batch():
     rows = replace(WEIGHTS, tables=500, rows=60, largest_gradient=100)
     whole, sparse = memory(), memory(rows)
     assert whole.resident - sparse.resident == 500 - 60 / 3
-    assert (sparse.backward, sparse.sums) == (100, 600)
+    assert sparse.sums == 600
     assert memory(replace(rows, rows=400)).sums == 2 * 400
     assert rows.summed == 800 - 500 + 60 / 2
 

@@ -144,18 +144,20 @@ def test_memory_of_a_device():
     kept                        3 in flight * 2 samples * (20 + 30) =  300
     what entered, held          3 in flight * 2 samples * 10        =   60
     posted ahead                20 of x, 100 of the gradient of z   =  120
-    gradient of w, unless       1000
-    the other's, all at once    1200
+    gradient of w, made when    1000
+    c has given back               - 2 * 30
+    the others', all at once    1200
     """
     need = cost_model().device_bytes([1, 2], microbatch_size=4, replicas=2, in_flight=3)
-    assert need == 4800 + 300 + 60 + 120 + 1000
+    assert need == 4800 + 300 + 60 + 120 + 1000 - 60
     need = cost_model().device_bytes([1, 2], microbatch_size=4, replicas=2, in_flight=1)
     assert need == 4800 + 120 + 1200
 
 
-def test_what_a_pass_has_besides() -> None:
-    """When b has its 60 bytes, the 30 that c keeps behind it are not there; when a has its 40, of
-    what c keeps likewise. So of a to c b counts, of a and c that c has 25, but c is not trained.
+def test_what_a_pass_takes_besides() -> None:
+    """When b has its 60 bytes and the gradient of w, the 30 that c keeps behind it are not there;
+    when a has its 40 likewise. So of a to c b counts, of a and c with few samples a, whose gradient
+    is the same, then c.
     """
     working = {"a": 40, "b": 60, "c": 25, "d": 0}
     plain = cost_model()
@@ -164,11 +166,10 @@ def test_what_a_pass_has_besides() -> None:
         for op, cost in zip(OPS, plain.profile.costs, strict=True)
     )
     cost = replace(plain, profile=replace(plain.profile, costs=costs))
-    weights = cost.weights(0b111)
-    assert (weights.working, weights.training) == (60 - 30, 60 - 30)
-    assert cost.weights(0b101).working == 25
-    assert cost.weights(0b101).training == 40 - 30
-    assert cost.weights(0b1).working == 40
+    assert cost.weights(0b111).passes.at(2) == 1000 + 2 * (60 - 30)
+    assert cost.weights(0b101).passes.at(2) == 1000 + 2 * (40 - 30)
+    assert cost.weights(0b101).passes.at(100) == 100 * 25
+    assert cost.weights(0b1).passes.at(2) == 1000 + 2 * 40
 
 
 @given(op_graphs(), st.data())

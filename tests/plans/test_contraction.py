@@ -30,7 +30,9 @@ def test_sets_that_overlap_become_one():
 @settings(max_examples=60)
 @given(st.data())
 def test_stages_cost_what_they_cost_in_the_whole_model(data):
-    """Seconds, memory and traffic of every stage of every partition, and it is a partition."""
+    """Seconds, memory and traffic of every stage of every partition, and it is a partition. What
+    has been given back when an operator inside of one makes its gradient is not known any more.
+    """
     profile = data.draw(planning_profiles(max_ops=6, series_parallel=False))
     everything = (1 << len(profile.graph)) - 1
     sets = data.draw(st.lists(st.integers(1, everything), max_size=2))
@@ -54,4 +56,6 @@ def test_stages_cost_what_they_cost_in_the_whole_model(data):
             inside = whole.graph.mask(ours.operators), fewer.graph.mask(theirs.operators)
             assert whole.border(inside[0]) == fewer.border(inside[1])
             sizes = {"microbatch_size": 2, "replicas": 1, "in_flight": 3}
-            assert whole.device_bytes(a, **sizes) == fewer.device_bytes(b, **sizes)
+            kept = 2 * whole.kept_bytes()[a].sum()
+            more = fewer.device_bytes(b, **sizes) - whole.device_bytes(a, **sizes)
+            assert abs(more) <= kept

@@ -5,10 +5,7 @@
                of the optimizer factor, where replicas share its state, the part of one of them
              + receive slots * (entering + gradients of what leaves)
              - tables + rows / replicas     where gradients of tables are the rows of a batch
-             + most of a pass               besides what is kept, which is the larger of
-                 working * n                of any operator
-                 largest + training * n     of one with parameters, and the largest gradient of one,
-                                            before it is added
+             + a pass                       besides what is kept (``passes``)
              + kept * n                     with recomputation: the inside of one micro-batch
     flight   entering + kept * n            without; with recomputation only what entered
     sums     terms of other replicas in a bucket of gradients, when nothing is in flight any more;
@@ -94,18 +91,16 @@ def device_memory(
     updated = weights.trainable
     if shard_optimizer:
         updated = updated_bytes(weights.trainable, weights.largest, replicas)
-    largest = weights.largest if weights.largest_gradient is None else weights.largest_gradient
     return DeviceMemory(
         *memory_terms(
             weights.parameters,
             weights.trainable,
             updated,
-            largest,
+            weights.largest_gradient,
             weights.border.entering.at(samples),
             weights.border.entering_gradients.at(samples),
             weights.kept * samples,
-            weights.working * samples,
-            weights.training * samples,
+            weights.passes.at(samples),
             recompute,
             replicas,
             versions,
@@ -121,12 +116,11 @@ def memory_terms(
     parameters: Number,
     trainable: Number,
     updated: Number,
-    largest: Number,
+    largest_gradient: Number,
     entering: Number,
     returning: Number,
     kept: Number,
-    working: Number,
-    training: Number,
+    passing: Number,
     recompute: Number,
     replicas: Number,
     versions: Number,
@@ -139,28 +133,22 @@ def memory_terms(
 
     Args:
         updated: trainable bytes that a replica updates.
-        largest: bytes of the largest gradient.
-        entering: bytes of a micro-batch, and so is what is ``returning``, ``kept``, ``working`` and
-            ``training``.
+        largest_gradient: bytes of the largest gradient of one parameter.
+        entering: bytes of a micro-batch, and so is what is ``returning`` and ``kept``.
+        passing: bytes of a pass besides.
     """
     state = parameters + trainable * versions + updated * optimizer_factor
     ahead = receive_slots * (entering + returning)
     inside = kept * recompute
-    bucket = np.maximum(largest, np.minimum(np.maximum(updated - tables, 0.0), BUCKET_BYTES))
+    dense = np.maximum(updated - tables, 0.0)
+    bucket = np.maximum(largest_gradient, np.minimum(dense, BUCKET_BYTES))
     terms = np.minimum(replicas - 1, _TERMS)
     return (
         state - tables + rows / replicas + ahead,
         entering + (kept - inside),
-        inside + np.maximum(working, largest + training),
+        inside + passing,
         np.maximum(bucket * terms, rows * _COPIES * (replicas > 1)),
     )
-
-
-def working_behind(before: float, kept: float, working: float) -> float:
-    """The most that passes of some operators have besides what all of them keep, and of one behind
-    them: what that one keeps is not there yet in their forwards, and no more in their backwards.
-    """
-    return max(before - kept, working, 0.0)
 
 
 def updated_bytes(trainable: Number, largest: Number, replicas: Number) -> Number:

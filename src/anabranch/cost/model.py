@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -23,11 +23,11 @@ from anabranch.cost.memory import (
     DeviceMemory,
     device_memory,
     updated_bytes,
-    working_behind,
 )
 from anabranch.cost.overheads import agreement_s, message_s, restart_s, share_s, sum_s, update_cost
+from anabranch.cost.passes import StagePasses
 from anabranch.cost.sparse import message_bytes
-from anabranch.cost.stage_weights import Border, Number, StageWeights, Traffic
+from anabranch.cost.stage_weights import Border, Held, Number, StageWeights, Traffic
 from anabranch.errors import ProfileError
 from anabranch.graph.opgraph import BATCH, OpGraph, Parameter, bits
 from anabranch.profile.profile import OpCost, Profile, Sharded, UpdateCost
@@ -345,9 +345,13 @@ class CostModel:
                 users[name] = users.get(name, 0) | 1 << i
         return users
 
-    def own_parameter_bytes(self, tensor: int = 1) -> tuple[Floats, Floats]:
-        """Per operator, bytes of the parameters that it alone reads, on each of its devices; and of
-        the trainable ones.
+    def held_bytes(self, parameter: Parameter) -> Held[float]:
+        """Bytes of one parameter."""
+        rows, nbytes = self._rows.get(parameter.name, 0), parameter.nbytes
+        return Held(nbytes, nbytes * parameter.trainable, nbytes * (rows > 0), rows)
+
+    def own_parameter_bytes(self, tensor: int = 1) -> Held[Floats]:
+        """Per operator, bytes of the parameters that it alone reads, on each of its devices.
 
         Under tensor parallelism all parameters count as trainable, and as its own.
         """
@@ -356,56 +360,62 @@ class CostModel:
         return self._own[tensor]
 
     @cached_property
-    def _own(self) -> dict[int, tuple[Floats, Floats]]:
+    def _own(self) -> dict[int, Held[Floats]]:
         return {}
 
-    def _own_bytes(self, tensor: int) -> tuple[Floats, Floats]:
+    def _own_bytes(self, tensor: int) -> Held[Floats]:
+        none = np.zeros(len(self.graph))
         if tensor > 1:
             self.costs(tensor)
             held = np.array(self._sharded[tensor].parameter_bytes, dtype=np.float64)
-            return held, held
-        total, trainable = np.zeros(len(self.graph)), np.zeros(len(self.graph))
+            return Held(held, held, none, none)
+        own = Held(none, none.copy(), none.copy(), none.copy())
         for name, mask in self.users.items():
             if not mask & (mask - 1):
-                op, parameter = mask.bit_length() - 1, self.parameters[name]
-                total[op] += parameter.nbytes
-                trainable[op] += parameter.nbytes * parameter.trainable
-        return total, trainable
+                for kind, nbytes in zip(own, self.held_bytes(self.parameters[name]), strict=True):
+                    kind[mask.bit_length() - 1] += nbytes
+        return own
+
+    def stage_held_bytes(self, ops: Iterable[int], tensor: int = 1) -> Held[float]:
+        """Bytes of the parameters that a set of operators reads, each counted once.
+
+        Under tensor parallelism what each device holds.
+        """
+        chosen = list(set(ops))
+        held = [float(kind[chosen].sum()) for kind in self.own_parameter_bytes(tensor)]
+        mask = sum(1 << op for op in chosen)
+        tied = (p for users, p in self.tied if users & mask) if tensor == 1 else ()
+        return Held(*map(sum, zip(held, *map(self.held_bytes, tied), strict=True)))
 
     def parameter_bytes(
         self, ops: Iterable[int], *, trainable: bool = False, tensor: int = 1
     ) -> int:
-        """Bytes of the parameters that a set of operators reads, each counted once.
+        """Bytes of those parameters, or of the trainable ones."""
+        return int(self.stage_held_bytes(ops, tensor)[trainable])
 
-        Under tensor parallelism what each device holds; all of it counts as trainable there.
-        """
-        chosen = list(set(ops))
-        total = int(self.own_parameter_bytes(tensor)[trainable][chosen].sum())
-        if tensor == 1 and self.tied:
-            mask = sum(1 << op for op in chosen)
-            total += sum(
-                parameter.nbytes
-                for users, parameter in self.tied
-                if users & mask and (parameter.trainable or not trainable)
-            )
-        return total
-
-    def largest_gradients(self, tensor: int = 1) -> Floats:
-        """Per operator, bytes of the largest trainable parameter that it reads, on each of its
+    def largest_gradients(self, tensor: int = 1, *, dense: bool = False) -> Floats:
+        """Per operator, bytes of the largest gradient of a parameter that it reads, on each of its
         devices.
 
         Under tensor parallelism parameters of one operator are taken to be cut alike.
+
+        Args:
+            dense: as if no gradient were the rows of a table: bytes of the parameter.
         """
-        if tensor not in self._largest:
+        rows = {} if dense or tensor > 1 else self._rows
+        key = tensor, not rows
+        if key not in self._largest:
             largest, whole = np.zeros(len(self.graph)), np.zeros(len(self.graph))
             for i, op in enumerate(self.graph.ops):
                 read = [self.parameters[name] for name in op.parameters]
-                largest[i] = max((p.nbytes for p in read if p.trainable), default=0)
+                nbytes = (rows.get(p.name, p.nbytes) for p in read if p.trainable)
+                largest[i] = max(nbytes, default=0)
                 whole[i] = sum(p.nbytes for p in read)
             if tensor > 1:
-                largest *= self.own_parameter_bytes(tensor)[0] / np.maximum(whole, 1)
-            self._largest[tensor] = largest
-        return self._largest[tensor]
+                share = self.own_parameter_bytes(tensor).parameters / np.maximum(whole, 1)
+                largest = np.ceil(largest * share)
+            self._largest[key] = largest
+        return self._largest[key]
 
     def working_bytes(self, tensor: int = 1) -> Floats:
         """Bytes that a pass of each operator takes besides, per sample, on each of its devices."""
@@ -414,23 +424,12 @@ class CostModel:
             self._working[tensor] = np.array(working, dtype=np.float64)
         return self._working[tensor]
 
-    @staticmethod
-    def _most_working(working: Floats, kept: Floats) -> float:
-        most = 0.0
-        for its_kept, its_working in zip(kept.tolist(), working.tolist(), strict=True):
-            most = working_behind(most, its_kept, its_working)
-        return most
-
-    def training_bytes(self, tensor: int = 1) -> Floats:
-        """Likewise of the operators with trained parameters; 0 of the others."""
-        return self.working_bytes(tensor) * (self.largest_gradients(tensor) > 0)
-
     @cached_property
     def _working(self) -> dict[int, Floats]:
         return {}
 
     @cached_property
-    def _largest(self) -> dict[int, Floats]:
+    def _largest(self) -> dict[tuple[int, bool], Floats]:
         return {}
 
     def border(self, mask: int) -> Border:
@@ -463,30 +462,18 @@ class CostModel:
 
     def _stage_weights(self, mask: int, tensor: int) -> StageWeights:
         ops = list(bits(mask))
-        kept = self.kept_bytes(tensor)[ops]
-        whole = StageWeights(
-            float(self.parameter_bytes(ops, tensor=tensor)),
-            float(self.parameter_bytes(ops, trainable=True, tensor=tensor)),
+        kept, gradients = self.kept_bytes(tensor)[ops], self.largest_gradients(tensor)[ops]
+        held = self.stage_held_bytes(ops, tensor)
+        return StageWeights(
+            held.parameters,
+            held.trainable,
             float(kept.sum()),
             self.border(mask),
-            float(self.largest_gradients(tensor)[ops].max(initial=0.0)),
-            working=self._most_working(self.working_bytes(tensor)[ops], kept),
-            training=self._most_working(self.training_bytes(tensor)[ops], kept),
-        )
-        read = {name for op in ops for name in self.graph.ops[op].parameters} if self._rows else ()
-        tables = [name for name in read if name in self._rows]
-        if not tables or tensor > 1:
-            return whole
-        gradients = (
-            self._rows.get(name, self.parameters[name].nbytes)
-            for name in read
-            if self.parameters[name].trainable
-        )
-        return replace(
-            whole,
-            tables=float(sum(self.parameters[name].nbytes for name in tables)),
-            rows=float(sum(self._rows[name] for name in tables)),
-            largest_gradient=float(max(gradients)),
+            float(self.largest_gradients(tensor, dense=True)[ops].max(initial=0.0)),
+            float(gradients.max(initial=0.0)),
+            held.tables,
+            held.rows,
+            StagePasses.of(gradients, self.working_bytes(tensor)[ops], kept),
         )
 
     def memory(

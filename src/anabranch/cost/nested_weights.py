@@ -16,8 +16,6 @@ What operators outside all sets make is there before the first set, and they rea
 Where each set lies inside the next, each value counts for all pairs (i, j) with i in one interval
 and j in another: four additions per value and two cumulative sums make the matrix [i, j]. For other
 sets the pairs are listed, and those of one ``lower`` are a product of matrices.
-
-What a pass has besides is bounded: that operators behind it keep less meanwhile is left out.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anabranch.cost.model import CostModel
-from anabranch.cost.stage_weights import Border, StageWeights, Traffic
+from anabranch.cost.stage_weights import Border, Held, Number, StageWeights, Traffic
 from anabranch.graph.opgraph import BATCH, Parameter, Value, bits
 
 Floats = NDArray[np.float64]
@@ -80,7 +78,7 @@ class NestedSets:
         self.sets = tuple(sets)
         self._seconds: dict[tuple[float, int], tuple[Floats, Floats]] = {}
         self._kept: dict[int, Floats] = {}
-        self._own: dict[int, tuple[Floats, Floats]] = {}
+        self._own: dict[int, Held[Floats]] = {}
         self._matrices: dict[int, StageWeights] = {}
 
     @staticmethod
@@ -123,11 +121,10 @@ class NestedSets:
             self._kept[tensor] = self.sums(self.cost.kept_bytes(tensor))
         return self._kept[tensor]
 
-    def parameter_bytes(self, tensor: int = 1) -> tuple[Floats, Floats]:
-        """Bytes of the parameters of every set, and of the trainable, but for tied ones."""
+    def parameter_bytes(self, tensor: int = 1) -> Held[Floats]:
+        """Bytes of the parameters of every set, but for tied ones."""
         if tensor not in self._own:
-            total, trainable = self.cost.own_parameter_bytes(tensor)
-            self._own[tensor] = self.sums(total), self.sums(trainable)
+            self._own[tensor] = Held(*map(self.sums, self.cost.own_parameter_bytes(tensor)))
         return self._own[tensor]
 
     def sums(self, per_op: Floats) -> Floats:
@@ -202,24 +199,29 @@ class NestedSets:
                 )
             ),
             matrix(weights.largest),
-            working=matrix(weights.working),
-            training=matrix(weights.training),
+            matrix(weights.largest_gradient),
+            matrix(weights.tables),
+            matrix(weights.rows),
+            _MatrixPasses(self, tensor),
         )
 
     # Each set inside the next: matrices [lower, upper]
 
     def _chain(self, tensor: int) -> StageWeights:
-        total, trainable = map(_between, self.parameter_bytes(tensor))
+        held = Held(*map(_between, self.parameter_bytes(tensor)))
         if tensor == 1 and self.cost.tied:
-            total, trainable = total + self._tied(False), trainable + self._tied(True)
+            held = Held(*map(np.add, held, self._tied))
+        largest = self._chain_most(self.cost.largest_gradients(tensor, dense=True))
         return StageWeights(
-            total,
-            trainable,
+            held.parameters,
+            held.trainable,
             _between(self.kept_bytes(tensor)),
             self._chain_border,
-            self._chain_most(self.cost.largest_gradients(tensor)),
-            working=self._chain_most(self.cost.working_bytes(tensor)),
-            training=self._chain_most(self.cost.training_bytes(tensor)),
+            largest,
+            self._chain_most(self.cost.largest_gradients(tensor)) if held.rows.any() else largest,
+            held.tables,
+            held.rows,
+            _MatrixPasses(self, tensor),
         )
 
     def _chain_most(self, per_op: Floats) -> Floats:
@@ -232,13 +234,54 @@ class NestedSets:
             most[:-1, 1:] = np.maximum.accumulate(from_each, axis=1)
         return most
 
-    def _tied(self, trainable: bool) -> Floats:
-        total = _Ranges(len(self))
+    @cached_property
+    def _tied(self) -> Held[Floats]:
+        sums = Held(*(_Ranges(len(self)) for _ in range(4)))
         for users, parameter in self.cost.tied:
-            if parameter.trainable or not trainable:
-                places = {self._place[op] for op in bits(users) if op in self._place}
-                total.add_entering(parameter.nbytes, -1, sorted(places))
-        return total.matrix()
+            places = sorted({self._place[op] for op in bits(users) if op in self._place})
+            for kind, nbytes in zip(sums, self.cost.held_bytes(parameter), strict=True):
+                kind.add_entering(nbytes, -1, places)
+        return Held(*(kind.matrix() for kind in sums))
+
+    def pass_matrix(self, samples: float, tensor: int) -> Floats:
+        """Bytes of a pass (``cost.passes``) of the stages between two sets: [lower, upper].
+
+        Of a row in the model's order pass(i) is the most of g + (w + k up to there) n so far, less
+        all that is kept up to i.
+        """
+        if not self._is_in_order:
+            at = np.nonzero(self.nested)
+            result = np.zeros((len(self), len(self)))
+            result[at] = self.pair_passes(Pairs(*at), samples, tensor)
+            return result
+        own, kept = self._pass_terms(samples, tensor)
+        operators, _ = self._flat
+        done = np.zeros(len(self.cost.graph))
+        done[operators] = np.cumsum(kept[operators])
+        after = self.sums(kept)
+        return np.maximum(self._chain_most(own + done) - after, 0.0)
+
+    def pair_passes(self, pairs: Pairs, samples: float, tensor: int) -> Floats:
+        """The same of some pairs of sets."""
+        if self._is_in_order:
+            return np.asarray(self.pass_matrix(samples, tensor)[pairs.lower, pairs.upper])
+        found = np.zeros(len(pairs))
+        own, kept = self._pass_terms(samples, tensor)
+        for op in np.flatnonzero(own + kept):
+            member = self._members[:, op]
+            inside = np.flatnonzero(member[pairs.upper] > member[pairs.lower])
+            found[inside] = np.maximum(found[inside] - kept[op], own[op])
+        return found
+
+    def _pass_terms(self, samples: float, tensor: int) -> tuple[Floats, Floats]:
+        """Per operator, what a pass of it takes itself and what it keeps."""
+        own = self.cost.largest_gradients(tensor) + self.cost.working_bytes(tensor) * samples
+        return own, self.cost.kept_bytes(tensor) * samples
+
+    @cached_property
+    def _is_in_order(self) -> bool:
+        """Whether each set lies inside the next, and the operators come in the model's order."""
+        return self.is_chain and bool((np.diff(self._flat[0]) > 0).all())
 
     @cached_property
     def _place(self) -> dict[int, int]:
@@ -284,20 +327,22 @@ class NestedSets:
 
     def between(self, pairs: Pairs, tensor: int = 1, border: Border | None = None) -> StageWeights:
         """Bytes of the stages between some pairs of sets, whose border may be known."""
-        total, trainable = map(pairs.difference, self.parameter_bytes(tensor))
-        if tensor == 1:
-            for left, parameter in self._tied_to_come:
-                used = (left[pairs.lower] > left[pairs.upper]) * float(parameter.nbytes)
-                total, trainable = total + used, trainable + used * parameter.trainable
-        kept = pairs.difference(self.kept_bytes(tensor))
+        held = Held(*map(pairs.difference, self.parameter_bytes(tensor)))
+        for left, parameter in self._tied_to_come if tensor == 1 else ():
+            used = left[pairs.lower] > left[pairs.upper]
+            for kind, nbytes in zip(held, self.cost.held_bytes(parameter), strict=True):
+                kind += used * nbytes
+        largest = self._most(pairs, self.cost.largest_gradients(tensor, dense=True))
         return StageWeights(
-            total,
-            trainable,
-            kept,
+            held.parameters,
+            held.trainable,
+            pairs.difference(self.kept_bytes(tensor)),
             border or self.border(pairs),
-            self._most(pairs, self.cost.largest_gradients(tensor)),
-            working=self._most(pairs, self.cost.working_bytes(tensor)),
-            training=self._most(pairs, self.cost.training_bytes(tensor)),
+            largest,
+            self._most(pairs, self.cost.largest_gradients(tensor)) if held.rows.any() else largest,
+            held.tables,
+            held.rows,
+            _PairPasses(self, pairs, tensor),
         )
 
     def _most(self, pairs: Pairs, per_op: Floats) -> Floats:
@@ -381,6 +426,37 @@ class NestedSets:
     def _to_come(self, operators: Sequence[int]) -> NDArray[np.int16]:
         inside = self._members[:, list(operators)].sum(axis=1, dtype=np.int16)
         return np.asarray(np.int16(len(operators)) - inside)
+
+
+@dataclass(frozen=True)
+class _MatrixPasses:
+    """Passes of the stages between any two sets, [lower, upper]."""
+
+    sets: NestedSets
+    tensor: int
+
+    def at(self, samples: Number) -> Floats:
+        """Bytes of the passes; an array of counts comes with two more axes of one entry each."""
+        if np.ndim(samples) == 0:
+            return self.sets.pass_matrix(float(samples), self.tensor)
+        return np.stack([self.at(count) for count in np.ravel(samples)])
+
+
+@dataclass(frozen=True)
+class _PairPasses:
+    """Passes of the stages between some pairs of sets."""
+
+    sets: NestedSets
+    pairs: Pairs
+    tensor: int
+
+    def at(self, samples: Number) -> Floats:
+        """Bytes of the passes."""
+        return self.sets.pair_passes(self.pairs, float(samples), self.tensor)
+
+    def __getitem__(self, places: Any) -> _PairPasses:
+        """Those of some of the pairs."""
+        return _PairPasses(self.sets, self.pairs[places], self.tensor)
 
 
 class _Ranges:

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
 Number = Any
 """A float, or a NumPy array of them."""
+
+
+class Passes(Protocol):
+    """What a pass of a stage takes besides all that is kept; see ``cost.passes``."""
+
+    def at(self, samples: Number) -> Number:
+        """Bytes for this many samples; for an array of counts, with axes that broadcast."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +85,37 @@ class Border:
         )
 
 
+def summed_bytes(trainable: Number, tables: Number, rows: Number) -> Number:
+    """Bytes of gradients in a ring, or of one that takes as long as rows in place of tables."""
+    return trainable - tables + rows / 2
+
+
+def touched_bytes(trainable: Number, tables: Number, rows: Number) -> Number:
+    """Bytes of parameters that an update changes, at most: of tables the rows of a batch."""
+    return trainable - tables + np.minimum(tables, rows)
+
+
+Bytes = TypeVar("Bytes")
+"""A number, or an array with an entry per operator or set of them."""
+
+
+class Held(NamedTuple, Generic[Bytes]):
+    """Bytes of parameters: of all, of those that are trained, of trained tables whose gradients are
+    rows (``CostModel.row_bytes``), and of the gradients of these, of a whole batch.
+    """
+
+    parameters: Bytes
+    trainable: Bytes
+    tables: Bytes
+    rows: Bytes
+
+    @property
+    def summed(self) -> Bytes:
+        """Bytes of gradients, see ``summed_bytes``."""
+        found: Bytes = summed_bytes(self.trainable, self.tables, self.rows)
+        return found
+
+
 @dataclass(frozen=True)
 class StageWeights:
     """What a stage holds on each device of a replica.
@@ -88,12 +126,10 @@ class StageWeights:
         kept: bytes per sample that its operators keep for their backward.
         border: what crosses its border.
         largest: bytes of the largest parameter that is trained.
-        tables: bytes of trained tables whose gradients are rows (``CostModel.row_bytes``).
+        largest_gradient: bytes of the largest gradient of one parameter.
+        tables: bytes of trained tables whose gradients are rows.
         rows: bytes of the gradients of these, of a whole batch.
-        largest_gradient: bytes of the largest gradient of one parameter, if that is another.
-        working: bytes per sample that a pass of one of its operators takes besides what all of them
-            keep, at most.
-        training: likewise, of its operators with trained parameters.
+        passes: what a pass of its operators takes besides.
     """
 
     parameters: Number
@@ -101,25 +137,16 @@ class StageWeights:
     kept: Number
     border: Border
     largest: Number = 0.0
+    largest_gradient: Number = 0.0
     tables: Number = 0.0
     rows: Number = 0.0
-    largest_gradient: Number | None = None
-    working: Number = 0.0
-    training: Number = 0.0
+    passes: Passes = Traffic(0.0, 0.0)
 
     @property
     def summed(self) -> Number:
-        """Bytes of gradients in a ring, or those of a ring that takes as long as the rows."""
-        return self.trainable - self.tables + self.rows / 2
+        """Bytes of gradients, see ``summed_bytes``."""
+        return summed_bytes(self.trainable, self.tables, self.rows)
 
     def __getitem__(self, places: Any) -> StageWeights:
         """Those of some stages."""
-        return StageWeights(
-            self.parameters[places],
-            self.trainable[places],
-            self.kept[places],
-            self.border[places],
-            self.largest[places],
-            working=self.working[places],
-            training=self.training[places],
-        )
+        return StageWeights(*(getattr(self, kind.name)[places] for kind in fields(self)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from anabranch.cost.memory import working_behind
+from anabranch.cost.passes import pass_behind
 from anabranch.graph.digraph import strongly_connected, topological_order
 from anabranch.graph.opgraph import BATCH, Op, OpGraph, Value, bits
 from anabranch.plans.stages import StageGraph
@@ -126,7 +126,7 @@ def _cost(costs: Sequence[OpCost], mask: int) -> OpCost:
         return chosen[0]
     working = 0.0
     for cost in chosen:
-        working = working_behind(working, cost.kept_bytes, cost.working_bytes)
+        working = pass_behind(working, cost.kept_bytes, cost.working_bytes)
     return OpCost(
         tuple(map(sum, zip(*(cost.forward_s for cost in chosen), strict=True))),
         tuple(map(sum, zip(*(cost.backward_s for cost in chosen), strict=True))),

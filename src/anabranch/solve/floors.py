@@ -141,8 +141,8 @@ def sum_floors(step: Step, cost: CostModel) -> Iterator[Floor]:
         what = f"{memory_text(nbytes[longest])} over devices {ranges(longest)}"
         yield Floor("all_reduce", seconds[longest], what, False)
     everywhere = tuple(range(_devices(cost)))
-    held = cost.parameter_bytes(range(len(cost.graph)), trainable=True)
-    if len(everywhere) > 1 and held and everywhere not in seconds:
-        what = f"{memory_text(held)} over all devices"
-        whole_s = cost.allreduce_s(held, everywhere)
+    summed = cost.stage_held_bytes(range(len(cost.graph))).summed
+    if len(everywhere) > 1 and summed and everywhere not in seconds:
+        what = f"{memory_text(summed)} over all devices"
+        whole_s = cost.allreduce_s(summed, everywhere)
         yield Floor("data_parallel_all_reduce", whole_s, what, False)

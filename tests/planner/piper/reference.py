@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from anabranch.cost import CostModel
 from anabranch.cost.communication import all_reduce_s
-from anabranch.graph.opgraph import BATCH, Op, OpGraph, Value, bits
+from anabranch.graph.opgraph import BATCH, Op, OpGraph, Table, Value, bits
 from anabranch.planner.downsets import downsets
 from anabranch.planner.toolkit.prices import MicrobatchPrices, Mode
 from anabranch.profile.profile import OpCost, Profile, Sharded
@@ -52,7 +52,7 @@ class Reference:
             enters = not made and value.producer != BATCH and inside
             nbytes += value.size(n) * (1 + value.grad) * bool(leaves or enters)
         seconds += nbytes * self.cost.border_price(mode.devices)
-        reduced = self.cost.parameter_bytes(ops, trainable=True, tensor=mode.tensor)
+        reduced = self.cost.stage_held_bytes(ops, mode.tensor).summed
         reduce_s = all_reduce_s(reduced, *self.prices.ring(mode.replicas, mode.tensor))
         return seconds + float(reduce_s) / self.prices.num_microbatches
 
@@ -90,7 +90,8 @@ class Reference:
 @st.composite
 def rich_profiles(draw: st.DrawFn, max_ops: int = 5) -> Profile:
     """With all that is allowed: shared and frozen parameters, values without a batch dimension,
-    operators that cost nothing, and costs under tensor parallelism.
+    tables that are looked up, operators that cost nothing, passes that take memory, and costs under
+    tensor parallelism.
     """
     profile = draw(planning_profiles(max_ops, series_parallel=False))
     graph = profile.graph
@@ -98,10 +99,19 @@ def rich_profiles(draw: st.DrawFn, max_ops: int = 5) -> Profile:
     ops = tuple(Op(op.name, (f"p{shared[i]}",)) for i, op in enumerate(graph.ops))
     values = tuple(replace(value, batched=draw(st.booleans())) for value in graph.values)
     parameters = tuple(
-        replace(weight, trainable=draw(st.booleans())) for weight in graph.parameters
+        replace(
+            weight,
+            nbytes=weight.nbytes * 10,
+            trainable=draw(st.booleans()),
+            table=Table(1, 1) if weight.nbytes % 2 else None,
+        )
+        for weight in graph.parameters
     )
     free = OpCost((0.0,) * 4, (0.0,) * 4, 0)
-    costs = tuple(free if draw(st.booleans()) and i % 2 else c for i, c in enumerate(profile.costs))
+    costs = tuple(
+        free if draw(st.booleans()) and i % 2 else replace(c, working_bytes=draw(st.integers(0, 4)))
+        for i, c in enumerate(profile.costs)
+    )
     sharded = tuple(
         Sharded(
             degree,
@@ -120,6 +130,7 @@ def _scaled(cost: OpCost, by: float) -> OpCost:
         tuple(by * s for s in cost.forward_s),
         tuple(by * s for s in cost.backward_s),
         cost.kept_bytes // 2,
+        cost.working_bytes,
     )
 
 

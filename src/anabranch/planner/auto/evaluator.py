@@ -11,8 +11,7 @@ of two drafts is the quicker one:
 - processor cores that devices share, one action after the other.
 
 It is no judge: what it likes is simulated (``simulator``). Left out are slices of uneven size,
-all-reduces that hold messages up, gradients that are rows of tables, and parameters that stages
-share.
+all-reduces that hold messages up, and parameters that stages share.
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ import numpy as np
 
 from anabranch.cost import CostModel
 from anabranch.cost.model import Floats
+from anabranch.cost.stage_weights import Held
 from anabranch.graph.opgraph import BATCH
 from anabranch.planner.auto.draft import Draft
 
@@ -105,21 +105,19 @@ def _seconds(cost: CostModel, batch_size: int) -> tuple[Any, ...]:
 
 
 def _bytes(cost: CostModel) -> Floats:
-    """Per tensor degree and operator: of parameters, of trainable ones, of the largest of these,
-    kept for the backward, and besides in a pass; a parameter that several read counts for the first
-    of them.
+    """Per tensor degree and operator the first rows of ``stage_tables``; a parameter that several
+    read counts for the first of them.
     """
     rows = []
     for tensor in cost.tensor_degrees:
-        total, trainable = (part.copy() for part in cost.own_parameter_bytes(tensor))
-        if tensor == 1:
-            for mask, parameter in cost.tied:
-                first = (mask & -mask).bit_length() - 1
-                total[first] += parameter.nbytes
-                trainable[first] += parameter.nbytes * parameter.trainable
-        largest = cost.largest_gradients(tensor)
+        held = Held(*(part.copy() for part in cost.own_parameter_bytes(tensor)))
+        for mask, parameter in cost.tied if tensor == 1 else ():
+            first = (mask & -mask).bit_length() - 1
+            for kind, nbytes in zip(held, cost.held_bytes(parameter), strict=True):
+                kind[first] += nbytes
+        largest = cost.largest_gradients(tensor, dense=True), cost.largest_gradients(tensor)
         passes = cost.kept_bytes(tensor), cost.working_bytes(tensor)
-        rows.append([total, trainable, largest, *passes])
+        rows.append([*held, *largest, *passes])
     return np.array(rows)
 
 

@@ -14,7 +14,9 @@ from typing import Any, cast
 
 from anabranch.cost.buckets import BUCKET_BYTES
 from anabranch.cost.communication import all_reduce_s, ring_price, transfer_s
-from anabranch.cost.memory import memory_terms, updated_bytes, working_behind
+from anabranch.cost.memory import memory_terms, updated_bytes
+from anabranch.cost.passes import pass_behind
+from anabranch.cost.stage_weights import summed_bytes, touched_bytes
 from anabranch.planner.toolkit.jit import compiled
 from anabranch.plans.in_flight import in_flight_samples
 
@@ -35,13 +37,14 @@ COUNTS = 17
 FORWARD, BACKWARD, SUMS, UPDATE, FREE, READY, LEFT, PASSED, SUMMED = range(9)
 SECONDS = 9
 
-# Bytes of a stage: parameters, those that are trained, the largest of these; of a sample what is
-# kept, and what a pass takes besides; that enter and that return, per sample and whatever the
-# samples; gradients that wait for a bucket to be full; of a sample what a pass takes besides of an
-# operator that is trained. The first five are also an operator's.
-PARAMETERS, TRAINABLE, LARGEST, KEPT, WORKING = range(5)
-ENTERS, ENTERS_FIXED, RETURNS, RETURNS_FIXED, WAITING, TRAINING = range(5, 11)
-BYTES = 11
+# Bytes of a stage: parameters, those that are trained, of these tables whose gradients are rows,
+# these rows, the largest parameter, the largest gradient; of a sample what is kept; what a pass
+# takes besides, of an operator and a sample or of a stage and all its samples; that enter and that
+# return, per sample and whatever the samples; gradients that wait for a bucket to be full. The
+# first eight are also an operator's.
+PARAMETERS, TRAINABLE, TABLES, ROWS, LARGEST, LARGEST_GRADIENT, KEPT, PASS = range(8)
+ENTERS, ENTERS_FIXED, RETURNS, RETURNS_FIXED, WAITING = range(8, 13)
+BYTES = 13
 
 # Whole numbers of an edge: its ends, and whether it leaves a node.
 SOURCE, TARGET, FAR = range(3)
@@ -80,7 +83,9 @@ SIZE, BANDWIDTH, LINK_LATENCY = range(3)
 _in_flight_samples = cast(Callable[..., int], compiled(in_flight_samples))
 _updated_bytes = cast(Callable[..., float], compiled(updated_bytes))
 _memory_terms = cast(Callable[..., tuple[float, float, float, float]], compiled(memory_terms))
-_working_behind = cast(Callable[..., float], compiled(working_behind))
+_summed_bytes = cast(Callable[..., float], compiled(summed_bytes))
+_touched_bytes = cast(Callable[..., float], compiled(touched_bytes))
+_pass_behind = cast(Callable[..., float], compiled(pass_behind))
 _ring_price = cast(Callable[..., tuple[float, float]], compiled(ring_price))
 _all_reduce_s = cast(Callable[..., float], compiled(all_reduce_s))
 _transfer_s = cast(Callable[..., float], compiled(transfer_s))
@@ -148,7 +153,7 @@ def sum_operators(
     home: Table,
     recompute: Table,
     op_seconds: Table,  # [forward or backward, g, n, i]
-    op_bytes: Table,  # [g, parameters to working, i]
+    op_bytes: Table,  # [g, parameters to pass, i]
     action_s: float,
     counts: Table,
     seconds: Table,
@@ -161,14 +166,13 @@ def sum_operators(
         counts[OPERATORS, s] += 1
         seconds[FORWARD, s] += op_seconds[FORWARD, g, n, i]
         seconds[BACKWARD, s] += op_seconds[BACKWARD, g, n, i]
-        nbytes[PARAMETERS, s] += op_bytes[g, PARAMETERS, i]
-        nbytes[TRAINABLE, s] += op_bytes[g, TRAINABLE, i]
-        nbytes[LARGEST, s] = max(nbytes[LARGEST, s], op_bytes[g, LARGEST, i])
-        kept, working = op_bytes[g, KEPT, i], op_bytes[g, WORKING, i]
-        nbytes[KEPT, s] += kept
-        trained = working if op_bytes[g, LARGEST, i] > 0 else 0.0
-        nbytes[WORKING, s] = _working_behind(nbytes[WORKING, s], kept, working)
-        nbytes[TRAINING, s] = _working_behind(nbytes[TRAINING, s], kept, trained)
+        for kind in (PARAMETERS, TRAINABLE, TABLES, ROWS, KEPT):
+            nbytes[kind, s] += op_bytes[g, kind, i]
+        for kind in (LARGEST, LARGEST_GRADIENT):
+            nbytes[kind, s] = max(nbytes[kind, s], op_bytes[g, kind, i])
+        samples = counts[SAMPLES, s]
+        own = op_bytes[g, LARGEST_GRADIENT, i] + op_bytes[g, PASS, i] * samples
+        nbytes[PASS, s] = _pass_behind(nbytes[PASS, s], op_bytes[g, KEPT, i] * samples, own)
     for s in range(len(recompute)):
         if counts[OPERATORS, s] == 0:
             return False
@@ -319,19 +323,18 @@ def fit_memory(
             nbytes[PARAMETERS, s],
             trainable,
             _updated_bytes(trainable, largest, replicas) if sharded else trainable,
-            largest,
+            nbytes[LARGEST_GRADIENT, s],
             nbytes[ENTERS, s] * n + nbytes[ENTERS_FIXED, s],
             nbytes[RETURNS, s] * n + nbytes[RETURNS_FIXED, s],
             nbytes[KEPT, s] * n,
-            nbytes[WORKING, s] * n,
-            nbytes[TRAINING, s] * n,
+            nbytes[PASS, s],
             1.0 if recompute[s] else 0.0,
             replicas,
             1 + rates[MORE_VERSIONS] + rates[VERSIONS_IN_FLIGHT] * least,
             rates[OPTIMIZER_FACTOR],
             rates[RECEIVE_SLOTS],
-            0.0,
-            0.0,
+            nbytes[TABLES, s],
+            nbytes[ROWS, s],
         )
         free = rates[MEMORY] - resident - backward
         if least * flight > free or resident + sums > rates[MEMORY]:
@@ -414,10 +417,12 @@ def price_sums(
     """
     half = 0.5 if sharded and flush else 1.0
     for s in range(counts.shape[1]):
-        trainable, replicas = nbytes[TRAINABLE, s], counts[REPLICAS, s]
-        updated = _updated_bytes(trainable, nbytes[LARGEST, s], replicas) if sharded else trainable
+        held = nbytes[TRAINABLE, s], nbytes[TABLES, s], nbytes[ROWS, s]
+        updated, replicas = _touched_bytes(*held), counts[REPLICAS, s]
+        if sharded:
+            updated = _updated_bytes(updated, nbytes[LARGEST, s], replicas)
         byte_s, latency_s = _ring(s, levels, counts)
-        reduce_s = _all_reduce_s(trainable, byte_s, latency_s)
+        reduce_s = _all_reduce_s(_summed_bytes(*held), byte_s, latency_s)
         seconds[UPDATE, s] = updated * rates[UPDATE_BYTE_S] + (1 - half) * reduce_s
         if not flush:
             seconds[SUMS, s] = reduce_s
@@ -428,7 +433,9 @@ def price_sums(
         if counts[REPLICAS, s] > 1:
             g = counts[DEGREE, s]
             seconds[PASSED, s] += op_seconds[BACKWARD, g, counts[ROW, s], i]
-            nbytes[WAITING, s] += op_bytes[g, TRAINABLE, i]
+            nbytes[WAITING, s] += _summed_bytes(
+                op_bytes[g, TRAINABLE, i], op_bytes[g, TABLES, i], op_bytes[g, ROWS, i]
+            )
             if nbytes[WAITING, s] > BUCKET_BYTES:
                 _sum_bucket(s, half, levels, counts, nbytes, seconds)
     for s in range(counts.shape[1]):

@@ -214,7 +214,7 @@ class _Priced:
         """Seconds of the all-reduce; with samples, what sticks out of their backward."""
 
         def reduced(count: int) -> float:
-            return cost.parameter_bytes(ops[:count], trainable=True, tensor=stage.tensor)
+            return cost.stage_held_bytes(ops[:count], stage.tensor).summed
 
         ranks = stage.devices[:: stage.tensor]
         per_byte, latency_s = ring_price(cost, counts(cost.cluster, ranks))

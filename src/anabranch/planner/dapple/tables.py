@@ -120,7 +120,7 @@ class Tables:
         return self._rings[degree, per_byte]
 
     def _ring(self, degree: int, per_byte: float, latency_s: float) -> Floats:
-        reduced = self.problem.row.matrices().trainable
+        reduced = self.problem.row.matrices().summed
         if not self.problem.overlap_allreduce:
             return np.asarray(transfer_s(reduced, per_byte, latency_s))
         # Column j: the gradients of the operators before cut j, which are complete when the

@@ -6,7 +6,7 @@
                         min over s, m' of max( A^k(u->s, m-m'), 2 a_s / B_k, T^k(s->v, m') ) )
 
 with levels k = 1 .. L of m_k components each, bandwidth B_k between the components of level k,
-w the trainable parameters of a span, and 2 a_s the bytes that cross state s with their gradients.
+w the bytes of gradients of a span, and 2 a_s the bytes that cross state s with their gradients.
 
 Samples. PipeDream's replicas take whole mini-batches in turn, so it divides a mini-batch's time by
 m. Here a stage with d replicas in all, over every level, computes ceil(b / d) samples, priced at
@@ -117,7 +117,7 @@ class Terms:
         """Seconds per micro-batch of the all-reduce among m components."""
         if m == 1:
             return 0.0
-        reduced: Matrix = self.states.matrices().trainable
+        reduced: Matrix = self.states.matrices().summed
         return reduced * self.reduce_s_per_byte(level, copies, m)
 
     def reduce_s_per_byte(self, level: int, copies: int, m: int) -> float:
@@ -174,7 +174,7 @@ class Terms:
                 inside = self.period_s(piece.inside, level - 1, copies * m)
             else:
                 inside = float(self.compute_s(copies * m)[piece.start, piece.stop])
-            reduced = float(self.states.matrices().trainable[piece.start, piece.stop])
+            reduced = float(self.states.matrices().summed[piece.start, piece.stop])
             reduce_s = reduced * self.reduce_s_per_byte(level, copies, m)
             longest = max(longest, inside, reduce_s)
         return longest

@@ -98,26 +98,27 @@ class DownsetPrices:
         """Per operator what it adds to the load of its stage at least."""
         n, cost = self.prices.samples(mode.replicas), self.prices.cost
         forward, backward = cost.op_seconds(n, mode.tensor)
-        trainable = cost.own_parameter_bytes(mode.tensor)[1]
-        return np.asarray(forward + backward + trainable * self._reduce_price(mode))
+        summed = cost.own_parameter_bytes(mode.tensor).summed
+        return np.asarray(forward + backward + summed * self._reduce_price(mode))
 
     def _bound(self, mode: Mode) -> Floats:
         """Per downset; the difference of two is at most the load of the stage between them."""
         n = self.prices.samples(mode.replicas)
-        trainable = self.downsets.parameter_bytes(mode.tensor)[1]
+        summed = self.downsets.parameter_bytes(mode.tensor).summed
         seconds = self.downsets.compute_s(n, mode.tensor)
-        return np.asarray(seconds + trainable * self._reduce_price(mode))
+        return np.asarray(seconds + summed * self._reduce_price(mode))
 
     def _reduce_price(self, mode: Mode) -> float:
-        """Seconds per micro-batch of all-reduce for a byte of parameters, latency apart."""
+        """Seconds per micro-batch of all-reduce for a byte of gradients, latency apart."""
         return self.prices.ring(mode.replicas, mode.tensor)[0] / self.prices.num_microbatches
 
     def _least_bytes(self, mode: Mode) -> Floats:
         """Per downset; the difference of two is at most what the stage between them needs."""
-        total, trainable = self.downsets.parameter_bytes(mode.tensor)
+        held = self.downsets.parameter_bytes(mode.tensor)
         kept = self.downsets.kept_bytes(mode.tensor)
-        nothing = Traffic(0.0, 0.0)
-        weights = StageWeights(total, trainable, kept, Border(*(nothing,) * 4))
+        border = Border(*(Traffic(0.0, 0.0),) * 4)
+        parameters, trainable, tables, rows = held
+        weights = StageWeights(parameters, trainable, kept, border, tables=tables, rows=rows)
         memory = self.prices.cost.memory(weights, self.prices.microbatch_size, mode.replicas)
         return np.asarray(memory.peak(1))
 
@@ -223,7 +224,7 @@ class DownsetPrices:
         n = prices.samples(mode.replicas)
         compute = self.downsets.compute_s(n, mode.tensor, recompute=mode.recompute)
         traffic = border.comes.at(n) + border.goes.at(n)
-        reduce_s = all_reduce_s(weights.trainable, *prices.ring(mode.replicas, mode.tensor))
+        reduce_s = all_reduce_s(weights.summed, *prices.ring(mode.replicas, mode.tensor))
         load = pairs.difference(compute) + traffic * prices.cost.border_price(mode.devices)
         return np.asarray(load + reduce_s / prices.num_microbatches)
 

@@ -31,7 +31,9 @@ SOURCES = (
     "cost/buckets.py",
     "cost/communication.py",
     "cost/memory.py",
+    "cost/passes.py",
     "cost/period.py",
+    "cost/stage_weights.py",
     "plans/in_flight.py",
 )
 """Files of the package that are compiled, or have formulas or numbers that are."""
