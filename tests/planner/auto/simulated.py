@@ -34,7 +34,8 @@ def simulated_s(cost: CostModel, batch_size: int, draft: Draft) -> float:
 
 
 def _warmed_up(graph: StageGraph, cost: CostModel, schedule: str) -> StageGraph:
-    room = partial(ShortestStep(cost, (schedule,))._room, graph)
+    objective = ShortestStep(cost, (schedule,))
+    room = partial(objective._room, objective.prices(graph))
     return rule_named(schedule).warm_up(graph, room)
 
 
