@@ -71,11 +71,8 @@ def test_every_micro_batch_size_has_the_gradients_of_the_whole_batch(name: str) 
         loss, gradients = pipeline.gradients(given)
         assert loss == pytest.approx(expected.loss, rel=1e-6)
         assert distance(gradients, expected) < 1e-6
-    captured = model.captured.evaluation()
     module = model.module.eval()
-    pipeline = Pipeline(
-        model.workload, alone, captured=model.captured, evaluation=captured, check_gradients=False
-    )
+    pipeline = Pipeline(model.workload, alone, captured=model.captured, check_gradients=False)
     found = pipeline.evaluate([given])
     module.train()
     assert found["loss"] == pytest.approx(expected.loss, rel=1e-6)
