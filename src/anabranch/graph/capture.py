@@ -27,6 +27,7 @@ from torch.utils import _pytree as pytree
 
 from anabranch.errors import CaptureError
 from anabranch.graph.batch_layout import BatchLayout, leaf_name
+from anabranch.graph.batch_norms import in_one_process, with_whole_batch_norms
 from anabranch.graph.call_traits import base_name
 from anabranch.graph.export import ReturnsLoss, export, plain_calls, user_line
 from anabranch.graph.flat_program import (
@@ -162,7 +163,7 @@ class Captured:
                 "requires a gradient; is its forward decorated with torch.no_grad, or is every "
                 "parameter frozen?"
             )
-        flow = sample_flow(program, other)
+        flow = with_whole_batch_norms(sample_flow(program, other), module)
         whole_batch = WholeBatch.of(program, flow)
         names = ("loss", *exporter.metrics)
         degrees = {
@@ -589,7 +590,8 @@ class _Exporter:
         try:
             if self.module.training != self.training:
                 self.module.train(self.training)
-            yield
+            with in_one_process():
+                yield
         finally:
             for part, mode in modes.items():
                 part.training = mode
