@@ -95,6 +95,7 @@ class Session:
         buckets_of(self.captured, workload)
         self._buckets = workload.buckets
         module = self.captured.module
+        self._frozen = [(n, p) for n, p in module.named_parameters() if not p.requires_grad]
         # The self-check needs the whole model on one rank.
         self.gradient_verdict = "not compared: nobody asked for it"
         if predecessor is not None:
@@ -224,7 +225,19 @@ class Session:
         return lack(plan, self.mesh, self.state.bytes_on(self.place), 0, self.place)
 
     def leaves(self, batch: Batch) -> dict[str, Tensor]:
-        """The tensors of a batch by their names; DataError if it is not built as the example."""
+        """The tensors of a batch by their names.
+
+        Raises:
+            DataError: if it is not built as the example.
+            TrainingError: if a parameter is trained now that was frozen at capture.
+        """
+        if thawed := [name for name, parameter in self._frozen if parameter.requires_grad]:
+            raise TrainingError(
+                f"{', '.join(thawed[:3])} {'were' if len(thawed) > 1 else 'was'} frozen when the "
+                "model was captured, so no stage sends gradients for it, and now requires_grad is "
+                "True; leave it True from the start, and set it to False for the steps in which "
+                "it is to stay as it is"
+            )
         read = self.workers.leaves
         leaves = leaves_of(self.captured, batch, self.place, self.feed.where, read=read)
         self._begin_batch(batch)
