@@ -38,7 +38,7 @@ def say_compiling(planner: str) -> None:
     from anabranch.planner.toolkit.jit import is_kept
 
     if not is_kept("stage_clock"):
-        note("planner auto compiles its evaluator; that takes some twenty seconds, once")
+        note("planner auto compiles its evaluator; that takes some ten seconds, once")
 
 
 class TrainingProgress:

@@ -52,6 +52,16 @@ def test_two_stages_by_hand():
     assert evaluate(draft("000111", "01"), 35.9) == math.inf
 
 
+def test_micro_batches_of_any_size():
+    """6 of 8 samples, then the other 2: 18 s forward and 6 s on each of two stages in a row, of
+    which the short one's run as long as the others' in an evaluation.
+    """
+    where = space(CHAIN, 2)
+    mixed = draft("000111", "01", microbatch=6)
+    assert simulated_s(where.cost, 8, mixed) == pytest.approx(18 + 18 + 6)
+    assert Evaluator(where.cost, 8)(mixed) == pytest.approx(3 * 18)
+
+
 def test_what_cannot_run_takes_for_ever():
     """A circle, a stage without operators or devices, more replicas than samples or allowed."""
     where = space(CHAIN, 4)

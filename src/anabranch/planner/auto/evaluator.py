@@ -17,16 +17,17 @@ all-reduces that hold messages up, and parameters that stages share.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from anabranch.cost import CostModel
-from anabranch.cost.model import Floats
 from anabranch.cost.stage_weights import Held
 from anabranch.graph.opgraph import BATCH
 from anabranch.planner.auto.draft import Draft
+
+Ints = NDArray[np.int64]
 
 
 class Evaluator:
@@ -47,96 +48,120 @@ class Evaluator:
         versions: tuple[float, float] | None = None,
     ) -> None:
         # Compiling takes seconds the first time, and importing the compiler a quarter of one.
-        from anabranch.planner.auto.stage_clock import step_s
+        from anabranch.planner.auto import stage_tables as tables
+        from anabranch.planner.auto.stage_clock import MOST_SHOWN, step_s
+        from anabranch.planner.toolkit.jit import bound
 
-        cluster = cost.cluster
-        links = [cluster.level_link(level) for level in range(len(cluster.levels))]
-        self._step_s: Callable[..., float] = step_s
-        self._rest: tuple[Any, ...] = (
-            batch_size,
-            max_replicas or cluster.num_devices,
-            versions is None,
-            *_seconds(cost, batch_size),
-            _bytes(cost),
-            *_values(cost),
-            np.array(
-                [
-                    cluster.group_sizes,
-                    [link.bandwidth for link in links],
-                    [link.latency_s for link in links],
-                ],
-                dtype=np.float64,
-            ),
-            np.array(
-                [
-                    cluster.memory_bytes,
-                    cost.optimizer_factor,
-                    cost.receive_slots,
-                    cost.update.byte_s,
-                    cost.microbatch_s,
-                    *_message(cost),
-                    _cores(cost),
-                    *(versions or (0.0, 0.0)),
-                ],
-                dtype=np.float64,
-            ),
+        cluster, devices = cost.cluster, cost.cluster.num_devices
+        fewest, most = (1, batch_size) if cost.profile.proportional else _range(cost)
+        problem = (
+            *(batch_size, max_replicas or devices, versions is None, fewest, most),
+            *(cluster.memory_bytes, cost.optimizer_factor, cost.receive_slots),
+            *(cost.update.byte_s, cost.microbatch_s, *_message(cost), _cores(cost)),
+            *(versions or (0.0, 0.0)),
         )
+        links = [cluster.level_link(level) for level in range(len(cluster.levels))]
+        levels = [
+            (group, link.bandwidth, link.latency_s)
+            for group, link in zip(cluster.group_sizes, links, strict=True)
+        ]
+        values, readers = _values(cost)
+        nodes = -(-devices // cluster.group_sizes[0])
+        edges = min(len(readers), devices * devices) + devices
+        self._stages = np.zeros(devices, tables.STAGE)
+        edge_of = np.zeros((devices, devices), np.int32)
+        ports = [np.zeros(devices + nodes) for _ in range(3)]
+        cores = np.zeros(round(_cores(cost)))
+        # Filled with zeros through these: of records that would take longer.
+        self._words = self._stages.view(np.int64).reshape(devices, -1)
+        self._cleared: tuple[NDArray[Any], ...] = edge_of, *ports, cores
+        self._rest: tuple[Any, ...] = (
+            np.array([problem], tables.PROBLEM),
+            _degrees(cost),
+            *_seconds(cost, tables.OPERATOR_SECONDS),
+            _bytes(cost, tables.OPERATOR_BYTES),
+            np.array(values, tables.VALUE),
+            readers,
+            np.array(levels, tables.LEVEL),
+            np.zeros(edges, tables.EDGE),
+            edge_of,
+            np.zeros((devices, nodes), np.int64),
+            *ports,
+            cores,
+            np.empty((2, edges, min(batch_size, MOST_SHOWN))),
+        )
+        ints, no = np.zeros(1, np.int32), np.zeros(1, np.bool_)
+        draft = Draft(ints, ints, ints, ints, no, ints, deep=False, chained=False, sharded=False)
+        self._step_s = bound(step_s, *draft, 0.0, self._stages, *self._rest)
 
     def __call__(self, draft: Draft, limit: float = math.inf) -> float:
         """About how many seconds; infinity where it cannot run or takes longer than the limit."""
-        return self._step_s(*draft, *self._rest, limit)
+        count = len(draft.microbatch)
+        self._words[:count] = 0
+        for table in self._cleared:
+            table.fill(0)
+        seconds: float = self._step_s(*draft, limit, self._stages[:count], *self._rest)
+        return seconds
 
 
-def _seconds(cost: CostModel, batch_size: int) -> tuple[Any, ...]:
-    """Rows of sample counts, of tensor degrees, and per row the seconds of every operator."""
-    devices = cost.cluster.num_devices
-    sizes = {batch_size, *(1 << i for i in range(batch_size.bit_length()))}
-    sizes |= {batch_size % b for b in sizes} - {0}  # the last micro-batch may be a short one
-    wanted = {n for b in sizes for r in range(1, min(b, devices) + 1) for n in (b // r, -(-b // r))}
-    counts = sorted(n for n in wanted if cost.covers(n))
-    row_of = np.full(batch_size + 1, -1)
-    row_of[counts] = np.arange(len(counts))
+def _range(cost: CostModel) -> tuple[int, int]:
+    """Fewest and most samples that the profile covers."""
+    return cost.profile.samples[0], cost.profile.samples[-1]
+
+
+def _degrees(cost: CostModel) -> Ints:
+    """[devices of a replica]: its place among the tensor degrees, or -1."""
     degree_of = np.full(max(cost.tensor_degrees) + 1, -1)
     degree_of[list(cost.tensor_degrees)] = np.arange(len(cost.tensor_degrees))
-    tables = np.array(
-        [[cost.op_seconds(n, tensor) for n in counts] for tensor in cost.tensor_degrees]
-    ).reshape(len(cost.tensor_degrees), len(counts), 2, len(cost.graph))
-    return row_of, degree_of, np.ascontiguousarray(np.moveaxis(tables, 2, 0))
+    return degree_of
 
 
-def _bytes(cost: CostModel) -> Floats:
-    """Per tensor degree and operator the first rows of ``stage_tables``; a parameter that several
-    read counts for the first of them.
+def _seconds(cost: CostModel, record: Any) -> tuple[Any, Any]:
+    """Sample counts, and the seconds of every operator there: between them they are on a line."""
+    measured = list(cost.profile.samples)
+    if cost.profile.proportional:
+        measured = [0, measured[0]]
+    elif len(measured) == 1:
+        measured.append(measured[0] + 1)
+    tables = np.zeros((len(cost.tensor_degrees), len(measured), len(cost.graph)), record)
+    for g, tensor in enumerate(cost.tensor_degrees):
+        for n, samples in enumerate(measured):
+            if cost.covers(samples):
+                tables[g, n]["forward"], tables[g, n]["backward"] = cost.op_seconds(samples, tensor)
+    return np.array(measured), tables
+
+
+def _bytes(cost: CostModel, record: Any) -> Any:
+    """Bytes of every operator, [tensor degree, operator]; a parameter that several read counts for
+    the first of them.
     """
-    rows = []
-    for tensor in cost.tensor_degrees:
+    tables = np.zeros((len(cost.tensor_degrees), len(cost.graph)), record)
+    for table, tensor in zip(tables, cost.tensor_degrees, strict=True):
         held = Held(*(part.copy() for part in cost.own_parameter_bytes(tensor)))
         for mask, parameter in cost.tied if tensor == 1 else ():
             first = (mask & -mask).bit_length() - 1
             for kind, nbytes in zip(held, cost.held_bytes(parameter), strict=True):
                 kind[first] += nbytes
-        largest = cost.largest_gradients(tensor, dense=True), cost.largest_gradients(tensor)
-        passes = cost.kept_bytes(tensor), cost.working_bytes(tensor)
-        rows.append([*held, *largest, *passes])
-    return np.array(rows)
+        for name, nbytes in held._asdict().items():
+            table[name] = nbytes
+        table["largest"] = cost.largest_gradients(tensor, dense=True)
+        table["largest_gradient"] = cost.largest_gradients(tensor)
+        table["kept"], table["working"] = cost.kept_bytes(tensor), cost.working_bytes(tensor)
+    return tables
 
 
-def _values(cost: CostModel) -> tuple[Any, ...]:
-    """Producers, readers and bytes of the values between operators."""
-    values = [v for v in cost.graph.values if v.producer != BATCH and v.consumers]
-    return (
-        np.array([value.producer for value in values], dtype=np.int64),
-        np.cumsum([0, *(len(value.consumers) for value in values)]),
-        np.array([c for value in values for c in value.consumers], dtype=np.int64),
-        np.array(
-            [
-                [value.nbytes * value.batched for value in values],
-                [value.nbytes * (not value.batched) for value in values],
-                [value.grad for value in values],
-            ],
-            dtype=np.float64,
-        ),
-    )
+def _values(cost: CostModel) -> tuple[list[tuple[float, ...]], Ints]:
+    """Values between operators, and the readers of all of them."""
+    values: list[tuple[float, ...]] = []
+    readers: list[int] = []
+    for value in cost.graph.values:
+        if value.producer != BATCH and value.consumers:
+            first = len(readers)
+            readers += value.consumers
+            fixed = value.nbytes * (not value.batched)
+            sizes = value.nbytes * value.batched, fixed
+            values.append((value.producer, first, len(readers), value.grad, *sizes))
+    return values, np.array(readers, np.int64)
 
 
 def _message(cost: CostModel) -> tuple[float, float]:

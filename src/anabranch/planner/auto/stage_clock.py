@@ -1,9 +1,8 @@
 """The clock of the evaluator: stages as single machines, compiled.
 
-Only ``evaluator`` imports this file, when something is searched: importing numba takes a quarter of
-a second, and compiling the first time some twenty; machine code is kept on disk.
-
-Axes and the rows of tables are those of ``stage_tables``.
+Letters and records are those of ``stage_tables``. Ways of messages are 0 ahead and 1 back. When
+ports are free to send, to receive and to sum is in ``leaving``, ``entering`` and ``summing``: first
+links of stages inside a node, [s], then the cards of nodes, of which a stage takes all at once.
 """
 
 from __future__ import annotations
@@ -11,43 +10,14 @@ from __future__ import annotations
 import numpy as np
 
 from anabranch.planner.auto.stage_tables import (
-    ACTION_S,
-    BACKWARD,
-    BACKWARDS,
-    BYTES,
-    CORES,
-    COUNTS,
-    ENDS,
-    ENTERING,
-    FAR,
-    FORWARD,
-    FORWARDS,
-    FREE,
-    HELD,
-    IN_FLIGHT,
-    LANES,
-    LATENCY,
-    LEAVING,
-    LEFT,
-    NODES,
-    OCCUPIES,
-    READY,
-    SECONDS,
-    SIZE,
-    SOURCE,
-    SUMMED,
-    SUMS,
-    TARGET,
-    TOTAL,
-    TRAFFIC,
-    UPDATE,
+    Record,
     Table,
     chain_stages,
     count_devices,
     count_in_flight,
     fit_memory,
     join_stages,
-    list_edges,
+    order_edges,
     price_messages,
     price_sums,
     sort_stages,
@@ -56,177 +26,172 @@ from anabranch.planner.auto.stage_tables import (
 )
 from anabranch.planner.toolkit.jit import compiled, entry
 
-_FULL = 96
+SHOWN = 96
 """Micro-batches that are run; the others take as long each as those in the middle of these."""
+
+MOST_SHOWN = 8 * SHOWN
+"""That are run at most where stages differ in them, so that no period shows."""
 
 
 @compiled
-def _busiest_s(
-    microbatch: Table, batch_size: int, flush: bool, cores: float, counts: Table, seconds: Table
-) -> float:
-    """No step is shorter than the busiest stage, or than all work on the cores that are shared."""
-    work, busiest, update = 0.0, 0.0, 0.0
-    for s in range(len(microbatch)):
-        compute_s = (seconds[FORWARD, s] + seconds[BACKWARD, s]) * batch_size / microbatch[s]
-        if flush:  # nobody updates before all have their sums
-            busiest = max(busiest, compute_s + seconds[SUMS, s])
-            update = max(update, seconds[UPDATE, s])
+def _least_s(problem: Record, stages: Table, edges: Table) -> float:
+    """No step is shorter than the busiest stage with the way to it and back from it, or than all
+    work on the cores that are shared.
+    """
+    work, longest, update = 0.0, 0.0, 0.0
+    for place in range(len(stages)):
+        stage = stages[stages[place].ordered]
+        stage.behind = stage.sums
+        e = stage.entering
+        while e >= 0:
+            edge = edges[e]
+            source = stages[edge.source]
+            needed = -(-stage.microbatch // source.microbatch)
+            ahead = source.before + needed * source.forward + _message_s(edge, edge.ahead)
+            back = source.behind + source.backward + _message_s(edge, edge.back)
+            stage.before = max(stage.before, ahead)
+            stage.behind = max(stage.behind, back)
+            e = edge.next_entering
+        compute = (stage.forward + stage.backward) * problem.batch_size / stage.microbatch
+        work += compute * stage.devices
+        if problem.flush:  # nobody updates before all have their sums
+            longest = max(longest, stage.before + compute + stage.behind)
+            update = max(update, stage.update)
         else:
-            busiest = max(busiest, compute_s + seconds[SUMS, s] + seconds[UPDATE, s])
-        work += compute_s * counts[HELD, s]
-    return max(busiest, work / cores if cores > 0 else 0.0) + update
+            longest = max(longest, compute + stage.sums + stage.update)
+    return max(longest, work / problem.cores if problem.cores > 0 else 0.0) + update
+
+
+@compiled
+def _message_s(edge: Record, busy: float) -> float:
+    """Seconds of a message that waits for nothing."""
+    if busy == 0:
+        return 0.0
+    return float(busy / min(edge.source_links, edge.target_links) + edge.latency)
 
 
 @compiled
 def _busiest_port_s(
-    microbatch: Table,
     batch_size: int,
-    edges: int,
-    ends: Table,
-    traffic: Table,
-    on_node: Table,
-    ports: Table,
+    count: int,
+    stages: Table,
+    edges: Table,
+    nodes: Table,
+    leaving: Table,
+    entering: Table,
 ) -> float:
     """Seconds of the messages of a batch on the port that has most of them."""
-    for e in range(edges):
-        messages = batch_size / min(microbatch[ends[SOURCE, e]], microbatch[ends[TARGET, e]])
-        for way in range(2):
-            for side in range(2):
-                busy = traffic[OCCUPIES + way, e] * messages
-                _occupy(e, way, side, 0.0, busy, ends, traffic, on_node, ports)
     longest = 0.0
-    for port in range(ports.shape[1]):
-        longest = max(longest, ports[0, port], ports[1, port])
+    for e in range(count):
+        edge = edges[e]
+        s, t, far = edge.source, edge.target, edge.far
+        messages = batch_size / min(stages[s].microbatch, stages[t].microbatch)
+        ahead, back = edge.ahead * messages, edge.back * messages
+        for ports, x, busy in (
+            (leaving, s, ahead / edge.source_links),
+            (entering, t, ahead / edge.target_links),
+            (leaving, t, back / edge.target_links),
+            (entering, s, back / edge.source_links),
+        ):
+            until = _free_at(ports, x, far, stages, nodes) + busy
+            _occupy(ports, x, far, until, stages, nodes)
+            longest = max(longest, until)
     return longest
 
 
 @compiled
-def _free_at(e: int, way: int, side: int, ends: Table, on_node: Table, ports: Table) -> float:
-    """When all ports at one end of a message are free.
-
-    Args:
-        way: 0 forward, 1 back.
-        side: 0 where it leaves, 1 where it enters.
-    """
-    stage = ends[SOURCE + (way + side) % 2, e]
-    count, free = on_node.shape[0], 0.0
-    if ends[FAR, e] == 0:
-        free = ports[side, stage]
-    else:
-        for i in range(on_node.shape[1]):
-            if on_node[stage, i] > 0:
-                free = max(free, ports[side, count + i])
+def _free_at(ports: Table, s: int, far: int, stages: Table, nodes: Table) -> float:
+    """When all ports of a stage are free."""
+    if far == 0:
+        return float(ports[s])
+    free = 0.0
+    for i in range(stages[s].nodes):
+        free = max(free, ports[nodes[s, i]])
     return free
 
 
 @compiled
-def _occupy(
-    e: int,
+def _occupy(ports: Table, s: int, far: int, until: float, stages: Table, nodes: Table) -> None:
+    """Take all ports of a stage."""
+    if far == 0:
+        ports[s] = until
+    else:
+        for i in range(stages[s].nodes):
+            ports[nodes[s, i]] = until
+
+
+@compiled
+def _transfer(
+    edge: Record,
     way: int,
-    side: int,
     start: float,
     busy: float,
-    ends: Table,
-    traffic: Table,
-    on_node: Table,
-    ports: Table,
+    stages: Table,
+    nodes: Table,
+    leaving: Table,
+    entering: Table,
 ) -> float:
-    """Take all ports at one end of a message from a start on, or as soon as they are free; until
-    when.
+    """When a message has been sent whose ports are taken from a start on, or as soon as they are
+    free.
 
     Args:
         busy: seconds on a single link.
     """
-    end = (way + side) % 2
-    stage, count = ends[SOURCE + end, e], on_node.shape[0]
-    seconds: float = busy / traffic[LANES + end, e]
-    if ends[FAR, e] == 0:
-        ports[side, stage] = max(start, ports[side, stage]) + seconds
-    else:
-        for i in range(on_node.shape[1]):
-            if on_node[stage, i] > 0:
-                ports[side, count + i] = max(start, ports[side, count + i]) + seconds
-    return start + seconds
+    sender, receiver, far = edge.source, edge.target, edge.far
+    leaves, enters = busy / edge.source_links, busy / edge.target_links
+    if way == 1:
+        sender, receiver, leaves, enters = receiver, sender, enters, leaves
+    start = max(start, _free_at(leaving, sender, far, stages, nodes))
+    start = max(start, _free_at(entering, receiver, far, stages, nodes))
+    _occupy(leaving, sender, far, start + leaves, stages, nodes)
+    _occupy(entering, receiver, far, start + enters, stages, nodes)
+    return float(start + max(leaves, enters))
 
 
 @compiled
-def _fewer_microbatches(microbatch: Table, counts: Table) -> int:
+def _count_shown(stages: Table) -> int:
     """Of many micro-batches, how many show the period: 0 for all, -1 where there are too many."""
     alike, depth, most = True, 0, 0
-    for s in range(len(microbatch)):
-        alike = alike and microbatch[s] == microbatch[0]
-        depth = max(depth, counts[IN_FLIGHT, s])
-        most = max(most, counts[TOTAL, s])
-    shown = max(_FULL, 4 * depth)
+    for s in range(len(stages)):
+        alike = alike and stages[s].microbatch == stages[0].microbatch
+        depth = max(depth, stages[s].in_flight)
+        most = max(most, stages[s].total)
+    shown = min(max(SHOWN, 4 * depth), MOST_SHOWN)
     if alike and most > shown:
         return shown
-    return -1 if most > 8 * shown else 0
+    return -1 if most > MOST_SHOWN else 0
 
 
 @compiled
-def _next_way(s: int, k: Table, counts: Table) -> int:
-    """Whether a stage's next action is a forward, 0, or a backward, 1: kFkB."""
-    begun, ended = counts[FORWARDS, s], counts[BACKWARDS, s]
-    flight = counts[IN_FLIGHT, s] + (ended if ended % k[s] == 0 else 0)
-    return 0 if begun < counts[TOTAL, s] and begun < flight else 1
+def _goes_back(stage: Record) -> bool:
+    """Whether a stage's next action is a backward: kFkB."""
+    flight = stage.in_flight
+    if stage.backwards % stage.k == 0:
+        flight += stage.backwards
+    return bool(stage.forwards >= min(stage.total, flight))
 
 
 @compiled
 def _starts_at(
-    t: int,
-    way: int,
-    batch_size: int,
-    microbatch: Table,
-    counts: Table,
-    seconds: Table,
-    ends: Table,
-    first: Table,
-    listed: Table,
-    arrivals: Table,
+    stage: Record, batch_size: int, stages: Table, edges: Table, arrivals: Table
 ) -> float:
     """When the next action of a stage may begin; infinity where that is not known yet."""
-    done = counts[FORWARDS + way, t]
-    if done == counts[TOTAL, t]:
+    back = _goes_back(stage)
+    done = stage.backwards if back else stage.forwards
+    if done == stage.total:
         return np.inf
-    start: float = seconds[FREE, t]
-    stop = min((done + 1) * microbatch[t], batch_size)
-    side = ENTERING + way
-    for i in range(first[side, t], first[side, t + 1]):
-        e = listed[side, i]
-        x = ends[SOURCE + way, e]
-        need = min(-(-stop // microbatch[x]), counts[TOTAL, x])
-        if counts[FORWARDS + way, x] < need:
+    start: float = stage.free
+    stop = min((done + 1) * stage.microbatch, batch_size)
+    e = stage.leaving if back else stage.entering
+    while e >= 0:
+        edge = edges[e]
+        sender = stages[edge.target if back else edge.source]
+        need = min(-(-stop // sender.microbatch), sender.total)
+        if (sender.backwards if back else sender.forwards) < need:
             return np.inf
-        start = max(start, arrivals[way, e, need - 1])
+        start = max(start, arrivals[1 if back else 0, e, need - 1])
+        e = edge.next_leaving if back else edge.next_entering
     return start
-
-
-@compiled
-def _send(
-    e: int,
-    way: int,
-    size: float,
-    end: float,
-    ends: Table,
-    traffic: Table,
-    on_node: Table,
-    ports: Table,
-) -> float:
-    """When the messages of a micro-batch along an edge arrive that are sent at its end.
-
-    Args:
-        size: samples of the sender's micro-batch per one of the receiver's; a larger one is several
-            messages.
-    """
-    busy = traffic[OCCUPIES + way, e] * max(1.0, size)
-    if busy == 0:
-        return end
-    start = max(end, _free_at(e, way, 0, ends, on_node, ports))
-    start = max(start, _free_at(e, way, 1, ends, on_node, ports))
-    left = _occupy(e, way, 0, start, busy, ends, traffic, on_node, ports)
-    entered = _occupy(e, way, 1, start, busy, ends, traffic, on_node, ports)
-    arrival: float = max(left, entered) + traffic[LATENCY, e]
-    return arrival
 
 
 @compiled
@@ -236,9 +201,9 @@ def _compute(start: float, seconds: float, devices: int, cores: Table) -> float:
     Args:
         cores: when each of those is free that devices share; empty where each has its own.
     """
+    end = start + seconds
     if len(cores) == 0:
-        return start + seconds
-    end = start
+        return end
     for _ in range(devices):
         core = 0
         for c in range(len(cores)):
@@ -251,7 +216,14 @@ def _compute(start: float, seconds: float, devices: int, cores: Table) -> float:
 
 @compiled
 def _sum(
-    s: int, end: float, sent: float, counts: Table, seconds: Table, on_node: Table, ports: Table
+    s: int,
+    end: float,
+    sent: float,
+    stages: Table,
+    nodes: Table,
+    leaving: Table,
+    entering: Table,
+    summing: Table,
 ) -> float:
     """When the gradients of a stage are summed. What is left of that when its last backward ends
     waits for messages on the same links; of those to come it lets each go first.
@@ -259,89 +231,104 @@ def _sum(
     Args:
         sent: when the messages of the last backward have left.
     """
-    if seconds[SUMS, s] == 0:
+    stage = stages[s]
+    if stage.sums == 0:
         return end
-    start, count = sent, on_node.shape[0]
-    far = counts[NODES, s] > 1
-    for i in range(on_node.shape[1]):
-        if far and on_node[s, i] > 0:
-            start = max(start, ports[0, count + i], ports[1, count + i], ports[2, count + i])
-    summed: float = start + seconds[SUMS, s]
-    for i in range(on_node.shape[1]):
-        if far and on_node[s, i] > 0:
-            ports[2, count + i] = summed
-    return summed
+    if stage.nodes == 1:
+        return float(sent + stage.sums)
+    far = stage.nodes
+    start = max(sent, _free_at(leaving, s, far, stages, nodes))
+    start = max(start, _free_at(entering, s, far, stages, nodes))
+    start = max(start, _free_at(summing, s, far, stages, nodes))
+    _occupy(summing, s, far, start + stage.sums, stages, nodes)
+    return float(start + stage.sums)
 
 
 @compiled
 def _run(
     batch_size: int,
-    microbatch: Table,
-    k: Table,
-    counts: Table,
-    seconds: Table,
-    ends: Table,
-    traffic: Table,
-    first: Table,
-    listed: Table,
-    on_node: Table,  # [s, node] devices
-    ports: Table,  # [leaving or entering or summing, stage or node] when it is free
+    stages: Table,
+    edges: Table,
+    nodes: Table,
+    leaving: Table,
+    entering: Table,
+    summing: Table,
     cores: Table,
-    arrivals: Table,  # [forward or backward, e, micro-batch of the sender] of its message
-    marks: Table,  # [micro-batch] ends of the backwards of the slowest stage
+    arrivals: Table,  # [way, e, micro-batch of the sender] of its messages
     limit: float,
-) -> bool:
+) -> float:
     """The clock: of all stages the one whose next action begins first, message after message.
 
     Returns:
-        Whether the step ends within the limit; ``seconds[SUMMED]`` has the end of each stage.
+        Seconds of the step; infinity where they are beyond the limit.
     """
-    count = len(microbatch)
+    shown, count = _count_shown(stages), stages[0].total
+    if shown < 0:
+        return np.inf
     slow, actions, update = 0, 0, 0.0
-    for s in range(count):
-        seconds[READY, s] = -1.0  # not known; infinity while it waits
-        both = seconds[FORWARD, s] + seconds[BACKWARD, s]
-        seconds[LEFT, s] = both * counts[TOTAL, s] + seconds[SUMS, s]
-        update = max(update, seconds[UPDATE, s])
-        actions += 2 * counts[TOTAL, s]
-        if both > seconds[FORWARD, slow] + seconds[BACKWARD, slow]:
+    for s in range(len(stages)):
+        stage = stages[s]
+        if shown > 0:
+            stage.total = shown
+        both = stage.forward + stage.backward
+        stage.left = both * stage.total + stage.behind
+        update = max(update, stage.update)
+        actions += 2 * stage.total
+        stage.ready = -1.0
+        if both > stages[slow].forward + stages[slow].backward:
             slow = s
+    if shown > 0:
+        limit -= (count - shown) * (stages[slow].forward + stages[slow].backward)
+    first, last, period = shown // 3, 2 * shown // 3, 0.0
+    step = 0.0
     for _ in range(actions):
-        s, soonest = -1, np.inf
-        for t in range(count):
-            if seconds[READY, t] < 0:
-                way = _next_way(t, k, counts)
-                seconds[READY, t] = _starts_at(
-                    t, way, batch_size, microbatch, counts, seconds, ends, first, listed, arrivals
-                )
-            if seconds[READY, t] < soonest:
-                s, soonest = t, seconds[READY, t]
-        if s < 0:
-            return False
-        way = _next_way(s, k, counts)
-        took, done = seconds[FORWARD + way, s], counts[FORWARDS + way, s]
-        end = _compute(soonest, took, counts[HELD, s], cores)
-        seconds[LEFT, s] -= took
-        if end + seconds[LEFT, s] + update > limit:
-            return False
-        seconds[FREE, s], seconds[READY, s] = end, -1.0
-        counts[FORWARDS + way, s] = done + 1
-        if way == 1 and s == slow:
-            marks[done] = end
-        side = LEAVING - way
+        s, soonest = len(stages), np.inf
+        for t in range(len(stages)):
+            stage = stages[t]
+            if stage.ready < 0:
+                stage.ready = _starts_at(stage, batch_size, stages, edges, arrivals)
+            if stage.ready < soonest:
+                s, soonest = t, stage.ready
+        if s == len(stages):
+            return np.inf
+        stage = stages[s]
+        way = 1 if _goes_back(stage) else 0
+        seconds, done = stage.forward, stage.forwards
+        if way == 1:
+            seconds, done = stage.backward, stage.backwards
+            stage.backwards += 1
+        else:
+            stage.forwards += 1
+        end = _compute(soonest, seconds, stage.devices, cores)
+        stage.left -= seconds
+        if end + stage.left + update > limit:
+            return np.inf
+        stage.free, stage.ready = end, -1.0
+        if way == 1 and s == slow and shown > 0:
+            if done == first:
+                period -= end / (last - first)
+            elif done == last:
+                period += end / (last - first)
         sent = end
-        for i in range(first[side, s], first[side, s + 1]):
-            e = listed[side, i]
-            t = ends[TARGET - way, e]
-            size = microbatch[s] / microbatch[t]
-            arrival = _send(e, way, size, end, ends, traffic, on_node, ports)
+        e = stage.entering if way == 1 else stage.leaving
+        while e >= 0:
+            edge = edges[e]
+            receiver = stages[edge.source if way == 1 else edge.target]
+            # A larger micro-batch than the receiver's is several messages.
+            size = max(1.0, stage.microbatch / receiver.microbatch)
+            busy = (edge.back if way == 1 else edge.ahead) * size
+            arrival = end
+            if busy > 0:
+                gone = _transfer(edge, way, end, busy, stages, nodes, leaving, entering)
+                arrival = gone + edge.latency
+                sent = max(sent, gone)
             arrivals[way, e, done] = arrival
-            sent = max(sent, arrival - traffic[LATENCY, e])
-            if seconds[READY, t] == np.inf:
-                seconds[READY, t] = -1.0
-        if way == 1 and done + 1 == counts[TOTAL, s]:
-            seconds[SUMMED, s] = _sum(s, end, sent, counts, seconds, on_node, ports)
-    return True
+            if receiver.ready == np.inf:
+                receiver.ready = -1.0
+            e = edge.next_entering if way == 1 else edge.next_leaving
+        if way == 1 and done + 1 == stage.total:
+            step = max(step, _sum(s, end, sent, stages, nodes, leaving, entering, summing))
+    return step + update + (count - shown) * period if shown > 0 else step + update
 
 
 @entry
@@ -355,107 +342,65 @@ def step_s(
     deep: bool,
     chained: bool,
     sharded: bool,
-    batch_size: int,
-    most_replicas: int,
-    flush: bool,
-    row_of: Table,
+    limit: float,
+    stages: Table,
+    problems: Table,  # the only one
     degree_of: Table,
+    measured: Table,
     op_seconds: Table,
     op_bytes: Table,
-    producers: Table,
-    first_reader: Table,
-    readers: Table,
     values: Table,
+    readers: Table,
     levels: Table,
-    rates: Table,
-    limit: float,
+    edges: Table,
+    edge_of: Table,
+    nodes: Table,
+    leaving: Table,
+    entering: Table,
+    summing: Table,
+    cores: Table,
+    arrivals: Table,
 ) -> float:
     """Seconds of a step, or of a period without a flush; infinity where there is none in the limit.
 
     Args:
-        row_of: this and the next ones: see ``stage_tables``.
+        stages: this and the next ones: see ``stage_tables``; stages, ``edge_of``, ports and cores
+            are all zeros.
     """
-    never = np.inf
-    count, devices, node = len(microbatch), len(owner), int(levels[SIZE, 0])
-    counts = np.zeros((COUNTS, count), np.int64)
-    seconds, nbytes = np.zeros((SECONDS, count)), np.zeros((BYTES, count))
-    on_node = np.zeros((count, -(-devices // node)), np.int64)
-    count_devices(owner, node, counts, on_node)
-    if not split_samples(
-        owner, node, microbatch, tensor, batch_size, most_replicas, row_of, degree_of, counts
-    ):
-        return never
-    if not sum_operators(
-        home, recompute, op_seconds, op_bytes, rates[ACTION_S], counts, seconds, nbytes
-    ):
-        return never
-
-    most = min(len(readers), count * count) + count
-    ends, traffic = np.zeros((ENDS, most), np.int64), np.zeros((TRAFFIC, most))
-    edge_of = np.zeros((count, count), np.int64)
-    edges = join_stages(
-        home, producers, first_reader, readers, values, edge_of, counts, nbytes, ends, traffic
-    )
-    first, listed = np.zeros((2, count + 1), np.int64), np.zeros((2, most), np.int64)
-    list_edges(edges, ends, first, listed)
-    if not sort_stages(ends, first, listed, counts):
-        return never
+    problem = problems[0]
+    batch_size, flush = problem.batch_size, problem.flush > 0
+    if not count_devices(owner, tensor, levels[0].devices, stages, nodes):
+        return np.inf
+    if not split_samples(microbatch, tensor, degree_of, measured, problem, stages):
+        return np.inf
+    if not sum_operators(home, recompute, op_seconds, op_bytes, problem.action, stages):
+        return np.inf
+    for s in range(len(stages)):
+        stage = stages[s]
+        stage.k, stage.entering, stage.leaving = k[s], -1, -1
+        for i in range(stage.nodes):  # their ports come behind those of stages
+            nodes[s, i] += len(owner)
+    count = join_stages(home, values, readers, stages, edges, edge_of)
+    if not sort_stages(edges, stages):
+        return np.inf
     if chained:
-        edges = chain_stages(edges, edge_of, ends, counts)
-        list_edges(edges, ends, first, listed)
-
-    count_in_flight(microbatch, k, deep, flush, ends, first, listed, counts)
-    if not fit_memory(microbatch, recompute, sharded, rates, ends, first, listed, nbytes, counts):
-        return never
-    price_messages(microbatch, node, edges, levels, rates, counts, ends, traffic, seconds)
-    price_sums(home, sharded, flush, op_seconds, op_bytes, levels, rates, counts, nbytes, seconds)
-
-    busiest = _busiest_s(microbatch, batch_size, flush, rates[CORES], counts, seconds)
-    ports = np.zeros((3, count + on_node.shape[1]))
+        count = chain_stages(count, stages, edges, edge_of)
+    order_edges(stages, edges)
+    count_in_flight(deep, flush, stages, edges)
+    if not fit_memory(recompute, sharded, problem, stages, edges):
+        return np.inf
+    price_messages(count, levels, problem, stages, edges)
+    price_sums(home, sharded, op_seconds, op_bytes, levels, problem, stages)
+    least = _least_s(problem, stages, edges)
     if not flush:
-        busiest = max(
-            busiest, _busiest_port_s(microbatch, batch_size, edges, ends, traffic, on_node, ports)
+        least = max(
+            least, _busiest_port_s(batch_size, count, stages, edges, nodes, leaving, entering)
         )
-    if busiest > limit:
-        return never
-    if not flush:
-        return busiest
-
-    fewer, total = _fewer_microbatches(microbatch, counts), counts[TOTAL, 0]
-    if fewer < 0:
-        return never
-    longest = 0
-    for s in range(count):
-        if fewer > 0:
-            counts[TOTAL, s] = fewer
-        longest = max(longest, counts[TOTAL, s])
+    if least > limit or not flush:
+        return least if least <= limit else np.inf
     # Work takes cores in turn instead of sharing them, which adds up to the same.
-    cores = np.zeros(round(rates[CORES]))
-    arrivals, marks = np.zeros((2, edges, longest)), np.zeros(longest)
-    if not _run(
-        batch_size,
-        microbatch,
-        k,
-        counts,
-        seconds,
-        ends,
-        traffic,
-        first,
-        listed,
-        on_node,
-        ports,
-        cores,
-        arrivals,
-        marks,
-        limit,
-    ):
-        return never
-    step, update = 0.0, 0.0
-    for s in range(count):
-        step = max(step, seconds[SUMMED, s])
-        update = max(update, seconds[UPDATE, s])
-    step = max(step + update, busiest)
-    if fewer > 0:
-        a, b = fewer // 3, 2 * fewer // 3
-        step += (total - fewer) * (marks[b] - marks[a]) / (b - a)
-    return step if step <= limit else never
+    seconds = _run(
+        batch_size, stages, edges, nodes, leaving, entering, summing, cores, arrivals, limit
+    )
+    seconds = max(seconds, least)
+    return seconds if seconds <= limit else np.inf

@@ -30,7 +30,6 @@ from functools import partial
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from anabranch.cost import CostModel
 from anabranch.cost.nested_weights import NestedSets
@@ -268,7 +267,7 @@ class _Search:
                 columns.setdefault(tuple(column), []).append(d)
 
         def follow(first: Strategies, d: list[int]) -> Strategies:
-            least, chosen = _shifted(first.least, np.array(d, dtype=np.int64))
+            least, chosen = _shifted(first.least, d)
 
             def stages(x: int, total: int) -> list[PlannedStage]:
                 d2 = int(chosen[x, total])
@@ -411,20 +410,27 @@ def _renamed(found: Strategies, known: Chain, own: Chain) -> Strategies:
     return Strategies(found.least, stages)
 
 
-@entry
 def _base_case(
     tps: Floats, room: Ints, needs: Ints, devices: Ints, bound: float
-) -> tuple[Ints, NDArray[np.int64]]:
+) -> tuple[Ints, Ints]:
     """Fewest samples that a stage holds, and place m and mode k as m * modes + k: [x, d].
 
     Args:
         tps: of the stage that ends at place m: [x, k, m], and so is ``room``.
         needs: what follows place m asks for, on d devices: [m, x, d].
     """
+    held, chosen = _none(len(tps), needs.shape[2])
+    tps, room = np.ascontiguousarray(tps), np.ascontiguousarray(room)
+    _hold_fewest(tps, room, np.ascontiguousarray(needs), devices, bound, held, chosen)
+    return held, chosen
+
+
+@entry
+def _hold_fewest(
+    tps: Floats, room: Ints, needs: Ints, devices: Ints, bound: float, held: Ints, chosen: Ints
+) -> None:
     sizes, modes, places = tps.shape
     groups = needs.shape[2]
-    held = np.full((sizes, groups), NEVER, dtype=np.int64)
-    chosen = np.zeros((sizes, groups), dtype=np.int64)
     for x in range(sizes):
         for m in range(places):
             for k in range(modes):
@@ -434,14 +440,17 @@ def _base_case(
                         if samples < held[x, d] and samples <= room[x, k, m]:  # Algorithm 2, 7
                             held[x, d] = samples
                             chosen[x, d] = m * modes + k
-    return held, chosen
+
+
+def _split(a: Ints, b: Ints) -> tuple[Ints, Ints]:
+    """min over d1 of max(a[x, d1], b[x, d - d1]), and that d1: [x, d]."""
+    least, chosen = _none(*a.shape)
+    _share_devices(a, b, least, chosen)
+    return least, chosen
 
 
 @entry
-def _split(a: Ints, b: Ints) -> tuple[Ints, NDArray[np.int64]]:
-    """min over d1 of max(a[x, d1], b[x, d - d1]), and that d1: [x, d]."""
-    least = np.full(a.shape, NEVER, dtype=np.int64)
-    chosen = np.zeros(a.shape, dtype=np.int64)
+def _share_devices(a: Ints, b: Ints, least: Ints, chosen: Ints) -> None:
     for x in range(a.shape[0]):
         for d1 in range(a.shape[1]):
             if a[x, d1] < NEVER:
@@ -450,18 +459,20 @@ def _split(a: Ints, b: Ints) -> tuple[Ints, NDArray[np.int64]]:
                     if larger < least[x, d1 + d2]:
                         least[x, d1 + d2] = larger
                         chosen[x, d1 + d2] = d1
-    return least, chosen
 
 
-@entry
-def _shifted(first: Ints, devices: Ints) -> tuple[Ints, NDArray[np.int64]]:
+def _shifted(first: Ints, devices: Sequence[int]) -> tuple[Ints, Ints]:
     """min over d2 of first[x, d - d2] for these numbers of devices d2, and that d2: [x, d]."""
-    least = np.full(first.shape, NEVER, dtype=np.int64)
-    chosen = np.zeros(first.shape, dtype=np.int64)
-    for x in range(first.shape[0]):
-        for d2 in devices:
-            for d1 in range(first.shape[1] - d2):
-                if first[x, d1] < least[x, d1 + d2]:
-                    least[x, d1 + d2] = first[x, d1]
-                    chosen[x, d1 + d2] = d2
+    least, chosen = _none(*first.shape)
+    for d2 in devices:
+        before = first[:, : first.shape[1] - d2]
+        better = before < least[:, d2:]
+        least[:, d2:][better] = before[better]
+        chosen[:, d2:][better] = d2
     return least, chosen
+
+
+def _none(configurations: int, groups: int) -> tuple[Ints, Ints]:
+    """No strategy for any configuration and number of devices, and choices to be made."""
+    shape = configurations, groups
+    return np.full(shape, NEVER, dtype=np.int64), np.zeros(shape, dtype=np.int64)

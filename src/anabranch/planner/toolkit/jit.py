@@ -19,9 +19,11 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 # Its types lack some options.
 _njit: Any = numba.njit
+_typeof: Any = numba.typeof
 _config: Any = numba.config
 
-_INTERNAL = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True, "error_model": "numpy"}
+_OPTIONS = {"error_model": "numpy", "_nrt": False}
+"""Nobody makes arrays, so nobody counts references: quicker, above all to compile."""
 
 _PACKAGE = Path(__file__).parents[2]
 
@@ -40,27 +42,35 @@ SOURCES = (
 
 
 def compiled(function: Function) -> Function:
-    """A function that compiled functions call, and nobody else; it makes no arrays.
-
-    So nobody counts references to those that it is given, which makes it quicker, above all to
-    compile.
-    """
-    return cast(Function, _njit(**_INTERNAL, _nrt=False)(function))
+    """A function that compiled functions call, and nobody else; it makes no arrays."""
+    unused = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+    return cast(Function, _njit(**_OPTIONS, **unused)(function))
 
 
 def entry(function: Function) -> Function:
     """A function that Python calls: compiled with all that it calls when it is called first, and
-    kept on disk for other processes, where there is a folder to write to.
+    kept on disk for other processes, where there is a folder to write to. It makes no arrays.
     """
     folder = code_folder()
     before = _config.CACHE_DIR
     try:
         # Read once, as the function is decorated.
         _config.CACHE_DIR = str(folder or "")
-        jitted = _njit(cache=folder is not None, error_model="numpy")(function)
+        jitted = _njit(cache=folder is not None, no_cfunc_wrapper=True, **_OPTIONS)(function)
     finally:
         _config.CACHE_DIR = before
     return cast(Function, jitted)
+
+
+def bound(function: Callable[..., Any], *example: object) -> Callable[..., Any]:
+    """An entry for arguments of the types of these: called without a look at their types, which
+    takes longer than a short function.
+    """
+    jitted: Any = function
+    types = tuple(_typeof(argument) for argument in example)
+    jitted.compile(types)
+    code: Callable[..., Any] = jitted.get_overload(types)
+    return code
 
 
 @cache

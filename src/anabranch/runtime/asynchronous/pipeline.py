@@ -80,7 +80,7 @@ class AsyncPipeline(BasePipeline):
             mini-batch; with several micro-batches per mini-batch, all of one size, for ``2bw``.
         policy: a weight policy or its name; ``auto`` asks ``weights.recommend``. By default the
             plan's, or ``auto``.
-        captured: see ``Pipeline``; so are ``check_gradients``, ``timeout`` and
+        captured: see ``Pipeline``; so are ``evaluation``, ``check_gradients``, ``timeout`` and
             ``stall_timeout``.
         round_robin: the replicas of a stage take mini-batches in turn, each of them whole, instead
             of splitting every one (PipeDream's 1F1B-RR). A stage with R replicas makes one update
@@ -113,6 +113,7 @@ class AsyncPipeline(BasePipeline):
         policy: WeightPolicy | str | None = None,
         round_robin: bool = False,
         captured: Captured | None = None,
+        evaluation: Captured | None = None,
         compute: ComputeOptions = PLAIN,
         clip_stage_norm: float | None = None,
         check_gradients: bool = True,
@@ -132,6 +133,7 @@ class AsyncPipeline(BasePipeline):
             workload,
             plan,
             captured=captured,
+            evaluation=evaluation,
             facts={
                 "policy": repr(self.policy),
                 "round_robin": round_robin,
@@ -211,12 +213,12 @@ class AsyncPipeline(BasePipeline):
                 deepest=deepest,
                 scheduler=self.scheduler,
             )
-        parameters, workers = self._state.parameters, self._session.workers
+        parameters = self._state.parameters
         reducer = Reducer(parameters, self._session.holders, self._mesh, notes=self.is_round_robin)
         self._stream: Stream | RoundRobinStream
         if rounds is not None:
             self._stream = RoundRobinStream(
-                workers,
+                self._session.workers,
                 rounds,
                 s,
                 self._mesh.device,
@@ -228,7 +230,7 @@ class AsyncPipeline(BasePipeline):
             )
             return
         self._stream = Stream(
-            lambda leaves: workers.for_batch(leaves).worker(samples_of(leaves)),
+            self._session.workers.worker,
             s,
             self._weights,
             reducer,
@@ -327,12 +329,13 @@ class AsyncPipeline(BasePipeline):
     def _put(self, batch: Batch) -> None:
         self._refuse_spoilt()
         leaves = self._leaves(batch)
+        samples = samples_of(leaves)
         started = time.perf_counter()
         with self._session.failing():
             POSITION.begin(self.step_number, is_minibatch=True)
             self._session.prepare(batch, leaves)
             self._outcomes.give_out(self.step_number, leaves, self._session.batch_digest)
-            if not self._stream.put(leaves, self.step_number):
+            if not self._stream.put(leaves, samples, self.step_number):
                 self._outcomes.note(self.step_number, Outcome())
             self._outcomes.tell()
             POSITION.leave()
