@@ -113,6 +113,18 @@ class Centred(Tokens):
         return self.head(h - h.mean(0)).square().mean()
 
 
+class NormedTogether(Tokens):
+    """Statistics of the whole batch, in evaluation as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.SyncBatchNorm(WIDTH, track_running_stats=False)
+
+    def forward(self, x: Tensor, y: Tensor, label: Tensor) -> Tensor:
+        h = self.norm(self.body(x).transpose(1, 2)).transpose(1, 2)
+        return self.head(torch.tanh(h)).square().mean()
+
+
 class RootMean(Tokens):
     """A root of a mean is no mean of roots."""
 
@@ -147,6 +159,7 @@ MODELS: dict[str, tuple[type[nn.Module], str]] = {
     "contrastive": (Contrastive, "coupled"),
     "sigmoid": (Sigmoid, "coupled"),
     "centred": (Centred, "coupled"),
+    "normed together": (NormedTogether, "coupled"),
     "root mean": (RootMean, "coupled"),
 }
 

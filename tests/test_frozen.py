@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from anabranch import solve
+from anabranch import launch, solve
 from anabranch.cluster import Cluster
+from anabranch.errors import TrainingError
 from anabranch.graph.capture import capture
 from anabranch.profile.estimate import estimate
 from anabranch.profile.profile import Profile
@@ -15,7 +19,8 @@ from anabranch.runtime.pipeline import Pipeline
 from anabranch.runtime.reference import reference
 from anabranch.schedule.schedule import Kind
 from anabranch.workload import Workload
-from tests.runtime.small import Built, on_devices, plan
+from tests.runtime.small import Built, num_ranks, on_devices, plan
+from tests.runtime.training import LIMIT_S
 
 WIDTH = 512
 CLUSTER = Cluster.preset("summit:1x4")
@@ -139,3 +144,60 @@ def test_adapters_on_a_frozen_model_are_trained_as_in_one_process() -> None:
         assert torch.allclose(gradient, expected.gradients[name], atol=1e-7)
     held = [p for group in pipeline.optimizer.param_groups for p in group["params"]]
     assert len(held) == 8
+
+
+class Routed(nn.Module):
+    """Samples whose first number is positive go through an expert, the others through another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 1)
+        self.expert, self.other = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.body(x))
+        mixed = torch.where(x[:, :1] > 0, self.expert(h), self.other(h))
+        return self.head(mixed).square().mean()
+
+
+@pytest.mark.dist
+def test_gradients_that_are_sometimes_absent_are_those_of_a_plain_loop() -> None:
+    """An expert without samples in some micro-batches, and in all of step 3, has gradients of zero,
+    by which Adam moves it on; the body, frozen in steps 2 and 3, has none, and stays as it is.
+    """
+    torch.manual_seed(0)
+    module, batches = Routed().double(), torch.randn(6, 8, 4, dtype=torch.float64)
+    batches[0, 1:, 0], batches[3, :, 0] = -1.0, -1.0
+    workload = Workload(module, (batches[0],), optimizer=torch.optim.Adam)
+    model = Built(capture(module, workload.example), workload)
+    chosen = plan(model, 2, batch_size=8, microbatch_size=2, replicas=[2, 1])
+    alone = copy.deepcopy(module)
+
+    def rank() -> dict[str, Tensor]:
+        pipeline = Pipeline(workload, chosen, captured=model.captured, timeout=20.0)
+        for step, x in enumerate(batches):
+            module.body.requires_grad_(step not in (2, 3))
+            pipeline.step((x,))
+        return {name: p.detach() for name, p in pipeline._state.parameters.items()}
+
+    ranks = launch.run(rank, num_ranks(chosen), timeout=LIMIT_S)
+    optimizer = torch.optim.Adam(alone.parameters())
+    for step, x in enumerate(batches):
+        alone.body.requires_grad_(step not in (2, 3))
+        optimizer.zero_grad()
+        alone(x).backward()
+        optimizer.step()
+    trained = {name: p for mine in ranks for name, p in mine.items()}
+    for name, parameter in alone.named_parameters():
+        assert torch.allclose(trained[name], parameter, rtol=1e-9, atol=1e-12), name
+
+
+def test_a_part_that_was_frozen_at_capture_cannot_be_trained_later() -> None:
+    """Stages after it were told to send it no gradients, so it would not learn, without a word."""
+    module = Towers(frozen=True, depths=(1, 1), width=4)
+    model = Built(capture(module, (x := torch.ones(4, 4), x)), Workload(module, (x, x)))
+    pipeline = Pipeline(model.workload, plan(model, 1), captured=model.captured)
+    pipeline.step((x, x))
+    module.left.requires_grad_(True)
+    with pytest.raises(TrainingError, match=r"left\.0\.0\.weight, .* were frozen"):
+        pipeline.step((x, x))

@@ -105,7 +105,7 @@ def test_a_tiny_bert_trains_as_trainer_would(tmp_path: Path):
     )
     workload = trainer.workload
     captured = capture(model, workload.example)
-    evaluation = captured.evaluation()  # once, not in every rank
+    captured.evaluation()  # once, not in every rank
     chosen = plan(Built(captured, workload), 2, batch_size=BATCH, microbatch_size=4)
 
     def rank() -> tuple[tuple[float, ...], list[Any]]:
@@ -113,7 +113,7 @@ def test_a_tiny_bert_trains_as_trainer_would(tmp_path: Path):
 
         options = training_options(args, workload)
         run = train(
-            workload, chosen, captured=captured, evaluation=evaluation, check_gradients=False,
+            workload, chosen, captured=captured, check_gradients=False,
             callbacks=[seen.append], **options,
         )  # fmt: skip
         return run.losses, seen

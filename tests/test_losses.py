@@ -4,6 +4,7 @@ however the batch is sliced.
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -24,7 +25,7 @@ from anabranch.plans.plan import Plan
 from anabranch.plans.whole_batch import whole_batch_stages
 from anabranch.profile.estimate import estimate
 from anabranch.runtime.pipeline import Pipeline
-from anabranch.runtime.reference import Reference, reference
+from anabranch.runtime.reference import Reference, call, reference
 from anabranch.schedule import rule_named
 from anabranch.verification import even_plan, verify
 from anabranch.workload import Workload
@@ -71,16 +72,27 @@ def test_every_micro_batch_size_has_the_gradients_of_the_whole_batch(name: str) 
         loss, gradients = pipeline.gradients(given)
         assert loss == pytest.approx(expected.loss, rel=1e-6)
         assert distance(gradients, expected) < 1e-6
-    captured = model.captured.evaluation()
     module = model.module.eval()
-    pipeline = Pipeline(
-        model.workload, alone, captured=model.captured, evaluation=captured, check_gradients=False
-    )
+    pipeline = Pipeline(model.workload, alone, captured=model.captured, check_gradients=False)
     found = pipeline.evaluate([given])
     module.train()
     assert found["loss"] == pytest.approx(expected.loss, rel=1e-6)
     for metric, value in expected.metrics.items():
         assert found[metric] == pytest.approx(value, rel=1e-6)
+
+
+def test_running_means_are_those_of_the_whole_batch() -> None:
+    """One step moves them once, as one call of the module does."""
+    torch.manual_seed(0)
+    module = MODELS["normed together"][0]().train()
+    module.norm = nn.SyncBatchNorm(WIDTH)
+    alone = copy.deepcopy(module)
+    model = Built(capture(module, batch(4)), Workload(module, batch(4)))
+    cut = on_devices(plan(model, 2, batch_size=8, microbatch_size=2), [(0,), (0,)])
+    Pipeline(model.workload, cut, captured=model.captured).step(batch(8))
+    call(alone, batch(8))
+    for name, buffer in alone.named_buffers():
+        assert torch.allclose(module.get_buffer(name), buffer, rtol=1e-6), name
 
 
 @pytest.mark.dist

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from anabranch.graph.capture import capture as capture
     from anabranch.launch import run as run
     from anabranch.loaders import Columns as Columns
+    from anabranch.loaders import pad_to_bucket as pad_to_bucket
     from anabranch.plans.plan import Plan as Plan
     from anabranch.profile.estimate import estimate as estimate
     from anabranch.profile.measure import measure as measure
@@ -62,6 +63,7 @@ _HOME = {
     "load_profile": "files",
     "load_state_dict": "checkpoint",
     "measure": "profile.measure",
+    "pad_to_bucket": "loaders",
     "plan": "solve",
     "read_profile": "profile.readers",
     "run": "launch",

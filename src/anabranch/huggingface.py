@@ -204,16 +204,15 @@ class Trainer:
             ``anabranch.export`` turns into what ``from_pretrained`` reads.
         """
         from anabranch import launch
+        from anabranch.runtime.plan_parts import prepare
         from anabranch.training import train
 
         chosen = plan or self.plan()
         options = training_options(self.args, self.workload) | self._options
         # Once here rather than in every rank: forked ranks have it.
         captured = self._captured(cast("Granularity", chosen.granularity))
-        made = {"captured": captured}
-        if self.workload.eval_data is not None:
-            made["evaluation"] = captured.evaluation()
-        options = made | options
+        prepare(captured, chosen.stage_graph, self.workload)
+        options = {"captured": captured} | options
         ranks = len(chosen.stage_graph.devices)
         return launch.run(lambda: train(self.workload, chosen, **options), ranks)[0]
 

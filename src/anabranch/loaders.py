@@ -282,6 +282,34 @@ class Loader:
                 yield batch
 
 
+def pad_to_bucket(
+    batch: Mapping[str, Tensor], lengths: Collection[int], fill: Mapping[str, float]
+) -> dict[str, Tensor]:
+    """A batch whose sequences are padded to the least of some lengths that holds them.
+
+    Args:
+        lengths: of the sequences in ``Workload.example`` and ``Workload.buckets``.
+        fill: name of each tensor with sequences in dimension 1 -> what it is padded with, such as
+            0 for a mask and -100 for labels; other tensors stay as they are.
+
+    Raises:
+        DataError: if a sequence is longer than all lengths.
+    """
+    longest = max(batch[name].shape[1] for name in fill)
+    length = min((n for n in lengths if n >= longest), default=0)
+    if not length:
+        raise DataError(
+            f"a batch has sequences of {longest}, longer than every bucket "
+            f"({', '.join(map(str, sorted(lengths)))}): cut them, or add a bucket that holds them"
+        )
+    padded = dict(batch)
+    for name, value in fill.items():
+        leaf = batch[name]
+        rest = leaf.new_full((leaf.shape[0], length - leaf.shape[1], *leaf.shape[2:]), value)
+        padded[name] = torch.cat([leaf, rest], 1)
+    return padded
+
+
 def loader_of(data: Any, *, shuffle: bool) -> Any:
     """A function that yields batches: what is one already, or what becomes one.
 

@@ -158,7 +158,7 @@ def verify(
         workload: its data and optimizer are not used.
         plan: what to run, or a number of devices for a plan that cuts the model evenly.
         batch: samples to run on; by default as many as the plan's batch, from the workload's data
-            or else its example.
+            or else its example; with buckets every example, of which the worst is returned.
         captured: the captured module, where the caller has it.
         exact: run in exact mode where the plan allows it: one replica per stage, one micro-batch
             size.
@@ -178,6 +178,27 @@ def verify(
             captured, even_plan(captured.graph, plan, num_samples(batch or workload.example))
         )
     captured = captured or steps.captured_for(workload, plan)
+    if workload.buckets and batch is None:
+        found = [
+            verify(
+                replace(workload, example=example, buckets=()),
+                plan,
+                batch=example,
+                captured=bucket,
+                exact=exact,
+                timeout=timeout,
+                device=device,
+                dropout=dropout,
+            )
+            for bucket, example in zip(
+                steps.buckets_of(captured, workload),
+                [workload.example, *workload.buckets],
+                strict=True,
+            )
+        ]
+        worst = max(found, key=lambda one: (not one.is_good, one.max_gradient_error))
+        said = f"the largest difference of {len(found)} sizes of batches"
+        return replace(worst, notes=(*worst.notes, said))
     if batch is None and workload.data is not None:
         batch = next(iter(workload.data(plan.stage_graph.batch_size, 0)))
     batch = workload.example if batch is None else batch

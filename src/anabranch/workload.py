@@ -6,7 +6,7 @@ needs them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,7 +40,7 @@ class Workload:
             ``loss`` (as Hugging Face models return); further scalar entries of a mapping are
             metrics. Loss and metrics are means over samples.
         example: a batch of at least two samples, as the data yields them; sizes of further
-            dimensions are fixed by it.
+            dimensions are fixed by it, unless there are ``buckets``.
         data: (batch size, epoch) -> training batches of one epoch, the same on every rank; or a
             ``DataLoader``, a data set of samples, or another iterable of batches, of which
             ``loaders`` makes such a function.
@@ -51,6 +51,9 @@ class Workload:
         clip_norm: largest global gradient norm, over all stages.
         chance: metric -> what guessing would give, for reports.
         name: what the user called it.
+        buckets: further examples, of other sizes besides the samples, such as shorter sequences;
+            every batch is computed in the sizes of one of them, or of ``example``, which has to be
+            the largest.
 
     Raises:
         TypeError: if ``module`` is none, but its class for example; or the data yields nothing.
@@ -66,6 +69,7 @@ class Workload:
     clip_norm: float | None = None
     chance: Mapping[str, float] = field(default_factory=dict)
     name: str = ""
+    buckets: Sequence[Batch] = ()
 
     def __post_init__(self) -> None:
         if not isinstance(self.module, nn.Module):

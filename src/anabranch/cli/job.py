@@ -178,11 +178,10 @@ class Job:
         timeout_s = training.timeout or default_timeout_s(predicted_s)
         assert plan is not None
         # Once here rather than in every rank: forked ranks inherit it.
-        prepare(self.captured, plan.stage_graph)
+        prepare(self.captured, plan.stage_graph, self.workload)
         rounds = round_robin_of(plan) if options.get("round_robin") else None
         if rounds is not None:
-            prepare(self.captured, rounds.one(0, plan.stage_graph.batch_size))
-        evaluation = self.captured.evaluation() if self.workload.eval_data is not None else None
+            prepare(self.captured, rounds.one(0, plan.stage_graph.batch_size), self.workload)
         if not is_async and (looks := self._looks(replans=training.replan)) is not None:
             options["looks"] = looks
 
@@ -193,7 +192,6 @@ class Job:
                 steps=training.last_step,
                 epochs=training.epochs,
                 captured=self.captured,
-                evaluation=evaluation,
                 resume=training.resume,
                 weights=training.weights,
                 save=training.save,

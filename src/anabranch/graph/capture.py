@@ -27,6 +27,7 @@ from torch.utils import _pytree as pytree
 
 from anabranch.errors import CaptureError
 from anabranch.graph.batch_layout import BatchLayout, leaf_name
+from anabranch.graph.batch_norms import in_one_process, with_whole_batch_norms
 from anabranch.graph.call_traits import base_name
 from anabranch.graph.export import ReturnsLoss, export, plain_calls, user_line
 from anabranch.graph.flat_program import (
@@ -52,6 +53,9 @@ from anabranch.graph.sample_flow import Flow, above, loss_kind, sample_flow
 from anabranch.graph.whole_batch import WholeBatch, counted_means
 from anabranch.graph.without_dynamo import without_dynamo
 from anabranch.workload import Batch
+
+Sizes = tuple[tuple[int, ...], ...]
+"""Shapes of a batch's tensors without the samples, in their order."""
 
 
 def capture(
@@ -101,6 +105,8 @@ class Captured:
             for what only the whole batch tells.
         coupling: operations that are right for the whole batch only, each with the module and the
             operator that it is in.
+        sizes: of the batch's tensors without the samples.
+        alike: this one, and the same operators for batches of other sizes (``like``), by sizes.
     """
 
     graph: OpGraph
@@ -121,6 +127,10 @@ class Captured:
     _signature: list[tuple[str, str]]
     _whole_batch: WholeBatch
     _programs: dict[tuple[int, torch.device], FlatProgram] = field(default_factory=dict)
+    _evaluation: Captured | None = None
+
+    def __post_init__(self) -> None:
+        self.alike: dict[Sizes, Captured] = {self.sizes: self}
 
     @staticmethod
     def _of(
@@ -142,7 +152,10 @@ class Captured:
             program, other = exporter.at(samples), exporter.at(2 * samples)
         signature = program.signature()
         if other.signature() != signature:
-            raise _other_operations(module, samples, signature, other)
+            raise _other_samples(module, samples, signature, other)
+        is_alike = like is not None and like.training == training
+        if is_alike and signature != like._signature:  # type: ignore[union-attr]
+            raise _other_sizes(module, like, layout, program)  # type: ignore[arg-type]
         loss = program.outputs[0]
         if training and not (isinstance(loss, fx.Node) and loss.meta["val"].requires_grad):
             raise CaptureError(
@@ -150,7 +163,7 @@ class Captured:
                 "requires a gradient; is its forward decorated with torch.no_grad, or is every "
                 "parameter frozen?"
             )
-        flow = sample_flow(program, other)
+        flow = with_whole_batch_norms(sample_flow(program, other), module)
         whole_batch = WholeBatch.of(program, flow)
         names = ("loss", *exporter.metrics)
         degrees = {
@@ -161,8 +174,10 @@ class Captured:
         program, other = whole_batch.put_in(program), whole_batch.put_in(other)
         if like is None:
             grouping = group(program, other, module, granularity)
+        elif is_alike:
+            grouping = like._grouping
         else:
-            grouping = group_like(program, other, like._programs_at(samples), like._grouping)
+            grouping = group_like(program, other, like._programs_at(like.samples), like._grouping)
         owner_of = dict(zip(program.calls, grouping.owners, strict=True))
         couplings = tuple(
             Coupling(base_name(node), frame(node), grouping.names[owner_of[node]])
@@ -219,6 +234,11 @@ class Captured:
             for name, leaf in zip(layout.names, leaves, strict=True)
         }
 
+    @property
+    def sizes(self) -> Sizes:
+        """Of the batch's tensors, in their order, without the samples."""
+        return tuple(shape for shape, _ in self.leaf_types.values())
+
     def flatten_batch(self, batch: Batch) -> dict[str, torch.Tensor]:
         """The tensors of a batch by name, the names of the values that the batch produces; raises
         ValueError if the batch is built otherwise than the example was.
@@ -270,7 +290,7 @@ class Captured:
                     return program
         program = self._exporter.at(samples, place)
         if program.signature() != signature:
-            raise _other_operations(self.module, self.samples, signature, program)
+            raise _other_samples(self.module, self.samples, signature, program)
         return program
 
     def _programs_at(self, samples: int) -> FlatProgram:
@@ -367,9 +387,48 @@ class Captured:
         """The same module in evaluation mode.
 
         It shares the parameters and has the same operators, without those that do nothing in
-        evaluation, so that the stages of a training plan cut it as well.
+        evaluation, so that the stages of a training plan cut it as well. Made once.
         """
-        return Captured._of(self.module, self._layout, self.granularity, training=False, like=self)
+        if self._evaluation is None:
+            self._evaluation = Captured._of(
+                self.module, self._layout, self.granularity, training=False, like=self
+            )
+        return self._evaluation
+
+    def like(self, example: Batch) -> Captured:
+        """The same operators for batches with other sizes besides the samples, such as shorter
+        sequences. Made once, and kept in ``alike``.
+
+        Raises:
+            CaptureError: if the module runs other operations for them.
+            ValueError: if a tensor is larger than in the example of this one, by which plans count
+                memory, or of another type, or the example is built otherwise.
+        """
+        leaves, own = self.flatten_batch(example), self.leaf_types
+        for name, leaf in leaves.items():
+            (shape, dtype), here = own[name], tuple(leaf.shape[1:])
+            fits = len(here) == len(shape) and all(a <= b for a, b in zip(here, shape, strict=True))
+            if not fits or leaf.dtype != dtype:
+                raise ValueError(
+                    f"a bucket has {name} as {told_type(here, leaf.dtype)}, the example of the "
+                    f"workload as {told_type(shape, dtype)}; plans count memory by the example, so "
+                    "make the largest of them the example, all of one type"
+                )
+        sizes = tuple(tuple(leaf.shape[1:]) for leaf in leaves.values())
+        if sizes not in self.alike:
+            layout = BatchLayout.of(example)
+            found = Captured._of(self.module, layout, self.granularity, self.training, like=self)
+            if (found.value_calls, found.batch_dims) != (self.value_calls, self.batch_dims):
+                raise CaptureError(
+                    f"{type(self.module).__name__} has its samples in other places for batches of "
+                    f"{_told_sizes(found)} than for those of {_told_sizes(self)}"
+                )
+            self.alike[sizes] = found
+        return self.alike[sizes]
+
+    def for_batch(self, leaves: Mapping[str, torch.Tensor]) -> Captured:
+        """The one of ``alike`` for the sizes of a batch; this one where there is none."""
+        return self.alike.get(tuple(tuple(leaf.shape[1:]) for leaf in leaves.values()), self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -388,10 +447,55 @@ def _degree(flow: Flow) -> int | None:
     return None if flow.kind == "coupled" else -1
 
 
-def _other_operations(
+def told_type(shape: Sequence[int], dtype: torch.dtype) -> str:
+    """``[samples, 64] int64``."""
+    return f"[{', '.join(['samples', *map(str, shape)])}] {str(dtype).removeprefix('torch.')}"
+
+
+def _told_sizes(captured: Captured) -> str:
+    return ", ".join(f"{n} {told_type(*kind)}" for n, kind in captured.leaf_types.items())
+
+
+def _other_samples(
     module: nn.Module, samples: int, signature: list[tuple[str, str]], other: FlatProgram
 ) -> CaptureError:
     """What to say of a program that has not the operations of another number of samples."""
+    here, there = f"{samples} samples", f"{other.samples} samples"
+    found = _first_other(module, signature, other, here, there)
+    return CaptureError(
+        f"{type(module).__name__} runs other operations for {there} than for {samples}, so its "
+        f"operators are not the same for every micro-batch: {found}; look for a Python loop or a "
+        "branch over the samples there, or for a list with an entry per sample, and write it with "
+        "tensor operations"
+    )
+
+
+def _other_sizes(
+    module: nn.Module, like: Captured, layout: BatchLayout, other: FlatProgram
+) -> CaptureError:
+    """Likewise of a bucket."""
+    sizes = [tuple(layout.leaves[i].shape[1:]) for i in layout.positions]
+    changed = [
+        f"{name} [{', '.join(['samples', *map(str, size)])}]"
+        for name, size, own in zip(layout.names, sizes, like.sizes, strict=True)
+        if size != own
+    ]
+    found = _first_other(module, like._signature, other, "the example", "the bucket")
+    return CaptureError(
+        f"{type(module).__name__} runs other operations for a bucket ({', '.join(changed)}) than "
+        f"for the workload's example, so the stages of its plan do not hold them: {found}; look "
+        "for a Python loop or a branch over that size there, and write it with tensor operations"
+    )
+
+
+def _first_other(
+    module: nn.Module,
+    signature: list[tuple[str, str]],
+    other: FlatProgram,
+    known: str,
+    unknown: str,
+) -> str:
+    """Where a program parts from the operations that are known."""
     pairs = zip_longest(signature, other.signature())
     first = next(i for i, (here, there) in enumerate(pairs) if here != there)
     here = f"calls {signature[first][0]}" if first < len(signature) else "has ended"
@@ -399,12 +503,9 @@ def _other_operations(
     if first < len(other.calls):
         node = other.calls[first]
         there, where = f"calls {node.target}", f", {_place(module, node)}"
-    return CaptureError(
-        f"{type(module).__name__} runs other operations for {other.samples} samples than for "
-        f"{samples}, so its operators are not the same for every micro-batch: the first that "
-        f"differs is number {first + 1}, where the forward of {samples} samples {here} and that of "
-        f"{other.samples} {there}{where}; look for a Python loop or a branch over the samples "
-        "there, or for a list with an entry per sample, and write it with tensor operations"
+    return (
+        f"the first that differs is number {first + 1}, where the forward of {known} {here} and "
+        f"that of {unknown} {there}{where}"
     )
 
 
@@ -489,7 +590,8 @@ class _Exporter:
         try:
             if self.module.training != self.training:
                 self.module.train(self.training)
-            yield
+            with in_one_process():
+                yield
         finally:
             for part, mode in modes.items():
                 part.training = mode

@@ -14,8 +14,9 @@ SENTENCES: dict[LossKind, str] = {
     "sum": "a sum over samples, which micro-batches and replicas add up exactly",
     "weighted mean": "a mean over what counts in the batch, such as labels that are not ignored; "
     "every micro-batch is divided by the count of the whole batch, so they add up exactly",
-    "coupled": "coupled, as a contrastive loss is: samples are compared with each other, so the "
-    "operators that do it have the whole batch at once, and those before them its micro-batches",
+    "coupled": "coupled, as a contrastive loss is: samples are compared with each other, or "
+    "normalised together (SyncBatchNorm), so the operators that do it have the whole batch at "
+    "once, and those before them its micro-batches",
 }
 """What becomes of a loss of each kind, after "the loss is"."""
 
@@ -33,5 +34,6 @@ def told_normalised(modules: Sequence[str]) -> str:
     more = f" and {len(modules) - 3} more" if len(modules) > 3 else ""
     return (
         f"batch normalisation in {', '.join(modules[:3])}{more}: its statistics are those of a "
-        "micro-batch, as with gradient accumulation; GroupNorm does not depend on it"
+        "micro-batch, as with gradient accumulation; SyncBatchNorm takes those of the whole batch, "
+        "GroupNorm does not depend on it"
     )

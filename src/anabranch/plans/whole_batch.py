@@ -34,9 +34,9 @@ def sliced_batches(graph: StageGraph, model: OpGraph) -> list[str]:
             continue
         name = next(op.name for op in model.ops if op.whole_batch and op.name in stage.operators)
         problems.append(
-            f"operator {name} in stage {s} computes across samples, as a contrastive loss does, so "
-            f"it has to see all {graph.batch_size} of the batch at once, but the stage has "
-            f"micro-batches of {stage.microbatch_size} on {stage.replicas} "
+            f"operator {name} in stage {s} computes across samples, as a contrastive loss or "
+            f"SyncBatchNorm does, so it has to see all {graph.batch_size} of the batch at once, "
+            f"but the stage has micro-batches of {stage.microbatch_size} on {stage.replicas} "
             f"replica{'s' if stage.replicas > 1 else ''}: give its stage a micro-batch of "
             f"{graph.batch_size} and one replica, the others may keep theirs"
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from anabranch.errors import AnabranchError, DataError, LoaderError, place_of
-from anabranch.graph.capture import Captured
+from anabranch.graph.capture import Captured, told_type
 from anabranch.loaders import LeafTypes, Loader, is_unread
 from anabranch.runtime.guards.position import POSITION, Phase
 from anabranch.runtime.placement import uploaded
@@ -178,7 +178,7 @@ def leaves_of(
         raise DataError(
             f"the tensors of {which or 'a batch'} need one number of samples, at least 1: {listed}"
         )
-    types = captured.leaf_types
+    types = captured.for_batch(leaves).leaf_types
     other = [n for n, leaf in leaves.items() if (leaf.shape[1:], leaf.dtype) != types[n]]
     if other:
         bad = {name: leaves[name] for name in other}
@@ -196,21 +196,23 @@ def _differs(captured: Captured, leaves: dict[str, Tensor], which: str) -> str:
     """Leaves of a batch beside those of the example."""
     told = []
     for name, leaf in leaves.items():
-        shape, dtype = captured.leaf_types[name]
-        has = f"{_sizes(leaf.shape[1:])} {str(leaf.dtype).removeprefix('torch.')}"
-        told.append(f"{name} is {has}, not {_sizes(shape)} {str(dtype).removeprefix('torch.')}")
+        known = [told_type(*bucket.leaf_types[name]) for bucket in captured.alike.values()]
+        known = list(dict.fromkeys(known))
+        told.append(f"{name} is {told_type(leaf.shape[1:], leaf.dtype)}, not {' or '.join(known)}")
+    if len(captured.alike) > 1:
+        return (
+            f"{which} has the sizes of none of the workload's buckets: {'; '.join(told)}. Pad it "
+            "to the next of them (anabranch.pad_to_bucket), cut what is longer than all, or give "
+            "Workload a longer example and keep this one as a bucket"
+        )
     return (
         f"{which} differs from the workload's example, for which the model was captured, in more "
         f"than the number of samples: {'; '.join(told)}. Give Workload an example that the loader "
-        "has yielded, and let the loader yield all batches alike: pad what varies to one size, "
-        "convert what is of another type"
+        "has yielded, and let the loader yield all batches alike: pad what varies to one size, or "
+        "to one of some that Workload has as buckets; convert what is of another type"
     )
 
 
-def _sizes(shape: Sequence[int]) -> str:
-    return f"[{', '.join(['samples', *map(str, shape)])}]"
-
-
-def samples_of(leaves: dict[str, Tensor]) -> int:
+def samples_of(leaves: Mapping[str, Tensor]) -> int:
     """Samples in a batch."""
     return int(next(iter(leaves.values())).shape[0])

@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager
 import torch
 
 from anabranch.errors import DataError
-from anabranch.graph.capture import Captured
 from anabranch.runtime.compute.stage_compute import Outcome
 from anabranch.runtime.data_feed import leaves_of, samples_of
 from anabranch.runtime.guards.position import POSITION, Phase
@@ -20,26 +19,19 @@ class Evaluation:
     """Means over held-out batches.
 
     Args:
-        captured: in evaluation mode; made when it is first needed.
         begins: told of each batch.
     """
 
-    def __init__(
-        self, training: WorkerCache, captured: Captured | None, begins: Callable[[Batch], None]
-    ) -> None:
-        self._training, self._captured, self._begins = training, captured, begins
-        self._workers: WorkerCache | None = None
+    def __init__(self, training: WorkerCache, begins: Callable[[Batch], None]) -> None:
+        self._training, self._begins = training, begins
 
-    def _made(self) -> WorkerCache:
-        if self._workers is None:
-            captured = self._captured or self._training.captured.evaluation()
-            self._workers = self._training.in_evaluation(captured)
-        return self._workers
+    def _made(self, training: WorkerCache) -> WorkerCache:
+        return training.like(training.captured.evaluation())
 
     @property
     def needed_leaves(self) -> frozenset[str]:
         """Names of the tensors of a batch that this rank needs for it."""
-        return self._made().needed_leaves
+        return self._made(self._training).needed_leaves
 
     def means(
         self,
@@ -52,7 +44,7 @@ class Evaluation:
         Raises:
             DataError: if there are no batches.
         """
-        training, workers = self._training, self._made()
+        training, workers = self._training, self._made(self._training)
         names = workers.captured.metrics
         sums = torch.zeros(1 + len(names), dtype=torch.float64)
         samples = 0
@@ -68,7 +60,8 @@ class Evaluation:
             self._begins(batch)
             size = samples_of(leaves)
             with failing():
-                outcome = workers.worker(size).run(leaves, step, train=False)
+                worker = self._made(training.for_batch(leaves)).worker(size)
+                outcome = worker.run(leaves, step, train=False)
                 # A look at a device waits for it, so the next batch is under way by then.
                 if before is not None:
                     add(*before)

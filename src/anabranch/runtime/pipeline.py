@@ -79,7 +79,6 @@ class Pipeline(BasePipeline):
         workload: model, data, optimizer recipe; the same on every rank.
         plan: its operators have to be the model's.
         captured: the captured module, where the caller has it; captured anew otherwise.
-        evaluation: what ``captured.evaluation()`` gave, likewise; made when it is first needed.
         accumulate: batches that make one update, with the mean of their gradients; clipping and
             the scheduler count updates. What the last batches leave over, ``update`` uses.
         compute: precision, compilation, offloading, random numbers; the same on every rank.
@@ -116,7 +115,6 @@ class Pipeline(BasePipeline):
         plan: Plan,
         *,
         captured: Captured | None = None,
-        evaluation: Captured | None = None,
         accumulate: int = 1,
         compute: ComputeOptions = PLAIN,
         exact: bool = False,
@@ -142,7 +140,6 @@ class Pipeline(BasePipeline):
         self._make_session = partial(
             Session,
             workload,
-            evaluation=evaluation,
             compute=compute,
             exact=exact,
             check_memory=check_memory,
@@ -397,7 +394,7 @@ class Pipeline(BasePipeline):
         POSITION.begin(self.step_number)
         samples = samples_of(leaves)
         self._updates.prepare(samples, at_once=at_once, alone=alone)
-        worker = self._workers.worker(samples)
+        worker = self._workers.for_batch(leaves).worker(samples)
         outcome = worker.run(leaves, self.step_number, watcher=self._updates)
         self._updates.collect(worker, outcome)
         self._ran = worker, leaves, outcome

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from anabranch.errors import InvalidPlanError
+from anabranch.errors import DataError, InvalidPlanError
 from anabranch.graph.capture import Captured, capture
 from anabranch.graph.split import Split, split, stages_like
 from anabranch.plans.plan import Plan
@@ -24,11 +24,28 @@ def captured_for(workload: Workload, plan: Plan) -> Captured:
     )
 
 
-def prepare(captured: Captured, graph: StageGraph) -> None:
-    """Specialise the program to the sample counts that a plan needs; forked ranks inherit it."""
+def buckets_of(captured: Captured, workload: Workload) -> list[Captured]:
+    """The model for every size of batches that the workload declares.
+
+    Raises:
+        DataError: if they are no batches of the model.
+    """
+    try:
+        return [captured, *map(captured.like, workload.buckets)]
+    except ValueError as error:
+        raise DataError(f"Workload.buckets: {error}") from error
+
+
+def prepare(captured: Captured, graph: StageGraph, workload: Workload | None = None) -> None:
+    """Specialise the program to the sample counts that a plan needs, in all sizes of batches of a
+    workload, for evaluation as well; forked ranks inherit it.
+    """
     require_whole_replicas(graph)
-    for samples in sorted({size for s in range(len(graph)) for size in graph.slice_sizes(s)}):
-        captured.at(samples)
+    for alike in [captured] if workload is None else buckets_of(captured, workload):
+        for samples in sorted({size for s in range(len(graph)) for size in graph.slice_sizes(s)}):
+            alike.at(samples)
+        if workload is not None and workload.eval_data is not None:
+            alike.evaluation()
 
 
 def parts_of(captured: Captured, plan: Plan, *, exact: bool) -> Split:
@@ -96,7 +113,7 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:3]) + more
 
 
-def evaluation_parts(evaluation: Captured, plan: Plan) -> Split:
-    """The evaluation graph, cut into the same stages."""
-    stages = stages_like(evaluation, [stage.operators for stage in plan.stage_graph.stages])
-    return split(evaluation, stages)
+def parts_like(parts: Split, captured: Captured, plan: Plan) -> Split:
+    """The same stages of the model in evaluation mode, or for batches of other sizes."""
+    stages = stages_like(captured, [stage.operators for stage in plan.stage_graph.stages])
+    return split(captured, stages, exact=parts.exact and captured.training)

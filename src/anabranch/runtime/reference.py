@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from anabranch.graph.batch_norms import in_one_process
 from anabranch.graph.export import scalars
 from anabranch.runtime.compute.stage_compute import unchanged_buffers
 from anabranch.runtime.placement import place_of
@@ -50,9 +51,10 @@ def moved(batch: Batch, place: torch.device) -> Batch:
 
 def call(module: nn.Module, batch: Batch) -> dict[str, Tensor]:
     """The loss and the metrics of a module on a batch."""
-    if isinstance(batch, Mapping):
-        return scalars(module(**batch))
-    return scalars(module(*batch) if isinstance(batch, list | tuple) else module(batch))
+    with in_one_process():
+        if isinstance(batch, Mapping):
+            return scalars(module(**batch))
+        return scalars(module(*batch) if isinstance(batch, list | tuple) else module(batch))
 
 
 @contextmanager

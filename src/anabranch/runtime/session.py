@@ -45,7 +45,7 @@ from anabranch.runtime.model_state import ModelState
 from anabranch.runtime.moved_state import MovedState, move
 from anabranch.runtime.numerics.nonfinite import Trace
 from anabranch.runtime.placement import claim, own_device, roomy_home, start_of
-from anabranch.runtime.plan_parts import captured_for, parts_of
+from anabranch.runtime.plan_parts import buckets_of, captured_for, parts_of
 from anabranch.runtime.process_groups import join
 from anabranch.runtime.transport import Channel, Transport
 from anabranch.runtime.worker_cache import WorkerCache
@@ -73,7 +73,6 @@ class Session:
         plan: Plan,
         *,
         captured: Captured | None,
-        evaluation: Captured | None,
         facts: Mapping[str, object],
         compute: ComputeOptions,
         exact: bool,
@@ -93,7 +92,10 @@ class Session:
         if compute.sparse_embeddings is None:
             compute = replace(compute, sparse_embeddings=plan.sparse_embeddings)
         self.captured = captured or captured_for(workload, plan)
+        buckets_of(self.captured, workload)
+        self._buckets = workload.buckets
         module = self.captured.module
+        self._frozen = [(n, p) for n, p in module.named_parameters() if not p.requires_grad]
         # The self-check needs the whole model on one rank.
         self.gradient_verdict = "not compared: nobody asked for it"
         if predecessor is not None:
@@ -164,7 +166,7 @@ class Session:
         self.feed.seed, self.feed.types = seed, self.captured.leaf_types
         self.feed.reads = self._reads
         self.trace = Trace(self.captured, self.state.parameters, self.mesh)
-        self._evaluation = Evaluation(self.workers, evaluation, self._begin_batch)
+        self._evaluation = Evaluation(self.workers, self._begin_batch)
         self._check_gradients, self._is_prepared = check_gradients, False
         self.step_number = self._num_batches = 0
         self.batch_digest = bytes(16)
@@ -223,7 +225,19 @@ class Session:
         return lack(plan, self.mesh, self.state.bytes_on(self.place), 0, self.place)
 
     def leaves(self, batch: Batch) -> dict[str, Tensor]:
-        """The tensors of a batch by their names; DataError if it is not built as the example."""
+        """The tensors of a batch by their names.
+
+        Raises:
+            DataError: if it is not built as the example.
+            TrainingError: if a parameter is trained now that was frozen at capture.
+        """
+        if thawed := [name for name, parameter in self._frozen if parameter.requires_grad]:
+            raise TrainingError(
+                f"{', '.join(thawed[:3])} {'were' if len(thawed) > 1 else 'was'} frozen when the "
+                "model was captured, so no stage sends gradients for it, and now requires_grad is "
+                "True; leave it True from the start, and set it to False for the steps in which "
+                "it is to stay as it is"
+            )
         read = self.workers.leaves
         leaves = leaves_of(self.captured, batch, self.place, self.feed.where, read=read)
         self._begin_batch(batch)
@@ -245,9 +259,16 @@ class Session:
         self.state.require_values()
         if self._check_gradients:
             home = roomy_home(self.captured.module, self._home)
-            self.gradient_verdict = compare_with_eager(
-                self.workers, self.holders, self.mesh, batch, leaves, home
-            )
+            # Of the other buckets the declared examples; what is said is of the batch at hand.
+            batches = {self.captured.for_batch(leaves): (batch, leaves)}
+            for example in self._buckets:
+                given = leaves_of(self.captured, example, self.place)
+                batches.setdefault(self.captured.for_batch(given), (example, given))
+            verdicts = [
+                compare_with_eager(self.workers.like(bucket), self.holders, self.mesh, *some, home)
+                for bucket, some in batches.items()
+            ]
+            self.gradient_verdict = verdicts[0]
         self.state.forget_others()
 
     def _reads(self) -> Collection[str] | None:

@@ -1,4 +1,5 @@
-"""Workers of one rank, one per batch size, because sample intervals follow from it.
+"""Workers of one rank, one per batch size, because sample intervals follow from it; and per bucket
+of sizes besides the samples, because programs and messages do.
 
 The last batch of an epoch may be short, a held-out batch may be of any size. Micro-batch sizes stay
 those of the plan, so only the number of micro-batches changes, and with it the schedule.
@@ -6,10 +7,12 @@ those of the plan, so only the number of micro-batches changes, and with it the 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
 
 import torch
+from torch import Tensor
 
 from anabranch.graph.capture import Captured
 from anabranch.graph.split import Split
@@ -24,7 +27,7 @@ from anabranch.runtime.measurement.clocks import clock_of
 from anabranch.runtime.mesh import Mesh
 from anabranch.runtime.messages import Layout
 from anabranch.runtime.numerics.precision import LossScale
-from anabranch.runtime.plan_parts import evaluation_parts
+from anabranch.runtime.plan_parts import parts_like
 from anabranch.runtime.transport import Transport
 from anabranch.runtime.worker import Worker
 from anabranch.schedule import rule_named, schedule_of
@@ -53,24 +56,32 @@ class WorkerCache:
         self._data = {(port.source, port.target) for port in parts.ports}
         self._gradients = {(port.source, port.target) for port in parts.ports if port.grad}
         self._workers: dict[int, Worker] = {}
+        self._alike: dict[Captured, WorkerCache] = {captured: self}
 
     @property
     def stage_graph(self) -> StageGraph:
         """The plan's stages."""
         return self._plan.stage_graph
 
-    def in_evaluation(self, captured: Captured) -> WorkerCache:
-        """The same stages of the model in evaluation mode."""
-        return WorkerCache(
-            captured,
-            evaluation_parts(captured, self._plan),
-            self._plan,
-            self.mesh,
-            self._transport,
-            place=self.place,
-            seed=self.seed,
-            options=self.options,
-        )
+    def like(self, captured: Captured) -> WorkerCache:
+        """The same stages of the model in evaluation mode, or for batches of other sizes."""
+        if captured not in self._alike:
+            self._alike[captured] = alike = WorkerCache(
+                captured,
+                parts_like(self.parts, captured, self._plan),
+                self._plan,
+                self.mesh,
+                self._transport,
+                place=self.place,
+                seed=self.seed,
+                options=self.options,
+            )
+            alike.clock, alike.loss_scale = self.clock, self.loss_scale
+        return self._alike[captured]
+
+    def for_batch(self, leaves: Mapping[str, Tensor]) -> WorkerCache:
+        """The workers for batches of the sizes of this one."""
+        return self.like(self.captured.for_batch(leaves))
 
     @cached_property
     def leaves(self) -> frozenset[str]:

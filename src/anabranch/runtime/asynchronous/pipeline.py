@@ -80,7 +80,7 @@ class AsyncPipeline(BasePipeline):
             mini-batch; with several micro-batches per mini-batch, all of one size, for ``2bw``.
         policy: a weight policy or its name; ``auto`` asks ``weights.recommend``. By default the
             plan's, or ``auto``.
-        captured: see ``Pipeline``; so are ``evaluation``, ``check_gradients``, ``timeout`` and
+        captured: see ``Pipeline``; so are ``check_gradients``, ``timeout`` and
             ``stall_timeout``.
         round_robin: the replicas of a stage take mini-batches in turn, each of them whole, instead
             of splitting every one (PipeDream's 1F1B-RR). A stage with R replicas makes one update
@@ -113,7 +113,6 @@ class AsyncPipeline(BasePipeline):
         policy: WeightPolicy | str | None = None,
         round_robin: bool = False,
         captured: Captured | None = None,
-        evaluation: Captured | None = None,
         compute: ComputeOptions = PLAIN,
         clip_stage_norm: float | None = None,
         check_gradients: bool = True,
@@ -133,7 +132,6 @@ class AsyncPipeline(BasePipeline):
             workload,
             plan,
             captured=captured,
-            evaluation=evaluation,
             facts={
                 "policy": repr(self.policy),
                 "round_robin": round_robin,
@@ -213,12 +211,12 @@ class AsyncPipeline(BasePipeline):
                 deepest=deepest,
                 scheduler=self.scheduler,
             )
-        parameters = self._state.parameters
+        parameters, workers = self._state.parameters, self._session.workers
         reducer = Reducer(parameters, self._session.holders, self._mesh, notes=self.is_round_robin)
         self._stream: Stream | RoundRobinStream
         if rounds is not None:
             self._stream = RoundRobinStream(
-                self._session.workers,
+                workers,
                 rounds,
                 s,
                 self._mesh.device,
@@ -230,7 +228,7 @@ class AsyncPipeline(BasePipeline):
             )
             return
         self._stream = Stream(
-            self._session.workers.worker,
+            lambda leaves: workers.for_batch(leaves).worker(samples_of(leaves)),
             s,
             self._weights,
             reducer,
@@ -329,13 +327,12 @@ class AsyncPipeline(BasePipeline):
     def _put(self, batch: Batch) -> None:
         self._refuse_spoilt()
         leaves = self._leaves(batch)
-        samples = samples_of(leaves)
         started = time.perf_counter()
         with self._session.failing():
             POSITION.begin(self.step_number, is_minibatch=True)
             self._session.prepare(batch, leaves)
             self._outcomes.give_out(self.step_number, leaves, self._session.batch_digest)
-            if not self._stream.put(leaves, samples, self.step_number):
+            if not self._stream.put(leaves, self.step_number):
                 self._outcomes.note(self.step_number, Outcome())
             self._outcomes.tell()
             POSITION.leave()

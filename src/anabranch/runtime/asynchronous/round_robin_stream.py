@@ -17,12 +17,14 @@ The learning rate's schedule makes a step for every mini-batch of a round.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from torch import Tensor, nn
 
 from anabranch.runtime.asynchronous.round_robin import RoundRobin
 from anabranch.runtime.asynchronous.stream import Stream
 from anabranch.runtime.asynchronous.versions import VersionedWeights
+from anabranch.runtime.data_feed import samples_of
 from anabranch.runtime.data_parallel.reducer import Reducer
 from anabranch.runtime.worker import Flight, Worker
 from anabranch.runtime.worker_cache import WorkerCache
@@ -55,7 +57,7 @@ class RoundRobinStream:
         self._replicas = graph.stages[stage].replicas
         self._replica = graph.stages[stage].devices.index(device)
         self._near = [stage, *graph.predecessors[stage], *graph.successors[stage]]
-        self._workers: dict[tuple[int, ...], Worker] = {}
+        self._workers: dict[tuple[Any, ...], Worker] = {}
         self._stream = Stream(
             self._worker,
             stage,
@@ -78,7 +80,7 @@ class RoundRobinStream:
         """Whether no mini-batch is between forward and update; the same on all ranks."""
         return not self._given
 
-    def put(self, leaves: Mapping[str, Tensor], samples: int, number: int) -> bool:
+    def put(self, leaves: Mapping[str, Tensor], number: int) -> bool:
         """Let a mini-batch have its turn; see ``Stream.put``."""
         if self.is_empty:
             self._first = self._weights.version
@@ -89,7 +91,7 @@ class RoundRobinStream:
         if replica != self._replica:
             return False
         self._turn = turn
-        return self._stream.put(leaves, samples, number, self._first + round_)
+        return self._stream.put(leaves, number, self._first + round_)
 
     def drain(self) -> None:
         """Learn from everything that is in flight; all replicas are at one version afterwards."""
@@ -100,14 +102,14 @@ class RoundRobinStream:
             self._learn(None)
         self._given = 0
 
-    def _worker(self, samples: int) -> Worker:
+    def _worker(self, leaves: Mapping[str, Tensor]) -> Worker:
         """For the mini-batch whose turn it is: who sends to this rank, and to whom it sends."""
         stages, turn = self._rounds.graph.stages, self._turn
         peers = (stages[s].devices[turn % stages[s].replicas] for s in self._near)
-        key = (samples, *peers)
+        steps, samples = self._steps.for_batch(leaves), samples_of(leaves)
+        key = (steps, samples, *peers)
         if key not in self._workers:
-            graph = self._rounds.one(turn, samples)
-            self._workers[key] = self._steps.build(graph, self._steps.options)
+            self._workers[key] = steps.build(self._rounds.one(turn, samples), steps.options)
         return self._workers[key]
 
     def _learn(self, flight: Flight | None) -> None:

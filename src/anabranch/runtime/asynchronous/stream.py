@@ -47,7 +47,7 @@ class Stream:
 
     def __init__(
         self,
-        worker: Callable[[int], Worker],
+        worker: Callable[[Mapping[str, Tensor]], Worker],
         stage: int,
         weights: VersionedWeights,
         reducer: Reducer,
@@ -68,9 +68,7 @@ class Stream:
         """Whether no mini-batch is between forward and update; the same on all ranks."""
         return not self._flights
 
-    def put(
-        self, leaves: Mapping[str, Tensor], samples: int, number: int, unit: int | None = None
-    ) -> bool:
+    def put(self, leaves: Mapping[str, Tensor], number: int, unit: int | None = None) -> bool:
         """Forward a mini-batch, and learn from earlier ones what has to be learned before.
 
         The weights may count it as another ``unit``. Returns that this rank has a part in it.
@@ -78,7 +76,7 @@ class Stream:
         unit = number if unit is None else unit
         if self.is_empty:
             self._weights.fill(unit)
-        worker = self._worker(samples)
+        worker = self._worker(leaves)
         flight = Flight(worker, leaves, number, self._sums)
         count = worker.graph.num_microbatches(self._stage)
         passing = _Passing(flight, unit, count, self._weights.version)

@@ -150,7 +150,8 @@ class Reducer:
         finals = self.finals(self._order)
         for stage in self._order:
             for name in finals[stage]:
-                if name in self._places:
+                # One that is frozen now has no gradient, which is known when its stage is done.
+                if name in self._places and self._parameters[name].requires_grad:
                     add = self._parameters[name].register_post_accumulate_grad_hook
                     self._handles[name] = add(self._hook(name))  # type: ignore[no-untyped-call]
         self._waiting = set(self._places) if is_last else set()
