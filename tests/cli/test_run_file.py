@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -97,3 +98,12 @@ def test_a_file_that_is_not_there(run):
     code, _, err = run("train", "none.toml")
     assert code == 1
     assert "none.toml cannot be read: No such file or directory" in err
+
+
+@pytest.mark.parametrize("text", ["model = 'none:none'", "model = 'm'\nstep = 7"])
+def test_mistakes_of_a_file_that_asks_for_json_are_documents(run, text: str):
+    """Whatever is wrong with it: programs read standard output alone."""
+    Path("run.toml").write_text(f"json = true\n{text}")
+    code, out, _ = run("train", "run.toml")
+    assert code == 2
+    assert json.loads(out)["error"] == "UsageError"

@@ -16,6 +16,7 @@ import typer
 from typer.exceptions import TyperException
 
 from anabranch.cli.output import Warnings, print_json, say_error, without_colour
+from anabranch.cli.run_file import asks_for_json
 from anabranch.cli.run_summary import INTERRUPTED
 from anabranch.cli.verbs.check import check
 from anabranch.cli.verbs.cluster import cluster
@@ -69,7 +70,8 @@ def _interruptible(verb: Callable[..., None]) -> Callable[..., None]:
         try:
             verb(*arguments, **options)
         except KeyboardInterrupt:
-            _fail("Interrupted", "ended by Ctrl-C", INTERRUPTED, as_json="--json" in sys.argv)
+            as_json = asks_for_json(sys.argv[1:])
+            _fail("Interrupted", "ended by Ctrl-C", INTERRUPTED, as_json=as_json)
 
     return call
 
@@ -81,7 +83,7 @@ for _verb in _verbs:
 def main() -> None:
     """Entry point: exit code 0 on success, 1 on an anabranch error, 2 on wrong usage."""
     without_colour()
-    as_json = "--json" in sys.argv
+    as_json = asks_for_json(sys.argv[1:])
     try:
         # Ranks are forked, so they show warnings the same way.
         with warnings.catch_warnings():

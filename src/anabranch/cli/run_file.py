@@ -18,6 +18,8 @@ from __future__ import annotations
 
 import difflib
 import tomllib
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +65,20 @@ def model_or_file(context: typer.Context, model: str) -> str:
         raise typer.BadParameter(f'{path} names no model; write model = "mymodel:workload"')
     context.default_map = {**(context.default_map or {}), **defaults}
     return found
+
+
+def asks_for_json(arguments: Iterable[str]) -> bool:
+    """Whether a command line, or the file that it names, asks for a JSON document; known before it
+    is read, so that its mistakes are documents as well.
+    """
+    for argument in arguments:
+        if argument == "--json":
+            return True
+        if argument.endswith(".toml"):
+            with suppress(FileFormatError):
+                if _read(Path(argument)).get("json") is True:
+                    return True
+    return False
 
 
 def _read(path: Path) -> dict[str, Any]:

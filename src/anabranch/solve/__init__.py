@@ -7,6 +7,7 @@ flushes and minimises the time from one mini-batch to the next.
 from __future__ import annotations
 
 from anabranch.solve.attribution import explain
+from anabranch.solve.baselines import BASELINES, Baseline, baselines
 from anabranch.solve.explanation import Explanation
 from anabranch.solve.planner_options import bottleneck_s_per_sample, options_of
 from anabranch.solve.policy_choice import MODES, check_mode
@@ -25,9 +26,12 @@ from anabranch.solve.simulation import (
 
 __all__ = [
     "AUTO",
+    "BASELINES",
     "MODES",
+    "Baseline",
     "Explanation",
     "Simulated",
+    "baselines",
     "bottleneck_s_per_sample",
     "check_mode",
     "check_plan",

@@ -120,7 +120,7 @@ def plan(
     check_arguments(batch_size, planner, microbatch_size, schedule, max_replicas)
     check_mode(mode, policy, schedule)
     search, ignored = planner_with(planner, max_replicas, planner_options or {})
-    notes = _notes(profile)
+    notes = notes_on(profile)
     if ignored:
         notes.append(f"planner {planner} has no limit on replicas; {max_replicas} is ignored")
     cost = CostModel(
@@ -142,26 +142,13 @@ def plan(
             cost, batch_size, microbatch_size, planner, search, improve, optimizer
         )
         return endless.plan(policy or "auto", model, notes)
-    may_share = shard_optimizer is None and cluster.num_devices > 1
-    task = _StepSearch(
-        batch_size, planner, search, microbatch_size, schedule, improve, model, begin, may_share
-    )
-    try:
-        return task.plan(replace(cost, shard_optimizer=bool(shard_optimizer)), notes)
-    except InfeasiblePlanError:
-        if may_share:
-            with suppress(InfeasiblePlanError):
-                return task.plan(replace(cost, shard_optimizer=True), notes)
-        raise
+    task = StepSearch(batch_size, planner, search, microbatch_size, schedule, improve, model, begin)
+    return task.find(cost, notes, shard_optimizer).plan()
 
 
 @dataclass(frozen=True)
-class _StepSearch:
-    """A search for the shortest step; the fields are arguments of ``plan``.
-
-    Attributes:
-        may_share: replicas share the optimizer's state where a proposal gains by it.
-    """
+class StepSearch:
+    """A search for the shortest step; the fields are arguments of ``plan``."""
 
     batch_size: int
     planner: str
@@ -171,7 +158,6 @@ class _StepSearch:
     improve: bool
     model: str
     start: StageGraph | None = None
-    may_share: bool = False
 
     def _propose(self, cost: CostModel) -> Iterable[StageGraph]:
         search: Any = self.search  # of planners, only auto takes a start
@@ -184,8 +170,22 @@ class _StepSearch:
         )
         return found
 
-    def plan(self, cost: CostModel, notes: Sequence[str]) -> Plan:
-        """The plan with the shortest simulated step."""
+    def find(
+        self, cost: CostModel, notes: Sequence[str], shard_optimizer: bool | None = None
+    ) -> Found:
+        """The plan with the shortest simulated step; ``shard_optimizer`` as for ``plan``."""
+        may_share = shard_optimizer is None and cost.cluster.num_devices > 1
+        if shard_optimizer:
+            cost = replace(cost, shard_optimizer=True)
+        try:
+            return self._find(cost, notes, may_share=may_share)
+        except InfeasiblePlanError:
+            if may_share:
+                with suppress(InfeasiblePlanError):
+                    return self._find(replace(cost, shard_optimizer=True), notes)
+            raise
+
+    def _find(self, cost: CostModel, notes: Sequence[str], *, may_share: bool = False) -> Found:
         started = time.perf_counter()
         search = self._propose(cost)
         proposals, stopped = collect(search)
@@ -202,57 +202,33 @@ class _StepSearch:
         judged = uninterrupted(consider)
         if judge.best is None and not judged:
             judge = _first_that_fits(objective, proposals)
-        best = judge.winner(self.planner)
         simulated = time.perf_counter()
         if improving is not None and self.improve and judged and not stopped:
             judged = uninterrupted(lambda: improve_on(judge, improving.near, BUDGET))
-            best = judge.winner(self.planner)
-        if self.may_share and judged and not stopped and not cost.shard_optimizer:
+        if may_share and judged and not stopped:
             shared = replace(cost, shard_optimizer=True)
             sharing = self._sharing(shared, judge)
             if sharing is not None:
-                best, cost = sharing, shared
+                judge, cost = sharing, shared
         improved = time.perf_counter()
-        require(best.graph, cost)
-        try:
-            timeline = checked_run(best.graph, best.schedule, cost)
-        except (
-            KeyboardInterrupt
-        ):  # the search is over, and a moment is left: only insisting ends it
-            timeline = checked_run(best.graph, best.schedule, cost)
-        finished = time.perf_counter()
+        best = judge.winner(self.planner)
         why = stopped or ("" if judged else "interrupted")
         stops = [f"{why}: the best of the first {len(proposals)} proposals"] if why else []
         if improving is not None and (origin := improving.origin(best.proposal)):
             stops.insert(0, f"found {origin}")
-        return Plan(
-            stage_graph=best.graph,
-            schedule=best.schedule,
-            planner=self.planner,
-            model=self.model or cost.profile.graph.name,
-            cluster=cost.cluster.name,
-            profile=cost.profile.origin,
-            search_s=searched - started,
-            simulate_s=simulated - searched + finished - improved,
-            improve_s=improved - simulated,
-            predicted=Prediction(
-                step_s=timeline.step_s,
-                bottleneck_s_per_sample=bottleneck_s_per_sample(best.graph, cost),
-                bubble=timeline.bubble,
-                device_peak_bytes=tuple(timeline.peak_bytes.values()),
-                period_s=timeline.period_s,
-                exposed_sums=timeline.exposed_sums,
-            ),
-            device=cost.profile.device,
-            granularity=cost.profile.graph.granularity,
-            notes=(*notes, *stops),
-            machines=cost.cluster,
-            shard_optimizer=cost.shard_optimizer,
-            sparse_embeddings=cost.sparse_embeddings,
+        return Found(
+            self,
+            best,
+            judge.best_s,
+            cost,
+            searched - started,
+            simulated - searched,
+            improved - simulated,
+            (*notes, *stops),
         )
 
-    def _sharing(self, cost: CostModel, replicating: Judge) -> ScheduledProposal | None:
-        """The best proposal where replicas share the optimizer's state, if that is better: an
+    def _sharing(self, cost: CostModel, replicating: Judge) -> Judge | None:
+        """A judge of proposals whose replicas share the optimizer's state, if one is better: an
         update took long, or there is memory for a faster way to run.
         """
         best, best_s = replicating.winner(self.planner), replicating.best_s
@@ -263,7 +239,63 @@ class _StepSearch:
         judge = Judge(ShortestStep(cost, _schedules(self.schedule, self.search)))
         judge.best_s = limit = best_s * (1 - WORTH_SHARING)
         uninterrupted(lambda: judge.consider(replicated, BUDGET.simulation, in_order=True))
-        return judge.best if judge.best_s < limit else None
+        return judge if judge.best_s < limit else None
+
+
+@dataclass(frozen=True)
+class Found:
+    """The best of a search.
+
+    Attributes:
+        step_s: as simulated; infinite where an interrupt came before that.
+        cost: what it was priced by.
+        search_s: see ``Plan``, as for ``simulate_s``, ``improve_s`` and ``notes``.
+    """
+
+    search: StepSearch
+    best: ScheduledProposal
+    step_s: float
+    cost: CostModel
+    search_s: float
+    simulate_s: float
+    improve_s: float
+    notes: tuple[str, ...]
+
+    def plan(self) -> Plan:
+        """The plan, with all figures of its step by a schedule that is checked."""
+        best, cost, started = self.best, self.cost, time.perf_counter()
+        require(best.graph, cost)
+        try:
+            timeline = checked_run(best.graph, best.schedule, cost)
+        except (
+            KeyboardInterrupt
+        ):  # the search is over, and a moment is left: only insisting ends it
+            timeline = checked_run(best.graph, best.schedule, cost)
+        return Plan(
+            stage_graph=best.graph,
+            schedule=best.schedule,
+            planner=self.search.planner,
+            model=self.search.model or cost.profile.graph.name,
+            cluster=cost.cluster.name,
+            profile=cost.profile.origin,
+            search_s=self.search_s,
+            simulate_s=self.simulate_s + time.perf_counter() - started,
+            improve_s=self.improve_s,
+            predicted=Prediction(
+                step_s=timeline.step_s,
+                bottleneck_s_per_sample=bottleneck_s_per_sample(best.graph, cost),
+                bubble=timeline.bubble,
+                device_peak_bytes=tuple(timeline.peak_bytes.values()),
+                period_s=timeline.period_s,
+                exposed_sums=timeline.exposed_sums,
+            ),
+            device=cost.profile.device,
+            granularity=cost.profile.graph.granularity,
+            notes=self.notes,
+            machines=cost.cluster,
+            shard_optimizer=cost.shard_optimizer,
+            sparse_embeddings=cost.sparse_embeddings,
+        )
 
 
 def _start(
@@ -285,7 +317,8 @@ def _start(
     return with_in_flight(graph, [0] * len(graph))
 
 
-def _notes(profile: Profile) -> list[str]:
+def notes_on(profile: Profile) -> list[str]:
+    """What a reader of figures by this profile should know."""
     return ["times are taken as proportional to samples"] if profile.proportional else []
 
 
@@ -378,7 +411,7 @@ def compare_policies(
     }
     for policy in policies:
         check_mode("async", policy)
-    notes = _notes(profile)
+    notes = notes_on(profile)
 
     def search(name: str, policy: str) -> Plan:
         try:

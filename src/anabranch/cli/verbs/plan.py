@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -28,10 +27,8 @@ from anabranch.cli.spread import spread
 from anabranch.errors import AnabranchError, SearchStoppedError
 
 if TYPE_CHECKING:
-    from anabranch.cluster import Cluster
     from anabranch.plans.plan import Plan
-    from anabranch.profile.profile import Profile
-    from anabranch.weights import OptimizerFacts
+    from anabranch.solve import Baseline
 
 
 @spread
@@ -80,6 +77,7 @@ def plan(
     """
     from anabranch.files import load_plan, plan_to_dict, save_plan
     from anabranch.graph.loss_kinds import told
+    from anabranch.solve import baselines as compared
     from anabranch.solve import explain
     from anabranch.solve import plan as search
 
@@ -112,25 +110,28 @@ def plan(
     found = replace(found, options=source.recorded())
     if model.file is not None:
         save_plan(found, model.file)
-    others: dict[str, Plan | AnabranchError] = {}
+    others: dict[str, Baseline | AnabranchError] = {}
     if baselines and planner == "auto":
         if interrupted(found):
             note(
                 "interrupted; planning the baselines to compare with: Ctrl-C again leaves them out"
             )
         with suppress(KeyboardInterrupt):
-            others.update(_baselines(costs, cluster, found, planning, optimizer))
+            others.update(compared(found, costs, cluster, optimizer=optimizer, **planning.search))
     why = None
     if found.mode == "sync":
         with suppress(KeyboardInterrupt):  # the plan is what counts
             why = explain(found, costs, cluster)
     if as_json:
         document = plan_to_dict(found) | source.facts
-        document["baselines"] = {name: plan_or_error(name, plan) for name, plan in others.items()}
+        document["baselines"] = {
+            name: plan_or_error(name, other if isinstance(other, AnabranchError) else other.plan())
+            for name, other in others.items()
+        }
         document["gain"] = {
-            name: ratio(plan.figures.step_s, found.figures.step_s)
-            for name, plan in others.items()
-            if not isinstance(plan, AnabranchError)
+            name: ratio(other.step_s, found.figures.step_s)
+            for name, other in others.items()
+            if not isinstance(other, AnabranchError)
         }
         if why is not None:
             document["explanation"] = why.to_dict()
@@ -158,39 +159,11 @@ def plan(
     say_written(model.file)
 
 
-def _baselines(
-    costs: Profile,
-    cluster: Cluster,
-    found: Plan,
-    planning: PlanningSettings,
-    optimizer: OptimizerFacts | None,
-) -> Iterator[tuple[str, Plan | AnabranchError]]:
-    """Data parallelism, the best sequential plan and the straight one, as they are found."""
-    from anabranch.solve import plan
-
-    search = partial(
-        plan,
-        costs,
-        cluster,
-        planning.batch_size,
-        model=found.model,
-        improve=False,
-        mode=found.mode,
-        policy=found.policy,
-        optimizer=optimizer,
-    )
-    for name, changed in _BASELINES.items():
-        try:
-            yield name, search(**planning.search | changed)
-        except AnabranchError as error:
-            yield name, error
-
-
-def against(name: str, other: Plan | AnabranchError, ours: Plan) -> str:
+def against(name: str, other: Baseline | AnabranchError, ours: Plan) -> str:
     """One line that compares a baseline with our plan."""
     if isinstance(other, AnabranchError):
         return f"against {name}: none, {other}"
-    step_s, graph = other.figures.step_s, other.stage_graph
+    step_s, graph = other.step_s, other.graph
     gain = ratio(step_s, ours.figures.step_s)
     return (
         f"against {name} ({step_s * 1e3:.2f} ms, depth {graph.depth}, "
@@ -199,13 +172,6 @@ def against(name: str, other: Plan | AnabranchError, ours: Plan) -> str:
     )
 
 
-_BASELINES: dict[str, dict[str, str | int | None]] = {
-    "data-parallel": {"planner": "data-parallel", "max_replicas": None},
-    "sequential": {"planner": "sequential"},
-    "straight sequential": {"planner": "sequential", "max_replicas": 1},
-}
-"""Name -> what its search has in place of the command's options. Data parallelism is replicas."""
-
 _OPTIONS = {
     "data-parallel": "--planner data-parallel",
     "sequential": "--planner sequential",
@@ -213,14 +179,14 @@ _OPTIONS = {
 }
 
 
-def _faster(others: Mapping[str, Plan | AnabranchError], ours: Plan) -> str:
+def _faster(others: Mapping[str, Baseline | AnabranchError], ours: Plan) -> str:
     """A line on the best baseline, if that is better than our plan."""
-    plans = {n: plan for n, plan in others.items() if not isinstance(plan, AnabranchError)}
-    name = min(plans, key=lambda name: plans[name].figures.step_s, default="")
-    if not name or plans[name].figures.step_s >= ours.figures.step_s * (1 - 1e-9):
+    plans = {n: other for n, other in others.items() if not isinstance(other, AnabranchError)}
+    name = min(plans, key=lambda name: plans[name].step_s, default="")
+    if not name or plans[name].step_s >= ours.figures.step_s * (1 - 1e-9):
         return ""
     if ours.mode == "async":
-        depth, mine = plans[name].stage_graph.depth, ours.stage_graph.depth
+        depth, mine = plans[name].graph.depth, ours.stage_graph.depth
         stale = (
             f"at the same depth, {depth}, so its weights are as stale"
             if depth == mine
