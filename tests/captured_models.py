@@ -9,7 +9,7 @@ import torch
 
 from anabranch import models
 from anabranch.graph.capture import Captured, capture
-from tests import hf_models
+from benchmarks.architectures.models import build, cast
 
 BUILT_IN: dict[str, dict[str, str]] = {
     "mmt": {"layers": "1"},
@@ -20,6 +20,9 @@ BUILT_IN: dict[str, dict[str, str]] = {
 }
 """Built-in models by name, with options that make them cheap to capture."""
 
+ARCHITECTURES = ("Bert", "GPT2", "T5", "CLIP", "Whisper", "EmbeddingBags")
+"""Those of others that nobody wrote for pipelines."""
+
 
 def captured_model(name: str, dtype: torch.dtype = torch.float32) -> tuple[Captured, Any]:
     """A model in layers, captured once in this process, and its batch; leave both as they are."""
@@ -28,9 +31,9 @@ def captured_model(name: str, dtype: torch.dtype = torch.float32) -> tuple[Captu
 
 @cache
 def _captured(name: str, dtype: torch.dtype) -> tuple[Captured, Any]:
-    if name in hf_models.MODELS:
-        module, batch = hf_models.build(name, dtype)
-    else:
+    if name in BUILT_IN:
         workload = models.build(name, preset="small", options=BUILT_IN[name])
-        module, batch = workload.module.to(dtype), hf_models.cast(workload.example, dtype)
+        module, batch = workload.module.to(dtype), cast(workload.example, dtype)
+    else:
+        module, batch = build(name, dtype)
     return capture(module, batch), batch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,10 +20,11 @@ from anabranch.checkpoint.export import export
 from anabranch.graph.capture import capture
 from anabranch.huggingface import Trainer, batch_size, training_options, workload_of
 from anabranch.training import SaveEvery
-from tests import hf_models
+from benchmarks.architectures.models import build
 from tests.runtime.small import Built, plan
 
 SAMPLES, BATCH = 40, 8
+PAGE = Path(__file__).parents[1] / "docs" / "coming-from.md"
 
 
 class Sentences(torch.utils.data.Dataset[dict[str, Tensor]]):
@@ -98,7 +100,7 @@ def test_a_tiny_bert_trains_as_trainer_would(tmp_path: Path):
     transformers.
     """
     args = arguments(output_dir=str(tmp_path / "out"))
-    model, _ = hf_models.build("bert")
+    model, _ = build("Bert")
     seen: list[Any] = []
     trainer = Trainer(
         model, args, collate, Sentences(), Sentences(12), devices=2, check_gradients=False
@@ -123,16 +125,21 @@ def test_a_tiny_bert_trains_as_trainer_would(tmp_path: Path):
     assert losses == pytest.approx(plain_losses(workload, data), rel=2e-4)
     assert [e.step for e in events if e.name == "evaluation"] == [4, 8]
     assert [e.step for e in events if e.name == "checkpoint"] == [4, 8]
-    made = export(tmp_path / "out", tmp_path / "bert")
+    made = export(tmp_path / "out", tmp_path / "Bert")
     _, info = transformers.BertForMaskedLM.from_pretrained(made.path, output_loading_info=True)
     assert not any(info.values())
 
 
 @pytest.mark.dist
-def test_trainer_plans_and_trains_by_itself(tmp_path: Path):
-    """On local ranks, and what ``train`` takes besides is given on."""
+def test_trainer_plans_and_trains_by_itself():
+    """As docs/coming-from.md has it, on local ranks; what ``train`` takes besides is given on."""
     args = arguments(max_steps=1, gradient_accumulation_steps=1, save_strategy="no")
-    model, _ = hf_models.build("bert")
+    model, _ = build("Bert")
+    names = {"model": model, "args": args, "data_collator": collate}
+    names |= {"train_dataset": Sentences(), "eval_dataset": None}
+    (block,) = re.findall(r"```python\n(.*?import Trainer.*?)```", PAGE.read_text(), re.DOTALL)
+    exec(block, names)
+    assert len(names["run"].losses) == 1
     trainer = Trainer(model, args, collate, Sentences(), devices=2, steps=3)
     run = trainer.train(trainer.plan(planner="even", max_replicas=1))
     assert len(run.losses) == 3
@@ -141,7 +148,7 @@ def test_trainer_plans_and_trains_by_itself(tmp_path: Path):
 
 def test_arguments_are_counted_in_batches():
     """``Trainer`` counts updates; an epoch has five batches of eight here."""
-    model, _ = hf_models.build("bert")
+    model, _ = build("Bert")
     args = arguments(max_steps=-1, eval_strategy="epoch", output_dir="out", save_steps=3)
     workload = workload_of(
         model, args, Sentences(), devices=2, data_collator=collate, eval_dataset=Sentences(8)
@@ -158,7 +165,7 @@ def test_arguments_are_counted_in_batches():
 
 def test_what_is_not_taken_over_is_named():
     """A warning for what changes training, an error for another optimizer."""
-    model, _ = hf_models.build("bert")
+    model, _ = build("Bert")
     options: Any = {"devices": 2, "data_collator": collate}
     with pytest.warns(UserWarning, match="label_smoothing_factor, torch_compile: arguments of"):
         workload_of(

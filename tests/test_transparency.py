@@ -13,8 +13,7 @@ import torch
 from anabranch.schedule import SCHEDULES
 from anabranch.verification import WHOLE, VerifyResult, verify
 from anabranch.workload import Workload
-from tests.captured_models import BUILT_IN, captured_model
-from tests.hf_models import MODELS as HF_MODELS
+from tests.captured_models import ARCHITECTURES, BUILT_IN, captured_model
 from tests.runtime.small import MODELS, Built, batch, built, plan
 
 pytestmark = pytest.mark.dist
@@ -69,7 +68,7 @@ def test_the_built_in_models(name: str, dtype: torch.dtype, num_stages: int) -> 
     check(verify(model.workload, chosen, captured=model.captured, timeout=LIMIT_S))
 
 
-@once(*HF_MODELS, doubled="bert")
+@once(*ARCHITECTURES, doubled="Bert")
 def test_models_that_nobody_wrote_for_pipelines(
     name: str, dtype: torch.dtype, num_stages: int
 ) -> None:
@@ -79,7 +78,7 @@ def test_models_that_nobody_wrote_for_pipelines(
     model = shared(name, dtype)
     chosen = plan(model, num_stages, batch_size=4, microbatch_size=num_stages // 2)
     result = verify(model.workload, chosen, captured=model.captured, timeout=LIMIT_S)
-    if name in ("bert", "clip"):
+    if name in ("Bert", "CLIP"):
         assert result.against == WHOLE
         assert result.max_gradient_error < (1e-5 if dtype == torch.float32 else 1e-12)
     else:

@@ -1,4 +1,6 @@
-"""Capture every architecture, cut it into three stages, and compare a step with one process."""
+"""Capture every architecture, cut it into three stages, and compare a step with one process; with
+``--published``, plan the published sizes.
+"""
 
 from __future__ import annotations
 
@@ -10,28 +12,24 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from anabranch.errors import AnabranchError
 from anabranch.graph.capture import Captured, capture
 from anabranch.plans.whole_batch import with_whole_batches
-from anabranch.runtime.compute.options import ComputeOptions
-from anabranch.runtime.numerics.no_dropout import NoDropout
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.runtime.reference import reference
 from anabranch.schedule import rule_named
 from anabranch.verification import even_plan
 from anabranch.workload import Batch, Workload
-from benchmarks.architectures.models import MODELS, SAMPLES
+from benchmarks.architectures.models import ARCHITECTURES, SAMPLES, build
+from benchmarks.architectures.planning import planned
 
 
 def examined(name: str) -> dict[str, Any]:
     """What became of one architecture."""
-    torch.manual_seed(0)
     started = time.perf_counter()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        module, batch = MODELS[name]()
+        module, batch = build(name)
         found: dict[str, Any] = {"model": name, "class": type(module).__name__}
         try:
             captured = capture(module, batch)
@@ -53,11 +51,9 @@ def _compared(captured: Captured, workload: Workload, batch: Batch) -> dict[str,
     stages = tuple(replace(s, devices=(0,), microbatch_size=2) for s in graph.stages)
     whole = with_whole_batches(replace(graph, stages=stages), captured.graph)
     alone = replace(cut, stage_graph=rule_named("1f1b").warm_up(whole))
-    options = ComputeOptions(dropout="off")
-    pipeline = Pipeline(workload, alone, captured=captured, compute=options, check_gradients=False)
+    pipeline = Pipeline(workload, alone, captured=captured, check_gradients=False)
     loss, gradients = pipeline.gradients(batch)
-    with NoDropout():
-        expected = reference(captured.module, batch, [(0, SAMPLES)])
+    expected = reference(captured.module, batch, [(0, SAMPLES)])
     largest = max(float(g.abs().max()) for g in expected.gradients.values())
     error = max(
         float((gradients[n] - g).abs().max()) if n in gradients else float(g.abs().max())
@@ -74,12 +70,15 @@ def _compared(captured: Captured, workload: Workload, batch: Batch) -> dict[str,
 def main() -> None:
     """Print a line per architecture, and write all of them."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.architectures")
-    parser.add_argument("names", nargs="*", default=list(MODELS), help="architectures; all")
+    parser.add_argument("names", nargs="*", help="architectures; by default all")
+    parser.add_argument("--published", action="store_true", help="plan them in published sizes")
     parser.add_argument("--out", type=Path, help="a JSON file")
     arguments = parser.parse_args()
     rows = []
-    for name in arguments.names:
-        rows.append(examined(name))
+    sized = [n for n, a in ARCHITECTURES.items() if a.published is not None]
+    names = sized if arguments.published else list(ARCHITECTURES)
+    for name in arguments.names or names:
+        rows.append(planned(name) if arguments.published else examined(name))
         print(json.dumps(rows[-1]), flush=True)
         if arguments.out is not None:
             arguments.out.write_text(json.dumps(rows, indent=1))

@@ -19,7 +19,7 @@ from anabranch.errors import FileFormatError, TrainingError
 from anabranch.graph.capture import capture
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.workload import Workload
-from tests import hf_models
+from benchmarks.architectures.models import SAMPLES, build
 from tests.runtime.small import Built, batch, built, plan
 from tests.runtime.training import sgd
 
@@ -42,7 +42,7 @@ def trained(model: Built, example: Any, folder: Path, num_stages: int = 2) -> No
 
 
 def hugging_face(name: str) -> tuple[Built, Any]:
-    module, example = hf_models.build(name)
+    module, example = build(name)
     return Built(capture(module, example), Workload(module, example, optimizer=sgd)), example
 
 
@@ -59,7 +59,7 @@ def logits(model: nn.Module, example: Any) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [("bert", "BertForMaskedLM"), ("t5", "T5ForConditionalGeneration"), ("clip", "CLIPModel")],
+    [("Bert", "BertForMaskedLM"), ("T5", "T5ForConditionalGeneration"), ("CLIP", "CLIPModel")],
 )
 def test_a_trained_model_reloads_in_plain_transformers(name: str, kind: str, tmp_path: Path):
     """Nothing is missing, nothing unexpected, and its outputs are bit for bit those of the trained
@@ -70,14 +70,14 @@ def test_a_trained_model_reloads_in_plain_transformers(name: str, kind: str, tmp
     trained(model, example, tmp_path / "run")
     made = export(tmp_path / "run", tmp_path / "ours")
     assert made.architecture == kind
-    assert made.prefix == ("model." if name == "clip" else "")
+    assert made.prefix == ("model." if name == "CLIP" else "")
     loaded, info = getattr(transformers, kind).from_pretrained(
         made.path, output_loading_info=True
     )  # fmt: skip
     assert not any(info.values()), info
     module = model.module
     module.load_state_dict(load_state_dict(tmp_path / "run"))
-    inner = module.model if name == "clip" else module
+    inner = module.model if name == "CLIP" else module
     expected, found = logits(inner, example), logits(loaded, example)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[key], value) for key, value in expected.items())
@@ -123,15 +123,14 @@ def test_a_part_of_a_module(tmp_path: Path):
         export(tmp_path / "none", tmp_path / "out")
 
 
-@pytest.mark.parametrize("name", ["bert", "clip"])
+@pytest.mark.parametrize("name", ["Bert", "CLIP"])
 def test_what_transformers_saved_is_trained_on(name: str, tmp_path: Path):
     """``save_pretrained`` -> ``--weights``, also where the module wraps the model."""
     model, example = hugging_face(name)
-    torch.manual_seed(7)
-    module, _ = hf_models.MODELS[name]()
-    inner = module.model if name == "clip" else module
+    module, _ = build(name, seed=7)
+    inner = module.model if name == "CLIP" else module
     inner.save_pretrained(tmp_path / "pretrained")
-    samples = hf_models.SAMPLES
+    samples = SAMPLES
     chosen = plan(model, 2, batch_size=samples, microbatch_size=samples)
 
     def rank() -> float:

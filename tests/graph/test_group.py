@@ -12,7 +12,7 @@ from torch import nn
 from anabranch.graph.capture import Captured, capture
 from anabranch.graph.group import FREE, Granularity
 from anabranch.graph.opgraph import BATCH
-from tests import hf_models
+from benchmarks.architectures.models import build
 from tests.captured_models import captured_model
 from tests.graph.nets import Body
 
@@ -162,7 +162,7 @@ def test_masks_are_copied_not_sent() -> None:
 
 def test_values_of_the_batch_list_who_reads_them_through_copies() -> None:
     """BERT's attention mask is prepared in every layer instead of being sent to it."""
-    module, example = hf_models.build("bert")
+    module, example = build("Bert")
     captured = capture(module, example, granularity="block")
     graph = captured.graph
     mask = next(v for v in graph.values if v.name == "attention_mask")
@@ -273,7 +273,7 @@ def test_auxiliary_losses_do_not_glue_the_layers_together() -> None:
 
 def test_counts() -> None:
     """Operators are many, layers few: two transformer layers and what stands around them."""
-    module, example = hf_models.build("vit")
+    module, example = build("ViT")
     assert len(capture(module, example, granularity="operator").graph) == 24
-    assert len(captured_model("vit")[0].graph) == 6
+    assert len(captured_model("ViT")[0].graph) == 6
     assert len(capture(module, example, granularity="block").graph) == 4

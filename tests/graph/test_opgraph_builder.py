@@ -52,7 +52,7 @@ def test_what_only_a_metric_reads_gets_no_gradient() -> None:
 
 def test_parameters_alone_make_values_without_a_batch() -> None:
     """T5's position bias carries a gradient, has no batch dimension, and is read by both layers."""
-    t5 = captured_model("t5")[0].graph
+    t5 = captured_model("T5")[0].graph
     bias = [v for v in t5.values if not v.batched]
     assert [(v.grad, v.nbytes) for v in bias] == [(True, 2 * 8 * 8 * 4), (True, 2 * 6 * 6 * 4)]
     assert all(len(v.consumers) == 2 for v in bias)
@@ -60,7 +60,7 @@ def test_parameters_alone_make_values_without_a_batch() -> None:
 
 def test_tied_parameters_are_listed_by_each_reader() -> None:
     """T5's embedding is read by encoder, decoder and head, under its first name."""
-    t5 = captured_model("t5")[0].graph
+    t5 = captured_model("T5")[0].graph
     readers = [op.name for op in t5.ops if "shared.weight" in op.parameters]
     assert readers == ["encoder.embed_tokens", "decoder.embed_tokens", "lm_head"]
     assert [p.name for p in t5.parameters].count("shared.weight") == 1

@@ -20,7 +20,7 @@ from anabranch.runtime.compute.options import ComputeOptions
 from anabranch.runtime.compute.programs import is_random
 from anabranch.runtime.numerics.dropout import BySample
 from anabranch.workload import Workload
-from tests.hf_models import MODELS as HF_MODELS
+from benchmarks.architectures.models import build, set_dropout
 from tests.runtime.computing import step
 from tests.runtime.numerics.by_sample import rewritten
 from tests.runtime.small import Built, plan
@@ -121,17 +121,11 @@ def test_any_plan_draws_what_one_process_draws(model: type[nn.Module], data: st.
         torch.testing.assert_close(gradients[name], gradient, rtol=1e-8, atol=1e-11)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "t5"])
+@pytest.mark.parametrize("name", ["GPT2", "T5"])
 def test_models_of_others_draw_the_same(name: str) -> None:
     """Dropout in embeddings, attention weights and blocks, with tied embeddings."""
-    torch.manual_seed(0)
-    module, example = HF_MODELS[name]()
-    for each in module.modules():
-        if isinstance(each, nn.Dropout):
-            each.p = 0.1
-        if isinstance(getattr(each, "dropout", None), float):
-            each.dropout = 0.1  # of attention weights
-    module.double()
+    module, example = build(name, torch.float64)
+    set_dropout(module, 0.1)
     model = Built(capture(module, example), Workload(module, example))
     leaves = model.captured.flatten_batch(example)
     whole = plan(model, 1, batch_size=4, microbatch_size=4)
