@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from benchmarks.planners.cases import cases
 from benchmarks.planners.common import Row, milliseconds, table
 from benchmarks.planners.contestants import CONTESTANTS
 
@@ -93,14 +94,17 @@ def detail(rows: Sequence[Row], group: str) -> str:
 
 
 def winners(rows: Sequence[Row]) -> str:
-    """Which kind of plan wins the cases of the map, and how much longer the next simpler takes."""
-    lines = []
-    for case, some in by_case(row for row in rows if row["group"] == "map").items():
-        least = {kind: _least(some, kind) for kind in KINDS}
-        lines.append(
-            [case, *("-" if s is None else f"{s * 1e3:.1f}" for s in least.values()), verdict(some)]
-        )
-    return table(["case", *KINDS, "wins"], lines)
+    """The map: which kind of plan wins, a line per model and mini-batch, a column per cluster.
+
+    Some cases are those of other groups as well, and measured once.
+    """
+    known, lines = by_case(rows), dict[str, list[str]]()
+    columns: dict[str, None] = {}
+    for case in (case for case in cases(None) if case.group == "map"):
+        line = lines.setdefault(f"{case.model}, {case.batch}", [])
+        columns[case.change or f"{case.machines().num_devices}"] = None
+        line.append(verdict(known.get(case.name, ())))
+    return table(["mini-batch", *columns], ([name, *line] for name, line in lines.items()))
 
 
 def verdict(rows: Sequence[Row]) -> str:
