@@ -14,7 +14,7 @@ from anabranch.planner.auto.settings import Settings
 from tests.planner.auto.test_moves import CHAIN, DIAMOND, draft, space
 
 WHOLE = draft("000000", "000000")
-SHORT = Settings(starts=4, rounds=2, proposed=5)
+SHORT = Settings(starts=4, rounds=2, proposed=5, hot=0.03)
 
 
 def slowest(found: Draft, limit: float) -> float:
