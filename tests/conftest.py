@@ -17,6 +17,9 @@ atexit.register(shutil.rmtree, os.environ["ANABRANCH_CACHE"], ignore_errors=True
 torch.set_num_threads(1)
 
 # A deadline measures the machine, which may be busy, not the code. In CI the examples are the same
-# each time, so a failure there is the change's; at home every run looks at new ones.
-settings.register_profile("anabranch", deadline=None, derandomize="CI" in os.environ)
+# each time, so a failure there is the change's; at home every run looks at new ones, so that few
+# in one run are many in a week.
+settings.register_profile(
+    "anabranch", deadline=None, derandomize="CI" in os.environ, max_examples=50
+)
 settings.load_profile("anabranch")

@@ -8,11 +8,49 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from anabranch import cli
+from anabranch.cli.source import ModelSource
 from anabranch.files import save_cluster, save_profile
+from anabranch.graph import capture as graph_capture
+from anabranch.graph.capture import Captured
+from anabranch.workload import Workload
 from tests.cli.examples import TOWERS, four
 from tests.simulator.helpers import chain, cluster, cost_model
+
+_WORKLOADS: dict[object, Workload] = {}
+_CAPTURED: dict[tuple[int, str], Captured] = {}
+_CAPTURE = graph_capture.capture
+
+
+@pytest.fixture(autouse=True)
+def _captured_once(monkeypatch):
+    """The models of this folder are built and captured once for all tests: commands leave them as
+    they were, since what trains is a fork. Not where a test has its own ``capture``.
+    """
+    build, capture = ModelSource.workload, ModelSource.capture
+
+    def built(source: ModelSource, *, meta: bool = False) -> Workload:
+        if meta or not source.model.startswith("tests.cli.models:"):
+            return build(source, meta=meta)
+        key = source.model, source.preset, *source.options.items()
+        if key not in _WORKLOADS:
+            _WORKLOADS[key] = build(source)
+        torch.manual_seed(0)
+        return _WORKLOADS[key]
+
+    def captured(source: ModelSource, workload: Workload) -> Captured:
+        is_kept = any(workload is kept for kept in _WORKLOADS.values())
+        if not is_kept or graph_capture.capture is not _CAPTURE:
+            return capture(source, workload)
+        key = id(workload), source.granularity
+        if key not in _CAPTURED:
+            _CAPTURED[key] = capture(source, workload)
+        return _CAPTURED[key]
+
+    monkeypatch.setattr(ModelSource, "workload", built)
+    monkeypatch.setattr(ModelSource, "capture", captured)
 
 
 @pytest.fixture

@@ -42,7 +42,7 @@ def at(rows: list[Number], place: object) -> list[float]:
     return [float(row[place]) if isinstance(row, np.ndarray) else float(row) for row in rows]
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(rich_profiles(), st.booleans())
 def test_every_stage_weighs_as_the_cost_model_says(profile, tensor):
     """Any graph and all pairs of its downsets, a row of its operators: tied and frozen parameters,
@@ -66,7 +66,7 @@ def test_every_stage_weighs_as_the_cost_model_says(profile, tensor):
                 assert seconds[v] - seconds[u] == forward + backward
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(op_graphs(), st.data())
 def test_a_row_may_be_a_part_of_the_model(graph, data):
     """What comes from outside is there before the row; what is read outside is read after it."""
@@ -81,7 +81,7 @@ def test_a_row_may_be_a_part_of_the_model(graph, data):
             assert at(matrices, (i, j)) == at(figures(cost.weights(row.mask(i, j))), ())
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(op_graphs())
 def test_nested_is_what_lies_inside(graph):
     """The listed pairs and the matrix are the same, and those of which one holds the other."""
@@ -94,7 +94,7 @@ def test_nested_is_what_lies_inside(graph):
     assert list(zip(pairs.lower, pairs.upper, strict=True)) == sorted(expected)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(op_graphs())
 def test_least_traffic_is_just_below_what_crosses(graph):
     """All that crosses the border per sample, rounded downwards."""

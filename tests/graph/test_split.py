@@ -13,7 +13,7 @@ from torch import nn
 from anabranch.graph.capture import capture
 from anabranch.graph.split import split, stages_like
 from benchmarks.architectures.models import build
-from tests.captured_models import ARCHITECTURES, BUILT_IN, captured_model
+from tests.captured_models import captured_model
 from tests.graph.chain import check_split, loss_of, random_stages, run_stages, taken
 from tests.graph.nets import fan
 
@@ -23,16 +23,17 @@ from tests.graph.nets import fan
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
-        *((name, torch.float32) for name in (*ARCHITECTURES, *BUILT_IN)),
-        ("T5", torch.float64),
-        ("mmt", torch.float64),
+        *((name, torch.float32) for name in ("GPT2", "EmbeddingBags", "mmt")),
+        ("two-branch", torch.float64),
     ],
     ids=str,
 )
 def test_four_random_stages_have_the_gradients_of_one_process(
     name: str, dtype: torch.dtype
 ) -> None:
-    """Exactly in exact mode, to rounding otherwise; the loss exactly in both."""
+    """Exactly in exact mode, to rounding otherwise; the loss exactly in both. All other models are
+    cut in ``test_transparency``.
+    """
     captured, batch = captured_model(name, dtype)
     for seed in range(2):
         stages = random_stages(captured.graph, 4, seed)
@@ -82,7 +83,7 @@ def wirings(draw: st.DrawFn) -> tuple[list[list[int]], list[int]]:
     return wires, draw(kinds.filter(lambda drawn: set(drawn) != {1}))
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(wiring=wirings(), seed=st.integers(0, 99), count=st.integers(2, 6))
 def test_any_wiring_cut_anywhere(wiring: Any, seed: int, count: int) -> None:
     """Uses in any order on any stage, tied layers, operations in place: still the exact sums."""
@@ -256,7 +257,7 @@ def test_metric_of_the_batch_alone_is_made_in_one_place() -> None:
     assert metrics["share"] == (batch > 0).float().mean()
 
 
-@pytest.mark.parametrize("name", ["Bert", "GPT2", "EmbeddingBags"])
+@pytest.mark.parametrize("name", ["GPT2", "EmbeddingBags"])
 def test_evaluation_is_cut_by_the_stages_of_training(name: str) -> None:
     """Loss of the module in evaluation mode, on the stages that training has."""
     captured, batch = captured_model(name)

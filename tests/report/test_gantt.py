@@ -235,7 +235,7 @@ def test_ten_thousand_actions_make_a_small_picture():
     assert any("10,000 of 10,000 actions are narrower" in line for line in texts(root))
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(st.data(), stage_graphs())
 def test_any_step_is_drawn_in_full_and_in_the_picture(data, graph):
     """No action is lost, nothing sticks out, and the picture is the same each time."""

@@ -26,6 +26,7 @@ def test_evaluation_is_in_evaluation_mode() -> None:
     """Dropout does nothing and running means are used; batches of any size, weighted by samples."""
     for name in ("Dropout", "Norm"):
         model = built(name)
+        model.captured.evaluation()  # once, rather than by every rank
         held_out = [batch(16, 8), batch(7, 9)]
         chosen = plan(model, 2, replicas=[1, 2])
         results = run(model, chosen, lambda p, held=held_out: p.evaluate(held))

@@ -202,7 +202,7 @@ def test_what_others_have_updated_comes_under_the_next_forward():
 
 
 @given(stage_graphs())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_a_step_in_a_row_takes_no_longer_than_alone(graph):
     """Whatever the next step waits for, it would have waited for after a barrier too."""
     costs = StageTimes([{1: 1.0 + s} for s in range(len(graph))], [{1: 2.0}] * len(graph))

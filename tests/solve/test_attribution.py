@@ -117,7 +117,7 @@ def test_an_asynchronous_plan_has_no_step():
         explain(asynchronous(cost, 2), cost.profile, cost.cluster)
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(priced_stage_graphs())
 def test_the_parts_of_any_step_add_up(drawn):
     """Whatever the stages and the machines, and the text fits 80 columns and a screen."""

@@ -57,7 +57,7 @@ def everything(cost: CostModel, batch_size: int, policy: str, limit: int) -> Ite
                     yield graph
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.data())
 def test_what_fits_is_found(data):
     """Random small graphs, some with a tied parameter, in little memory, without many replicas."""

@@ -183,11 +183,13 @@ class Cut:
 
 
 @cache
-def _captured(name: str, dtype: torch.dtype) -> Captured:
+def _captured(name: str, dtype: torch.dtype, frozen: tuple[str, ...]) -> Captured:
     """Capture takes a second, so once per model; its weights are reset for every test."""
     torch.manual_seed(0)
-    make = Statistics if name == "statistics" else MODELS[name]
-    return capture(make().to(dtype), batches(1, dtype=dtype)[0])
+    module = (Statistics if name == "statistics" else MODELS[name])().to(dtype)
+    for parameter in frozen:
+        module.get_parameter(parameter).requires_grad_(False)
+    return capture(module, batches(1, dtype=dtype)[0])
 
 
 def cut(
@@ -205,13 +207,9 @@ def cut(
         optimizer: key of ``OPTIMIZERS``.
         dtype: of its weights.
         scheduler: of the learning rate.
-        frozen: parameters that are not trained; such a model is captured anew.
+        frozen: parameters that are not trained.
     """
-    captured = (_captured.__wrapped__ if frozen else _captured)(name, dtype)
-    if frozen:
-        for parameter in frozen:
-            captured.module.get_parameter(parameter).requires_grad_(False)
-        captured = capture(captured.module, batches(1, dtype=dtype)[0])
+    captured = _captured(name, dtype, tuple(frozen))
     module = captured.module
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():

@@ -225,6 +225,7 @@ def test_compiled_and_offloaded_ranks_train_alike() -> None:
     """Up to rounding, with recomputation and held-out batches."""
     load_compiler()
     model = built("TwoBranch")
+    model.captured.evaluation()  # once, rather than by every rank
     workload = with_options(model, optimizer=sgd)
     batches = [batch(16, seed) for seed in range(2)]
     chosen = plan(model, 2, recompute=True)

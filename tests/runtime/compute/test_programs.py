@@ -27,7 +27,7 @@ def same(a: tuple[float, dict[str, Tensor]], b: tuple[float, dict[str, Tensor]])
         torch.testing.assert_close(a[1][name], gradient, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["TwoBranch", "Tied", "Shared"])
+@pytest.mark.parametrize("name", ["TwoBranch", "Shared"])
 def test_compiled_stages_compute_the_same(name: str) -> None:
     """Several stages, and a short last micro-batch, which is compiled for itself."""
     model = built(name)

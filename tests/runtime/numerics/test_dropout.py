@@ -107,7 +107,7 @@ def plans(draw: st.DrawFn, model: Built) -> Plan:
 
 
 @pytest.mark.parametrize("model", [Attends, Draws])
-@settings(max_examples=8)
+@settings(max_examples=4)
 @given(data=st.data())
 def test_any_plan_draws_what_one_process_draws(model: type[nn.Module], data: st.DataObject) -> None:
     """Unequal replicas and micro-batches, recomputation: same loss, same gradients."""
@@ -121,10 +121,9 @@ def test_any_plan_draws_what_one_process_draws(model: type[nn.Module], data: st.
         torch.testing.assert_close(gradients[name], gradient, rtol=1e-8, atol=1e-11)
 
 
-@pytest.mark.parametrize("name", ["GPT2", "T5"])
-def test_models_of_others_draw_the_same(name: str) -> None:
-    """Dropout in embeddings, attention weights and blocks, with tied embeddings."""
-    module, example = build(name, torch.float64)
+def test_models_of_others_draw_the_same() -> None:
+    """T5's dropout: in embeddings, attention weights and blocks, with tied embeddings."""
+    module, example = build("T5", torch.float64)
     set_dropout(module, 0.1)
     model = Built(capture(module, example), Workload(module, example))
     leaves = model.captured.flatten_batch(example)
