@@ -38,7 +38,7 @@ def propose(name: str, cost: CostModel, **options: int | None) -> list[StageGrap
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     profile=planning_profiles(6, series_parallel=False),
     devices=st.integers(1, 8),
@@ -88,7 +88,7 @@ def odd_profiles(draw: st.DrawFn) -> Profile:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     profile=odd_profiles(),
     devices=st.sampled_from([1, 2, 3, 4, 6, 8]),

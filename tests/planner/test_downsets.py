@@ -43,7 +43,7 @@ def by_definition(graph: OpGraph) -> list[int]:
     )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(graph=op_graphs(max_ops=9))
 def test_lists_them_all(graph):
     """The same as testing every set of operators, in ascending order."""
@@ -65,7 +65,7 @@ def test_counts_of_branches(count, length, expected):
     assert len(found) == len(set(found)) == expected == (length + 1) ** count + 1
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(graph=op_graphs(max_ops=7), budget=st.integers(1, 40))
 def test_the_budget_is_exact(graph, budget):
     """As many as the budget are listed; one more and there is none."""
@@ -99,7 +99,7 @@ def test_prefixes_of_a_row():
     assert prefixes([2, 0, 1]) == [0, 0b100, 0b101, 0b111]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(graph=op_graphs(max_ops=7))
 def test_prefixes_of_a_topological_order_are_downsets(graph):
     """Nested, one operator more each, from nothing to all."""

@@ -25,7 +25,7 @@ from tests.planner.helpers import cost_model
 from tests.strategies import planning_profiles
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     planning_profiles(7, series_parallel=False),
     st.integers(1, 8),

@@ -84,7 +84,7 @@ class Even:
             )
         return InfeasiblePlanError(
             f"{name} does not fit {cluster.name} with stages of equal work, nor with other stages "
-            f"in a row: {explain(problem, microbatch_size, rows)}"
+            f"in a row: {explain(problem, microbatch_size)}"
         )
 
 

@@ -23,9 +23,8 @@ from anabranch.errors import BudgetError
 from anabranch.planner.base import require_options
 from anabranch.planner.partitions import partitions
 from anabranch.planner.toolkit.assemble import Candidate
-from anabranch.planner.toolkit.infeasible import Fewest, explain, require_sizes
+from anabranch.planner.toolkit.infeasible import explain, require_sizes
 from anabranch.planner.toolkit.parts import Part, PartPrices, edges, heights
-from anabranch.planner.toolkit.prices import MicrobatchPrices
 from anabranch.planner.toolkit.problem import Problem
 from anabranch.plans.stages import StageGraph
 
@@ -96,7 +95,7 @@ class Exhaustive:
                     least_s = candidate.outline_s
                     yield candidate.graph
         if not found:
-            raise explain(problem, microbatch_size, _on_fewest_devices(everything))
+            raise explain(problem, microbatch_size)
         found.sort(key=lambda candidate: candidate.outline_s)
         yield from list(dict.fromkeys(best.graph for best in found))[: self.candidates]
 
@@ -176,35 +175,6 @@ def best_replicas(prices: PartPrices, masks: Sequence[int], devices: int) -> lis
         if sum(count for count, _, _ in chosen) <= devices:
             return [part for _, _, part in chosen]
     return None
-
-
-def _on_fewest_devices(everything: _Partitions) -> Fewest:
-    """The stages of any partition that need the fewest devices, however slow they are."""
-
-    def fewest(prices: MicrobatchPrices) -> list[Part]:
-        stages = PartPrices(prices)
-        plain: dict[tuple[int, int], Part | None] = {}
-        best: list[Part] = []
-        for masks, pairs in everything:
-            keys = list(zip(masks, heights(len(masks), pairs), strict=True))
-            for mask, height in keys:
-                if (mask, height) not in plain:
-                    ways = (
-                        Part(mask, mode.replicas, mode.recompute, mode.tensor)
-                        for mode in prices.modes
-                    )
-                    fitting = (way for way in ways if stages.headroom(way) >= height)
-                    plain[mask, height] = next(fitting, None)
-            parts = [part for key in keys if (part := plain[key]) is not None]
-            if len(parts) == len(masks) and (not best or _count(parts) < _count(best)):
-                best = parts
-        return best if _count(best) <= prices.max_devices else []
-
-    return fewest
-
-
-def _count(parts: Sequence[Part]) -> int:
-    return sum(part.devices for part in parts)
 
 
 def _assignments(

@@ -34,7 +34,7 @@ def test_small_models_stay_as_they_are():
     assert block.classes == (0, 0, 2, 2)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(planning_profiles(12), st.integers(2, 6))
 def test_coarse_items(profile, items):
     """Each operator in one item; no item of several operators is more than its share of compute."""

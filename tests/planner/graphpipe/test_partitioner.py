@@ -12,8 +12,9 @@ from anabranch.cost import CostModel
 from anabranch.graph.opgraph import Op, OpGraph, Value
 from anabranch.planner.graphpipe import partitioner
 from anabranch.planner.graphpipe.chains import line, tree
-from anabranch.planner.graphpipe.partitioner import Budget, PlannedStage, partition
+from anabranch.planner.graphpipe.partitioner import PlannedStage, partition
 from anabranch.planner.graphpipe.schedules import Configuration, Schedules, configurations
+from anabranch.planner.toolkit.budget import Budget
 from anabranch.planner.toolkit.parts import PartPrices
 from anabranch.planner.toolkit.prices import MicrobatchPrices, degrees
 from anabranch.planner.toolkit.problem import Problem
@@ -31,7 +32,7 @@ def prices_of(cost: CostModel, batch_size: int, size: int) -> MicrobatchPrices:
     return MicrobatchPrices(cost, batch_size, size, chosen, cost.cluster.memory_bytes)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     planning_profiles(6),
     st.integers(1, 6),
@@ -47,7 +48,7 @@ def test_equals_the_best_of_all(profile, devices, size, count, limit, memory):
     prices = prices_of(cost, size * count, size)
     chain = tree(cost, Problem(cost, size * count).tree, 64)
     schedules = Schedules((Configuration(size),), (prices,))
-    stages = partition(chain, schedules, devices, 1e-9, Budget(1e9, cost))
+    stages = partition(chain, schedules, devices, 1e-9, Budget("graphpipe", 1e9, ""))
     parts = PartPrices(prices)
     found = [schedules.modes[stage.mode] for stage in stages]
     least = least_period(parts, chain, devices)
@@ -79,7 +80,7 @@ def stages_of(profile: Profile, devices: int, *, in_a_row: bool = False) -> list
     problem = Problem(cost, 4)
     schedules = Schedules((Configuration(1),), (prices_of(cost, 4, 1),))
     chain = line(cost, problem.order, 64) if in_a_row else tree(cost, problem.tree, 64)
-    found = partition(chain, schedules, devices, 1e-6, Budget(1e9, cost))
+    found = partition(chain, schedules, devices, 1e-6, Budget("graphpipe", 1e9, ""))
     return sorted(_shown(cost, schedules, stage) for stage in found)
 
 
@@ -139,6 +140,6 @@ def test_a_size_for_every_stage():
     sizes = tuple(prices_of(cost, 8, c.microbatch_size) for c in chosen)
     schedules = Schedules(chosen, sizes)
     chain = tree(cost, Problem(cost, 8).tree, 64)
-    first, second = partition(chain, schedules, 2, 1e-6, Budget(1e9, cost))
+    first, second = partition(chain, schedules, 2, 1e-6, Budget("graphpipe", 1e9, ""))
     assert chosen[first.configuration].microbatch_size == 4
     assert chosen[second.configuration] == Configuration(1)

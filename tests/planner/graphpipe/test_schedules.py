@@ -37,7 +37,7 @@ def test_samples_held_beyond_those_of_the_successor():
     assert schedules.alone == (1, 4)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     planning_profiles(5, series_parallel=False),
     st.sampled_from([1, 2, 4]),

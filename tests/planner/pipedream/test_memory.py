@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from anabranch.graph.opgraph import Op, OpGraph, Parameter, Value
 from anabranch.planner.pipedream import memory, recurrence
-from anabranch.planner.pipedream.terms import Meter, Terms, stages
+from anabranch.planner.pipedream.terms import Terms, stages
+from anabranch.planner.toolkit.budget import Budget
 from anabranch.planner.toolkit.parts import Part, PartPrices, fits
 from anabranch.profile.profile import OpCost, Profile
 from tests.planner.pipedream.reference import Reference, nodes, terms_for
@@ -31,7 +32,7 @@ def fit(terms: Terms, pieces) -> bool:
     return fits(PartPrices(terms.prices), parts, row)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     planning_profiles(5, series_parallel=False),
     st.sampled_from([(1,), (4,), (2, 2), (3, 2), (2, 3), (2, 2, 2)]),
@@ -58,8 +59,10 @@ def test_equals_the_best_plan_that_fits(
         if terms.period_s(pieces) < math.inf and fit(terms, pieces)
     ]
     least = min((period for period, _ in periods), default=None)
-    lower = recurrence.solve(terms, Meter(MANY))
-    found = memory.solve(terms, Meter(MANY), lower[0] if lower else 0.0, 1e-9)
+    lower = recurrence.solve(terms, Budget("pipedream", MANY, "raise option steps"))
+    found = memory.solve(
+        terms, Budget("pipedream", MANY, "raise option steps"), lower[0] if lower else 0.0, 1e-9
+    )
     if least is None:
         assert found is None
         return
@@ -88,28 +91,32 @@ def test_no_cut_that_is_too_slow_inside_a_component():
     profile = Profile(graph, (1,), costs, device="cpu", source="imported", proportional=True)
     cluster = nodes(2, 2, bandwidths=(1.0, 1.0), memory=500)
     terms = terms_for(profile, cluster, microbatch_size=1, batch_size=1)
-    found = memory.solve(terms, Meter(MANY), terms.ideal_s(), 1e-9)
+    found = memory.solve(
+        terms, Budget("pipedream", MANY, "raise option steps"), terms.ideal_s(), 1e-9
+    )
     assert found is not None
     assert found[0] == 20
     assert [piece.copies for piece in found[1]] == [1, 1]
     assert [[inner.stop for inner in piece.inside] for piece in found[1]] == [[1, 2], [3, 4]]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(planning_profiles(6), st.sampled_from([(4,), (2, 2), (3, 2)]), st.booleans())
 def test_is_the_recurrence_where_memory_is_ample(profile, sizes, accumulate):
     """Two ways to the same value."""
     terms = terms_for(
         profile, nodes(*sizes), microbatch_size=8, batch_size=32, accumulate=accumulate
     )
-    exact = recurrence.solve(terms, Meter(MANY))
-    found = memory.solve(terms, Meter(MANY), terms.ideal_s(), 1e-9)
+    exact = recurrence.solve(terms, Budget("pipedream", MANY, "raise option steps"))
+    found = memory.solve(
+        terms, Budget("pipedream", MANY, "raise option steps"), terms.ideal_s(), 1e-9
+    )
     assert (exact is None) == (found is None)
     if exact and found:
         assert found[0] == pytest.approx(exact[0], rel=1e-6)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(planning_profiles(6), st.integers(20, 80), st.integers(1, 40))
 def test_more_memory_is_never_slower(profile, bytes_each, more):
     """On two levels, to the tolerance of the search."""
@@ -117,7 +124,7 @@ def test_more_memory_is_never_slower(profile, bytes_each, more):
     some, ample = (
         memory.solve(
             replace(terms, prices=replace(terms.prices, memory_bytes=memory_bytes)),
-            Meter(MANY),
+            Budget("pipedream", MANY, "raise option steps"),
             terms.ideal_s(),
             1e-9,
         )

@@ -39,7 +39,7 @@ def chain(seconds: list[float], weights: list[int], activation: int) -> Profile:
     return Profile(graph, (1,), costs, device="cpu", source="imported", proportional=True)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     planner=st.sampled_from(KINDS[:2]),
     profile=planning_profiles(6, series_parallel=False),
@@ -58,7 +58,7 @@ def test_any_levels_get_valid_plans(planner, profile, shape, batch_size, memory)
     assert len(set(proposals)) == len(proposals)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     planning_profiles(5, series_parallel=False),
     st.sampled_from([(2,), (5,), (2, 2), (4, 2), (3, 2)]),

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from anabranch.errors import BudgetError
 from anabranch.planner.downsets import downsets
 from anabranch.planner.pipedream.recurrence import solve
-from anabranch.planner.pipedream.terms import Meter, flat, stages
+from anabranch.planner.pipedream.terms import flat, stages
+from anabranch.planner.toolkit.budget import Budget
 from anabranch.profile.profile import OpCost, Profile
 from tests.planner import shapes
 from tests.planner.pipedream.reference import INFINITE, Reference, nodes, terms_for
@@ -23,7 +24,7 @@ SPEEDS = st.tuples(*[st.sampled_from([0.2, 1.0, 10.0])] * 3)
 MANY = 10**9
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     planning_profiles(6, series_parallel=False),
     SIZES,
@@ -46,7 +47,7 @@ def test_equals_the_recurrence(profile, sizes, size, count, accumulate, antichai
         max_replicas=limit,
     )
     reference = Reference(terms)
-    found = solve(terms, Meter(MANY))
+    found = solve(terms, Budget("pipedream", MANY, "raise option steps"))
     least = reference.least_s()
     if found is None:
         assert least == INFINITE
@@ -59,7 +60,7 @@ def test_equals_the_recurrence(profile, sizes, size, count, accumulate, antichai
     assert sorted(d for devices in placed for d in devices) == list(range(terms.devices))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(planning_profiles(5), st.sampled_from([(4,), (2, 2), (3, 2), (2, 2, 2)]), SPEEDS)
 def test_is_the_papers_formula_where_time_is_proportional(profile, sizes, speeds):
     """T^k = 1/m max(A^(k-1), 2(m-1) w / B_k), on time per mini-batch and whole mini-batches."""
@@ -91,25 +92,30 @@ def test_is_the_papers_formula_where_time_is_proportional(profile, sizes, speeds
 
     levels = len(terms.tiers)
     wanted = a(levels, 0, len(profile.graph), terms.tiers[-1].size)
-    found = solve(terms, Meter(MANY))
+    found = solve(terms, Budget("pipedream", MANY, "raise option steps"))
     assert found is not None
     assert found[0] == pytest.approx(wanted)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(planning_profiles(6, series_parallel=False), SIZES, st.booleans())
 def test_antichains_lose_nothing(profile, sizes, accumulate):
     """A row is one way through the states of the graph, so the graph's own are never slower."""
     common = {"microbatch_size": 8, "batch_size": 16, "accumulate": accumulate}
-    row = solve(terms_for(profile, nodes(*sizes), **common), Meter(MANY))
+    row = solve(
+        terms_for(profile, nodes(*sizes), **common), Budget("pipedream", MANY, "raise option steps")
+    )
     states = downsets(profile.graph)
-    graph = solve(terms_for(profile, nodes(*sizes), states=states, **common), Meter(MANY))
+    graph = solve(
+        terms_for(profile, nodes(*sizes), states=states, **common),
+        Budget("pipedream", MANY, "raise option steps"),
+    )
     if row is not None:
         assert graph is not None
         assert graph[0] <= row[0] * (1 + 1e-12)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(planning_profiles(6), st.sampled_from([(2, 2), (2, 3), (2, 2, 2)]))
 def test_one_level_of_the_same_speed_is_no_slower(profile, sizes):
     """Levels only forbid: without transfers and parameters one level has every plan of several."""
@@ -119,8 +125,11 @@ def test_one_level_of_the_same_speed_is_no_slower(profile, sizes):
         parameters=tuple(replace(p, nbytes=0) for p in profile.graph.parameters),
     )
     terms = terms_for(replace(profile, graph=graph), nodes(*sizes), microbatch_size=8, batch_size=8)
-    many = solve(terms, Meter(MANY))
-    one = solve(replace(terms, tiers=flat(terms.prices.cost.cluster)), Meter(MANY))
+    many = solve(terms, Budget("pipedream", MANY, "raise option steps"))
+    one = solve(
+        replace(terms, tiers=flat(terms.prices.cost.cluster)),
+        Budget("pipedream", MANY, "raise option steps"),
+    )
     if many is not None:
         assert one is not None
         assert one[0] <= many[0] * (1 + 1e-12)
@@ -130,4 +139,4 @@ def test_ends_where_the_meter_does():
     """Both numbers and a way on."""
     terms = terms_for(shapes.candle_uno(), nodes(4), microbatch_size=8, batch_size=8)
     with pytest.raises(BudgetError, match=r"budget is 1e\+02; raise option steps"):
-        solve(terms, Meter(100))
+        solve(terms, Budget("pipedream", 100, "raise option steps"))

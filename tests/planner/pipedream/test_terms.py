@@ -13,7 +13,7 @@ from tests.planner.pipedream.reference import Reference, nodes, terms_for
 from tests.strategies import planning_profiles
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     planning_profiles(5, series_parallel=False),
     st.sampled_from([1, 5, 8, 12]),

@@ -14,10 +14,9 @@ from anabranch.cost import CostModel
 from anabranch.errors import BudgetError, InfeasiblePlanError
 from anabranch.graph.opgraph import Op, OpGraph, Value
 from anabranch.planner.piper import Piper
-from anabranch.planner.piper.assemble import inside_nodes
 from anabranch.planner.toolkit.prices import Mode
 from anabranch.plans.check import check
-from anabranch.plans.stages import Stage, StageGraph
+from anabranch.plans.stages import StageGraph
 from anabranch.profile.profile import OpCost, Profile, Sharded
 from anabranch.profile.readers import read_profile
 from tests.planner import shapes
@@ -39,7 +38,7 @@ def loads(graph: StageGraph, cost: CostModel) -> list[float]:
     ]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     profile=rich_profiles(6),
     devices=st.integers(1, 8),
@@ -73,7 +72,7 @@ def test_plans_keep_to_the_options(profile, devices, batch_size, memory, options
             assert all(len({d // machines.group_sizes[0] for d in group}) == 1 for group in groups)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(profile=rich_profiles(), devices=st.sampled_from([1, 2, 4]))
 def test_proposes_the_least_load_on_all_devices(profile, devices):
     """Nothing on exactly all devices has a smaller load than the best proposal."""
@@ -169,7 +168,7 @@ def test_recomputes_only_where_memory_asks_for_it():
     mib = 1 << 20
     assert recomputing(12 * mib) == [False, False]
     assert recomputing(7 * mib) == [True, False]
-    with pytest.raises(InfeasiblePlanError, match=r"small needs about 0\.0 GiB"):
+    with pytest.raises(InfeasiblePlanError, match=r"small needs at least 0\.0 GiB"):
         recomputing(5 * mib, recompute=False)
     assert True in recomputing(int(5.5 * mib))
 
@@ -221,7 +220,7 @@ def test_says_what_memory_would_do():
     two halves, and a layer's gradients before they are added. With that it fits.
     """
     profile = shapes.towers("small", 2, 0, layers=2, top=1)
-    with pytest.raises(InfeasiblePlanError, match=r"small needs about 0\.7 GiB per device on 2 "):
+    with pytest.raises(InfeasiblePlanError, match=r"small needs at least 0\.7 GiB"):
         Piper()(cost_model(profile, 2, memory=10**6), batch_size=8)
     assert list(Piper()(cost_model(profile, 2, memory=740 * 2**20), batch_size=8))
 
@@ -234,20 +233,6 @@ def test_a_row_never_has_a_smaller_load():
         row = Piper(linear=True)(cost, batch_size=128, microbatch_size=size)
         least = min(max(loads(graph, cost)) for graph in nested)
         assert least <= min(max(loads(graph, cost)) for graph in row) * 1.001
-
-
-def test_groups_are_moved_into_nodes():
-    """Nodes of 4: a stage of one device before two groups of two, which would lie across."""
-    stages = [
-        Stage(("a",), (0,), 1),
-        Stage(("b",), (1, 2, 3, 4), 2, tensor=2),
-        Stage(("c",), (5, 6, 7), 3),
-    ]
-    placed = inside_nodes(stages, 4)
-    assert placed is not None
-    assert [stage.devices for stage in placed] == [(4,), (0, 1, 2, 3), (5, 6, 7)]
-    assert inside_nodes(placed, 4) == placed
-    assert inside_nodes(stages, 1) is None
 
 
 @needs_shared

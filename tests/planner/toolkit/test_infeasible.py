@@ -64,7 +64,7 @@ def test_no_number_of_devices_helps_a_single_large_operator():
         list(GraphPipe()(cost, batch_size=8))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(planning_profiles(6), st.integers(1, 4), st.integers(5, 60))
 def test_the_suggested_memory_suffices(profile, devices, memory):
     """Any small model that does not fit: 2% above what is suggested there is a plan."""

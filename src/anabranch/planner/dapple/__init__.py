@@ -9,7 +9,6 @@ placement   the three policies: fresh, append and scatter first
 tables      what every run of operators costs
 labels      many unfinished pipelines at a time, and which of them to keep
 moves       all ways to add a stage
-budget      how many pipelines may be priced
 search      the recursion
 planner     micro-batch sizes, and stage graphs of what was found
 
@@ -26,7 +25,6 @@ What the paper leaves open and what was decided:
 - Replicas hold whole samples, and the fullest one counts: 32 samples on 15 devices are 3.
 """
 
-from anabranch.planner.dapple.objective import Latency, latency, phases, pivot
 from anabranch.planner.dapple.planner import Dapple
 
-__all__ = ["Dapple", "Latency", "latency", "phases", "pivot"]
+__all__ = ["Dapple"]

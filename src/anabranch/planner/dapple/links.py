@@ -8,7 +8,6 @@ place is a tuple of counts, machine by machine::
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -24,23 +23,9 @@ Place = tuple[int, ...]
 Array = NDArray[Any]
 
 
-def counts(cluster: Cluster, devices: Sequence[int]) -> Place:
-    """Devices per machine."""
-    size = cluster.group_sizes[0]
-    result = [0] * (cluster.num_devices // size)
-    for device in devices:
-        result[device // size] += 1
-    return tuple(result)
-
-
-def hop_price(cluster: Cluster, source: Place, target: Place) -> tuple[float, float]:
-    """Seconds per byte of one micro-batch and seconds of latency between two stages."""
-    per_byte, latency_s = hop_prices(cluster, np.array(source), np.array(target))
-    return float(per_byte), float(latency_s)
-
-
 def hop_prices(cluster: Cluster, sources: Array, targets: Array) -> tuple[Floats, Floats]:
-    """The same for many: arrays of places, [..., machine], that broadcast against each other.
+    """Seconds per byte of one micro-batch and seconds of latency between two stages: arrays of
+    places, [..., machine], that broadcast against each other.
 
     Replicas hold equal slices, numbered so that a slice stays in its machine where it can. The way
     is as slow as its fullest link: each device's own, or from level 1 on each group's network card,

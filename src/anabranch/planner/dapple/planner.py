@@ -11,10 +11,10 @@ from anabranch.cost import CostModel
 from anabranch.errors import InfeasiblePlanError
 from anabranch.graph.series_parallel import decompose, operators
 from anabranch.planner.base import require_options
-from anabranch.planner.dapple.budget import Budget
 from anabranch.planner.dapple.placement import Machines, append_first
 from anabranch.planner.dapple.search import ChainPlan, PlacementSearch
 from anabranch.planner.dapple.tables import ChainProblem, Tables
+from anabranch.planner.toolkit.budget import Budget
 from anabranch.planner.toolkit.infeasible import explain, require_sizes
 from anabranch.planner.toolkit.prices import microbatch_sizes
 from anabranch.planner.toolkit.problem import Problem
@@ -85,7 +85,12 @@ class Dapple:
     ) -> Iterator[StageGraph]:
         cluster = problem.cost.cluster
         machines, in_rows = Machines(cluster), Machines(cluster, (append_first,))
-        budget = Budget(self.budget)
+        budget = Budget(
+            "dapple",
+            self.budget,
+            "raise its option budget, lower width, set max_stages, give one micro-batch size, or "
+            "capture the model in coarser operators",
+        )
         found = self._in_rows(problem, microbatch_size, in_rows, budget)
         seen: set[StageGraph] = set()
         if found and 1 < machines.size < cluster.num_devices:

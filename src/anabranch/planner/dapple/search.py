@@ -28,12 +28,12 @@ import numpy as np
 
 from anabranch.cost.communication import transfer_s
 from anabranch.cost.nested_weights import Floats
-from anabranch.planner.dapple.budget import Budget
 from anabranch.planner.dapple.labels import Index, Labels, best_of_groups, pick
 from anabranch.planner.dapple.moves import Moves, PlaceNumbers
 from anabranch.planner.dapple.objective import NOTHING
 from anabranch.planner.dapple.placement import Machines
 from anabranch.planner.dapple.tables import Tables
+from anabranch.planner.toolkit.budget import Budget
 
 EXACT = 1 + 1e-9
 """Room for rounding when a bound is compared with a latency."""
@@ -165,7 +165,7 @@ class PlacementSearch:
     def _add(self, state: int, begin: int, first: Index, count: Index) -> None:
         """Price the suffixes with one more stage and hand them to the states they lead to."""
         total = int(count.sum())
-        self._budget.spend(total, self._tables.microbatch_size)
+        self._budget.spend(total)
         if not total:
             return
         labels, moves = self._settled[state], self._moves[state]

@@ -31,12 +31,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from anabranch.cost import CostModel
 from anabranch.cost.nested_weights import NestedSets
-from anabranch.errors import BudgetError
 from anabranch.graph.opgraph import bits
 from anabranch.planner.graphpipe.chains import Block, Chain
 from anabranch.planner.graphpipe.schedules import Floats, Ints, Schedules, StageTables
+from anabranch.planner.toolkit.budget import Budget
 from anabranch.planner.toolkit.jit import entry
 from anabranch.planner.toolkit.parts import Part, PartPrices
 
@@ -69,26 +68,6 @@ class Strategies:
 
     least: Ints
     stages: Callable[[int, int], list[PlannedStage]]
-
-
-@dataclass
-class Budget:
-    """Steps of the innermost loops that a planner may take."""
-
-    limit: float
-    cost: CostModel
-    spent: float = 0.0
-
-    def spend(self, steps: float) -> None:
-        """Count; raises BudgetError beyond the limit."""
-        self.spent += steps
-        if self.spent > self.limit:
-            raise BudgetError(
-                f"planner graphpipe has taken {self.spent:.1g} steps for "
-                f"{self.cost.graph.name or 'the model'} on {self.cost.cluster.name}, which is its "
-                "budget; leave out the option per_stage, give a micro-batch size, capture the "
-                "model in coarser operators, take fewer devices, or use planner auto"
-            )
 
 
 CALL = 20_000

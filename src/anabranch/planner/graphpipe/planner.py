@@ -11,8 +11,9 @@ from anabranch.cost import CostModel
 from anabranch.errors import InvalidPlanError
 from anabranch.planner.base import require_options
 from anabranch.planner.graphpipe.chains import Chain, line, tree
-from anabranch.planner.graphpipe.partitioner import Budget, PlannedStage, partition
+from anabranch.planner.graphpipe.partitioner import PlannedStage, partition
 from anabranch.planner.graphpipe.schedules import Configuration, Schedules, configurations
+from anabranch.planner.toolkit.budget import Budget
 from anabranch.planner.toolkit.infeasible import explain, require_sizes
 from anabranch.planner.toolkit.parts import Part, heights
 from anabranch.planner.toolkit.place import placements
@@ -101,7 +102,12 @@ def propose(
     sets: list[tuple[Configuration, ...]] = [(Configuration(size),) for size in sizes]
     if per_stage:
         sets = [configurations(sizes, problem.batch_size)]
-    budget = Budget(LIMITS.steps, problem.cost)
+    budget = Budget(
+        "graphpipe",
+        LIMITS.steps,
+        "leave out the option per_stage, give a micro-batch size, capture the model in coarser "
+        "operators, take fewer devices, or use planner auto",
+    )
     some = False
     for taken_apart, published in ((chain, True), (chain, False), (None, False)):
         # The last resort is a row, which ``explain`` counts on.

@@ -28,7 +28,8 @@ from numpy.typing import NDArray
 
 from anabranch.planner.pipedream.product import least_longest
 from anabranch.planner.pipedream.recurrence import bounds
-from anabranch.planner.pipedream.terms import LASTING, Meter, Piece, Terms
+from anabranch.planner.pipedream.terms import LASTING, Piece, Terms
+from anabranch.planner.toolkit.budget import Budget
 
 ABSENT = 1
 """In place of a negative headroom: fits nowhere, or exceeds the bound."""
@@ -42,7 +43,7 @@ _ROUNDS = 40
 
 
 def solve(
-    terms: Terms, meter: Meter, least_s: float, tolerance: float
+    terms: Terms, budget: Budget, least_s: float, tolerance: float
 ) -> tuple[float, tuple[Piece, ...]] | None:
     """The least period of a plan in memory, and a plan with it; None if nothing fits.
 
@@ -51,11 +52,11 @@ def solve(
         tolerance: relative distance to the least period at which the search ends.
 
     Raises:
-        BudgetError: if ``meter`` runs out.
+        BudgetError: if ``budget`` runs out.
     """
     low = least_s
     for bound in bounds(least_s):
-        best = FittingRecurrence(terms, bound, meter).solve()
+        best = FittingRecurrence(terms, bound, budget).solve()
         if best is not None:
             break
         low = bound
@@ -66,7 +67,7 @@ def solve(
         if high <= low * (1 + tolerance):
             break
         middle = (low + high) / 2
-        found = FittingRecurrence(terms, middle, meter).solve()
+        found = FittingRecurrence(terms, middle, budget).solve()
         if found is None:
             low = middle
         else:
@@ -77,10 +78,10 @@ def solve(
 class FittingRecurrence:
     """Plans within a bound on the period and within memory."""
 
-    def __init__(self, terms: Terms, bound: float, meter: Meter) -> None:
+    def __init__(self, terms: Terms, bound: float, budget: Budget) -> None:
         self._terms = terms
         self._bound = bound
-        self._meter = meter
+        self._budget = budget
         self._whole: dict[tuple[int, int], list[Counts]] = {}
 
     def solve(self) -> tuple[Piece, ...] | None:
@@ -95,7 +96,7 @@ class FittingRecurrence:
             least = none.copy()
             for n, p, table in _choices(stage[:m]):
                 rest = fewest[m - n]
-                self._meter.spend(table.size)
+                self._budget.spend(table.size)
                 total = np.where(table + rest <= 0, rest + np.int16(p), np.int16(LASTING))
                 np.minimum(least, total.min(axis=1), out=least)
             fewest.append(np.where(closed, none, least))
@@ -201,7 +202,7 @@ class FittingRecurrence:
                 ends.append(first.T)
                 begins.append(best[m - n - 1][q - p - 1])
         if ends:
-            least_longest(np.stack(ends), np.stack(begins), result, self._meter, most=0)
+            least_longest(np.stack(ends), np.stack(begins), result, self._budget, most=0)
         return result
 
 

@@ -18,7 +18,8 @@ from anabranch.graph.series_parallel import decompose, operators
 from anabranch.planner.base import require_options
 from anabranch.planner.downsets import downsets, prefixes
 from anabranch.planner.pipedream import memory, recurrence
-from anabranch.planner.pipedream.terms import Meter, Piece, Terms, flat, stages, tiers
+from anabranch.planner.pipedream.terms import Piece, Terms, flat, stages, tiers
+from anabranch.planner.toolkit.budget import Budget
 from anabranch.planner.toolkit.infeasible import explain, require_sizes
 from anabranch.planner.toolkit.parts import Part, PartPrices, edges, fits
 from anabranch.planner.toolkit.prices import MicrobatchPrices, microbatch_sizes
@@ -95,28 +96,33 @@ class PipeDream:
     def _search(
         self, states: NestedSets, batch_size: int, sizes: Sequence[int], limit: int
     ) -> Iterator[StageGraph]:
-        meter = Meter(self.steps)
+        budget = Budget(
+            "pipedream",
+            self.steps,
+            "raise option steps, fix the micro-batch size, capture the model in coarser operators, "
+            "or use planner sequential",
+        )
         cost = states.cost
         for size in sizes:
             prices = MicrobatchPrices(cost, batch_size, size, (), cost.cluster.memory_bytes)
             for accumulate in (False, True) if self.accumulate else (False,):
                 terms = Terms(states, prices, tiers(cost.cluster), limit, accumulate)
-                graph = self._best(terms, meter)
+                graph = self._best(terms, budget)
                 if graph is not None:
                     yield graph
 
-    def _best(self, terms: Terms, meter: Meter) -> StageGraph | None:
+    def _best(self, terms: Terms, budget: Budget) -> StageGraph | None:
         """The plan with the least period that fits."""
-        found = recurrence.solve(terms, meter)
+        found = recurrence.solve(terms, budget)
         graph = found and self._stage_graph(terms, found[1])
         if graph:
             return graph
         level = replace(terms, tiers=flat(terms.prices.cost.cluster))
         # What does not fit on a single level, on which much more is possible, fits on no other.
-        if memory.FittingRecurrence(level, float("inf"), meter).solve() is None:
+        if memory.FittingRecurrence(level, float("inf"), budget).solve() is None:
             return None
         for levels, low in ((terms, found and found[0]), (level, level.ideal_s())):
-            within = None if low is None else memory.solve(levels, meter, low, self.tolerance)
+            within = None if low is None else memory.solve(levels, budget, low, self.tolerance)
             if within is not None:
                 return self._stage_graph(levels, within[1])
         return None

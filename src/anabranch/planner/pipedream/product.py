@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from anabranch.planner.pipedream.terms import Meter
+from anabranch.planner.toolkit.budget import Budget
 
 _SMALL = 1 << 15
 """Up to so many entries are handled in one go; more would not stay in a processor's cache."""
@@ -17,7 +17,7 @@ def least_longest(
     ends: NDArray[Any],
     begins: NDArray[Any],
     result: NDArray[Any],
-    meter: Meter,
+    budget: Budget,
     most: float = np.finfo(np.float64).max,
 ) -> None:
     """Lower ``result[u, v]`` to the least over c and s of max(ends[c, s, u], begins[c, s, v]).
@@ -36,7 +36,7 @@ def least_longest(
     for s in np.flatnonzero(reached & going_on):
         ending, beginning = ends[:, s, low[s] : s], begins[:, s, s + 1 : high[s]]
         part = result[low[s] : s, s + 1 : high[s]]
-        meter.spend(len(ends) * part.size)
+        budget.spend(len(ends) * part.size)
         if len(ends) * part.size <= _SMALL:
             longest = np.maximum(ending[:, :, None], beginning[:, None, :]).min(axis=0)
             np.minimum(part, longest, out=part)

@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anabranch.planner.pipedream.product import least_longest
-from anabranch.planner.pipedream.terms import INFINITE, Matrix, Meter, Piece, Terms
+from anabranch.planner.pipedream.terms import INFINITE, Matrix, Piece, Terms
+from anabranch.planner.toolkit.budget import Budget
 
 FIRST = 1.15
 """The first bound, in multiples of what no plan can beat."""
@@ -28,14 +29,14 @@ RISES = 8
 _ROUNDING = 1 + 1e-9
 
 
-def solve(terms: Terms, meter: Meter) -> tuple[float, tuple[Piece, ...]] | None:
+def solve(terms: Terms, budget: Budget) -> tuple[float, tuple[Piece, ...]] | None:
     """The least period and a plan with it; None if there is none whatever the memory.
 
     Raises:
-        BudgetError: if ``meter`` runs out.
+        BudgetError: if ``budget`` runs out.
     """
     for bound in bounds(terms.ideal_s() * FIRST):
-        found = BoundedRecurrence(terms, bound, meter).solve()
+        found = BoundedRecurrence(terms, bound, budget).solve()
         if found is not None:
             return found
     return None
@@ -51,10 +52,10 @@ def bounds(first: float) -> Iterator[float]:
 class BoundedRecurrence:
     """The recurrence without anything that exceeds a bound."""
 
-    def __init__(self, terms: Terms, bound: float, meter: Meter) -> None:
+    def __init__(self, terms: Terms, bound: float, budget: Budget) -> None:
         self._terms = terms
         self._bound = bound
-        self._meter = meter
+        self._budget = budget
         self._whole: dict[tuple[int, int], Matrix] = {}
 
     def solve(self) -> tuple[float, tuple[Piece, ...]] | None:
@@ -88,7 +89,7 @@ class BoundedRecurrence:
         ends = np.empty((size, len(cut), best.shape[1]))
         for m in range(1, size + 1):
             if m > 1:
-                least_longest(ends[m - 2 :: -1], stage[: m - 1], best[m - 1], self._meter)
+                least_longest(ends[m - 2 :: -1], stage[: m - 1], best[m - 1], self._budget)
             ends[m - 1] = np.maximum(best[m - 1], cut).T
         return LevelTable(cut, stage, best)
 

@@ -26,7 +26,6 @@ from numpy.typing import NDArray
 
 from anabranch.cluster import Cluster
 from anabranch.cost.nested_weights import NestedSets
-from anabranch.errors import BudgetError
 from anabranch.planner.toolkit.prices import MicrobatchPrices
 
 Matrix = NDArray[np.float64]
@@ -57,24 +56,6 @@ def tiers(cluster: Cluster) -> tuple[Tier, ...]:
 def flat(cluster: Cluster) -> tuple[Tier, ...]:
     """All devices side by side, on the slowest of the links."""
     return (Tier(cluster.num_devices, cluster.level_link(len(cluster.levels) - 1).bandwidth),)
-
-
-@dataclass
-class Meter:
-    """Counts the splits that were compared, up to a limit."""
-
-    limit: int
-    spent: int = 0
-
-    def spend(self, steps: int) -> None:
-        """Count; raises BudgetError beyond the limit."""
-        self.spent += steps
-        if self.spent > self.limit:
-            raise BudgetError(
-                f"planner pipedream has compared {self.spent:.2g} splits, its budget is "
-                f"{self.limit:.2g}; raise option steps, fix the micro-batch size, capture the "
-                "model in coarser operators, or use planner sequential"
-            )
 
 
 @dataclass(frozen=True)

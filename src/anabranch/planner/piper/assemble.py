@@ -1,10 +1,6 @@
 """Stage graphs on all devices, of the parts of a line.
 
-After ``toolkit.assemble``, a stage that now has room keeps its insides after all, and the devices
-of a replica under tensor parallelism are put inside one node::
-
-    node 0 [ a b b . ]  node 1 [ . c c . ]        b: two devices of one replica
-    node 0 [ b b c c ]  node 1 [ a . . . ]        largest groups first, where the above splits one
+After ``toolkit.assemble``, a stage that now has room keeps its insides after all.
 """
 
 from __future__ import annotations
@@ -33,9 +29,12 @@ def assemble(
     if candidate is None:
         return None
     graph = candidate.graph
-    stages = [_without_need(known, stage, graph.height[s]) for s, stage in enumerate(graph.stages)]
-    placed = inside_nodes(stages, prices.cost.cluster.group_sizes[0])
-    return None if placed is None else replace(graph, stages=placed)
+    return replace(
+        graph,
+        stages=tuple(
+            _without_need(known, stage, graph.height[s]) for s, stage in enumerate(graph.stages)
+        ),
+    )
 
 
 def _without_need(prices: PartPrices, stage: Stage, height: int) -> Stage:
@@ -43,22 +42,3 @@ def _without_need(prices: PartPrices, stage: Stage, height: int) -> Stage:
     part = Part(prices.cost.graph.mask(stage.operators), stage.replicas, tensor=stage.tensor)
     spare = stage.recompute and prices.headroom(part) >= height
     return replace(stage, recompute=False) if spare else stage
-
-
-def inside_nodes(stages: Sequence[Stage], node: int) -> tuple[Stage, ...] | None:
-    """The stages with each replica's devices in one node of this size; None if it cannot be."""
-    if all(_inside(stage, node) for stage in stages):
-        return tuple(stages)
-    # Every block then starts at a multiple of its own groups, where degrees divide each other.
-    start, placed = 0, list(stages)
-    for s in sorted(range(len(stages)), key=lambda s: (-stages[s].tensor, s)):
-        stop = start + len(stages[s].devices)
-        placed[s] = replace(stages[s], devices=tuple(range(start, stop)))
-        start = stop
-    return tuple(placed) if all(_inside(stage, node) for stage in placed) else None
-
-
-def _inside(stage: Stage, node: int) -> bool:
-    firsts = range(0, len(stage.devices), stage.tensor)
-    groups = [stage.devices[i : i + stage.tensor] for i in firsts]
-    return all(len({device // node for device in group}) == 1 for group in groups)

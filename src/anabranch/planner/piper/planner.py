@@ -7,18 +7,17 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import ClassVar
 
-from anabranch.cluster import GIB
 from anabranch.cost import CostModel
-from anabranch.errors import InfeasiblePlanError
 from anabranch.graph.series_parallel import decompose, operators
 from anabranch.planner.base import require_options
 from anabranch.planner.downsets import downsets, prefixes, size_starts
 from anabranch.planner.piper.assemble import assemble
 from anabranch.planner.piper.prices import DownsetPairs, DownsetPrices
 from anabranch.planner.piper.search import ROUNDING, BoundedPlans, LoadSearch
-from anabranch.planner.toolkit.infeasible import least_memory, require_sizes
+from anabranch.planner.toolkit.infeasible import explain, require_sizes
 from anabranch.planner.toolkit.parts import Part
 from anabranch.planner.toolkit.prices import MicrobatchPrices, Mode, degrees, microbatch_sizes
+from anabranch.planner.toolkit.problem import Problem
 from anabranch.plans.stages import StageGraph
 
 _ROW_PAIRS = 1 << 24
@@ -73,28 +72,29 @@ class Piper:
         proposals = self._proposals(cost, batch_size, microbatch_size)
         first = next(proposals, None)
         if first is None:
-            raise self._explain(cost, batch_size, microbatch_size)
+            problem = Problem(
+                cost, batch_size, self.max_replicas, chained=True, recompute=self.recompute
+            )
+            raise explain(problem, microbatch_size)
         return chain([first], proposals)
 
     def _proposals(
         self, cost: CostModel, batch_size: int, microbatch_size: int | None
     ) -> Iterator[StageGraph]:
         row = _row(cost)
-        nested = None if self.linear else self._nested(cost)
+        spaces = [row]
+        if not self.linear:
+            masks = downsets(cost.graph, self.budget)
+            spaces.append(DownsetPairs.of(cost, masks, self.pairs))
         for size in microbatch_sizes(batch_size, microbatch_size):
-            prices, modes = self._at(cost, batch_size, size, cost.cluster.memory_bytes)
-            if not modes:
-                continue
-            spaces = [row] if nested is None else [row, nested]
-            yield from self._graphs(
-                [(DownsetPrices(prices, space.downsets, modes), space) for space in spaces]
-            )
-
-    def _nested(self, cost: CostModel) -> DownsetPairs:
-        return DownsetPairs.of(cost, downsets(cost.graph, self.budget), self.pairs)
+            prices, modes = self._at(cost, batch_size, size)
+            if modes:
+                yield from self._graphs(
+                    [(DownsetPrices(prices, space.downsets, modes), space) for space in spaces]
+                )
 
     def _at(
-        self, cost: CostModel, batch_size: int, size: int, memory: float
+        self, cost: CostModel, batch_size: int, size: int
     ) -> tuple[MicrobatchPrices, list[Mode]]:
         """Prices at a micro-batch size, and how a stage may run there."""
         total = cost.cluster.num_devices
@@ -113,7 +113,7 @@ class Piper:
             if self.recompute or not recompute
         ]
         used = tuple(sorted({mode.replicas for mode in modes}))
-        return MicrobatchPrices(cost, batch_size, size, used, memory), modes
+        return MicrobatchPrices(cost, batch_size, size, used, cost.cluster.memory_bytes), modes
 
     def _graphs(self, searched: list[tuple[DownsetPrices, DownsetPairs]]) -> Iterator[StageGraph]:
         """Plans of the least load: with the fewest stages, and on exactly all devices."""
@@ -138,34 +138,6 @@ class Piper:
             full = assemble(stages.prices, _parts(stages, whole, exact=True), self.max_replicas)
             if full is not None and full != few:
                 yield full
-
-    def _explain(
-        self, cost: CostModel, batch_size: int, microbatch_size: int | None
-    ) -> InfeasiblePlanError:
-        """Why there is no plan: the memory that a row of the operators would do with."""
-        cluster, name = cost.cluster, cost.graph.name or "the model"
-        sizes = microbatch_sizes(batch_size, microbatch_size)
-        size = next(b for b in sizes if self._at(cost, batch_size, b, cluster.memory_bytes)[1])
-        row = _row(cost)
-
-        def enough(memory: float) -> bool:
-            prices, modes = self._at(cost, batch_size, size, memory)
-            stages = DownsetPrices(prices, row.downsets, modes)
-            return least(stages, row, 1.0, bound_s=stages.most_s) is not None
-
-        need = least_memory(enough, float(cluster.memory_bytes))
-        if need <= cluster.memory_bytes:
-            return InfeasiblePlanError(
-                f"{name} fits the memory of {cluster.name}, but planner piper found no plan that "
-                f"gives each of its {cluster.num_devices} devices work with micro-batches of up to "
-                f"{max(sizes)} samples; use fewer devices or larger micro-batches, or allow "
-                "any_degree"
-            )
-        return InfeasiblePlanError(
-            f"{name} needs about {need / GIB:.1f} GiB per device on {cluster.num_devices} devices "
-            f"(micro-batch {size}, a line of stages); {cluster.name} has "
-            f"{cluster.memory_bytes / GIB:.1f} GiB: take more devices or a smaller micro-batch"
-        )
 
 
 def _tensor_degrees(cost: CostModel) -> list[int]:

@@ -79,15 +79,11 @@ def require_sizes(
         )
 
 
-def explain(
-    problem: Problem, microbatch_size: int | None, fewest: Fewest | None = None
-) -> InfeasiblePlanError:
-    """What would make the problem feasible: memory on these devices, or more of these devices.
-
-    Args:
-        fewest: stages on as few devices as memory allows; by default runs of the operators.
+def explain(problem: Problem, microbatch_size: int | None) -> InfeasiblePlanError:
+    """What would make the problem feasible with stages that are runs of the operators: memory on
+    these devices, or more of these devices.
     """
-    cost, fewest = problem.cost, fewest or runs_on_fewest_devices(problem)
+    cost, fewest = problem.cost, runs_on_fewest_devices(problem)
     cluster, total = cost.cluster, problem.devices
     covered = [size for size in problem.sizes(microbatch_size) if problem.prices(size).degrees]
 
