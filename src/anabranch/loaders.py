@@ -16,7 +16,15 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
 from contextlib import contextmanager
 from itertools import count, islice
 from typing import Any
@@ -32,19 +40,19 @@ from anabranch.errors import DataError
 LeafTypes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 """Name of a batch's tensor -> the shape of a sample, and the type."""
 
-_SAMPLES: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_SAMPLES: MutableMapping[Tensor, tuple[bytes, bool]] = WeakTensorKeyDictionary()
 """Tensor of a batch that was read by columns -> digest of its samples, whether it has values."""
 
 
 def samples_digest(tensor: Tensor) -> bytes | None:
     """A digest of which samples a tensor of a batch is of; None where only its values can tell."""
-    found: tuple[bytes, bool] | None = _SAMPLES.get(tensor)  # type: ignore[no-untyped-call]
+    found = _SAMPLES.get(tensor)
     return None if found is None else found[0]
 
 
 def is_unread(tensor: Tensor) -> bool:
     """Whether a tensor of a batch stands for a column that was not needed here."""
-    found: tuple[bytes, bool] | None = _SAMPLES.get(tensor)  # type: ignore[no-untyped-call]
+    found = _SAMPLES.get(tensor)
     return found is not None and not found[1]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from anabranch.cost.period import left_s, period_s, traffic_s, work_s
+from anabranch.cost.period import period_s, traffic_s, work_s
 from anabranch.cost.stage_weights import Traffic
 
 
@@ -24,17 +24,6 @@ def test_the_all_reduce_is_spread_over_the_micro_batches():
     """40 s once per step of 8, of which a backward of 6 s hides as much."""
     assert period_s(16.0, 9.0, 46.0, 8) == 21.0
     assert period_s(16.0, 9.0, 5.0, 8) == 16.0
-
-
-def test_a_backward_hides_all_but_the_last_gradients():
-    """40 s of sums beside a backward of 8: of the first three quarters 6 s are hidden. Beside one
-    of 80 only the last quarter is left, or nothing where all are final before the end.
-    """
-    assert left_s(40.0, 8.0, 0.25) == 34.0
-    assert left_s(40.0, 80.0, 0.25) == 10.0
-    assert left_s(40.0, 8.0) == 32.0
-    assert left_s(40.0, 80.0) == 0.0
-    assert left_s(np.array([40.0, 4.0]), 8.0).tolist() == [32.0, 0.0]
 
 
 def test_many_stages_at_once():

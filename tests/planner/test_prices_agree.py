@@ -13,7 +13,6 @@ from anabranch.cost import CostModel
 from anabranch.cost.nested_weights import NestedSets, Pairs
 from anabranch.cost.period import HIDING
 from anabranch.graph.opgraph import Op, OpGraph, Parameter, Table, bits
-from anabranch.planner.dapple.links import counts
 from anabranch.planner.dapple.tables import ChainProblem, Tables
 from anabranch.planner.downsets import prefixes
 from anabranch.planner.pipedream.terms import Piece, Terms, tiers
@@ -23,6 +22,7 @@ from anabranch.planner.toolkit.prices import UNBOUNDED, MicrobatchPrices, Mode
 from anabranch.plans.stages import Stage, StageGraph
 from anabranch.profile.profile import OpCost, Profile
 from anabranch.simulator.costs import ModelCosts
+from tests.planner.dapple.latency import counts
 from tests.planner.helpers import cost_model, sharded
 from tests.planner.piper.reference import rich_profiles
 

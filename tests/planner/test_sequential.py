@@ -14,9 +14,10 @@ from anabranch.cluster import Cluster
 from anabranch.cost import CostModel
 from anabranch.planner.exhaustive import best_replicas
 from anabranch.planner.graphpipe.chains import line
-from anabranch.planner.graphpipe.partitioner import Budget, StagePrices, partition
+from anabranch.planner.graphpipe.partitioner import StagePrices, partition
 from anabranch.planner.graphpipe.schedules import Configuration, Schedules
 from anabranch.planner.sequential import Sequential
+from anabranch.planner.toolkit.budget import Budget
 from anabranch.planner.toolkit.parts import Part, PartPrices, fits
 from anabranch.planner.toolkit.prices import degrees
 from anabranch.planner.toolkit.problem import Problem
@@ -48,7 +49,7 @@ def test_equals_the_best_contiguous_cut(profile, devices, size, count, memory):
             least = min(least, best_chain(parts, masks, devices))
     schedules = Schedules((Configuration(size),), (prices,))
     chain = line(cost, problem.order, 64)
-    stages = partition(chain, schedules, devices, 1e-9, Budget(1e9, cost))
+    stages = partition(chain, schedules, devices, 1e-9, Budget("graphpipe", 1e9, ""))
     tables = StagePrices(schedules)
     found = max((tables.tps(stage) * size for stage in stages), default=math.inf)
     assert found == pytest.approx(least, rel=1e-6)

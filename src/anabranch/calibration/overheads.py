@@ -15,6 +15,7 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -76,7 +77,7 @@ class _Idle(torch.optim.Optimizer):
     def __init__(self, parameters: NamedParameters) -> None:
         super().__init__(parameters, {})
 
-    def step(self, closure: object = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         """Change nothing."""
 
 
@@ -116,8 +117,15 @@ def measure_overheads() -> Overheads:
     before = _profile(captured)
     cluster = Cluster.preset(f"local:{_RANKS}")
     size = _MICROBATCHES * _SAMPLES
-    options = {"planner": "even", "schedule": "1f1b", "microbatch_size": _SAMPLES}
-    chosen = plan(before, cluster, size, max_replicas=1, **options)  # type: ignore[arg-type]
+    chosen = plan(
+        before,
+        cluster,
+        size,
+        planner="even",
+        schedule="1f1b",
+        microbatch_size=_SAMPLES,
+        max_replicas=1,
+    )
     seen = launch.run(_rank, _RANKS, workload, chosen, captured)
     operators_s = statistics.fmean(map(_operators_s, (before, _profile(captured)))) / _RANKS
     found = seen[0].actions

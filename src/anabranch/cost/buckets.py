@@ -38,11 +38,6 @@ def cut_into_buckets(
     return buckets
 
 
-def last_share(nbytes: float) -> float:
-    """Share of so many bytes of gradients that is in the last bucket, roughly: a full one."""
-    return BUCKET_BYTES / max(nbytes, BUCKET_BYTES)
-
-
 def turn(holders: tuple[int, ...], stages: Sequence[int]) -> tuple[tuple[int, ...], int]:
     """What to sort by: sums of one set of holders start in one order on all, last stages first."""
     return holders, -stages[0]

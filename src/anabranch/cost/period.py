@@ -31,25 +31,9 @@ def work_s(compute_s: Number, traffic_s: Number) -> Number:
     return np.maximum(compute_s, traffic_s)
 
 
-def left_s(reduce_s: Number, backward_s: Number, last: float = 0.0) -> Number:
-    """Seconds of an all-reduce that are left when the last backward ends: as if gradients became
-    final at one pace, which they do roughly.
-
-    Args:
-        backward_s: of the last backward.
-        last: share of the gradients that is final only at its end: ``buckets.last_share``, or
-            nothing.
-    """
-    return np.maximum(reduce_s * last, reduce_s - backward_s * (1 - last))
-
-
-def spread_s(compute_s: Number, reduce_s: Number, num_microbatches: Number) -> Number:
-    """What a micro-batch has of an all-reduce."""
-    return left_s(reduce_s, HIDING * compute_s) / num_microbatches
-
-
 def period_s(
     work_s: Number, compute_s: Number, reduce_s: Number, num_microbatches: Number
 ) -> Number:
     """The formula at the head of this file."""
-    return work_s + spread_s(compute_s, reduce_s, num_microbatches)
+    left_s = np.maximum(0.0, reduce_s - HIDING * compute_s)
+    return work_s + left_s / num_microbatches

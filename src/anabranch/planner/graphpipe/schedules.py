@@ -14,10 +14,8 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from anabranch.cost.communication import all_reduce_s
 from anabranch.cost.nested_weights import NestedSets
-from anabranch.cost.period import period_s, traffic_s, work_s
-from anabranch.planner.toolkit.prices import MicrobatchPrices, Mode
+from anabranch.planner.toolkit.prices import UNBOUNDED, MicrobatchPrices, Mode
 from anabranch.plans.in_flight import in_flight_samples
 
 Floats = NDArray[np.float64]
@@ -110,19 +108,13 @@ class Schedules:
 
 def _stage(prices: MicrobatchPrices, row: NestedSets, mode: Mode) -> tuple[Floats, Ints]:
     """Seconds per sample, and samples that fit, of all ranges in one mode: [start, stop]."""
-    size, samples = prices.microbatch_size, prices.samples(mode.replicas)
     weights = row.matrices(mode.tensor)
+    samples = prices.samples(mode.replicas)
     running = row.compute_s(samples, mode.tensor, recompute=mode.recompute)
-    compute = running[None, :] - running[:, None]
-    per_byte = prices.cost.border_price(mode.devices)
-    traffic = traffic_s(weights.border.comes, weights.border.goes, samples, per_byte)
-    reduce_s = all_reduce_s(weights.summed, *prices.ring(mode.replicas, mode.tensor))
-    count = prices.num_microbatches
-    seconds = period_s(work_s(compute, traffic), compute, reduce_s, count)
-    memory = prices.cost.memory(weights, size, mode.replicas, recompute=mode.recompute)
-    held = memory.most_in_flight(prices.memory_bytes, count)
-    # More than all micro-batches are never in flight.
-    return seconds / size, np.where(held == count, ENDLESS, held.astype(np.int64) * size)
+    seconds = prices.period_s(weights, running[None, :] - running[:, None], mode)
+    height = prices.headroom(weights, mode.replicas, recompute=mode.recompute).astype(np.int64)
+    size = prices.microbatch_size
+    return seconds / size, np.where(height == UNBOUNDED, ENDLESS, (height + 1) * size)
 
 
 def configurations(sizes: Sequence[int], most: int) -> tuple[Configuration, ...]:

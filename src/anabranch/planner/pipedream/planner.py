@@ -19,12 +19,13 @@ from anabranch.planner.base import require_options
 from anabranch.planner.downsets import downsets, prefixes
 from anabranch.planner.pipedream import memory, recurrence
 from anabranch.planner.pipedream.terms import Piece, Terms, flat, stages, tiers
+from anabranch.planner.toolkit.assemble import stage_graph
 from anabranch.planner.toolkit.budget import Budget
 from anabranch.planner.toolkit.infeasible import explain, require_sizes
 from anabranch.planner.toolkit.parts import Part, PartPrices, edges, fits
 from anabranch.planner.toolkit.prices import MicrobatchPrices, microbatch_sizes
 from anabranch.planner.toolkit.problem import Problem
-from anabranch.plans.stages import Stage, StageGraph
+from anabranch.plans.stages import StageGraph
 
 MOST_BYTES = 4 * GIB
 """What the tables of one level may take."""
@@ -129,10 +130,8 @@ class PipeDream:
 
     def _stage_graph(self, terms: Terms, pieces: Sequence[Piece]) -> StageGraph | None:
         """The stages of a plan on their devices; None if they do not fit."""
-        cost, states = terms.prices.cost, terms.states
-        sizes = [tier.size for tier in terms.tiers]
-        placed = list(stages(pieces, sizes))
-        parts = [Part(states.mask(u, v), len(devices)) for u, v, devices in placed]
+        placed = list(stages(pieces, [tier.size for tier in terms.tiers]))
+        parts = [Part(terms.states.mask(u, v), len(devices)) for u, v, devices in placed]
         prices = PartPrices(terms.prices)
         pairs = edges(prices, parts)
         if not self.antichains:
@@ -140,15 +139,7 @@ class PipeDream:
             pairs |= {(s, s + 1) for s in range(len(parts) - 1)}
         if not fits(prices, parts, pairs):
             return None
-        size = terms.prices.microbatch_size
-        return StageGraph(
-            tuple(
-                Stage(cost.graph.names(part.mask), devices, size)
-                for part, (_, _, devices) in zip(parts, placed, strict=True)
-            ),
-            tuple(sorted(pairs)),
-            terms.prices.batch_size,
-        )
+        return stage_graph(prices, parts, [devices for _, _, devices in placed], pairs)
 
 
 def _require_tables(cost: CostModel, states: int) -> None:

@@ -162,9 +162,6 @@ class LoadSearch:
                 high, kept = middle, less
         return None if kept is None else high
 
-    def _walk(self, options: StageOptions) -> Walk:
-        return Walk(options.lo, options.hi, self.starts, self.states)
-
     def _within(self, options: StageOptions, bound_s: float) -> StageOptions | None:
         """The options of use under a bound."""
         near = np.flatnonzero(options.load_s <= bound_s)
@@ -176,14 +173,10 @@ class LoadSearch:
     def _attempt(self, options: StageOptions, bound_s: float, exact: bool) -> StageOptions | None:
         """The options of use under a bound if it leaves a plan; None if not."""
         kept = self._within(options, bound_s)
-        if kept is None:
-            return None
-        if not exact and self._walk(kept).fits(kept, self.limit):
-            return kept
-        return kept if self._found(kept).reached(exact=exact) else None
+        return kept if kept is not None and self._found(kept).reached(exact=exact) else None
 
     def _found(self, kept: StageOptions) -> BoundedPlans:
-        walk = self._walk(kept)
+        walk = Walk(kept.lo, kept.hi, self.starts, self.states)
         after = walk.after(kept.devices)
         return BoundedPlans(
             kept, after, _fewest_stages(walk, kept, after, self.limit - int(after[0]))

@@ -22,12 +22,6 @@ from anabranch.cost.nested_weights import Floats, Ints, run_starts
 NEVER = 1 << 24
 """More devices or stages than there are."""
 
-_STAGES = 1 << 20
-"""More stages than a plan has, and a power of two."""
-
-_NEVER = NEVER * _STAGES
-"""More than any number of devices times ``_STAGES``, and stages."""
-
 
 @dataclass(frozen=True)
 class StageOptions:
@@ -107,20 +101,6 @@ class Walk:
             total = np.minimum(devices[a:b] + result[self.lo[a:b]], NEVER)
             np.minimum.at(result, self.hi[a:b], total)
         return result
-
-    def fits(self, options: StageOptions, limit: int) -> bool:
-        """Whether the fewest devices, and of these the fewest stages, make a plan in memory.
-
-        Some plan may fit where this one does not, as it takes more devices and fewer stages.
-        """
-        best = np.full(self.states, _NEVER, dtype=np.int64)
-        best[-1] = 0
-        cost = options.devices.astype(np.int64) * _STAGES + 1
-        for pairs, first, row in self.backwards():
-            total = cost[pairs] + best[self.hi[pairs]]
-            total[total % _STAGES > options.held[pairs]] = _NEVER
-            best[row] = np.minimum(np.minimum.reduceat(total, first), _NEVER)
-        return bool(best[0] // _STAGES <= limit)
 
     def room(self, devices: Ints, limit: int) -> Ints | None:
         """Per pair, the most devices of its stage in any plan; None if there is no plan."""

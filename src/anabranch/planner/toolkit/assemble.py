@@ -91,7 +91,7 @@ class Assembler:
             sizes = self.prices.cost.cluster.group_sizes
             shapes = [(part.devices, part.tensor) for part in stages]
             for devices in placements(shapes, height, sizes):
-                yield Candidate(self._stage_graph(stages, devices, pairs), outline_s)
+                yield Candidate(stage_graph(self.prices, stages, devices, pairs), outline_s)
 
     def _outline_s(self, parts: Sequence[Part], pairs: set[tuple[int, int]]) -> float:
         periods = [self.prices.period_s(part) for part in parts]
@@ -253,24 +253,29 @@ class Assembler:
             moved |= {(s, s + 1) for s in range(len(parts) - 1)}
         return [parts[s] for s in ordered], moved
 
-    def _stage_graph(
-        self, parts: Sequence[Part], devices: Sequence[Sequence[int]], pairs: set[tuple[int, int]]
-    ) -> StageGraph:
-        graph = self.prices.cost.graph
-        return StageGraph(
-            tuple(
-                Stage(
-                    graph.names(part.mask),
-                    tuple(where),
-                    self.prices.microbatch.microbatch_size,
-                    recompute=part.recompute,
-                    tensor=part.tensor,
-                )
-                for part, where in zip(parts, devices, strict=True)
-            ),
-            tuple(sorted(pairs)),
-            self.prices.microbatch.batch_size,
-        )
+
+def stage_graph(
+    prices: PartPrices,
+    parts: Sequence[Part],
+    devices: Sequence[Sequence[int]],
+    pairs: set[tuple[int, int]],
+) -> StageGraph:
+    """Parts in topological order as stages on these devices."""
+    graph, microbatch = prices.cost.graph, prices.microbatch
+    return StageGraph(
+        tuple(
+            Stage(
+                graph.names(part.mask),
+                tuple(where),
+                microbatch.microbatch_size,
+                recompute=part.recompute,
+                tensor=part.tensor,
+            )
+            for part, where in zip(parts, devices, strict=True)
+        ),
+        tuple(sorted(pairs)),
+        microbatch.batch_size,
+    )
 
 
 @dataclass(frozen=True)

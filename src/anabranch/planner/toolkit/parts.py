@@ -12,11 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anabranch.cost import CostModel
-from anabranch.cost.communication import all_reduce_s
-from anabranch.cost.period import period_s, traffic_s, work_s
 from anabranch.cost.stage_weights import StageWeights
 from anabranch.graph.opgraph import bits
-from anabranch.planner.toolkit.prices import MicrobatchPrices
+from anabranch.planner.toolkit.prices import MicrobatchPrices, Mode
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +25,11 @@ class Part:
     replicas: int
     recompute: bool = False
     tensor: int = 1
+
+    @property
+    def mode(self) -> Mode:
+        """How it uses its devices."""
+        return Mode(self.replicas, self.recompute, self.tensor)
 
     @property
     def devices(self) -> int:
@@ -86,21 +89,12 @@ class PartPrices:
         forward, backward = self.cost.op_seconds(n, part.tensor)
         return forward * (1 + part.recompute) + backward
 
-    def work_s(self, part: Part) -> float:
-        """Seconds of compute or of transfers per micro-batch, whichever is more."""
-        border = self.sets.weights(part.mask, part.tensor).border
-        price = self.cost.border_price(part.devices)
-        traffic = traffic_s(
-            border.comes, border.goes, self.microbatch.samples(part.replicas), price
-        )
-        return float(work_s(sum(self.compute_s(part)), traffic))
-
     def period_s(self, part: Part) -> float:
         """Seconds from one micro-batch to the next."""
         if part not in self._period_s:
-            compute, reduce = sum(self.compute_s(part)), self.reduce_s(part)
-            count = self.microbatch.num_microbatches
-            self._period_s[part] = float(period_s(self.work_s(part), compute, reduce, count))
+            weights = self.sets.weights(part.mask, part.tensor)
+            period_s = self.microbatch.period_s(weights, sum(self.compute_s(part)), part.mode)
+            self._period_s[part] = float(period_s)
         return self._period_s[part]
 
     def headroom(self, part: Part) -> int:
@@ -110,12 +104,6 @@ class PartPrices:
             height = self.microbatch.headroom(weights, part.replicas, recompute=part.recompute)
             self._headroom[part] = int(height)
         return self._headroom[part]
-
-    def reduce_s(self, part: Part) -> float:
-        """Seconds of the all-reduce of a part on devices in a row."""
-        price = self.microbatch.ring(part.replicas, part.tensor)
-        nbytes = self.sets.weights(part.mask, part.tensor).summed
-        return float(all_reduce_s(nbytes, *price))
 
 
 def edges(prices: PartPrices, parts: Iterable[Part]) -> set[tuple[int, int]]:

@@ -19,6 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anabranch.cost import CostModel
+from anabranch.cost.communication import all_reduce_s
+from anabranch.cost.period import period_s, traffic_s, work_s
 from anabranch.cost.stage_weights import Number, StageWeights
 from anabranch.plans.slices import profile_covers
 
@@ -89,6 +91,13 @@ class MicrobatchPrices:
         """Seconds per byte and of latency of one all-reduce over replicas in a row."""
         last = min(degree * tensor, self.cost.cluster.num_devices) - 1
         return self.cost.ring_price((0, last), degree)
+
+    def period_s(self, weights: StageWeights, compute_s: Number, mode: Mode) -> Number:
+        """Seconds from one micro-batch to the next of a stage, or of each of many."""
+        border, per_byte = weights.border, self.cost.border_price(mode.devices)
+        traffic = traffic_s(border.comes, border.goes, self.samples(mode.replicas), per_byte)
+        reduce_s = all_reduce_s(weights.summed, *self.ring(mode.replicas, mode.tensor))
+        return period_s(work_s(compute_s, traffic), compute_s, reduce_s, self.num_microbatches)
 
     def headroom(
         self, weights: StageWeights, replicas: Number, *, recompute: bool = False
