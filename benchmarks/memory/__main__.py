@@ -25,10 +25,10 @@ from anabranch import launch
 from anabranch.cluster import Cluster
 from anabranch.cost import CostModel
 from anabranch.models import MODELS, build
-from anabranch.plans.check import stage_bytes
 from anabranch.plans.plan import Plan
 from anabranch.profile.profile import Profile
 from anabranch.runtime.pipeline import Pipeline
+from anabranch.simulator.costs import ModelCosts
 from anabranch.workload import Workload
 from benchmarks.planners.common import Row, table
 
@@ -93,8 +93,8 @@ def _predicted(plan: Plan, profile: Profile, *, shard_optimizer: bool) -> list[i
         return list(plan.figures.device_peak_bytes)
     assert plan.machines is not None
     cost, graph = CostModel(profile, plan.machines, shard_optimizer=True), plan.stage_graph
-    need = stage_bytes(graph, cost, 0, in_flight=graph.stages[0].in_flight)
-    return [round(need)] * len(graph.devices)
+    costs, in_flight = ModelCosts(graph, cost), graph.stages[0].in_flight
+    return [round(costs.held(0, replica).peak(in_flight)) for replica in range(RANKS)]
 
 
 def _measured(name: str, plan: Plan, **options: bool) -> list[int]:

@@ -154,6 +154,20 @@ def test_memory_of_a_device():
     assert need == 4800 + 120 + 1200
 
 
+def test_replicas_share_what_they_update():
+    """Of {a, b}, last first, v of 200 bytes lies before the middle of the 1,200, and so does w of
+    1,000, whose own middle is at 700, behind it; the fullest has to hold the state of w.
+    """
+    cost = cost_model(shard_optimizer=True)
+    assert cost.updated_bytes(0b11, 2) == (200, 1000)
+    assert cost.updated_bytes(0b1, 3) == (0, 1000, 0)
+    assert cost_model().updated_bytes(0b11, 2) == (1200, 1200)
+    shape = {"microbatch_size": 4, "replicas": 2, "in_flight": 3}
+    assert (
+        cost_model().device_bytes([1, 2], **shape) - cost.device_bytes([1, 2], **shape) == 2 * 200
+    )
+
+
 def test_what_a_pass_takes_besides() -> None:
     """When b has its 60 bytes and the gradient of w, the 30 that c keeps behind it are not there;
     when a has its 40 likewise. So of a to c b counts, of a and c with few samples a, whose gradient

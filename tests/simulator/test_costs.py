@@ -114,7 +114,7 @@ def test_tensor_parallelism_halves_what_a_device_computes_and_keeps():
     assert sharded().flight_bytes(1, 3) == (30 + 9, 8)
     # Half of the parameters with gradient and two optimizer states, and one posted micro-batch of
     # 2 samples; while gradients are summed those of the other replica as well.
-    assert sharded().base_bytes(1) == 8 * 4 + 20
+    assert sharded().base_bytes(1, 1) == 8 * 4 + 20
     assert sharded().sum_bytes(1) == 8
 
 

@@ -21,6 +21,7 @@ the trainable parameters), mostly less than what is in flight before.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -79,6 +80,7 @@ def device_memory(
     recompute: Number = False,
     versions: int = 1,
     shard_optimizer: bool = False,
+    updated: Number | None = None,
 ) -> DeviceMemory:
     """The formula at the head of this file, for one stage or many.
 
@@ -86,11 +88,13 @@ def device_memory(
         optimizer_factor: optimizer state in bytes per byte of trainable parameter.
         receive_slots: receives posted ahead per channel.
         shard_optimizer: replicas share the optimizer's state, each parameter's is whole on one.
+        updated: trainable bytes that a replica updates, where that is known better.
     """
     samples = -(-microbatch_size // replicas)
-    updated = weights.trainable
-    if shard_optimizer:
-        updated = updated_bytes(weights.trainable, weights.largest, replicas)
+    if updated is None:
+        updated = weights.trainable
+        if shard_optimizer:
+            updated = updated_bytes(weights.trainable, weights.largest, replicas)
     return DeviceMemory(
         *memory_terms(
             weights.parameters,
@@ -153,9 +157,23 @@ def memory_terms(
 
 def updated_bytes(trainable: Number, largest: Number, replicas: Number) -> Number:
     """Trainable parameters that the fullest of replicas updates where they share the optimizer's
-    state: each parameter is one's.
+    state, at least: each parameter is one's. ``updaters`` says whose.
     """
     return np.minimum(trainable, np.maximum(trainable / replicas, largest))
+
+
+def updaters(nbytes: Sequence[int], replicas: int) -> list[int]:
+    """The replica that updates each parameter, where they share the optimizer's state: as many runs
+    of parameters as there are replicas, of about equal bytes.
+
+    Args:
+        nbytes: of the parameters, last first, so that the gradients of a run are final together.
+    """
+    total, before, found = sum(nbytes) or 1, 0, []
+    for size in nbytes:
+        found.append(min(int((before + size / 2) / total * replicas), replicas - 1))
+        before += size
+    return found
 
 
 _TERMS = 2

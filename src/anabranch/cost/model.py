@@ -23,6 +23,7 @@ from anabranch.cost.memory import (
     DeviceMemory,
     device_memory,
     updated_bytes,
+    updaters,
 )
 from anabranch.cost.overheads import agreement_s, message_s, restart_s, share_s, sum_s, update_cost
 from anabranch.cost.passes import StagePasses
@@ -484,6 +485,7 @@ class CostModel:
         *,
         recompute: Number = False,
         versions: int = 1,
+        updated: Number | None = None,
     ) -> DeviceMemory:
         """Bytes on each device of a stage, or of many stages at once; see ``cost.memory``."""
         return device_memory(
@@ -495,14 +497,24 @@ class CostModel:
             receive_slots=self.receive_slots,
             recompute=recompute,
             versions=versions,
+            updated=updated,
         )
 
-    def updated_share(self, weights: StageWeights, replicas: int) -> float:
-        """Share of a stage's trainable parameters that each of its replicas updates at most."""
-        if not (self.shard_optimizer and weights.trainable):
-            return 1.0
-        updated = updated_bytes(weights.trainable, weights.largest, replicas)
-        return float(updated / weights.trainable)
+    def updated_bytes(self, mask: int, replicas: int, tensor: int = 1) -> tuple[float, ...]:
+        """Bytes of a stage's trainable parameters that each of its replicas updates; those that it
+        shares with other stages count as its own.
+        """
+        weights = self.weights(mask, tensor)
+        if replicas == 1 or not self.shard_optimizer:
+            return (weights.trainable,) * replicas
+        if tensor > 1:
+            return (float(updated_bytes(weights.trainable, weights.largest, replicas)),) * replicas
+        trained = (p for p in reversed(self.graph.parameters) if p.trainable)
+        sizes = [p.nbytes for p in trained if self.users.get(p.name, 0) & mask]
+        updated = [0.0] * replicas
+        for nbytes, replica in zip(sizes, updaters(sizes, replicas), strict=True):
+            updated[replica] += nbytes
+        return tuple(updated)
 
     def device_bytes(
         self,
@@ -523,9 +535,14 @@ class CostModel:
             versions: of the trainable weights, that the policy keeps; the gradients come on top.
             tensor: devices of each replica.
         """
-        weights = self.weights(sum(1 << op for op in set(ops)), tensor)
+        mask = sum(1 << op for op in set(ops))
         held = self.memory(
-            weights, microbatch_size, replicas, recompute=recompute, versions=versions
+            self.weights(mask, tensor),
+            microbatch_size,
+            replicas,
+            recompute=recompute,
+            versions=versions,
+            updated=max(self.updated_bytes(mask, replicas, tensor)),
         )
         return float(held.peak(in_flight))
 

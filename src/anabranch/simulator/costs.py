@@ -138,8 +138,8 @@ class StepCosts(Protocol):
     def agreement_s(self) -> float:
         """Seconds until all devices know that the last one is through its list."""
 
-    def base_bytes(self, stage: int) -> float:
-        """Memory of each device of a stage with nothing in flight."""
+    def base_bytes(self, stage: int, device: int) -> float:
+        """Memory of a device of a stage with nothing in flight."""
 
     def flight_bytes(self, stage: int, samples: int) -> tuple[float, float]:
         """Memory from a forward to the end of its backward, and on top during the backward."""
@@ -286,17 +286,19 @@ class ModelCosts:
         """As calibrated, by the number of devices."""
         return self.cost.agreement_s(len(self.graph.devices))
 
-    def base_bytes(self, stage: int) -> float:
+    def base_bytes(self, stage: int, device: int) -> float:
         """Weights, gradients, optimizer state and receive buffers."""
-        return float(self.held(stage).resident)
+        planned = self.graph.stages[stage]
+        replica = sorted(planned.devices).index(device) // planned.tensor
+        return float(self.held(stage, replica).resident)
 
     def sum_bytes(self, stage: int) -> float:
         """Terms of other replicas."""
         return float(self.held(stage).sums)
 
-    def held(self, stage: int) -> DeviceMemory:
-        """Bytes of each device of a stage."""
-        return self._stages[stage].held(self.versions[stage] if self.versions else 1)
+    def held(self, stage: int, replica: int | None = None) -> DeviceMemory:
+        """Bytes of a replica of a stage, or of the fullest."""
+        return self._stages[stage].held(self.versions[stage] if self.versions else 1, replica)
 
     def flight_bytes(self, stage: int, samples: int) -> tuple[float, float]:
         """See ``StageCosts``."""
@@ -374,7 +376,7 @@ class StageTimes:
         """Nothing."""
         return 0.0
 
-    def base_bytes(self, stage: int) -> float:
+    def base_bytes(self, stage: int, device: int) -> float:
         """Nothing."""
         return 0.0
 

@@ -91,7 +91,7 @@ def memory_of(
     sums: dict[int, float] = defaultdict(float)
     for s, stage in enumerate(graph.stages):
         for device in stage.devices:
-            base[device] += costs.base_bytes(s)
+            base[device] += costs.base_bytes(s, device)
             sums[device] = max(sums[device], costs.sum_bytes(s))
     curves = {}
     for d, device in enumerate(step.program.devices):

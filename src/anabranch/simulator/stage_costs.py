@@ -33,7 +33,7 @@ class StageCosts:
     _seconds: dict[int, tuple[float, float]] = field(default_factory=dict, init=False)
     _passed: dict[int, Mapping[int, float]] = field(default_factory=dict, init=False)
     _flights: dict[int, tuple[float, float]] = field(default_factory=dict, init=False)
-    _held: dict[int, DeviceMemory] = field(default_factory=dict, init=False)
+    _held: dict[tuple[int, float], DeviceMemory] = field(default_factory=dict, init=False)
 
     @cached_property
     def ops(self) -> tuple[int, ...]:
@@ -104,7 +104,13 @@ class StageCosts:
         """Seconds of an update, by number and bytes of its trainable parameters."""
         updated = self.weights.trainable - self._untouched_bytes()
         seconds = self.cost.update.seconds(len(self.readers), updated)
-        return seconds * self.cost.updated_share(self.weights, self.stage.replicas)
+        return seconds * max(self.updated) / (self.weights.trainable or 1.0)
+
+    @cached_property
+    def updated(self) -> tuple[float, ...]:
+        """Bytes of trainable parameters that each of its replicas updates."""
+        mask = sum(1 << op for op in self.ops)
+        return self.cost.updated_bytes(mask, self.stage.replicas, self.stage.tensor)
 
     def _untouched_bytes(self) -> int:
         """Rows of its tables that an update by rows leaves alone."""
@@ -120,18 +126,20 @@ class StageCosts:
                 left += max(nbytes - rows * table.row_bytes, 0)
         return left
 
-    def held(self, versions: int = 1) -> DeviceMemory:
-        """Bytes with so many versions of its weights."""
-        if versions not in self._held:
+    def held(self, versions: int = 1, replica: int | None = None) -> DeviceMemory:
+        """Bytes of one of its replicas, or the fullest, with so many versions of its weights."""
+        updated = max(self.updated) if replica is None else self.updated[replica]
+        if (versions, updated) not in self._held:
             stage = self.stage
-            self._held[versions] = self.cost.memory(
+            self._held[versions, updated] = self.cost.memory(
                 self.weights,
                 stage.microbatch_size,
                 stage.replicas,
                 recompute=stage.recompute,
                 versions=versions,
+                updated=updated,
             )
-        return self._held[versions]
+        return self._held[versions, updated]
 
     def flight_bytes(self, samples: int) -> tuple[float, float]:
         """Bytes from a forward to the end of its backward, and on top during the backward: what

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
+from anabranch.cost.memory import updaters
 from anabranch.graph.split import Split
 from anabranch.plans.stages import StageGraph
 from anabranch.runtime.data_parallel.buckets import Bucket, Named, Ranks, cut, dense, entries, take
@@ -46,8 +47,7 @@ class Holders:
         al. 2020, stage 1, but for whole parameters, as ``torch.distributed.optim`` has it).
 
         So any optimizer will do, also one that looks at a whole parameter. Those that the same
-        ranks hold are cut, last first, into as many runs as there are ranks, of about equal bytes:
-        the gradients of a run are final together.
+        ranks hold are shared out as ``updaters`` says.
 
         Args:
             trainable: bytes of the trainable parameters, in the model's order.
@@ -56,14 +56,11 @@ class Holders:
         for name in reversed(list(trainable)):
             if len(self.parameters.get(name, ())) > 1:
                 groups[self.parameters[name]].append(name)
-        updaters = {}
+        found = {}
         for ranks, names in groups.items():
-            total, before = sum(trainable[name] for name in names) or 1, 0
-            for name in names:
-                middle = before + trainable[name] / 2
-                updaters[name] = ranks[min(int(middle / total * len(ranks)), len(ranks) - 1)]
-                before += trainable[name]
-        return replace(self, updaters=updaters)
+            at = updaters([trainable[name] for name in names], len(ranks))
+            found |= {name: ranks[replica] for name, replica in zip(names, at, strict=True)}
+        return replace(self, updaters=found)
 
     @staticmethod
     def of(split: Split, graph: StageGraph) -> Holders:
