@@ -56,7 +56,7 @@ class Holders:
         for name in reversed(list(trainable)):
             if len(self.parameters.get(name, ())) > 1:
                 groups[self.parameters[name]].append(name)
-        found = {}
+        found: dict[str, int] = {}
         for ranks, names in groups.items():
             at = updaters([trainable[name] for name in names], len(ranks))
             found |= {name: ranks[replica] for name, replica in zip(names, at, strict=True)}
