@@ -145,7 +145,7 @@ def test_meta_model_is_refused() -> None:
     """A model without numbers can only be estimated; the message says so."""
     with torch.device("meta"):
         captured = capture(Stages(), {"x": torch.empty(2, 10)})
-    with pytest.raises(ProfileError, match=r"on the meta device, .* or estimate it for a GPU"):
+    with pytest.raises(ProfileError, match=r"on the meta device, .* or plan it by the data sheet"):
         measure(captured, (1,))
 
 

@@ -89,7 +89,9 @@ def measure(
     if any(t.is_meta for t in captured.module.state_dict(keep_vars=True).values()):
         raise ProfileError(
             "the model was built on the meta device, which has no numbers to compute with; "
-            "build it on the CPU to measure it, or estimate it for a GPU"
+            "build it on the CPU to measure it, or plan it by the data sheet of a GPU (plan "
+            "--device v100 -o plan.json), which train takes (--plan plan.json) and makes the "
+            "weights for, on every rank those of its own stages"
         )
     counts = workable_counts(captured, counts)
     if place.type == "cuda" and not torch.cuda.is_available():
