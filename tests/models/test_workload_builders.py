@@ -12,7 +12,9 @@ from anabranch.models.workload_builders import dataset_workload, warm_up_then_co
 
 
 def test_a_data_set_becomes_a_workload() -> None:
-    """Whole shuffled batches of the training rows, other ones each epoch; every held-out row."""
+    """Whole shuffled batches of the training rows, other ones each epoch; every held-out row. Its
+    learning rate rises in two of 20 steps.
+    """
     rows = torch.arange(10)
     workload = dataset_workload(
         "numbers",
@@ -20,7 +22,7 @@ def test_a_data_set_becomes_a_workload() -> None:
         lambda chosen: chosen,
         lambda generator: shuffled(rows, generator),
         torch.arange(10, 15),
-        SimpleNamespace(seed=3, learning_rate=0.5),
+        SimpleNamespace(seed=3, learning_rate=0.5, steps=20),
         example=rows,
         meta=False,
         chance={"r2": 0.0},
@@ -33,6 +35,7 @@ def test_a_data_set_becomes_a_workload() -> None:
     assert workload.example.tolist() == [0, 1]
     optimizer = workload.optimizer(list(workload.module.named_parameters()))
     assert optimizer.defaults["lr"] == 0.5
+    assert workload.scheduler(optimizer).get_last_lr() == [0.25]
 
 
 def test_the_learning_rate_rises_then_falls() -> None:

@@ -24,7 +24,9 @@ from anabranch.workload import Batch, Workload
 
 @dataclass(frozen=True)
 class DrugSizes(Sizes):
-    """``genes``: in each of the two branches of the cell line; ``bits``: of each fingerprint."""
+    """``genes``: in each of the two branches of the cell line; ``bits``: of each fingerprint;
+    ``steps``: in which the learning rate decays.
+    """
 
     layers: int = 4
     top_layers: int = 4
@@ -33,13 +35,21 @@ class DrugSizes(Sizes):
     bits: int = 4096
     dropout: float = 0.1
     learning_rate: float = 1e-4
+    steps: int = 10_000
     seed: int = 0
 
 
 PRESETS = {
     "published": DrugSizes(),
     "small": DrugSizes(
-        layers=2, top_layers=2, width=256, genes=512, bits=512, dropout=0.0, learning_rate=5e-4
+        layers=2,
+        top_layers=2,
+        width=256,
+        genes=512,
+        bits=512,
+        dropout=0.0,
+        learning_rate=5e-4,
+        steps=1300,
     ),
 }
 

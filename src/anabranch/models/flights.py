@@ -24,7 +24,9 @@ from anabranch.workload import Batch, Workload
 
 @dataclass(frozen=True)
 class FlightSizes(Sizes):
-    """``layers``: in a dense branch; ``embedding``: width of every table."""
+    """``layers``: in a dense branch; ``embedding``: width of every table;
+    ``steps``: in which the learning rate decays.
+    """
 
     layers: int = 4
     top_layers: int = 3
@@ -32,13 +34,14 @@ class FlightSizes(Sizes):
     embedding: int = 64
     dropout: float = 0.1
     learning_rate: float = 1e-4
+    steps: int = 10_000
     seed: int = 0
 
 
 PRESETS = {
     "published": FlightSizes(),
     "small": FlightSizes(
-        layers=3, top_layers=2, width=128, embedding=16, dropout=0.0, learning_rate=1e-3
+        layers=3, top_layers=2, width=128, embedding=16, dropout=0.0, learning_rate=1e-3, steps=1000
     ),
 }
 

@@ -22,7 +22,7 @@ from anabranch.data.glyphs import SIDE, WORDS, load_glyphs, true_and_false_pairs
 from anabranch.models.layers import TransformerLayer, of_answers
 from anabranch.models.sizes import Sizes
 from anabranch.models.synthetic_data import seeded
-from anabranch.models.workload_builders import dataset_workload, warm_up_then_cosine
+from anabranch.models.workload_builders import dataset_workload
 from anabranch.workload import Batch, Workload
 
 
@@ -160,6 +160,4 @@ def workload(sizes: GlyphSizes, *, meta: bool = False) -> Workload:
         meta=meta,
         chance={"accuracy": 0.5},
     )
-    return replace(
-        workload, scheduler=partial(warm_up_then_cosine, steps=sizes.steps), clip_norm=1.0
-    )
+    return replace(workload, clip_norm=1.0)

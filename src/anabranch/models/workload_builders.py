@@ -57,7 +57,7 @@ def dataset_workload(
     meta: bool,
     chance: dict[str, float],
 ) -> Workload:
-    """A workload on a data set in memory.
+    """A workload on a data set in memory; the learning rate rises, then falls (``sizes.steps``).
 
     Args:
         gather: rows of the data set -> their batch.
@@ -77,6 +77,7 @@ def dataset_workload(
         data=data,
         eval_data=lambda batch_size: batches(gather, held_out, batch_size),
         optimizer=partial(_adam, learning_rate=sizes.learning_rate),
+        scheduler=partial(warm_up_then_cosine, steps=sizes.steps),
         chance=chance,
         name=name,
     )
