@@ -112,6 +112,9 @@ RUN = {
 }
 
 
+SEQUENCES = ("tokens", "mask", "labels")
+
+
 @pytest.fixture(scope="module")
 def captured_job(tmp_path_factory):
     """A model with its data, captured once for all pages."""
@@ -142,6 +145,7 @@ def at_hand(captured_job, tmp_path, monkeypatch):
         **{"job": job, "module": job.module, "example": job.example, "captured": captured},
         **{"profile": profile, "cluster": anabranch.Cluster.preset("local:2"), "plan": plan},
         **{"better": other, "other_plan": other, "loader": list(islice(job.data(32, 0), 4))},
+        "batches": lambda size, epoch: iter([{name: torch.ones(size, 50) for name in SEQUENCES}]),
         **{"dataset": [0.0] * 32, "labels": np.zeros(8), "dataclass": dataclass},
         **{"ClassVar": ClassVar, "Iterable": Iterable, "CostModel": CostModel, "Draft": Draft},
         **{"StageGraph": StageGraph, "Space": Space, "Random": Random},
