@@ -41,7 +41,7 @@ def test_every_trait_is_named() -> None:
     for words in (
         "42 of 187 parameters are frozen",
         "tied weights: left.0.weight = again.weight",
-        "samples are compared with each other from matmul",
+        "samples depend on each other from matmul",
         "batch normalisation in norm",
         "random numbers are drawn",
         "no gradient reaches idle.weight, idle.bias",

@@ -155,7 +155,7 @@ def _of_graph(captured: Captured) -> list[str]:
         first = captured.coupling[0]
         where = f" in {first.module}" if first.module else ""
         found.append(
-            f"samples are compared with each other from {first.operation}{where} on: "
+            f"samples depend on each other from {first.operation}{where} on: "
             f"{_some(operators)} will have the whole batch, on one replica"
         )
     untold = [name for name, degree in captured.degrees.items() if degree is None]
