@@ -116,12 +116,10 @@ def test_shift_run():
     assert homes("shift run", "011111", DIAMOND) == {"001111", "010111", "001011", "010101"}
 
 
-def test_shift_tails_and_heads():
-    """The ends of both branches at once, into the join's stage and out of it; likewise a fork's."""
+def test_shift_tails():
+    """The ends of both branches at once, into the join's stage and out of it."""
     assert homes("shift tails", "012123", DIAMOND) == {"012333"}
     assert homes("shift tails", "012333", DIAMOND) == {"012123"}
-    assert homes("shift heads", "012123", DIAMOND) == {"000123"}
-    assert homes("shift heads", "000123", DIAMOND) == {"012123"}
 
 
 def test_merge():
@@ -155,10 +153,9 @@ def test_move_device():
     assert {owner for _, owner in found} == {"110011", "011011", "001111"}
 
 
-def test_give_half_and_double():
-    """Half of the replicas to another stage; as many again from the largest others."""
+def test_give_half():
+    """Half of the replicas to another stage."""
     assert owners("give half", "000011") == {"001111", "011011", "110011", "000001", "000010"}
-    assert owners("double replicas", "000011") == {"001111"}
 
 
 def test_swaps():

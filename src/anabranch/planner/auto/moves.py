@@ -72,26 +72,13 @@ def shift_tails(draft: Draft, space: Space, rng: Random) -> Draft | None:
         b1 b2 | join                       b1 | b2 c2 join
         c1 c2 |            <->             c1 |
     """
-    return _shift_ends(draft, space.joins, space.cost.graph.predecessors, rng)
-
-
-def shift_heads(draft: Draft, space: Space, rng: Random) -> Draft | None:
-    """The first operators of the branches behind a fork enter its stage, or leave it."""
-    return _shift_ends(draft, space.forks, space.cost.graph.successors, rng)
-
-
-def _shift_ends(
-    draft: Draft,
-    meetings: tuple[tuple[int, tuple[int, ...]], ...],
-    beyond: tuple[int, ...],
-    rng: Random,
-) -> Draft | None:
-    if not meetings:
+    if not space.joins:
         return None
-    op, ends = _choice(meetings, rng)
+    op, ends = _choice(space.joins, rng)
     home = draft.home.copy()
     here = home[op]
     enter = rng.random() < 0.5
+    beyond = space.cost.graph.predecessors
     for end in ends:
         if enter:
             home[end] = here
@@ -180,23 +167,6 @@ def give_half(draft: Draft, space: Space, rng: Random) -> Draft | None:
     tensor = int(draft.tensor[s])
     replicas = int(np.count_nonzero(draft.owner == s)) // tensor
     return _given(draft, s, t, replicas // 2 * tensor, rng)
-
-
-def double_replicas(draft: Draft, space: Space, rng: Random) -> Draft | None:
-    """A stage has twice as many replicas; those with the most devices give one each, in turn."""
-    count = len(draft.microbatch)
-    sizes = np.bincount(draft.owner, minlength=count)
-    t = _below(count, rng)
-    wanted = int(sizes[t])
-    if count == 1 or len(draft.owner) - wanted < wanted + count - 1:
-        return None
-    owner = draft.owner.copy()
-    sizes[t] = 0
-    for _ in range(wanted):
-        s = int(sizes.argmax())
-        owner[_where(owner == s)[-1]] = t
-        sizes[s] -= 1
-    return draft._replace(owner=owner)
 
 
 def swap_devices(draft: Draft, space: Space, rng: Random) -> Draft | None:
@@ -320,12 +290,10 @@ MOVES: Mapping[str, tuple[Move, int]] = {
     "shift operator": (shift_operator, 6),
     "shift run": (shift_run, 6),
     "shift tails": (shift_tails, 2),
-    "shift heads": (shift_heads, 1),
     "merge": (merge, 2),
     "split": (split, 3),
     "move device": (move_device, 5),
     "give half": (give_half, 1),
-    "double replicas": (double_replicas, 1),
     "swap devices": (swap_devices, 1),
     "swap stages": (swap_stages, 2),
     "gather stage": (gather_stage, 1),

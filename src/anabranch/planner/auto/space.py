@@ -66,12 +66,8 @@ class Space:
     @cached_property
     def joins(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
         """Operators that read from several, with these."""
-        return _several(self.cost.graph.predecessors)
-
-    @cached_property
-    def forks(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
-        """Operators that several read from, with these."""
-        return _several(self.cost.graph.successors)
+        found = enumerate(tuple(bits(mask)) for mask in self.cost.graph.predecessors)
+        return tuple((op, others) for op, others in found if len(others) > 1)
 
     @property
     def tensors(self) -> tuple[int, ...]:
@@ -82,8 +78,3 @@ class Space:
     def node(self) -> int:
         """Devices of a node."""
         return self.cost.cluster.group_sizes[0]
-
-
-def _several(neighbours: tuple[int, ...]) -> tuple[tuple[int, tuple[int, ...]], ...]:
-    found = ((op, tuple(bits(mask))) for op, mask in enumerate(neighbours))
-    return tuple((op, others) for op, others in found if len(others) > 1)
