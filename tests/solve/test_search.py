@@ -119,6 +119,18 @@ def test_replicas_share_the_state_of_the_optimizer_where_nothing_fits_without(pr
     assert found(roomy, 4, shard_optimizer=True).shard_optimizer
 
 
+def test_auto_finds_data_parallelism_that_fits_only_with_shared_state():
+    """A stage per operator fits as it is, but one of them has four times the work."""
+    machines = cluster(2, memory_bytes=8 * GB, bandwidth=GB)
+    cost = cost_model(chain(2), [1, 4], [1, 4], machines, parameter_bytes=GB)
+    apart = plan(cost.profile, machines, 4, shard_optimizer=False)
+    together = plan(cost.profile, machines, 4)
+    replicated = plan(cost.profile, machines, 4, planner="data-parallel")
+    assert len(apart.stage_graph) == 2
+    assert together.shard_optimizer
+    assert together.predicted.step_s == replicated.predicted.step_s < apart.predicted.step_s
+
+
 def test_replicas_share_the_state_of_the_optimizer_where_updates_take_long(propose):
     """1 s for each of 32 bytes on both of two replicas, or for 16 on each, which they then send to
     each other in half of the all-reduce of 2 s. A ten-thousandth of that is not worth it.

@@ -94,15 +94,17 @@ class Judge:
         self._equals = [(candidate, seconds) for candidate, seconds in found if seconds <= limit]
         self.best, _ = min(self._equals, key=lambda found: self._objective.rank(*found))
 
+    def seconds(self) -> dict[StageGraph, float]:
+        """Of the proposals that fit: as simulated, or a lower bound."""
+        return self._least_s | self._seconds
+
     def ranked(self, factor: float) -> list[StageGraph]:
-        """Proposals whose seconds may be within a factor of the best, the shortest first."""
-        limit = factor * self.best_s
-        return [
-            proposal
-            for known in (self._seconds, self._least_s)
-            for proposal, seconds in sorted(known.items(), key=lambda item: item[1])
-            if seconds <= limit and (known is self._seconds or proposal not in self._seconds)
-        ]
+        """Proposals whose seconds may be within a factor of the best, the shortest first, those
+        that were simulated before the others.
+        """
+        limit, known = factor * self.best_s, self.seconds()
+        near = (proposal for proposal in known if known[proposal] <= limit)
+        return sorted(near, key=lambda proposal: (proposal not in self._seconds, known[proposal]))
 
     def alone(self, proposal: StageGraph) -> Judge:
         """A judge of what is better than this proposal, whatever else there is."""

@@ -30,6 +30,7 @@ from anabranch.plans.stages import StageGraph
 from anabranch.profile.profile import Profile
 from anabranch.simulator.judge import Judge
 from anabranch.simulator.objective import ScheduledProposal, ShortestStep
+from anabranch.simulator.stage_costs import stage_costs
 from anabranch.solve.endless_search import EndlessSearch
 from anabranch.solve.improvement import SearchBudget
 from anabranch.solve.improvement import improve as improve_on
@@ -50,8 +51,8 @@ WORTH_SHARING = 0.001
 """Share of the step that replicas which share the optimizer's state have to save."""
 
 MOST_SHARING = 8
-"""Proposals, the quickest of those that hold their state on every replica, whose replicas are tried
-with shared state; all that do not fit otherwise are.
+"""Proposals, those that could be the quickest then, whose replicas are tried with shared state; all
+that do not fit otherwise are.
 """
 
 
@@ -207,7 +208,7 @@ class StepSearch:
             judged = uninterrupted(lambda: improve_on(judge, improving.near, BUDGET))
         if may_share and judged and not stopped:
             shared = replace(cost, shard_optimizer=True)
-            sharing = self._sharing(shared, judge)
+            sharing = self._sharing(shared, cost, judge)
             if sharing is not None:
                 judge, cost = sharing, shared
         improved = time.perf_counter()
@@ -227,18 +228,26 @@ class StepSearch:
             (*notes, *stops),
         )
 
-    def _sharing(self, cost: CostModel, replicating: Judge) -> Judge | None:
+    def _sharing(self, cost: CostModel, unshared: CostModel, replicating: Judge) -> Judge | None:
         """A judge of proposals whose replicas share the optimizer's state, if one is better: an
         update took long, or there is memory for a faster way to run.
         """
-        best, best_s = replicating.winner(self.planner), replicating.best_s
-        longest = max(best.costs.update_s(s) for s in range(len(best.graph)))
-        near = replicating.ranked(1 + WORTH_SHARING + 2 * longest / best_s)
-        proposals = [best.proposal, *near[:MOST_SHARING], *replicating.unfit]
-        replicated = [p for p in proposals if any(stage.replicas > 1 for stage in p.stages)]
+
+        def least_s(proposal: StageGraph, seconds: float) -> float:
+            """Its seconds, less what its longest update is shortened by."""
+            size = proposal.batch_size
+            return seconds - max(
+                stage_costs(unshared, stage, size).update_s
+                - stage_costs(cost, stage, size).update_s
+                for stage in proposal.stages
+            )
+
         judge = Judge(ShortestStep(cost, _schedules(self.schedule, self.search)))
-        judge.best_s = limit = best_s * (1 - WORTH_SHARING)
-        uninterrupted(lambda: judge.consider(replicated, BUDGET.simulation, in_order=True))
+        judge.best_s = limit = replicating.best_s * (1 - WORTH_SHARING)
+        known = {p: least_s(p, seconds) for p, seconds in replicating.seconds().items()}
+        near = sorted((p for p in known if known[p] <= limit), key=known.__getitem__)
+        proposals = [p for p in (*near[:MOST_SHARING], *replicating.unfit) if _is_replicated(p)]
+        uninterrupted(lambda: judge.consider(proposals, BUDGET.simulation, in_order=True))
         return judge if judge.best_s < limit else None
 
 
@@ -446,6 +455,10 @@ def _plan_or_why(search: Callable[[], Plan]) -> Plan | AnabranchError:
         return error
     except KeyboardInterrupt:
         return SearchStoppedError("interrupted before it had proposed a plan")
+
+
+def _is_replicated(graph: StageGraph) -> bool:
+    return any(stage.replicas > 1 for stage in graph.stages)
 
 
 def _first_that_fits(objective: ShortestStep, proposals: Iterable[StageGraph]) -> Judge:

@@ -117,16 +117,21 @@ class Auto:
     def _starts(
         self, cost: CostModel, batch_size: int, microbatch_size: int | None
     ) -> Iterator[Start]:
-        """What other planners propose; the last one's error where none does."""
+        """What other planners propose; the last one's error where none does.
+
+        Data parallelism is proposed also where it fits only with replicas that share the
+        optimizer's state.
+        """
         error: InfeasiblePlanError | None = None
         found, most = False, self.max_replicas or cost.cluster.num_devices
         for name in STARTS:
             planner: Any = PLANNERS[name]()
+            asked = replace(cost, shard_optimizer=True) if name == "data-parallel" else cost
             limits = {"max_replicas": self.max_replicas, "recompute": self.recompute}
             known = {field.name for field in fields(planner)}
             planner = replace(planner, **{k: v for k, v in limits.items() if k in known})
             try:
-                proposals = planner(cost, batch_size=batch_size, microbatch_size=microbatch_size)
+                proposals = planner(asked, batch_size=batch_size, microbatch_size=microbatch_size)
                 for graph in proposals:
                     if max(stage.replicas for stage in graph.stages) <= most:
                         found = True
