@@ -1,6 +1,6 @@
 """Our runtime beside ``torch.distributed.pipelining``, and beside its own ideal.
 
-python -m benchmarks.runtime [--only sleeps messages] [--json]
+python -m benchmarks.runtime [--only sleeps messages] [--minutes 5] [--json]
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import os
 import platform
 import statistics
 import sys
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from benchmarks.runtime import (
     transformer,
 )
 
-Section = tuple[Callable[[], list[Row]], Callable[[list[Row]], str]]
+Section = tuple[Callable[[], Iterable[Row]], Callable[[list[Row]], str]]
 
 SECTIONS: dict[str, Section] = {
     "sleeps": (sleeps.rows, sleeps.show),
@@ -51,11 +52,25 @@ def errors(rows: Iterable[Row]) -> list[float]:
     ]
 
 
+def measured(name: str, ends: float) -> list[Row]:
+    """The rows of a table; where they are measured one by one, up to this ``time.monotonic``."""
+    rows, found = SECTIONS[name][0](), []
+    for row in rows:
+        found.append(row)
+        sys.stderr.write(f"{name}: {json.dumps(row)}\n")
+        if isinstance(rows, Iterator) and time.monotonic() > ends:
+            break
+    return found
+
+
 def main() -> None:
     """Measure, then print tables or JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--only", nargs="*", choices=SECTIONS, help="these tables only")
+    parser.add_argument(
+        "--minutes", type=float, default=float("inf"), help="begin no row of emulated after so long"
+    )
     arguments = parser.parse_args()
     found: dict[str, Any] = {
         "python": platform.python_version(),
@@ -64,12 +79,12 @@ def main() -> None:
         "cores": os.cpu_count(),
     }
     off: list[float] = []
+    ends = time.monotonic() + 60 * arguments.minutes
     for name in arguments.only or SECTIONS:
-        measure, show = SECTIONS[name]
-        found[name] = measure()
+        found[name] = measured(name, ends)
         off += errors(found[name])
         if not arguments.json:
-            sys.stdout.write(f"\n## {name}\n\n{show(found[name])}\n")
+            sys.stdout.write(f"\n## {name}\n\n{SECTIONS[name][1](found[name])}\n")
             sys.stdout.flush()
     if off:
         found["prediction"] = {

@@ -1,131 +1,100 @@
-"""The papers' three models on emulated V100s: is the gain of a graph plan what was predicted?
+"""The papers' models on 32 emulated V100s: does a step take what was predicted, and is the gain of
+a graph plan the predicted one?
 
 Ranks stand for the devices: compute waits its profiled time, messages take as long as on the
-cluster's links, schedule and order of messages are the runtime's own. Each model is planned as a
-graph and as a row, both under ``auto``, and the two plans are rehearsed in turn.
+cluster's links, schedule and order of messages are the runtime's own. Each model is planned by
+``auto`` and as a row; data parallelism has an all-reduce beside its last backward.
 """
 
 from __future__ import annotations
 
-import statistics
+from collections.abc import Iterator
 
 import anabranch
-from anabranch.errors import InfeasiblePlanError
 from anabranch.plans.plan import Plan
 from anabranch.profile.profile import Profile
-from anabranch.rehearsal import Rehearsal, rehearse
+from anabranch.rehearsal import rehearse
 from benchmarks.planners.cases import BATCHES
 from benchmarks.planners.common import Row, profile_of, table
 
-DEVICES = (8, 16, 32)
+DEVICES = 32
+GRAPHS = {"mmt": 64, "dlrm": 2048, "candle-uno": 32768}
+"""Mini-batches of the models to plan; mmt's is one at which data parallelism does not win."""
+
+PLANNERS = ("auto", "sequential")
 DATA_PARALLEL = {"mmt": (1, 2, 4, 8), "candle-uno": (1, 2, 4, 8)}
-"""Micro-batches of one step of data parallelism on the most devices, by model."""
-PLANNERS = ("graphpipe", "sequential")
-TURNS, STEPS = 2, 3
+"""Micro-batches of one step of data parallelism at the paper's mini-batch, by model."""
+
+STEPS = 3
+TIMEOUT_S = 120.0
 
 
-def rows(devices: tuple[int, ...] = DEVICES, models: tuple[str, ...] = tuple(BATCHES)) -> list[Row]:
-    """One row per model, number of devices and planner."""
-    result = []
-    for model in models:
-        profile = profile_of(model, max(BATCHES[model].values()))
-        for count in devices:
-            plans = {}
-            for planner in PLANNERS:
-                try:
-                    plans[planner] = anabranch.plan(
-                        profile,
-                        anabranch.Cluster.preset(f"summit:{count // 4}x4"),
-                        BATCHES[model][count],
-                        planner=planner,
-                        model=model,
-                    )
-                except InfeasiblePlanError:
-                    continue
-            if count == max(devices):
-                plans |= _data_parallel(model, profile, count)
-            result += [
-                {"model": model, "devices": count, **row} for row in _rehearsed(plans, profile)
-            ]
-    return result
+def rows() -> Iterator[Row]:
+    """One row per plan, as it has been rehearsed: a quarter of a minute each."""
+    for model, counts in DATA_PARALLEL.items():
+        batch = BATCHES[model][DEVICES]
+        for count in counts:
+            yield _row(model, batch, "data-parallel", batch // count)
+    for model, batch in GRAPHS.items():
+        for planner in PLANNERS:
+            yield _row(model, batch, planner)
 
 
-def _data_parallel(model: str, profile: Profile, count: int) -> dict[str, Plan]:
-    """Data parallelism, whose all-reduce goes on beside the last backward, by micro-batches."""
-    batch = BATCHES[model][count]
+def _row(model: str, batch: int, planner: str, microbatch_size: int | None = None) -> Row:
+    profile = profile_of(model, BATCHES[model][DEVICES])
+    plan = anabranch.plan(
+        profile,
+        anabranch.Cluster.preset(f"summit:{DEVICES // 4}x4"),
+        batch,
+        planner=planner,
+        microbatch_size=microbatch_size,
+        model=model,
+    )
+    return {"model": model, "batch": batch, "planner": planner, **_rehearsed(plan, profile)}
+
+
+def _rehearsed(plan: Plan, profile: Profile) -> Row:
+    found = rehearse(plan, profile, steps=STEPS, timeout=TIMEOUT_S)
     return {
-        f"data-parallel, M = {number}": anabranch.plan(
-            profile,
-            anabranch.Cluster.preset(f"summit:{count // 4}x4"),
-            batch,
-            planner="data-parallel",
-            microbatch_size=batch // number,
-            model=model,
-        )
-        for number in DATA_PARALLEL.get(model, ())
+        "ranks": len(plan.stage_graph.devices),
+        "stages": len(plan.stage_graph),
+        "microbatches": plan.stage_graph.num_microbatches(0),
+        "step_s": found.step_s,
+        "predicted_s": plan.predicted.step_s,
+        "time_scale": found.time_scale,
+        "late": found.late,
     }
 
 
-def _rehearsed(plans: dict[str, Plan], profile: Profile) -> list[Row]:
-    runs: dict[str, list[Rehearsal]] = {planner: [] for planner in plans}
-    for _ in range(TURNS):
-        for planner, plan in plans.items():
-            runs[planner].append(rehearse(plan, profile, steps=STEPS))
-    return [
-        {
-            "planner": planner,
-            "ranks": len(plan.stage_graph.devices),
-            "depth": plan.stage_graph.depth,
-            "step_s": statistics.median(each.step_s for each in runs[planner]),
-            "predicted_s": plan.predicted.step_s,
-            "time_scale": max(each.time_scale for each in runs[planner]),
-            "late": max(each.late for each in runs[planner]),
-        }
-        for planner, plan in plans.items()
-    ]
-
-
 def show(found: list[Row]) -> str:
-    """Steps, and the gain of the graph measured and predicted."""
-    groups: dict[tuple[str, int], dict[str, Row]] = {}
-    for row in found:
-        groups.setdefault((row["model"], row["devices"]), {})[row["planner"]] = row
-    lines = []
-    for (model, devices), group in groups.items():
-        cells = [
-            f"{group[p]['step_s'] * 1e3:.1f} ({group[p]['predicted_s'] * 1e3:.1f})"
-            if p in group
-            else "does not fit"
-            for p in PLANNERS
-        ]
-        gains = ["-"] * 3
-        if len(group) == len(PLANNERS):
-            measured, predicted = (
-                group["sequential"][key] / group["graphpipe"][key]
-                for key in ("step_s", "predicted_s")
-            )
-            gains = [f"{measured:.3f}", f"{predicted:.3f}", f"{measured / predicted:.3f}"]
-        late = max(row["late"] for row in group.values())
-        scale = max(row["time_scale"] for row in group.values())
-        lines.append([model, f"{devices}", *cells, *gains, f"{late:.1%}", f"{scale:g}"])
-    heads = ["model", "devices", *(f"{p} ms (predicted)" for p in PLANNERS)]
-    heads += ["gain measured", "predicted", "measured/predicted", "latest rank", "time scale"]
-    return f"{table(heads, lines)}\n\n{_show_data_parallel(found)}"
-
-
-def _show_data_parallel(found: list[Row]) -> str:
+    """Steps, measured and predicted, and how many times a row's step is of the graph's."""
+    heads = ["model", "mini-batch", "planner", "stages", "micro-batches", "ms", "predicted"]
+    heads += ["measured/predicted", "latest rank", "time scale"]
     lines = [
         [
             row["model"],
-            f"{row['devices']}",
+            f"{row['batch']}",
             row["planner"],
+            f"{row['stages']}",
+            f"{row['microbatches']}",
             f"{row['step_s'] * 1e3:.1f}",
             f"{row['predicted_s'] * 1e3:.1f}",
             f"{row['step_s'] / row['predicted_s']:.3f}",
             f"{row['late']:.1%}",
+            f"{row['time_scale']:g}",
         ]
         for row in found
-        if row["planner"] not in PLANNERS
     ]
-    heads = ["model", "devices", "plan", "ms", "predicted", "measured/predicted", "latest rank"]
-    return table(heads, lines)
+    return f"{table(heads, lines)}\n\n{_show_gains(found)}"
+
+
+def _show_gains(found: list[Row]) -> str:
+    steps = {(row["model"], row["batch"], row["planner"]): row for row in found}
+    lines = []
+    for model, batch in GRAPHS.items():
+        plans = [steps.get((model, batch, planner)) for planner in PLANNERS]
+        if None not in plans:
+            graph, straight = plans
+            gains = [straight[key] / graph[key] for key in ("step_s", "predicted_s")]
+            lines.append([model, f"{batch}", *(f"{gain:.3f}" for gain in gains)])
+    return table(["model", "mini-batch", "gain measured", "predicted"], lines)
