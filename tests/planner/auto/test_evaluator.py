@@ -24,18 +24,23 @@ TOWERS = shapes.towers("towers", 3, 1, layers=3, top=2)
 @pytest.mark.parametrize("plain", [True, False], ids=["plain", "any"])
 @pytest.mark.parametrize("node", [None, 2], ids=["one node", "nodes of 2"])
 def test_it_is_about_what_the_simulator_says(plain, node):
-    """Of random drafts the median is within 5 %, and the order nearly the same."""
+    """Of random drafts the median is within 1 %, and the order nearly the same; where every stage
+    has one device an evaluation follows each message, and is within 2 %.
+    """
     cost = cost_model(TOWERS, 8, node=node, memory=2**40, bandwidth=5e9, latency_s=1e-5)
     evaluate = Evaluator(cost, 64)
-    found = []
+    found, single = [], []
     for seed in range(120):
         drawn = random_draft(cost, 64, seed, plain=plain)
         seconds = evaluate(drawn), simulated_s(cost, 64, drawn)
         if all(map(math.isfinite, seconds)):
             found.append(seconds)
+            single += [seconds] * (drawn.num_stages == 8)
     assert len(found) > 40
+    assert len(single) > 10
     errors = [abs(ours / theirs - 1) for ours, theirs in found]
-    assert median(errors) < 0.05
+    assert median(errors) < 0.01
+    assert max(abs(ours / theirs - 1) for ours, theirs in single) < 0.02
     ours, theirs = (np.argsort(np.argsort(column)).tolist() for column in zip(*found, strict=True))
     assert correlation(ours, theirs) > 0.9
 
@@ -53,13 +58,11 @@ def test_two_stages_by_hand():
 
 
 def test_micro_batches_of_any_size():
-    """6 of 8 samples, then the other 2: 18 s forward and 6 s on each of two stages in a row, of
-    which the short one's run as long as the others' in an evaluation.
-    """
+    """6 of 8 samples, then the other 2: 18 s forward and 6 s on each of two stages in a row."""
     where = space(CHAIN, 2)
     mixed = draft("000111", "01", microbatch=6)
     assert simulated_s(where.cost, 8, mixed) == pytest.approx(18 + 18 + 6)
-    assert Evaluator(where.cost, 8)(mixed) == pytest.approx(3 * 18)
+    assert Evaluator(where.cost, 8)(mixed) == pytest.approx(18 + 18 + 6)
 
 
 def test_what_cannot_run_takes_for_ever():

@@ -3,8 +3,10 @@
 A compiled simulation in which the replicas of a stage are one machine. It knows what decides which
 of two drafts is the quicker one:
 
-- kFkB with the warm-up of Table 2 (``plans.in_flight``), micro-batch sizes and k of every stage;
-- messages on links and on the cards of nodes that stages share, beside compute;
+- kFkB with the warm-up of Table 2 (``plans.in_flight``), micro-batch sizes and k of every stage,
+  and the last micro-batch, which may be a short one;
+- messages on links and on the cards of nodes that stages share, beside compute, each as soon as
+  its receive is posted;
 - all-reduces in buckets beside the last backward, behind messages on the same links; then updates,
   which wait for all of them, and what replicas that share the optimizer's state send each other;
 - memory with recomputation and, without a flush, with versions of the weights;
@@ -56,7 +58,7 @@ class Evaluator:
         fewest, most = (1, batch_size) if cost.profile.proportional else _range(cost)
         problem = (
             *(batch_size, max_replicas or devices, versions is None, fewest, most),
-            *(cluster.memory_bytes, cost.optimizer_factor, cost.receive_slots),
+            *(cost.receive_slots, cluster.memory_bytes, cost.optimizer_factor),
             *(cost.update.byte_s, cost.microbatch_s, *_message(cost), _cores(cost)),
             *(versions or (0.0, 0.0)),
         )

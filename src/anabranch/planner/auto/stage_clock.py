@@ -2,7 +2,7 @@
 
 Letters and records are those of ``stage_tables``. Ways of messages are 0 ahead and 1 back. When
 ports are free to send, to receive and to sum is in ``leaving``, ``entering`` and ``summing``: first
-links of stages inside a node, [s], then the cards of nodes, of which a stage takes all at once.
+links of stages, [s], then the cards of nodes, of which a stage takes all at once.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from anabranch.planner.auto.stage_tables import (
     count_in_flight,
     fit_memory,
     join_stages,
+    message_bytes,
     order_edges,
     price_messages,
     price_sums,
@@ -47,12 +48,16 @@ def _least_s(problem: Record, stages: Table, edges: Table) -> float:
             edge = edges[e]
             source = stages[edge.source]
             needed = -(-stage.microbatch // source.microbatch)
-            ahead = source.before + needed * source.forward + _message_s(edge, edge.ahead)
-            back = source.behind + source.backward + _message_s(edge, edge.back)
+            first = min(source.microbatch, stage.microbatch)
+            ahead = source.before + (needed - 1) * source.forward
+            ahead += source.last_forward if needed == source.total else source.forward
+            ahead += _message_s(edge, 0, first)
+            back = source.behind + source.last_backward
+            back += _message_s(edge, 1, min(source.last, stage.last))
             stage.before = max(stage.before, ahead)
             stage.behind = max(stage.behind, back)
             e = edge.next_entering
-        compute = (stage.forward + stage.backward) * problem.batch_size / stage.microbatch
+        compute = _compute_s(stage)
         work += compute * stage.devices
         if problem.flush:  # nobody updates before all have their sums
             longest = max(longest, stage.before + compute + stage.behind)
@@ -63,11 +68,20 @@ def _least_s(problem: Record, stages: Table, edges: Table) -> float:
 
 
 @compiled
-def _message_s(edge: Record, busy: float) -> float:
+def _compute_s(stage: Record) -> float:
+    """Seconds of a step in which a stage computes."""
+    full = (stage.total - 1) * (stage.forward + stage.backward)
+    return float(full + stage.last_forward + stage.last_backward)
+
+
+@compiled
+def _message_s(edge: Record, way: int, samples: int) -> float:
     """Seconds of a message that waits for nothing."""
-    if busy == 0:
+    nbytes = message_bytes(edge, way, samples)
+    if nbytes == 0:
         return 0.0
-    return float(busy / min(edge.source_links, edge.target_links) + edge.latency)
+    links = min(edge.source_links, edge.target_links)
+    return float(nbytes * edge.byte_s / links + edge.latency)
 
 
 @compiled
@@ -85,8 +99,9 @@ def _busiest_port_s(
     for e in range(count):
         edge = edges[e]
         s, t, far = edge.source, edge.target, edge.far
-        messages = batch_size / min(stages[s].microbatch, stages[t].microbatch)
-        ahead, back = edge.ahead * messages, edge.back * messages
+        size = min(stages[s].microbatch, stages[t].microbatch)
+        ahead = message_bytes(edge, 0, size) * edge.byte_s * batch_size / size
+        back = message_bytes(edge, 1, size) * edge.byte_s * batch_size / size
         for ports, x, busy in (
             (leaving, s, ahead / edge.source_links),
             (entering, t, ahead / edge.target_links),
@@ -102,20 +117,18 @@ def _busiest_port_s(
 @compiled
 def _free_at(ports: Table, s: int, far: int, stages: Table, nodes: Table) -> float:
     """When all ports of a stage are free."""
-    if far == 0:
-        return float(ports[s])
-    free = 0.0
-    for i in range(stages[s].nodes):
-        free = max(free, ports[nodes[s, i]])
+    free = float(ports[s])
+    if far > 0:
+        for i in range(stages[s].nodes):
+            free = max(free, ports[nodes[s, i]])
     return free
 
 
 @compiled
 def _occupy(ports: Table, s: int, far: int, until: float, stages: Table, nodes: Table) -> None:
     """Take all ports of a stage."""
-    if far == 0:
-        ports[s] = until
-    else:
+    ports[s] = until
+    if far > 0:
         for i in range(stages[s].nodes):
             ports[nodes[s, i]] = until
 
@@ -124,8 +137,8 @@ def _occupy(ports: Table, s: int, far: int, until: float, stages: Table, nodes: 
 def _transfer(
     edge: Record,
     way: int,
+    samples: int,
     start: float,
-    busy: float,
     stages: Table,
     nodes: Table,
     leaving: Table,
@@ -133,10 +146,10 @@ def _transfer(
 ) -> float:
     """When a message has been sent whose ports are taken from a start on, or as soon as they are
     free.
-
-    Args:
-        busy: seconds on a single link.
     """
+    busy = message_bytes(edge, way, samples) * edge.byte_s
+    if busy == 0:
+        return start
     sender, receiver, far = edge.source, edge.target, edge.far
     leaves, enters = busy / edge.source_links, busy / edge.target_links
     if way == 1:
@@ -172,26 +185,66 @@ def _goes_back(stage: Record) -> bool:
 
 
 @compiled
-def _starts_at(
-    stage: Record, batch_size: int, stages: Table, edges: Table, arrivals: Table
-) -> float:
-    """When the next action of a stage may begin; infinity where that is not known yet."""
-    back = _goes_back(stage)
-    done = stage.backwards if back else stage.forwards
+def _turn(stage: Record, at: float) -> None:
+    """A stage turns to its next action, if there is one."""
+    stage.ready, stage.until, stage.begun = at, np.inf, 0
+    stage.way = 1 if _goes_back(stage) else 0
+    stage.taking = stage.leaving if stage.way == 1 else stage.entering
+
+
+@compiled
+def _take(
+    s: int,
+    batch_size: int,
+    slots: int,
+    stages: Table,
+    edges: Table,
+    nodes: Table,
+    leaving: Table,
+    entering: Table,
+    cores: Table,
+    arrivals: Table,
+) -> None:
+    """A stage takes the messages of its next action, as far as they are sent; for each one it posts
+    the receive of a later one, which may have waited for that. With the last it can begin.
+    """
+    stage = stages[s]
+    way = stage.way
+    done = stage.backwards if way == 1 else stage.forwards
     if done == stage.total:
-        return np.inf
-    start: float = stage.free
-    stop = min((done + 1) * stage.microbatch, batch_size)
-    e = stage.leaving if back else stage.entering
-    while e >= 0:
+        return
+    size = stage.microbatch
+    stop = min((done + 1) * size, batch_size)
+    first = (done + slots) * size
+    while stage.taking >= 0:
+        e = stage.taking
         edge = edges[e]
-        sender = stages[edge.target if back else edge.source]
-        need = min(-(-stop // sender.microbatch), sender.total)
-        if (sender.backwards if back else sender.forwards) < need:
-            return np.inf
-        start = max(start, arrivals[1 if back else 0, e, need - 1])
-        e = edge.next_leaving if back else edge.next_entering
-    return start
+        sender = stages[edge.target if way == 1 else edge.source]
+        sent = (sender.backwards if way == 1 else sender.forwards) * sender.microbatch
+        if sent < stop:
+            return
+        stage.ready = max(stage.ready, arrivals[way, e, done])
+        if way == 1:
+            edge.posted_back = done + slots + 1
+        else:
+            edge.posted_ahead = done + slots + 1
+        samples = min(sent, batch_size, first + size) - first
+        if samples > 0:
+            gone = _transfer(edge, way, samples, stage.ready, stages, nodes, leaving, entering)
+            arrivals[way, e, done + slots] = gone + edge.latency
+        stage.taking = edge.next_leaving if way == 1 else edge.next_entering
+    stage.until = stage.ready
+    if len(cores) == 0:
+        stage.until += _action_s(stage)
+
+
+@compiled
+def _action_s(stage: Record) -> float:
+    """Seconds of a stage's next action."""
+    if stage.way == 1:
+        last = stage.backwards + 1 == stage.total
+        return float(stage.last_backward if last else stage.backward)
+    return float(stage.last_forward if stage.forwards + 1 == stage.total else stage.forward)
 
 
 @compiled
@@ -199,11 +252,9 @@ def _compute(start: float, seconds: float, devices: int, cores: Table) -> float:
     """The end of an action that starts then, on so many devices.
 
     Args:
-        cores: when each of those is free that devices share; empty where each has its own.
+        cores: when each of those is free that devices share.
     """
     end = start + seconds
-    if len(cores) == 0:
-        return end
     for _ in range(devices):
         core = 0
         for c in range(len(cores)):
@@ -218,7 +269,6 @@ def _compute(start: float, seconds: float, devices: int, cores: Table) -> float:
 def _sum(
     s: int,
     end: float,
-    sent: float,
     stages: Table,
     nodes: Table,
     leaving: Table,
@@ -227,17 +277,12 @@ def _sum(
 ) -> float:
     """When the gradients of a stage are summed. What is left of that when its last backward ends
     waits for messages on the same links; of those to come it lets each go first.
-
-    Args:
-        sent: when the messages of the last backward have left.
     """
     stage = stages[s]
     if stage.sums == 0:
         return end
-    if stage.nodes == 1:
-        return float(sent + stage.sums)
-    far = stage.nodes
-    start = max(sent, _free_at(leaving, s, far, stages, nodes))
+    far = 1 if stage.nodes > 1 else 0
+    start = max(end, _free_at(leaving, s, far, stages, nodes))
     start = max(start, _free_at(entering, s, far, stages, nodes))
     start = max(start, _free_at(summing, s, far, stages, nodes))
     _occupy(summing, s, far, start + stage.sums, stages, nodes)
@@ -247,6 +292,7 @@ def _sum(
 @compiled
 def _run(
     batch_size: int,
+    slots: int,
     stages: Table,
     edges: Table,
     nodes: Table,
@@ -254,10 +300,10 @@ def _run(
     entering: Table,
     summing: Table,
     cores: Table,
-    arrivals: Table,  # [way, e, micro-batch of the sender] of its messages
+    arrivals: Table,  # [way, e, micro-batch of the receiver] of the last of its messages
     limit: float,
 ) -> float:
-    """The clock: of all stages the one whose next action begins first, message after message.
+    """The clock: of all stages the one whose next action ends first, message after message.
 
     Returns:
         Seconds of the step; infinity where they are beyond the limit.
@@ -266,68 +312,86 @@ def _run(
     if shown < 0:
         return np.inf
     slow, actions, update = 0, 0, 0.0
+    if shown > 0:
+        batch_size -= (count - shown) * stages[0].microbatch
     for s in range(len(stages)):
         stage = stages[s]
         if shown > 0:
             stage.total = shown
-        both = stage.forward + stage.backward
-        stage.left = both * stage.total + stage.behind
+        stage.left = _compute_s(stage) + stage.behind
         update = max(update, stage.update)
         actions += 2 * stage.total
-        stage.ready = -1.0
-        if both > stages[slow].forward + stages[slow].backward:
+        if stage.forward + stage.backward > stages[slow].forward + stages[slow].backward:
             slow = s
+        _turn(stage, 0.0)
+    for s in range(len(stages)):
+        _take(s, batch_size, slots, stages, edges, nodes, leaving, entering, cores, arrivals)
     if shown > 0:
         limit -= (count - shown) * (stages[slow].forward + stages[slow].backward)
     first, last, period = shown // 3, 2 * shown // 3, 0.0
     step = 0.0
-    for _ in range(actions):
-        s, soonest = len(stages), np.inf
+    while actions > 0:
+        s, end = len(stages), np.inf
         for t in range(len(stages)):
-            stage = stages[t]
-            if stage.ready < 0:
-                stage.ready = _starts_at(stage, batch_size, stages, edges, arrivals)
-            if stage.ready < soonest:
-                s, soonest = t, stage.ready
+            if stages[t].until < end:
+                s, end = t, stages[t].until
         if s == len(stages):
             return np.inf
         stage = stages[s]
-        way = 1 if _goes_back(stage) else 0
-        seconds, done = stage.forward, stage.forwards
-        if way == 1:
-            seconds, done = stage.backward, stage.backwards
-            stage.backwards += 1
-        else:
-            stage.forwards += 1
-        end = _compute(soonest, seconds, stage.devices, cores)
+        way, seconds = stage.way, _action_s(stage)
+        if len(cores) > 0 and stage.begun == 0:
+            stage.begun = 1
+            stage.until = _compute(end, seconds, stage.devices, cores)
+            continue
+        actions -= 1
         stage.left -= seconds
         if end + stage.left + update > limit:
             return np.inf
-        stage.free, stage.ready = end, -1.0
+        if way == 1:
+            done = stage.backwards
+            stage.backwards += 1
+        else:
+            done = stage.forwards
+            stage.forwards += 1
         if way == 1 and s == slow and shown > 0:
             if done == first:
                 period -= end / (last - first)
             elif done == last:
                 period += end / (last - first)
-        sent = end
+        low = done * stage.microbatch
+        high = min(low + stage.microbatch, batch_size)
         e = stage.entering if way == 1 else stage.leaving
         while e >= 0:
             edge = edges[e]
-            receiver = stages[edge.source if way == 1 else edge.target]
-            # A larger micro-batch than the receiver's is several messages.
-            size = max(1.0, stage.microbatch / receiver.microbatch)
-            busy = (edge.back if way == 1 else edge.ahead) * size
-            arrival = end
-            if busy > 0:
-                gone = _transfer(edge, way, end, busy, stages, nodes, leaving, entering)
-                arrival = gone + edge.latency
-                sent = max(sent, gone)
-            arrivals[way, e, done] = arrival
-            if receiver.ready == np.inf:
-                receiver.ready = -1.0
+            size = stages[edge.source if way == 1 else edge.target].microbatch
+            posted = edge.posted_back if way == 1 else edge.posted_ahead
+            for j in range(low // size, min(-(-high // size), posted)):
+                samples = min(high, (j + 1) * size) - max(low, j * size)
+                gone = _transfer(edge, way, samples, end, stages, nodes, leaving, entering)
+                arrivals[way, e, j] = gone + edge.latency
+            e = edge.next_entering if way == 1 else edge.next_leaving
+        _turn(stage, end)
+        _take(s, batch_size, slots, stages, edges, nodes, leaving, entering, cores, arrivals)
+        e = stage.entering if way == 1 else stage.leaving
+        while e >= 0:
+            edge = edges[e]
+            receiver = edge.source if way == 1 else edge.target
+            if stages[receiver].taking == e:
+                _take(
+                    receiver,
+                    batch_size,
+                    slots,
+                    stages,
+                    edges,
+                    nodes,
+                    leaving,
+                    entering,
+                    cores,
+                    arrivals,
+                )
             e = edge.next_entering if way == 1 else edge.next_leaving
         if way == 1 and done + 1 == stage.total:
-            step = max(step, _sum(s, end, sent, stages, nodes, leaving, entering, summing))
+            step = max(step, _sum(s, end, stages, nodes, leaving, entering, summing))
     return step + update + (count - shown) * period if shown > 0 else step + update
 
 
@@ -400,7 +464,17 @@ def step_s(
         return least if least <= limit else np.inf
     # Work takes cores in turn instead of sharing them, which adds up to the same.
     seconds = _run(
-        batch_size, stages, edges, nodes, leaving, entering, summing, cores, arrivals, limit
+        batch_size,
+        problem.receive_slots,
+        stages,
+        edges,
+        nodes,
+        leaving,
+        entering,
+        summing,
+        cores,
+        arrivals,
+        limit,
     )
     seconds = max(seconds, least)
     return seconds if seconds <= limit else np.inf

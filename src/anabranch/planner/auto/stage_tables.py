@@ -56,38 +56,42 @@ LEVEL = _record("devices", "bandwidth latency")
 # Fewest and most samples that the profile covers. Cores: devices that compute at full speed
 # together, 0 where all do. Versions of the weights per micro-batch in flight, and besides.
 PROBLEM = _record(
-    "batch_size most_replicas flush fewest most",
-    "memory optimizer_factor receive_slots update_byte action send send_byte cores "
+    "batch_size most_replicas flush fewest most receive_slots",
+    "memory optimizer_factor update_byte action send send_byte cores "
     "versions_in_flight more_versions",
 )
 
 # Of a draft, or counted: devices, the first, the last, and nodes that they are on; of the fullest
-# replica samples, and the row of seconds below them. Micro-batches of a step, in flight at least,
-# in flight if memory were endless, and as it is. The stage at its place in a topological order,
-# values and edges that have been counted; the first edge into it and out of it, or -1; forwards and
-# backwards so far.
+# replica samples, and the row of seconds below them; likewise of the last micro-batch, which may be
+# a short one. Micro-batches of a step, in flight at least, in flight if memory were endless, and as
+# it is. The stage at its place in a topological order, values and edges that have been counted; the
+# first edge into it and out of it, or -1; forwards and backwards so far. Of its next action: the
+# way; the edge whose message it takes next, -1 for none; whether it has begun on cores.
 #
-# Seconds: forward, backward, what the last one leaves of its all-reduce, its update; at least from
-# the beginning of the step to its first forward and from its last backward to the end. In the last
-# backward what operators have passed, and when gradients are summed. When it is free; when its next
-# action may begin, -1 where that is not known; what it has left to do.
+# Seconds: forward, backward, those of the last micro-batch, what that leaves of its all-reduce, its
+# update; at least from the beginning of the step to its first forward and from its last backward to
+# the end. In the last backward what operators have passed, and when gradients are summed. Of its
+# next action when it may begin, as far as that is known, and when it ends, infinity where that is
+# not known; what it has left to do.
 #
 # Bytes: as of operators; what a pass of all samples takes besides; that enter and that return, per
 # sample and whatever the samples; gradients that wait for a bucket to be full.
 STAGE = _record(
-    "microbatch k operators devices low high nodes replicas samples row degree total least wanted "
-    "in_flight ordered counted entering leaving forwards backwards",
-    "above forward backward sums update before behind passed summed free ready left "
+    "microbatch k operators devices low high nodes replicas samples row last last_row degree total "
+    "least wanted in_flight ordered counted entering leaving forwards backwards way taking begun",
+    "above last_above forward backward last_forward last_backward sums update before behind passed "
+    "summed ready until left "
     "parameters trainable tables rows largest largest_gradient kept passing enters enters_fixed "
     "returns returns_fixed waiting",
 )
 
-# Whether it leaves a node; the next edge with the same end, or -1. Bytes ahead and back, per sample
-# and whatever the samples; seconds of a message on a single link, and of latency; links that share
-# it at either end.
+# Whether it leaves a node; the next edge with the same end, or -1; of the receiver's micro-batches
+# on either way, how many have their receives posted. Bytes ahead and back, per sample and whatever
+# the samples; seconds of a byte on a single link, and of latency; links that share it at either
+# end.
 EDGE = _record(
-    "source target far next_entering next_leaving",
-    "ahead_bytes ahead_fixed back_bytes back_fixed ahead back latency source_links target_links",
+    "source target far next_entering next_leaving posted_ahead posted_back",
+    "ahead ahead_fixed back back_fixed byte_s latency source_links target_links",
 )
 
 _in_flight_samples = cast(Callable[..., int], compiled(in_flight_samples))
@@ -142,15 +146,32 @@ def split_samples(
         stage.total = -(-problem.batch_size // b)
         if stage.degree < 0 or replicas > min(b, problem.most_replicas) or b > problem.batch_size:
             return False
-        short = problem.batch_size % b
-        fewest = max((short if short else b) // replicas, 1)
-        if fewest < problem.fewest or stage.samples > problem.most:
+        stage.last = problem.batch_size - (stage.total - 1) * b
+        if max(stage.last // replicas, 1) < problem.fewest or stage.samples > problem.most:
             return False
-        while stage.row < len(measured) - 2 and measured[stage.row + 1] < stage.samples:
-            stage.row += 1
-        low, high = measured[stage.row], measured[stage.row + 1]
-        stage.above = (stage.samples - low) / (high - low)
+        stage.row, stage.above = _place(stage.samples, measured)
+        stage.last_row, stage.last_above = stage.row, stage.above
+        if stage.last < b:
+            stage.last_row, stage.last_above = _place(-(-stage.last // replicas), measured)
     return True
+
+
+@compiled
+def _place(samples: int, measured: Table) -> tuple[int, float]:
+    """The row of seconds below so many samples, and how far they are above it on the way to the
+    next one.
+    """
+    row = 0
+    while row < len(measured) - 2 and measured[row + 1] < samples:
+        row += 1
+    low, high = measured[row], measured[row + 1]
+    return row, (samples - low) / (high - low)
+
+
+@compiled
+def _between(low: float, high: float, above: float) -> float:
+    """Seconds between those of two rows."""
+    return low + (high - low) * above
 
 
 @compiled
@@ -168,8 +189,13 @@ def sum_operators(
         low = op_seconds[stage.degree, stage.row, i]
         high = op_seconds[stage.degree, stage.row + 1, i]
         stage.operators += 1
-        stage.forward += low.forward + (high.forward - low.forward) * stage.above
-        stage.backward += low.backward + (high.backward - low.backward) * stage.above
+        stage.forward += _between(low.forward, high.forward, stage.above)
+        stage.backward += _between(low.backward, high.backward, stage.above)
+        if stage.last < stage.microbatch:
+            low = op_seconds[stage.degree, stage.last_row, i]
+            high = op_seconds[stage.degree, stage.last_row + 1, i]
+            stage.last_forward += _between(low.forward, high.forward, stage.last_above)
+            stage.last_backward += _between(low.backward, high.backward, stage.last_above)
         held = op_bytes[stage.degree, i]
         stage.parameters += held.parameters
         stage.trainable += held.trainable
@@ -184,11 +210,25 @@ def sum_operators(
         stage = stages[s]
         if stage.operators == 0:
             return False
+        if stage.last == stage.microbatch:
+            stage.last_forward, stage.last_backward = stage.forward, stage.backward
         if recompute[s]:
             stage.backward += stage.forward
-        stage.forward += action_s
-        stage.backward += action_s
+            stage.last_backward += stage.last_forward
+        _lengthen(stage, 0, action_s, action_s)
+        _lengthen(stage, 1, action_s, action_s)
     return True
+
+
+@compiled
+def _lengthen(stage: Record, way: int, seconds: float, last: float) -> None:
+    """Let all forwards or backwards take longer, by so many seconds and the last one by others."""
+    if way == 0:
+        stage.forward += seconds
+        stage.last_forward += last
+    else:
+        stage.backward += seconds
+        stage.last_backward += last
 
 
 @compiled
@@ -201,7 +241,7 @@ def _add_edge(s: int, t: int, count: int, stages: Table, edges: Table, edge_of: 
     edge.source, edge.target = s, t
     edge.next_leaving, edge.next_entering = source.leaving, target.entering
     source.leaving, target.entering = count, count
-    edge.ahead_bytes, edge.ahead_fixed, edge.back_bytes, edge.back_fixed = 0.0, 0.0, 0.0, 0.0
+    edge.ahead, edge.ahead_fixed, edge.back, edge.back_fixed = 0.0, 0.0, 0.0, 0.0
     return count + 1
 
 
@@ -228,9 +268,9 @@ def join_stages(
             target.counted, leaves = v + 1, True
             count = _add_edge(s, t, count, stages, edges, edge_of)
             edge = edges[edge_of[s, t] - 1]
-            edge.ahead_bytes += value.per_sample
+            edge.ahead += value.per_sample
             edge.ahead_fixed += value.fixed
-            edge.back_bytes += value.per_sample * value.gradient
+            edge.back += value.per_sample * value.gradient
             edge.back_fixed += value.fixed * value.gradient
             target.enters += value.per_sample
             target.enters_fixed += value.fixed
@@ -371,31 +411,40 @@ def level_of(first: int, last: int, levels: Table) -> int:
 
 
 @compiled
+def message_bytes(edge: Record, way: int, samples: int) -> float:
+    """Bytes of a message of so many samples."""
+    if way == 0:
+        return float(edge.ahead * samples + edge.ahead_fixed)
+    return float(edge.back * samples + edge.back_fixed)
+
+
+@compiled
 def price_messages(count: int, levels: Table, problem: Record, stages: Table, edges: Table) -> None:
     """Seconds of the messages of each edge, and of the processors at both ends of it."""
     for e in range(count):
         edge = edges[e]
         source, target = stages[edge.source], stages[edge.target]
-        size = min(source.microbatch, target.microbatch)
         copies = min(source.replicas, target.replicas)
-        ahead = edge.ahead_bytes * size + edge.ahead_fixed * copies
-        back = edge.back_bytes * size + edge.back_fixed * copies
+        edge.ahead_fixed *= copies
+        edge.back_fixed *= copies
         level = level_of(min(source.low, target.low), max(source.high, target.high), levels)
         # The devices of a node share its card; inside of one everyone has a link.
         edge.far = 1 if level > 0 and levels[0].devices > 1 else 0
         edge.source_links = source.nodes if level > 0 else source.devices
         edge.target_links = target.nodes if level > 0 else target.devices
-        edge.ahead = ahead / levels[level].bandwidth
-        edge.back = back / levels[level].bandwidth
+        edge.byte_s = 1 / levels[level].bandwidth
         edge.latency = levels[level].latency
-        if ahead > 0:
-            share = problem.send + problem.send_byte * ahead / source.replicas
-            source.forward += share
-            target.forward += share
-        if back > 0:
-            share = problem.send + problem.send_byte * back / target.replicas
-            source.backward += share
-            target.backward += share
+        edge.posted_ahead = edge.posted_back = problem.receive_slots
+        size = min(source.microbatch, target.microbatch)
+        for way in range(2):
+            whole = message_bytes(edge, way, size)
+            last = message_bytes(edge, way, min(source.last, target.last))
+            if whole > 0:
+                replicas = target.replicas if way else source.replicas
+                seconds = problem.send + problem.send_byte * whole / replicas
+                last_s = problem.send + problem.send_byte * last / replicas
+                _lengthen(source, way, seconds, last_s)
+                _lengthen(target, way, seconds, last_s)
 
 
 @compiled
@@ -430,9 +479,9 @@ def price_sums(
     for i in range(len(home) - 1, -1, -1):
         stage = stages[home[i]]
         if stage.replicas > 1:
-            low = op_seconds[stage.degree, stage.row, i].backward
-            high = op_seconds[stage.degree, stage.row + 1, i].backward
-            stage.passed += low + (high - low) * stage.above
+            low = op_seconds[stage.degree, stage.last_row, i].backward
+            high = op_seconds[stage.degree, stage.last_row + 1, i].backward
+            stage.passed += _between(low, high, stage.last_above)
             held = op_bytes[stage.degree, i]
             stage.waiting += _summed_bytes(held.trainable, held.tables, held.rows)
             if stage.waiting > BUCKET_BYTES:
