@@ -39,6 +39,21 @@ def test_a_step_runs_under_each_schedule_and_a_period_under_one(cost):
     assert (graph.batch_size, schedule, prices.versions) == (1, "1f1b", (2, 1))
 
 
+def test_a_deep_warm_up_is_as_deep_as_fits_beside_sums_that_take_more():
+    """Three replicas have 4,001 bytes whatever is in flight. While gradients are summed 4,000 more,
+    in a backward 2,000 and 800 for each micro-batch: of five that are wanted four fit.
+    """
+    machines = cluster(5, memory_bytes=9300)
+    cost = cost_model(
+        *(chain(3), [1.0] * 3, [1.0] * 3, machines),
+        **{"parameter_bytes": 2000, "kept_bytes": 800, "value_bytes": 1},
+    )
+    objective = ShortestStep(replace(cost, optimizer_factor=0.0), ("1f1b", "1f1b-deep"))
+    prices = objective.prices(stage_graph(chain(3), [(0, 1, 2), (3,), (4,)], 60, [3] * 3))
+    in_flight = [graph.stages[0].in_flight for graph, _ in objective.runs(prices)]
+    assert [(n, float(prices.held(0).peak(n))) for n in in_flight] == [(3, 8401), (4, 9201)]
+
+
 @pytest.mark.parametrize("is_async", [False, True])
 def test_of_equal_times_less_recomputation_wins(cost, is_async):
     """Operators whose forward costs nothing are as quick with recomputation as without."""

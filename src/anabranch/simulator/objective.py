@@ -105,9 +105,8 @@ class ShortestStep:
 
     def _room(self, costs: ModelCosts, s: int) -> int:
         """Micro-batches in flight that the memory of a stage's devices holds."""
-        none, one = (float(costs.held(s).peak(n)) for n in (0, 1))
-        free = self.cost.cluster.memory_bytes - none
-        return int(free // (one - none)) if one > none else costs.graph.num_microbatches(s)
+        most = costs.graph.num_microbatches(s)
+        return int(costs.held(s).most_in_flight(self.cost.cluster.memory_bytes, most))
 
     def least_s(self, costs: ModelCosts) -> float:
         """A lower bound of the seconds, however the stages run; an error if they have no price."""
