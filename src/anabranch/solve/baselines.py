@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,9 @@ BASELINES: Mapping[str, Mapping[str, Any]] = {
     "straight sequential": {"planner": "sequential", "max_replicas": 1},
 }
 """Name -> what its search has in place of the plan's options. Data parallelism is replicas."""
+
+_PRICED = ("optimizer_factor", "sparse_embeddings")
+"""Options that change prices."""
 
 
 @dataclass(frozen=True)
@@ -63,10 +67,9 @@ def baselines(
         Name, and the baseline or why there is none.
     """
     graph = found.stage_graph
-    sparse = options.get("sparse_embeddings", False)
-    cost = CostModel(
-        profile, cluster, sparse_embeddings=sparse, batch_size=graph.batch_size
-    )  # they share what they make of it
+    priced = {name: options[name] for name in _PRICED if name in options}
+    # They share what they make of it.
+    cost = CostModel(profile, cluster, batch_size=graph.batch_size, **priced)
 
     def step(asked: Mapping[str, Any]) -> Baseline:
         planner, _ = planner_with(asked["planner"], asked.get("max_replicas"), {})
@@ -80,6 +83,8 @@ def baselines(
             model=found.model,
         )
         best = search.find(cost, notes_on(profile), asked.get("shard_optimizer"))
+        if math.isinf(best.step_s):  # an interrupt came before any was simulated
+            return Baseline.of(best.plan())
         return Baseline(best.step_s, best.best.graph, best.best.schedule, best.plan)
 
     def period(asked: Mapping[str, Any]) -> Baseline:

@@ -124,10 +124,11 @@ def plan(
             why = explain(found, costs, cluster)
     if as_json:
         document = plan_to_dict(found) | source.facts
-        document["baselines"] = {
-            name: plan_or_error(name, other if isinstance(other, AnabranchError) else other.plan())
-            for name, other in others.items()
-        }
+        documents = document["baselines"] = {}
+        with suppress(KeyboardInterrupt):
+            for name, other in others.items():
+                known = other if isinstance(other, AnabranchError) else other.plan()
+                documents[name] = plan_or_error(name, known)
         document["gain"] = {
             name: ratio(other.step_s, found.figures.step_s)
             for name, other in others.items()
