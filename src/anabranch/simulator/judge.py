@@ -2,7 +2,10 @@
 
 - A step is at least what its busiest stage computes, plus the way to that stage and back from it; a
   period at least what the busiest device computes and sums up. Proposals are simulated by rising
-  bounds, up to the first whose bound is above the best so far, and nothing is lost.
+  bounds, up to the first whose bound is above the best so far, and nothing is lost by that.
+- Of a proposal that is well above the best under one warm-up the others are not simulated
+  (``warm_up_gain``), and a plan may be lost by that: of random drafts one in fourteen is more than
+  1 % shorter under the minimal warm-up than under the deep one.
 - With many micro-batches the middle of a step repeats itself: a long step is a short one and many
   periods (``simulator.steady``). Where it does so only roughly, a step that is well above the best
   by its short ones is not simulated in full.

@@ -196,6 +196,8 @@ class StepSearch:
         improving = search if isinstance(search, Improving) else None
 
         def consider() -> None:
+            if self.start is not None:  # before any other, so that every schedule of it is tried
+                judge.consider([self.start], BUDGET.simulation)
             if improving is not None:
                 judge.consider(improving.likely(), BUDGET.simulation, in_order=True)
             judge.consider(proposals, BUDGET.simulation)
