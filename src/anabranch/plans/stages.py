@@ -129,7 +129,7 @@ class StageGraph:
     def slice(self, stage: int, microbatch: int, replica: int) -> tuple[int, int]:
         """Samples [start, stop) of one micro-batch that one replica holds; may be empty."""
         start, stop = self.interval(stage, microbatch)
-        return split_evenly(start, stop, self.stages[stage].replicas)[replica]
+        return part_of(start, stop, self.stages[stage].replicas, replica)
 
     def slice_sizes(self, stage: int) -> set[int]:
         """Samples that a device of a stage computes at once, of full micro-batches and the last."""
@@ -143,6 +143,10 @@ class StageGraph:
 
 def split_evenly(start: int, stop: int, parts: int) -> list[tuple[int, int]]:
     """Cut [start, stop) into intervals whose lengths differ by at most one."""
+    return [part_of(start, stop, parts, i) for i in range(parts)]
+
+
+def part_of(start: int, stop: int, parts: int, i: int) -> tuple[int, int]:
+    """Part i of an interval that is split evenly."""
     size = stop - start
-    cuts = [start + size * i // parts for i in range(parts + 1)]
-    return [(cuts[i], cuts[i + 1]) for i in range(parts)]
+    return start + size * i // parts, start + size * (i + 1) // parts

@@ -47,6 +47,15 @@ class Overlap(NamedTuple):
     stop: int
 
 
+class Pattern(NamedTuple):
+    """Overlaps that come again so many times, from a sample on, every ``samples``."""
+
+    overlaps: tuple[Overlap, ...]
+    first: int
+    samples: int
+    times: int
+
+
 class Message(NamedTuple):
     """Samples [start, stop) of one stage edge, or their gradients, from a device to another."""
 
@@ -142,14 +151,24 @@ def _givers(source: Stage, r: int, target: Stage, q: int) -> Iterator[tuple[int,
 
 def overlaps(graph: StageGraph, x: int, y: int) -> Iterator[Overlap]:
     """Slices of stage x cut by slices of stage y, ascending; they tile the batch."""
+    b_x, b_y = graph.stages[x].microbatch_size, graph.stages[y].microbatch_size
+    for pattern, begin, samples, times in patterns(graph, x, y):
+        for first in range(begin, begin + times * samples, samples):
+            before_x, before_y = first // b_x, first // b_y
+            for i, r, j, q, start, stop in pattern:
+                yield Overlap(i + before_x, r, j + before_y, q, start + first, stop + first)
+
+
+def patterns(graph: StageGraph, x: int, y: int) -> Iterator[Pattern]:
+    """``overlaps`` by what repeats itself in them."""
     source, target = graph.stages[x], graph.stages[y]
-    b_x, b_y = source.microbatch_size, target.microbatch_size
-    unit = math.lcm(b_x, b_y)  # the pattern repeats itself
-    for first in range(0, graph.batch_size, unit):
-        samples = min(unit, graph.batch_size - first)
-        before_x, before_y = first // b_x, first // b_y
-        for i, r, j, q, start, stop in _cut(b_x, source.replicas, b_y, target.replicas, samples):
-            yield Overlap(i + before_x, r, j + before_y, q, start + first, stop + first)
+    sizes = source.microbatch_size, source.replicas, target.microbatch_size, target.replicas
+    unit = math.lcm(source.microbatch_size, target.microbatch_size)
+    times, left = divmod(graph.batch_size, unit)
+    if times:
+        yield Pattern(_cut(*sizes, unit), 0, unit, times)
+    if left:
+        yield Pattern(_cut(*sizes, left), times * unit, left, 1)
 
 
 @lru_cache(maxsize=256)

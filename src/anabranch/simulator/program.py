@@ -14,6 +14,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
+from functools import cached_property
+from itertools import count
 from typing import NamedTuple
 
 from anabranch.cost.communication import Port
@@ -21,7 +23,7 @@ from anabranch.errors import InvalidScheduleError
 from anabranch.plans.edges import MessageEdges
 from anabranch.plans.stages import StageGraph
 from anabranch.schedule.check import Channel, channel
-from anabranch.schedule.lower import device_pairs, directions, exchanges, lower
+from anabranch.schedule.lower import Overlap, device_pairs, directions, lower, patterns
 from anabranch.schedule.schedule import Action, Kind, Schedule
 from anabranch.simulator.costs import AllReduce, StepCosts
 
@@ -186,60 +188,79 @@ def compile_schedule(
         schedule = lower(schedule, graph, costs.message_edges)
     prices, table = MessagePrices(graph, costs, tuple(schedule.actions)), MessageTable()
     lowered = schedule.is_lowered
-    rows = {} if lowered else _put_in(schedule, graph, costs.message_edges, prices, table)
+    before: _Rows = {}
+    after: _Rows = {}
+    if not lowered:
+        before, after = _put_in(schedule, graph, costs.message_edges, prices, table)
     number = _numbering(schedule, prices, table) if lowered else None
     sums = plan_sums(costs, prices.indices)
     # Where updates follow each other, each has the bookkeeping of its batch.
     units = ComputeUnits(graph, costs, prices.index, sums, costs.step_s if updates > 1 else 0.0)
-    count = len(table.price)
+    first_unit = len(table.price)
     agrees = updates == 1 and (costs.agreement_s > 0 or any(map(costs.update_s, range(len(graph)))))
     # What the first stages read is needed first.
     shared = [work for work in reversed(costs.all_reduces()) if work.gather_s]
     per_update = [graph.num_microbatches(s) // updates for s in range(len(graph))]
+    last: dict[int, dict[int, int]] = {}
     code = []
     for device, actions in schedule.actions.items():
-        last = {
-            (a.stage, a.microbatch // per_update[a.stage] if updates > 1 else 0): at
-            for at, a in enumerate(actions)
-            if a.kind.ends_backward
-        }
-        ends = {at: stage for (stage, _), at in last.items()}
+        if id(actions) not in last:  # replicas share one list
+            last[id(actions)] = _last_backwards(actions, per_update if updates > 1 else ())
+        ends = last[id(actions)]
         mine: list[int] = []
         due = -1
-        for at, action in enumerate(actions):
+        for at, (action, unit) in enumerate(
+            zip(actions, units.of_list(actions, device, ends), strict=True)
+        ):
             if due >= 0 and not action.kind.is_send:
-                mine.append(~(count + units.update(due)))
+                mine.append(~(first_unit + units.update(due)))
                 due = -1
-            if number is not None and action.peer >= 0:
+            if unit < 0:
+                assert number is not None
                 mine.append(number(action, device))
                 continue
-            unit = ~(count + units.unit_of(action, device, at in ends))
             if updates > 1 and at in ends and units.has_update(action.stage):
                 due = action.stage
             if lowered or not action.kind.has_messages:
-                mine.append(unit)
+                mine.append(~(first_unit + unit))
                 continue
-            row = rows[action.stage, device, action.kind.is_forward]
-            received, sent = row[action.microbatch]
-            mine += (*received, unit, *sent)
-        mine = _with_overheads(mine, table.price, units)
+            row = action.stage, device, action.kind.is_forward
+            mine += before[row][action.microbatch]
+            mine.append(~(first_unit + unit))
+            mine += after[row][action.microbatch]
+        if prices.take_time:
+            mine = _with_overheads(mine, table.price, units)
         if updates == 1 and costs.step_s:
-            mine.insert(0, ~(count + units.overhead(costs.step_s)))
+            mine.insert(0, ~(first_unit + units.overhead(costs.step_s)))
         if agrees:
-            mine.append(~(count + units.agreement()))
+            mine.append(~(first_unit + units.agreement()))
         behind = [due] if updates > 1 else [stage for _, stage in sorted(ends.items())]
-        mine += [~(count + units.update(s)) for s in behind if s >= 0 and units.has_update(s)]
+        mine += [~(first_unit + units.update(s)) for s in behind if s >= 0 and units.has_update(s)]
         for work in shared:
             if device in work.devices:
                 if work.share_s:
-                    mine.append(~(count + units.overhead(work.share_s)))
-                mine.append(~(count + units.gather(work, prices.indices(work.ports))))
+                    mine.append(~(first_unit + units.overhead(work.share_s)))
+                mine.append(~(first_unit + units.gather(work, prices.indices(work.ports))))
         code.append(mine)
     sums = [
         work._replace(waits_for=sum(stage in work.stages for stage, _ in units.finishing))
         for work in sums
     ]
     return Program(prices.devices, code, units.known, table, prices.ports, units.groups, sums)
+
+
+def _last_backwards(actions: Sequence[Action], per_update: Sequence[int]) -> dict[int, int]:
+    """Where the last backward of each update of a stage stands: position -> stage.
+
+    Args:
+        per_update: micro-batches by stage; empty for one update.
+    """
+    last = {
+        (a.stage, a.microbatch // per_update[a.stage] if per_update else 0): at
+        for at, a in enumerate(actions)
+        if a.kind.ends_backward
+    }
+    return {at: stage for (stage, _), at in last.items()}
 
 
 def _with_overheads(code: list[int], price: Sequence[Price], units: ComputeUnits) -> list[int]:
@@ -406,12 +427,8 @@ def _numbering(
     return code
 
 
-_Row = list[tuple[list[int], list[int]]]
-_Rows = dict[tuple[int, int, bool], _Row]
-"""(stage, device, whether forward) -> per micro-batch, the code before its compute and after it."""
-
-_Flow = tuple[Price, _Row, _Row, dict[int, list[int]]]
-"""Price, rows of the sender and the receiver, messages of the channel by receiving micro-batch."""
+_Rows = dict[tuple[int, int, bool], list[list[int]]]
+"""(stage, device, whether forward) -> per micro-batch, the code of its messages."""
 
 
 def _put_in(
@@ -420,42 +437,60 @@ def _put_in(
     edges: MessageEdges,
     prices: MessagePrices,
     table: MessageTable,
-) -> _Rows:
-    """Number the messages that ``lower`` would put in, those of each stage edge in a row."""
-    rows: _Rows = {
-        (s, device, forward): [([], []) for _ in range(graph.num_microbatches(s))]
+) -> tuple[_Rows, _Rows]:
+    """Number the messages that ``lower`` would put in, those of each stage edge in a row; what
+    comes before a compute and what comes after it.
+    """
+    before, after = _no_rows(graph), _no_rows(graph)
+    for source, target, forward in directions(graph, edges):
+        made_of, needed_of = (graph.stages[s].microbatch_size for s in (source, target))
+        channels: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
+        x, y = (source, target) if forward else (target, source)
+        for overlaps, first, unit, times in patterns(graph, x, y):
+            found = list(_pattern_messages(overlaps, graph, source, target, forward, prices))
+            at = table.add([price for _, _, _, _, price in found] * times)
+            # Every how many micro-batches the same comes again; what is left comes once.
+            sent, received = max(unit // made_of, 1), max(unit // needed_of, 1)
+            for number, (a, b, i, j, _) in enumerate(found, at):
+                ids = range(number, number + times * len(found), len(found))
+                made = after[source, a, forward][first // made_of + i :: sent]
+                needed = before[target, b, forward][first // needed_of + j :: received]
+                for message, out, into in zip(ids, made, needed, strict=False):
+                    out.append(~message)
+                    into.append(message)
+                channels[a, b] += zip(ids, count(first // needed_of + j, received), strict=False)
+        for messages in channels.values():
+            groups: dict[int, list[int]] = defaultdict(list)
+            for message, microbatch in sorted(messages):
+                groups[microbatch].append(message)
+            table.post(list(groups.values()), schedule.slots)
+    return before, after
+
+
+def _no_rows(graph: StageGraph) -> _Rows:
+    return {
+        (s, device, forward): [[] for _ in range(graph.num_microbatches(s))]
         for s, stage in enumerate(graph.stages)
         for device in stage.devices
         for forward in (True, False)
     }
-    for source, target, forward in directions(graph, edges):
-        sender, receiver = graph.stages[source], graph.stages[target]
-        first, found = len(table.price), list[Price]()
-        groups: dict[tuple[int, int], dict[int, list[int]]] = defaultdict(dict)
-        # Few pairs of slices meet again and again.
-        flows: dict[tuple[int, int, int], list[_Flow]] = {}
-        for i, r, j, q, start, stop in exchanges(graph, source, target, forward=forward):
-            key = r, q, stop - start
-            if key not in flows:
-                flows[key] = [
-                    (
-                        prices.price(source, target, a, b, forward, stop - start),
-                        rows[source, a, forward],
-                        rows[target, b, forward],
-                        groups[a, b],
-                    )
-                    for a, b in device_pairs(sender, r, receiver, q)
-                ]
-            for price, made, needed, channel_groups in flows[key]:
-                message = first + len(found)
-                found.append(price)
-                made[i][1].append(~message)
-                needed[j][0].append(message)
-                channel_groups.setdefault(j, []).append(message)
-        table.add(found)
-        for microbatches in groups.values():
-            table.post(list(microbatches.values()), schedule.slots)
-    return rows
+
+
+def _pattern_messages(
+    overlaps: Iterable[Overlap],
+    graph: StageGraph,
+    source: int,
+    target: int,
+    forward: bool,
+    prices: MessagePrices,
+) -> Iterator[tuple[int, int, int, int, Price]]:
+    """Sender and receiver, micro-batch of the one and of the other, price."""
+    sender, receiver = graph.stages[source], graph.stages[target]
+    for i, r, j, q, start, stop in overlaps:
+        k, m = (i, j) if forward else (j, i)
+        for a, b in device_pairs(sender, *((r, receiver, q) if forward else (q, receiver, r))):
+            price = prices.price(source, target, a, b, forward, stop - start)
+            yield a, b, k, m, price
 
 
 class MessagePrices:
@@ -485,6 +520,11 @@ class MessagePrices:
         if nbytes not in self._ends:
             self._ends[nbytes] = self._costs.message_s(nbytes)
         return Price(nbytes * per_byte_s, latency_s, indices, *self._ends[nbytes])
+
+    @property
+    def take_time(self) -> bool:
+        """Whether messages take time of the devices at their ends."""
+        return any(map(any, self._ends.values()))
 
     def indices(self, ports: Iterable[Port]) -> tuple[int, ...]:
         """Numbers of ports; those that are new get one."""
@@ -533,13 +573,29 @@ class ComputeUnits:
         self._sums = sums
         self._summing_s = summing_s(costs)
         self._summing = {stage for work in sums for stage in work.stages}
+        self._of_list: dict[tuple[int, tuple[tuple[int, ...], ...]], list[int]] = {}
         self._of_action: dict[tuple[int, int, Kind, bool, bool], int] = {}
 
-    def unit_of(self, action: Action, device: int, is_last: bool) -> int:
-        """Unit of a scheduled action; ``is_last`` if it is its stage's last backward there."""
+    def of_list(
+        self, actions: Sequence[Action], device: int, ends: Mapping[int, int]
+    ) -> Sequence[int]:
+        """Units of the scheduled actions of a device, -1 for messages.
+
+        Args:
+            ends: where the last backwards of its stages stand; position -> stage.
+        """
+        self.finishing.update((stage, device) for stage in ends.values())
+        # Replicas with slices of the same size do the same.
+        key = id(actions), tuple(self._slices[device])
+        if key not in self._of_list:
+            self._of_list[key] = [
+                -1 if action.peer >= 0 else self._unit_of(action, device, at in ends)
+                for at, action in enumerate(actions)
+            ]
+        return self._of_list[key]
+
+    def _unit_of(self, action: Action, device: int, is_last: bool) -> int:
         s = action.stage
-        if is_last:
-            self.finishing.add((s, device))
         is_short = action.microbatch == self._graph.num_microbatches(s) - 1
         key = s, device, action.kind, is_short, is_last
         if key not in self._of_action:
@@ -547,6 +603,17 @@ class ComputeUnits:
             start, stop = self._graph.slice(s, action.microbatch, replica)
             self._of_action[key] = self._unit(s, action.kind, stop - start, replica, is_last)
         return self._of_action[key]
+
+    @cached_property
+    def _slices(self) -> Mapping[int, list[tuple[int, ...]]]:
+        """Per device, of its stages: index, samples of the first and the last slice, group."""
+        found: dict[int, list[tuple[int, ...]]] = defaultdict(list)
+        for (s, device), replica in self._replica_of.items():
+            last = self._graph.num_microbatches(s) - 1
+            cuts = (self._graph.slice(s, i, replica) for i in (0, last))
+            sizes = (stop - start for start, stop in cuts)
+            found[device].append((s, *sizes, self._group_of.get((s, replica), -1)))
+        return found
 
     def has_update(self, stage: int) -> bool:
         """Whether a stage has gradients to sum, or takes time to update."""
