@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -10,13 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from anabranch import launch, pad_to_bucket
+from anabranch import Columns, launch, pad_to_bucket
 from anabranch.errors import CaptureError, DataError
 from anabranch.graph.capture import capture
+from anabranch.runtime import session
 from anabranch.runtime.asynchronous.pipeline import AsyncPipeline
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.runtime.plan_parts import prepare
 from anabranch.runtime.reference import reference
+from anabranch.runtime.worker_cache import WorkerCache
 from anabranch.verification import verify
 from anabranch.workload import Workload
 from tests.runtime.small import Built, num_ranks, plan
@@ -125,6 +128,32 @@ def test_training_without_a_flush_takes_buckets() -> None:
     assert losses[0] == losses[1]
 
 
+def test_the_first_check_compares_every_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The example's size as well, where the first batch is a short one."""
+    model, compared = built(), []
+
+    def compare(steps: WorkerCache, *_: Any) -> str:
+        compared.append(steps.captured.sizes[0])
+        return "right"
+
+    monkeypatch.setattr(session, "compare_with_eager", compare)
+    pipeline = Pipeline(model.workload, plan(model, 1), captured=model.captured)
+    pipeline.gradients(batch(4, 4))
+    assert compared == [(5,), (10,)]
+
+
+def test_ranks_read_every_column_where_there_are_buckets() -> None:
+    """A column that a rank leaves out would have the example's size, and its batch no bucket's."""
+    model = built()
+    short = batch(8, 4)
+    data = Columns({name: leaf.__getitem__ for name, leaf in short.items()}, length=8)
+    workload = replace(model.workload, data=data)
+    pipeline = Pipeline(workload, plan(model, 1), captured=model.captured, check_gradients=False)
+    pipeline._session.feed.reads = lambda: {"tokens"}
+    first = next(pipeline.batches())
+    assert [leaf.shape[1] for leaf in first.values()] == [5, 5, 5]
+
+
 def test_what_fits_no_bucket_is_refused() -> None:
     """A batch that is too long to pad, one that nobody padded, and a bucket larger than the example
     that plans count with.
@@ -133,6 +162,11 @@ def test_what_fits_no_bucket_is_refused() -> None:
     with pytest.raises(DataError, match=r"sequences of 11, longer than every bucket \(5, 10\)"):
         batch(4, 11)
     pipeline = Pipeline(model.workload, plan(model, 1), captured=model.captured)
+    mixed = batch(4, 5) | {"label": batch(4, 10)["label"]}
+    with pytest.raises(
+        DataError, match=r"no bucket has tokens \[samples, 5\] int64, mask .* togeth"
+    ):
+        pipeline.step(mixed)
     short = {name: leaf[:, :7] for name, leaf in batch(4, 10).items()}
     text = r"tokens is \[samples, 7\] int64, not \[samples, 10\] int64 or \[samples, 5\] int64"
     with pytest.raises(DataError, match=text):

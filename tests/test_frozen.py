@@ -19,10 +19,12 @@ from anabranch.runtime.pipeline import Pipeline
 from anabranch.runtime.reference import reference
 from anabranch.schedule.schedule import Kind
 from anabranch.workload import Workload
-from tests.runtime.small import Built, num_ranks, on_devices, plan
+from tests.runtime.small import Built, batch, built, num_ranks, on_devices, plan
 from tests.runtime.training import LIMIT_S
 
 WIDTH = 512
+FROZEN = (0, 2, 3)
+"""Steps in which something is frozen for a while."""
 CLUSTER = Cluster.preset("summit:1x4")
 
 
@@ -163,7 +165,8 @@ class Routed(nn.Module):
 @pytest.mark.dist
 def test_gradients_that_are_sometimes_absent_are_those_of_a_plain_loop() -> None:
     """An expert without samples in some micro-batches, and in all of step 3, has gradients of zero,
-    by which Adam moves it on; the body, frozen in steps 2 and 3, has none, and stays as it is.
+    by which Adam moves it on; the body, frozen from the first step on and again in steps 2 and 3,
+    has none, and stays as it is.
     """
     torch.manual_seed(0)
     module, batches = Routed().double(), torch.randn(6, 8, 4, dtype=torch.float64)
@@ -176,20 +179,54 @@ def test_gradients_that_are_sometimes_absent_are_those_of_a_plain_loop() -> None
     def rank() -> dict[str, Tensor]:
         pipeline = Pipeline(workload, chosen, captured=model.captured, timeout=20.0)
         for step, x in enumerate(batches):
-            module.body.requires_grad_(step not in (2, 3))
+            module.body.requires_grad_(step not in FROZEN)
             pipeline.step((x,))
         return {name: p.detach() for name, p in pipeline._state.parameters.items()}
 
     ranks = launch.run(rank, num_ranks(chosen), timeout=LIMIT_S)
     optimizer = torch.optim.Adam(alone.parameters())
     for step, x in enumerate(batches):
-        alone.body.requires_grad_(step not in (2, 3))
+        alone.body.requires_grad_(step not in FROZEN)
         optimizer.zero_grad()
         alone(x).backward()
         optimizer.step()
     trained = {name: p for mine in ranks for name, p in mine.items()}
     for name, parameter in alone.named_parameters():
         assert torch.allclose(trained[name], parameter, rtol=1e-9, atol=1e-12), name
+
+
+@pytest.mark.parametrize(
+    ("name", "frozen"), [("Tied", "words"), ("Chain", "body")], ids=["tied", "a whole stage"]
+)
+def test_exact_mode_and_another_plan_leave_alone_what_is_frozen_for_a_while(
+    name: str, frozen: str
+) -> None:
+    """Adam would move a tied parameter on by a gradient of zero. A batch of a new size, of which a
+    program is made while all of a stage is frozen, and a change of the plan then change nothing.
+    """
+    model = built(name, torch.float64)
+    module = copy.deepcopy(model.module)
+    workload = Workload(module, batch(2, 0, torch.float64), optimizer=torch.optim.Adam)
+    model = Built(capture(module, workload.example), workload)
+    plans = [
+        on_devices(plan(model, stages, batch_size=8, microbatch_size=2), [(0,)] * stages)
+        for stages in (2, 3)
+    ]
+    alone = copy.deepcopy(module)
+    optimizer = torch.optim.Adam(alone.parameters())
+    pipeline = Pipeline(workload, plans[0], captured=model.captured, exact=True)
+    for step, size in enumerate([8, 8, 7, 7, 8, 7]):
+        given = batch(size, step, torch.float64)
+        for part in (module, alone):
+            part.get_submodule(frozen).requires_grad_(step not in FROZEN)
+        if step == 3:
+            pipeline.change_plan(plans[1])
+        pipeline.step(given)
+        optimizer.zero_grad()
+        alone(**given).backward()
+        optimizer.step()
+    for found, expected in zip(module.parameters(), alone.parameters(), strict=True):
+        assert torch.allclose(found, expected, rtol=1e-9, atol=1e-12)
 
 
 def test_a_part_that_was_frozen_at_capture_cannot_be_trained_later() -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -235,6 +235,11 @@ class Captured:
         }
 
     @property
+    def frozen(self) -> frozenset[str]:
+        """Parameters that were not trainable when the module was captured."""
+        return self._exporter.frozen
+
+    @property
     def sizes(self) -> Sizes:
         """Of the batch's tensors, in their order, without the samples."""
         return tuple(shape for shape, _ in self.leaf_types.values())
@@ -279,7 +284,8 @@ class Captured:
         return self._programs[samples, place]
 
     def _made(self, samples: int, place: torch.device) -> FlatProgram:
-        return self._whole_batch.put_in(self._plain(samples, place))
+        with only_frozen(self.module, self.frozen):
+            return self._whole_batch.put_in(self._plain(samples, place))
 
     def _plain(self, samples: int, place: torch.device) -> FlatProgram:
         signature = self._signature
@@ -390,9 +396,10 @@ class Captured:
         evaluation, so that the stages of a training plan cut it as well. Made once.
         """
         if self._evaluation is None:
-            self._evaluation = Captured._of(
-                self.module, self._layout, self.granularity, training=False, like=self
-            )
+            with only_frozen(self.module, self.frozen):
+                self._evaluation = Captured._of(
+                    self.module, self._layout, self.granularity, training=False, like=self
+                )
         return self._evaluation
 
     def like(self, example: Batch) -> Captured:
@@ -417,7 +424,10 @@ class Captured:
         sizes = tuple(tuple(leaf.shape[1:]) for leaf in leaves.values())
         if sizes not in self.alike:
             layout = BatchLayout.of(example)
-            found = Captured._of(self.module, layout, self.granularity, self.training, like=self)
+            with only_frozen(self.module, self.frozen):
+                found = Captured._of(
+                    self.module, layout, self.granularity, self.training, like=self
+                )
             if (found.value_calls, found.batch_dims) != (self.value_calls, self.batch_dims):
                 raise CaptureError(
                     f"{type(self.module).__name__} has its samples in other places for batches of "
@@ -539,6 +549,7 @@ class _Exporter:
             **{PlaceholderSource(PARAMETER, n): p for n, p in module.named_parameters()},
             **{PlaceholderSource(BUFFER, n): b for n, b in module.named_buffers()},
         }
+        self.frozen = frozenset(n for n, p in module.named_parameters() if not p.requires_grad)
         self.samples = max(2, layout.samples)
         self.fixed: dict[int, torch.export.ExportedProgram] = {}
         self.dynamic: torch.export.ExportedProgram | None = None
@@ -651,6 +662,19 @@ def _is_fixed(exported: torch.export.ExportedProgram) -> bool:
     """Whether the tracer met a line that needs the number of samples as a constant."""
     sizes = batch_sizes(exported)
     return any(isinstance(size, int) or size.node.expr.is_number for size in sizes)
+
+
+@contextmanager
+def only_frozen(module: nn.Module, names: Collection[str]) -> Iterator[None]:
+    """Inside, parameters of these names are frozen and no others, whatever is for a while."""
+    changed = [p for n, p in module.named_parameters() if p.requires_grad == (n in names)]
+    for parameter in changed:
+        parameter.requires_grad_(not parameter.requires_grad)
+    try:
+        yield
+    finally:
+        for parameter in changed:
+            parameter.requires_grad_(not parameter.requires_grad)
 
 
 @contextmanager

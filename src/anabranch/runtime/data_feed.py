@@ -28,7 +28,7 @@ class DataFeed:
         seed: of the run, from which ``loaders`` draw.
         state: of a loader that tells its position, at ``position``; None where it is not known.
         reads: names of a batch's tensors that are needed here; None for all.
-        types: what the others have to be like.
+        types: what the others have to be like; None where all are needed.
     """
 
     def __init__(
@@ -179,10 +179,8 @@ def leaves_of(
             f"the tensors of {which or 'a batch'} need one number of samples, at least 1: {listed}"
         )
     types = captured.for_batch(leaves).leaf_types
-    other = [n for n, leaf in leaves.items() if (leaf.shape[1:], leaf.dtype) != types[n]]
-    if other:
-        bad = {name: leaves[name] for name in other}
-        raise DataError(_differs(captured, bad, which or "a batch"))
+    if any((leaf.shape[1:], leaf.dtype) != types[name] for name, leaf in leaves.items()):
+        raise DataError(_differs(captured, leaves, which or "a batch"))
     mine = leaves.keys() if read is None else read
     if unread := [name for name in mine if is_unread(leaves[name])]:
         raise DataError(
@@ -194,16 +192,19 @@ def leaves_of(
 
 def _differs(captured: Captured, leaves: dict[str, Tensor], which: str) -> str:
     """Leaves of a batch beside those of the example."""
-    told = []
+    told, has = [], []
     for name, leaf in leaves.items():
         known = [told_type(*bucket.leaf_types[name]) for bucket in captured.alike.values()]
-        known = list(dict.fromkeys(known))
-        told.append(f"{name} is {told_type(leaf.shape[1:], leaf.dtype)}, not {' or '.join(known)}")
+        has.append(f"{name} {(here := told_type(leaf.shape[1:], leaf.dtype))}")
+        if here not in known:
+            told.append(f"{name} is {here}, not {' or '.join(dict.fromkeys(known))}")
     if len(captured.alike) > 1:
+        told = told or [f"no bucket has {', '.join(has)} together"]
         return (
             f"{which} has the sizes of none of the workload's buckets: {'; '.join(told)}. Pad it "
-            "to the next of them (anabranch.pad_to_bucket), cut what is longer than all, or give "
-            "Workload a longer example and keep this one as a bucket"
+            "to the next of them (anabranch.pad_to_bucket), cut what is longer than all, convert "
+            "what is of another type, or give Workload a longer example and keep this one as a "
+            "bucket"
         )
     return (
         f"{which} differs from the workload's example, for which the model was captured, in more "

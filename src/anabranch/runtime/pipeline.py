@@ -37,7 +37,7 @@ from anabranch.errors import (
     NonFiniteError,
     TrainingError,
 )
-from anabranch.graph.capture import Captured
+from anabranch.graph.capture import Captured, only_frozen
 from anabranch.plans.plan import Plan
 from anabranch.runtime.compute.options import PLAIN, ComputeOptions
 from anabranch.runtime.compute.stage_compute import Outcome
@@ -225,13 +225,15 @@ class Pipeline(BasePipeline):
             missing = session.lack_for_change(plan) if self._checks_memory else ""
         if missing:
             raise InfeasiblePlanError(missing)
-        self._begin(
-            plan,
-            captured=session.captured,
-            check_gradients=False,
-            check_memory=False,
-            predecessor=session,
-        )
+        # What is frozen for a while goes on with its optimizer's state.
+        with only_frozen(session.captured.module, session.frozen):
+            self._begin(
+                plan,
+                captured=session.captured,
+                check_gradients=False,
+                check_memory=False,
+                predecessor=session,
+            )
 
     # Training
 

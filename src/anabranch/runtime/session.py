@@ -93,9 +93,13 @@ class Session:
             compute = replace(compute, sparse_embeddings=plan.sparse_embeddings)
         self.captured = captured or captured_for(workload, plan)
         buckets_of(self.captured, workload)
-        self._buckets = workload.buckets
+        self._examples = [workload.example, *workload.buckets] if workload.buckets else []
         module = self.captured.module
-        self._frozen = [(n, p) for n, p in module.named_parameters() if not p.requires_grad]
+        self._frozen = {
+            name: parameter
+            for name, parameter in module.named_parameters()
+            if name in self.captured.frozen or not parameter.requires_grad
+        }
         # The self-check needs the whole model on one rank.
         self.gradient_verdict = "not compared: nobody asked for it"
         if predecessor is not None:
@@ -163,8 +167,9 @@ class Session:
             else predecessor.feed
         )
         self.feed.report_to(self._fail)
-        self.feed.seed, self.feed.types = seed, self.captured.leaf_types
-        self.feed.reads = self._reads
+        self.feed.seed, self.feed.reads = seed, self._reads
+        # Which bucket a batch is of, its tensors tell together, so none is left out.
+        self.feed.types = None if workload.buckets else self.captured.leaf_types
         self.trace = Trace(self.captured, self.state.parameters, self.mesh)
         self._evaluation = Evaluation(self.workers, self._begin_batch)
         self._check_gradients, self._is_prepared = check_gradients, False
@@ -224,19 +229,24 @@ class Session:
         """What ``require_memory`` would say of a plan to change to, by which what is here goes."""
         return lack(plan, self.mesh, self.state.bytes_on(self.place), 0, self.place)
 
+    @property
+    def frozen(self) -> Collection[str]:
+        """Parameters that were not trainable when training began."""
+        return self._frozen.keys()
+
     def leaves(self, batch: Batch) -> dict[str, Tensor]:
         """The tensors of a batch by their names.
 
         Raises:
             DataError: if it is not built as the example.
-            TrainingError: if a parameter is trained now that was frozen at capture.
+            TrainingError: if a parameter is trained now that was frozen at the start.
         """
-        if thawed := [name for name, parameter in self._frozen if parameter.requires_grad]:
+        if thawed := [name for name, p in self._frozen.items() if p.requires_grad]:
             raise TrainingError(
                 f"{', '.join(thawed[:3])} {'were' if len(thawed) > 1 else 'was'} frozen when the "
-                "model was captured, so no stage sends gradients for it, and now requires_grad is "
-                "True; leave it True from the start, and set it to False for the steps in which "
-                "it is to stay as it is"
+                "model was captured or the pipeline made, so it has no gradients and no optimizer, "
+                "and now requires_grad is True; leave it True from the start, and set it to False "
+                "for the steps in which it is to stay as it is"
             )
         read = self.workers.leaves
         leaves = leaves_of(self.captured, batch, self.place, self.feed.where, read=read)
@@ -261,7 +271,7 @@ class Session:
             home = roomy_home(self.captured.module, self._home)
             # Of the other buckets the declared examples; what is said is of the batch at hand.
             batches = {self.captured.for_batch(leaves): (batch, leaves)}
-            for example in self._buckets:
+            for example in self._examples:
                 given = leaves_of(self.captured, example, self.place)
                 batches.setdefault(self.captured.for_batch(given), (example, given))
             verdicts = [

@@ -178,7 +178,8 @@ def fold_tied(
     """Exact mode: add up the gradients of tied parameters in the order in which one process would.
 
     Autograd adds the uses of a tensor from the last to the first, and ``.grad`` grows by
-    micro-batch, on top of what it has from earlier batches of the same update.
+    micro-batch, on top of what it has from earlier batches of the same update. What is frozen now
+    keeps that.
 
     Args:
         uses: (parameter, micro-batch, order) -> gradient of one use on this rank.
@@ -188,6 +189,8 @@ def fold_tied(
         (n for n in expected if n in parameters), key=lambda n: (holders.parameters[n], n)
     ):
         parameter, ranks = parameters[name], holders.parameters[name]
+        if not parameter.requires_grad:
+            continue
         total = parameter.grad
         for microbatch in range(num_microbatches):
             folded: Tensor | None = None

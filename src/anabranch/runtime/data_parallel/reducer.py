@@ -72,14 +72,16 @@ class Reducer:
     ) -> None:
         tables = tables or {}
         self._parameters, self._stages_of = parameters, holders.stages
+        # Whoever is frozen for some steps, even the first, has its place among the others.
+        self._trainable = [name for name, p in parameters.items() if p.requires_grad]
         self._notes, self._totals = notes, list[Tensor]()
         groups: dict[tuple[Ranks, tuple[int, ...], int, bool], list[Named]] = defaultdict(list)
-        for name, parameter in reversed(list(parameters.items())):
+        for name in reversed(self._trainable):
             ranks = holders.parameters[name]
-            if parameter.requires_grad and len(ranks) > 1:
+            if len(ranks) > 1:
                 number = holders.updaters.get(name, -1)
                 key = ranks, holders.stages[name], number, name in tables
-                groups[key].append((name, parameter))
+                groups[key].append((name, parameters[name]))
         queues: dict[Ranks, _Queue] = {}
         self._places: dict[str, _Slot] = {}
         for (ranks, _, number, are_tables), named in sorted(
@@ -116,10 +118,9 @@ class Reducer:
         if key not in self._finals:
             at = {stage: i for i, stage in enumerate(key)}
             found: dict[int, list[str]] = {stage: [] for stage in (*key, -1)}
-            for name, parameter in self._parameters.items():
-                if parameter.requires_grad:
-                    mine = [stage for stage in self._stages_of[name] if stage in at]
-                    found[max(mine, key=at.__getitem__, default=-1)].append(name)
+            for name in self._trainable:
+                mine = [stage for stage in self._stages_of[name] if stage in at]
+                found[max(mine, key=at.__getitem__, default=-1)].append(name)
             self._finals[key] = found
         return self._finals[key]
 

@@ -34,6 +34,7 @@ _REMEDY = {
     "version": "install the same versions on every machine",
     "plan": "start every rank with the same plan file",
     "model": "build the same model, with the same example batch, on every rank",
+    "sizes of batches": "give Workload the same buckets on every rank",
     "weights": "build the model anew for every pipeline, and in one way on every rank",
 }
 
@@ -84,6 +85,7 @@ def facts_of(captured: Captured, plan: Plan, options: Mapping[str, object]) -> d
         "version": version(),
         "model": f"{type(captured.module).__name__} with {len(graph)} operators and "
         f"{numbers} parameters ({_short(model)})",
+        "sizes of batches": " or ".join(map(repr, captured.alike)),
         "weights": f"{len(without)} tensors on the meta device ({_short(repr(without))})",
         "plan": f"{len(stages)} stages on {len(stages.devices)} devices, {plan.schedule}, batch "
         f"{stages.batch_size} ({_short(repr((stages, plan.schedule)))})",
