@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import itertools
-import re
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 from torch.optim import SGD
 
-from anabranch import Cluster, capture, measure, plan, save_plan
+from anabranch import capture
 from anabranch.errors import InvalidPlanError, PolicyError
-from anabranch.model_names import resolve
 from anabranch.runtime.asynchronous.replay import Replay
 from anabranch.runtime.compute.options import ComputeOptions
 from anabranch.weights import POLICIES, PredictStash, units_in_flight, versions_held
@@ -263,18 +260,3 @@ def test_bad_arguments():
         make(model.workload, model.operators, microbatches=3)
     with pytest.raises(PolicyError, match="2 < 3; choose 3 or more"):
         make(model.workload, model.operators, policy=POLICIES["2bw"](), microbatches=2)
-
-
-def test_the_example_of_the_documentation_runs_as_it_stands(tmp_path, monkeypatch) -> None:
-    """With a plan for the model, and fewer batches than an epoch has."""
-    monkeypatch.chdir(tmp_path)
-    text = (Path(__file__).parents[3] / "docs" / "policies" / "index.md").read_text("utf-8")
-    code = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    (code,) = [each for each in code if "Replay(" in each]
-    workload = resolve("two-branch", preset="small")
-    profile = measure(capture(workload.module, workload.example), (1, 32))
-    cluster = Cluster.preset("local:3")
-    save_plan(plan(profile, cluster, batch_size=32, mode="async"), "plan.json")
-    short = code.replace("workload.data(32, 0)", "islice(workload.data(32, 0), 2)")
-    assert short != code
-    exec(short, {"islice": itertools.islice})
