@@ -138,7 +138,9 @@ class Timeline:
         for piece in sorted(self.sums, key=lambda piece: piece.start):
             start = max(piece.start, until[piece.device])
             end = until[piece.device] = max(piece.end, until[piece.device])
-            beside = (min(b, end) - max(a, start) for a, b in busy[piece.device])
+            # What has ended by now is beside no later sum either.
+            beside_it = busy[piece.device] = [x for x in busy[piece.device] if x[1] > start]
+            beside = (min(b, end) - max(a, start) for a, b in beside_it)
             seconds += end - start - sum(shared for shared in beside if shared > 0)
         return max(seconds, 0.0) / whole
 

@@ -113,8 +113,11 @@ def messages(
 ) -> Iterator[Message]:
     """What one stage sends to another, ascending; nothing between a device and itself."""
     sender, receiver = graph.stages[source], graph.stages[target]
+    pairs: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for i, r, j, q, start, stop in exchanges(graph, source, target, forward=forward):
-        for a, b in device_pairs(sender, r, receiver, q):
+        if (r, q) not in pairs:
+            pairs[r, q] = device_pairs(sender, r, receiver, q)
+        for a, b in pairs[r, q]:
             yield Message(i, a, j, b, start, stop)
 
 
