@@ -17,7 +17,8 @@ class SearchBudget:
     """Limits of the simulation in a search, in micro-batches times devices.
 
     On 1,024 devices a simulation takes 5,000 to 30,000 of them and about a second. Twice the
-    budgets found steps there that are 0.1 % shorter, at twice the time; on 256 devices candle-uno has the same step with either.
+    budgets found steps there that are 0.1 % shorter, at twice the time; on 256 devices candle-uno
+    has the same step with either.
 
     Attributes:
         simulation: to judge proposals, those with fewest first. Only plans for many hundred devices
