@@ -159,7 +159,7 @@ def test_checkpoints_during_training_are_those_of_their_steps(is_async: bool, tm
     for _, folder in checkpoints(run):
         Checkpoint(folder).verify()
     last = load_state_dict(run)
-    middle = {"resume": run / "step-6", "save": tmp_path / "b"}
+    middle = {"resume": str(run / "step-6"), "save": str(tmp_path / "b")}
     again = launch.run(lambda: rank(5, 3, **middle), 2, timeout=60.0)
     assert again[0] == whole[6:]
     other = load_state_dict(tmp_path / "b")

@@ -38,9 +38,9 @@ def train(
     *,
     steps: int | None = None,
     epochs: int | None = None,
-    resume: Path | None = None,
-    weights: Path | None = None,
-    save: Path | None = None,
+    resume: str | Path | None = None,
+    weights: str | Path | None = None,
+    save: str | Path | None = None,
     save_every: SaveEvery | None = None,
     evaluate_every: int | None = None,
     callbacks: Sequence[Callback] = (),
@@ -58,8 +58,8 @@ def train(
         resume: a checkpoint to go on from, or the folder of a run, whose newest it is.
         weights: what ``Pipeline.from_weights`` takes, to begin with.
         save: a new folder for a checkpoint after the last step.
-        save_every: when there are checkpoints besides; all are in ``save`` then, which may have
-            earlier ones of the run that is resumed.
+        save_every: when there are checkpoints besides (``training.SaveEvery``); all are in ``save``
+            then, which may have earlier ones of the run that is resumed.
         evaluate_every: steps between evaluations of the held-out data during training; by default
             it is evaluated at the end alone.
         callbacks: called with every event (``training.events``), on the first rank alone.
@@ -192,9 +192,9 @@ class _Course(Generic[_Pipe]):
         *,
         steps: int | None = None,
         epochs: int | None = None,
-        resume: Path | None = None,
-        weights: Path | None = None,
-        save: Path | None = None,
+        resume: str | Path | None = None,
+        weights: str | Path | None = None,
+        save: str | Path | None = None,
         save_every: SaveEvery | None = None,
         evaluate_every: int | None = None,
         callbacks: Sequence[Callback] = (),
@@ -203,7 +203,9 @@ class _Course(Generic[_Pipe]):
         if steps is None and epochs is None:
             raise ValueError("give a number of steps or of epochs")
         require_evaluation(workload, evaluate_every)
-        self._workload, self._epochs, self._resume = workload, epochs, resume
+        self._workload, self._epochs = workload, epochs
+        self._resume = None if resume is None else Path(resume)
+        folder = None if save is None else Path(save)
         began = time.perf_counter()
         make: Callable[..., _Pipe] = kind
         if resume is not None:
@@ -212,13 +214,13 @@ class _Course(Generic[_Pipe]):
             make = partial(kind.from_weights, weights)
         self.pipe: _Pipe = make(workload, plan, **options)
         self.start_s = time.perf_counter() - began
-        require_place(save, resume, is_series=save_every is not None)
+        require_place(folder, self._resume, is_series=save_every is not None)
         self.reporter, self.clock = Reporter(self.pipe, steps, callbacks), Clock()
         self._pauses = Pauses(
             self.pipe,
             self.reporter,
             self.clock,
-            folder=save,
+            folder=folder,
             save_every=save_every,
             evaluate_every=evaluate_every,
             evaluates=workload.eval_data is not None,

@@ -52,6 +52,11 @@ def test_a_plan_file_is_checked_and_simulated(run, four_files, tmp_path):
         run("plan", *four_files, "--mode", "async", "--policy", "pipeoptim", "-o", "p.json")[0] == 0
     )
     assert run("check", "p.json") == (0, "p.json is valid\n", "")
+    text = Path("p.json").read_text("utf-8")
+    Path("far.json").write_text(text.replace('"devices": [3]', '"devices": [7]'), "utf-8")
+    code, out, _ = run("check", "far.json")
+    assert code == 1
+    assert "has stages on device 7, but its cluster" in out
     code, out, err = run("check", "p.json", "chain.json", "--json")
     assert (code, json.loads(out)) == (0, {"valid": True, "problems": []}), err
     code, out, err = run(

@@ -25,6 +25,8 @@ def check(
 
     Exits with 1 if the plan has a problem.
     """
+    from anabranch.cli.preflight import require_own_devices
+    from anabranch.errors import InvalidPlanError
     from anabranch.files import load_plan
     from anabranch.solve import check_plan
 
@@ -37,6 +39,11 @@ def check(
             other.device_of(plan, cluster), plan.stage_graph.batch_size, plan.mode, other.optimizer
         )
     problems = check_plan(plan, costs, cluster, optimizer=optimizer)
+    if model is None:
+        try:
+            require_own_devices(plan, plan_file)
+        except InvalidPlanError as error:
+            problems.insert(0, str(error))
     if as_json:
         print_json({"valid": not problems, "problems": problems})
     else:
