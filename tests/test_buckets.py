@@ -168,9 +168,12 @@ def test_what_fits_no_bucket_is_refused() -> None:
     ):
         pipeline.step(mixed)
     short = {name: leaf[:, :7] for name, leaf in batch(4, 10).items()}
-    text = r"tokens is \[samples, 7\] int64, not \[samples, 10\] int64 or \[samples, 5\] int64"
+    text = r"tokens is \[samples, 7\] int64, not \[samples, 5\] int64 or \[samples, 10\] int64"
     with pytest.raises(DataError, match=text):
         pipeline.step(short)
+    narrow = batch(4, 5) | {"tokens": batch(4, 5)["tokens"].int()}
+    with pytest.raises(DataError, match=r"but another type: tokens is int32, not int64\. Convert"):
+        pipeline.step(narrow)
     turned = Workload(model.module, batch(4, 5), buckets=[batch(4, 10)])
     with pytest.raises(DataError, match="make the largest of them the example"):
         Pipeline(turned, plan(model, 1), captured=capture(model.module, turned.example))

@@ -49,6 +49,14 @@ def test_every_trait_is_named() -> None:
         assert words in told
 
 
+def test_samples_depend_on_each_other_from_the_first_operator_on() -> None:
+    """In the order of the graph, a normalisation over the whole batch before the loss."""
+    together = Everything()
+    together.norm = nn.SyncBatchNorm(6)
+    (said,) = (text for text in examined(together).findings if text.startswith("samples depend"))
+    assert "from batch_norm in norm on: right.0, matmul will" in said
+
+
 def test_a_plan_and_the_memory_of_its_devices() -> None:
     """Two towers of equal work and a loss of many small operations: the way is shorter than all."""
     found = examined(Contrastive())

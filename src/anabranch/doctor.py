@@ -150,9 +150,10 @@ def _of_module(module: nn.Module) -> list[str]:
 def _of_graph(captured: Captured) -> list[str]:
     """What the captured program tells."""
     found = [f"the loss is {SENTENCES[captured.loss_kind]}"] if captured.loss_kind else []
-    operators = list(dict.fromkeys(c.operator for c in captured.coupling))
+    coupled = {c.operator for c in captured.coupling}
+    operators = [op.name for op in captured.graph.ops if op.name in coupled]
     if operators:
-        first = captured.coupling[0]
+        first = next(c for c in captured.coupling if c.operator == operators[0])
         where = f" in {first.module}" if first.module else ""
         found.append(
             f"samples depend on each other from {first.operation}{where} on: "

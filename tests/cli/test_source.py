@@ -40,6 +40,8 @@ def test_published_profiles_are_files(tmp_path: Path) -> None:
     assert ModelSource(str(tmp_path / "profile")).is_file
     assert not ModelSource("mmt").is_file
     assert not ModelSource("package.module:function").is_file
+    with pytest.raises(typer.BadParameter, match="is a run file, which `anabranch train` takes"):
+        ModelSource("run.toml").workload()
 
 
 def test_any_device_takes_an_imported_profile(graph: str, capsys) -> None:

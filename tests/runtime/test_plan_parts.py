@@ -23,6 +23,9 @@ def test_a_plan_for_another_model_is_refused() -> None:
     chain, branches = built("Chain"), built("TwoBranch")
     with pytest.raises(InvalidPlanError, match=r"lacks operators of the model.*left"):
         Pipeline(branches.workload, plan(chain, 1), captured=branches.captured)
+    made = replace(plan(chain, 1), options=(("preset", "published"), ("layers", "8")))
+    with pytest.raises(InvalidPlanError, match="was made with --preset published -o layers=8: "):
+        Pipeline(branches.workload, made, captured=branches.captured)
 
 
 def test_a_plan_without_an_edge_that_the_model_needs_is_refused() -> None:

@@ -59,6 +59,8 @@ def model_or_file(context: typer.Context, model: str) -> str:
         else:
             if why := _why_not(known[name], value):
                 raise typer.BadParameter(f"{path}: {key} {why}")
+            if known[name].callback is None:  # one that looks at folders runs once
+                _check(context, path, key, known[name], value)
             defaults[str(known[name].name)] = value
     found = defaults.pop(_MODEL, None)
     if not isinstance(found, str):
@@ -109,6 +111,14 @@ def _why_not(parameter: Any, value: Any) -> str:
     if getattr(parameter, "multiple", False) and not isinstance(value, list):
         return f'may be there several times, so it is a list: ["{value}"]'
     return ""
+
+
+def _check(context: typer.Context, path: Path, key: str, parameter: Any, value: Any) -> None:
+    """By the rules of the command line, which would not name the file."""
+    try:
+        parameter.process_value(context, value)
+    except typer.BadParameter as error:
+        raise typer.BadParameter(f"{path}: {key} = {value!r}: {error.message}") from error
 
 
 def _unknown(path: Path, key: str, known: list[str]) -> str:

@@ -99,6 +99,11 @@ class ModelSource:
         """The workload; ``meta`` builds it without memory for its parameters, for planning."""
         from anabranch.model_names import resolve
 
+        if self.model.endswith(".toml"):
+            raise typer.BadParameter(
+                f"{self.model} is a run file, which `anabranch train` takes; this needs the model "
+                "itself, by name or package.module:function"
+            )
         if self.is_file:
             raise typer.BadParameter(
                 f"{self.model} is a profile; this needs the model itself, "

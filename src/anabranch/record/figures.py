@@ -98,7 +98,7 @@ def _why_unweighed(document: Document) -> str:
     if not document["losses"]:
         return "emulated devices hold nothing"
     if len(document["losses"]) < WEIGHED_STEP:
-        return f"step {WEIGHED_STEP} is the one whose memory is measured, and there is none"
+        return f"the run was too short: memory is measured in step {WEIGHED_STEP}"
     return "compiled stages and batches shorter than the plan's cannot be measured"
 
 

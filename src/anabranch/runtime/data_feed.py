@@ -192,13 +192,26 @@ def leaves_of(
 
 def _differs(captured: Captured, leaves: dict[str, Tensor], which: str) -> str:
     """Leaves of a batch beside those of the example."""
+    buckets = [captured.alike[sizes] for sizes in sorted(captured.alike)]
     told, has = [], []
     for name, leaf in leaves.items():
-        known = [told_type(*bucket.leaf_types[name]) for bucket in captured.alike.values()]
+        known = [told_type(*bucket.leaf_types[name]) for bucket in buckets]
         has.append(f"{name} {(here := told_type(leaf.shape[1:], leaf.dtype))}")
         if here not in known:
             told.append(f"{name} is {here}, not {' or '.join(dict.fromkeys(known))}")
-    if len(captured.alike) > 1:
+    if len(buckets) > 1 and tuple(leaf.shape[1:] for leaf in leaves.values()) in captured.alike:
+        types = {name: dtype for name, (_, dtype) in captured.leaf_types.items()}
+        other = [
+            f"{name} is {str(leaf.dtype).removeprefix('torch.')}, not "
+            f"{str(types[name]).removeprefix('torch.')}"
+            for name, leaf in leaves.items()
+            if leaf.dtype != types[name]
+        ]
+        return (
+            f"{which} has the sizes of one of the workload's buckets, but another type: "
+            f"{'; '.join(other)}. Convert it where the data is loaded"
+        )
+    if len(buckets) > 1:
         told = told or [f"no bucket has {', '.join(has)} together"]
         return (
             f"{which} has the sizes of none of the workload's buckets: {'; '.join(told)}. Pad it "

@@ -61,7 +61,7 @@ def parts_of(captured: Captured, plan: Plan, *, exact: bool) -> Split:
         raise InvalidPlanError(
             f"the plan has the schedule {plan.schedule!r}; known are {', '.join(sorted(SCHEDULES))}"
         )
-    _check_operators(captured, graph)
+    _check_operators(captured, plan)
     if problems := sliced_batches(graph, captured.graph):
         raise InvalidPlanError("; ".join(problems))
     if exact and not can_be_exact(graph):
@@ -89,8 +89,8 @@ def can_be_exact(graph: StageGraph) -> bool:
     return len(sizes) == 1 and all(stage.replicas == 1 for stage in graph.stages)
 
 
-def _check_operators(captured: Captured, graph: StageGraph) -> None:
-    planned = Counter(name for stage in graph.stages for name in stage.operators)
+def _check_operators(captured: Captured, plan: Plan) -> None:
+    planned = Counter(name for stage in plan.stage_graph.stages for name in stage.operators)
     model = {op.name for op in captured.graph.ops}
     problems = [
         f"{what}: {_some(names)}"
@@ -102,9 +102,15 @@ def _check_operators(captured: Captured, graph: StageGraph) -> None:
         if names
     ]
     if problems:
+        made = " ".join(
+            f"--preset {value}" if name == "preset" else f"-o {name}={value}"
+            for name, value in plan.options
+        )
         raise InvalidPlanError(
             f"the plan does not fit {type(captured.module).__name__} captured by "
-            f"{captured.granularity}: {'; '.join(problems)}; plan this model, with the same options"
+            f"{captured.granularity}: {'; '.join(problems)}; "
+            + (f"the plan was made with {made}: give the same, or " if made else "")
+            + "plan this model, with the same options"
         )
 
 
