@@ -74,7 +74,8 @@ class ShortestStep:
         schedules: keys of ``schedule.SCHEDULES`` to try with every proposal, least memory first.
         margin: how far a step without a period may be off its estimate, as a share of it.
         warm_up_gain: how much longer than the best, as a share, a step with one warm-up may be for
-            the others to be simulated as well; more costs up to twice the time.
+            the others to be simulated as well. At 1 % plans for slow networks were 16 % longer; at
+            50 % searches take a fifth more time, and found nothing more.
         equal: times that differ by less, as a share, are the same.
         suits: what refused proposals do not do, for the message.
         held: what is held in memory besides the usual, likewise.
@@ -84,7 +85,7 @@ class ShortestStep:
     cost: CostModel
     schedules: tuple[str, ...]
     margin: float = 0.005
-    warm_up_gain: float = 0.01
+    warm_up_gain: float = 0.1
 
     equal: ClassVar[float] = 1e-9
     suits: ClassVar[str] = "can be priced"
