@@ -12,7 +12,7 @@ from anabranch.schedule.lower import lower
 from anabranch.schedule.schedule import Schedule
 from anabranch.simulator import stream
 from anabranch.simulator.costs import ModelCosts, StageTimes
-from anabranch.simulator.run import period_seconds, run, step_seconds
+from anabranch.simulator.run import run, step_seconds
 from anabranch.timeline import Timeline
 from tests.calibration.examples import calibration
 from tests.simulator.helpers import chain, cluster, cost_model, simulate
@@ -176,10 +176,9 @@ def test_steps_in_a_row_hide_what_a_single_step_waits_for():
     graph = rule.warm_up(StageGraph(stages, ((0, 1),), 4))
     order = rule.order(graph)
     assert step_seconds(graph, order, cost) == 9
-    assert period_seconds(graph, order, cost) == 8
-    lowered = lower(order, graph)
-    assert period_seconds(graph, lowered, cost) == 8
     assert run(graph, order, cost, period=True).period_s == 8
+    lowered = lower(order, graph)
+    assert run(graph, lowered, cost, period=True).period_s == 8
 
 
 def test_what_others_have_updated_comes_under_the_next_forward():
@@ -198,7 +197,7 @@ def test_what_others_have_updated_comes_under_the_next_forward():
     graph = StageGraph(tuple(Stage((f"op{s}",), (0, 1), 2) for s in range(2)), ((0, 1),), 2)
     order = Schedule.parse("0: 0F0 1F0 1B0 0B0\n1: 0F0 1F0 1B0 0B0")
     assert step_seconds(graph, order, cost) == 5.5
-    assert period_seconds(graph, order, cost) == 5.0
+    assert run(graph, order, cost, period=True).period_s == 5.0
 
 
 @given(stage_graphs())
@@ -209,7 +208,7 @@ def test_a_step_in_a_row_takes_no_longer_than_alone(graph):
     rule = SCHEDULES["1f1b"]()
     warm = rule.warm_up(graph)
     order = rule.order(warm)
-    period_s = period_seconds(warm, order, costs)
+    period_s = run(warm, order, costs, period=True).period_s
     assert period_s is not None
     assert period_s <= step_seconds(warm, order, costs) * (1 + 1e-9)
 

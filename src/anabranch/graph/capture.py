@@ -153,9 +153,9 @@ class Captured:
         signature = program.signature()
         if other.signature() != signature:
             raise _other_samples(module, samples, signature, other)
-        is_alike = like is not None and like.training == training
-        if is_alike and signature != like._signature:  # type: ignore[union-attr]
-            raise _other_sizes(module, like, layout, program)  # type: ignore[arg-type]
+        alike = like if like is not None and like.training == training else None
+        if alike is not None and signature != alike._signature:
+            raise _other_sizes(module, alike, layout, program)
         loss = program.outputs[0]
         if training and not (isinstance(loss, fx.Node) and loss.meta["val"].requires_grad):
             raise CaptureError(
@@ -174,8 +174,8 @@ class Captured:
         program, other = whole_batch.put_in(program), whole_batch.put_in(other)
         if like is None:
             grouping = group(program, other, module, granularity)
-        elif is_alike:
-            grouping = like._grouping
+        elif alike is not None:
+            grouping = alike._grouping
         else:
             grouping = group_like(program, other, like._programs_at(like.samples), like._grouping)
         owner_of = dict(zip(program.calls, grouping.owners, strict=True))
@@ -421,7 +421,7 @@ class Captured:
                     f"workload as {told_type(shape, dtype)}; plans count memory by the example, so "
                     "make the largest of them the example, all of one type"
                 )
-        sizes = tuple(tuple(leaf.shape[1:]) for leaf in leaves.values())
+        sizes = sizes_of(leaves)
         if sizes not in self.alike:
             layout = BatchLayout.of(example)
             with only_frozen(self.module, self.frozen):
@@ -438,7 +438,7 @@ class Captured:
 
     def for_batch(self, leaves: Mapping[str, torch.Tensor]) -> Captured:
         """The one of ``alike`` for the sizes of a batch; this one where there is none."""
-        return self.alike.get(tuple(tuple(leaf.shape[1:]) for leaf in leaves.values()), self)
+        return self.alike.get(sizes_of(leaves), self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -455,6 +455,11 @@ def _degree(flow: Flow) -> int | None:
     if flow.kind == "additive":
         return flow.degree
     return None if flow.kind == "coupled" else -1
+
+
+def sizes_of(leaves: Mapping[str, torch.Tensor]) -> Sizes:
+    """Of the tensors of a batch."""
+    return tuple(tuple(leaf.shape[1:]) for leaf in leaves.values())
 
 
 def told_type(shape: Sequence[int], dtype: torch.dtype) -> str:

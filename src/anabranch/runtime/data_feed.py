@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from anabranch.errors import AnabranchError, DataError, LoaderError, place_of
-from anabranch.graph.capture import Captured, told_type
+from anabranch.graph.capture import Captured, sizes_of, told_type
 from anabranch.loaders import LeafTypes, Loader, is_unread
 from anabranch.runtime.guards.position import POSITION, Phase
 from anabranch.runtime.placement import uploaded
@@ -199,7 +199,7 @@ def _differs(captured: Captured, leaves: dict[str, Tensor], which: str) -> str:
         has.append(f"{name} {(here := told_type(leaf.shape[1:], leaf.dtype))}")
         if here not in known:
             told.append(f"{name} is {here}, not {' or '.join(dict.fromkeys(known))}")
-    if len(buckets) > 1 and tuple(leaf.shape[1:] for leaf in leaves.values()) in captured.alike:
+    if len(buckets) > 1 and sizes_of(leaves) in captured.alike:
         types = {name: dtype for name, (_, dtype) in captured.leaf_types.items()}
         other = [
             f"{name} is {str(leaf.dtype).removeprefix('torch.')}, not "

@@ -50,7 +50,7 @@ def run(
     Args:
         schedule: actions per device; messages are put in if it has none.
         costs: a cost model for the model of this graph, or seconds per stage.
-        period: say what ``period_seconds`` says as well.
+        period: also say how long the step takes among others in a row (``Timeline.period_s``).
 
     Returns:
         The predicted timeline. Messages are spans at both ends, from the start of the transfer to
@@ -116,18 +116,10 @@ MOST_IN_A_ROW = 400_000
 """Actions of them at most; more take too long to be worth it."""
 
 
-def period_seconds(
-    graph: StageGraph, schedule: Schedule, costs: CostModel | StepCosts
-) -> float | None:
+def _period_s(program: Program, costs: StepCosts) -> float | None:
     """Seconds of a step among others in a row, where a device begins the next as soon as it has
     ended one, as in ``Pipeline.steps``; None where the step is too large to simulate several.
     """
-    prices = _prices(graph, costs)
-    with collector_paused():
-        return _period_s(compile_schedule(schedule, graph, prices), prices)
-
-
-def _period_s(program: Program, costs: StepCosts) -> float | None:
     if STEPS_IN_A_ROW * sum(map(len, program.code)) > MOST_IN_A_ROW:
         return None
     step = Step(in_a_row(program, STEPS_IN_A_ROW, costs.read_s), costs)

@@ -109,8 +109,7 @@ class StageCosts:
     @cached_property
     def updated(self) -> tuple[float, ...]:
         """Bytes of trainable parameters that each of its replicas updates."""
-        mask = sum(1 << op for op in self.ops)
-        return self.cost.updated_bytes(mask, self.stage.replicas, self.stage.tensor)
+        return self.cost.updated_bytes(self.mask, self.stage.replicas, self.stage.tensor)
 
     def _untouched_bytes(self) -> int:
         """Rows of its tables that an update by rows leaves alone."""

@@ -50,11 +50,6 @@ BUDGET = SearchBudget()
 WORTH_SHARING = 0.001
 """Share of the step that replicas which share the optimizer's state have to save."""
 
-MOST_SHARING = 8
-"""Proposals, those that could be the quickest then, whose replicas are tried with shared state; all
-that do not fit otherwise are.
-"""
-
 
 def plan(
     profile: Profile,
@@ -248,7 +243,7 @@ class StepSearch:
         judge.best_s = limit = replicating.best_s * (1 - WORTH_SHARING)
         known = {p: least_s(p, seconds) for p, seconds in replicating.seconds().items()}
         near = sorted((p for p in known if known[p] <= limit), key=known.__getitem__)
-        proposals = [p for p in (*near[:MOST_SHARING], *replicating.unfit) if _is_replicated(p)]
+        proposals = [p for p in (*near, *replicating.unfit) if _is_replicated(p)]
         uninterrupted(lambda: judge.consider(proposals, BUDGET.simulation, in_order=True))
         return judge if judge.best_s < limit else None
 
