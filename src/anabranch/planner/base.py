@@ -15,9 +15,10 @@ class Planner(Protocol):
 
     A proposal uses every device of ``cost.cluster`` and leaves ``in_flight`` to the schedule. It
     passes ``plans.check``, with operators across samples as soon as ``plans.whole_batch.fitted``
-    has made stages for them. ``anabranch.solve.plan`` does that, schedules and simulates the
-    proposals and keeps the best. Being a function of its arguments alone, a planner proposes the
-    same list each time.
+    has made stages for them; one of planner ``auto`` may need replicas that share the optimizer's
+    state for that. ``anabranch.solve.plan`` does both, schedules and simulates the proposals and
+    keeps the best. Being a function of its arguments alone, a planner proposes the same list each
+    time.
 
     A planner that searches for long yields what it has as it goes, so that whoever interrupts the
     search still has a plan; it may propose a stage graph twice.
