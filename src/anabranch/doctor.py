@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from torch import nn
 
 from anabranch.cluster import Cluster
-from anabranch.cost import CostModel
 from anabranch.errors import AnabranchError, CaptureError
 from anabranch.graph.capture import Captured, capture
 from anabranch.graph.loss_kinds import SENTENCES, LossKind, told_normalised
@@ -20,6 +19,7 @@ from anabranch.graph.opgraph import Granularity, bits
 from anabranch.graph.split import split
 from anabranch.plans.check import stage_bytes
 from anabranch.plans.plan import Plan, memory_text
+from anabranch.plans.prices import prices_of
 from anabranch.profile.estimate import estimate
 from anabranch.profile.profile import Profile
 from anabranch.record.run import versions
@@ -182,7 +182,7 @@ def _of_graph(captured: Captured) -> list[str]:
 
 
 def _peaks(found: Plan, profile: Profile, cluster: Cluster) -> list[tuple[int, int, int, int]]:
-    cost = CostModel(profile, cluster, shard_optimizer=found.shard_optimizer)
+    cost = prices_of(found, profile, cluster)
     graph, rows = found.stage_graph, []
     for s, stage in enumerate(graph.stages):
         weights, peak = (
