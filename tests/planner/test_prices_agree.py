@@ -15,7 +15,7 @@ from anabranch.cost.period import HIDING
 from anabranch.graph.opgraph import Op, OpGraph, Parameter, Table, bits
 from anabranch.planner.dapple.tables import ChainProblem, Tables
 from anabranch.planner.downsets import prefixes
-from anabranch.planner.pipedream.terms import Piece, Terms, tiers
+from anabranch.planner.pipedream.terms import Terms, tiers
 from anabranch.planner.piper.prices import DownsetPrices
 from anabranch.planner.toolkit.parts import Part, PartPrices
 from anabranch.planner.toolkit.prices import UNBOUNDED, MicrobatchPrices, Mode
@@ -171,9 +171,9 @@ def test_periods_are_made_of_the_simulators_seconds(case):
         states = NestedSets(cost, prefixes(range(len(cost.graph))))
         terms = Terms(states, case.prices(cost), tiers(cost.cluster), DEVICES, accumulate=True)
         assert terms.compute_s(mode.replicas)[case.start, case.stop] == compute
-        piece, bandwidth = Piece(case.start, case.stop, mode.replicas), terms.tiers[0].bandwidth
-        ring = nbytes * (2 * (mode.replicas - 1) / (bandwidth * COUNT))
-        assert replace(terms, tiers=terms.tiers[:1]).period_s([piece]) == max(compute, ring)
+        if mode.replicas > 1:
+            ring = nbytes * (2 * (mode.replicas - 1) / (terms.tiers[0].bandwidth * COUNT))
+            assert terms.reduce_s(0, 1, mode.replicas)[case.start, case.stop] == ring
         order = tuple(range(len(cost.graph)))
         tables = Tables(ChainProblem(cost, case.size * COUNT, order, DEVICES), case.size)
         both = tables.both_s[int(tables.index[mode.replicas])]
@@ -200,7 +200,7 @@ def test_tables_are_summed_by_their_rows():
         assert period_s == load_s == ring_s / COUNT
         states, order = NestedSets(cost, prefixes(range(1))), (0,)
         terms = Terms(states, case.prices(cost), tiers(cost.cluster), DEVICES, accumulate=True)
-        assert terms.reduce_s(0, 1, 2)[0, 1] == nbytes * terms.reduce_s_per_byte(0, 1, 2)
+        assert terms.reduce_s(0, 1, 2)[0, 1] == nbytes * (2 / (terms.tiers[0].bandwidth * COUNT))
         tables = Tables(ChainProblem(cost, case.size * COUNT, order, DEVICES), case.size)
         assert tables.reduce_s(counts(cost.cluster, range(2)))[0, 1] == ring_s
         graph = StageGraph((Stage(("a",), (0, 1), case.size),), (), case.size * COUNT)

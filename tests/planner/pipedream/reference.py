@@ -120,6 +120,18 @@ class Reference:
                 total += value.size(samples) * (2 if value.grad else 1)
         return total / self.terms.tiers[level].bandwidth
 
+    def period_s(self, pieces: Sequence[Piece], level: int | None = None, copies: int = 1) -> float:
+        """The value of the recurrence for one plan."""
+        level = len(self.terms.tiers) - 1 if level is None else level
+        longest = max((self.cut_s(level, copies, piece.start) for piece in pieces[1:]), default=0)
+        for piece in pieces:
+            u, v, m = piece.start, piece.stop, piece.copies
+            inside = self.compute_s(copies * m, u, v)
+            if level:
+                inside = self.period_s(piece.inside, level - 1, copies * m)
+            longest = max(longest, inside, self.reduce_s(level, copies, u, v, m))
+        return longest
+
     def plans(self) -> Iterator[tuple[Piece, ...]]:
         """Every plan on all components."""
         top = len(self.terms.tiers) - 1

@@ -2,12 +2,11 @@
 
 terms       the terms of the recurrence: compute, all-reduce, transfers; what a plan is
 recurrence  the recurrence, memory apart
-memory      the same under a bound, with the number of stages that may follow
-product     the inner loop of both
+memory      the same on one level, with the number of stages that follow, which memory asks for
 planner     micro-batch sizes, and plans that fit
 
-Axes of tables: u and v, the states before and after a span; s, the state of a cut between them; c,
-a choice of components (m or n of them) and stages (p or q).
+Axes of tables: u and v, the states before and after a span; s, the state of a cut between them; m
+and n, numbers of components.
 """
 
 from anabranch.planner.pipedream.planner import PipeDream

@@ -1,7 +1,7 @@
 """PipeDream's planner: the best plan of its recurrence for every micro-batch size.
 
-Where that plan does not fit, ``pipedream.memory`` searches the best that does; where the levels of
-the cluster allow none, one that takes the devices as a single level on the slowest link.
+Where that plan does not fit, or the levels of the cluster allow none, ``pipedream.memory`` finds
+the best that fits with the devices as a single level on the slowest link.
 """
 
 from __future__ import annotations
@@ -48,8 +48,6 @@ class PipeDream:
         steps: splits to compare at most; a thousand million take 2 to 3 s, more where there are
             over a thousand states. A search that has found plans by then, those of the larger
             micro-batches, ends with those.
-        tolerance: relative distance to the least period at which a search that memory restricts
-            ends.
     """
 
     max_replicas: int | None = None
@@ -57,12 +55,11 @@ class PipeDream:
     accumulate: bool = True
     budget: int = 2000
     steps: int = 2_000_000_000
-    tolerance: float = 0.01
 
     schedules: ClassVar[tuple[str, ...]] = ("1f1b",)
 
     def __post_init__(self) -> None:
-        require_options("pipedream", self, max_replicas=1, budget=1, steps=1, tolerance=0)
+        require_options("pipedream", self, max_replicas=1, budget=1, steps=1)
 
     def __call__(
         self, cost: CostModel, *, batch_size: int, microbatch_size: int | None = None
@@ -115,18 +112,12 @@ class PipeDream:
     def _best(self, terms: Terms, budget: Budget) -> StageGraph | None:
         """The plan with the least period that fits."""
         found = recurrence.solve(terms, budget)
-        graph = found and self._stage_graph(terms, found[1])
-        if graph:
-            return graph
-        level = replace(terms, tiers=flat(terms.prices.cost.cluster))
-        # What does not fit on a single level, on which much more is possible, fits on no other.
-        if memory.FittingRecurrence(level, float("inf"), budget).solve() is None:
-            return None
-        for levels, low in ((terms, found and found[0]), (level, level.ideal_s())):
-            within = None if low is None else memory.solve(levels, budget, low, self.tolerance)
-            if within is not None:
-                return self._stage_graph(levels, within[1])
-        return None
+        graph = found and self._stage_graph(terms, found)
+        if not graph:
+            terms = replace(terms, tiers=flat(terms.prices.cost.cluster))
+            within = memory.solve(terms, budget)
+            graph = within and self._stage_graph(terms, within)
+        return graph or None
 
     def _stage_graph(self, terms: Terms, pieces: Sequence[Piece]) -> StageGraph | None:
         """The stages of a plan on their devices; None if they do not fit."""
@@ -144,7 +135,7 @@ class PipeDream:
 
 def _require_tables(cost: CostModel, states: int) -> None:
     cluster = cost.cluster
-    # T and what it is made of, 8 bytes per span and component; headrooms take 2 per device.
+    # T and A take 8 bytes per span and component, headrooms 2 per device.
     components = max(tier.size for tier in tiers(cluster))
     nbytes = max(16 * components, 2 * cluster.num_devices) * states**2
     if nbytes > MOST_BYTES:

@@ -15,9 +15,9 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from anabranch.planner.pipedream.product import least_longest
 from anabranch.planner.pipedream.terms import INFINITE, Matrix, Piece, Terms
 from anabranch.planner.toolkit.budget import Budget
+from anabranch.planner.toolkit.jit import entry
 
 FIRST = 1.15
 """The first bound, in multiples of what no plan can beat."""
@@ -29,15 +29,15 @@ RISES = 8
 _ROUNDING = 1 + 1e-9
 
 
-def solve(terms: Terms, budget: Budget) -> tuple[float, tuple[Piece, ...]] | None:
-    """The least period and a plan with it; None if there is none whatever the memory.
+def solve(terms: Terms, budget: Budget) -> tuple[Piece, ...] | None:
+    """A plan of the least period; None if there is none whatever the memory.
 
     Raises:
         BudgetError: if ``budget`` runs out.
     """
     for bound in bounds(terms.ideal_s() * FIRST):
         found = BoundedRecurrence(terms, bound, budget).solve()
-        if found is not None:
+        if found:
             return found
     return None
 
@@ -58,14 +58,13 @@ class BoundedRecurrence:
         self._budget = budget
         self._whole: dict[tuple[int, int], Matrix] = {}
 
-    def solve(self) -> tuple[float, tuple[Piece, ...]] | None:
-        """The least period within the bound and a plan with it."""
+    def solve(self) -> tuple[Piece, ...]:
+        """A plan of the least period within the bound; no pieces if there is none."""
         top = len(self._terms.tiers) - 1
         table = self._table(top, 1)
-        value = float(table.best[-1][0, -1])
-        if value == INFINITE:
-            return None
-        return value, self._pieces(table, top, 1, (0, len(self._terms.states) - 1))
+        if table.best[-1][0, -1] == INFINITE:
+            return ()
+        return self._pieces(table, top, 1, (0, len(self._terms.states) - 1))
 
     def _component(self, level: int, copies: int) -> Matrix:
         """A^level on a whole component, of which there are so many copies; level -1: a device."""
@@ -85,12 +84,9 @@ class BoundedRecurrence:
         cut = self._within(self._terms.cut_s(level, copies))
         stage = np.stack([self._stage(level, copies, m) for m in range(1, size + 1)])
         best = stage[:, : self._starts(level, copies)].copy()
-        # What ends at a state and goes on behind it, by that state: [component, state, start].
-        ends = np.empty((size, len(cut), best.shape[1]))
-        for m in range(1, size + 1):
-            if m > 1:
-                least_longest(ends[m - 2 :: -1], stage[: m - 1], best[m - 1], self._budget)
-            ends[m - 1] = np.maximum(best[m - 1], cut).T
+        reach = len(cut) - np.argmax(stage[:, :, ::-1] < INFINITE, axis=2)
+        left = self._budget.limit - self._budget.spent
+        self._budget.spend(_join(stage, cut, reach, best, left))
         return LevelTable(cut, stage, best)
 
     def _starts(self, level: int, copies: int) -> int:
@@ -164,3 +160,31 @@ class LevelTable:
             if len(at):
                 return int(at[0]), m - n, (int(at[0]), stop, n)
         raise AssertionError("an entry of the table has a split with its value")
+
+
+@entry
+def _join(
+    stage: NDArray[np.float64],
+    cut: NDArray[np.float64],
+    reach: NDArray[np.int64],
+    best: NDArray[np.float64],
+    most: float,
+) -> int:
+    """Lower A, which is T yet, to the best of all cuts; steps taken, of which ``most`` are allowed.
+
+    Args:
+        reach: [component, state] behind the last state up to which a part from there is possible.
+    """
+    steps, (components, starts, states) = 0, best.shape
+    for m in range(1, components):
+        for n in range(m):
+            for u in range(starts):
+                for s in range(u + 1, states - 1):
+                    first = max(best[m - n - 1, u, s], cut[s])
+                    if first < np.inf:
+                        steps += reach[n, s] - s
+                        for v in range(s + 1, reach[n, s]):
+                            best[m, u, v] = min(best[m, u, v], max(first, stage[n, s, v]))
+                if steps > most:
+                    return steps
+    return steps

@@ -98,13 +98,9 @@ class Terms:
         """Seconds per micro-batch of the all-reduce among m components."""
         if m == 1:
             return 0.0
-        reduced: Matrix = self.states.matrices().summed
-        return reduced * self.reduce_s_per_byte(level, copies, m)
-
-    def reduce_s_per_byte(self, level: int, copies: int, m: int) -> float:
-        """The same for one byte of parameters."""
         every = self.prices.num_microbatches if self.accumulate else copies * m
-        return 2 * (m - 1) / (self.tiers[level].bandwidth * every)
+        per_byte_s = 2 * (m - 1) / (self.tiers[level].bandwidth * every)
+        return np.asarray(self.states.matrices().summed * per_byte_s)
 
     def cut_s(self, level: int, copies: int) -> NDArray[np.float64]:
         """Seconds for what crosses each state and its gradients."""
@@ -143,22 +139,6 @@ class Terms:
     def component(self, level: int) -> int:
         """Devices of one component of the next level: all that this level joins."""
         return int(np.prod([tier.size for tier in self.tiers[: level + 1]]))
-
-    def period_s(self, pieces: Sequence[Piece], level: int | None = None, copies: int = 1) -> float:
-        """The value of the recurrence for one plan."""
-        level = len(self.tiers) - 1 if level is None else level
-        cut = self.cut_s(level, copies)
-        longest = max((float(cut[piece.start]) for piece in pieces[1:]), default=0.0)
-        for piece in pieces:
-            m = piece.copies
-            if level:
-                inside = self.period_s(piece.inside, level - 1, copies * m)
-            else:
-                inside = float(self.compute_s(copies * m)[piece.start, piece.stop])
-            reduced = float(self.states.matrices().summed[piece.start, piece.stop])
-            reduce_s = reduced * self.reduce_s_per_byte(level, copies, m)
-            longest = max(longest, inside, reduce_s)
-        return longest
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,8 @@ _PACKAGE = Path(__file__).parents[2]
 SOURCES = (
     "planner/auto/stage_*.py",
     "planner/graphpipe/partitioner.py",
+    "planner/pipedream/memory.py",
+    "planner/pipedream/recurrence.py",
     "cost/buckets.py",
     "cost/communication.py",
     "cost/memory.py",
