@@ -3,9 +3,8 @@
 All partitions of up to ``MOST_OPERATORS`` operators into stages with an acyclic stage graph
 (4,140 partitions of 8 operators before that condition), and every micro-batch size. For each,
 
-- by default, the numbers of replicas, in powers of two, that give the least longest period within
-  the devices and their memory; devices that are left go where they help
-  (``planner.toolkit.assemble``);
+- by default, the numbers of replicas that give the least longest period on all devices and within
+  their memory (``planner.toolkit.assemble``);
 - with ``every``, all numbers of replicas that add up to the devices: 1 + 3 + 3 + 1 ways for 4
   devices and 1 to 4 stages. The best of these, simulated, is the best plan there is on one level of
   links. On several, devices are given out in the ways of ``toolkit.place`` only.
@@ -14,8 +13,8 @@ All partitions of up to ``MOST_OPERATORS`` operators into stages with an acyclic
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from anabranch.cost import CostModel
@@ -24,7 +23,7 @@ from anabranch.planner.base import require_options
 from anabranch.planner.partitions import partitions
 from anabranch.planner.toolkit.assemble import Candidate
 from anabranch.planner.toolkit.infeasible import explain, require_sizes
-from anabranch.planner.toolkit.parts import Part, PartPrices, edges, heights
+from anabranch.planner.toolkit.parts import Part, PartPrices, heights
 from anabranch.planner.toolkit.problem import Problem
 from anabranch.plans.stages import StageGraph
 
@@ -114,67 +113,19 @@ class Exhaustive:
             )
 
     def _at_size(self, problem: Problem, size: int, everything: _Partitions) -> Iterator[Candidate]:
-        """Candidates of one micro-batch size: all, or as many as are asked for."""
+        """Candidates of one micro-batch size."""
         assembler = problem.assembler(size)
-        if not assembler.prices.microbatch.degrees:
+        degrees = assembler.prices.microbatch.degrees
+        if not degrees:
             return
-        chosen = self._every(problem, assembler.prices, everything)
-        if not self.every:
-            chosen = self._quickest(problem, assembler.prices, everything)
-        for parts in chosen:
-            yield from assembler.assemblies(parts)
-
-    def _every(
-        self, problem: Problem, prices: PartPrices, everything: _Partitions
-    ) -> Iterator[list[Part]]:
         for masks, pairs in everything:
-            yield from _assignments(
-                prices,
-                list(zip(masks, heights(len(masks), pairs), strict=True)),
-                problem.devices,
-                problem.most_replicas,
-            )
-
-    def _quickest(
-        self, problem: Problem, prices: PartPrices, everything: _Partitions
-    ) -> Iterator[list[Part]]:
-        count = prices.microbatch.num_microbatches
-        ranked: list[tuple[float, list[Part]]] = []
-        for masks, _ in everything:
-            parts = best_replicas(prices, masks, problem.devices)
-            if parts is not None:
-                period = max(prices.period_s(part) for part in parts)
-                ranked.append(((count - 1) * period + _longest_path(prices, parts), parts))
-        ranked.sort(key=lambda entry: entry[0])
-        return (parts for _, parts in ranked[: self.candidates])
-
-
-def best_replicas(prices: PartPrices, masks: Sequence[int], devices: int) -> list[Part] | None:
-    """Replicas that make the longest period of a partition, in topological order, the least.
-
-    The parts take as few of the devices as that allows; None if memory or devices do not suffice.
-    """
-    plain = [Part(mask, 1) for mask in masks]
-    height = heights(len(masks), edges(prices, plain))
-    options = [
-        [
-            (part.devices, prices.period_s(part), part)
-            for mode in prices.microbatch.modes
-            if prices.headroom(part := Part(mask, mode.replicas, mode.recompute, mode.tensor)) >= h
-        ]
-        for mask, h in zip(masks, height, strict=True)
-    ]
-    if not all(options):
-        return None
-    least = max(min(period for _, period, _ in stage) for stage in options)
-    for bound in sorted({period for stage in options for _, period, _ in stage if period >= least}):
-        chosen = [
-            min((option for option in stage if option[1] <= bound), key=lambda option: option[:2])
-            for stage in options
-        ]
-        if sum(count for count, _, _ in chosen) <= devices:
-            return [part for _, _, part in chosen]
-    return None
+            chosen: Iterable[list[Part]] = [[Part(mask, degrees[0]) for mask in masks]]
+            if self.every:
+                stages = list(zip(masks, heights(len(masks), pairs), strict=True))
+                limits = problem.devices, problem.most_replicas
+                chosen = _assignments(assembler.prices, stages, *limits)
+            for parts in chosen:
+                yield from assembler.assemblies(parts)
 
 
 def _assignments(
@@ -187,7 +138,9 @@ def _assignments(
         return
     (mask, height), rest = stages[0], stages[1:]
     for part in _modes(prices, mask, devices - len(rest), limit):
-        if prices.headroom(part) >= height:
+        # Nothing is gained by recomputation where there is memory for a deep warm-up without.
+        roomy = part.recompute and prices.headroom(replace(part, recompute=False)) >= 2 * height
+        if prices.headroom(part) >= height and not roomy:
             for others in _assignments(prices, rest, devices - part.devices, limit):
                 yield [part, *others]
 
@@ -200,10 +153,3 @@ def _modes(prices: PartPrices, mask: int, most: int, limit: int) -> Iterator[Par
             if formulas.may(replicas):
                 for recompute in (False, True)[: 1 + formulas.recompute]:
                     yield Part(mask, replicas, recompute, tensor)
-
-
-def _longest_path(prices: PartPrices, parts: Sequence[Part]) -> float:
-    longest = [prices.period_s(part) for part in parts]
-    for x, y in sorted(edges(prices, parts), reverse=True):
-        longest[x] = max(longest[x], longest[y] + prices.period_s(parts[x]))
-    return max(longest)

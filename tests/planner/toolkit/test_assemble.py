@@ -89,9 +89,9 @@ def test_shares_out_all_devices_in_the_best_way(seconds, devices, most):
         for way in product(range(1, most + 1), repeat=len(parts))
         if sum(way) == devices
     ]
-    found = makes._shared_out(parts)
-    assert (found is None) == (not longest)
-    if found is not None:
+    found = makes.shared_out(parts)
+    assert bool(found) == bool(longest)
+    if found:
         assert max(map(makes.prices.period_s, found)) == min(longest)
 
 

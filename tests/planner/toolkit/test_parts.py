@@ -38,4 +38,4 @@ def test_everything_in_one_stage_sends_nothing():
 
 def test_uneven_replicas_cost_what_the_fullest_does():
     """5 samples on 2 devices: 3 on the fuller."""
-    assert two_priced(5).compute_s(Part(0b01, 2)) == (3.0, 6.0)
+    assert two_priced(5).compute_s(Part(0b01, 2)) == 9.0

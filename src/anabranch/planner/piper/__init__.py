@@ -15,8 +15,7 @@ for s stages behind D on k devices. Only the largest load counts, not the depth 
 prices      the load of a stage, and how much it can keep in flight
 walk        passes over the stages that a plan may have
 search      the recurrence, in an order that is quick
-assemble    devices for the stages
-planner     micro-batch sizes, and what to say when nothing fits
+planner     micro-batch sizes, devices for the stages, and what to say when nothing fits
 
 Axes of arrays: lo and hi, the downsets before and after a stage, by index; pair, a nested pair of
 them; option, a pair with a mode.

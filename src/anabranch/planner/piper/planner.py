@@ -8,14 +8,15 @@ from itertools import chain
 from typing import ClassVar
 
 from anabranch.cost import CostModel
+from anabranch.graph.opgraph import bits
 from anabranch.graph.series_parallel import decompose, operators
 from anabranch.planner.base import require_options
 from anabranch.planner.downsets import downsets, prefixes, size_starts
-from anabranch.planner.piper.assemble import assemble
 from anabranch.planner.piper.prices import DownsetPairs, DownsetPrices
 from anabranch.planner.piper.search import ROUNDING, BoundedPlans, LoadSearch
+from anabranch.planner.toolkit.assemble import Assembler
 from anabranch.planner.toolkit.infeasible import explain, require_sizes
-from anabranch.planner.toolkit.parts import Part
+from anabranch.planner.toolkit.parts import Part, PartPrices
 from anabranch.planner.toolkit.prices import MicrobatchPrices, Mode, degrees, microbatch_sizes
 from anabranch.planner.toolkit.problem import Problem
 from anabranch.plans.stages import StageGraph
@@ -112,8 +113,16 @@ class Piper:
             for recompute in (False, True)
             if self.recompute or not recompute
         ]
-        used = tuple(sorted({mode.replicas for mode in modes}))
-        return MicrobatchPrices(cost, batch_size, size, used, cost.cluster.memory_bytes), modes
+        prices = MicrobatchPrices(
+            cost,
+            batch_size,
+            size,
+            tuple(sorted({mode.replicas for mode in modes})),
+            cost.cluster.memory_bytes,
+            tuple(_tensor_degrees(cost)),
+            self.recompute,
+        )
+        return prices, modes
 
     def _graphs(self, searched: list[tuple[DownsetPrices, DownsetPairs]]) -> Iterator[StageGraph]:
         """Plans of the least load: with the fewest stages, and on exactly all devices."""
@@ -126,7 +135,7 @@ class Piper:
                 found, stages = better, prices
         if found is None:
             return
-        few = assemble(stages.prices, _parts(stages, found, exact=False), self.max_replicas)
+        few = self._assembled(stages, found, exact=False)
         if few is not None:
             yield few
         whole: BoundedPlans | None = found
@@ -135,9 +144,24 @@ class Piper:
             stages, space = searched[-1]
             whole = None if few else least(stages, space, self.tolerance, exact=True)
         if whole is not None:
-            full = assemble(stages.prices, _parts(stages, whole, exact=True), self.max_replicas)
+            full = self._assembled(stages, whole, exact=True)
             if full is not None and full != few:
                 yield full
+
+    def _assembled(
+        self, stages: DownsetPrices, found: BoundedPlans, *, exact: bool
+    ) -> StageGraph | None:
+        """A plan on all devices; None if its stages have no use for all of them."""
+        options, parts = found.options, []
+        for i in found.chain(exact=exact):
+            mode = stages.modes[int(options.mode[i])]
+            mask = stages.downsets.mask(int(options.lo[i]), int(options.hi[i]))
+            parts.append(Part(mask, mode.replicas, mode.recompute, mode.tensor))
+        prices = PartPrices(stages.prices)
+        order = tuple(op for part in parts for op in bits(part.mask))
+        limit = self.max_replicas or prices.cost.cluster.num_devices
+        candidate = Assembler(prices, order, limit, chained=True).assemble(parts)
+        return None if candidate is None else candidate.graph
 
 
 def _tensor_degrees(cost: CostModel) -> list[int]:
@@ -149,16 +173,6 @@ def _tensor_degrees(cost: CostModel) -> list[int]:
 def _row(cost: CostModel) -> DownsetPairs:
     """The operators in one order, branch after branch."""
     return DownsetPairs.of(cost, prefixes(tuple(operators(decompose(cost.graph)))), _ROW_PAIRS)
-
-
-def _parts(stages: DownsetPrices, found: BoundedPlans, *, exact: bool) -> list[Part]:
-    options = found.options
-    result = []
-    for i in found.chain(exact=exact):
-        mode = stages.modes[int(options.mode[i])]
-        mask = stages.downsets.mask(int(options.lo[i]), int(options.hi[i]))
-        result.append(Part(mask, mode.replicas, mode.recompute, mode.tensor))
-    return result
 
 
 def least(

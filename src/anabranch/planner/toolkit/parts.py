@@ -11,8 +11,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from anabranch.cost import CostModel
-from anabranch.cost.stage_weights import StageWeights
 from anabranch.graph.opgraph import bits
 from anabranch.planner.toolkit.prices import MicrobatchPrices, Mode
 
@@ -37,51 +35,14 @@ class Part:
         return self.replicas * self.tensor
 
 
-class OperatorSets:
-    """What sets of operators weigh, whatever the micro-batch size; remembered."""
-
-    def __init__(self, cost: CostModel) -> None:
-        self.cost = cost
-        self._ops: dict[int, NDArray[np.intp]] = {}
-        self._weights: dict[tuple[int, int], StageWeights] = {}
-
-    def ops(self, mask: int) -> NDArray[np.intp]:
-        """The operators of a set, ascending."""
-        if mask not in self._ops:
-            self._ops[mask] = np.fromiter(bits(mask), dtype=np.intp)
-        return self._ops[mask]
-
-    def weights(self, mask: int, tensor: int = 1) -> StageWeights:
-        """Bytes of the stage with these operators."""
-        if (mask, tensor) not in self._weights:
-            self._weights[mask, tensor] = self.cost.weights(mask, tensor)
-        return self._weights[mask, tensor]
-
-
 class PartPrices:
-    """Prices parts at one micro-batch size and remembers them.
+    """Prices parts at one micro-batch size and remembers them."""
 
-    Args:
-        sets: their bytes, if several sizes are to share them.
-    """
-
-    def __init__(self, microbatch: MicrobatchPrices, sets: OperatorSets | None = None) -> None:
+    def __init__(self, microbatch: MicrobatchPrices) -> None:
         self.microbatch = microbatch
         self.cost = microbatch.cost
-        self.sets = sets or OperatorSets(microbatch.cost)
         self._period_s: dict[Part, float] = {}
-        self._compute_s: dict[Part, tuple[float, float]] = {}
         self._headroom: dict[Part, int] = {}
-
-    def compute_s(self, part: Part) -> tuple[float, float]:
-        """Forward and backward seconds on the fullest replica, recomputation included."""
-        if part not in self._compute_s:
-            ops = self.sets.ops(part.mask)
-            n = self.microbatch.samples(part.replicas)
-            forward, backward = self.cost.op_seconds(n, part.tensor)
-            there, back = float(forward[ops].sum()), float(backward[ops].sum())
-            self._compute_s[part] = there, back + there * part.recompute
-        return self._compute_s[part]
 
     def seconds(self, part: Part) -> NDArray[np.float64]:
         """Seconds of a micro-batch for every operator of the model, run as this part is."""
@@ -89,18 +50,22 @@ class PartPrices:
         forward, backward = self.cost.op_seconds(n, part.tensor)
         return forward * (1 + part.recompute) + backward
 
+    def compute_s(self, part: Part) -> float:
+        """Seconds of a micro-batch on the fullest replica, recomputation included."""
+        return float(self.seconds(part)[list(bits(part.mask))].sum())
+
     def period_s(self, part: Part) -> float:
         """Seconds from one micro-batch to the next."""
         if part not in self._period_s:
-            weights = self.sets.weights(part.mask, part.tensor)
-            period_s = self.microbatch.period_s(weights, sum(self.compute_s(part)), part.mode)
+            weights = self.cost.weights(part.mask, part.tensor)
+            period_s = self.microbatch.period_s(weights, self.compute_s(part), part.mode)
             self._period_s[part] = float(period_s)
         return self._period_s[part]
 
     def headroom(self, part: Part) -> int:
         """The largest height at which the part fits; -1 if none."""
         if part not in self._headroom:
-            weights = self.sets.weights(part.mask, part.tensor)
+            weights = self.cost.weights(part.mask, part.tensor)
             height = self.microbatch.headroom(weights, part.replicas, recompute=part.recompute)
             self._headroom[part] = int(height)
         return self._headroom[part]
@@ -110,7 +75,7 @@ def edges(prices: PartPrices, parts: Iterable[Part]) -> set[tuple[int, int]]:
     """Pairs of parts between which values flow."""
     home = [-1] * len(prices.cost.graph)
     for s, part in enumerate(parts):
-        for op in prices.sets.ops(part.mask).tolist():
+        for op in bits(part.mask):
             home[op] = s
     return {(home[a], home[b]) for a, b in prices.cost.graph.edges if home[a] != home[b]}
 

@@ -9,7 +9,7 @@ from functools import cached_property
 from anabranch.cost import CostModel
 from anabranch.graph.series_parallel import Node, decompose, operators
 from anabranch.planner.toolkit.assemble import Assembler
-from anabranch.planner.toolkit.parts import OperatorSets, PartPrices
+from anabranch.planner.toolkit.parts import PartPrices
 from anabranch.planner.toolkit.prices import MicrobatchPrices, degrees, microbatch_sizes
 
 SHORT = 10
@@ -50,11 +50,6 @@ class Problem:
     def order(self) -> tuple[int, ...]:
         """The operators, branch after branch."""
         return tuple(operators(self.tree))
-
-    @cached_property
-    def sets(self) -> OperatorSets:
-        """What sets of operators weigh."""
-        return OperatorSets(self.cost)
 
     def sizes(self, microbatch_size: int | None) -> Sequence[int]:
         """The micro-batch sizes to try: this one, or all for None."""
@@ -97,6 +92,4 @@ class Problem:
 
     def assembler_at(self, prices: MicrobatchPrices) -> Assembler:
         """What makes stage graphs of parts at these prices."""
-        return Assembler(
-            PartPrices(prices, self.sets), self.order, self.most_replicas, self.chained
-        )
+        return Assembler(PartPrices(prices), self.order, self.most_replicas, self.chained)
