@@ -10,8 +10,9 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -179,8 +180,11 @@ class CostModel:
 
     @cached_property
     def memo(self) -> dict[Hashable, Any]:
-        """What others have made of these prices and will need again, under keys of their own."""
-        return {}
+        """What others have made of these prices and will need again, under keys of their own; cost
+        models of one profile that have the same settings share it.
+        """
+        settings = (getattr(self, field.name) for field in fields(self) if field.init)
+        return self.profile.priced.setdefault((type(self), *islice(settings, 1, None)), {})
 
     def _measured_s(self, tensor: int) -> tuple[Floats, Floats]:
         forward = np.array([cost.forward_s for cost in self.costs(tensor)])

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 from anabranch.graph.opgraph import OpGraph
 
@@ -107,6 +109,11 @@ class Profile:
                     f"tensor parallelism over {shard.degree} devices lacks the parameter bytes of "
                     "an operator, or has negative ones"
                 )
+
+    @cached_property
+    def priced(self) -> dict[Hashable, dict[Hashable, Any]]:
+        """What cost models have made of these costs: by their settings, see ``CostModel.memo``."""
+        return {}
 
     def _check(self, costs: tuple[OpCost, ...]) -> None:
         if len(costs) != len(self.graph):

@@ -115,8 +115,19 @@ class ShortestStep:
 
     def measure(self, candidate: ScheduledProposal, best_s: float) -> tuple[float, bool, int]:
         """Seconds; whether they are sure, or enough to know that they are more than ``best_s``; and
-        the micro-batches times devices that it took to simulate them.
+        the micro-batches times devices that it took to simulate them. Sure ones are remembered: a
+        plan is compared with baselines that its search has simulated as well.
         """
+        known: dict[Run, float] = self.cost.memo.setdefault(ShortestStep, {})
+        run = candidate.graph, candidate.schedule
+        if run in known:
+            return known[run], True, 0
+        seconds, sure, work = self._simulate(candidate, best_s)
+        if sure:
+            known[run] = seconds
+        return seconds, sure, work
+
+    def _simulate(self, candidate: ScheduledProposal, best_s: float) -> tuple[float, bool, int]:
         graph, work = candidate.graph, 0
 
         def order_for(short: StageGraph) -> Schedule:

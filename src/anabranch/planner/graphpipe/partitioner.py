@@ -163,6 +163,7 @@ class _Search:
         self._chain, self._groups, self._bound, self._budget = chain, groups, bound, budget
         self._series: dict[tuple[int, int, After], Strategies] = {}
         self._runs: dict[tuple[int, int, int, After], Strategies] = {}
+        self._ends: dict[After, Strategies] = {}
 
     def stage_graph(self) -> list[PlannedStage]:
         """The stages on all devices with the least memory; none if the bound is too low."""
@@ -182,51 +183,117 @@ class _Search:
         return self._series[key]
 
     def _decompose_in_series(self, chain: Chain, stop: int, after: After) -> Strategies:
-        tables = self._prices.of_row(chain.row)
-        # For every cut what follows it: first all that it may begin with, then the best of it.
+        tables, row = self._prices.of_row(chain.row), chain.row
+        # For every cut the best of what follows it.
         nothing = self._nothing(after)
-        begins: list[list[Strategies]] = [[] for _ in range(stop)] + [[nothing]]
         rests: list[Strategies] = [nothing] * (stop + 1)
         needs = np.full((stop + 1, *nothing.least.shape), NEVER, dtype=np.int64)
         needs[stop] = nothing.least
-        for i in reversed(range(stop)):
-            # 26 to 31, 34 to 40: G_1 is a single stage, solved after G_2, which follows it.
-            behind = slice(i + 1, stop + 1)
-            begins[i] = self._single_stage(
-                tables.tps[:, :, i, behind],
-                tables.room[:, :, i, behind],
-                needs[behind],
-                partial(_run_mask, chain.row, i, i + 1),
-                rests[i + 1 :],
-            )
+        singles = [_none(*nothing.least.shape)] * stop
+
+        def begins(i: int) -> list[Strategies]:
+            """All that may follow the cut before an operator."""
+            mask = partial(_run_mask, row, i, i + 1)
+            return self._begins(*singles[i], mask, rests[i + 1 :])
+
+        # What follows the cut behind the item that is next, as long as that is a block.
+        behind, i = [nothing], stop
+        while i:
+            # 26 to 31, 34 to 40: G_1 is a single stage, solved after G_2, which follows it. Until
+            # the next block nothing else is: all operators in a row at once.
+            last, i = i, i - 1
+            while i and chain.items[i] is None and chain.items[i - 1] is None:
+                i -= 1
+            held, chosen = self._single_stages(tables, i, last, needs)
+            for j in range(i, last):
+                singles[j] = held[j - i], chosen[j - i]
+                rests[j] = Strategies(needs[j], partial(self._stages_of, begins, j))
             block = chain.items[i]
             if block is not None:
+                found = begins(i)
                 # 34 to 40: G_1 is a block between two stages ..
                 whole = partial(self._beside, block, 0, len(block.branches))
-                for rest in begins[i + 1]:
-                    begins[i] += self._before(rest, whole)
+                for rest in behind:
+                    found += self._before(rest, whole)
                 # .. or a block whose join has the tail of a branch.
-                begins[i] += self._joined(chain, i, stop, needs, rests)
-            rests[i] = self._pick_better(begins[i])
-            needs[i] = rests[i].least
+                found += self._joined(chain, i, stop, needs, rests)
+                rests[i] = self._pick_better(found)
+                needs[i] = rests[i].least
+                behind = found
+            elif i:
+                behind = begins(i)
         return rests[0]
+
+    def _stages_of(
+        self, begins: Callable[[int], list[Strategies]], i: int, x: int, d: int
+    ) -> list[PlannedStage]:
+        return self._pick_better(begins(i)).stages(x, d)
+
+    def _single_stages(
+        self, tables: StageTables, start: int, stop: int, needs: Ints
+    ) -> tuple[Ints, Ints]:
+        """The base case (lines 26 to 31) for stages that begin at each of some items in a row.
+
+        Args:
+            needs: what follows each item, which is found for these.
+
+        Returns:
+            As ``_hold_fewest``, for each of them.
+        """
+        schedules, shape = self._schedules, needs.shape[1:]
+        places = sum(len(needs) - 1 - i for i in range(start, stop))
+        steps = tables.tps.shape[0] * tables.tps.shape[1] * places * shape[1]
+        self._budget.spend(steps + CALL * shape[0] * (stop - start))
+        held = np.full((stop - start, *shape), NEVER, dtype=np.int64)
+        chosen = np.zeros_like(held)
+        _hold_in_row(
+            tables.tps,
+            tables.room,
+            start,
+            needs,
+            schedules.more,
+            schedules.devices,
+            self._bound,
+            held,
+            chosen,
+        )
+        return held, chosen
 
     def _single_stage(
         self,
-        tps: Floats,
-        room: Ints,
+        tables: StageTables,
+        start: int,
+        stop: int,
         needs: Ints,
         mask: Callable[[int], int],
         rests: Sequence[Strategies],
     ) -> list[Strategies]:
-        """The base case (lines 26 to 31): stages by their place m, each with what follows it.
-
-        Returns:
-            For every configuration that the stage may have, the strategies that begin with it.
+        """The base case for stages that begin at one item and end at ``stop`` or later, each with
+        what follows it.
         """
+        schedules, shape = self._schedules, needs.shape[1:]
+        steps = tables.tps.shape[0] * tables.tps.shape[1] * needs.shape[0] * shape[1]
+        self._budget.spend(steps + CALL * shape[0])
+        held, chosen = _none(*shape)
+        _hold_fewest(
+            tables.tps,
+            tables.room,
+            start,
+            stop,
+            np.ascontiguousarray(needs),
+            0,
+            schedules.devices,
+            self._bound,
+            held,
+            chosen,
+        )
+        return self._begins(held, chosen, mask, rests)
+
+    def _begins(
+        self, held: Ints, chosen: Ints, mask: Callable[[int], int], rests: Sequence[Strategies]
+    ) -> list[Strategies]:
+        """For every configuration that a stage may have, the strategies that begin with it."""
         schedules = self._schedules
-        self._budget.spend(tps.size * needs.shape[2] + CALL * len(tps))
-        held, chosen = _base_case(tps, room, needs, schedules.devices, self._bound)
 
         def begin(y: int) -> Strategies:
             def stages(_: int, d: int) -> list[PlannedStage]:
@@ -279,10 +346,9 @@ class _Search:
         tables = self._prices.of_row(block.row)
         if tables.quickest[start, stop] > self._bound:
             return []
-        tps, room = tables.tps[:, :, start, stop:], tables.room[:, :, start, stop:]
         nothing = self._nothing(after)
         mask = partial(_run_mask, block.row, start, stop)
-        return self._single_stage(tps[..., :1], room[..., :1], nothing.least[None], mask, [nothing])
+        return self._single_stage(tables, start, stop, nothing.least[None], mask, [nothing])
 
     def _joined(
         self, chain: Chain, place: int, stop: int, needs: Ints, rests: Sequence[Strategies]
@@ -301,10 +367,8 @@ class _Search:
                     continue
                 # Item 0 of the row is the tail; stages end behind the first item after the block
                 # or later.
-                until = slice(2, stop - place + 1)
                 begins = self._single_stage(
-                    tables.tps[:, :, 0, until],
-                    tables.room[:, :, 0, until],
+                    *(tables, 0, 2),
                     needs[place + 2 : stop + 1],
                     partial(_run_mask, row, 0, 2),
                     rests[place + 2 : stop + 1],
@@ -343,9 +407,11 @@ class _Search:
 
     def _nothing(self, after: After) -> Strategies:
         """No operators: a stage before this one is before what follows."""
-        least = np.full((len(after), self._groups + 1), NEVER, dtype=np.int64)
-        least[:, 0] = after
-        return Strategies(least, lambda _x, _d: [])
+        if after not in self._ends:
+            least = np.full((len(after), self._groups + 1), NEVER, dtype=np.int64)
+            least[:, 0] = after
+            self._ends[after] = Strategies(least, lambda _x, _d: [])
+        return self._ends[after]
 
     def _no_branch(self) -> Strategies:
         """No branches, which ask for nothing."""
@@ -389,34 +455,59 @@ def _renamed(found: Strategies, known: Chain, own: Chain) -> Strategies:
     return Strategies(found.least, stages)
 
 
-def _base_case(
-    tps: Floats, room: Ints, needs: Ints, devices: Ints, bound: float
-) -> tuple[Ints, Ints]:
-    """Fewest samples that a stage holds, and place m and mode k as m * modes + k: [x, d].
-
-    Args:
-        tps: of the stage that ends at place m: [x, k, m], and so is ``room``.
-        needs: what follows place m asks for, on d devices: [m, x, d].
+@entry
+def _hold_in_row(
+    tps: Floats,
+    room: Ints,
+    start: int,
+    needs: Ints,
+    more: Ints,
+    devices: Ints,
+    bound: float,
+    held: Ints,
+    chosen: Ints,
+) -> None:
+    """The fewest samples of stages that begin at ``start`` and at those behind it, the last one
+    first, and by that what they ask for.
     """
-    held, chosen = _none(len(tps), needs.shape[2])
-    tps, room = np.ascontiguousarray(tps), np.ascontiguousarray(room)
-    _hold_fewest(tps, room, np.ascontiguousarray(needs), devices, bound, held, chosen)
-    return held, chosen
+    for j in range(len(held) - 1, -1, -1):
+        i = start + j
+        _hold_fewest(tps, room, i, i + 1, needs, i + 1, devices, bound, held[j], chosen[j])
+        for x in range(needs.shape[1]):
+            for y in range(needs.shape[1]):
+                for d in range(needs.shape[2]):
+                    needs[i, x, d] = min(needs[i, x, d], held[j, y, d] + more[x, y])
 
 
 @entry
 def _hold_fewest(
-    tps: Floats, room: Ints, needs: Ints, devices: Ints, bound: float, held: Ints, chosen: Ints
+    tps: Floats,
+    room: Ints,
+    start: int,
+    stop: int,
+    needs: Ints,
+    first: int,
+    devices: Ints,
+    bound: float,
+    held: Ints,
+    chosen: Ints,
 ) -> None:
-    sizes, modes, places = tps.shape
-    groups = needs.shape[2]
+    """Fewest samples that a stage holds, and how many places m behind ``stop`` it ends and its mode
+    k as m * modes + k: [x, d].
+
+    Args:
+        tps: of single stages: [x, k, start, stop], and so is ``room``.
+        needs: what follows place m asks for, on d devices: [first + m, x, d].
+    """
+    sizes, modes, groups = tps.shape[0], tps.shape[1], needs.shape[2]
     for x in range(sizes):
-        for m in range(places):
+        for m in range(len(needs) - first):
             for k in range(modes):
-                if tps[x, k, m] <= bound:  # 28
+                if tps[x, k, start, stop + m] <= bound:  # 28
                     for d in range(devices[k], groups):
-                        samples = needs[m, x, d - devices[k]]
-                        if samples < held[x, d] and samples <= room[x, k, m]:  # Algorithm 2, 7
+                        samples = needs[first + m, x, d - devices[k]]
+                        # Algorithm 2, 7
+                        if samples < held[x, d] and samples <= room[x, k, start, stop + m]:
                             held[x, d] = samples
                             chosen[x, d] = m * modes + k
 
