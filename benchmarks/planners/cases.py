@@ -6,7 +6,8 @@ map        the same models with few and with many samples for each device, on 4 
            other networks between nodes, and more memory
 branches   candle-uno with 2 to 16 branches (GraphPipe, 7.3); the case study of its Figure 10
 table4     DAPPLE's Table 4, with the plans that it publishes (``table4``)
-profiles   every public profile on every cluster preset with 4 to 32 devices
+drawn      models, public profiles and random graphs of up to 20 operators; clusters of 4 to 16
+           devices and mini-batches are drawn for each
 small      random graphs of 3 to 6 operators on 4 devices, where every plan can be enumerated
 scale      1,000 operators on 1,024 devices
 =========  =========================================================================================
@@ -55,6 +56,9 @@ TABLE4 = {
 }
 """Profile and mini-batch of DAPPLE's Table 4, on 16 devices."""
 
+SMALL, LARGER = 6, 20
+"""Operators of random graphs at most: so few that every plan can be enumerated, and more."""
+
 TABLE4_CLUSTERS = ("dapple-a:2x8", "dapple-b:16", "dapple-c:16")
 
 
@@ -65,7 +69,8 @@ class Case:
     Attributes:
         group: a line of the table above.
         model: a built-in model, with options behind it (``candle-uno branches=4``); the path of a
-            public profile; or ``random N`` and ``synthetic N``.
+            public profile; or ``random N``, with the most operators behind it where these are not
+            ``SMALL``, and ``synthetic N``.
         cluster: a preset; ``flat`` and ``2x2`` are those of the small graphs.
         change: one of ``CHANGES``, or nothing.
     """
@@ -95,7 +100,7 @@ class Case:
             return read_profile(folder / self.model)
         name, *rest = self.model.split()
         if name == "random":
-            return small_graph(int(rest[0]))
+            return random_graph(int(rest[0]), int(rest[1]) if rest[1:] else SMALL)
         if name == "synthetic":
             return synthetic(int(rest[0]), 1000)
         largest = max(BATCHES.get(name, {0: 64}).values())
@@ -146,31 +151,33 @@ def cases(folder: Path | None) -> Iterator[Case]:
         for file, batch in TABLE4.items():
             for cluster in TABLE4_CLUSTERS:
                 yield Case("table4", file, cluster, batch)
-        yield from _drawn(folder)
+    yield from _drawn(folder)
 
 
-def _drawn(folder: Path) -> Iterator[Case]:
-    """Public profiles in an order that makes any first part of it a fair sample."""
-    found = []
-    for path in sorted([*folder.rglob("*.txt"), *folder.rglob("*.json")]):
-        if "plans" in path.parts[-2] or "LICENSE" in path.name:
-            continue
-        samples = read_profile(path).samples[0]
-        for devices in (4, 8, 16, 32):
+def _drawn(folder: Path | None) -> Iterator[Case]:
+    """Every model once, then again: any first part of it is a fair sample."""
+    models = {name: sizes[4] // 8 for name, sizes in BATCHES.items()}
+    models |= {"two-branch": 2, "transformer": 4}
+    models |= {f"random {number} {LARGER}": 2 for number in range(20)}
+    if folder is not None:
+        files = sorted([*folder.rglob("*.txt"), *folder.rglob("*.json")])
+        for path in files:
+            if "plans" not in path.parts[-2] and "LICENSE" not in path.name:
+                models[str(path.relative_to(folder))] = read_profile(path).samples[0]
+    for turn in range(4):
+        for model, samples in models.items():
+            draw = random.Random(f"{model} {turn}")
+            devices = draw.choice((4, 8, 16))
             sizes = {"d": devices, "n4": devices // 4, "n8": max(1, devices // 8)}
-            for preset in PRESETS:
-                cluster = preset.format(**sizes, s8=min(8, devices))
-                batch = 2 * samples * devices
-                found.append(Case("profiles", str(path.relative_to(folder)), cluster, batch))
-    random.Random(0).shuffle(found)
-    yield from found
+            cluster = draw.choice(PRESETS).format(**sizes, s8=min(8, devices))
+            yield Case("drawn", model, cluster, draw.choice((1, 2, 4)) * samples * devices)
 
 
 @cache
-def small_graph(number: int) -> Profile:
+def random_graph(number: int, most: int) -> Profile:
     """A random graph, each operator with a launch cost and work per sample."""
     draw, samples = random.Random(number), (1, 2, 4, 8)
-    n = draw.randint(3, 6)
+    n = draw.randint(3, most)
     reads: list[set[int]] = [set() for _ in range(n)]
     for b in range(1, n):
         for a in draw.sample(range(b), min(b, draw.choice((1, 1, 1, 2)))):

@@ -21,7 +21,7 @@ COLOURS = {
     "map": "#6aa5e8",
     "branches": "#7a52c7",
     "table4": "#f2a23a",
-    "profiles": "#c3cad3",
+    "drawn": "#c3cad3",
     "small": "#58b368",
     "scale": "#d9534f",
 }

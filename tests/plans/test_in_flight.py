@@ -71,12 +71,20 @@ def test_least_in_flight():
     assert least_in_flight(graph([1, 2, 4], "01 12", 32)) == [10, 4, 1]
 
 
-@given(stage_graphs(), st.lists(st.tuples(POWERS, POWERS), min_size=4, max_size=4))
-def test_powers_of_two_never_deadlock(stages, pairs):
-    """Any sizes and groups, also where they do not divide the batch."""
+@given(
+    stage_graphs(),
+    st.lists(st.tuples(st.integers(1, 6), st.integers(1, 6)), min_size=4, max_size=4),
+    st.none() | st.lists(st.integers(0, 12), min_size=4, max_size=4),
+)
+def test_no_sizes_deadlock(stages, pairs, room):
+    """Any sizes and groups, also where they divide neither each other nor the batch, with the least
+    warm-up and with a deep one, as far as there is room.
+    """
     chosen = tuple(
         replace(stage, microbatch_size=b, k=k)
         for stage, (b, k) in zip(stages.stages, pairs, strict=False)
     )
-    decided = KFKB().warm_up(replace(stages, stages=chosen))
+    graph = replace(stages, stages=chosen)
+    rule = KFKB() if room is None else KFKB(per_hop=2)
+    decided = rule.warm_up(graph, None if room is None else room.__getitem__)
     check(KFKB().order(decided), decided)

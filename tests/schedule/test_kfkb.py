@@ -90,6 +90,13 @@ def test_a_deep_warm_up_is_as_deep_as_there_is_room():
     assert within(1, 9, 0) == [3, 3, 1]
     assert within(9, 1, 0) == [5, 2, 1]
 
+    # Stage 0 waits for gradients of two samples with 8 in flight, stage 1 goes back by one: the
+    # second comes when it has had one sample more than it holds.
+    edges = ((0, 1), (1, 2), (2, 3), (3, 4), (4, 5))
+    halved = stages_on_one_device_each(edges, [2, 1, 1, 1, 1, 1], 16)
+    held = deep.warm_up(halved, [4, 9, 9, 9, 9, 9].__getitem__)
+    assert [stage.in_flight for stage in held.stages] == [4, 7, 7, 5, 3, 1]
+
 
 def test_groups_of_two():
     """k = 2: the sink holds two and turns over two at a time; the last group may be short."""

@@ -19,14 +19,24 @@ more than that, by what one of them waits for the other::
 With one micro-batch size b and k = 1 every row but one is impossible and the increase is b: one
 micro-batch more per stage on the way to the sink. With several successors the largest counts.
 Table 2 takes its numbers to divide one another, as powers of two do.
+
+With less than ``i_y + x - gcd(x, y)`` they wait for each other forever (``waited_for_samples``): x
+goes on after the gradients of x samples, and y gives those of y at a time, each time after y more
+samples.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from math import gcd
 
 from anabranch.plans.stages import StageGraph
+
+
+def waited_for_samples(k_x: int, b_x: int, k_y: int, b_y: int) -> int:
+    """Samples that x must hold beyond those of y, which follows, or neither of them goes on."""
+    return k_x * b_x - gcd(k_x * b_x, k_y * b_y)
 
 
 def in_flight_samples(k_x: int, b_x: int, k_y: int, b_y: int, held: int) -> int:
@@ -61,8 +71,9 @@ def least_in_flight(graph: StageGraph, *, per_hop: int = 1) -> list[int]:
         samples = k * b
         for y in graph.successors[s]:
             after = graph.stages[y]
-            least = in_flight_samples(k, b, after.k, after.microbatch_size, held[y])
-            samples = max(samples, held[y] + per_hop * (least - held[y]))
+            both = k, b, after.k, after.microbatch_size
+            more = max(in_flight_samples(*both, 0), waited_for_samples(*both))
+            samples = max(samples, held[y] + per_hop * more)
         result[s] = min(-(-samples // b), graph.num_microbatches(s))
         held[s] = result[s] * b
     return result

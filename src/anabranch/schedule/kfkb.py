@@ -20,7 +20,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from anabranch.errors import InvalidScheduleError
-from anabranch.plans.in_flight import least_in_flight, with_in_flight
+from anabranch.plans.in_flight import (
+    least_in_flight,
+    waited_for_samples,
+    with_in_flight,
+)
 from anabranch.plans.stages import StageGraph
 from anabranch.schedule.base import Room
 from anabranch.schedule.interleave import interleave
@@ -51,10 +55,9 @@ class KFKB:
         """
         counts = least_in_flight(graph, per_hop=self.per_hop)
         if room is not None:
-            sizes = [stage.microbatch_size for stage in graph.stages]
             for s, least in enumerate(least_in_flight(graph)):
                 if counts[s] > least:
-                    before = (counts[x] * sizes[x] // sizes[s] for x in graph.predecessors[s])
+                    before = (_most_behind(graph, x, s, counts[x]) for x in graph.predecessors[s])
                     counts[s] = max(least, min([counts[s], room(s), *before]))
         return with_in_flight(graph, counts)
 
@@ -72,6 +75,15 @@ class KFKB:
                 )
             orders.append(alternate(s, num_microbatches, stage.in_flight, stage.k))
         return per_device(graph, orders)
+
+
+def _most_behind(graph: StageGraph, x: int, y: int, in_flight: int) -> int:
+    """Micro-batches that y may hold behind x, which holds so many."""
+    stage, after = graph.stages[x], graph.stages[y]
+    if in_flight >= graph.num_microbatches(x):
+        return graph.num_microbatches(y)
+    both = stage.k, stage.microbatch_size, after.k, after.microbatch_size
+    return (in_flight * stage.microbatch_size - waited_for_samples(*both)) // after.microbatch_size
 
 
 def alternate(stage: int, num_microbatches: int, in_flight: int, k: int) -> tuple[Action, ...]:

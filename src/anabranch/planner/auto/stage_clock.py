@@ -419,6 +419,7 @@ def step_s(
     edges: Table,
     edge_of: Table,
     nodes: Table,
+    following: Table,
     leaving: Table,
     entering: Table,
     summing: Table,
@@ -433,7 +434,7 @@ def step_s(
     """
     problem = problems[0]
     batch_size, flush = problem.batch_size, problem.flush > 0
-    if not count_devices(owner, tensor, levels[0].devices, stages, nodes):
+    if not count_devices(owner, tensor, levels[0].devices, stages, nodes, following):
         return np.inf
     if not split_samples(microbatch, tensor, degree_of, measured, problem, stages):
         return np.inf
@@ -453,7 +454,7 @@ def step_s(
     count_in_flight(deep, flush, stages, edges)
     if not fit_memory(recompute, sharded, problem, stages, edges):
         return np.inf
-    price_messages(count, levels, problem, stages, edges)
+    price_messages(count, levels, problem, following, stages, edges)
     price_sums(home, sharded, op_seconds, op_bytes, levels, problem, stages)
     least = _least_s(problem, stages, edges)
     if not flush:

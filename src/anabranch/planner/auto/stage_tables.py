@@ -23,7 +23,7 @@ from anabranch.cost.memory import memory_terms, updated_bytes
 from anabranch.cost.passes import pass_behind
 from anabranch.cost.stage_weights import summed_bytes, touched_bytes
 from anabranch.planner.toolkit.jit import compiled
-from anabranch.plans.in_flight import in_flight_samples
+from anabranch.plans.in_flight import in_flight_samples, waited_for_samples
 
 Table = Any
 """An array; the comment beside it says its axes."""
@@ -88,13 +88,14 @@ STAGE = _record(
 # Whether it leaves a node; the next edge with the same end, or -1; of the receiver's micro-batches
 # on either way, how many have their receives posted. Bytes ahead and back, per sample and whatever
 # the samples; seconds of a byte on a single link, and of latency; links that share it at either
-# end.
+# end, more where only a part of it takes them.
 EDGE = _record(
     "source target far next_entering next_leaving posted_ahead posted_back",
     "ahead ahead_fixed back back_fixed byte_s latency source_links target_links",
 )
 
 _in_flight_samples = cast(Callable[..., int], compiled(in_flight_samples))
+_waited_for_samples = cast(Callable[..., int], compiled(waited_for_samples))
 _updated_bytes = cast(Callable[..., float], compiled(updated_bytes))
 _memory_terms = cast(Callable[..., tuple[float, float, float, float]], compiled(memory_terms))
 _summed_bytes = cast(Callable[..., float], compiled(summed_bytes))
@@ -106,7 +107,14 @@ _transfer_s = cast(Callable[..., float], compiled(transfer_s))
 
 
 @compiled
-def count_devices(owner: Table, tensor: Table, node: int, stages: Table, nodes: Table) -> bool:
+def count_devices(
+    owner: Table,
+    tensor: Table,
+    node: int,
+    stages: Table,
+    nodes: Table,
+    following: Table,  # [d] the next device of the same stage, the first one behind the last
+) -> bool:
     """How many devices every stage has, between which, and on which nodes, [s, 0 to its nodes];
     whether the devices of each replica lie inside a node.
     """
@@ -121,6 +129,9 @@ def count_devices(owner: Table, tensor: Table, node: int, stages: Table, nodes: 
                 return False
             nodes[s, stage.nodes] = inside
             stage.nodes += 1
+        if stage.devices > 0:
+            following[stage.high] = d
+        following[d] = stage.low
         stage.devices += 1
         stage.high = d
     return True
@@ -346,11 +357,10 @@ def count_in_flight(deep: bool, flush: bool, stages: Table, edges: Table) -> Non
         e = stage.leaving
         while e >= 0:
             follower = stages[edges[e].target]
-            c, after = follower.microbatch, follower.least * follower.microbatch
-            least = max(least, _in_flight_samples(k, b, follower.k, c, after))
-            after = follower.wanted * c
-            more = _in_flight_samples(k, b, follower.k, c, after) - after
-            wanted = max(wanted, after + hops * more)
+            c, g = follower.microbatch, follower.k
+            more = max(_in_flight_samples(k, b, g, c, 0), _waited_for_samples(k, b, g, c))
+            least = max(least, follower.least * c + more)
+            wanted = max(wanted, follower.wanted * c + hops * more)
             e = edges[e].next_leaving
         stage.least, stage.wanted = -(-least // b), -(-wanted // b)
         if flush:
@@ -395,7 +405,10 @@ def fit_memory(
             e = stage.entering
             while e >= 0:
                 before = stages[edges[e].source]
-                room = min(room, before.in_flight * before.microbatch // stage.microbatch)
+                if before.in_flight < before.total:
+                    k, b = before.k, before.microbatch
+                    more = _waited_for_samples(k, b, stage.k, stage.microbatch)
+                    room = min(room, (before.in_flight * b - more) // stage.microbatch)
                 e = edges[e].next_entering
         stage.in_flight = max(stage.least, room)
     return True
@@ -419,7 +432,47 @@ def message_bytes(edge: Record, way: int, samples: int) -> float:
 
 
 @compiled
-def price_messages(count: int, levels: Table, problem: Record, stages: Table, edges: Table) -> None:
+def _meeting(source: Record, target: Record, following: Table, levels: Table) -> tuple[int, float]:
+    """The farthest level on which replicas with the same samples meet, and the share of the samples
+    for which they do so beyond a node.
+
+    Time O(replicas times micro-batches of the smaller size in the larger one).
+    """
+    if level_of(min(source.low, target.low), max(source.high, target.high), levels) == 0:
+        return 0, 0.0
+    # In parts of a sample of which the slices of both are whole numbers.
+    slice_a, slice_b = source.microbatch * target.replicas, target.microbatch * source.replicas
+    a, b, left_a, left_b = source.low, target.low, slice_a, slice_b
+    whole = max(source.replicas * slice_a, target.replicas * slice_b)
+    level, left, far = 0, whole, 0
+    while left > 0:
+        some, meets = min(left_a, left_b), level_of(min(a, b), max(a, b), levels)
+        level, far = max(level, meets), far + (some if meets > 0 else 0)
+        left, left_a, left_b = left - some, left_a - some, left_b - some
+        if left_a == 0:
+            a, left_a = _next_replica(a, source, following), slice_a
+        if left_b == 0:
+            b, left_b = _next_replica(b, target, following), slice_b
+    return level, far / whole
+
+
+@compiled
+def _next_replica(d: int, stage: Record, following: Table) -> int:
+    """The first device of the replica behind that of device d."""
+    for _ in range(stage.devices // stage.replicas):
+        d = following[d]
+    return d
+
+
+@compiled
+def price_messages(
+    count: int,
+    levels: Table,
+    problem: Record,
+    following: Table,
+    stages: Table,
+    edges: Table,
+) -> None:
     """Seconds of the messages of each edge, and of the processors at both ends of it."""
     for e in range(count):
         edge = edges[e]
@@ -427,11 +480,11 @@ def price_messages(count: int, levels: Table, problem: Record, stages: Table, ed
         copies = min(source.replicas, target.replicas)
         edge.ahead_fixed *= copies
         edge.back_fixed *= copies
-        level = level_of(min(source.low, target.low), max(source.high, target.high), levels)
+        level, share = _meeting(source, target, following, levels)
         # The devices of a node share its card; inside of one everyone has a link.
         edge.far = 1 if level > 0 and levels[0].devices > 1 else 0
-        edge.source_links = source.nodes if level > 0 else source.devices
-        edge.target_links = target.nodes if level > 0 else target.devices
+        edge.source_links = source.nodes / share if level > 0 else source.devices
+        edge.target_links = target.nodes / share if level > 0 else target.devices
         edge.byte_s = 1 / levels[level].bandwidth
         edge.latency = levels[level].latency
         edge.posted_ahead = edge.posted_back = problem.receive_slots
