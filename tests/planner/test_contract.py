@@ -64,7 +64,7 @@ def test_proposals_are_valid_and_reproducible(name, profile, devices, batch_size
     assert [problems(name, graph, cost) for graph in proposals] == [[] for _ in proposals]
     assert all(stage.in_flight == 0 for graph in proposals for stage in graph.stages)
     assert all(graph.batch_size == batch_size for graph in proposals)
-    again = CostModel(cost.profile, cost.cluster, cost.optimizer_factor)
+    again = CostModel(replace(cost.profile), cost.cluster, cost.optimizer_factor)
     assert propose(name, again, batch_size=batch_size) == proposals
 
 

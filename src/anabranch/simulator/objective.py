@@ -118,13 +118,14 @@ class ShortestStep:
         the micro-batches times devices that it took to simulate them. Sure ones are remembered: a
         plan is compared with baselines that its search has simulated as well.
         """
-        known: dict[Run, float] = self.cost.memo.setdefault(ShortestStep, {})
+        known: dict[Run, tuple[float, int]] = self.cost.memo.setdefault(ShortestStep, {})
         run = candidate.graph, candidate.schedule
         if run in known:
-            return known[run], True, 0
+            seconds, work = known[run]
+            return seconds, True, work
         seconds, sure, work = self._simulate(candidate, best_s)
         if sure:
-            known[run] = seconds
+            known[run] = seconds, work
         return seconds, sure, work
 
     def _simulate(self, candidate: ScheduledProposal, best_s: float) -> tuple[float, bool, int]:
